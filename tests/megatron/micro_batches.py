@@ -131,9 +131,9 @@ def alternating(options, window=None, size=4):
             count.append(len(c10d._world.pg_names))
         worst.append(check(99, (0, 3, 8), None, 1))  # a rank alone, without a process group
         made = len(c10d._world.pg_names) - count[0]
-        books = sorted(cores[0].book.others)
+        books = sorted(cores[0].book.micro_batch_books)
         assert cores[0].book is cores[1].book
-        alive = [weakref.ref(book.groups) for book in cores[0].book.others.values()]
+        alive = [weakref.ref(book.groups) for book in cores[0].book.micro_batch_books.values()]
     del cores, groups, check
     gc.collect()
     return max(worst), books, made, [one() is not None for one in alive]
@@ -214,7 +214,7 @@ def losses(flags, context_parallel_size, settings):
             schedule.step(increment=args.global_batch_size)
             history.append((pretrain_gpt.mean_over_all_tokens(reports), float(norm)))
         cores = [m for stage in stages for m in stage.modules() if hasattr(m, "book")]
-        return history, sorted({ranks for core in cores for ranks in core.book.others})
+        return history, sorted({ranks for core in cores for ranks in core.book.micro_batch_books})
     finally:
         burst.uninstall()
         parallel_state.destroy_model_parallel()

@@ -68,7 +68,7 @@ def test_the_start_up_line_says_what_it_costs(four, common):
     # rank 1; it sends 16 rows of q, k and v, and 16 of out.
     assert 16 * 4 * 32 * 4 == 8 << 10  # rows, tensors, width, bytes of a number
     cost = "8 KiB from a rank in forward"
-    assert any("tokens lie contiguous and attention has zigzag" in x and cost in x for x in lines)
+    assert any("tokens are contiguous and attention is zigzag" in x and cost in x for x in lines)
 
 
 def problems(cp=2, **choices):

@@ -16,7 +16,7 @@ BAD_FLAGS = {
     f"{CP4} --context-parallel-algo ulysses --num-attention-heads 2": (
         "--context-parallel-algo hybrid --burst-ulysses-size 2"
     ),
-    f"{CP4} --burst-attention-store 0.5": "nothing recomputes it",
+    f"{CP4} --burst-attention-store 0.5": "nothing is recomputed",
     f"{CP4} --burst-attention-store 1.5": "--burst-attention-store",
     f"{CP4} --packed --micro-batch-size 2": "--packed takes one sequence at a time",
     "--packed --window-size 8,0": "drops the documents of sliding-window layers",
@@ -51,10 +51,10 @@ def test_a_bad_flag_is_named_on_every_rank(four, common, flags):
         ("dtype", "ranks disagree"),
         ("attention_mask", "call the model with attention_mask=None, which is causal"),
         ("attention_bias", "attention_bias is not supported"),
-        ("packed_seq_params", "qkv_format must be 'thd'"),
-        ("cross-attention", "cross-attention is not split"),
+        ("packed_seq_params", "it must be 'thd'"),
+        ("cross-attention", "only self-attention is supported"),
         ("documents", "ranks disagree"),
-        ("attn_mask_type", "only causal and no_mask"),
+        ("attn_mask_type", "use causal or no_mask"),
     ],
 )
 @pytest.mark.parametrize("ranks", [(2,), (0, 1, 2, 3)])

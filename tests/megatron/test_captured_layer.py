@@ -75,9 +75,9 @@ def test_nothing_is_made_or_compared_while_a_layer_is_captured(four):
 @pytest.mark.parametrize(
     ("happens", "words"),
     [
-        (captured_at_once, "a CUDA graph captures attention whose plan was never made"),
-        (packed, "packed_seq_params with --cuda-graph-impl: its CUDA graphs contain attention"),
-        (masked, "attention_mask with --cuda-graph-impl: its CUDA graphs contain attention"),
+        (captured_at_once, "a CUDA graph captures attention without a plan"),
+        (packed, "packed_seq_params with --cuda-graph-impl: CUDA graphs that contain attention"),
+        (masked, "attention_mask with --cuda-graph-impl: a capture of attention"),
     ],
 )
 def test_what_a_graph_cannot_replay_is_refused_on_every_rank(four, happens, words):

@@ -8,7 +8,7 @@ import pytest
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
-from megatron_burst.megatron.attention.derived import stands_for
+from megatron_burst.megatron.attention.derived import replacement_class
 
 STOCK = (DotProductAttention,)
 
@@ -64,7 +64,7 @@ def built(cls, number, **named):
 
 @pytest.mark.parametrize("theirs", [Windowed, Further])
 def test_it_is_built_from_what_megatrons_class_would_get(theirs):
-    ours = stands_for(theirs, STOCK)
+    ours = replacement_class(theirs, STOCK)
     assert ours.__name__ == f"Burst{theirs.__name__}"
     before = DotProductAttention.__init__
     for number, window in ((1, None), (2, (3, 0))):
@@ -98,7 +98,7 @@ def test_a_known_scale_of_values_is_kept():
     known = at_path(BRIDGE, "MiMoV2FlashTEDotProductAttention")
     derived = type("MiMoV2FlashMTPTEDotProductAttention", (known,), {"__init__": known.__init__})
     for theirs in (known, derived):
-        ours = stands_for(theirs, STOCK)
+        ours = replacement_class(theirs, STOCK)
         assert ours.scale == "_attention_value_scale"
         assert built(ours, 1)[1] == {"_attention_value_scale": 0.7}
 
@@ -114,7 +114,7 @@ def test_a_known_scale_of_values_is_kept():
 )  # fmt: skip
 def test_an_unknown_override_is_refused(theirs, message):
     with pytest.raises(ValueError, match=message) as refusal:
-        stands_for(theirs, STOCK)
+        replacement_class(theirs, STOCK)
     hint = "Use DotProductAttention in the spec, or a class that overrides only __init__, or "
     assert str(refusal.value).endswith(f"{hint}--context-parallel-algo megatron")
 
@@ -125,12 +125,12 @@ def test_an_unknown_override_is_refused(theirs, message):
 )
 def test_the_known_class_is_found_by_module_and_name(module, name):
     with pytest.raises(ValueError, match=f"{module}.{name}: {name} overrides forward"):
-        stands_for(at_path(module, name), STOCK)
+        replacement_class(at_path(module, name), STOCK)
 
 
 @pytest.mark.parametrize("theirs", [int, "a mock", None])
 def test_what_derives_from_no_core_attention_is_not_replaced(theirs):
-    assert stands_for(theirs, STOCK) is None
+    assert replacement_class(theirs, STOCK) is None
 
 
 class Touched(DotProductAttention):
@@ -148,7 +148,7 @@ class Touched(DotProductAttention):
 )
 def test_what_a_constructor_does_besides_is_refused(theirs, message):
     with pytest.raises(ValueError, match=message):
-        built(stands_for(theirs, STOCK), 1)
+        built(replacement_class(theirs, STOCK), 1)
 
 
 class Blind(DotProductAttention):
@@ -157,8 +157,8 @@ class Blind(DotProductAttention):
 
 
 def test_another_kind_of_mask_is_refused():
-    with pytest.raises(ValueError, match=r"^Blind changes the kind of mask .* to AttnMaskType.no"):
-        stands_for(Blind, STOCK)(
+    with pytest.raises(ValueError, match=r"^Blind changes the mask type .* to AttnMaskType.no"):
+        replacement_class(Blind, STOCK)(
             SimpleNamespace(), layer_number=1, attn_mask_type=AttnMaskType.causal,
             attention_type="self",
         )  # fmt: skip

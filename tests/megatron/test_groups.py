@@ -205,5 +205,5 @@ def test_a_limit_of_nccl_is_refused_elsewhere(four, common):
     for words in four(session.error, [*common, *flags.split()]):  # Megatron may say where
         assert words.startswith(
             "ValueError: --burst-nccl-max-ctas 8 limits kernels of NCCL, and the context-parallel "
-            "group is on gloo: leave it out"
+            "group uses gloo: remove the flag"
         )

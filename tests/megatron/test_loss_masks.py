@@ -9,7 +9,7 @@ import megatron_burst.megatron as burst
 from megatron_burst.megatron import patching
 from megatron_burst.megatron.data import loader
 
-WORDS = "a loss mask leaves out tokens"
+WORDS = "a loss mask excludes tokens"
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import megatron_burst.megatron as burst
 from megatron_burst.megatron.attention.plan_book import PlanBook
 from megatron_burst.megatron.data import packed
 from megatron_burst.megatron.data.cut import BatchCut
-from megatron_burst.megatron.data.loader import Batches
+from megatron_burst.megatron.data.loader import BatchIterator
 from megatron_burst.megatron.data.rope import packed_rope
 from megatron_burst.megatron.data.slicing import take
 
@@ -93,7 +93,7 @@ def test_what_a_loader_made_is_known_on_the_device_without_reading_it(send):
     """On "meta", where nothing can be read, as a script sends it and takes a view of the copy."""
     whole, room = torch.tensor([[*ENDS, 24, 24]]), torch.tensor([[*ENDS, -1, -1]])
     batch = {"tokens": torch.arange(24)[None], "cu_seqlens": whole, "cu_seqlens_padded": room}
-    loaded = next(Batches(iter([batch, ("no", "dict")])))
+    loaded = next(BatchIterator(iter([batch, ("no", "dict")])))
     assert loaded["tokens"] is batch["tokens"]
     sent, padded = (send(loaded[name]) for name in ("cu_seqlens", "cu_seqlens_padded"))
     assert type(sent) is torch.Tensor

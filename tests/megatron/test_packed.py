@@ -89,7 +89,7 @@ def test_an_empty_document_leaves_only_its_padding():
         (ends(0, -1, 5), None, "never decrease"),
         (ends(-1, -1), None, "start at 0"),
         (ends(0, -24), None, "copy of the cu_seqlens of a prefix tree.*TreePack.params"),
-        (ends(0, 25), None, "end by the 24 tokens"),
+        (ends(0, 25), None, "end within the 24 tokens"),
         (ends(0), None, "start at 0"),
         (torch.zeros(2, 3), None, "--micro-batch-size 1"),
         (ends(0, 9, 12), ends(0, 8, 16), "no room"),

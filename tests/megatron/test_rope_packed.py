@@ -59,7 +59,7 @@ def test_long_documents_of_a_pack_are_exact_too():
     total, longest = 2 * EXACT, EXACT + 4096
     bounds, group = ends(0, total - longest, total), Group(1, 2)
     plain = embedding("plain", group)
-    held = rope.HeldRows("striped", 2, 1)
+    held = rope.TableRows("striped", 2, 1)
     blank = plain(longest, packed_seq=True)
     found = rope.tables().of_pack(blank, total // 2, bounds, held)[:, 0, 0]
     place = torch.arange(1, total, 2)
@@ -95,7 +95,7 @@ def test_a_table_that_is_not_known_yet_is_loud():
     blank = embedding("plain", Group(0, 2))(32, packed_seq=True)
     assert blank.isnan().all()
     copied = torch.full((1,), torch.nan).expand(32, 1, 1, 16)
-    with pytest.raises(ValueError, match="copied on its way to the attention layer"):
+    with pytest.raises(ValueError, match="copied before it reached the attention layer"):
         rope_utils.apply_rotary_pos_emb(
             torch.randn(16, 2, 16), copied, config(), ends(0, 32), 1.0, Group(0, 2)
         )

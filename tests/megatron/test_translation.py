@@ -51,7 +51,7 @@ def installed():
         (wrong_length, "--seq-length 66 is not divisible by 2 x --context-parallel-size",
          "model.seq_length 66 is not divisible by 2 x model.context_parallel_size"),
         (not_a_gpt, "--burst-lm-head-loss single_pass supports GPT", "lm_head_loss single_pass"),
-        (two_packs, "need --micro-batch-size 1", "need train.micro_batch_size 1"),
+        (two_packs, "require --micro-batch-size 1", "require train.micro_batch_size 1"),
         # A setting of the data, which recipes of different data call differently.
         (masked_pack, "pass --no-create-attention-mask-in-dataloader",
          "pass --no-create-attention-mask-in-dataloader"),

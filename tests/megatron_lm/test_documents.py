@@ -106,18 +106,18 @@ def test_the_mask_and_the_positions_count(train, text):
 
 def test_a_causal_mask_is_not_made_and_nothing_changes(train, text):
     same(train(2, f"{text} {CP2}"), train(1, text))
-    assert train(2, f"{text} {CP2}").lines("the data loader makes no s x s mask of it")
+    assert train(2, f"{text} {CP2}").lines("the data loader makes no s x s mask")
 
 
 @pytest.mark.parametrize("flag", ["--reset-attention-mask", "--dataloader-inter-document-masking"])
 def test_a_script_that_drops_the_documents_is_told(ranks, flag):
     run = ranks.run(2, [*COMMON, *CP2.split(), flag])
     assert run.codes == [2, 2]
-    assert run.lines(f"{flag}, and the script handed no documents to the model")
+    assert run.lines(f"{flag}, and the script passed no documents to the model")
 
 
 def test_masks_that_make_gradients_depend_on_the_ranks_are_named_once(ranks, text):
     common = [flag for flag in COMMON if flag != "--calculate-per-token-loss"]
     run = ranks.run(2, [*common, *text.split(), *CP2.split(), "--eod-mask-loss"])
     assert run.codes == [0, 0]
-    assert len(run.lines("a loss mask leaves out tokens")) == 1
+    assert len(run.lines("a loss mask excludes tokens")) == 1

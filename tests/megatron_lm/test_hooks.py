@@ -173,7 +173,7 @@ def test_ranks_that_the_sizes_do_not_divide(world, sizes, words):
 def test_the_hybrid_stack_without_transformer_engine():
     stack = ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
     training.check_flags(asked(hybrid_layer_pattern="M-M-", spec=stack), [])
-    with pytest.raises(ValueError, match=r"M\*M- has attention .* need Transformer Engine"):
+    with pytest.raises(ValueError, match=r"M\*M- has attention .* requires Transformer Engine"):
         training.check_flags(asked(hybrid_layer_pattern="M*M-", spec=stack), [])
 
 
@@ -216,7 +216,7 @@ def test_documents_of_two_kinds_are_refused():
     both = asked(
         reset_attention_mask=True, dataloader_inter_document_masking=True, micro_batch_size=1
     )
-    words = "--dataloader-inter-document-masking: .* choose one .* remove --reset-attention-mask"
+    words = "--dataloader-inter-document-masking: .* use one .* remove --reset-attention-mask"
     with pytest.raises(ValueError, match=words):
         training.check_flags(both, [])
 

@@ -89,7 +89,7 @@ def test_packed_documents_like_each_alone(train, model, flags):
 def test_the_log_says_how_states_and_rows_travel(train):
     model, ranks, flags = CASES["delta-nets-more-ranks-than-heads"]
     run = train(ranks, f"{model} {flags}")
-    assert run.lines("tokens lie contiguous and attention has zigzag")
+    assert run.lines("tokens are contiguous and attention is zigzag")
     assert run.lines("linear attention")
 
 

@@ -11,7 +11,7 @@ pytest.importorskip(
 BURST = "--context-parallel-algo burst"
 CP2 = f"{BURST} --context-parallel-size 2"
 BAD = {
-    f"{CP2} --hierarchical-context-parallel-sizes 2 2": "[2, 2] multiply to 4, which is not",
+    f"{CP2} --hierarchical-context-parallel-sizes 2 2": "[2, 2] has the product 4",
     f"{CP2} --burst-side both": "side (--burst-side) must be one of auto, ",
     f"{CP2} --burst-side querry": "--burst-side",
     "--context-parallel-size 2 --burst-layout striped": "--burst-layout striped with",
@@ -23,7 +23,7 @@ BLOCKS = [
         "--attention-dropout 0.1 --cp-comm-type p2p --transformer-impl transformer_engine "
         "--seq-length 66 --burst-attention-store 0.5",
         ["attention dropout is 0.1", "--cp-comm-type chooses how", "is not installed",
-         "--seq-length 66 is not divisible by 2 x", "nothing recomputes it"],
+         "--seq-length 66 is not divisible by 2 x", "nothing is recomputed"],
         "--attention-dropout 0 --transformer-impl local",
         "--cp-comm-type",
     ),
@@ -96,13 +96,13 @@ def test_a_rank_with_other_flags_than_the_rest(ranks):
 def test_one_rank_works_and_is_told_that_the_flag_does_nothing(train):
     run = train(1, BURST)
     assert run.steps == train(1).steps
-    (line,) = run.lines("does nothing")
+    (line,) = run.lines("has no effect")
     assert f"{BURST} has no effect at --context-parallel-size 1" in line
 
 
 def test_one_rank_per_node_is_flat_and_says_so(train):
     run = train(2, f"{CP2} --burst-intra-size 1 --train-iters 1")
-    assert run.lines("no ring within nodes, a flat one over all 2 ranks")
+    assert run.lines("the ring of all 2 ranks uses only links between nodes")
 
 
 def test_help_shows_the_group(ranks):

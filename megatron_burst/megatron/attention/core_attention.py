@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """BurstAttention as Megatron's core attention: the module between the projections of a layer.
 
-It turns Megatron's call into one of `mb.attention` and refuses arguments that cannot be honoured.
-`plan_book` shares plans between layers, `groups` makes the process groups, and `data.packed` says
-where the tokens of a packed batch are.
+The module turns Megatron's call into a call of `mb.attention` and refuses arguments that are not
+supported. `plan_book` shares plans between layers, `groups` makes the process groups, and
+`data.packed` describes the documents of a packed batch.
 
 Shape letters: s local sequence, b micro-batch, h query heads, g key/value heads of this
 tensor-parallel rank, d key width, w value width; t local tokens of a packed batch.
@@ -45,8 +45,8 @@ from ..data.rope import mrope_of_packs
 from ..model_shape import layer_window
 from ..patching import notes
 from .groups import book_of, micro_batch_groups
-from .plan_book import WHOLE, LayerKind, PlanBook, RowChunking, nothing_seen
-from .relayout import Around
+from .plan_book import ALL_ROWS, LayerKind, PlanBook, RowChunkSizes, nothing_seen
+from .relayout import RowExchange
 
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
 # Megatron's names for the same masks when documents are packed.
@@ -54,51 +54,66 @@ CAUSAL_PACKED = _CAUSAL | {AttnMaskType.padding_causal: True, AttnMaskType.paddi
 
 
 class AttentionCall(NamedTuple):
-    """Attention over one micro-batch in one layer, but for its tensors.
+    """One call of attention in one layer, without its tensors.
 
-    label: the layer's number, for messages. around: the exchanges of rows before and after, where
-    attention has another layout than the stream of tokens. value_scale: of the values.
+    Attributes:
+        plan: The plan.
+        sink: The sink logits [h], or None.
+        max_logits: The tensor [h] that receives the largest logits, or None.
+        label: The number of the layer, for messages.
+        exchange: The row exchange around attention; None if attention has the layout of the tokens.
+        value_scale: The factor of the values.
     """
 
     plan: Plan
     sink: torch.Tensor | None
     max_logits: torch.Tensor | None
     label: int
-    around: Around | None = None
+    exchange: RowExchange | None = None
     value_scale: float = 1.0
 
     def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """`mb.attention` of q [s, b, h, d], k [s, b, g, d], v [s, b, g, w] -> [s, b, h, w]."""
+        """Return attention of q [s, b, h, d], k [s, b, g, d], v [s, b, g, w], as [s, b, h, w]."""
         if self.value_scale != 1.0:
             v = v * self.value_scale
-        if self.around is not None:
-            q, k, v = self.around.to_attention((q, k, v), self.label)
+        if self.exchange is not None:
+            q, k, v = self.exchange.to_attention((q, k, v), self.label)
         out = attention(
             q, k, v, plan=self.plan, sink=self.sink, max_logits=self.max_logits, label=self.label
         )
-        return out if self.around is None else self.around.to_stream(out, self.label)
+        return out if self.exchange is None else self.exchange.to_stream(out, self.label)
 
 
 class BurstCoreAttention(MegatronModule):
-    """Drop-in for `DotProductAttention` / `TEDotProductAttention` at context-parallel size > 1.
+    """Replacement of Megatron's core attention at context-parallel size > 1.
 
-    Megatron's attention layers build it after `install` and `configure`, with the keywords of its
-    own core attention. The first module over a context-parallel group makes its grid, and the first
-    forward the communicators of its rings: collectives over that group. Honours `window_size`,
-    `window_attn_skip_freq` and `softmax_type`, whose parameter `softmax_offset` has the name
-    that it has in checkpoints of Megatron's own modules.
+    It replaces `DotProductAttention` and `TEDotProductAttention`. Megatron's attention layers build
+    it after `install` and `configure`, with the keywords of Megatron's own core attention. The
+    first module over a context-parallel group makes its grid, and the first forward makes the
+    communicators of its rings. Both are collectives of that group.
 
-    With `log_max_attention_logit` or `qk_clip` the largest logit of each head is in
-    `current_max_attn_logits` [h], as Megatron's optimizer step wants it: of what this rank
-    computed since that step took it away. Megatron takes the maximum over data- and
-    context-parallel ranks.
+    The module supports `window_size`, `window_attn_skip_freq` and `softmax_type`. The parameter
+    `softmax_offset` has the same name as in checkpoints of Megatron's own modules.
 
-    Of Megatron's keywords these count: config (after `configure`), layer_number, attn_mask_type,
-    softmax_scale, pg_collection, and for MLA k_channels and v_channels. attention_type must be
-    "self" and attention_dropout 0 or None; cp_comm_type is not read, and what is unknown must be
-    None.
+    With `log_max_attention_logit` or `qk_clip`, `current_max_attn_logits` [h] is the largest logit
+    of each head. It covers the calls of this rank since Megatron's optimizer step last reset it to
+    None. Megatron takes the maximum over data- and context-parallel ranks.
 
-    Raises the same `ValueError` on all ranks for settings that it cannot honour.
+    Args:
+        config: a `TransformerConfig`, after `configure`.
+        layer_number: of the layer, from 1.
+        attn_mask_type: causal or no mask.
+        attention_type: must be "self".
+        attention_dropout: must be 0 or None.
+        softmax_scale: the factor of the logits; None for 1/sqrt(d).
+        cp_comm_type: not read.
+        pg_collection: Megatron's process groups; None for its global ones.
+        k_channels: key width, for latent attention.
+        v_channels: value width, for latent attention.
+        unknown: must be None.
+
+    Raises:
+        ValueError: Settings are not supported; all ranks raise the same error.
     """
 
     def __init__(
@@ -122,10 +137,14 @@ class BurstCoreAttention(MegatronModule):
         if attention_dropout:
             refuse([dropout_problem(attention_dropout)])
         if attention_type != "self":
-            raise ValueError(f"attention_type is {attention_type!r}: only self-attention is split")
+            raise ValueError(
+                f"attention_type is {attention_type!r}; only 'self' (self-attention) is supported"
+            )
         for name, value in unknown.items():
             if value is not None:
-                raise ValueError(f"core attention got the unknown argument {name}={value!r}")
+                raise ValueError(
+                    f"core attention got the unknown argument {name}={value!r}; omit it"
+                )
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         sizes = config.hierarchical_context_parallel_sizes
@@ -150,17 +169,17 @@ class BurstCoreAttention(MegatronModule):
         self._graphs = graphs_asked(config)[0] if contain_attention(config) else None
         if self._graphs is not None and self.leads:
             self.book.log(
-                f"{self._graphs}: CUDA graphs contain attention, which was captured on a GPU with "
-                "all ranks in one process, and never with NCCL; compare losses with a run without "
-                "them"
+                f"{self._graphs}: CUDA graphs contain attention, which was tested on a GPU with "
+                "all ranks in one process, and not with NCCL; compare losses with a run without "
+                "CUDA graphs"
             )
 
     def whole_config(self, config: Any) -> Any:
-        """The configuration of all layers, where a layer's own, `config`, says less."""
+        """Return the configuration of all layers, if `config` describes only this layer."""
         return config
 
     def _add_sink(self, heads: int) -> None:
-        """`softmax_offset` [h]: learnable, zeros ("off-by-one" softmax), or None."""
+        """Set `softmax_offset` [h]: learnable, zeros ("off-by-one" softmax), or None."""
         config: Any = self.config
         self.softmax_offset = None
         kind = getattr(config, "softmax_type", "vanilla")
@@ -177,7 +196,7 @@ class BurstCoreAttention(MegatronModule):
 
     @property
     def sequence_chunks(self) -> int | Auto:
-        """Into how many chunks of rows the layer cuts its attention half; "auto" as it sees fit."""
+        """The number of row chunks of the layer's attention half; "auto" if the layer decides."""
         return self._sequence_chunks
 
     def forward(
@@ -191,26 +210,40 @@ class BurstCoreAttention(MegatronModule):
         packed_seq_params: Any = None,
         **unknown: Any,
     ) -> torch.Tensor:
-        """Query [s, b, h, d], key [s, b, g, d], value [s, b, g, w] of one dtype -> [s, b, h*w].
+        """Compute attention over this rank's rows of the sequence.
 
-        s is this rank's share of the sequence, in the installed layout. With packed_seq_params
-        (format thd, micro-batch size 1) [t, h, d], [t, g, d], [t, g, w] -> [t, h*w]; the ranks of
-        their cp_group, if they name one, hold this micro-batch, and all of these call: the first
-        time they make its communicators, for which no other rank waits.
-        attn_mask_type: causal or no mask, in place of the layer's. attention_mask: None, or a
-        tensor that adds nothing (`check_call`). attention_bias and what is unknown must be None.
-        Raises `ValueError` on all ranks alike.
+        Args:
+            query: [s, b, h, d]; with packed_seq_params [t, h, d].
+            key: [s, b, g, d]; with packed_seq_params [t, g, d]. The dtype of `query`.
+            value: [s, b, g, w]; with packed_seq_params [t, g, w]. The dtype of `query`.
+            attention_mask: None, or a tensor that changes nothing (see `check_call`).
+            attn_mask_type: causal or no mask, in place of the layer's type.
+            attention_bias: must be None.
+            packed_seq_params: documents in format thd, at micro-batch size 1. If it has a cp_group,
+                the ranks of that group hold the micro-batch, and all of them make this call. The
+                first such call makes the group's communicators.
+            unknown: must be None.
+
+        Returns:
+            [s, b, h*w], or [t, h*w] for a packed batch.
+
+        Raises:
+            ValueError: Arguments are not supported; all ranks raise the same error.
         """
         if self._sequence_chunks not in (1, "auto"):
             raise ValueError(
                 f"--burst-sequence-chunks {self._sequence_chunks}: core attention of layer "
-                f"{self._layer} was called outside TransformerLayer._forward_attention, which cuts "
-                "rows into chunks; leave the flag out"
+                f"{self._layer} was called outside TransformerLayer._forward_attention, which "
+                "makes row chunks; remove the flag"
             )
         if packed_seq_params is not None:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-        others = {"attention_mask": attention_mask, "attention_bias": attention_bias, **unknown}
-        call = self.call(query, key, value, attn_mask_type, others, packed_seq_params)
+        other_arguments = {
+            "attention_mask": attention_mask,
+            "attention_bias": attention_bias,
+            **unknown,
+        }
+        call = self.call(query, key, value, attn_mask_type, other_arguments, packed_seq_params)
         out = call.attention(query, key, value).flatten(2)
         return out if packed_seq_params is None else out.squeeze(1)
 
@@ -220,23 +253,32 @@ class BurstCoreAttention(MegatronModule):
         key: torch.Tensor,
         value: torch.Tensor,
         attn_mask_type: AttnMaskType | None,
-        others: dict[str, Any],
+        other_arguments: dict[str, Any],
         packed_seq_params: Any,
-        rows: RowChunking = WHOLE,
+        rows: RowChunkSizes = ALL_ROWS,
     ) -> AttentionCall:
-        """All that attention over one micro-batch needs besides its tensors; collective if this
-        layer leads.
+        """Return the call of attention over one micro-batch, without its tensors.
 
-        query [s, b, h, d], key [s, b, g, d], value [s, b, g, w]: of this rank's whole shard; only
-        shapes, dtypes and device count. attn_mask_type, packed_seq_params: as `forward` takes them.
-        others: Megatron's further arguments, as `check_call` takes them. rows: as `PlanBook.plan`.
-        Raises `ValueError` for arguments that it cannot honour, on all ranks alike.
+        A collective if this layer leads its kind. Of `query`, `key` and `value` only shapes, dtypes
+        and device are read.
+
+        Args:
+            query: [s, b, h, d] of this rank's whole shard.
+            key: [s, b, g, d].
+            value: [s, b, g, w].
+            attn_mask_type: as `forward` takes it.
+            other_arguments: Megatron's further arguments by name, as `check_call` takes them.
+            packed_seq_params: as `forward` takes it.
+            rows: the row chunks of the call.
+
+        Raises:
+            ValueError: Arguments are not supported; all ranks raise the same error.
         """
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         kind, book, pack = self._layer_kind(mask_type), self._book(packed_seq_params), None
-        with book.refusing(self.leads):
-            self._check_graphs(others, packed_seq_params)
-            check_call(mask_type, others, packed_seq_params, self.cut)
+        with book.shared_errors(self.leads):
+            self._check_graphs(other_arguments, packed_seq_params)
+            check_call(mask_type, other_arguments, packed_seq_params, self.cut)
             if packed_seq_params is not None:
                 if getattr(self.config, "mrope_section", None):
                     raise mrope_of_packs()
@@ -247,16 +289,16 @@ class BurstCoreAttention(MegatronModule):
             sink=self.softmax_offset,
             max_logits=self._largest(query) if kind.max_logits else None,
             label=self._layer,
-            around=book.around(kind, query, key, value, pack),
+            exchange=book.row_exchange(kind, query, key, value, pack),
         )
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict:
-        """`softmax_offset`, if it is learnable, split over tensor-parallel ranks like the heads.
+        """Return a learnable `softmax_offset`, split over tensor-parallel ranks like the heads.
 
-        Name and form are those of Megatron's own modules, so that checkpoints are interchangeable.
-        prefix, sharded_offsets, metadata: as Megatron gives them to every module.
+        Name and form equal those of Megatron's own modules, so checkpoints are interchangeable.
+        Megatron passes the arguments to every module.
         """
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
@@ -268,7 +310,10 @@ class BurstCoreAttention(MegatronModule):
         )
 
     def _book(self, params: Any) -> PlanBook:
-        """The plans of the ranks that hold a micro-batch; a collective of these, at their first."""
+        """Return the plan book of the ranks that hold a micro-batch.
+
+        A collective of these ranks at their first micro-batch.
+        """
         group = group_of(params, self.cp_group)
         if group is self.cp_group:
             return self.book
@@ -277,26 +322,28 @@ class BurstCoreAttention(MegatronModule):
             return self.book
         if getattr(self.config, "mtp_num_layers", None):
             raise ValueError(
-                "packed_seq_params: cp_group, or local_cp_size 1, with --mtp-num-layers: further "
-                "heads take the group that the model was built with"
+                "packed_seq_params: cp_group, or local_cp_size 1, with --mtp-num-layers: MTP heads "
+                "use the group with which the model was built; remove --mtp-num-layers"
             )
-        return self.book.over(ranks, lambda: micro_batch_groups(group, self._per_node, self._burst))
+        return self.book.book_of_ranks(
+            ranks, lambda: micro_batch_groups(group, self._per_node, self._burst)
+        )
 
-    def _check_graphs(self, others: dict[str, Any], params: Any) -> None:
+    def _check_graphs(self, other_arguments: dict[str, Any], params: Any) -> None:
         """Raise `ValueError` for arguments that a CUDA graph of attention cannot replay."""
         if self._graphs is None:
             return
         if params is not None:
             raise ValueError(
-                f"packed_seq_params with {self._graphs}: its CUDA graphs contain attention and "
-                "replay one plan, and every pack has its own; leave attention out of them, or call "
-                "without packed_seq_params"
+                f"packed_seq_params with {self._graphs}: CUDA graphs that contain attention replay "
+                "one plan, and every pack has its own plan; exclude attention from the graphs, or "
+                "call without packed_seq_params"
             )
-        mask = others.get(MASK)
+        mask = other_arguments.get(MASK)
         if mask is not None and not placeholder(mask):
             raise ValueError(
-                f"{MASK} with {self._graphs}: its CUDA graphs contain attention, and a capture "
-                f"cannot read the values of a mask; leave attention out of them, or {NO_MASK}"
+                f"{MASK} with {self._graphs}: a capture of attention cannot read the values of a "
+                f"mask; exclude attention from the graphs, or {NO_MASK}"
             )
 
     def _pack(self, book: PlanBook, params: Any, query: torch.Tensor) -> Pack:
@@ -307,13 +354,13 @@ class BurstCoreAttention(MegatronModule):
         return pack
 
     def _largest(self, query: torch.Tensor) -> torch.Tensor:
-        """`current_max_attn_logits`, made anew after Megatron took it."""
+        """Return `current_max_attn_logits`; a new tensor if Megatron reset it to None."""
         if self.current_max_attn_logits is None:
             self.current_max_attn_logits = nothing_seen(query)
         return self.current_max_attn_logits
 
     def _layer_kind(self, mask_type: AttnMaskType) -> LayerKind:
-        apart = attention_cut(self._burst)
+        separate = attention_cut(self._burst)
         return LayerKind(
             burst=self._burst,
             causal=CAUSAL_PACKED.get(mask_type, True),
@@ -322,107 +369,125 @@ class BurstCoreAttention(MegatronModule):
             head_sizes=self._head_sizes,
             max_logits=records_max_logits(self.config),
             number=0 if self._burst.mask is None else self._layer,
-            cut=self.cut if apart is None else apart,
-            stream=None if apart is None else self.cut,
+            cut=self.cut if separate is None else separate,
+            stream=None if separate is None else self.cut,
         )
 
 
 def _drop_extra_state(module: Any, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
-    """Transformer Engine's attention saves its fp8 state beside its parameters: there is none."""
+    """Drop the fp8 state that Transformer Engine's attention saves with its parameters."""
     state_dict.pop(f"{prefix}_extra_state", None)
 
 
-def check_call(mask_type: AttnMaskType, others: dict[str, Any], packed: Any, cut: BatchCut) -> None:
-    """Raise `ValueError` unless a call with this kind of mask and these arguments is honoured.
+def check_call(
+    mask_type: AttnMaskType, other_arguments: dict[str, Any], packed: Any, cut: BatchCut
+) -> None:
+    """Raise an error unless a call with these arguments is supported.
 
-    others: Megatron's arguments that must be None, by name; packed: a `PackedSeqParams` or None. An
-    `attention_mask` may have one element, or be redundant (`is_redundant`) in a causal call.
+    An `attention_mask` may have one element. In a causal call it may be redundant (`is_redundant`).
+
+    Args:
+        mask_type: the mask of the call.
+        other_arguments: Megatron's arguments that must be None, by name.
+        packed: a `PackedSeqParams` or None.
+        cut: how the run cuts batches.
+
+    Raises:
+        ValueError: An argument is not supported.
     """
-    known = _CAUSAL if packed is None else CAUSAL_PACKED
+    supported = _CAUSAL if packed is None else CAUSAL_PACKED
     flag = documents_expected()
     if packed is None and flag is not None:
         raise ValueError(
-            f"{flag}, and the script handed no documents to the model: pass packed_seq_params "
-            f"made of the batch's cu_seqlens, as pretrain_gpt.py does, or remove {flag}"
+            f"{flag}, and the script passed no documents to the model: pass packed_seq_params "
+            f"with the batch's cu_seqlens, as pretrain_gpt.py does, or remove {flag}"
         )
     if packed is None and cut.name == "balanced":
         raise unpacked()
-    if mask_type not in known:
-        raise ValueError(
-            f"attention mask type {mask_type} is not supported: only causal and no_mask are"
-        )
+    if mask_type not in supported:
+        raise ValueError(f"attention mask type {mask_type} is not supported; use causal or no_mask")
     fixes = {
         "attention_mask": (
-            "only one that is the same everywhere, or that hides exactly the later keys, is taken "
-            "with a causal layer; call the model with attention_mask=None, which is causal, and "
-            f"with packed_seq_params for documents. Or {NO_MASK}"
+            "a causal layer accepts only a mask of equal values, or one that hides exactly the "
+            "later keys; call the model with attention_mask=None, which is causal, and with "
+            f"packed_seq_params for documents. Or {NO_MASK}"
         ),
         "attention_bias": "remove the relative position bias",
     }
     causal = packed is None and mask_type == AttnMaskType.causal
-    for name, value in others.items():
+    for name, value in other_arguments.items():
         if value is None or (name == MASK and placeholder(value)):
             continue
-        # In backward the call runs again, with a new tensor of the mask that forward has checked.
+        # In backward the call runs again with a new mask tensor; forward has checked its values.
         if not (name == MASK and causal and (in_backward() or is_redundant(value))):
-            raise ValueError(f"{name} is not supported; {fixes.get(name, 'leave it out')}")
+            raise ValueError(f"{name} is not supported; {fixes.get(name, 'omit it')}")
     if packed is None:
         return
-    if any(each.__name__ == "TreePackedSeqParams" for each in type(packed).__mro__):
+    if any(cls.__name__ == "TreePackedSeqParams" for cls in type(packed).__mro__):
         raise ValueError(
             "packed_seq_params is a TreePackedSeqParams (Megatron-LM pull request 7387, open), "
-            "whose trees are not read: give trajectories to mb.rl.logprobs, or ordinary "
+            "whose trees are not supported: pass trajectories to mb.rl.logprobs, or use ordinary "
             "PackedSeqParams"
         )
     form = getattr(packed, "qkv_format", None)
     if form != "thd":
-        raise ValueError(f"packed_seq_params: qkv_format must be 'thd', got {form!r}")
+        raise ValueError(f"packed_seq_params: qkv_format is {form!r}; it must be 'thd'")
 
 
 def is_redundant(mask: Any) -> bool:
     """Return whether a causal layer may ignore a mask tensor.
 
-    Transformer Engine 2.20 reads no mask tensor in causal attention, whatever it holds, except in
-    its unfused attention, which hides what either mask hides (`get_full_mask`) and which does not
-    support context parallelism. Here a tensor that would change the result of unfused attention is
-    refused, because the script that made it may rely on it.
+    In causal attention, Transformer Engine 2.20 reads no mask tensor, except in its unfused
+    attention. That attention hides what either mask hides (`get_full_mask`) and does not support
+    context parallelism. Here a tensor that would change the result of unfused attention is refused,
+    because the script may rely on it.
 
     Args:
-        mask: bool, True: hidden. Its values are read once per tensor, which waits for the device.
+        mask: bool, True for hidden. Its values are read once per tensor, which waits for the
+            device.
 
     Returns:
-        True if the mask is the same everywhere (a placeholder), or if it hides exactly the later
-        keys, [..., s, s]. False for any other mask, such as the borders of documents.
+        True if all values of the mask are equal (a placeholder), or if it hides exactly the later
+            keys, [..., s, s]. False for any other mask, such as the borders of documents.
     """
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or not mask.numel():
         return False
-    read = notes().setdefault("redundant masks", WeakIdKeyDictionary())
-    version, redundant = read.get(mask, (None, False))
+    cache = notes().setdefault("redundant masks", WeakIdKeyDictionary())
+    version, redundant = cache.get(mask, (None, False))
     if version is None or version != version_of(mask):
         redundant = bool(mask.all()) or not bool(mask.any()) or _hides_later_keys(mask)
-        read[mask] = version_of(mask), redundant
+        cache[mask] = version_of(mask), redundant
     return redundant
 
 
 def _hides_later_keys(mask: torch.Tensor) -> bool:
     if mask.dim() < 2 or mask.shape[-1] != mask.shape[-2]:
         return False
-    places = torch.arange(mask.shape[-1], device=mask.device)
-    return bool((mask == (places > places[:, None])).all())
+    positions = torch.arange(mask.shape[-1], device=mask.device)
+    return bool((mask == (positions > positions[:, None])).all())
 
 
 def check_pack(config: Any, layout: Layout, size: int) -> None:
-    """Raise `ValueError` if a pack's layout over `size` ranks excludes settings of the model."""
+    """Raise an error if a pack's layout excludes settings of the model.
+
+    Args:
+        config: a `TransformerConfig`.
+        layout: of the pack over `size` ranks.
+        size: number of ranks that hold the pack.
+
+    Raises:
+        ValueError: The documents are not cut separately, and the model requires it.
+    """
     documents_apart = size == 1 or isinstance(layout, DocumentZigzag)
     if getattr(config, "language_model_type", None) is not None and not documents_apart:
         raise ValueError(
-            "packed_seq_params of LLaVAModel, which cuts every document in zigzag order: take "
-            "--burst-layout zigzag and documents of multiples of 2 x --context-parallel-size "
+            "packed_seq_params of LLaVAModel, which cuts every document in zigzag order: use "
+            "--burst-layout zigzag and pad documents to multiples of 2 x --context-parallel-size "
             f"({2 * size}) tokens"
         )
     if getattr(config, "apply_rope_fusion", False) and not documents_apart:
         raise ValueError(
-            "fused rope of packed sequences works only with --burst-layout zigzag and "
+            "fused rope of packed sequences requires --burst-layout zigzag and "
             f"documents of multiples of 2 x --context-parallel-size ({2 * size}) tokens: add "
             "--no-rope-fusion"
         )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From Megatron's process groups to the grid of BurstAttention, and to the plan book of each layer.
+"""Process groups of BurstAttention, made from Megatron's groups, and the plan book of each layer.
 
-Activations travel on Megatron's own groups, the context-parallel one and the hierarchical ones;
-only rings that none of these is, and gradients, get communicators of their own. Decides which ranks
-count as a node.
+Activations use Megatron's own groups: the context-parallel group and the hierarchical groups. Rings
+over other ranks, and gradients, get their own communicators. This module decides which ranks form a
+node.
 """
 
 from __future__ import annotations
@@ -26,11 +26,19 @@ from .plan_book import PlanBook, plan_book
 
 
 def context_groups(pg_collection: Any, sizes: list[int] | None, burst: BurstConfig) -> Groups:
-    """The grid of this rank's context-parallel group; collective over that group.
+    """Return the grid of this rank's context-parallel group; collective over that group.
 
     Nodes are Megatron's hierarchical groups if it made them (index 0 innermost), otherwise runs of
-    `burst.intra_size` ranks, otherwise ranks on one host. Nodes of one rank are legal
-    (tensor parallelism then takes all GPUs of a node), and the log says so.
+    `burst.intra_size` ranks, otherwise ranks on one host. Nodes of one rank are legal (tensor
+    parallelism then uses all GPUs of a node), and the log reports them.
+
+    Args:
+        pg_collection: Megatron's process groups.
+        sizes: ranks per node and nodes; None if not set.
+        burst: the options of the run.
+
+    Raises:
+        ValueError: The sizes do not fit the group.
     """
     if pg_collection.cp.size() == 1:  # hybrid context parallelism
         return micro_batch_groups(ONE_RANK, None, burst)
@@ -39,17 +47,21 @@ def context_groups(pg_collection: Any, sizes: list[int] | None, burst: BurstConf
         _warn_of_spread_nodes(pg_collection.cp, groups.topology.per_node)
     if groups.topology.per_node == 1 < groups.size and torch.distributed.get_rank() == 0:
         logging.getLogger("megatron_burst").info(
-            f"one context-parallel rank per node: no ring within nodes, a flat one over all "
-            f"{groups.size} ranks; fewer --tensor-model-parallel-size would leave it faster links"
+            f"one context-parallel rank per node: the ring of all {groups.size} ranks uses only "
+            f"links between nodes; a smaller --tensor-model-parallel-size lets it use faster links"
         )
     return groups
 
 
 def micro_batch_groups(group: Any, per_node: int | None, burst: BurstConfig) -> Groups:
-    """The grid of the ranks that hold a micro-batch; collective over them.
+    """Return the grid of the ranks that hold a micro-batch; collective over these ranks.
 
-    per_node: of the whole run, None for as many as share a host. A group is a part of a node,
-    or several nodes, or nodes are parts of these: the largest that both sizes allow.
+    The size of a node is the largest common divisor of the run's size and the group's.
+
+    Args:
+        group: the ranks that hold the micro-batch.
+        per_node: ranks per node of the run; None for the ranks on one host.
+        burst: the options of the run.
     """
     if group is ONE_RANK:
         return Groups.single()
@@ -72,7 +84,7 @@ def _grid(pg_collection: Any, sizes: list[int] | None, burst: BurstConfig) -> Gr
     if burst.nccl_max_ctas is not None and "nccl" not in backends(cp).values():
         raise ValueError(
             f"{flag_of('nccl_max_ctas')} {burst.nccl_max_ctas} limits kernels of NCCL, and the "
-            f"context-parallel group is on {torch.distributed.get_backend(cp)}: leave it out"
+            f"context-parallel group uses {torch.distributed.get_backend(cp)}: remove the flag"
         )
     options: dict[str, Any] = {
         "ulysses": ulysses_size(burst, cp.size()),
@@ -88,10 +100,10 @@ def _grid(pg_collection: Any, sizes: list[int] | None, burst: BurstConfig) -> Gr
 
 
 def _warn_of_spread_nodes(cp: Any, per_node: int) -> None:
-    """Warn if a node of the grid lies on several hosts; collective over the group.
+    """Warn if a node of the grid includes several hosts; collective over the group.
 
     This can be intended: fast links may join hosts, such as NVLink within a rack. More often the
-    size does not account for tensor parallelism, and exchanges within a node take slow links.
+    size ignores tensor parallelism, and exchanges within a node use slow links.
     """
     hosts = gather_objects(this_host(), cp)
     line = node_warning(hosts, per_node)
@@ -100,7 +112,12 @@ def _warn_of_spread_nodes(cp: Any, per_node: int) -> None:
 
 
 def node_warning(hosts: Sequence[Hashable], per_node: int) -> str | None:
-    """The warning for context-parallel ranks on these hosts, in rank order; None without one."""
+    """Return a warning if a node includes several hosts, otherwise None.
+
+    Args:
+        hosts: the host of each context-parallel rank, in rank order.
+        per_node: ranks per node.
+    """
     nodes = [hosts[i : i + per_node] for i in range(0, len(hosts), per_node)]
     if all(len(set(node)) == 1 for node in nodes):
         return None
@@ -108,34 +125,36 @@ def node_warning(hosts: Sequence[Hashable], per_node: int) -> str | None:
         len(set(node[i : i + size])) == 1 for node in nodes for i in range(0, per_node, size)
     ))  # fmt: skip
     return (
-        f"a node of {per_node} context-parallel ranks lies on several hosts: its ring takes the "
-        f"links between them; unless those are as fast as within a host, make nodes of {fit} "
-        f"(the first of --hierarchical-context-parallel-sizes, or --burst-intra-size): a host's "
-        f"GPUs / --tensor-model-parallel-size"
+        f"a node of {per_node} context-parallel ranks lies on several hosts: its ring uses links "
+        f"between hosts; unless these are as fast as links within a host, make nodes of {fit} ranks"
+        f" (first size of --hierarchical-context-parallel-sizes, or --burst-intra-size), which is "
+        f"GPUs per host / --tensor-model-parallel-size"
     )
 
 
 def _hierarchical(pg_collection: Any) -> list[Any]:
-    # Called only when the configuration names sizes: destroy_model_parallel leaves the groups of an
-    # earlier initialize_model_parallel behind.
+    # Called only if the configuration names sizes: destroy_model_parallel does not remove the
+    # groups of an earlier initialize_model_parallel.
     levels = getattr(pg_collection, "hcp", None)
     if levels is None and pg_collection.cp is parallel_state.get_context_parallel_group(
         check_initialized=False
     ):
-        # A collection that Attention makes itself has only tp and cp.
+        # A collection that Megatron's Attention makes has only tp and cp.
         levels = parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False)
     if not levels:
         raise ValueError(
-            "--hierarchical-context-parallel-sizes is set, but Megatron made no such groups: pass "
-            "hierarchical_context_parallel_sizes to initialize_model_parallel too"
+            "--hierarchical-context-parallel-sizes is set, but Megatron made no such groups: also "
+            "pass hierarchical_context_parallel_sizes to initialize_model_parallel"
         )
     return levels
 
 
 def book_of(config: Any, pg_collection: Any) -> PlanBook:
-    """The book of a layer with this `TransformerConfig` (after `configure`) and these groups.
+    """Return the plan book of a layer; a collective of the group for the first layer on it.
 
-    A collective over the context-parallel group for the first layer on it.
+    Args:
+        config: a `TransformerConfig`, after `configure`.
+        pg_collection: Megatron's process groups.
     """
     return plan_book(
         pg_collection.cp,
@@ -147,7 +166,7 @@ def book_of(config: Any, pg_collection: Any) -> PlanBook:
 
 
 def topology_key(config: Any) -> tuple:
-    """All of a configuration that the grid depends on, besides its group."""
+    """Return all settings that determine the grid of a group."""
     burst, sizes = config.burst, config.hierarchical_context_parallel_sizes
     return (
         tuple(sizes or ()), burst.intra_size, burst.ulysses_size, burst.placement,

@@ -23,17 +23,17 @@ from ..checks.splitting import OLDEST, attends
 from ..data.cut import group_of
 from ..patching import bound_to, core_version, given_to, require_function
 from .core_attention import BurstCoreAttention
-from .derived import stands_for
+from .derived import replacement_class
 
 DSAttention: Any = homes.module("dsa").DSAttention
 
 
 def patch_attention(patches: patching.PatchSet) -> None:
-    """Add to a set of patches what puts our core attention into attention layers.
+    """Add to a set of patches the constructors that put our core attention into attention layers.
 
-    Constructors are where every spec meets its configuration. Megatron's providers of modules
-    (`core_attention()`) do not know it: specs of a GPT ask them by the name of a backend, those of
-    hybrid models not at all.
+    Only a constructor has both the spec and its configuration. Megatron's module providers
+    (`core_attention()`) do not have the configuration: specs of a GPT call them by the name of a
+    backend, and specs of hybrid models do not call them.
     """
     stock = _stock_core_attentions()
     for cls in (Attention, MultiLatentAttention):
@@ -55,7 +55,7 @@ def patch_attention(patches: patching.PatchSet) -> None:
 
 
 def _hybrid_model() -> Any:
-    """Return Megatron's HybridModel if its forward can choose other attention: after 0.20."""
+    """Return Megatron's HybridModel if its forward can select other attention: after 0.20."""
     if core_version() < OLDEST:
         return None
     home = homes.imported("megatron.core.models.hybrid.hybrid_model")
@@ -69,25 +69,34 @@ def refuse_other_attention(original: Callable, self: Any, *args: Any, **kwargs: 
 
     Megatron-LM after 0.20 (September 2026): with `shared_prefix_layout` the model runs its own
     attention over a tree, and `cp_batch` may have two layouts, between which it exchanges rows.
-    Other arguments are passed through.
+    Other arguments are passed on.
+
+    Args:
+        original: HybridModel.forward.
+        self: the model.
+        args: its arguments.
+        kwargs: its arguments by name.
+
+    Raises:
+        ValueError: The arguments select other attention or two layouts.
     """
     burst = getattr(self.config, "burst", None)
     if burst is None or not attends(self.config, burst):
         return original(self, *args, **kwargs)
-    given = given_to(original, (self, *args), kwargs)
-    if given.get("shared_prefix_layout") is not None:
+    arguments = given_to(original, (self, *args), kwargs)
+    if arguments.get("shared_prefix_layout") is not None:
         raise ValueError(
-            "shared_prefix_layout: HybridModel then runs attention of its own over a prefix tree, "
-            "and BurstAttention computes none of it: give trajectories to mb.rl.logprobs, or take "
+            "shared_prefix_layout: HybridModel then runs its own attention over a prefix tree in "
+            "place of BurstAttention: pass trajectories to mb.rl.logprobs, or use "
             "--context-parallel-algo megatron"
         )
-    batch = given.get("cp_batch")
+    batch = arguments.get("cp_batch")
     if batch is not None and len(batch.batches_by_layout) > 1:
         names = " and ".join(sorted(batch.batches_by_layout))
         raise ValueError(
             f"cp_batch has the layouts {names}, between which Megatron exchanges rows around "
-            "attention; BurstAttention does so itself: leave --linear-cp-layout and "
-            "--attention-cp-layout out, and take --burst-layout contiguous "
+            "attention, and so does BurstAttention: remove --linear-cp-layout and "
+            "--attention-cp-layout, and use --burst-layout contiguous "
             "--burst-attention-layout zigzag"
         )
     return original(self, *args, **kwargs)
@@ -100,20 +109,21 @@ def _stock_core_attentions() -> tuple[type, ...]:
 
 
 def module_of(core: Any) -> Any:
-    """What a core attention of a spec is built from: itself, or the module of its `ModuleSpec`."""
+    """Return the class of a spec's core attention, which may be a `ModuleSpec`."""
     return getattr(core, "module", core)
 
 
 def is_sparse(core: Any) -> bool:
-    """Is a core attention of a spec Megatron's sparse one, or derived from it?"""
+    """Return whether a spec's core attention is Megatron's sparse attention or derives from it."""
     module = module_of(core)
     return isinstance(module, type) and issubclass(module, DSAttention)
 
 
 def _with_burst(stock: tuple[type, ...], original: Callable, /, *args: Any, **kwargs: Any) -> None:
-    """An attention constructor, from which models with BurstAttention get our core attention. The
-    plugin `sparse` replaces sparse attention. Without it there is a `ValueError`: Megatron's own
-    would take our tokens for zigzag ones.
+    """Run an attention constructor with our core attention, if the model uses BurstAttention.
+
+    The plugin `sparse` replaces sparse attention. Without the plugin there is a `ValueError`:
+    Megatron's own sparse attention would read tokens of our layout as zigzag.
     """
     bound = bound_to(original, args, kwargs)
     config, submodules = bound.arguments["config"], bound.arguments["submodules"]
@@ -127,9 +137,9 @@ def _with_burst(stock: tuple[type, ...], original: Callable, /, *args: Any, **kw
 
 
 def _in_group_of_batch(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of an attention layer, all of which uses the group that holds its micro-batch.
+    """Run the forward of an attention layer in the group that holds its micro-batch.
 
-    Up to 0.20 its rotary embedding takes the group that the layer was built with.
+    Up to 0.20 the layer's rotary embedding uses the group with which the layer was built.
     """
     if not isinstance(getattr(self, "core_attention", None), BurstCoreAttention):
         return original(self, *args, **kwargs)
@@ -155,25 +165,25 @@ def _replaced(core: Any, stock: tuple[type, ...]) -> Any:
     module = module_of(core)
     if isinstance(module, type) and issubclass(module, BurstCoreAttention):
         return core
-    ours = BurstCoreAttention if module in stock else stands_for(module, stock)
-    if ours is None and not isinstance(module, type):
+    replacement = BurstCoreAttention if module in stock else replacement_class(module, stock)
+    if replacement is None and not isinstance(module, type):
         raise ValueError(
-            f"the layer spec has no core attention to replace, but {module!r:.100}: layers of "
-            "Transformer Engine, such as those of pretrain_hybrid.py, need it installed; or take "
+            f"the layer spec has {module!r:.100} in place of a core attention: install Transformer "
+            "Engine, which layers such as those of pretrain_hybrid.py require, or use "
             "--context-parallel-algo megatron"
         )
-    if ours is None:
-        names = " or ".join(one.__name__ for one in stock)
+    if replacement is None:
+        names = " or ".join(cls.__name__ for cls in stock)
         raise ValueError(
             f"the layer spec has the core attention {patching.path_of(module)}, which does not "
             f"derive from {names}, so BurstAttention cannot replace it. Use one of these in the "
             "spec, or a class that overrides only __init__, or --context-parallel-algo megatron"
         )
-    return ours if core is module else dataclasses.replace(core, module=ours)
+    return replacement if core is module else dataclasses.replace(core, module=replacement)
 
 
 def patch_recompute(patches: patching.PatchSet) -> None:
-    """Add to a set of patches what lets recomputation use the attention store and host memory."""
+    """Add to a set of patches the use of attention store and host memory in recomputation."""
     tier_of = registry.optional("offload_tier")
 
     def checkpoint(original: Callable, *args: Any, **kwargs: Any) -> Any:

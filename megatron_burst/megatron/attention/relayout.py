@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows around softmax attention that has another layout than the stream of tokens.
+"""The exchange of rows around softmax attention with another layout than the tokens.
 
-Linear attention wants a contiguous stream, whose states then pass every rank once; causal attention
-wants zigzag, which gives ranks equal work. Decides that only attention's own tensors travel: rows
-of q, k and v go to the ranks that attention's layout gives them, and rows of its result come home.
-Positions were applied to q and k before, as the stream has them.
+With contiguous tokens a state of linear attention passes every rank once. With zigzag, causal
+attention gives equal work to every rank. Only the tensors of attention are exchanged: rows of q, k
+and v are sent to the ranks that hold them in attention's layout, and rows of its result are sent
+back. Rotary positions are applied before the exchange.
 
-Shape letters: s local rows, the same number under both layouts.
+Shape letters: s local rows, the same number in both layouts.
 """
 
 from __future__ import annotations
@@ -29,60 +29,78 @@ from ..data.packed import Pack
 EXCHANGES_KEPT = 64  # more than packed micro-batches in flight
 
 
-class Around(NamedTuple):
-    """The exchange before attention and the one after it, for this rank of `groups`."""
+class RowExchange(NamedTuple):
+    """The exchanges of rows before and after attention, for this rank of `groups`.
+
+    Attributes:
+        groups: The grid.
+        outbound: Paths of rows from the layout of the tokens to the layout of attention.
+        inbound: Paths of rows back to the layout of the tokens.
+        identity: A hash of the layouts and the pack, which ranks compare.
+    """
 
     groups: Groups
-    leaving: rows.DeviceRoute
-    coming_home: rows.DeviceRoute
+    outbound: rows.DeviceRoute
+    inbound: rows.DeviceRoute
     identity: int
 
     def to_attention(self, tensors: tuple[torch.Tensor, ...], label: int) -> Any:
-        """Rows of q, k, v [s, b, ...] of the stream, as attention's layout has them; collective."""
-        return rows.exchange_rows(tensors, self.leaving, self.groups, self.identity, label)
+        """Return q, k, v [s, b, ...] in the layout of attention; collective."""
+        return rows.exchange_rows(tensors, self.outbound, self.groups, self.identity, label)
 
     def to_stream(self, out: torch.Tensor, label: int) -> torch.Tensor:
-        """Rows of attention's result, as the stream has them; collective."""
-        return rows.exchange_rows((out,), self.coming_home, self.groups, self.identity, label)[0]
+        """Return attention's result [s, b, ...] in the layout of the tokens; collective."""
+        return rows.exchange_rows((out,), self.inbound, self.groups, self.identity, label)[0]
 
 
-class Moves:
-    """The exchanges of one grid, by what they depend on; the last `EXCHANGES_KEPT` of them."""
+class RowExchanges:
+    """The last `EXCHANGES_KEPT` row exchanges of one grid, by layouts and documents."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
-        self._known = RecentCache(EXCHANGES_KEPT)
+        self._recent = RecentCache(EXCHANGES_KEPT)
 
-    def around(
+    def exchange(
         self,
         stream: BatchCut,
         attention: BatchCut,
         pack: Pack | None,
         tensors: Sequence[torch.Tensor],
-    ) -> Around:
-        """For q, k, v [s, ...] of a batch, which `pack` describes if it is packed.
+    ) -> RowExchange:
+        """Return the exchange for q, k, v [s, ...] of a batch.
 
-        Makes the channel, a collective, when it is called first.
+        The first call makes the channel, a collective.
+
+        Args:
+            stream: how the run cuts batches.
+            attention: how attention cuts sequences.
+            pack: the documents of a packed batch, or None.
+            tensors: q, k, v; only shapes, dtypes and device are read.
         """
         groups, device, local = self._groups, tensors[0].device, tensors[0].shape[0]
         groups.connect([rows.GRID], device)
         groups.expect(rows.longest(local, tensors))
 
-        def make() -> Around:
-            both = _routes(groups, stream, attention, pack, local)
+        def make() -> RowExchange:
+            both_routes = _routes(groups, stream, attention, pack, local)
             facts = repr((stream.name, attention.name, pack and pack.cut_key, local))
-            leaving, coming_home = (rows.route_on_device(route, device) for route in both)
-            return Around(groups, leaving, coming_home, crc32(facts.encode()))
+            outbound, inbound = (rows.route_on_device(route, device) for route in both_routes)
+            return RowExchange(groups, outbound, inbound, crc32(facts.encode()))
 
-        return self._known.of((stream, attention, pack and pack.cut_key, local, device), make)
+        return self._recent.of((stream, attention, pack and pack.cut_key, local, device), make)
 
 
 def exchange_line(
     groups: Groups, stream: BatchCut, attention: BatchCut, pack: Pack | None, tensors: Sequence[Any]
 ) -> str:
-    """What the exchanges around one layer cost this rank, for the start-up line.
+    """Return the part of the start-up line about the exchanges around one layer.
 
-    tensors: q, k, v [s, b, heads, width] of the stream.
+    Args:
+        groups: the grid.
+        stream: how the run cuts batches.
+        attention: how attention cuts sequences.
+        pack: the documents of a packed batch, or None.
+        tensors: q, k, v [s, b, heads, width] in the layout of the tokens.
     """
     q, k, v = tensors
     leaving, returning = (
@@ -92,21 +110,23 @@ def exchange_line(
     out = q.shape[1] * q.shape[2] * v.shape[3] * v.element_size()
     sent = leaving * sum(x[:1].numel() * x.element_size() for x in (q, k, v)) + returning * out
     return (
-        f"; tokens lie {stream.name} and attention has {attention.name}: rows of q, k, v and out "
-        f"travel around each layer of it, {byte_size(sent)} from a rank in forward and as much in "
-        "backward"
+        f"; tokens are {stream.name} and attention is {attention.name}: each attention layer "
+        f"exchanges rows of q, k, v and out, {byte_size(sent)} from a rank in forward and the same "
+        "in backward"
     )
 
 
 def _routes(
     groups: Groups, stream: BatchCut, attention: BatchCut, pack: Pack | None, local: int
 ) -> tuple[routes.Route, routes.Route]:
-    """The way to attention's layout and the way back, of this rank with so many rows."""
+    """Return this rank's routes to attention's layout and back, for `local` rows."""
     total = local * groups.size
-    ours, theirs = (_layout(cut, pack, groups.size) for cut in (stream, attention))
+    stream_layout, attention_layout = (
+        _layout(cut, pack, groups.size) for cut in (stream, attention)
+    )
     return (
-        routes.relayout(ours, theirs, total, groups.rank),
-        routes.relayout(theirs, ours, total, groups.rank),
+        routes.relayout(stream_layout, attention_layout, total, groups.rank),
+        routes.relayout(attention_layout, stream_layout, total, groups.rank),
     )
 
 

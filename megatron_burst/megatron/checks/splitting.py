@@ -259,8 +259,8 @@ def _heads_problems(config: Any, burst: BurstConfig, setting: str) -> Iterator[P
         )
     tensor, ranks = config.tensor_model_parallel_size, config.context_parallel_size
     sizes = f"--tensor-model-parallel-size {tensor} x --context-parallel-size {ranks}"
-    more = () if core_version() < OLDEST else (f"{FLAG} auto",)
-    yield from _indivisible(config, tensor * ranks, f"{sizes}, with {FLAG} megatron", more)
+    alternative = () if core_version() < OLDEST else (f"{FLAG} auto",)
+    yield from _indivisible(config, tensor * ranks, f"{sizes}, with {FLAG} megatron", alternative)
 
 
 def _indivisible(

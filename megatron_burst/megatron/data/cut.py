@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run cuts its batches: its layout, what a layout that is solved per pack goes by, and which
-ranks hold one micro-batch.
+"""How a run cuts its batches over ranks, and which ranks hold one micro-batch.
 
-A run fixes its `BatchCut` once, from the first configuration that chooses BurstAttention, because
-data path, rotary embedding and attention must cut alike, on every pipeline stage and every rank.
-What a token costs therefore comes from the whole model, and never from the layers of one stage.
+A run fixes its `BatchCut` once, from the first configuration that selects BurstAttention, because
+data path, rotary embedding and attention must cut batches in the same way on every pipeline stage
+and every rank. Therefore the cost of a token comes from the whole model, and never from the layers
+of one stage.
 
-Under hybrid or dynamic context parallelism Megatron's schedulers give short documents to few ranks
-and long ones to many: the `PackedSeqParams` of a micro-batch names the group that holds it
-(`cp_group`) or says that one rank holds all of it (`local_cp_size` 1 without a group).
+Under hybrid or dynamic context parallelism, Megatron's schedulers give short documents to few ranks
+and long documents to many. The `PackedSeqParams` of a micro-batch names the group that holds it
+(`cp_group`), or states that one rank holds all of it (`local_cp_size` 1 without a group).
 """
 
 from __future__ import annotations
@@ -36,9 +36,15 @@ _NOTE, _COMPARED = "cut", "cluster file"
 class BatchCut:
     """How packed batches are cut: the same for every batch, model and rank of a run.
 
-    name: the layout. For "balanced" also per_node: ranks per node, None if nobody said; windows:
-    what a token sees in each kind of layer, each as often as its share of the layers says;
-    multiple: what has to divide the tokens of a rank; row_cost: as of `layout.Balanced`.
+    The fields after `name` are used only for layout "balanced".
+
+    Attributes:
+        name: The layout.
+        per_node: Ranks per node; None if not set.
+        windows: The windows of the kinds of layers; the number of equal entries gives their share
+            of the layers.
+        multiple: The number of tokens of a rank must be a multiple of this.
+        row_cost: See `layout.Balanced`.
     """
 
     name: str
@@ -49,10 +55,14 @@ class BatchCut:
 
 
 def cut_for(config: Any, burst: BurstConfig) -> BatchCut:
-    """The cut of a run with this `TransformerConfig`.
+    """Return the cut of a run with this `TransformerConfig`.
 
-    Layers count as causal. Without windows that is also the balance of models without causality,
-    whose tokens see twice as much in every document alike.
+    Layers count as causal. Without windows the result is also balanced for models without
+    causality, because their tokens see twice as many keys in every document.
+
+    Args:
+        config: a `TransformerConfig`.
+        burst: the options of the run.
     """
     if burst.layout != "balanced":
         return BatchCut(burst.layout)
@@ -69,8 +79,10 @@ def cut_for(config: Any, burst: BurstConfig) -> BatchCut:
 
 
 def _row_cost(config: Any, burst: BurstConfig, per_node: int | None) -> tuple[float, float] | None:
-    """What a row on a link costs, where a cluster file says how fast links are; None for ranks that
-    share heads by a number stated, whose all-to-all moves as many rows in every layout.
+    """Return the cost of a row on a link, if a cluster file states the rates of links.
+
+    None for ranks that share heads by a stated number: their all-to-all sends the same number of
+    rows in every layout.
     """
     shared = burst.ulysses_size is not None and burst.ulysses_size > 1
     if burst.cluster is None or burst.algorithm != "auto" or shared:
@@ -80,17 +92,17 @@ def _row_cost(config: Any, burst: BurstConfig, per_node: int | None) -> tuple[fl
     rates = cluster.run_rates(per_node or cluster.cp_per_node(tensor, ranks))
     heads = max(tensor, config.num_attention_heads)
     groups = getattr(config, "num_query_groups", None) or heads
-    of_query, of_value = head_sizes(config)
+    key_width, value_width = head_sizes(config)
     wire = 2 if burst.wire_dtype == "bf16" else 4
     return row_cost(
-        Sizes(1, 1, heads // tensor, max(1, groups // tensor), of_query, of_value, 2, 4, wire,
+        Sizes(1, 1, heads // tensor, max(1, groups // tensor), key_width, value_width, 2, 4, wire,
               (True, True, True)),
         rates,
     )  # fmt: skip
 
 
 def head_sizes(config: Any) -> tuple[int, int]:
-    """Width of queries and keys, and of values, of a `TransformerConfig`."""
+    """Return the width of queries and keys, and the width of values, of a `TransformerConfig`."""
     if getattr(config, "multi_latent_attention", False):
         return config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
     size = getattr(config, "kv_channels", None) or config.hidden_size // config.num_attention_heads
@@ -98,17 +110,22 @@ def head_sizes(config: Any) -> tuple[int, int]:
 
 
 def attention_cut(burst: BurstConfig) -> BatchCut | None:
-    """How softmax attention cuts sequences, where that is not how the run cuts its batches."""
-    apart = burst.attention_layout not in (None, burst.layout)
-    return BatchCut(str(burst.attention_layout)) if apart else None
+    """Return how softmax attention cuts sequences; None if it uses the cut of the run."""
+    separate = burst.attention_layout not in (None, burst.layout)
+    return BatchCut(str(burst.attention_layout)) if separate else None
 
 
 def compare_clusters(notes: dict[str, Any], path: str | None) -> None:
-    """Compare, once all ranks are there, what the cluster file of each says: packs are cut by it,
-    on all stages. Collective over all ranks the first time; notes: of the installed patches, where
-    it is remembered.
+    """Compare the contents of the ranks' cluster files, because all stages cut packs by them.
 
-    Raises the same `ValueError` on every rank where files differ.
+    The first call is a collective of all ranks.
+
+    Args:
+        notes: the notes of the installed patches, which store that files were compared.
+        path: the path of this rank's file; None without a file.
+
+    Raises:
+        ValueError: The files differ; every rank raises the same error.
     """
     if path is None or _COMPARED in notes or not torch.distributed.is_initialized():
         return
@@ -118,52 +135,52 @@ def compare_clusters(notes: dict[str, Any], path: str | None) -> None:
         return {"the contents of --burst-cluster": digest}
 
     agree(attempt(contents), gather_from_all)
-    notes[_COMPARED] = path  # where they differ, the next call is told so, too
+    notes[_COMPARED] = path  # not set if files differ, so that the next call raises too
 
 
 def gather_from_all(header: torch.Tensor) -> list[torch.Tensor]:
-    """The headers of all ranks of the job, as `agree` wants them."""
+    """Return the headers of all ranks of the job; a collective for `agree`."""
     gathered = [header] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, header)
     return gathered
 
 
 def settle_cut(patches: patching.PatchSet, cut: BatchCut) -> None:
-    """Fix the cut of the run, unless an earlier configuration has."""
+    """Fix the cut of the run, unless an earlier configuration has fixed it."""
     patches.notes.setdefault(_NOTE, cut)
 
 
 def installed_layout() -> str | None:
-    """The layout of this run, from `install` or from the first `configure`; None before both."""
+    """Return the layout of this run, set by `install` or the first `configure`; otherwise None."""
     return patching.notes().get("layout")
 
 
 def cut_of_run(layout: str) -> BatchCut:
-    """The cut of the run, whose layout is `layout`.
+    """Return the cut of the run, whose layout is `layout`.
 
-    Raises `ValueError` for layout balanced before a configuration says what its tokens cost.
+    Raises:
+        ValueError: The layout is balanced, and no configuration has set the costs of tokens.
     """
     cut = patching.notes().get(_NOTE)
     if cut is None and layout == "balanced":
         raise ValueError(
-            "layout balanced before configure(): batches are cut by what a token of this model "
-            "costs; configure the model first"
+            "layout balanced before configure(): the cut depends on the cost of a token of the "
+            "model; call configure() first"
         )
     return cut or BatchCut(layout)
 
 
 def unpacked() -> ValueError:
-    """The error for a batch without documents in a run with layout balanced."""
+    """Return the error for a batch without documents in a run with layout balanced."""
     return patching.user_error(
         "--burst-layout balanced cuts packed batches, and this batch names no documents: pass "
-        "packed_seq_params, as --dataloader-inter-document-masking, --reset-attention-mask and "
-        "--sft make them; for one document per sequence take --burst-layout zigzag, which is "
-        "balanced for it"
+        "packed_seq_params, which --dataloader-inter-document-masking, --reset-attention-mask and "
+        "--sft make; for one document per sequence use --burst-layout zigzag, which balances it"
     )
 
 
 class OneRank:
-    """What is asked of a process group, for a micro-batch that one rank holds alone."""
+    """A stand-in for the process group of a micro-batch that one rank holds."""
 
     def size(self) -> int:
         return 1
@@ -176,9 +193,17 @@ ONE_RANK = OneRank()
 
 
 def group_of(params: Any, static: Any) -> Any:
-    """The group that holds the micro-batch of a `PackedSeqParams`: its own, or else `static`.
+    """Return the group that holds the micro-batch of a `PackedSeqParams`.
 
-    `ONE_RANK` if no other rank holds any of it. params: None for a batch that is not packed.
+    Args:
+        params: the `PackedSeqParams`; None for a batch that is not packed.
+        static: the group with which the model was built.
+
+    Returns:
+        The micro-batch's own group, or else `static`; `ONE_RANK` if one rank holds the micro-batch.
+
+    Raises:
+        ValueError: The size and the group contradict each other.
     """
     group, size = getattr(params, "cp_group", None), getattr(params, "local_cp_size", None)
     if group is None and size in (None, static.size()):
@@ -187,23 +212,24 @@ def group_of(params: Any, static: Any) -> Any:
         return ONE_RANK
     if group is None:
         raise ValueError(
-            f"packed_seq_params: local_cp_size is {size} and cp_group None: name the group of the "
-            f"ranks that hold the micro-batch"
+            f"packed_seq_params: local_cp_size is {size} and cp_group is None: set cp_group to the "
+            f"group of the ranks that hold the micro-batch"
         )
     if size not in (None, group.size()):
         raise ValueError(
-            f"packed_seq_params: local_cp_size is {size}, and cp_group has {group.size()} ranks"
+            f"packed_seq_params: local_cp_size is {size}, and cp_group has {group.size()} ranks: "
+            "the two must be equal"
         )
     if group.size() > 1 and not isinstance(group, torch.distributed.ProcessGroup):
         raise ValueError(
-            f"packed_seq_params: cp_group must be a process group that this rank is in, got "
-            f"{group!r:.100}"
+            f"packed_seq_params: cp_group is {group!r:.100}; it must be a process group that "
+            "contains this rank"
         )
     return ONE_RANK if group.size() == 1 else group
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:
-    """The global ranks of a group, in its order."""
+    """Return the global ranks of a group, in its order."""
     if group is ONE_RANK:
         return (torch.distributed.get_rank(),)
     return tuple(torch.distributed.get_process_group_ranks(group))

@@ -3,14 +3,15 @@
 
 By default Megatron's data loader makes a dense s x s mask per sample. Here it makes none. A causal
 mask is redundant, because attention is causal. The mask of `--reset-attention-mask` hides
-everything before the last end-of-document token; its documents travel as `cu_seqlens`, as with
-`--dataloader-inter-document-masking`, but end where that mask would have ended them. Position ids
-restart with each document only under `--reset-position-ids`, as in Megatron.
+everything before the last end-of-document token. In place of this mask, batches contain its
+documents as `cu_seqlens`, as with `--dataloader-inter-document-masking`, but the documents end
+where the mask would have ended them. Position ids restart with each document only under
+`--reset-position-ids`, as in Megatron.
 
-Where batches state the ends of documents, `pretrain_gpt.py` reads one on every stage and for every
-chunk of an interleaved pipeline, since each attention layer needs them. Megatron-LM 0.19 and 0.20
-build the dataset only where tokens or labels are used, and stages in the middle fail: here such a
-dataset is built on all.
+If batches state the ends of documents, `pretrain_gpt.py` reads a batch on every stage and for every
+chunk of an interleaved pipeline, since each attention layer needs the documents. Megatron-LM 0.19
+and 0.20 build the dataset only where tokens or labels are used, and stages in the middle fail. Here
+such a dataset is built on all stages.
 """
 
 from __future__ import annotations
@@ -28,19 +29,21 @@ from ..patching import bound_to, log
 
 
 def replace_masks(args: Any, patches: patching.PatchSet) -> None:
-    """Make the data loader create no mask, and log what attention does instead.
+    """Make the data loader create no mask, and log the mask of attention.
 
-    Documents of `--reset-attention-mask` are kept with `--no-create-attention-mask-in-dataloader`
-    too, with which Megatron's data loader loses them.
+    Documents of `--reset-attention-mask` are also kept with
+    `--no-create-attention-mask-in-dataloader`, with which Megatron's data loader loses them.
 
-    args: arguments completed by `flags.settle`; changed.
+    Args:
+        args: arguments completed by `flags.settle`; changed.
+        patches: the set of patches; its notes store the flag that defines documents.
     """
     masks = getattr(args, "create_attention_mask_in_dataloader", False)
-    apart = getattr(args, "dataloader_inter_document_masking", False)
+    between_documents = getattr(args, "dataloader_inter_document_masking", False)
     reset = getattr(args, "reset_attention_mask", False)
-    if reset and apart and patches.notes.get(DOCUMENTS) == RESET:
-        return  # validated again: these are our changes of the first time
-    patches.notes[DOCUMENTS] = RESET if reset else INTER_DOCUMENT if apart else None
+    if reset and between_documents and patches.notes.get(DOCUMENTS) == RESET:
+        return  # validated again: the first validation made these changes
+    patches.notes[DOCUMENTS] = RESET if reset else INTER_DOCUMENT if between_documents else None
     if masks:
         args.create_attention_mask_in_dataloader = False
     if reset:
@@ -49,20 +52,20 @@ def replace_masks(args: Any, patches: patching.PatchSet) -> None:
             f"{RESET}: documents end after end-of-document tokens; the data loader makes no s x s "
             "mask"
         )
-    elif masks and not apart:
+    elif masks and not between_documents:
         users = getattr(args, "burst_mask", None)
-        kind = "causal" if users is None else f"that of --burst-mask {users}"
-        log(f"attention is {kind}; the data loader makes no s x s mask of it")
+        kind = "is causal" if users is None else f"uses --burst-mask {users}"
+        log(f"attention {kind}; the data loader makes no s x s mask")
 
 
 def documents_expected() -> str | None:
-    """Return the flag with which every batch of this run states where its documents end."""
+    """Return the flag with which every batch of this run states its documents, or None."""
     return patching.notes().get(DOCUMENTS)
 
 
 def patch_masks(patches: patching.PatchSet) -> None:
-    """Make Megatron's GPT dataset end documents where `--reset-attention-mask` would."""
-    # Late: only scripts of Megatron-LM need the dataset.
+    """Make Megatron's GPT dataset end documents as `--reset-attention-mask` would."""
+    # Imported here: only scripts of Megatron-LM need the dataset.
     from megatron.core.datasets.gpt_dataset import GPTDataset
 
     for name, around in (
@@ -73,10 +76,10 @@ def patch_masks(patches: patching.PatchSet) -> None:
 
 
 def lengths_of_documents(text: torch.Tensor, eod: int) -> list[int]:
-    """Tokens of each document in `text` [n]; a document ends after each `eod`.
+    """Return the numbers of tokens of the documents in `text` [n].
 
-    An `eod` as the last token does not count: that token is only predicted, and Megatron looks
-    for ends of documents in the others.
+    A document ends after each `eod`. An `eod` as the last token does not count: that token is only
+    predicted, and Megatron searches for ends of documents in the other tokens.
     """
     ends = (text[:-1] == eod).nonzero().flatten() + 1
     bounds = torch.cat([ends.new_zeros(1), ends, ends.new_full((1,), len(text))])
@@ -86,9 +89,9 @@ def lengths_of_documents(text: torch.Tensor, eod: int) -> list[int]:
 def _ending_documents(
     patches: patching.PatchSet, original: Callable, self: Any, idx: int
 ) -> tuple[Any, ...]:
-    text, *others = original(self, idx)
+    text, *rest_of_sample = original(self, idx)
     if patches.notes.get(DOCUMENTS) != RESET:
-        return text, *others
+        return text, *rest_of_sample
     config = self.config
     tokens = torch.from_numpy(text)
     if not config.add_extra_token_to_sequence:
@@ -96,13 +99,13 @@ def _ending_documents(
     lengths = lengths_of_documents(tokens, config.tokenizer.eod)
     if not config.add_extra_token_to_sequence:
         lengths = [*lengths[:-1], lengths[-1] - 1] if lengths[-1] > 1 else lengths[:-1]
-    return text, others[0], lengths
+    return text, rest_of_sample[0], lengths
 
 
 def _with_positions(
     patches: patching.PatchSet, original: Callable, self: Any, idx: int | None
 ) -> dict[str, Any]:
-    """Position ids from 0 to the end of the sequence, unless `--reset-position-ids` was given."""
+    """Return a sample with consecutive position ids, unless `--reset-position-ids` is set."""
     sample = original(self, idx)
     if patches.notes.get(DOCUMENTS) == RESET and not self.config.reset_position_ids:
         sample["position_ids"] = torch.arange(len(sample["position_ids"]))
@@ -110,8 +113,8 @@ def _with_positions(
 
 
 def patch_stages(patches: patching.PatchSet) -> None:
-    """Add to a set of patches what builds datasets with documents on every stage."""
-    # Late: only scripts of Megatron-LM need the datasets.
+    """Add to a set of patches the construction of datasets with documents on every stage."""
+    # Imported here: only scripts of Megatron-LM need the datasets.
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
     )
@@ -122,10 +125,10 @@ def patch_stages(patches: patching.PatchSet) -> None:
 
 def _on_every_stage(original: Callable, *args: Any, **named: Any) -> None:
     bound = bound_to(original, args, named)
-    wanted = bound.arguments["is_built_on_rank"]
+    is_built = bound.arguments["is_built_on_rank"]
     if getattr(bound.arguments["config"], "inter_document_masking", False):
         # Other tensor-parallel ranks get their batches from the first.
         bound.arguments["is_built_on_rank"] = lambda: (
-            wanted() or parallel_state.get_tensor_model_parallel_rank() == 0
+            is_built() or parallel_state.get_tensor_model_parallel_rank() == 0
         )
     original(*bound.args, **bound.kwargs)

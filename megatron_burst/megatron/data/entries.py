@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which entries of a batch are cut over context-parallel ranks, and along which dimension.
+"""The entries of a batch that are cut over context-parallel ranks, and their dimension.
 
-One rule serves every layout, packed batches included; `docs/megatron-lm.md` has it as a table. An
+One rule serves every layout, including packed batches; `docs/megatron-lm.md` has it as a table. An
 entry that fits no row of the table is refused with its key and shape.
 
 Shape letters: b batch, s tokens of the whole sequence.
@@ -19,7 +19,7 @@ MASK, POSITIONS = "attention_mask", "position_ids"
 # Entries with one value per token. The first one in a batch states b and s.
 SEQUENCES = ("tokens", "input_ids", "labels", "loss_mask", POSITIONS)
 # Entries that describe documents, groups or images, whatever their shape.
-_WHOLE = frozenset({
+_UNCUT = frozenset({
     "cu_seqlens", "cu_seqlens_padded", "cu_seqlens_unpadded", "cu_seqlens_argmin",
     "cu_seqlens_unpadded_argmin", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded",
     "cu_seqlens_kv_padded", "max_seqlen", "max_seqlen_q", "max_seqlen_kv", "total_tokens",
@@ -27,14 +27,19 @@ _WHOLE = frozenset({
     "image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_sizes",
 })  # fmt: skip
 NO_MASK = (
-    "leave the mask out: pass --no-create-attention-mask-in-dataloader to Megatron-LM, set "
+    "omit the mask: pass --no-create-attention-mask-in-dataloader to Megatron-LM, set "
     "dataset.skip_getting_attention_mask_from_dataset=True in Megatron-Bridge, or set "
     'batch["attention_mask"] = None'
 )
 
 
-class Cut(NamedTuple):
-    """Entries to cut: the dimension of s by key. length: s; 0 if no entry is cut."""
+class EntryDims(NamedTuple):
+    """The entries of a batch that are cut.
+
+    Attributes:
+        dims: The dimension of s, by key.
+        length: s; 0 if no entry is cut.
+    """
 
     dims: dict[str, int]
     length: int
@@ -44,7 +49,10 @@ def documents_of(batch: dict[str, Any]) -> tuple[Any, Any] | None:
     """Return the lengths of documents in a packed batch, without and with padding.
 
     They are entries of the batch, under the names of Megatron-LM or of `PackedSeqParams`, or in an
-    entry `packed_seq_params`. None for a batch that is not packed.
+    entry `packed_seq_params`.
+
+    Returns:
+        Cumulative lengths without and with padding; None for a batch that is not packed.
     """
     if batch.get("cu_seqlens") is not None:
         return batch["cu_seqlens"], batch.get("cu_seqlens_padded")
@@ -57,20 +65,20 @@ def documents_of(batch: dict[str, Any]) -> tuple[Any, Any] | None:
 
 
 def placeholder(mask: Any) -> bool:
-    """Return whether an attention mask is one element, which hides no token from another.
+    """Return whether an attention mask has one element, which hides no token from another.
 
-    Data loaders put it where a model expects a mask. Transformer Engine reads no mask tensor in
+    Data loaders add it if a model requires a mask. Transformer Engine reads no mask tensor in
     causal attention (`is_redundant` in `attention/core_attention.py`).
     """
     return isinstance(mask, torch.Tensor) and mask.numel() == 1
 
 
-def cut_of(batch: dict[str, Any], packed: bool) -> Cut:
+def entries_to_cut(batch: dict[str, Any], packed: bool) -> EntryDims:
     """Return the entries of a batch that are cut.
 
     Args:
-        batch: Entries by key; None and what is not a tensor is left as it is.
-        packed: Whether the batch holds documents in one row, [1, s].
+        batch: entries by key. Entries that are no tensors stay as they are.
+        packed: whether the batch holds documents in one row, [1, s].
 
     Raises:
         ValueError: An entry fits no row of the table in `docs/megatron-lm.md`.
@@ -78,23 +86,23 @@ def cut_of(batch: dict[str, Any], packed: bool) -> Cut:
     tensors = {
         key: tuple(value.shape)
         for key, value in batch.items()
-        if isinstance(value, torch.Tensor) and key not in _WHOLE
+        if isinstance(value, torch.Tensor) and key not in _UNCUT
     }
     if placeholder(batch.get(MASK)):
         del tensors[MASK]
     if packed and MASK in tensors:
         raise patching.user_error(
-            f"{_entry(MASK, tensors)}: packed sequences come without a mask; {NO_MASK}"
+            f"{_entry(MASK, tensors)}: packed sequences must not have a mask; {NO_MASK}"
         )
     rows, length = _sizes(tensors)
     if packed and length and rows != 1:
         name = next(key for key, shape in tensors.items() if shape[:2] == (rows, length))
         raise patching.user_error(
-            f"{_entry(name, tensors)}: packed sequences need --micro-batch-size 1"
+            f"{_entry(name, tensors)}: packed sequences require --micro-batch-size 1"
         )
     dims = {key: _dim(key, tensors, rows, length, packed) for key in tensors}
-    found = {key: dim for key, dim in dims.items() if dim is not None}
-    return Cut(found, length if found else 0)
+    cut_dims = {key: dim for key, dim in dims.items() if dim is not None}
+    return EntryDims(cut_dims, length if cut_dims else 0)
 
 
 def _sizes(tensors: dict[str, tuple[int, ...]]) -> tuple[int, int]:
@@ -106,13 +114,13 @@ def _sizes(tensors: dict[str, tuple[int, ...]]) -> tuple[int, int]:
     positions = tensors.get(POSITIONS, ())
     if len(positions) == 3:
         return positions[1], positions[2]
-    others = {key: x for key, x in tensors.items() if len(x) > 1 and key not in (MASK, POSITIONS)}
-    sizes = {(shape[0], shape[1]) for shape in others.values()}
+    unnamed = {key: x for key, x in tensors.items() if len(x) > 1 and key not in (MASK, POSITIONS)}
+    sizes = {(shape[0], shape[1]) for shape in unnamed.values()}
     if len(sizes) > 1:
-        shapes = ", ".join(f"{key} {list(shape)}" for key, shape in others.items())
+        shapes = ", ".join(f"{key} {list(shape)}" for key, shape in unnamed.items())
         raise ValueError(
             f"the batch has none of {', '.join(SEQUENCES)}, and its tensors have different first "
-            f"dimensions ({shapes}): one length is needed. Cut each tensor with "
+            f"dimensions ({shapes}), so their length is ambiguous: cut each tensor with "
             "megatron_burst.megatron.shard_sequence"
         )
     if sizes:
@@ -124,33 +132,32 @@ def _sizes(tensors: dict[str, tuple[int, ...]]) -> tuple[int, int]:
 def _dim(
     key: str, tensors: dict[str, tuple[int, ...]], rows: int, length: int, packed: bool
 ) -> int | None:
-    """Return the dimension along which an entry is cut, None if it stays whole."""
+    """Return the dimension along which an entry is cut; None if it is not cut."""
     shape = tensors[key]
     if key == MASK:
         if len(shape) == 4 and shape[0] in (1, rows) and shape[2] == length:
-            return 2  # its queries
+            return 2  # the dimension of queries
         raise patching.user_error(
-            f"{_entry(key, tensors)} is not [b, 1, s, s], so it has no queries to cut, and "
+            f"{_entry(key, tensors)} is not [b, 1, s, s], so its queries cannot be cut, and "
             f"attention is causal without a mask; {NO_MASK}"
         )
     if key == POSITIONS and len(shape) == 3 and shape[1] in (1, rows) and shape[2] == length:
         if packed:
             raise ValueError(
                 f"{_entry(key, tensors)}: positions of several axes (M-RoPE) do not work with "
-                "packed sequences, because Megatron takes the angles of packed documents by their "
-                "places; use one sequence per row, without cu_seqlens"
+                "packed sequences, because Megatron selects the angles of packed documents by "
+                "row; use one sequence per row, without cu_seqlens"
             )
-        return None  # M-RoPE cuts the angles that it makes of them
+        return None  # M-RoPE cuts the angles
     if shape[:2] == (rows, length) or (key == POSITIONS and shape == (1, length)):
         return 1
     if key in SEQUENCES:
         _refuse_length(key, tensors, rows, length, packed)
     if length and length in shape[:2]:
         raise ValueError(
-            f"{_entry(key, tensors)}: cannot decide whether it has one value per token, because "
-            f"entries that are cut start with [b, s] = [{rows}, {length}]. Bring it into this "
-            "shape, or take it out of the batch and cut it with "
-            "megatron_burst.megatron.shard_sequence(x, dim=...)"
+            f"{_entry(key, tensors)}: it is ambiguous whether it has one value per token, because "
+            f"entries that are cut start with [b, s] = [{rows}, {length}]: reshape it, or remove "
+            "it from the batch and cut it with megatron_burst.megatron.shard_sequence(x, dim=...)"
         )
     return None
 
@@ -158,13 +165,13 @@ def _dim(
 def _refuse_length(
     key: str, tensors: dict[str, tuple[int, ...]], rows: int, length: int, packed: bool
 ) -> NoReturn:
-    needs = "packed sequences need one length and --micro-batch-size 1" if packed else (
-        "entries with one value per token need one shape [b, s]; position_ids of several axes "
-        "(M-RoPE) are [axes, b, s]"
+    remedy = "packed sequences require one length and --micro-batch-size 1" if packed else (
+        "entries with one value per token must have one shape [b, s], and position_ids of several "
+        "axes (M-RoPE) [axes, b, s]"
     )  # fmt: skip
     first = next((name for name in SEQUENCES if tensors.get(name, ())[:2] == (rows, length)), None)
-    beside = f" beside {_entry(first, tensors)}" if first else ""
-    raise patching.user_error(f"{_entry(key, tensors)}{beside}: {needs}")
+    comparison = f" with {_entry(first, tensors)}" if first else ""
+    raise patching.user_error(f"{_entry(key, tensors)}{comparison}: {remedy}")
 
 
 def _entry(key: str, tensors: dict[str, tuple[int, ...]]) -> str:

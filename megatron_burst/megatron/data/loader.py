@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lengths of documents, read where a data loader made them: on the host.
+"""Lengths of documents, read on the host before batches are sent to devices.
 
-A script sends a batch to the GPU, and from there on only the GPU knows its cumulative lengths: to
-read them back, the host would wait for all that it has queued, and plan beside an idle GPU. So the
-batches that Megatron's schedules hand to a script have `cu_seqlens` which note what they said when
-they are sent to a device. The script's own tensors, and views of them, are then known
-(`Packs.values`); others are read from the device as before: those a script computes anew, and what
-tensor-parallel ranks but the first get by broadcast.
+A script sends a batch to the GPU. To read the cumulative lengths back, the host would wait for all
+queued work, and would make its plan while the GPU is idle. Therefore batches that Megatron's
+schedules pass to a script have `cu_seqlens` tensors that record their values when they are sent to
+a device. The values of these tensors on the device, and of views of them, are then known
+(`Packs.values`). Other tensors are read from the device: tensors that a script computes, and
+tensors that other tensor-parallel ranks receive by broadcast.
 
-The host also reads loss masks there, to warn once of masks whose gradients depend on the number of
+The host also reads loss masks, to warn once of masks whose gradients depend on the number of
 context-parallel ranks.
 """
 
@@ -28,27 +28,27 @@ from .packed import packs
 _LENGTHS = ("cu_seqlens", "cu_seqlens_padded")
 _WARNED = "warned of loss masks"
 UNEVEN = (
-    "warning: a loss mask leaves out tokens, and without --calculate-per-token-loss each rank "
+    "warning: a loss mask excludes tokens, and without --calculate-per-token-loss each rank "
     "divides its loss by the number of its own tokens: gradients depend on "
     "--context-parallel-size and on the layout, as in Megatron itself; add "
-    "--calculate-per-token-loss, unless your loss function already divides by the tokens of all "
-    "ranks"
+    "--calculate-per-token-loss, unless your loss function divides by the tokens of all ranks"
 )
 
 
 class HostLengths(torch.Tensor):
-    """A tensor on the CPU whose copy on a device is known to have its values; what other operators
-    make of it is a plain tensor.
+    """A tensor on the CPU that records its values for its copy on a device.
+
+    Other operators return a plain tensor.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     def cuda(self, *args: Any, **named: Any) -> torch.Tensor:
-        """As `torch.Tensor.cuda`."""
+        """See `torch.Tensor.cuda`."""
         return self._noted(self.as_subclass(torch.Tensor).cuda(*args, **named))
 
     def to(self, *args: Any, **named: Any) -> torch.Tensor:
-        """As `torch.Tensor.to`."""
+        """See `torch.Tensor.to`."""
         return self._noted(self.as_subclass(torch.Tensor).to(*args, **named))
 
     def _noted(self, copy: torch.Tensor) -> torch.Tensor:
@@ -57,10 +57,12 @@ class HostLengths(torch.Tensor):
         return copy
 
 
-class Batches:
-    """An iterator over the batches of a data loader, whose lengths are `HostLengths`.
+class BatchIterator:
+    """An iterator over the batches of a data loader, with `HostLengths` as lengths.
 
-    warns: Whether to warn of the first loss mask that leaves out tokens.
+    Args:
+        batches: the iterator of the data loader.
+        warns: whether to warn of the first loss mask that excludes tokens.
     """
 
     def __init__(self, batches: Any, warns: bool = False) -> None:
@@ -75,10 +77,10 @@ class Batches:
             return batch
         if self._warns:
             self._warns = not _warned_of(batch.get("loss_mask"))
-        known = {name: batch.get(name) for name in _LENGTHS}
+        length_entries = {name: batch.get(name) for name in _LENGTHS}
         return batch | {
             name: lengths.as_subclass(HostLengths)
-            for name, lengths in known.items()
+            for name, lengths in length_entries.items()
             if type(lengths) is torch.Tensor and lengths.device.type == "cpu"
         }
 
@@ -87,15 +89,15 @@ class Batches:
 
 
 def patch(patches: patching.PatchSet) -> None:
-    """Add to a set of patches what gives scripts such batches.
+    """Add to a set of patches the iterators that record lengths.
 
-    Before that of packed batches, which are made of a data loader's.
+    Call this before the patch of packed batches, which reads these iterators.
     """
     patching.wrap_steps(patches, _noting)
 
 
 def _warned_of(mask: Any) -> bool:
-    """Warn once in a run if a loss mask on the host leaves out tokens; return whether it did.
+    """Warn once in a run if a loss mask on the host excludes tokens; return whether it does.
 
     A mask on a device is not read: the host would wait for the device.
     """
@@ -108,16 +110,19 @@ def _warned_of(mask: Any) -> bool:
 
 
 def _uneven(model: Any) -> bool:
-    """Return whether gradients of a model depend on how many tokens each rank counts."""
+    """Return whether the gradients of a model depend on the number of counted tokens per rank."""
     config: Any = get_model_config(model[0] if isinstance(model, list) else model)
     burst = getattr(config, "burst", None)
-    ours = burst is not None and burst.algorithm != OFF and splits(config)
-    return ours and not config.calculate_per_token_loss and not patching.notes().get(_WARNED)
+    uses_burst = burst is not None and burst.algorithm != OFF and splits(config)
+    return uses_burst and not config.calculate_per_token_loss and not patching.notes().get(_WARNED)
 
 
 def _noting(run: Callable, named: dict[str, Any]) -> Any:
-    given = named["data_iterator"]
-    several = isinstance(given, list)
+    iterators = named["data_iterator"]
+    several = isinstance(iterators, list)
     warns = not named.get("forward_only", False) and _uneven(named["model"])
-    found = [one if one is None else Batches(one, warns) for one in (given if several else [given])]
-    return run(**named | {"data_iterator": found if several else found[0]})
+    wrapped = [
+        None if iterator is None else BatchIterator(iterator, warns)
+        for iterator in (iterators if several else [iterators])
+    ]
+    return run(**named | {"data_iterator": wrapped if several else wrapped[0]})

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code of Megatron and Transformer Engine that cuts, shifts or reorders batches by itself.
+"""Functions of Megatron and Transformer Engine that cut, shift or reorder batches themselves.
 
-The run has one layout. Functions that bypass `get_batch_on_this_cp_rank` may use another one, and
-ranks would then hold other tokens than attention expects, with valid shapes and without an error.
+The run has one layout. Functions that bypass `get_batch_on_this_cp_rank` may use another layout.
+Ranks would then hold other tokens than attention expects, with valid shapes and without an error.
 Each of these functions is replaced if the installed version has it: it runs if its layout equals
-the layout of the run, and raises `ValueError` otherwise. `check_cut` is the check of attention, for
-packs that a function unknown to this module has cut.
+the layout of the run, and raises `ValueError` otherwise. `check_cut` is the check in attention, for
+packs that an unknown function has cut.
 
-How attention knows who cut a pack: `Packs.note_cut` records every pack that this process cuts in
-the layout of the run. A pack without a record was cut elsewhere. Its layout is then "contiguous" if
-its `PackedSeqParams.cp_partition_mode` says so, and otherwise zigzag within each document, which is
-the convention of Megatron and Transformer Engine. `cp_partition_mode` is "zigzag" by default, so
-that value alone does not contradict a record.
+Attention recognizes the cut of a pack as follows: `Packs.note_cut` records every pack that this
+process cuts in the layout of the run. A pack without a record was cut elsewhere. Its layout is then
+"contiguous" if its `PackedSeqParams.cp_partition_mode` has this value, and otherwise zigzag within
+each document, which is the convention of Megatron and Transformer Engine. `cp_partition_mode` is
+"zigzag" by default, so that value does not contradict a record.
 
 Interfaces of Megatron-LM after commit d98e8a64 (August 2026), read in its sources of September
 2026: `context_parallel/utils.py` (pull request 6912), `sequence_roll.py`, `conversion.py` and
@@ -45,11 +45,11 @@ _STRATEGIES = {"DUAL_CHUNK_SWAP": "zigzag", "NO_LOAD_BALANCE": "contiguous"}
 
 
 def guard_other_cuts(patches: patching.PatchSet, layout: str) -> None:
-    """Replace the functions of Megatron and Transformer Engine that cut batches by themselves.
+    """Replace the functions of Megatron and Transformer Engine that cut batches themselves.
 
     Args:
-        patches: The installed set of patches.
-        layout: The layout of the run.
+        patches: the installed set of patches.
+        layout: the layout of the run.
     """
     for wrap in _megatron_wraps(layout):
         patches.wrap(*wrap)
@@ -60,14 +60,14 @@ def guard_other_cuts(patches: patching.PatchSet, layout: str) -> None:
 
 
 def check_cut(params: Any, pack: Pack, cut: BatchCut, size: int, cuts: bool) -> None:
-    """Refuse a pack whose rows are not those that the run's layout gives to this rank.
+    """Raise an error for a pack that was cut in another layout than the run's.
 
     Args:
-        params: The `PackedSeqParams` of the pack.
-        pack: Its documents.
-        cut: How the run cuts batches.
-        size: Number of ranks that hold the pack.
-        cuts: Whether this rank cuts its batches itself (see `cuts_batches`).
+        params: the `PackedSeqParams` of the pack.
+        pack: its documents.
+        cut: how the run cuts batches.
+        size: number of ranks that hold the pack.
+        cuts: whether this rank cuts its batches itself (see `cuts_batches`).
 
     Raises:
         ValueError: The pack was cut in another layout.
@@ -80,27 +80,31 @@ def check_cut(params: Any, pack: Pack, cut: BatchCut, size: int, cuts: bool) -> 
     if pack.spans is not None and len(pack.bounds) == 2 and cut.name != "balanced":
         return  # `vision.with_spans` of one sequence, which was cut as an unpacked batch
     if mode == "contiguous":
-        whole = pack.end == pack.total  # a loader may have clipped the lengths to its own rows
+        fits = pack.end == pack.total  # a loader may have clipped the lengths to its own rows
     else:
-        whole = isinstance(pack.layout(cut, size), DocumentZigzag)
-    if whole:
+        fits = isinstance(pack.layout(cut, size), DocumentZigzag)
+    if fits:
         return
     remedy = (
         f"pad every document to a multiple of 2 x --context-parallel-size ({2 * size}) tokens"
         if cut.name == "zigzag"
-        else "take --burst-layout zigzag"
+        else "use --burst-layout zigzag"
     )
     raise patching.user_error(
-        f"layout {cut.name}: nothing here cut the {pack.total} tokens of this pack by it. What cut "
-        "them (Transformer Engine, a loader for another model) uses zigzag within each document, "
-        "or its own order, and gave this rank other tokens: let utils.get_batch_on_this_cp_rank of "
-        "Megatron-Core or megatron_burst.megatron.shard_sequence cut whole packs, in the process "
-        f"that trains, or {remedy}"
+        f"layout {cut.name}: this process did not cut the {pack.total} tokens of this pack in this "
+        "layout; another function (of Transformer Engine, or a loader for another model) cut them "
+        "in zigzag order within each document, or in its own order: cut whole packs with "
+        "utils.get_batch_on_this_cp_rank of Megatron-Core or megatron_burst.megatron."
+        f"shard_sequence, in the training process, or {remedy}"
     )
 
 
 def partition_mode(params: Any, cut: BatchCut) -> str:
     """Return the layout that `PackedSeqParams.cp_partition_mode` states, "zigzag" by default.
+
+    Args:
+        params: the `PackedSeqParams`.
+        cut: how the run cuts batches.
 
     Raises:
         ValueError: It states a layout that contradicts the layout of the run.
@@ -109,9 +113,9 @@ def partition_mode(params: Any, cut: BatchCut) -> str:
     if mode not in ("zigzag", cut.name):
         raise patching.user_error(
             f"packed_seq_params: cp_partition_mode is {mode!r}, and the run has --burst-layout "
-            f"{cut.name}: rows would get positions of others; "
-            + (f"take --burst-layout {mode}, or " if mode in STREAMS else "")
-            + "leave cp_partition_mode out"
+            f"{cut.name}, so rows would get positions of other rows; "
+            + (f"use --burst-layout {mode}, or " if mode in STREAMS else "")
+            + "omit cp_partition_mode"
         )
     return mode
 
@@ -129,15 +133,26 @@ def cuts_batches(config: Any, pg_collection: Any) -> bool:
     return parallel_state.get_pipeline_model_parallel_rank() == 0
 
 
-def refuse_layout(layout: str, wanted: str, tokens: int | None, name: str) -> None:
-    """Raise `ValueError` if `name` cuts `tokens` tokens in the layout `wanted`, not the run's."""
-    if wanted == layout:
+def refuse_layout(layout: str, function_layout: str, tokens: int | None, name: str) -> None:
+    """Raise an error if a function cuts batches in another layout than the run.
+
+    Args:
+        layout: the layout of the run.
+        function_layout: the layout of the function.
+        tokens: tokens of the pack; None for another batch.
+        name: of the function.
+
+    Raises:
+        ValueError: The layouts differ.
+    """
+    if function_layout == layout:
         return
-    what = "this batch" if tokens is None else f"the {tokens} tokens of this pack"
-    remedy = f"take --burst-layout {wanted}, or " if wanted in STREAMS else ""
+    batch_text = "this batch" if tokens is None else f"the {tokens} tokens of this pack"
+    remedy = f"use --burst-layout {function_layout}, or " if function_layout in STREAMS else ""
     raise patching.user_error(
-        f"--burst-layout {layout}: {name} would cut {what} in {wanted} order, and attention "
-        f"expects others: {remedy}cut whole packs by megatron_burst.megatron.shard_sequence"
+        f"--burst-layout {layout}: {name} would cut {batch_text} in {function_layout} order, which "
+        f"attention does not expect: {remedy}cut whole packs with "
+        "megatron_burst.megatron.shard_sequence"
     )
 
 
@@ -157,8 +172,8 @@ def _megatron_wraps(layout: str) -> list[Wrap]:
     ]  # fmt: skip
     name = "convert_module_input_tensors_cp_partition_mode"
     home = next(
-        (one for one in ("context_parallel", "context_parallel_layout")
-         if homes.imported(f"{core}.{one}.conversion") is not None), None,
+        (package for package in ("context_parallel", "context_parallel_layout")
+         if homes.imported(f"{core}.{package}.conversion") is not None), None,
     )  # fmt: skip
     if home is not None:
         names = ["hidden_states", "packed_seq_params", "target_partition_mode", "config"]
@@ -171,80 +186,87 @@ def _megatron_wraps(layout: str) -> list[Wrap]:
 
 
 def _batches(layout: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """`context_parallel.utils.get_batches_on_this_cp_rank`, in the layout of the run.
+    """Run `context_parallel.utils.get_batches_on_this_cp_rank` in the layout of the run.
 
     The original cuts packs itself if it needs zigzag within padded documents, and calls
-    `get_batch_on_this_cp_rank` otherwise. Packs of a zigzag run may take either path: positions
-    are the same.
+    `get_batch_on_this_cp_rank` otherwise. Packs of a zigzag run may use either path: positions are
+    the same.
     """
     bound = bound_to(original, args, kwargs)
     bound.apply_defaults()
-    given = bound.arguments
-    if given["cp_group"].size() == 1 and not given.get("is_hybrid_cp"):
+    arguments = bound.arguments
+    if arguments["cp_group"].size() == 1 and not arguments.get("is_hybrid_cp"):
         return original(*args, **kwargs)
-    ours = layout if layout in STREAMS else "zigzag"  # Megatron's name for the view
-    wanted = {given["boundary_layout"], *given["additional_layouts"]}
-    if wanted not in ({"zigzag"}, {ours}):
+    run_layout = layout if layout in STREAMS else "zigzag"  # Megatron's name for the view
+    requested = {arguments["boundary_layout"], *arguments["additional_layouts"]}
+    if requested not in ({"zigzag"}, {run_layout}):
         raise patching.user_error(
             f"--burst-layout {layout}: get_batches_on_this_cp_rank was called for layouts "
-            f"{' and '.join(sorted(wanted))}, and BurstAttention exchanges rows itself: leave "
-            "--linear-cp-layout and --attention-cp-layout out, or take --burst-layout contiguous "
+            f"{' and '.join(sorted(requested))}, and BurstAttention exchanges rows itself: remove "
+            "--linear-cp-layout and --attention-cp-layout, or use --burst-layout contiguous "
             "(with --burst-attention-layout zigzag for attention in zigzag order)"
         )
-    given["boundary_layout"], given["additional_layouts"] = ours, ()
+    arguments["boundary_layout"], arguments["additional_layouts"] = run_layout, ()
     if layout != "zigzag":
-        given["use_per_sequence_balancing"] = False
+        arguments["use_per_sequence_balancing"] = False
     return original(*bound.args, **bound.kwargs)
 
 
 def _partition(layout: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """`context_parallel.partition.get_cp_partition_indices`, which selects a rank's rows."""
-    given = given_to(original, args, kwargs)
-    if given["cp_size"] > 1:
-        _note(layout, given["layout"], given["cu_seqlens"], given["total_tokens"],
+    """Run `context_parallel.partition.get_cp_partition_indices`, which selects a rank's rows."""
+    arguments = given_to(original, args, kwargs)
+    if arguments["cp_size"] > 1:
+        _note(layout, arguments["layout"], arguments["cu_seqlens"], arguments["total_tokens"],
               "get_cp_partition_indices of Megatron-Core")  # fmt: skip
     return original(*args, **kwargs)
 
 
 def _conversion(layout: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """`convert_module_input_tensors_cp_partition_mode`, which moves rows around attention.
+    """Run `convert_module_input_tensors_cp_partition_mode` without its exchange of rows.
 
-    Megatron's attention takes zigzag rows only. Ours takes the rows of the run's layout, so the
-    exchange is left out: with equal layouts the original returns its input.
+    Megatron's attention accepts only zigzag rows. Our attention accepts rows in the run's layout,
+    so the exchange is skipped: with equal layouts the original returns its input.
     """
     bound = bound_to(original, args, kwargs)
-    given = bound.arguments
-    config, params, group = given["config"], given["packed_seq_params"], given.get("cp_group")
+    arguments = bound.arguments
+    config, params, group = (
+        arguments["config"],
+        arguments["packed_seq_params"],
+        arguments.get("cp_group"),
+    )
     burst = getattr(config, "burst", None)
     shared = group is not None and group.size() > 1
-    ours = shared and burst is not None and burst.algorithm != OFF and splits(config)
-    source = getattr(params, "cp_partition_mode", None) or given.get("source_partition_mode")
+    uses_burst = shared and burst is not None and burst.algorithm != OFF and splits(config)
+    source = getattr(params, "cp_partition_mode", None) or arguments.get("source_partition_mode")
     source = source or getattr(config, "cp_partition_mode", None) or "zigzag"
-    if ours and given["target_partition_mode"] == "zigzag" and source != "zigzag":
+    if uses_burst and arguments["target_partition_mode"] == "zigzag" and source != "zigzag":
         refuse_layout(layout, source, None, "cp_partition_mode")
-        given["target_partition_mode"] = source
+        arguments["target_partition_mode"] = source
     return original(*bound.args, **bound.kwargs)
 
 
 def _roll(layout: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """`context_parallel.sequence_roll`: shifts of multi-token prediction on contiguous ranks."""
+    """Run a shift of multi-token prediction, which assumes contiguous ranks.
+
+    It is in `context_parallel.sequence_roll`.
+    """
     group = given_to(original, args, kwargs).get("cp_group")
     if group is not None and group.size() > 1 and layout != "contiguous":
         raise patching.user_error(
             f"--burst-layout {layout} with --mtp-num-layers: Megatron shifts the tokens of this "
-            "batch as contiguous ones (cp_partition_mode or --attention-cp-layout contiguous); "
-            "take --burst-layout contiguous, or leave Megatron's setting out"
+            "batch in contiguous order (cp_partition_mode or --attention-cp-layout contiguous); "
+            "use --burst-layout contiguous, or remove Megatron's setting"
         )
     return original(*args, **kwargs)
 
 
 def _roll_context(layout: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """`mtp_sequence_roll.prepare_mtp_sequence_roll_context` of the branch dev.
+    """Run `mtp_sequence_roll.prepare_mtp_sequence_roll_context` of the branch dev.
 
-    None makes Megatron call `roll_tensor`, which follows the layout of the run.
+    The result None makes Megatron call `roll_tensor`, which uses the layout of the run.
     """
-    given = given_to(original, args, kwargs)
-    group, params = given["cp_group"], given["packed_seq_params"]
+    arguments = given_to(original, args, kwargs)
+    group, params = arguments["cp_group"], arguments["packed_seq_params"]
     if params is None or group is None or group.size() == 1:
         return original(*args, **kwargs)
     mode = partition_mode(params, BatchCut(layout))
@@ -263,7 +285,7 @@ def _guard(patches: patching.PatchSet, path: str, name: str, around: Callable) -
 def _native_indices(
     layout: str, original: Callable, cu_seqlens: Any, tokens: int, size: int, rank: int
 ) -> Any:
-    """`thd_get_partitioned_indices` of Transformer Engine's library: always zigzag.
+    """Run `thd_get_partitioned_indices` of Transformer Engine's library, which is always zigzag.
 
     NeMo 2, Megatron's `MimoModel` and models of Megatron-Bridge call it.
     """
@@ -273,33 +295,34 @@ def _native_indices(
 
 
 def _indices(layout: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """`get_thd_partitioned_indices`, in the order of a load-balancing strategy."""
-    given = given_to(original, args, kwargs)
-    if given["cp_size"] > 1:
-        _note(layout, _order_of(given), given["cu_seqlens_padded"], given["total_tokens"],
-              "get_thd_partitioned_indices of Transformer Engine")  # fmt: skip
+    """Run `get_thd_partitioned_indices`, in the order of a load-balancing strategy."""
+    arguments = given_to(original, args, kwargs)
+    if arguments["cp_size"] > 1:
+        ends, tokens = arguments["cu_seqlens_padded"], arguments["total_tokens"]
+        name = "get_thd_partitioned_indices of Transformer Engine"
+        _note(layout, _order_of(arguments), ends, tokens, name)
     return original(*args, **kwargs)
 
 
 def _engine_batch(layout: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """`get_batch_on_this_cp_rank` of Transformer Engine, for packed batches."""
-    given = given_to(original, args, kwargs)
-    ends = given["cu_seqlens_padded"]
-    if torch.distributed.get_world_size(given.get("cp_group")) > 1:
-        _note(layout, _order_of(given), ends, int(ends[-1]),
+    """Run `get_batch_on_this_cp_rank` of Transformer Engine, for packed batches."""
+    arguments = given_to(original, args, kwargs)
+    ends = arguments["cu_seqlens_padded"]
+    if torch.distributed.get_world_size(arguments.get("cp_group")) > 1:
+        _note(layout, _order_of(arguments), ends, int(ends[-1]),
               "get_batch_on_this_cp_rank of Transformer Engine")  # fmt: skip
     return original(*args, **kwargs)
 
 
-def _order_of(given: dict[str, Any]) -> str:
+def _order_of(arguments: dict[str, Any]) -> str:
     """Return the layout of a call's load-balancing strategy; versions before 2.20 have none."""
-    strategy = given.get("load_balancing_strategy")
+    strategy = arguments.get("load_balancing_strategy")
     name = "DUAL_CHUNK_SWAP" if strategy is None else strategy.name
     return _STRATEGIES.get(name, name)
 
 
-def _note(layout: str, wanted: str, ends: Any, tokens: int, name: str) -> None:
-    """Record a cut in the layout of the run; `ValueError` for another one."""
-    refuse_layout(layout, wanted, tokens, name)
+def _note(layout: str, function_layout: str, ends: Any, tokens: int, name: str) -> None:
+    """Record a cut in the layout of the run; raise `ValueError` for another layout."""
+    refuse_layout(layout, function_layout, tokens, name)
     if ends is not None and layout != "zigzag":
         packs().note_cut(packs().of(tokens, ends))

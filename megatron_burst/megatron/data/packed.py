@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed batches: which documents a `PackedSeqParams` holds, and where their tokens are.
+"""Packed batches: the documents of a `PackedSeqParams`, and the ranks that hold their tokens.
 
-Data path, rotary embedding and attention all ask this module for the layout of a packed batch, so
-that they cannot disagree; what a tensor on a device says is read once, a layout is made once, and
-what goes to a device is sent once. The rule: under layout zigzag, if every document can be cut into
-2 x CP equal pieces, each document is laid out by itself, as Megatron and Transformer Engine do it.
-Layout balanced is made of the documents. Otherwise the layout of the run applies to the whole pack,
-whose documents may have any length.
+Data path, rotary embedding and attention all read the layout of a packed batch from this module, so
+they use the same layout. A tensor on a device is read once, a layout is made once, and an index is
+sent to a device once.
 
-A layout goes only by what data path, rotary embedding and attention all know: where documents
-start, with the padding behind each, and what pads the end of the pack. The mask, which attention
-alone needs, also hides the padding between documents.
+The rule: under layout zigzag, if every document can be cut into 2 x CP equal parts, each document
+is cut separately, as in Megatron and Transformer Engine. Layout balanced is computed from the
+documents. Otherwise the layout of the run applies to the whole pack, whose documents may have any
+length.
+
+A layout depends only on what data path, rotary embedding and attention all know: the starts of
+documents, with the padding after each, and the padding at the end of the pack. The mask, which only
+attention needs, also hides the padding between documents.
 """
 
 from __future__ import annotations
@@ -37,19 +39,24 @@ from .cut import BatchCut
 CUTS_KEPT = 4096  # more than packed micro-batches between their slicing and their backward
 
 
-class _Cuts(dict):
-    """What was made for packs that are cut alike: layouts, and numbers of tokens on devices."""
+class _CutCache(dict):
+    """Layouts and indices on devices that packs with the same `cut_key` share."""
 
 
 @dataclass(frozen=True)
 class Pack:
     """The documents of one packed sequence of `total` tokens over all context-parallel ranks.
 
-    bounds: boundaries of the documents in the pack, each with the padding behind it; what pads the
-    end of the pack is one more. end: where that begins.
-    documents: boundaries for the mask, for which padding is a document of its own. padding: which
-    of these documents are padding: they see nothing, and nothing sees them. spans: of images, if a
-    script told them (`vision.with_spans`), for a mask of the user's.
+    Attributes:
+        total: Tokens of the pack, with padding.
+        bounds: Boundaries of the documents in the pack, each with the padding after it. The padding
+            at the end of the pack is a further document.
+        end: The position where the padding at the end begins.
+        documents: Boundaries for the mask; padding is a separate document.
+        padding: Indices of the documents in `documents` that are padding: they see nothing, and
+            nothing sees them.
+        spans: (first, stop) of images, from `vision.with_spans`, for a mask of the user; None
+            without.
     """
 
     total: int
@@ -61,21 +68,21 @@ class Pack:
 
     @property
     def mask(self) -> Mask:
-        """A token sees its own document."""
+        """The mask in which a token sees its own document."""
         return Documents(self.documents, padding=self.padding)
 
     @property
     def chained(self) -> dict[str, Any]:
-        """What linear attention takes to know which tokens follow which."""
+        """The arguments of linear attention that define which tokens follow which."""
         return {"cu_seqlens": self.bounds}
 
     @property
     def cut_key(self) -> tuple:
-        """All that the layout of the pack depends on, besides the run's `BatchCut`."""
+        """All values of the pack that determine its layout, given the run's `BatchCut`."""
         return self.total, self.bounds, self.end
 
     def layout(self, cut: BatchCut, cp_size: int) -> Layout:
-        """Which positions of the pack each rank holds, in a run that cuts by `cut`; made once."""
+        """Return the layout of the pack over `cp_size` ranks in a run with `cut`; made once."""
         if (cut, cp_size) not in self._made:
             self._made[cut, cp_size] = self._layout(cut, cp_size)
         return self._made[cut, cp_size]
@@ -112,9 +119,13 @@ class Pack:
         )
 
     def places(self, cut: BatchCut, cp_size: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """int64 [total / cp_size] each: positions in the pack, and in their documents."""
+        """Return this rank's positions in the pack, and in their documents.
+
+        Returns:
+            Two arrays, int64 [total / cp_size].
+        """
         positions = self.layout(cut, cp_size).positions(rank, self.total)
-        # Of the rank's tokens alone: numbers of all tokens would be as long as the pack.
+        # Only for the rank's tokens: an array for all tokens would be as long as the pack.
         document = np.searchsorted(self._bounds, positions, side="right") - 1
         return positions, positions - self._bounds[document]
 
@@ -126,11 +137,19 @@ class Pack:
         device: torch.device,
         angles: int | None = None,
     ) -> torch.Tensor:
-        """int64 [total / cp_size] on `device`, sent there once: which tokens the rank holds.
+        """Return the tokens that a rank holds as an index on a device, sent there once.
 
-        With angles: which of so many rotary angles they take. As many as the pack has tokens are
-        for positions in the pack, fewer for positions in documents; what pads the end takes the
-        last.
+        Args:
+            cut: how the run cuts batches.
+            cp_size: number of ranks that hold the pack.
+            rank: this rank in the group.
+            device: the device of the index.
+            angles: the number of rotary angles, to index angles in place of tokens. If it equals
+                the pack's tokens, angles are of positions in the pack, otherwise of positions in
+                documents. The padding at the end uses the last angle.
+
+        Returns:
+            int64 [total / cp_size].
         """
         key = cut, cp_size, rank, device, angles
         if key not in self._made:
@@ -143,10 +162,17 @@ class Pack:
     def successors(
         self, cut: BatchCut, cp_size: int, rank: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `mb.layout.successors`, on `device`, sent there once: where the rank's tokens find
-        the next ones of their documents.
+        """Return `mb.layout.successors` on a device, sent there once.
+
+        They index, for each token of the rank, the next token of its document.
+
+        Args:
+            cut: how the run cuts batches.
+            cp_size: number of ranks that hold the pack.
+            rank: this rank in the group.
+            device: the device of the indices.
         """
-        # Packs that are cut alike may differ in the padding between their documents.
+        # Packs with the same cut may differ in the padding between their documents.
         key = "successors", self.documents, cut, cp_size, rank, device
         if key not in self._made:
             index = successors(self.layout(cut, cp_size), self.documents, rank)
@@ -154,8 +180,8 @@ class Pack:
         return self._made[key]
 
     @cached_property
-    def _made(self) -> _Cuts:
-        return _Cuts()
+    def _made(self) -> _CutCache:
+        return _CutCache()
 
     @cached_property
     def _bounds(self) -> np.ndarray:
@@ -166,103 +192,130 @@ class Packs:
     """The packs of the batches in use, by the tensors that describe them."""
 
     def __init__(self) -> None:
-        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._made: WeakValueDictionary[tuple, _Cuts] = WeakValueDictionary()
+        self._packs: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._made: WeakValueDictionary[tuple, _CutCache] = WeakValueDictionary()
         self._cut = RecentCache(CUTS_KEPT)
         self._values: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._noted: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def note(self, cu_seqlens: torch.Tensor, pack: Pack) -> None:
-        """Remember that this very tensor stands for `pack`, which says what its values do not: a
-        prefix tree, or where images lie. ValueError if it stands for another: a micro-batch of that
-        one may still be in flight.
+        """Map this tensor object to `pack`, which contains more than the tensor's values.
+
+        The additional content is a prefix tree, or the spans of images.
+
+        Args:
+            cu_seqlens: the tensor.
+            pack: its pack.
+
+        Raises:
+            ValueError: The tensor has another pack: a micro-batch with that pack may still be in
+                flight.
         """
-        if (known := self._noted_of(cu_seqlens)) is not None and known != pack:
+        if (noted := self._noted_of(cu_seqlens)) is not None and noted != pack:
             raise ValueError(
-                "packed_seq_params: these tensors stand for the images of another micro-batch, "
-                "which may still be in flight: give every micro-batch tensors of its own"
+                "packed_seq_params: these tensors belong to the images of another micro-batch, "
+                "which may still be in flight: give every micro-batch its own tensors"
             )
         vars(pack)["_made"] = self._made.setdefault(pack.cut_key, pack._made)
         self._noted[cu_seqlens] = version_of(cu_seqlens), pack
 
     def _noted_of(self, cu_seqlens: torch.Tensor) -> Any:
-        """The pack that was noted for this very tensor, None if none was."""
-        found: Any = self._noted.get(cu_seqlens)
-        version, pack = found or (version_of(cu_seqlens), None)
+        """Return the pack that was noted for this tensor object; None without one."""
+        entry: Any = self._noted.get(cu_seqlens)
+        version, pack = entry or (version_of(cu_seqlens), None)
         if version != version_of(cu_seqlens):
             raise ValueError(
                 "packed_seq_params: lengths were changed in place after with_spans: give every "
-                "micro-batch tensors of its own"
+                "micro-batch its own tensors"
             )
         return pack
 
     def is_tree(self, cu_seqlens: torch.Tensor) -> bool:
-        """Whether this very tensor stands for a prefix tree."""
+        """Return whether this tensor object belongs to a prefix tree."""
         pack = self._noted_of(cu_seqlens)
         return pack is not None and pack.spans is None
 
     def of(self, total: int, cu_seqlens: torch.Tensor, padded: torch.Tensor | None = None) -> Pack:
-        """As `pack_of`, which is asked once for tensors that nobody has changed since."""
+        """Return the pack of these tensors; `pack_of` is called once for unchanged tensors.
+
+        Args:
+            total: tokens of the pack over all ranks.
+            cu_seqlens: cumulative lengths without padding.
+            padded: cumulative lengths with padding, or None.
+
+        Raises:
+            ValueError: The tensors do not describe a pack of `total` tokens.
+        """
         noted = self._noted_of(cu_seqlens)
         if noted is not None and noted.spans is not None and noted.total != total:
             raise ValueError(
-                f"packed_seq_params: with_spans was told a seq_len of {noted.total}, and the "
-                f"batch has {total} tokens"
+                f"packed_seq_params: with_spans got seq_len {noted.total}, and the batch has "
+                f"{total} tokens: the two must be equal"
             )
         if noted is not None:
             return noted
         state = total, cu_seqlens._version, None if padded is None else padded._version
-        entries: Any = self._known.setdefault(cu_seqlens, {})
+        entries: Any = self._packs.setdefault(cu_seqlens, {})
         with_padding = padded is not None
-        known = entries.get(with_padding)
-        # Held weakly: it may be `cu_seqlens` itself, whose entry would then never end.
-        if known is None or known[1] != state or (with_padding and known[0]() is not padded):
-            held = TensorWeakRef(padded) if with_padding else None
+        entry = entries.get(with_padding)
+        # A weak reference: it may be `cu_seqlens` itself, whose entry would then never be removed.
+        if entry is None or entry[1] != state or (with_padding and entry[0]() is not padded):
+            reference = TensorWeakRef(padded) if with_padding else None
             pack = pack_of(total, cu_seqlens, padded)
-            # Tensors of slicing, rotary embedding and attention differ, and say the same.
+            # Slicing, rotary embedding and attention have different tensors with equal values.
             vars(pack)["_made"] = self._made.setdefault(pack.cut_key, pack._made)
-            known = entries[with_padding] = held, state, pack
-        return known[2]
+            entry = entries[with_padding] = reference, state, pack
+        return entry[2]
 
     def note_values(self, sent: torch.Tensor, host: torch.Tensor) -> None:
-        """Remember that `sent`, contiguous on a device, says what `host` says now."""
+        """Record that `sent`, contiguous on a device, has the present values of `host`."""
         self._values[sent] = sent._version, host.numpy().flatten()
 
     def values(self, lengths: torch.Tensor) -> np.ndarray:
-        """What cumulative lengths say; waits for a device, unless they are a view of noted ones."""
+        """Return the values of cumulative lengths.
+
+        Waits for a device, unless the tensor is a view of a recorded one.
+        """
         base = lengths if lengths._base is None else lengths._base
-        known: Any = self._values.get(base)
-        if known and known[0] == lengths._version and base.dtype == lengths.dtype:
-            host = known[1]
+        record: Any = self._values.get(base)
+        if record and record[0] == lengths._version and base.dtype == lengths.dtype:
+            host = record[1]
             strides = [step * lengths.itemsize for step in lengths.stride()]
             return as_strided(host[lengths.storage_offset() :], lengths.shape, strides)
         return lengths.detach().cpu().numpy()
 
     def note_cut(self, pack: Pack) -> None:
-        """Remember that this process cut a batch of such documents."""
+        """Record that this process cut a batch with the documents of `pack`."""
         self._cut.keep(pack.cut_key, True)
 
     def was_cut(self, pack: Pack) -> bool:
-        """Whether one of the last `CUTS_KEPT` batches that this process cut had such documents."""
+        """Return whether this process cut such a batch among its last `CUTS_KEPT` batches."""
         return pack.cut_key in self._cut
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was written; 0 for an inference tensor, which has no counter."""
+    """Return the version counter of a tensor; 0 for an inference tensor, which has no counter."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def packs() -> Packs:
-    """The packs that data path, rotary embedding and attention share until `uninstall`."""
+    """Return the packs that data path, rotary embedding and attention share until `uninstall`."""
     return patching.notes().setdefault("packs", Packs())
 
 
 def pack_of(total: int, cu_seqlens: torch.Tensor, padded: torch.Tensor | None = None) -> Pack:
-    """The pack that cumulative lengths describe; waits for the device that holds them.
+    """Return the pack that cumulative lengths describe; waits for their device.
 
-    cu_seqlens [n] or [1, n]: cumulative lengths of documents without their padding; padded: the
-    same with it. Repeated entries (empty documents), tokens after the last document and entries
-    of -1 at the end are allowed.
+    Repeated entries (empty documents), tokens after the last document, and entries of -1 at the end
+    are allowed.
+
+    Args:
+        total: tokens of the pack over all ranks.
+        cu_seqlens: [n] or [1, n], cumulative lengths of documents without their padding.
+        padded: the same with padding; None without padding.
+
+    Raises:
+        ValueError: The lengths are not increasing, or contradict each other.
     """
     ends = _increasing("cu_seqlens", cu_seqlens, total)
     if padded is None:
@@ -271,14 +324,19 @@ def pack_of(total: int, cu_seqlens: torch.Tensor, padded: torch.Tensor | None = 
     lengths, room = np.diff(ends), np.diff(bounds)
     if len(lengths) != len(room) or (lengths > room).any():
         raise ValueError(
-            f"cu_seqlens_padded {bounds.tolist()} leaves no room for cu_seqlens {ends.tolist()}"
+            f"cu_seqlens_padded {bounds.tolist()} has less room than the documents of cu_seqlens "
+            f"{ends.tolist()} need"
         )
     return _pack(total, bounds, bounds[:-1], lengths)
 
 
 def params_of(ends: torch.Tensor, longest: int, padded: Any = None) -> Any:
-    """The `PackedSeqParams` of queries and keys whose documents end alike, the longest of so many
-    tokens. padded: where their padding ends, a tensor as `ends`, if that is said too.
+    """Return the `PackedSeqParams` of self-attention over documents.
+
+    Args:
+        ends: cumulative lengths of documents.
+        longest: tokens of the longest document.
+        padded: cumulative lengths with padding, or None.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -294,7 +352,7 @@ def params_of(ends: torch.Tensor, longest: int, padded: Any = None) -> Any:
 
 
 def _pack(total: int, bounds: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> Pack:
-    """The pack whose documents have these starts and lengths; the rest is padding."""
+    """Return the pack whose documents have these starts and lengths; other tokens are padding."""
     documents = _closed(total, bounds, starts + lengths)
     real = np.isin(documents[:-1], starts[lengths > 0])
     padding = tuple(np.flatnonzero(~real).tolist())
@@ -307,23 +365,23 @@ def _increasing(name: str, values: torch.Tensor, total: int) -> np.ndarray:
         ends = ends[0]
     if ends.ndim != 1:
         raise patching.user_error(
-            f"{name} of shape {tuple(values.shape)}: packed sequences need --micro-batch-size 1"
+            f"{name} of shape {tuple(values.shape)}: packed sequences require --micro-batch-size 1"
         )
-    ends = ends[: len(np.trim_zeros(ends + 1, "b"))]  # NeMo pads to its longest with -1
+    ends = ends[: len(np.trim_zeros(ends + 1, "b"))]  # NeMo pads to its longest list with -1
     if len(ends) == 2 and ends[0] == 0 and ends[1] < -1:
         raise ValueError(
-            f"{name} {ends.tolist()} is a copy of the cu_seqlens of a prefix tree, which is found "
-            "by the tensor itself; pass the PackedSeqParams of TreePack.params to every layer "
-            "without copying its tensors"
+            f"{name} {ends.tolist()} is a copy of the cu_seqlens of a prefix tree, which is "
+            "identified by its tensor object; pass the PackedSeqParams of TreePack.params to every "
+            "layer without copying its tensors"
         )
     if len(ends) < 2 or ends[0] != 0 or (np.diff(ends) < 0).any() or ends[-1] > total:
         raise ValueError(
-            f"{name} must start at 0, never decrease and end by the {total} tokens of the pack, "
-            f"got {ends.tolist()}"
+            f"{name} is {ends.tolist()}; it must start at 0, never decrease and end within the "
+            f"{total} tokens of the pack"
         )
     return ends
 
 
 def _closed(total: int, *bounds: np.ndarray) -> tuple[int, ...]:
-    # As arrays: data loaders fill cumulative lengths up to the length of the sequence.
+    # Arrays are fast: data loaders fill cumulative lengths up to the length of the sequence.
     return tuple(np.unique(np.concatenate([*bounds, [total]])).tolist())

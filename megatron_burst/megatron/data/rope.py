@@ -2,13 +2,13 @@
 """Rotary embeddings of the rows of a rank, in place of Megatron's tables of the whole sequence.
 
 Megatron computes angles of all positions, fp32 [S, 1, 1, d], and cuts them: 10 GB for 20 million
-tokens of width 128, once per length and, with multi-latent attention, per layer. Here a table is
-made of the positions that the rank holds, and shared by all layers whose angles are the same.
+tokens of width 128, once per length and, with multi-latent attention, per layer. Here a table
+contains only the positions that the rank holds, and all layers with the same angles share it.
 
-The rows of a packed batch are known only where the angles are applied. Until then Megatron passes a
-*blank*: NaN, of the shape of Megatron's table and with a storage of one number.
+The rows of a packed batch are known only in the function that applies the angles. Until then
+Megatron passes a *blank*: NaN, with the shape of Megatron's table and a storage of one number.
 
-A blank is recognized by the address of its storage, because the tensor is the only thing that
+A blank is identified by the address of its storage, because the tensor is the only object that
 Megatron passes from the rotary embedding to the function that applies it: this function gets no
 `PackedSeqParams`, and a model may have several rotary embeddings. Views, `detach` and recomputation
 keep the address. An attribute or a subclass of the tensor would not survive them, and a number
@@ -49,7 +49,7 @@ from .packed import packs
 
 
 def rope_patches(layout: str) -> list[Wrap]:
-    """What makes rotary tables in a run of that layout."""
+    """Return the replacements that make rotary tables in a run with that layout."""
     table = ["max_seq_len", "offset", "packed_seq", "cp_group"]
     return [
         Wrap(RotaryEmbedding, "forward", table, partial(_forward, layout)),
@@ -71,10 +71,10 @@ def _forward(
     packed_seq: bool = False,
     cp_group: Any = None,
 ) -> torch.Tensor:
-    held = _held(layout, self.cp_group if cp_group is None else cp_group)
-    if packed_seq and held.size > 1:
+    table_rows = _rows_of_group(layout, self.cp_group if cp_group is None else cp_group)
+    if packed_seq and table_rows.size > 1:
         return tables().blank(self, max_seq_len)
-    return tables().rows(self, max_seq_len, offset, held)
+    return tables().rows(self, max_seq_len, offset, table_rows)
 
 
 def _scaled_forward(layout: str, original: Callable, self: Any, *args: Any, **named: Any) -> Any:
@@ -82,7 +82,7 @@ def _scaled_forward(layout: str, original: Callable, self: Any, *args: Any, **na
 
 
 def _without_rows(_: Callable, self: Any, *args: Any, **named: Any) -> None:
-    """Yarn's cache without rows: its constructor fills one that no layer asks for."""
+    """Make Yarn's cache without rows: its constructor fills a cache that no layer reads."""
     self.max_seq_len_cached = self.offset_cached = 0
     self.dtype_cached, self.packed_seq_cached = None, False
     for name in ("cos_cached", "sin_cached"):
@@ -92,61 +92,69 @@ def _without_rows(_: Callable, self: Any, *args: Any, **named: Any) -> None:
 def _cos_sin(
     layout: str, original: Callable, *args: Any, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of the rank's rows. For packed batches of all positions of a document: the
-    fused kernels that take them choose rows themselves.
+    """Return cosines and sines of the rank's rows.
+
+    For packed batches they contain all positions of a document: the fused kernels that read them
+    select rows themselves.
     """
     bound = bound_to(original, args, named)
     bound.apply_defaults()
     self, length, offset, dtype, packed = bound.args
-    held = ALL if packed else _held(layout, self.cp_group)
-    return tables().cos_sin(self, length, offset, held, dtype)
+    table_rows = ALL if packed else _rows_of_group(layout, self.cp_group)
+    return tables().cos_sin(self, length, offset, table_rows, dtype)
 
 
 def _of_own_positions(layout: str, original: Callable, *args: Any, **named: Any) -> torch.Tensor:
-    """Angles of several axes: `position_ids` [3, batch, S] are cut, instead of their angles."""
+    """Return angles of several axes, from `position_ids` [3, batch, S] that are cut first."""
     bound = bound_to(original, args, named)
-    given = bound.arguments
-    group = given.get("cp_group")
-    held = _held(layout, given["self"].cp_group if group is None else group)
-    if held.size == 1:
+    arguments = bound.arguments
+    group = arguments.get("cp_group")
+    table_rows = _rows_of_group(layout, arguments["self"].cp_group if group is None else group)
+    if table_rows.size == 1:
         return original(*args, **named)
-    ids = given["position_ids"]
-    mine = to_device(held.positions(ids.shape[-1]), ids.device)
-    given["position_ids"] = ids.index_select(-1, mine)
-    given["cp_group"] = ONE_RANK
+    ids = arguments["position_ids"]
+    local_index = to_device(table_rows.positions(ids.shape[-1]), ids.device)
+    arguments["position_ids"] = ids.index_select(-1, local_index)
+    arguments["cp_group"] = ONE_RANK
     angles = original(*bound.args, **bound.kwargs)
     patching.notes()[_AXES] = weakref.ref(angles)
     return angles
 
 
 def mrope_of_packs() -> ValueError:
-    """The error for a packed batch of a model whose positions have several axes."""
+    """Return the error for a packed batch of a model whose positions have several axes."""
     return ValueError(
-        "packed_seq_params with --position-embedding-type mrope: Megatron takes angles of packed "
-        "documents by their places, not by position_ids, so images would lose their axes; call the "
-        "model without packed_seq_params, one sequence per batch row"
+        "packed_seq_params with --position-embedding-type mrope: Megatron selects angles of packed "
+        "documents by row, not by position_ids, so images would lose their axes; call the "
+        "model without packed_seq_params, with one sequence per batch row"
     )
 
 
 def packed_rope(
     layout: str, rotate: Callable, original: Callable, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """`rope_utils._apply_rotary_pos_emb_thd`, for documents of any length.
+    """Run `rope_utils._apply_rotary_pos_emb_thd` for documents of any length.
 
-    rotate: `rope_utils._apply_rotary_pos_emb_bshd`. The original runs if each document is laid
-    out by itself, as Megatron does it.
+    The original runs if each document is cut separately, as in Megatron.
+
+    Args:
+        layout: the layout of the run.
+        rotate: `rope_utils._apply_rotary_pos_emb_bshd`.
+        original: the replaced function.
+        args: its arguments.
+        kwargs: its arguments by name.
     """
-    given = given_to(original, args, kwargs)
+    arguments = given_to(original, args, kwargs)
     t, cu_seqlens, freqs, group = (
-        given.pop(name, None) for name in ("t", "cu_seqlens", "freqs", "cp_group")
+        arguments.pop(name, None) for name in ("t", "cu_seqlens", "freqs", "cp_group")
     )
     axes = patching.notes().get(_AXES, lambda: None)()
     if axes is not None and axes.data_ptr() == freqs.data_ptr():
         raise mrope_of_packs()
     # Newer versions also take max_seqlen, which only their own slicing needs.
-    named = {k: x for k, x in given.items() if k in signature_of(rotate).parameters}
+    named = {k: x for k, x in arguments.items() if k in signature_of(rotate).parameters}
     if group is not None and is_blank(freqs):
-        angles = tables().of_pack(freqs, t.shape[0], cu_seqlens, _held(layout, group))
+        angles = tables().of_pack(freqs, t.shape[0], cu_seqlens, _rows_of_group(layout, group))
         return rotate(t.unsqueeze(1), angles, **named).squeeze(1)
     if group is None or group.size() == 1:
         if not packs().is_tree(cu_seqlens):
@@ -160,52 +168,60 @@ def packed_rope(
 
 
 def fused_packed_rope(layout: str, original: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`rope_utils.fused_apply_rotary_pos_emb_thd`, which chooses rows of tables of whole documents:
-    the fused kernel of batches that are not packed takes those of the rank.
+    """Run `rope_utils.fused_apply_rotary_pos_emb_thd` with the angles of this rank's rows.
+
+    The original selects rows of tables of whole documents. The fused kernel for batches that are
+    not packed accepts the rank's angles.
+
+    Args:
+        layout: the layout of the run.
+        original: the replaced function.
+        args: its arguments.
+        kwargs: its arguments by name.
     """
     bound = bound_to(original, args, kwargs)
     bound.apply_defaults()
-    given = bound.arguments
-    t, freqs = given["t"], given["freqs"]
+    arguments = bound.arguments
+    t, freqs = arguments["t"], arguments["freqs"]
     if not is_blank(freqs):
         return original(*args, **kwargs)
-    held = HeldRows(layout, given["cp_size"], given["cp_rank"])
-    angles = tables().of_pack(freqs, t.shape[0], given["cu_seqlens"], held)
-    named = {"interleaved": True} if given.get("interleaved") else {}
+    table_rows = TableRows(layout, arguments["cp_size"], arguments["cp_rank"])
+    angles = tables().of_pack(freqs, t.shape[0], arguments["cu_seqlens"], table_rows)
+    named = {"interleaved": True} if arguments.get("interleaved") else {}
     turned = rope_utils.fused_apply_rotary_pos_emb(t.unsqueeze(1), angles, **named)
     return turned.squeeze(1)
 
 
-def _held(layout: str, group: Any) -> HeldRows:
+def _rows_of_group(layout: str, group: Any) -> TableRows:
     return (
-        ALL if group is None or group.size() == 1 else HeldRows(layout, group.size(), group.rank())
+        ALL if group is None or group.size() == 1 else TableRows(layout, group.size(), group.rank())
     )
 
 
 _NOTE = "rotary tables"
 _AXES = "the last angles of several axes"
-# Training and evaluation, or the micro-batches of a forward and of a backward, each with the tables
-# of layers with a window and of those without.
+# Two lengths (training and evaluation, or micro-batches of a forward and a backward), each with two
+# tables (layers with a window and layers without).
 TABLES_KEPT = 4
 
 
 @dataclass(frozen=True)
-class HeldRows:
-    """Which rows of a sequence a table is of: those of `rank` of `size` ranks in a layout."""
+class TableRows:
+    """The rows that a table contains: the rows of `rank` of `size` ranks in a layout."""
 
     layout: str
     size: int
     rank: int
 
     def positions(self, length: int) -> np.ndarray:
-        """int64 [length / size], for a sequence that is not packed."""
+        """Return positions, int64 [length / size], for a sequence that is not packed."""
         if self.size == 1:
             return np.arange(length)
         check_length(length, self.layout, self.size)
         return make_layout(self.layout, cp_size=self.size).positions(self.rank, length)
 
 
-ALL = HeldRows("contiguous", 1, 0)
+ALL = TableRows("contiguous", 1, 0)
 
 
 class RotaryTables:
@@ -216,48 +232,64 @@ class RotaryTables:
         self._blanks: dict[tuple, tuple[torch.Tensor, TurnRates]] = {}
         self._pairs: dict[tuple, torch.Tensor] = {}
         self._made = RecentCache(TABLES_KEPT)
-        self._said = False
+        self._logged = False
 
     def rates(self, rope: Any) -> TurnRates:
-        """How fast the angles of one of Megatron's modules turn."""
-        return self._known(rope)[1]
+        """Return the angular frequencies of one of Megatron's rotary modules."""
+        return self._keyed_rates(rope)[1]
 
-    def rows(self, rope: Any, length: int, offset: int = 0, held: HeldRows = ALL) -> torch.Tensor:
-        """fp32 [rows, 1, 1, d]: angles of the rows `held` of `length` positions, which start at
-        `offset`.
+    def rows(
+        self, rope: Any, length: int, offset: int = 0, table_rows: TableRows = ALL
+    ) -> torch.Tensor:
+        """Return angles, fp32 [rows, 1, 1, d].
+
+        Args:
+            rope: Megatron's rotary module.
+            length: tokens of the sequence.
+            offset: the position of the first token.
+            table_rows: the rows of the table.
         """
-        key, rates = self._known(rope)
+        key, rates = self._keyed_rates(rope)
 
         def make() -> torch.Tensor:
-            at = to_device(held.positions(length) + offset, rates.per_position.device)
+            at = to_device(table_rows.positions(length) + offset, rates.per_position.device)
             return self._angles(at, rates, offset + length)
 
-        return self._once((key, length, offset, held), make)
+        return self._once((key, length, offset, table_rows), make)
 
     def cos_sin(
-        self, rope: Any, length: int, offset: int, held: HeldRows, dtype: torch.dtype
+        self, rope: Any, length: int, offset: int, table_rows: TableRows, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scaled cosines and sines of `rows`, as fused kernels of latent attention take them."""
-        key, rates = self._known(rope)
+        """Return scaled cosines and sines of `rows`, for fused kernels of latent attention.
+
+        Args:
+            rope: Megatron's rotary module.
+            length: tokens of the sequence.
+            offset: the position of the first token.
+            table_rows: the rows of the table.
+            dtype: of the result.
+        """
+        key, rates = self._keyed_rates(rope)
 
         def make() -> tuple[torch.Tensor, torch.Tensor]:
-            angles = self.rows(rope, length, offset, held)
+            angles = self.rows(rope, length, offset, table_rows)
             cos, sin = angles.cos() * rates.scale, angles.sin() * rates.scale
             return cos.to(dtype).contiguous(), sin.to(dtype).contiguous()
 
-        return self._once((key, length, offset, held, dtype), make)
+        return self._once((key, length, offset, table_rows, dtype), make)
 
     def blank(self, rope: Any, length: int) -> torch.Tensor:
-        """fp32 [length, 1, 1, d] of NaN, in place of a table whose rows are not known yet."""
-        key, rates = self._known(rope)
+        """Return NaN, fp32 [length, 1, 1, d], in place of a table whose rows are not known yet."""
+        key, rates = self._keyed_rates(rope)
         if key not in self._blanks:
             nan = torch.full((1,), torch.nan, device=rates.per_position.device)
             self._blanks[key] = nan, rates
         return self._blanks[key][0].expand(length, 1, 1, rates.width)
 
     def pair(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        """fp32 [2, length, 1, 1, d] of NaN, whose two rows stand for the same tables as two blanks
-        of one shape, as their stack would if it were no copy.
+        """Return two blanks of one shape as one tensor, fp32 [2, length, 1, 1, d] of NaN.
+
+        A stack of the blanks would be a copy, which has another address.
         """
         rates = [self._of_blank(blank) for blank in (first, second)]
         name = "pair", *(key for key, _ in rates)
@@ -268,16 +300,20 @@ class RotaryTables:
         return self._pairs[name].view(2, 1, 1, 1, 1).expand(2, *first.shape)
 
     def of_pack(
-        self, blank: torch.Tensor, tokens: int, cu_seqlens: torch.Tensor, held: HeldRows
+        self, blank: torch.Tensor, tokens: int, cu_seqlens: torch.Tensor, table_rows: TableRows
     ) -> torch.Tensor:
-        """fp32 [tokens, 1, 1, d]: angles of the `tokens` of a packed batch that this rank holds.
+        """Return angles, fp32 [tokens, 1, 1, d], of this rank's tokens of a packed batch.
 
-        blank: from `blank`, or a view of it. As long as the pack it stands for positions in the
-        pack, otherwise for positions in documents.
+        Args:
+            blank: from `blank`, or a view of it. If it is as long as the pack, angles are of
+                positions in the pack, otherwise of positions in documents.
+            tokens: number of tokens that this rank holds.
+            cu_seqlens: cumulative lengths of the documents.
+            table_rows: the rows of the table.
         """
         (key, rates), length = self._of_blank(blank), blank.shape[0]
-        pack, cut = packs().of(tokens * held.size, cu_seqlens), cut_of_run(held.layout)
-        place = cut, held.size, held.rank, rates.per_position.device, length
+        pack, cut = packs().of(tokens * table_rows.size, cu_seqlens), cut_of_run(table_rows.layout)
+        place = cut, table_rows.size, table_rows.rank, rates.per_position.device, length
 
         def make() -> torch.Tensor:
             return self._angles(pack.index(*place), rates, length)
@@ -285,24 +321,24 @@ class RotaryTables:
         return self._once((key, pack.cut_key, *place), make)
 
     def _of_blank(self, blank: torch.Tensor) -> tuple[tuple, TurnRates]:
-        known = self._blanks.items()
-        found = [(k, r) for k, (nan, r) in known if nan.data_ptr() == blank.data_ptr()]
-        if not found:
-            raise ValueError(
-                "rotary_pos_emb of a packed batch was copied on its way to the attention layer; "
-                "hand on what the rotary embedding returned"
-            )
-        return found[0]
+        address = blank.data_ptr()
+        for key, (nan, rates) in self._blanks.items():
+            if nan.data_ptr() == address:
+                return key, rates
+        raise ValueError(
+            "rotary_pos_emb of a packed batch was copied before it reached the attention layer; "
+            "pass the tensor that the rotary embedding returned"
+        )
 
-    def _known(self, rope: Any) -> tuple[tuple, TurnRates]:
+    def _keyed_rates(self, rope: Any) -> tuple[tuple, TurnRates]:
         if rope not in self._rates:
             rates = _rates(rope)
             self._rates[rope] = rates.key(), rates
         return self._rates[rope]
 
     def _angles(self, at: torch.Tensor, rates: TurnRates, reach: int) -> torch.Tensor:
-        if reach > EXACT and not self._said:
-            self._said = True
+        if reach > EXACT and not self._logged:
+            self._logged = True
             log(
                 f"rotary angles of positions from {EXACT:,} on are computed in fp64; Megatron's "
                 f"fp32 angles are off by up to {rates.worst_of_fp32(reach - 1):.2g} rad at "
@@ -313,8 +349,8 @@ class RotaryTables:
     def _once(self, key: tuple, make: Callable[[], Any]) -> Any:
         def table() -> Any:
             made = make()
-            for each in made if isinstance(made, tuple) else (made,):
-                each._do_not_offload = True  # it stays here as long as it is known
+            for tensor in made if isinstance(made, tuple) else (made,):
+                tensor._do_not_offload = True  # shared by layers, so it stays on the device
             return made
 
         return self._made.of(key, table)
@@ -322,9 +358,9 @@ class RotaryTables:
 
 def _rates(rope: Any) -> TurnRates:
     if isinstance(rope, YarnRotaryEmbedding):
-        # Megatron's own table of two positions: the second has the frequencies.
-        found: Any = rope.get_emb(2)
-        angles, scale = found
+        # Megatron's own table of two positions: the second row contains the frequencies.
+        table: Any = rope.get_emb(2)
+        angles, scale = table
         return TurnRates(angles[1, 0, 0, : angles.shape[-1] // 2].clone(), scale=scale)
     if rope.inv_freq.device.type == "cpu":
         rope.inv_freq = rope.inv_freq.to(device=torch.cuda.current_device())  # as Megatron does it
@@ -337,21 +373,30 @@ def _rates(rope: Any) -> TurnRates:
 
 
 def tables() -> RotaryTables:
-    """The rotary tables of the run, until `uninstall`."""
+    """Return the rotary tables of the run, which are kept until `uninstall`."""
     return patching.notes().setdefault(_NOTE, RotaryTables())
 
 
 def is_blank(freqs: torch.Tensor) -> bool:
-    """Whether this is a blank and not a table of angles."""
+    """Return whether this is a blank and not a table of angles."""
     return freqs.dim() == 4 and freqs.shape[-1] > 1 and freqs.stride(-1) == 0
 
 
 def check_length(length: int, layout: str, size: int) -> None:
-    """Raise `ValueError` unless ranks can hold equal parts of a sequence that is not packed."""
+    """Raise an error unless ranks can hold equal parts of a sequence that is not packed.
+
+    Args:
+        length: tokens of the sequence.
+        layout: the layout of the run.
+        size: number of ranks.
+
+    Raises:
+        ValueError: The layout needs documents, or the length does not divide.
+    """
     if layout == "balanced":
         raise unpacked()
     if length % (2 * size):
         raise patching.user_error(
             f"--seq-length {length} is not divisible by 2 x --context-parallel-size "
-            f"({2 * size}); pad the sequences or change one of the two"
+            f"({2 * size}); pad the sequences to a multiple, or change one of the two flags"
         )

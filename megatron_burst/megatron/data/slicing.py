@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slicing, joining and shifting sequences for layouts and packed batches that Megatron lacks.
+"""Functions that cut, gather and shift sequences in layouts and packs that Megatron lacks.
 
-The functions that return replacements take the place of Megatron's own slicing functions and of the
-`roll_tensor` of multi-token prediction, which gives each position the token, position id, label or
-loss mask of the next one. `shard_sequence` and `gather_sequence` are for scripts with a data path
-of their own, and for looking at outputs. A run has one layout, because Megatron slices batches
-before it knows the model, and caches rotary embeddings.
+`slicing_patches` returns replacements of Megatron's own slicing functions and of the `roll_tensor`
+of multi-token prediction, which gives each position the token, position id, label or loss mask of
+the next one. `shard_sequence` and `gather_sequence` are for scripts with their own data path, and
+for reading outputs. A run has one layout, because Megatron slices batches before it knows the
+model, and caches rotary embeddings.
 
 Shape letters: s tokens of this context-parallel rank.
 """
@@ -31,14 +31,14 @@ from ...layout.sharding import shard
 from ..checks.config import HIDDEN_STATES
 from ..patching import Wrap, bound_to, given_to
 from .cut import BatchCut, cut_of_run, group_of, installed_layout
-from .entries import cut_of, documents_of
+from .entries import documents_of, entries_to_cut
 from .other_cuts import refuse_layout
 from .packed import Pack, packs
 from .rope import check_length, fused_packed_rope, packed_rope
 
 
 def slicing_patches(layout: str) -> list[Wrap]:
-    """The functions that depend on the order of tokens in a run of that layout."""
+    """Return the replacements of functions that depend on the order of tokens."""
     rotate = rope_utils._apply_rotary_pos_emb_bshd
     rows = [
         Wrap(utils, "get_batch_on_this_cp_rank", ["batch"], partial(_sliced_batch, layout)),
@@ -63,23 +63,23 @@ def slicing_patches(layout: str) -> list[Wrap]:
 
 
 def _sliced_batch(layout: str, original: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """`megatron.core.utils.get_batch_on_this_cp_rank` (0.16 to 0.20)."""
-    given = given_to(original, args, kwargs)
-    batch, group = given["batch"], given.get("cp_group")
+    """Run `megatron.core.utils.get_batch_on_this_cp_rank` (0.16 to 0.20) in the run's layout."""
+    arguments = given_to(original, args, kwargs)
+    batch, group = arguments["batch"], arguments.get("cp_group")
     documents = documents_of(batch)
-    if documents is not None and given.get("is_hybrid_cp"):
-        cut = _of_own_group(batch, documents, given.get("hybrid_cp_group_func"), layout)
+    if documents is not None and arguments.get("is_hybrid_cp"):
+        cut = _of_own_group(batch, documents, arguments.get("hybrid_cp_group_func"), layout)
         if cut is None and batch.get("cu_seqlens") is not None:
             return original(*args, **kwargs)
         return batch if cut is None else cut  # without cu_seqlens the original cuts the batch
     group = context_group(group)
-    if group.size() > 1 and given.get("use_contiguous_cp"):  # after 0.20
+    if group.size() > 1 and arguments.get("use_contiguous_cp"):  # after 0.20
         refuse_layout(layout, "contiguous", None, "get_batch_on_this_cp_rank of Megatron-Core")
     if group.size() == 1:
         return original(*args, **kwargs)
     if documents is not None:
         return take(batch, documents, cut_of_run(layout), group.size(), group.rank())
-    for key, dim in cut_of(batch, packed=False).dims.items():
+    for key, dim in entries_to_cut(batch, packed=False).dims.items():
         batch[key] = _shard(batch[key], layout, group, dim)
     return batch
 
@@ -87,7 +87,7 @@ def _sliced_batch(layout: str, original: Callable, *args: Any, **kwargs: Any) ->
 def _of_own_group(
     batch: dict[str, Any], documents: tuple[Any, Any], group_of_size: Callable | None, layout: str
 ) -> dict[str, Any] | None:
-    """Return the part of a micro-batch that has a group of its own, of `local_cp_size` ranks.
+    """Return this rank's part of a micro-batch that has its own group, of `local_cp_size` ranks.
 
     The original cuts the whole pack in zigzag order, attention every document. None for one rank:
     the original cuts nothing, and after 0.20 it names the group of this rank alone.
@@ -95,8 +95,8 @@ def _of_own_group(
     size = batch.get("local_cp_size")
     if size is None or group_of_size is None:
         raise ValueError(
-            "is_hybrid_cp: the batch needs local_cp_size, and get_batch_on_this_cp_rank needs "
-            "hybrid_cp_group_func, which makes a group of it"
+            "is_hybrid_cp requires local_cp_size in the batch, and the argument "
+            "hybrid_cp_group_func of get_batch_on_this_cp_rank, which makes a group of that size"
         )
     if int(size) == 1:
         return None
@@ -108,13 +108,13 @@ def _of_own_group(
 def _sliced_packed_batch(
     layout: str, original: Callable, *args: Any, **kwargs: Any
 ) -> tuple[dict[str, Any], Any]:
-    """`megatron.core.utils.get_thd_batch_on_this_cp_rank`: (batch, params)."""
-    given = given_to(original, args, kwargs)
-    size, rank = given.pop("cp_size", None), given.pop("cp_rank", None)
+    """Run `megatron.core.utils.get_thd_batch_on_this_cp_rank`, which returns (batch, params)."""
+    arguments = given_to(original, args, kwargs)
+    size, rank = arguments.pop("cp_size", None), arguments.pop("cp_rank", None)
     size = context_group(None).size() if size is None else size
     rank = context_group(None).rank() if rank is None else rank
-    batch, params = original(**given, cp_size=1, cp_rank=0)
-    documents = given["cu_seqlens"], given["cu_seqlens_padded"]
+    batch, params = original(**arguments, cp_size=1, cp_rank=0)
+    documents = arguments["cu_seqlens"], arguments["cu_seqlens_padded"]
     if size > 1:
         batch = take(batch, documents, cut_of_run(layout), size, rank)
     return batch, params
@@ -123,12 +123,20 @@ def _sliced_packed_batch(
 def take(
     batch: dict[str, Any], documents: tuple[Any, Any], cut: BatchCut, size: int, rank: int
 ) -> dict[str, Any]:
-    """The part of a packed batch [1, tokens] that `rank` of `size` ranks holds."""
-    dims, total = cut_of(batch, packed=True)
+    """Return the part of a packed batch [1, tokens] that a rank holds.
+
+    Args:
+        batch: entries by key; changed.
+        documents: cumulative lengths without and with padding.
+        cut: how the run cuts batches.
+        size: number of ranks that hold the batch.
+        rank: this rank in the group.
+    """
+    dims, total = entries_to_cut(batch, packed=True)
     if dims:
         pack = packs().of(total, *documents)
         packs().note_cut(pack)
-        for key, dim in dims.items():  # each whole sequence is gone before the next one is cut
+        for key, dim in dims.items():  # each whole sequence is freed before the next one is cut
             index = pack.index(cut, size, rank, batch[key].device)
             batch[key] = batch[key].index_select(dim, index)
     return batch
@@ -137,9 +145,9 @@ def take(
 def _sliced_rope(
     layout: str, _: Callable, pos_emb: torch.Tensor, seq_dim: int, cp_group: Any = None
 ) -> torch.Tensor:
-    """`rope_utils.get_pos_emb_on_this_cp_rank`."""
+    """Run `rope_utils.get_pos_emb_on_this_cp_rank` in the run's layout."""
     if cp_group is None:
-        raise ValueError("cp_group is None: positions per rank need the group of the rank")
+        raise ValueError("cp_group is None; pass the context-parallel group of the rank")
     return _shard(pos_emb, layout, cp_group, seq_dim)
 
 
@@ -152,7 +160,7 @@ def _shard(x: torch.Tensor, layout: str, group: Any, dim: int) -> torch.Tensor:
 
 
 def context_group(group: Any = None) -> Any:
-    """`group`, or the context-parallel group of this process."""
+    """Return `group`, or the context-parallel group of this process if it is None."""
     if group is not None:
         return group
     return parallel_state.get_context_parallel_group()
@@ -161,12 +169,19 @@ def context_group(group: Any = None) -> Any:
 def shard_sequence(
     x: torch.Tensor, packed_seq_params: Any = None, *, dim: int = 1, group: Any = None
 ) -> torch.Tensor:
-    """The tokens of a whole sequence that this rank holds, in the layout of the run.
+    """Return the tokens of a whole sequence that this rank holds, in the layout of the run.
 
-    x: all tokens along `dim`. packed_seq_params: a `PackedSeqParams` that says where documents
-    end; None for one sequence. group: the context-parallel group, by default Megatron's, or that of
-    `packed_seq_params`. Raises `ValueError` without `install`, and where the tokens do not
-    divide as the layout needs.
+    Args:
+        x: all tokens along `dim`.
+        packed_seq_params: a `PackedSeqParams` that states the documents; None for one sequence.
+        dim: the dimension of tokens.
+        group: the context-parallel group; default: the group of `packed_seq_params`, or Megatron's.
+
+    Returns:
+        `x` with this rank's tokens along `dim`.
+
+    Raises:
+        ValueError: No layout is installed, or the number of tokens does not fit the layout.
     """
     group = sequence_group(group, packed_seq_params)
     index = _order(x.shape[dim], packed_seq_params, group, [group.rank()], cutting=True)
@@ -174,8 +189,15 @@ def shard_sequence(
 
 
 def held_positions(rows: int, packed_seq_params: Any = None, group: Any = None) -> np.ndarray:
-    """int64 [ranks, rows]: the positions in the whole sequence of the tokens that `shard_sequence`
-    leaves to each rank of the group, of which each holds so many rows.
+    """Return the positions of the tokens that `shard_sequence` leaves to each rank.
+
+    Args:
+        rows: number of tokens that each rank holds.
+        packed_seq_params: as `shard_sequence` takes it.
+        group: as `shard_sequence` takes it.
+
+    Returns:
+        int64 [ranks, rows], positions in the whole sequence.
     """
     group = sequence_group(group, packed_seq_params)
     ranks = range(group.size())
@@ -186,18 +208,28 @@ def held_positions(rows: int, packed_seq_params: Any = None, group: Any = None) 
 def gather_sequence(
     output: torch.Tensor, packed_seq_params: Any = None, *, dim: int = 0, group: Any = None
 ) -> torch.Tensor:
-    """All tokens of a sequence in their order, on every rank, from the part of each rank.
+    """Return all tokens of a sequence in their order, on every rank.
 
-    output: what this rank computed for its tokens, which lie along `dim`: 0 for activations
-    [t, ...] of a packed batch or [s, b, ...], 1 for losses [b, s] and logits [b, s, v].
-    packed_seq_params and group: as of `shard_sequence`, which this undoes. Has no gradient. A
-    collective of the group: raises `ValueError` where the tokens do not divide, on every rank if
-    all have the same number.
+    It is the inverse of `shard_sequence`. A collective of the group, without gradient.
+
+    Args:
+        output: results for this rank's tokens.
+        packed_seq_params: as `shard_sequence` takes it.
+        dim: the dimension of tokens: 0 for activations [t, ...] of a packed batch or [s, b, ...], 1
+            for losses [b, s] and logits [b, s, v].
+        group: as `shard_sequence` takes it.
+
+    Returns:
+        `output` with all tokens along `dim`.
+
+    Raises:
+        ValueError: The number of tokens does not fit the layout; on every rank if all ranks have
+            the same number.
     """
     group = sequence_group(group, packed_seq_params)
     size = group.size()
     order = _order(output.shape[dim] * size, packed_seq_params, group, range(size), cutting=False)
-    if size == 1:  # perhaps a micro-batch that has no process group
+    if size == 1:  # the micro-batch may have no process group
         return output.detach()
     own = output.detach().movedim(dim, 0).contiguous()
     parts = [torch.empty_like(own) for _ in range(size)]
@@ -208,18 +240,20 @@ def gather_sequence(
 
 
 def sequence_group(group: Any, params: Any) -> Any:
-    """`group`, or the ranks that share the sequences of `params`."""
+    """Return `group`, or the ranks that share the sequences of `params` if it is None."""
     return group_of(params, context_group()) if group is None else group
 
 
 def _order(total: int, params: Any, group: Any, ranks: Any, cutting: bool) -> torch.Tensor:
-    """int64: the positions that these ranks hold, rank after rank."""
+    """Return the positions that these ranks hold, rank after rank, int64."""
     name, size = installed_layout(), group.size()
     if name is None:
         raise ValueError("no layout is installed: call install() and configure() first")
     if params is None:
         if name == "balanced":
-            raise ValueError("layout balanced: give packed_seq_params, which name the documents")
+            raise ValueError(
+                "layout balanced requires packed_seq_params, which state the documents"
+            )
         layout = make_layout(name, cp_size=size)
     else:
         pack = packs().of(total, params.cu_seqlens_q, params.cu_seqlens_q_padded)
@@ -230,49 +264,65 @@ def _order(total: int, params: Any, group: Any, ranks: Any, cutting: bool) -> to
 
 
 def _rolled(
-    layout: str, whole: dict[int, Pack], original: Callable, *args: Any, **kwargs: Any
+    layout: str, unpacked_packs: dict[int, Pack], original: Callable, *args: Any, **kwargs: Any
 ) -> tuple[Any, torch.Tensor | None]:
-    """`multi_token_prediction.roll_tensor` (0.16 to 0.20) in a run of that layout.
+    """Run `multi_token_prediction.roll_tensor` (0.16 to 0.20) in the run's layout.
 
     The original runs without context parallelism, and for hidden states, which have gradients.
-    whole: sequences that are not packed, by their lengths. After 0.20 the original also takes
-    `cp_layout`, the order of the tokens, and `fill_value` for tokens without a next one.
+    After 0.20 the original also has the parameters `cp_layout`, the order of the tokens, and
+    `fill_value`, for tokens without a next one.
+
+    Args:
+        layout: the layout of the run.
+        unpacked_packs: packs of sequences that are not packed, by their lengths.
+        original: the replaced function.
+        args: its arguments.
+        kwargs: its arguments by name.
     """
     bound = bound_to(original, args, kwargs)
     bound.apply_defaults()
-    given = bound.arguments
-    tensor, params, group = given["tensor"], given["packed_seq_params"], given["cp_group"]
+    arguments = bound.arguments
+    tensor, params, group = (
+        arguments["tensor"],
+        arguments["packed_seq_params"],
+        arguments["cp_group"],
+    )
     if params is not None and getattr(params, "cp_group", None) is not None:
         group = params.cp_group
     if tensor is None or group is None or group.size() == 1:
         return original(*args, **kwargs)
-    if given.get("cp_layout", "zigzag") != "zigzag":  # its default
-        refuse_layout(layout, given["cp_layout"], None, "roll_tensor of multi-token prediction")
-    if given["shifts"] != -1 or given["dims"] not in (-1, tensor.dim() - 1):
+    if arguments.get("cp_layout", "zigzag") != "zigzag":  # its default
+        refuse_layout(layout, arguments["cp_layout"], None, "roll_tensor of multi-token prediction")
+    if arguments["shifts"] != -1 or arguments["dims"] not in (-1, tensor.dim() - 1):
         raise ValueError(
-            f"roll_tensor with shifts={given['shifts']}, dims={given['dims']}: over "
-            "context-parallel ranks only the last dimension shifts, to the left by one token"
+            f"roll_tensor with shifts={arguments['shifts']}, dims={arguments['dims']}: over "
+            "context-parallel ranks only shifts=-1 along the last dimension is supported"
         )
-    if tensor.requires_grad:  # hidden states that are mixed
+    if tensor.requires_grad:  # hidden states
         if layout == "zigzag" and params is None:
             return original(*args, **kwargs)
         raise ValueError(f"--mtp-hsm: {HIDDEN_STATES}")
     total = tensor.shape[-1] * group.size()
     if params is None:
-        pack = whole.setdefault(total, Pack(total, (0, total), total, (0, total)))
+        pack = unpacked_packs.setdefault(total, Pack(total, (0, total), total, (0, total)))
     else:
         pack = packs().of(total, params.cu_seqlens_q, params.cu_seqlens_q_padded)
     index = pack.successors(cut_of_run(layout), group.size(), group.rank(), tensor.device)
-    moved = exchange(tensor, *index, group, given.get("fill_value", 0))
-    return moved, moved.sum() if given.get("return_sum", True) else None
+    moved = exchange(tensor, *index, group, arguments.get("fill_value", 0))
+    return moved, moved.sum() if arguments.get("return_sum", True) else None
 
 
 def exchange(
     tensor: torch.Tensor, sent: torch.Tensor, taken: torch.Tensor, group: Any, fill: Any = 0
 ) -> torch.Tensor:
-    """Return `tensor` [..., s] of this rank, shifted by `mb.layout.successors`.
+    """Return `tensor` [..., s] of this rank, shifted along documents; a collective of `group`.
 
-    A collective of `group`. fill: the value of tokens without a successor.
+    Args:
+        tensor: [..., s].
+        sent: the first result of `mb.layout.successors`.
+        taken: the second result of `mb.layout.successors`.
+        group: the ranks that hold the sequence.
+        fill: the value of tokens without a successor.
     """
     own = tensor.index_select(-1, sent)
     received = [torch.empty_like(own) for _ in range(group.size())]

@@ -24,7 +24,7 @@ from ...layout import make as make_layout
 from ...linear_attention.plan import LinearPlan, prepare_linear
 from ..attention.core_attention import check_call, check_pack
 from ..attention.groups import book_of
-from ..attention.plan_book import PlanBook, RowChunking, Tensors
+from ..attention.plan_book import PlanBook, RowChunkSizes, Tensors
 from ..checks.config import check_config
 from ..data.cut import ONE_RANK, BatchCut, cut_of_run, group_of
 from ..data.other_cuts import check_cut, cuts_batches
@@ -50,7 +50,7 @@ class LinearKind:
         """None: such layers are causal."""
 
     def prepare(
-        self, book: PlanBook, tensors: Tensors, pack: Pack | None, rows: RowChunking, own: None
+        self, book: PlanBook, tensors: Tensors, pack: Pack | None, rows: RowChunkSizes, own: None
     ) -> LinearPlan:
         """The plan for q, k, v, decay and beta as `mb.linear_attention` takes them."""
         groups, burst = book.groups, self.burst
@@ -115,7 +115,7 @@ class StateLayer:
         dtypes and device count. packed_seq_params: as Megatron gives them to the layer, or None.
         Raises `ValueError`, on all ranks if this layer leads.
         """
-        with self.book.refusing(self.leads):
+        with self.book.shared_errors(self.leads):
             pack = self._pack(len(inputs["q"]), packed_seq_params)
         return StateCall(plan=self.book.plan(self.kind, self.leads, inputs, pack), label=self.label)
 

@@ -24,7 +24,7 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from ....megatron.attention.core_attention import BurstCoreAttention
 from ....megatron.data.cut import group_of
 from ....megatron.data.packed import packs
-from ....megatron.data.rope import ALL, HeldRows, is_blank, tables
+from ....megatron.data.rope import ALL, TableRows, is_blank, tables
 from ....megatron.patching import instead
 from ....planning.plan import Plan
 
@@ -198,7 +198,7 @@ def _row_selector(
     ends = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
     cut, size = attention.core_attention.cut, group.size()
     if is_blank(table):
-        shard = ALL if size == 1 else HeldRows(cut.name, size, group.rank())
+        shard = ALL if size == 1 else TableRows(cut.name, size, group.rank())
         # Look the table up at each use: only the tables of few packs are kept at a time.
         return lambda selected: tables().of_pack(table, rows, ends, shard).index_select(0, selected)
     index = packs().of(rows * size, ends).index(cut, size, group.rank(), table.device, len(table))

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from ....megatron import patching
 from ....megatron.attention.core_attention import AttentionCall, BurstCoreAttention
-from ....megatron.attention.plan_book import RowChunking
+from ....megatron.attention.plan_book import RowChunkSizes
 from ....megatron.patching import given_to, log
 from ....option_table import Auto
 from ....planning.plan import Plan
@@ -97,7 +97,7 @@ def _call(
         _log_once(patches, f"{FLAG} auto: {line}")
         if count == 1:
             return None
-    return half.core.call(q, k, v, inputs.mask_type, masks, params, RowChunking(count, blocks))
+    return half.core.call(q, k, v, inputs.mask_type, masks, params, RowChunkSizes(count, blocks))
 
 
 def keys_line(plan: Plan, offload: float | Auto) -> str:

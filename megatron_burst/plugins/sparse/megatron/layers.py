@@ -428,8 +428,8 @@ class RuleCoreAttention(BurstCoreAttention):
         index = attention_bias or IndexTensors((), None, None)
         tensors = query, key, value, *index.tensors
         self._announce(call.plan, tensors)
-        if call.around is not None:
-            tensors = call.around.to_attention(tensors, call.label)
+        if call.exchange is not None:
+            tensors = call.exchange.to_attention(tensors, call.label)
         query, key, value, *index_tensors = tensors
         iq, ik, weights = [*(index_tensors or (query, key)), None][:3]
         rule, at = self.choice.rule, {"plan": call.plan, "label": call.label}
@@ -438,8 +438,8 @@ class RuleCoreAttention(BurstCoreAttention):
         out, lse = sparse_attention(
             query, key, value, chosen, scale=scale, sink=call.sink, return_lse=True, **at
         )
-        if call.around is not None:
-            out = call.around.to_stream(out, call.label)
+        if call.exchange is not None:
+            out = call.exchange.to_stream(out, call.label)
         out = out.flatten(2)
         grads = torch.is_grad_enabled()
         # A checkpoint runs first without gradients; its attention store then keeps the loss.

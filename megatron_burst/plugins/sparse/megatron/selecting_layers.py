@@ -18,7 +18,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from ....masks import Causal
 from ....megatron.attention.core_attention import check_call, check_pack
 from ....megatron.attention.groups import book_of
-from ....megatron.attention.plan_book import PlanBook, RowChunking, Tensors
+from ....megatron.attention.plan_book import PlanBook, RowChunkSizes, Tensors
 from ....megatron.checks.config import check_config
 from ....megatron.data.cut import BatchCut, cut_of_run, group_of
 from ....megatron.data.other_cuts import check_cut, cuts_batches
@@ -53,7 +53,7 @@ class SelectingKind:
         """Return None, because such layers are causal."""
 
     def prepare(
-        self, book: PlanBook, tensors: Tensors, pack: Pack | None, rows: RowChunking, own: None
+        self, book: PlanBook, tensors: Tensors, pack: Pack | None, rows: RowChunkSizes, own: None
     ) -> Plan:
         """Return the plan of causal attention.
 
@@ -173,7 +173,7 @@ class SelectingLayer:
         Raises:
             ValueError: An argument is not supported. All ranks raise it if this layer leads.
         """
-        with self.book.refusing(self.leads):
+        with self.book.shared_errors(self.leads):
             pack = self._pack(q, packed_seq_params, unsupported, mask_type or AttnMaskType.causal)
         plan = self.book.plan(self.kind, self.leads, {"q": q, "k": k, "v": v}, pack)
         return SparseCall(plan=plan, label=self.label)

@@ -88,7 +88,7 @@ def test_ranks_that_share_images_equal_ranks_that_encode_all(
 @pytest.mark.parametrize(
     ("name", "words"),
     [("gemma3", "with_spans, with no spans where it has no image"),
-     ("causal", "with_spans told where images lie, and no mask reads it")],
+     ("causal", "with_spans set spans of images, and no mask reads them")],
 )  # fmt: skip
 def test_a_mask_and_its_spans_belong_together(four, name, words):
     told = name == "causal"
@@ -170,7 +170,7 @@ def test_masks_of_gemma_keep_what_megatron_asks(model, causal, window, behind, a
         ({"counts": [0, 2]}, "give the number of tokens, at least 1, of each image"),
         ({"counts": [1, 1], "images": 3}, "encode: rows of shape (3, 4) for 1 positions"),
         ({"spans": [(40, 49)]}, "spans: the last one ends at 49, the sequence has 48"),
-        ({"seq_len": 96}, "with_spans was told a seq_len of 96, and the batch has 48 tokens"),
+        ({"seq_len": 96}, "with_spans got seq_len 96, and the batch has 48 tokens"),
     ],
 )
 def test_what_does_not_fit_is_said(four, wrong, words):
@@ -187,7 +187,7 @@ def test_tensors_stand_for_one_micro_batch(monkeypatch):
     params = types.SimpleNamespace(cu_seqlens_q=ends, cu_seqlens_q_padded=None)
     for _ in range(2):  # chunks of an interleaved pipeline say the same again
         assert vision.with_spans([(2, 6)], 32, params) is params
-    with pytest.raises(ValueError, match=r"another micro-batch, .* tensors of its own"):
+    with pytest.raises(ValueError, match=r"another micro-batch, .* its own tensors"):
         vision.with_spans([(1, 3)], 32, params)
     assert known.of(32, ends).spans == ((2, 6),)
     ends.copy_(torch.tensor([0, 8, 32]))
