@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`apply_burst`: one line that gives a recipe BurstAttention.
+"""`apply_burst`: one call that adds BurstAttention to a recipe.
 
-Only names and values of its arguments are checked here. Launchers override the sizes of a recipe
-afterwards, so whatever depends on them is checked when the recipe is used (`recipes.validate`).
+This module checks only names and values of the arguments. Launchers override the sizes of a recipe
+afterwards, so checks that depend on sizes are made when the recipe is used (`recipes.validate`).
 """
 
 from __future__ import annotations
@@ -19,32 +19,40 @@ from .kinds import translating
 from .layers import burst_layer_spec, is_ours
 from .vision_models import vision_recipes
 
-# Not `pack`: Bridge's loop and data sets were never run with it.
+# Without `pack`, which was not tested with Bridge's loop and data sets.
 _NAMES = tuple(
     f.name for f in dataclasses.fields(BurstConfig) if f.name not in ("intra_size", "pack")
 )
 
-_STACKS = ("hybrid_stack_spec", "mamba_stack_spec")  # of hybrid models, the second until 0.17
+_STACKS = ("hybrid_stack_spec", "mamba_stack_spec")  # settings of hybrid models; second until 0.17
 
 
 def apply_burst(recipe: Any, *, intra: int | None = None, **choices: Any) -> Any:
-    """Make a recipe train with BurstAttention. Changes the recipe and returns it.
+    """Make a recipe train with BurstAttention.
 
-    recipe: a `ConfigContainer` of Megatron-Bridge, or a `run.Partial` of NeMo 2.
-    intra: context-parallel ranks per node, by default those on one host
-    (`BurstConfig.intra_size`). choices: the other fields of `BurstConfig`, but for
-    `pack`. A second call replaces the first.
+    A second call replaces the first. Two settings other than the layer spec change if an option
+    needs it, and the log names them: a fused `lm_head_loss` turns `cross_entropy_loss_fusion` off,
+    and `store` turns full recomputation on if the recipe recomputes nothing. Overrides may follow.
+    The result is checked before the first process group is made (in NeMo 2: when the model is
+    built).
 
-    Two settings besides the layer spec change if a choice needs it, and the log names them:
-    a fused `lm_head_loss` turns `cross_entropy_loss_fusion` off, and `store` turns full
-    recompute on if the recipe recomputes nothing. Overrides may follow. The result is checked
-    before the first process group is made (in NeMo 2: when the model is built).
+    Args:
+        recipe: a `ConfigContainer` of Megatron-Bridge, or a `run.Partial` of NeMo 2; changed.
+        intra: context-parallel ranks per node (`BurstConfig.intra_size`); default: the ranks on one
+            host.
+        choices: the other fields of `BurstConfig`, except `pack`.
 
-    Raises `ValueError` for an unknown choice, a wrong value, or an object of another type.
+    Returns:
+        The recipe.
+
+    Raises:
+        ValueError: An option or its value is unknown, or the recipe has another type.
     """
     unknown = sorted(set(choices) - set(_NAMES))
     if unknown:
-        raise ValueError(f"{unknown[0]}: apply_burst takes intra, {', '.join(_NAMES)}")
+        raise ValueError(
+            f"{unknown[0]} is not an argument of apply_burst; use intra, {', '.join(_NAMES)}"
+        )
     if intra is not None:
         choices["intra_size"] = intra
     with translating(None):
@@ -55,16 +63,16 @@ def apply_burst(recipe: Any, *, intra: int | None = None, **choices: Any) -> Any
     stack = next((name for name in _STACKS if hasattr(model, name)), None)
     if stack is not None and not hasattr(model, "transformer_layer_spec"):
         raise ValueError(
-            f"recipe: {type(model).__name__} is a hybrid model, whose layers come from {stack}, "
-            "and apply_burst changes transformer_layer_spec: call install() and configure() of "
-            "megatron_burst.megatron before pretrain(), with Megatron-Core 0.19 or newer (never "
-            "run with Bridge), or leave apply_burst out"
+            f"recipe: {type(model).__name__} is a hybrid model with the setting {stack}, and "
+            "apply_burst supports only transformer_layer_spec: call install() and configure() of "
+            "megatron_burst.megatron before pretrain(), with Megatron-Core 0.19 or newer (not "
+            "tested with Bridge), or do not use apply_burst"
         )
     if not hasattr(model, "transformer_layer_spec"):
-        what = type(recipe if model is None else model).__name__
+        class_name = type(recipe if model is None else model).__name__
         raise ValueError(
             "recipe must be a ConfigContainer of Megatron-Bridge with a GPT model, or a "
-            f"run.Partial of NeMo 2; got {what}, which has no transformer_layer_spec"
+            f"run.Partial of NeMo 2; got {class_name}, which has no transformer_layer_spec"
         )
     vision = vision_recipes(model)
     if vision is not None:
@@ -88,30 +96,34 @@ _RECOMPUTE = {
 
 
 def _adjusted(model: Any, choices: dict[str, Any], before: dict[str, Any], spec: Any) -> Any:
-    """Change the settings that a choice needs changed; returns `spec` with their old values.
+    """Change the settings that an option needs, and return `spec` with their old values.
 
-    before: old values that an earlier call recorded. They are put back first, except where the
-    user has changed the setting since.
+    Args:
+        model: the model configuration; changed.
+        choices: the options.
+        before: old values that an earlier call recorded. They are restored first, except settings
+            that the user has changed since.
+        spec: the layer spec.
     """
     for name, value in before.items():
         if _get(model, name) == (_UNFUSED | _RECOMPUTE)[name]:
             setattr(model, name, value)
-    wanted = {}
-    ours = choices.get("algorithm") != "megatron"
+    required = {}
+    uses_burst = choices.get("algorithm") != "megatron"
     if choices.get("lm_head_loss", "off") != "off" and _get(model, "cross_entropy_loss_fusion"):
-        wanted |= _UNFUSED
-    if ours and choices.get("store") and not _get(model, "recompute_granularity"):
-        wanted |= _RECOMPUTE
-    if not wanted:
+        required |= _UNFUSED
+    if uses_burst and choices.get("store") and not _get(model, "recompute_granularity"):
+        required |= _RECOMPUTE
+    if not required:
         return spec
-    was = {name: _get(model, name) for name in wanted}
-    for name, value in wanted.items():
+    previous = {name: _get(model, name) for name in required}
+    for name, value in required.items():
         setattr(model, name, value)
-    if was != before:  # an earlier call has logged the same change
+    if previous != before:  # an earlier call has logged the same change
         show_log()
-        said = ", ".join(f"{name}={value}" for name, value in wanted.items())
-        log(f"the recipe's model now has {said}")
-    return functools.partial(spec, before=was)
+        changes = ", ".join(f"{name}={value}" for name, value in required.items())
+        log(f"the recipe's model now has {changes}")
+    return functools.partial(spec, before=previous)
 
 
 def _get(model: Any, name: str) -> Any:
@@ -119,7 +131,7 @@ def _get(model: Any, name: str) -> Any:
 
 
 def _is_nemo(recipe: Any) -> bool:
-    """Whether it is a configuration of fiddle, as `run.Partial` and `run.Config` are."""
+    """Return whether this is a configuration of fiddle, like `run.Partial` and `run.Config`."""
     return any(cls.__module__.startswith("fiddle.") for cls in type(recipe).__mro__)
 
 
@@ -127,7 +139,9 @@ def _apply_nemo(recipe: Any, choices: dict[str, Any]) -> Any:
     run = importlib.import_module("nemo_run")
     config = getattr(getattr(recipe, "model", None), "config", None)
     if config is None:
-        raise ValueError("recipe: this run.Partial has no model.config, as NeMo's GPT recipes have")
+        raise ValueError(
+            "recipe: this run.Partial has no model.config; use one of NeMo's GPT recipes"
+        )
     base, before = _get(config, "transformer_layer_spec"), {}
     if _is_nemo(base) and base.__fn_or_cls__ is burst_layer_spec:
         base, before = base.base, _get(base, "before") or {}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three kinds of recipe, and what each calls the setting behind a flag.
+"""The three kinds of recipe, and their names of the settings behind flags.
 
-Errors of this package name flags of Megatron-LM. A recipe has settings instead, under paths that
-differ between its kinds, so errors are translated before users of a recipe see them.
+Errors of this package name flags of Megatron-LM. A recipe has settings instead, with paths that
+depend on its kind, so errors are translated before users of a recipe see them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STRATEGY = (
 
 @dataclass(frozen=True)
 class RecipeKind:
-    """One kind of recipe: its name, and the paths under which its users override settings."""
+    """One kind of recipe: its name, and the paths with which its users override settings."""
 
     name: str
     transformer: str
@@ -38,7 +38,7 @@ class RecipeKind:
     batch: str
 
     def path(self, flag: str, owner: Any) -> str:
-        """The setting that stands for a flag in this kind of recipe; the flag if there is none."""
+        """Return the recipe's setting that corresponds to a flag, or the flag if there is none."""
         if flag in _FIELDS:
             return _FIELDS[flag]
         setting = _ALIASES.get(flag, flag.removeprefix("--").replace("-", "_"))
@@ -60,21 +60,21 @@ NEMO = RecipeKind("a NeMo 2 recipe", "model.config", "model.config", "trainer.st
 
 
 def kind_of(model: Any) -> RecipeKind:
-    """The kind of recipe that a model configuration belongs to."""
+    """Return the kind of recipe that a model configuration belongs to."""
     if getattr(model, "transformer", None) is not None:
         return NESTED
     return NEMO if type(model).__module__.startswith("nemo.") else PROVIDER
 
 
 def translated(model: Any, text: str) -> str:
-    """`text` with each flag replaced by the setting of the recipe that it stands for."""
+    """Return `text` with each flag replaced by the corresponding setting of the recipe."""
     form = kind_of(model)
     return re.sub(r"--[a-z][a-z0-9-]*", lambda m: form.path(m.group(), model), text)
 
 
 @contextmanager
 def translating(model: Any) -> Iterator[None]:
-    """Inside, every `ValueError` is raised with its flags replaced by settings of the recipe."""
+    """Replace flags by settings of the recipe in every `ValueError` that is raised inside."""
     try:
         yield
     except ValueError as error:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer spec that `apply_burst` puts into a recipe.
+"""The layer spec that `apply_burst` sets in a recipe.
 
 A recipe's `transformer_layer_spec` becomes a `functools.partial` of `burst_layer_spec`. That
-function is public and takes plain values, so that a YAML file can name it with its arguments.
+function is public and its arguments are plain values, so a YAML file can contain it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,21 @@ def burst_layer_spec(
     before: dict[str, Any] | None = None,
     **choices: Any,
 ) -> Any:
-    """`megatron_burst.megatron.specs.burst_layer_spec`, with errors that name settings of a recipe.
+    """Call `megatron_burst.megatron.specs.burst_layer_spec`, with errors that name settings.
 
-    before: the values that settings had before `apply_burst` changed them; another `apply_burst`
-    puts them back, and nothing else reads them. choices: fields of `BurstConfig`; they take
-    precedence over flags.
+    Args:
+        config: the model configuration of the recipe.
+        vp_stage: the stage of an interleaved pipeline.
+        base: the layers without BurstAttention.
+        before: the values of settings before `apply_burst` changed them. Only another `apply_burst`
+            reads them, to restore the settings.
+        choices: fields of `BurstConfig`; they take precedence over flags.
+
+    Returns:
+        The layer spec.
+
+    Raises:
+        ValueError: Settings are not supported.
     """
     show_log()
     vision = vision_recipes(config)
@@ -49,17 +59,17 @@ def burst_layer_spec(
 
 
 def is_ours(spec: Any) -> bool:
-    """Whether `apply_burst` made this layer spec."""
+    """Return whether `apply_burst` made this layer spec."""
     return isinstance(spec, functools.partial) and spec.func is burst_layer_spec
 
 
 def fields_of(spec: functools.partial) -> dict[str, Any]:
-    """The fields of `BurstConfig` that a recipe states."""
+    """Return the fields of `BurstConfig` that a recipe states."""
     return {name: x for name, x in spec.keywords.items() if name not in ("base", "before")}
 
 
 def choices_of(spec: functools.partial) -> dict[str, Any]:
-    """The arguments that `apply_burst` was called with."""
+    """Return the arguments with which `apply_burst` was called."""
     choices = fields_of(spec)
     intra = choices.pop("intra_size", None)
     return choices if intra is None else choices | {"intra": intra}

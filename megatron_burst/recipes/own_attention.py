@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Providers of Megatron-Bridge that refuse context parallelism because of their own attention.
 
-Bridge splits no sequences of MiMo-V2-Flash and, in 0.6, of Gemma 3 VL, whose core attentions
-need windows and masks that Transformer Engine does not split. BurstAttention takes the place of
-these core attentions (`megatron.attention.derived`), so such a provider finds one context-parallel
-rank until it asks for its layers, which come from `apply_burst` and are built for all ranks.
+Bridge does not split sequences of MiMo-V2-Flash and, in 0.6, of Gemma 3 VL: their core attentions
+need windows and masks that Transformer Engine does not split. BurstAttention replaces these core
+attentions (`megatron.attention.derived`). Such a provider sees one context-parallel rank until it
+calls the function for its layers, which `apply_burst` sets. The layers are built for all ranks.
 
-Dense models of Gemma 4 name their layers themselves: where they ask for them, they get those of
-`apply_burst`, which are their own with BurstAttention as core attention.
+Providers of dense Gemma 4 models call a function of their module for their layers. Here this call
+returns the layers of `apply_burst`: the provider's layers with BurstAttention as core attention.
 
 Gemma 3 and MiMo-V2-Flash have two rotary embeddings, for layers with and without a window, and
-stack their tables. Those of packed batches are made where they are applied (`data.rope`), by what
-stands for them until then, which a stack would copy.
+stack their tables. Tables of packed batches are made when they are applied (`data.rope`). Until
+then blanks replace them, and a stack would copy the blanks.
 """
 
 from __future__ import annotations
@@ -36,14 +36,19 @@ _ROPES = {
     "MiMoV2FlashRotaryEmbedding": "megatron.bridge.models.mimo_v2_flash.modeling_mimo_v2_flash",
 }
 _PROVIDERS = ("Gemma3VLModelProvider", "MiMoV2FlashModelProvider")
-# Asks a function for its layers, by this name in its module.
+# The class of the provider, and the function of its module that returns its layers.
 _GEMMA4, _GEMMA4_LAYERS = "Gemma4DenseProvider", "get_gemma4_layer_spec"
 
 
 def patch_provider(model: Any, is_ours: Callable[[Any], bool]) -> None:
-    """Let a provider of `_PROVIDERS` make its model for several context-parallel ranks, if its
-    layers are ours, and that of dense Gemma 4 models with them. Idempotent. is_ours:
-    `layers.is_ours`.
+    """Let a provider make its model for several context-parallel ranks.
+
+    This applies to providers in `_PROVIDERS` and of dense Gemma 4 models, if `apply_burst` made the
+    layers of the recipe. Idempotent.
+
+    Args:
+        model: the provider.
+        is_ours: `layers.is_ours`.
     """
     dense = _gemma4(model)
     if dense is not None:
@@ -55,34 +60,35 @@ def patch_provider(model: Any, is_ours: Callable[[Any], bool]) -> None:
             with patching.patch_set(name) as patches:
                 built = functools.partial(_with_layers, is_ours, home)
                 patches.wrap(dense, "build", ["pre_process", "post_process"], built)
-    found = [kind for kind in type(model).__mro__ if kind.__name__ in _PROVIDERS]
-    for kind in found:
-        name = f"recipes, {kind.__name__}"
+    providers = [cls for cls in type(model).__mro__ if cls.__name__ in _PROVIDERS]
+    for cls in providers:
+        name = f"recipes, {cls.__name__}"
         if patching.installed(name) is None:
             with patching.patch_set(name) as patches:
                 provided = functools.partial(_provided, is_ours)
-                patches.wrap(kind, "provide", ["vp_stage"], provided)
+                patches.wrap(cls, "provide", ["vp_stage"], provided)
 
 
 def _gemma4(model: Any) -> type | None:
-    """Bridge's class of providers of dense Gemma 4, if this is one."""
+    """Return Bridge's provider class of dense Gemma 4 if `model` derives from it, or None."""
     return next((kind for kind in type(model).__mro__ if kind.__name__ == _GEMMA4), None)
 
 
 def gemma4_problems(model: Any, transformer: Any) -> Iterator[Problem]:
-    """What a provider of dense Gemma 4 excludes besides what every model does."""
+    """Yield the settings that a provider of dense Gemma 4 excludes in addition to other models."""
     if _gemma4(model) and getattr(transformer, "recompute_granularity", None) == "full":
         yield Problem(
-            f"--recompute-granularity full with {type(model).__name__}: Bridge hands a pair of "
-            "rotary tables to its checkpoint function, which takes tensors only; use "
+            f"--recompute-granularity full with {type(model).__name__}: Bridge passes a pair of "
+            "rotary tables to its checkpoint function, which supports only tensors; use "
             "--recompute-granularity selective, and no store",
             remove=("--recompute-granularity",),
         )
 
 
 def name_to_bridge() -> None:
-    """Tell Bridge's conversion of weights how tensor-parallel ranks share the sinks of our core
-    attentions, if it is loaded: as they do with those of the classes that these stand for.
+    """Register the sinks of our core attentions in Bridge's conversion of weights, if it is loaded.
+
+    Tensor-parallel ranks split them like the sinks of the replaced classes.
     """
     home = sys.modules.get("megatron.bridge.models.conversion.param_mapping")
     if home is not None:
@@ -91,27 +97,35 @@ def name_to_bridge() -> None:
 
 
 def patch_ropes() -> None:
-    """Keep apart what stands for the two rotary tables of a packed batch, if Bridge's models are
-    loaded. Idempotent. Raises `RuntimeError` if they do not have the expected parameters.
+    """Keep the blanks of two rotary tables separate, if Bridge's models are loaded.
+
+    Idempotent.
+
+    Raises:
+        RuntimeError: Bridge's models do not have the expected parameters.
     """
     for kind, place in _ROPES.items():
         home, name = sys.modules.get(place), f"recipes, {kind}"
         if home is not None and patching.installed(name) is None:
             with patching.patch_set(name) as patches:
-                patches.wrap(getattr(home, kind), "forward", ["max_seq_len", "packed_seq"], _both)
+                patches.wrap(
+                    getattr(home, kind), "forward", ["max_seq_len", "packed_seq"], _table_pair
+                )
 
 
-def _both(original: Callable, self: Any, *args: Any, **named: Any) -> Any:
-    """The tables of both rotary embeddings: a stack of two, or in Bridge 0.3 a tuple."""
+def _table_pair(original: Callable, self: Any, *args: Any, **named: Any) -> Any:
+    """Return the tables of both rotary embeddings: a stack of two, or in Bridge 0.3 a tuple."""
     from ..megatron.data.rope import is_blank, tables
 
-    given = patching.given_to(original, (self, *args), named)
-    rest = {name: x for name, x in given.items() if name not in ("self", "max_seq_len")}
-    if not given.get("packed_seq") or isinstance(original(self, 2, **rest), tuple):
+    arguments = patching.given_to(original, (self, *args), named)
+    other_arguments = {
+        name: x for name, x in arguments.items() if name not in ("self", "max_seq_len")
+    }
+    if not arguments.get("packed_seq") or isinstance(original(self, 2, **other_arguments), tuple):
         return original(self, *args, **named)
-    length = given["max_seq_len"]
-    local = self.rope_local(length, **rest)
-    everywhere = type(self.rope_local).forward(self, length, **rest)  # Megatron's
+    length = arguments["max_seq_len"]
+    local = self.rope_local(length, **other_arguments)
+    everywhere = type(self.rope_local).forward(self, length, **other_arguments)  # Megatron's
     if not is_blank(everywhere):
         return original(self, *args, **named)
     return tables().pair(local, everywhere)
@@ -125,7 +139,7 @@ def _with_layers(
     *args: Any,
     **named: Any,
 ) -> Any:
-    """A dense Gemma 4, whose layers are those of the recipe where these are ours."""
+    """Build a dense Gemma 4 model with the layers of the recipe, if `apply_burst` made them."""
     spec = self.transformer_layer_spec
     if not is_ours(spec):
         return original(self, *args, **named)
@@ -136,12 +150,12 @@ def _with_layers(
 def _provided(
     is_ours: Callable[[Any], bool], original: Callable, self: Any, *args: Any, **named: Any
 ) -> Any:
-    """The model, whose provider sees one context-parallel rank until it asks for its layers."""
+    """Return the model; its provider sees one context-parallel rank until it makes its layers."""
     spec, ranks = self.transformer_layer_spec, self.context_parallel_size
     if ranks == 1 or not is_ours(spec) or spec.keywords.get("algorithm") == OFF:
         return original(self, *args, **named)
 
-    @functools.wraps(spec.func)  # providers read which arguments it has
+    @functools.wraps(spec.func)  # providers inspect its signature
     def layers(config: Any, vp_stage: int | None = None) -> Any:
         self.context_parallel_size = ranks
         return spec(config, vp_stage=vp_stage)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed batches of Megatron-Bridge, cut as the attention expects them.
+"""Packed batches of Megatron-Bridge, cut in the layout that attention expects.
 
 Bridge's training step cuts a packed batch with one function, which this module replaces. Bridge's
-own calls Transformer Engine, which supports one layout and needs documents padded for it.
+function calls Transformer Engine, which supports one layout and requires padded documents.
 `megatron.data.packed` decides which positions a rank holds.
 """
 
@@ -24,9 +24,12 @@ _CUT = "_partition_packed_batch_for_cp"
 
 
 def patch_bridge() -> None:
-    """Cut Bridge's packed batches by the layout of the run, if Bridge's step is loaded. Idempotent.
+    """Cut Bridge's packed batches in the layout of the run, if Bridge's step is loaded.
 
-    Raises `RuntimeError` if Bridge's function does not have the expected parameters.
+    Idempotent.
+
+    Raises:
+        RuntimeError: Bridge's function does not have the expected parameters.
     """
     step = sys.modules.get(_STEP)
     if step is None or patching.installed(_NAME) is not None:
@@ -36,7 +39,7 @@ def patch_bridge() -> None:
 
 
 def _cutting(original: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    # Late, because it imports Megatron-Core, and a recipe may be written where there is none.
+    # Imported here: these import Megatron-Core, which may be absent when a recipe is written.
     from ..megatron.data.entries import documents_of
     from ..megatron.data.slicing import context_group, take
 
@@ -49,11 +52,12 @@ def _cutting(original: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
     documents = documents_of(batch)
     if documents is None:
         raise ValueError(
-            "packed batches of Megatron-Bridge need cu_seqlens, cu_seqlens_q or packed_seq_params, "
-            f"which describe their documents; the keys of this batch are {', '.join(batch)}"
+            "packed batches of Megatron-Bridge must have cu_seqlens, cu_seqlens_q or "
+            "packed_seq_params, which state their documents; the keys of this batch are "
+            f"{', '.join(batch)}"
         )
-    rows_of_all = {name: x for name, x in batch.items() if _spans(x, rows)}
-    return batch | take(rows_of_all, documents, cut_of_run(layout), group.size(), group.rank())
+    token_entries = {name: x for name, x in batch.items() if _spans(x, rows)}
+    return batch | take(token_entries, documents, cut_of_run(layout), group.size(), group.rank())
 
 
 def _spans(x: Any, rows: list[torch.Tensor]) -> bool:

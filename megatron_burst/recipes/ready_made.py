@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ready-made recipes: recipes of Megatron-Bridge with sizes for long sequences and `apply_burst`.
 
-A name states model, task, GPUs, hardware and tokens; each choice below has its reason beside it.
+A name states model, task, GPUs, hardware and tokens; comments give the reason for each choice.
 Model, optimizer, data (random tokens until `dataset.blend` is set) and learning-rate schedule are
-Bridge's. None of them has been run on the GPUs in its name; `docs/nemo.md` estimates the memory.
+Bridge's. No recipe has been run on the GPUs in its name; `docs/nemo.md` estimates the memory.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def llama3_8b_pretrain_8gpu_h100_256k() -> Any:
     recipe = _bridge(
         "llama", "llama3_8b_128k_pretrain_config", "llama3_8b_pretrain_64gpu_h100_bf16_128k_config"
     )
-    # TP 4 leaves a GPU 4 GB of weights and 8 GB of gradients; CP 2 is the rest of the node.
+    # With TP 4 a GPU has 4 GB of weights and 8 GB of gradients; CP 2 uses the other GPUs of a node.
     _sizes(recipe, tokens=256 * K, tensor=4, context=2)
     # 128K tokens x a quarter of the vocabulary would be 16 GiB of float32 logits; the fused loss
-    # never materializes them. store=0.5 keeps half of attention's results, which saves 3/4 of its
-    # recompute.
+    # never materializes them. store=0.5 keeps half of the attention outputs, which saves 3/4 of
+    # their recomputation.
     return apply_burst(recipe, lm_head_loss="single_pass", store=0.5)
 
 
@@ -35,12 +35,12 @@ def llama3_8b_pretrain_32gpu_h100_1m() -> Any:
     recipe = _bridge(
         "llama", "llama3_8b_128k_pretrain_config", "llama3_8b_pretrain_64gpu_h100_bf16_128k_config"
     )
-    # TP 4, not 8, leaves two ranks per node for a ring over the fast links within the node.
-    # CP 8 is the rest; between layers a GPU holds 32K tokens, 256 MiB a layer.
+    # TP 4, not 8, gives two context-parallel ranks per node, whose ring uses the fast links within
+    # the node. With CP 8 a GPU holds 32K tokens between layers, 256 MiB a layer.
     _sizes(recipe, tokens=M, tensor=4, context=8)
-    # Side stays auto: with 8 key/value heads for 32 query heads, sending keys and values in
-    # backward takes fewer bytes. store=0.5 (striped, so that all ranks keep equally much) saves
-    # 3/4 of attention's recompute for 4 GiB. Without lm_head_loss logits would take 16 GiB.
+    # Side stays auto: with 8 key/value heads for 32 query heads, keys and values have fewer bytes
+    # in backward. store=0.5 (striped, so that all ranks keep the same number of rows) saves 3/4 of
+    # the recomputation of attention for 4 GiB. Without lm_head_loss logits would take 16 GiB.
     return apply_burst(recipe, lm_head_loss="single_pass", store=0.5)
 
 
@@ -49,7 +49,7 @@ def qwen3_14b_pretrain_64gpu_h100_2m() -> Any:
     recipe = _bridge(
         "qwen", "qwen3_14b_pretrain_config", "qwen3_14b_pretrain_8gpu_h100_bf16_config"
     )
-    # The recipe's TP 8 would leave one rank per node, and every hop would take the slow links.
+    # The recipe's TP 8 would give one rank per node, and every hop would use the slow links.
     _sizes(recipe, tokens=2 * M, tensor=4, context=16)
     # With a vocabulary of 152K, logits would take 18 GiB per GPU, several times in backward.
     return apply_burst(recipe, lm_head_loss="single_pass", store=0.5)
@@ -60,11 +60,10 @@ def llama2_7b_pretrain_32gpu_a800_2m() -> Any:
     recipe = _bridge(
         "llama", "llama2_7b_pretrain_config", "llama2_7b_pretrain_2gpu_h100_bf16_config"
     )
-    # The paper shards weights with FSDP. Here TP 2 halves them, and CP 16 leaves 4 ranks for the
-    # ring within each node.
+    # The paper shards weights with FSDP. Here TP 2 halves them, and CP 16 gives a ring of 4 ranks
+    # within each node.
     _sizes(recipe, tokens=2 * M, tensor=2, context=16)
-    # There are as many key/value heads as query heads, so queries travel in backward, as in the
-    # paper.
+    # Key/value heads equal query heads in number, so queries are sent in backward, as in the paper.
     return apply_burst(recipe, side="query", lm_head_loss="single_pass", store=0.5)
 
 
@@ -80,23 +79,27 @@ RECIPES: dict[str, Callable[[], Any]] = {
 
 
 def find(name: str) -> Callable[[], Any]:
-    """A ready-made recipe, or a recipe of Bridge with `apply_burst()` applied to it.
+    """Return a ready-made recipe, or a recipe of Bridge with `apply_burst()` applied to it.
 
-    Raises `ValueError` for a name that neither has.
+    Args:
+        name: of the recipe.
+
+    Raises:
+        ValueError: Neither has a recipe with that name.
     """
     if name in RECIPES:
         return RECIPES[name]
-    theirs = getattr(importlib.import_module("megatron.bridge.recipes"), name, None)
-    if not callable(theirs) or not name.endswith("_config"):
+    bridge_recipe = getattr(importlib.import_module("megatron.bridge.recipes"), name, None)
+    if not callable(bridge_recipe) or not name.endswith("_config"):
         raise ValueError(
-            f"NAME {name}: neither a ready-made recipe ({', '.join(RECIPES)}) nor a recipe of "
-            "Megatron-Bridge (such as llama3_8b_128k_pretrain_config)"
+            f"NAME {name} is unknown: use a ready-made recipe ({', '.join(RECIPES)}) or a recipe "
+            "of Megatron-Bridge (such as llama3_8b_128k_pretrain_config)"
         )
-    return lambda: apply_burst(theirs())
+    return lambda: apply_burst(bridge_recipe())
 
 
 def _bridge(family: str, *names: str) -> Any:
-    """A recipe of Bridge by the first of `names` that exists: versions name it differently."""
+    """Return the recipe of Bridge with the first existing name; versions use different names."""
     module = importlib.import_module(f"megatron.bridge.recipes.{family}")
     recipe = next((getattr(module, name) for name in names if hasattr(module, name)), None)
     if recipe is None:
@@ -105,7 +108,7 @@ def _bridge(family: str, *names: str) -> Any:
 
 
 def _sizes(recipe: Any, *, tokens: int, tensor: int, context: int) -> None:
-    """One sequence of `tokens` at a time, over `tensor` x `context` GPUs."""
+    """Set sizes for one sequence of `tokens` at a time, over `tensor` x `context` GPUs."""
     model = recipe.model
     model.seq_length = tokens
     recipe.dataset.seq_length = tokens

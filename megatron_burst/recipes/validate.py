@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check of a recipe of Megatron-Bridge, once all overrides are in.
+"""The check of a recipe of Megatron-Bridge after all overrides.
 
-It runs when Bridge validates a configuration, before Bridge makes process groups: sizes that do not
-fit would otherwise end there in an assertion that names no setting. One error has all reasons. All
+It runs when Bridge validates a configuration, before Bridge makes process groups: with sizes that
+do not fit, Bridge fails in an assertion that names no setting. One error reports all problems. All
 ranks read the same configuration, so all raise the same error.
 """
 
@@ -42,7 +42,14 @@ def hook_into_bridge() -> None:
 
 
 def check(recipe: Any) -> None:
-    """Raise `ValueError` naming each setting of a `ConfigContainer` that is refused."""
+    """Raise an error for settings of a `ConfigContainer` that are not supported.
+
+    Args:
+        recipe: the `ConfigContainer`.
+
+    Raises:
+        ValueError: The message names each setting.
+    """
     model = recipe.model
     spec: Any = getattr(model, "transformer_layer_spec", None)
     transformer = specs.transformer_of(model)
@@ -68,15 +75,13 @@ def check(recipe: Any) -> None:
 
 
 def _check_layout_of_others(transformer: Any) -> None:
-    """Raise `ValueError` if batches of a recipe without BurstAttention would be cut by another
-    recipe's layout.
-    """
+    """Raise an error if a recipe without BurstAttention would use another recipe's layout."""
     layout = installed_layout()
     if layout not in (None, "zigzag") and getattr(transformer, "context_parallel_size", 1) != 1:
         raise ValueError(
-            f"an earlier recipe of this process chose layout {layout} for all its batches, and the "
-            "attention of this recipe supports only zigzag: call "
-            "megatron_burst.megatron.uninstall() first, or use apply_burst on this recipe too"
+            f"an earlier recipe of this process installed layout {layout}, and the attention of "
+            "this recipe supports only zigzag: call megatron_burst.megatron.uninstall() first, or "
+            "use apply_burst on this recipe too"
         )
 
 
@@ -85,8 +90,8 @@ def _group_problems(recipe: Any, transformer: Any, algorithm: str) -> Iterator[P
     if split and getattr(recipe.dist, "use_decentralized_pg", False):
         yield Problem(
             "dist.use_decentralized_pg=True: those groups have no hierarchy of context-parallel "
-            "ranks, and were never run with BurstAttention; set dist.use_decentralized_pg=False"
+            "ranks, and were not tested with BurstAttention; set dist.use_decentralized_pg=False"
         )
     sharded = (getattr(recipe, name, None) for name in ("ddp", "dist"))
-    if split and any(getattr(one, "use_megatron_fsdp", False) for one in sharded):
+    if split and any(getattr(section, "use_megatron_fsdp", False) for section in sharded):
         yield Problem(f"ddp.use_megatron_fsdp=True {UNTESTED_FSDP}; set use_megatron_fsdp=False")

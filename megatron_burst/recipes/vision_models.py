@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vision-language models in recipes: recognized here, run by the plugin `vision`."""
+"""Vision-language models in recipes: detected here, run by the plugin `vision`."""
 
 from __future__ import annotations
 
@@ -11,37 +11,45 @@ from ..megatron.checks.problem import Problem
 
 
 class VisionRecipes(Protocol):
-    """What the plugin does for a provider of Megatron-Bridge that makes a vision-language model."""
+    """The functions of the plugin for providers of vision-language models of Megatron-Bridge."""
 
     def check_provider(self, model: Any, is_ours: Callable[[Any], bool]) -> None:
-        """Raise `ValueError` for a model that is not supported; is_ours: `layers.is_ours`."""
+        """Raise `ValueError` for a model that is not supported.
+
+        Args:
+            model: the provider.
+            is_ours: `layers.is_ours`.
+        """
         ...
 
     def with_mask(self, model: Any, choices: dict[str, Any]) -> dict[str, Any]:
-        """The choices of `apply_burst`, with the mask that the model needs over ranks."""
+        """Return the arguments of `apply_burst`, with the mask that the model needs over ranks."""
         ...
 
     def problems(self, model: Any, transformer: Any) -> Iterator[Problem]:
-        """What a supported model excludes besides what every model does."""
+        """Yield the settings that a supported model excludes in addition to other models."""
         ...
 
     def patch_bridge(self) -> None:
-        """Patch those of Bridge's vision-language models that are imported. Idempotent."""
+        """Patch Bridge's vision-language models that are imported. Idempotent."""
         ...
 
 
 def is_vision(model: Any) -> bool:
-    """Whether this provider of Bridge makes a vision-language model."""
-    # is_vision_language: language models alone have it too.
+    """Return whether this provider of Bridge makes a vision-language model."""
+    # Providers of pure language models have is_vision_language too.
     names = vars(model).keys() - {"is_vision_language"}
-    return any("vision" in name.split("_") for name in names)  # not of a revision
+    return any("vision" in name.split("_") for name in names)  # split: "revision" does not count
 
 
 def vision_recipes(model: Any) -> VisionRecipes | None:
-    """The plugin's part in recipes, for a vision-language model; None for other models.
+    """Return the plugin's functions for a vision-language model; None for other models.
+
+    Args:
+        model: the provider.
 
     Raises:
-        ValueError: if the model is a vision-language model and the plugin is not installed.
+        ValueError: The model is a vision-language model and the plugin is not installed.
     """
     if not is_vision(model):
         return None
@@ -53,7 +61,7 @@ def vision_recipes(model: Any) -> VisionRecipes | None:
 
 
 def patch_bridge() -> None:
-    """Patch the vision-language models of Bridge that are imported, if the plugin is there."""
+    """Patch the vision-language models of Bridge that are imported, if the plugin is installed."""
     recipes = registry.optional("vision_recipes")
     if recipes is not None:
         recipes.patch_bridge()

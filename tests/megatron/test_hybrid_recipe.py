@@ -54,7 +54,7 @@ def test_states_fit_from_the_oldest_on(layout):
         ({"linear_cp_layout": "contiguous"}, {"layout": "zigzag"},
          "^model.linear_cp_layout contiguous and .* contradict layout zigzag"),
         ({"is_hybrid_model": True}, {"layout": "auto"},
-         "^layout auto counts layers, and this configuration of a hybrid model does not say"),
+         "^layout auto counts layers, and this configuration of a hybrid model does not state"),
     ],
 )  # fmt: skip
 def test_layouts_that_do_not_fit_are_named(settings, choices, message):
@@ -70,5 +70,5 @@ def test_layouts_that_fit_are_validated():
 
 def test_a_hybrid_models_recipe_is_refused_at_once():
     for name in ("mamba_stack_spec", "hybrid_stack_spec"):
-        with pytest.raises(ValueError, match=f"is a hybrid model, whose layers come from {name}"):
+        with pytest.raises(ValueError, match=f"is a hybrid model with the setting {name}"):
             apply_burst(SimpleNamespace(model=SimpleNamespace(**{name: None})))

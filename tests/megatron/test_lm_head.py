@@ -137,7 +137,7 @@ def test_an_unknown_mode_is_refused():
     ("what", "message"),
     {
         "gathered": "build the model with parallel_output=True",
-        "bias": "needs an output layer that is a ColumnParallelLinear without bias",
+        "bias": "requires an output layer that is a ColumnParallelLinear without bias",
         "model": "supports GPTModel",
     }.items(),
 )

@@ -91,8 +91,8 @@ def test_a_second_call_puts_back_what_the_first_changed(llama):
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"intra_size": 2}, "intra_size: apply_burst takes intra, algorithm"),
-        ({"stores": 0.5}, "stores: apply_burst takes intra, algorithm"),
+        ({"intra_size": 2}, "intra_size is not an argument of apply_burst; use intra, algorithm"),
+        ({"stores": 0.5}, "stores is not an argument of apply_burst; use intra, algorithm"),
         ({"store": 1.5}, "store .* must be a fraction from 0 to 1, got 1.5"),
         ({"layout": "diagonal"}, "layout .* must be one of"),
         ({"intra": "2"}, r"intra_size \(intra\) must be an integer"),
@@ -122,7 +122,7 @@ def test_hybrid_models_are_refused(llama):
 
     recipe = llama()
     recipe.model = MambaModelProvider(num_layers=2, hidden_size=64, num_attention_heads=4)
-    with pytest.raises(ValueError, match=r"^recipe: MambaModelProvider is a hybrid model, whose"):
+    with pytest.raises(ValueError, match=r"^recipe: MambaModelProvider is a hybrid model with"):
         apply_burst(recipe)
 
 
@@ -303,11 +303,14 @@ def test_the_line_of_the_readme_fits(llama, monkeypatch):
     [
         (
             "nonsense",
-            "NAME nonsense: neither a ready-made recipe (llama3_8b_pretrain_8gpu_",
+            "NAME nonsense is unknown: use a ready-made recipe (llama3_8b_pretrain_8gpu_",
         ),
         ("llama3_8b_64k_pretrain_config +model.x=1", "override +model.x=1: write setting=value"),
         ("llama3_8b_64k_pretrain_config model.xyz=1", "Could not override 'model.xyz'"),
-        ("llama3_8b_64k_pretrain_config burst.foo=1", "foo: apply_burst takes intra, algorithm"),
+        (
+            "llama3_8b_64k_pretrain_config burst.foo=1",
+            "foo is not an argument of apply_burst; use intra, algorithm",
+        ),
         ("llama3_8b_64k_pretrain_config burst.intra=3", "intra 3 does not divide model.context_"),
         ("llama3_8b_64k_pretrain_config --prnt", "--prnt is no option"),
         ("llama3_8b_64k_pretrain_config burst.layout", "burst.layout: write burst.layout=value"),

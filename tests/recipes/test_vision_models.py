@@ -111,7 +111,7 @@ def test_dense_gemma_4_is_not_recomputed_whole():
 
     dense = type("Gemma4DenseProvider", (), {"recompute_granularity": "full"})()
     (problem,) = gemma4_problems(dense, dense)
-    assert "Gemma4DenseProvider: Bridge hands a pair of rotary tables" in str(problem)
+    assert "Gemma4DenseProvider: Bridge passes a pair of rotary tables" in str(problem)
     dense.recompute_granularity = "selective"
     assert not [*gemma4_problems(dense, dense)]
 
@@ -154,8 +154,8 @@ def test_a_revision_is_no_vision():
 @pytest.mark.parametrize(
     ("home", "name", "word"),
     [
-        ("ministral3", "Ministral3ModelProvider", "scales of their own"),
-        ("glm_vl", "GLM45VModelProvider", "shares sequences between ranks in its own way"),
+        ("ministral3", "Ministral3ModelProvider", "their own scales"),
+        ("glm_vl", "GLM45VModelProvider", "splits sequences between ranks in its own way"),
     ],
 )
 def test_others_are_refused_by_name(home, name, word):

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's gated delta nets with their state passed from rank to rank.
+"""Megatron's gated delta nets, with their states passed from rank to rank.
 
-Megatron shares the heads of such a layer by all-to-all, undoes zigzag and redoes it. Here every
-rank keeps its rows and all heads: the layer is built as on one context-parallel rank, and its
-forward takes the place of Megatron's with the layer's own projections, gates, norms and
-recomputation; what crosses ranks are rows of the convolution and states. Parameters and
-checkpoints are those of the layer.
+Megatron distributes the heads of such a layer by all-to-all, undoes zigzag and redoes it. Here
+every rank keeps its rows and all heads: the layer is built as on one context-parallel rank, and our
+forward replaces Megatron's. It uses the layer's own projections, gates, norms and recomputation.
+Ranks exchange only rows of the convolution and states. Parameters and checkpoints do not change.
 
-The second kind (`GatedDeltaNet2`, from 0.20 on) has gates for each channel: e erases, w writes,
+The second class (`GatedDeltaNet2`, from 0.20) has gates for each channel: e erases, w writes,
 
     S_t = (I - k_t (e_t * k_t)^T) D_t S_{t-1} + k_t (w_t * v_t)^T.
 
-With a_t = sqrt(e_t) and rows of the state scaled by it, R_t = diag(a_t) S_t, that is Kimi delta
-attention with keys a_t * k_t, values w_t * v_t, beta 1 and decays that follow the scale,
+With a_t = sqrt(e_t), and rows of the state scaled by a_t, R_t = diag(a_t) S_t, this equals Kimi
+delta attention with keys a_t * k_t, values w_t * v_t, beta 1 and decays that include the change of
+scale,
 
-    R_t = (I - (a_t k_t)(a_t k_t)^T) (a_t / a_{t-1}) D_t R_{t-1} + (a_t k_t)(w_t * v_t)^T,
+    R_t = (I - (a_t k_t)(a_t k_t)^T) (a_t / a_{t-1}) D_t R_{t-1} + (a_t k_t)(w_t * v_t)^T.
 
-whose answers are those of S_t to queries q_t / a_t. Before a document a is 1.
+Its output for queries q_t / a_t equals the output of S_t for q_t. Before a document a is 1.
 """
 
 from __future__ import annotations
@@ -45,21 +45,24 @@ _SECOND: Any = getattr(home, "GatedDeltaNet2", None)
 
 
 def patch(patches: PatchSet) -> None:
-    """Add to a set of patches what makes gated delta nets pass states; for 0.19 and newer."""
+    """Add to a set of patches the delta nets that pass states; for 0.19 and newer."""
     family = next(cls for cls in GatedDeltaNet.__mro__ if "__init__" in vars(cls))
     names = ["config", "layer_number", "pg_collection"]
     patches.wrap(family, "__init__", names, _construct)
-    for kind in KINDS:
+    for mixer_kind in KINDS:
         names = ["core_attn_out", "gate", "thd_cp_a2a_inv", "batch", "seq_len", "packed_seq_params"]
-        require_function(kind.known, "_gated_norm_and_a2a", names)
-        require_function(kind.known, "_prepare_input_for_gated_delta_rule", ["qkv", "gate"])
+        require_function(mixer_kind.layer_class, "_gated_norm_and_a2a", names)
+        require_function(
+            mixer_kind.layer_class, "_prepare_input_for_gated_delta_rule", ["qkv", "gate"]
+        )
         names = ["hidden_states", "inference_context", "packed_seq_params", "inference_params"]
-        patches.wrap(kind.known, "forward", names, partial(forward, kind))
+        patches.wrap(mixer_kind.layer_class, "forward", names, partial(forward, mixer_kind))
 
 
 def _construct(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    """That of all kinds; a further one, which none of ours is, is refused as if of the first."""
-    kind = next((one for one in KINDS if isinstance(self, one.known)), KIND)
+    """Construct a delta net; an unknown class is refused like a subclass of the first class."""
+    matching = (kind for kind in KINDS if isinstance(self, kind.layer_class))
+    kind = next(matching, KIND)
     construct(kind, original, self, *args, **kwargs)
 
 
@@ -72,7 +75,10 @@ def _states(form: str, net: Any, config: Any, groups: Any) -> StateLayer:
 
 
 def _forward(net: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) -> Any:
-    """Hidden [s, b, width], or a tensor-parallel rank's share of its rows -> (out, bias)."""
+    """Return (output, bias) for hidden [s, b, width].
+
+    With sequence parallelism, hidden has a tensor-parallel rank's share of the rows.
+    """
     projected, _ = net.in_proj(hidden)
     mixed, gate, *gates = torch.split(projected, net.feat_dim_split, dim=-1)
     call = states.call(_shapes(net, mixed, gates), packed)
@@ -90,15 +96,15 @@ def _forward(net: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) ->
     if "beta" not in inputs:
         inputs = _one_gate(call=call, **inputs)
     with warnings.catch_warnings():
-        if not mixed.is_cuda:  # where growth is looked for
-            # Of rows whose scale grows, the state does not.
+        if not mixed.is_cuda:  # the check of decay runs only on the CPU
+            # The scale of rows may grow while the state does not.
             warnings.filterwarnings("ignore", message="decay has positive logarithms")
         out = linear_attention(**inputs, **call).transpose(0, 1)
     return _projected(net, out, gate)
 
 
 def _shapes(net: Any, mixed: torch.Tensor, gates: list[torch.Tensor]) -> dict[str, Any]:
-    """What `mb.linear_attention` will take, without the memory of it."""
+    """Return stand-ins for the inputs of `mb.linear_attention`, without their memory."""
     heads, like = net.num_v_heads_local_tp, partial(rows_like, mixed)
     erases = _of_channels(net)
     channels = (net.key_head_dim,) if erases else ()
@@ -113,17 +119,19 @@ def _shapes(net: Any, mixed: torch.Tensor, gates: list[torch.Tensor]) -> dict[st
 
 
 def _of_channels(net: Any) -> bool:
-    """Whether the gates of a layer are of channels: whether it is of the second kind."""
+    """Return whether the gates of a layer are per channel, as in the second class."""
     return _SECOND is not None and isinstance(net, _SECOND)
 
 
 def _prepared(
     net: Any, mixed: torch.Tensor, gate: torch.Tensor, gates: list[torch.Tensor]
 ) -> tuple[dict[str, Any], torch.Tensor]:
-    """(q, k, v, decay, and beta or erase and write [s, b, ...], output gate [b, s, h, w]) by the
-    layer's own methods.
+    """Return the inputs of linear attention and the output gate, by the layer's own methods.
 
-    These take and return [b, s, ...]; from 0.20 on, one of them makes all inputs.
+    The methods take and return [b, s, ...]; from 0.20, one of them makes all inputs.
+
+    Returns:
+        q, k, v, decay, and beta or erase and write, each [s, b, ...]; and the gate [b, s, h, w].
     """
     mixed, gate, *gates = (x.transpose(0, 1) for x in (mixed, gate, *gates))
     batch, rows = mixed.shape[:2]
@@ -134,11 +142,11 @@ def _prepared(
         decay, beta = net._compute_g_and_beta(net.A_log, net.dt_bias, alpha, beta)
         inputs = {"q": q, "k": k, "v": v, "decay": decay, "beta": beta}
     else:
-        made = prepare(mixed, gate, net.A_log, net.dt_bias, batch, rows, *gates)
+        prepared = prepare(mixed, gate, net.A_log, net.dt_bias, batch, rows, *gates)
         names = {"q": "q", "k": "k", "v": "v", "g": "decay", "beta": "beta", "b": "erase",
                  "w": "write"}  # fmt: skip
-        gate = made["gate"]
-        inputs = {names[name]: x for name, x in made.items() if name in names}
+        gate = prepared["gate"]
+        inputs = {names[name]: x for name, x in prepared.items() if name in names}
     return {name: x.transpose(0, 1) for name, x in inputs.items()}, gate
 
 
@@ -151,10 +159,10 @@ def _one_gate(
     write: torch.Tensor,
     call: StateCall,
 ) -> dict[str, Any]:
-    """q, k, v, decay and beta of Kimi delta attention that does the same.
+    """Return q, k, v, decay and beta of the equivalent Kimi delta attention.
 
-    All [s, b, h, d] but v and write [s, b, h, w]; beta [s, b, h]. What erases less than the dtype
-    of decay can tell, squared, erases so much: its logarithm is a number.
+    All are [s, b, h, d] except v and write [s, b, h, w], and beta [s, b, h]. A gate `erase` is at
+    least the square of the epsilon of decay's dtype, so that its logarithm is finite.
     """
     least = torch.finfo(decay.dtype).eps ** 2
     scale = erase.to(decay.dtype).clamp(min=least).log() / 2
@@ -173,7 +181,7 @@ def _one_gate(
 
 
 def _projected(net: Any, out: torch.Tensor, gate: torch.Tensor) -> Any:
-    """The layer's gated norm and output projection of out [b, s, h, w]."""
+    """Apply the layer's gated norm and output projection to out [b, s, h, w]."""
     batch, rows = out.shape[:2]
     norm = partial(
         net._gated_norm_and_a2a,
@@ -194,8 +202,9 @@ _HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 
 
 def patch_heads(patches: PatchSet) -> None:
-    """Add to a set of patches what lets configurations have fewer such heads than ranks, if
-    BurstAttention is chosen.
+    """Add to a set of patches the check of heads, which is skipped if BurstAttention is selected.
+
+    Configurations may then have fewer heads of delta nets than ranks.
     """
     patches.wrap(TransformerConfig, "__post_init__", ["self"], _with_any_heads)
 
@@ -208,8 +217,8 @@ def _with_any_heads(original: Callable, self: Any) -> None:
         return original(self)
     keys, values = counts = [int(n) for n in heads.values() if n is not None]
     if keys < 1 or values % keys or any(n % tensor for n in counts):
-        return original(self)  # refuses them, and names the numbers that were given
-    # As many times the heads divide by the ranks: nothing else here reads their number.
+        return original(self)  # it raises, and names the original numbers
+    # Multiplied by the ranks, the heads pass Megatron's check, which is their only use here.
     try:
         for name, count in heads.items():
             setattr(self, name, count * ranks)
@@ -220,8 +229,15 @@ def _with_any_heads(original: Callable, self: Any) -> None:
 
 
 def check_shared_heads(config: Any, tensor: int, ranks: int) -> None:
-    """Raise `ValueError` unless `ranks` context-parallel ranks can share the heads that each of
-    `tensor` tensor-parallel ones has.
+    """Raise an error unless context-parallel ranks can share the heads of a tensor-parallel rank.
+
+    Args:
+        config: a `TransformerConfig`.
+        tensor: tensor-parallel size.
+        ranks: context-parallel size.
+
+    Raises:
+        ValueError: The heads do not divide.
     """
     for name in _HEADS:
         heads = getattr(config, name)
@@ -229,16 +245,16 @@ def check_shared_heads(config: Any, tensor: int, ranks: int) -> None:
             raise ValueError(
                 f"{name} is {heads}: Megatron's own all-to-all of heads needs a multiple of "
                 f"--tensor-model-parallel-size ({tensor}) x --context-parallel-size ({ranks}); "
-                "take --context-parallel-algo burst, which passes states, with --burst-linear auto"
+                "use --context-parallel-algo burst, which passes states, with --burst-linear auto"
             )
 
 
-# Of the methods the second chooses the rule.
+# Methods that our forward replaces; `_setup_variant_attrs` selects the update rule.
 _METHODS = ("forward", "_setup_variant_attrs", "_resolve_cu_seqlens")
 
 
-def _kind(known: Any, form: str) -> MixerKind:
-    return MixerKind(known, _METHODS, partial(_states, form), _forward, check_shared_heads)
+def _kind(layer_class: Any, form: str) -> MixerKind:
+    return MixerKind(layer_class, _METHODS, partial(_states, form), _forward, check_shared_heads)
 
 
 KIND = _kind(GatedDeltaNet, "gated_delta_rule")

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kimi delta attention (KDA) of Megatron-Bridge's Kimi K3 with its state passed from rank to rank.
+"""Kimi delta attention (KDA) of Megatron-Bridge's Kimi K3, with its state passed between ranks.
 
-Bridge has KDA on one context-parallel rank only. Here every rank keeps its rows and all heads: the
-layer is built as on one rank, and what computes its rows takes the place of Bridge's, with the
-layer's own projections, gates and norm; what crosses ranks are rows of the convolutions and states.
-Parameters and checkpoints are those of the layer. Layers of the same class that are latent
-attention get our core attention.
+Bridge supports KDA on one context-parallel rank only. Here every rank keeps its rows and all heads:
+the layer is built as on one rank, and our forward replaces Bridge's. It uses the layer's own
+projections, gates and norm. Ranks exchange only rows of the convolutions and states. Parameters and
+checkpoints do not change. Layers of the same class with latent attention get our core attention.
 
     S_t = (I - beta_t k_t k_t^T) D_t S_{t-1} + beta_t k_t v_t^T,
     D_t = diag(exp(bound sigmoid(exp(A) (gate_t + dt))))
 
-with queries and keys of unit length (Kimi Linear, section 3; the bounded gate is that of
-flash-linear-attention, `safe_gate`). Shape letters: s local rows, b batch, h heads of width d.
+Queries and keys have unit length (Kimi Linear, section 3; the bounded gate is `safe_gate` of
+flash-linear-attention). Shape letters: s local rows, b batch, h heads of width d.
 """
 
 from __future__ import annotations
@@ -32,24 +31,31 @@ from ..checks.splitting import attends
 from .state_layers import MixerKind, StateLayer, construct, forward, wide
 
 
-def enable(known: type) -> None:
-    """Let layers of Bridge's class `KimiK3Attention` train over several context-parallel ranks, if
-    their configuration asks for BurstAttention; for Megatron-Core 0.19 and newer. Idempotent.
-    Raises `RuntimeError` if the class lacks a parameter that its patch needs.
+def enable(layer_class: type) -> None:
+    """Let Bridge's class `KimiK3Attention` train over several context-parallel ranks.
+
+    It takes effect if the configuration selects BurstAttention; for Megatron-Core 0.19 and newer.
+    Idempotent.
+
+    Args:
+        layer_class: the class.
+
+    Raises:
+        RuntimeError: The class lacks a parameter that its patch needs.
     """
-    name = f"layers, {known.__name__}"
+    name = f"layers, {layer_class.__name__}"
     if patching.installed(name) is None:
         with patching.patch_set(name) as patches:
-            _patch(patches, known, sys.modules[known.__module__])
+            _patch(patches, layer_class, sys.modules[layer_class.__module__])
 
 
-def _patch(patches: patching.PatchSet, known: Any, home: Any) -> None:
-    kind = MixerKind(known, ("forward", "_forward_kda"), _states, _forward)
+def _patch(patches: patching.PatchSet, layer_class: Any, home: Any) -> None:
+    kind = MixerKind(layer_class, ("forward", "_forward_kda"), _states, _forward)
 
     def init(original: Callable, self: Any, *args: Any, **named: Any) -> None:
-        given = patching.given_to(original, (self, *args), named)
-        config = given["config"]
-        if given["layer_number"] in config.kimi_kda_layers:
+        arguments = patching.given_to(original, (self, *args), named)
+        config = arguments["config"]
+        if arguments["layer_number"] in config.kimi_kda_layers:
             return construct(kind, original, self, *args, **named)
         burst = getattr(config, "burst", None)
         if burst is None or not attends(config, burst):
@@ -57,9 +63,9 @@ def _patch(patches: patching.PatchSet, known: Any, home: Any) -> None:
         with patching.instead(home, "TEDotProductAttention", BurstCoreAttention):
             original(self, *args, **named)
 
-    patches.wrap(known, "__init__", ["config", "layer_number", "pg_collection"], init)
+    patches.wrap(layer_class, "__init__", ["config", "layer_number", "pg_collection"], init)
     names = ["hidden_states", "packed_seq_params"]
-    patches.wrap(known, "_forward_kda", names, partial(forward, kind))
+    patches.wrap(layer_class, "_forward_kda", names, partial(forward, kind))
 
 
 def _states(layer: Any, config: Any, groups: Any) -> StateLayer:
@@ -69,7 +75,10 @@ def _states(layer: Any, config: Any, groups: Any) -> StateLayer:
 
 
 def _forward(layer: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) -> torch.Tensor:
-    """Hidden [s, b, width], the rows of all tensor-parallel ranks -> the same shape."""
+    """Return the output [s, b, width] for hidden [s, b, width].
+
+    Hidden has the rows of all tensor-parallel ranks.
+    """
     heads = (layer.local_num_heads, layer.head_dim)
     mixed = [_only(projection(hidden)) for projection in (layer.q_proj, layer.k_proj, layer.v_proj)]
     gates = _only(layer.f_b_proj(_only(layer.f_a_proj(hidden))))
@@ -77,7 +86,7 @@ def _forward(layer: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) 
     beta = beta.to(wide(beta)).sigmoid()
     call = states.call(_shapes(mixed[0], heads), packed)
     # One exchange of rows for three convolutions.
-    weights = [one.weight for one in (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d)]
+    weights = [conv.weight for conv in (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d)]
     together = short_convolution(
         torch.cat(mixed, dim=-1), torch.cat(weights).squeeze(1), activation="silu", **call
     )
@@ -94,19 +103,19 @@ def _forward(layer: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) 
 
 
 def _only(projected: Any) -> torch.Tensor:
-    """The output of a projection, which has no bias (`KimiK3Attention` makes none)."""
+    """Return the output of a projection, which has no bias (`KimiK3Attention` makes none)."""
     out, _ = projected
     return out
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
-    """Vectors of length 1 along the last dimension, in the dtype of x."""
+    """Return x scaled to length 1 along the last dimension, in the dtype of x."""
     long = x.to(wide(x))
     return (long * (long.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
 
 
 def _shapes(mixed: torch.Tensor, heads: tuple[int, int]) -> dict[str, Any]:
-    """What `mb.linear_attention` will take, without the memory of it."""
+    """Return stand-ins for the inputs of `mb.linear_attention`, without their memory."""
     like = partial(rows_like, mixed)
     return {name: like(*heads) for name in ("q", "k", "v")} | {
         "decay": like(*heads, dtype=wide(mixed)),

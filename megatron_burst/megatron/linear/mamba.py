@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's Mamba-2 mixer with its state passed from rank to rank.
+"""Megatron's Mamba-2 mixer, with its state passed from rank to rank.
 
-Megatron shares the heads of a mixer by all-to-all, undoes zigzag and redoes it. Here every rank
-keeps its rows and all heads: the mixer is built as on one context-parallel rank, and its forward
-takes the place of Megatron's with the mixer's own projections and norm; what crosses ranks are rows
+Megatron distributes the heads of a mixer by all-to-all, undoes zigzag and redoes it. Here every
+rank keeps its rows and all heads: the mixer is built as on one context-parallel rank, and our
+forward replaces Megatron's. It uses the mixer's own projections and norm. Ranks exchange only rows
 of the convolution and states. A mixer is linear attention with scalar decay: C are the queries, B
 the keys, x times its step dt the values, and the state decays by exp(A dt) per token. Parameters
-and checkpoints are those of the mixer.
+and checkpoints do not change.
 
 Shape letters: s local rows, b batch, h heads of width p, g groups of states of width n.
 """
@@ -27,20 +27,20 @@ from ..patching import PatchSet
 from .state_layers import MixerKind, StateLayer, construct, forward, refuse_states, wide
 
 MambaMixer = homes.module("mamba_mixer").MambaMixer
-# Mixers of main that share heads in their own way: module, class.
-_OTHERS = (("gated_delta_product", "GatedDeltaProductMixer"),)
+# Mixers of branch main with their own exchange of heads: module, class.
+_UNSUPPORTED = (("gated_delta_product", "GatedDeltaProductMixer"),)
 
 
 def patch(patches: PatchSet) -> None:
-    """Add to a set of patches what makes Mamba mixers pass states; for 0.19 and newer."""
+    """Add to a set of patches the Mamba mixers that pass states; for 0.19 and newer."""
     names = ["config", "d_model", "layer_number", "pg_collection"]
     patches.wrap(MambaMixer, "__init__", names, partial(construct, KIND))
     names = ["hidden_states", "inference_context", "inference_params", "packed_seq_params"]
     patches.wrap(MambaMixer, "forward", names, partial(forward, KIND))
-    for home, name in _OTHERS:
-        there = homes.find(home)
-        if there is not None:
-            mixer = getattr(there, name)
+    for home, name in _UNSUPPORTED:
+        module = homes.find(home)
+        if module is not None:
+            mixer = getattr(module, name)
             patches.wrap(mixer, "__init__", ["config"], partial(refuse_states, name))
 
 
@@ -52,7 +52,10 @@ def _states(mixer: Any, config: Any, groups: Any) -> StateLayer:
 
 
 def _forward(mixer: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) -> Any:
-    """Hidden [s, b, width], or a tensor-parallel rank's share of its rows -> (out, bias)."""
+    """Return (output, bias) for hidden [s, b, width].
+
+    With sequence parallelism, hidden has a tensor-parallel rank's share of the rows.
+    """
     projected, _ = mixer.in_proj(hidden)
     inner, groups, heads = mixer.d_inner_local_tp, mixer.ngroups_local_tp, mixer.nheads_local_tp
     state = groups * mixer.d_state
@@ -65,8 +68,8 @@ def _forward(mixer: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) 
     x = x.unflatten(-1, (heads, mixer.headdim))
     steps = F.softplus(steps.to(wide(steps)) + mixer.dt_bias)
     skip = mixer.D.to(steps.dtype).unflatten(0, (heads, -1))  # [h, 1], [h, p] with D_has_hdim
-    # Values in the dtype of keys, also where Megatron keeps the step apart in fp32: mixed dtypes
-    # are refused, and the kernels of fla take none but 16-bit ones.
+    # Values get the dtype of keys, although Megatron keeps the step in fp32: mixed dtypes are
+    # refused, and the kernels of fla support only 16-bit values.
     out = linear_attention(
         queries.unflatten(-1, (groups, -1)),
         keys.unflatten(-1, (groups, -1)),
@@ -80,7 +83,7 @@ def _forward(mixer: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) 
 
 
 def _shapes(mixer: Any, mixed: torch.Tensor) -> dict[str, Any]:
-    """What `mb.linear_attention` will take, without the memory of it."""
+    """Return stand-ins for the inputs of `mb.linear_attention`, without their memory."""
     like = partial(rows_like, mixed)
     keys = like(mixer.ngroups_local_tp, mixer.d_state)
     return {

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What layers of linear attention over context-parallel ranks share: plans, ranks, wrapped methods.
+"""Common parts of linear-attention layers over context-parallel ranks: plans, wrapped methods.
 
-Megatron's layer keeps its parameters whole and computes its own rows, built as on one
-context-parallel rank; a `StateLayer` stands beside it: the grid, the layout of the rows, the
+Megatron's layer keeps its whole parameters and computes its own rows, built as on one
+context-parallel rank. A `StateLayer` holds the other parts: the grid, the layout of the rows, the
 documents of a packed batch, and the plan of its calls. Plans are made and looked up by the rule of
-`attention.plan_book`: of each kind of layer the lowest of this rank makes the plan, in every
-forward, as a collective of the context-parallel group; the others look it up. Decides what a plan
-depends on, and in place of which layers a forward of ours may run.
+`attention.plan_book`: the lowest layer of each kind on this rank makes the plan, in every forward,
+as a collective of the context-parallel group; the other layers look it up. This module decides
+which values determine a plan, and in which layers our forward may replace Megatron's.
 """
 
 from __future__ import annotations
@@ -34,25 +34,30 @@ from ..patching import bound_to, given_to
 
 @dataclass(frozen=True)
 class LinearKind:
-    """What is known about such a layer when it is built; the same on all ranks.
+    """The properties of a linear layer that are known when it is built; the same on all ranks.
 
-    form: of `mb.linear_attention`; sizes: heads of keys and of values on this tensor-parallel rank,
-    widths of keys and of values, width of the convolution.
+    Attributes:
+        burst: The options of the run.
+        form: The form of `mb.linear_attention`.
+        sizes: Heads of keys and of values on this tensor-parallel rank, widths of keys and of
+            values, width of the convolution.
+        cut: How the run cuts batches.
+        scale: The factor of queries; None for the default of `mb.linear_attention`.
     """
 
     burst: BurstConfig
     form: str
     sizes: tuple[int, ...]
     cut: BatchCut
-    scale: float | None = None  # of queries, None for that of `mb.linear_attention`
+    scale: float | None = None
 
     def own_mask(self, pack: Pack | None, seq_len: int) -> None:
-        """None: such layers are causal."""
+        """Return None: linear layers are causal."""
 
     def prepare(
         self, book: PlanBook, tensors: Tensors, pack: Pack | None, rows: RowChunkSizes, own: None
     ) -> LinearPlan:
-        """The plan for q, k, v, decay and beta as `mb.linear_attention` takes them."""
+        """Make the plan for the inputs of `mb.linear_attention`; see `Kind.prepare`."""
         groups, burst = book.groups, self.burst
         if pack is None:
             layout = make_layout(self.cut.name, cp_size=groups.size)
@@ -76,18 +81,27 @@ class LinearKind:
 
 
 class StateCall(TypedDict):
-    """What `mb.linear_attention` and `mb.short_convolution` take besides tensors."""
+    """The arguments of `mb.linear_attention` and `mb.short_convolution` other than tensors."""
 
     plan: LinearPlan
     label: int
 
 
 class StateLayer:
-    """One layer's share in the plans of its context-parallel group.
+    """The part of one layer in the plans of its context-parallel group.
 
-    config: a `TransformerConfig` after `configure`. pg_collection: Megatron's groups, with all
-    context-parallel ranks. form, sizes, scale: as `LinearKind` has them. The first layer over a
-    group makes its grid, a collective. Raises `ValueError` for settings that cannot be honoured.
+    The first layer over a group makes its grid, a collective.
+
+    Args:
+        config: a `TransformerConfig` after `configure`.
+        pg_collection: Megatron's groups, with all context-parallel ranks.
+        layer_number: of the layer, from 1.
+        form: see `LinearKind`.
+        sizes: see `LinearKind`.
+        scale: see `LinearKind`.
+
+    Raises:
+        ValueError: Settings are not supported.
     """
 
     def __init__(
@@ -109,11 +123,15 @@ class StateLayer:
         self.leads = self.book.join(self.kind, self.label)
 
     def call(self, inputs: dict[str, Any], packed_seq_params: Any) -> StateCall:
-        """Plan and label of the calls of one forward; a collective if this layer leads.
+        """Return plan and label for the calls of one forward; a collective if this layer leads.
 
-        inputs: q, k, v, decay and beta as `mb.linear_attention` takes them, of which only shapes,
-        dtypes and device count. packed_seq_params: as Megatron gives them to the layer, or None.
-        Raises `ValueError`, on all ranks if this layer leads.
+        Args:
+            inputs: q, k, v, decay and beta of `mb.linear_attention`; only shapes, dtypes and device
+                are read.
+            packed_seq_params: Megatron's argument of the layer, or None.
+
+        Raises:
+            ValueError: Arguments are not supported; on all ranks if this layer leads.
         """
         with self.book.shared_errors(self.leads):
             pack = self._pack(len(inputs["q"]), packed_seq_params)
@@ -123,8 +141,8 @@ class StateLayer:
         check_call(AttnMaskType.causal, {}, params, self.kind.cut)
         if group_of(params, self.group) is not self.group:
             raise ValueError(
-                "packed_seq_params: cp_group, or local_cp_size 1: layers of linear attention take "
-                "the group that the model was built with"
+                "packed_seq_params: cp_group, or local_cp_size 1: layers of linear attention use "
+                "the group with which the model was built; omit these fields"
             )
         if params is None:
             return None
@@ -136,24 +154,28 @@ class StateLayer:
 
 
 def wide(x: torch.Tensor) -> torch.dtype:
-    """The dtype of steps and decays of inputs like x: fp32 at least."""
+    """Return the dtype of steps and decays for inputs like x: at least fp32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-_STATES = "_burst_states"  # the layer's `StateLayer`, where states are passed
-_INSTEAD = "take --burst-linear megatron or --context-parallel-algo megatron"
+_STATES = "_burst_states"  # attribute: the layer's `StateLayer`, if it passes states
+_ALTERNATIVE = "use --burst-linear megatron or --context-parallel-algo megatron"
 
 
 class MixerKind(NamedTuple):
-    """One kind of layers.
+    """A kind of layers that pass states.
 
-    known: its class. methods: of `known`, whose work `forward` does. states: (layer, config,
-    process groups) -> the layer's share in plans. forward: (layer, that share, hidden states,
-    parameters of a packed batch) -> what the layer returns. check_shared: (config, tensor-parallel
-    size, context-parallel size), raises where heads would be shared that cannot be.
+    Attributes:
+        layer_class: The class of the layers.
+        methods: The methods of `layer_class` that `forward` replaces.
+        states: Makes the `StateLayer` of a layer from (layer, config, process groups).
+        forward: Returns the layer's output from (layer, `StateLayer`, hidden states, parameters of
+            a packed batch).
+        check_shared: Raises if heads cannot be shared by Megatron's all-to-all, from (config,
+            tensor-parallel size, context-parallel size).
     """
 
-    known: Any
+    layer_class: Any
     methods: tuple[str, ...]
     states: Callable[[Any, Any, Any], StateLayer]
     forward: Callable[[Any, StateLayer, Any, Any], Any]
@@ -161,14 +183,14 @@ class MixerKind(NamedTuple):
 
 
 def states_passed(config: Any, groups: Any) -> bool:
-    """Whether layers with this configuration pass states over these process groups."""
+    """Return whether layers with this configuration pass states over these process groups."""
     burst = getattr(config, "burst", None)
     split = groups is not None and groups.cp.size() > 1
     return split and burst is not None and OFF not in (burst.algorithm, burst.linear)
 
 
 def construct(kind: MixerKind, original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    """The constructor: where states are passed, the layer sees one context-parallel rank."""
+    """Run the constructor of a layer, which sees one context-parallel rank if states are passed."""
     bound = bound_to(original, (self, *args), kwargs)
     config, groups = bound.arguments["config"], bound.arguments.get("pg_collection")
     if not states_passed(config, groups):
@@ -184,45 +206,53 @@ def construct(kind: MixerKind, original: Callable, self: Any, *args: Any, **kwar
 
 
 def forward(kind: MixerKind, original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward: ours runs in layers that pass states."""
+    """Run our forward if the layer passes states, otherwise Megatron's."""
     states = getattr(self, _STATES, None)
-    given = given_to(original, (self, *args), kwargs)
+    arguments = given_to(original, (self, *args), kwargs)
     if states is None:
         return original(self, *args, **kwargs)
-    _refuse_inference(given)
-    return kind.forward(self, states, given["hidden_states"], given.get("packed_seq_params"))
+    _refuse_inference(arguments)
+    return kind.forward(
+        self, states, arguments["hidden_states"], arguments.get("packed_seq_params")
+    )
 
 
 def refuse_states(name: str, original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    """The constructor of a layer that cannot pass states."""
-    given = given_to(original, (self, *args), kwargs)
-    if states_passed(given["config"], given.get("pg_collection")):
+    """Run the constructor of a layer that cannot pass states.
+
+    Raises:
+        ValueError: The configuration requires that states are passed.
+    """
+    arguments = given_to(original, (self, *args), kwargs)
+    if states_passed(arguments["config"], arguments.get("pg_collection")):
         raise ValueError(
-            f"{name}: only Mamba mixers, gated delta nets and Kimi K3's KDA pass their state from "
-            f"rank to rank; {_INSTEAD}"
+            f"{name} cannot pass its state from rank to rank; only Mamba mixers, gated delta nets "
+            f"and Kimi K3's KDA can: {_ALTERNATIVE}"
         )
     original(self, *args, **kwargs)
 
 
 def _refuse_other(layer: Any, kind: MixerKind) -> None:
-    """Raise `ValueError` unless the layer is of the kind, and has those of its methods whose
-    work our forward does.
-    """
-    known, own = kind.known, type(layer)
-    other = [n for n in kind.methods if getattr(own, n, None) is not getattr(known, n, None)]
-    if not isinstance(layer, known) or other:
+    """Raise `ValueError` for a class that overrides methods which our forward replaces."""
+    supported, actual = kind.layer_class, type(layer)
+    overridden = [
+        name
+        for name in kind.methods
+        if getattr(actual, name, None) is not getattr(supported, name, None)
+    ]
+    if not isinstance(layer, supported) or overridden:
         raise ValueError(
-            f"{own.__name__}: the state of {known.__name__} goes from rank to rank in a forward of "
-            f"ours, in which {', '.join(other) or 'that'} of {own.__name__} would not run; "
-            f"{_INSTEAD}"
+            f"{actual.__name__}: BurstAttention's forward of {supported.__name__} passes its state "
+            f"from rank to rank and would not run {', '.join(overridden) or 'forward'} of "
+            f"{actual.__name__}; {_ALTERNATIVE}"
         )
 
 
-def _refuse_inference(given: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if the arguments of a forward ask for inference."""
+def _refuse_inference(arguments: Mapping[str, Any]) -> None:
+    """Raise `ValueError` if the arguments of a forward select inference."""
     for name in ("inference_context", "inference_params"):
-        if given.get(name) is not None:
+        if arguments.get(name) is not None:
             raise ValueError(
-                f"{name}: this layer passes its state over context-parallel ranks, for training; "
-                "decode with --context-parallel-size 1"
+                f"{name}: this layer passes its state over context-parallel ranks, which supports "
+                "only training; decode with --context-parallel-size 1"
             )

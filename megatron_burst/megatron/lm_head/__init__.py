@@ -5,9 +5,13 @@ from __future__ import annotations
 
 from .. import patching
 
-STARTUP = "lm_head_startup"  # under this name the set of patches keeps the line below
+STARTUP = "lm_head_startup"  # note: the line that `startup_line` returns
 
 
 def startup_line() -> str | None:
-    """The log line of the fused loss in the first forward of this process; None without one."""
+    """Return the log line of the fused loss in the first forward of this process.
+
+    Returns:
+        The line; None before it, or without the fused loss.
+    """
     return patching.notes().get(STARTUP)

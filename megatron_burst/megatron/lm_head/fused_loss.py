@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's LM head and loss as one operation: `--burst-lm-head-loss`.
 
-The output layer of a model that asks for it (GPTModel or HybridModel) returns `LazyLogits` instead
-of logits while labels are known, and `compute_language_model_loss` computes the loss from them
-without materializing the full logits; any other use computes them. This module decides when logits
-stay lazy and which loss mask belongs to which head, and keeps Megatron's contract for the gradient
-of a weight; `linear_cross_entropy` computes.
+If the options select it, the output layer of a model (GPTModel or HybridModel) returns `LazyLogits`
+instead of logits while labels are known. `compute_language_model_loss` computes the loss from them
+without materializing the full logits; any other use computes the logits. This module decides when
+logits stay lazy and which loss mask belongs to which head, and fulfils Megatron's contract for the
+gradient of a weight; `linear_cross_entropy` computes.
 
 Shape letters: s tokens of this context-parallel rank, b batch, v vocabulary rows of this
 tensor-parallel rank.
@@ -34,25 +34,25 @@ from ..patching import core_version, given_to
 from . import STARTUP
 from .mtp import head_masks
 
-Bound = tuple[bool, torch.Tensor | None]
+HeadMask = tuple[bool, torch.Tensor | None]  # (whether it is an MTP head, its loss mask)
 
 
 def patch(patches: patching.PatchSet) -> None:
-    """Add to a set of patches what models with a fused loss need."""
+    """Add to a set of patches the fused loss of models that select it."""
     patches.wrap(LanguageModule, "setup_embeddings_and_output_layer", ["self"], _with_lazy_head)
     names = ["labels", "logits"]
     patches.wrap(LanguageModule, "compute_language_model_loss", names, _fusing)
     for model in _models():
         patches.wrap(model, "forward", ["labels", "loss_mask", "packed_seq_params"], _binding)
-    # Newer versions count correct predictions of the further heads from their logits; the fused
-    # loss has computed the argmax by then.
+    # Newer versions count correct predictions of MTP heads from their logits. The fused loss has
+    # computed the argmax before.
     name = "_compute_mtp_acceptance_counts"
     if hasattr(mtp, name):
         patches.wrap(mtp, name, ["mtp_logits", "mtp_labels", "loss_mask"], _counting)
 
 
 def _models() -> tuple[type, ...]:
-    """The models whose loss is one operation; hybrid ones from 0.19 on."""
+    """Return the models whose loss is one operation; hybrid models from 0.19."""
     home = "megatron.core.models.hybrid"
     if core_version() < OLDEST or importlib.util.find_spec(home) is None:
         return (GPTModel,)
@@ -70,7 +70,7 @@ def _with_lazy_head(original: Callable, self: Any) -> None:
 def _check_model(model: Any, mode: str) -> None:
     layer = model.output_layer
     if not isinstance(model, _models()):
-        names = " and ".join(one.__name__ for one in _models())
+        names = " and ".join(supported.__name__ for supported in _models())
         raise patching.user_error(f"{LM_HEAD} {mode} supports {names}, not {type(model).__name__}")
     check_output(layer, f"{LM_HEAD} {mode}")
     if layer.gather_output:
@@ -78,62 +78,73 @@ def _check_model(model: Any, mode: str) -> None:
             f"{LM_HEAD} {mode} never gathers logits: build the model with parallel_output=True"
         )
     if getattr(layer, "gtp_remat_size", 1) > 1:
-        raise patching.user_error(f"{LM_HEAD} {mode} needs whole rows of the weight on every rank")
+        raise patching.user_error(
+            f"{LM_HEAD} {mode} requires whole rows of the weight on every rank: remove "
+            "--tensor-parallel-num-weight-shards"
+        )
 
 
-def check_output(layer: Any, what: str) -> None:
-    """Raise `ValueError`, beginning with `what`, unless logits are a product with the layer's
-    weight. Models of Bridge change the class of their layer after it was built.
+def check_output(layer: Any, user: str) -> None:
+    """Raise an error unless logits are a product with the layer's weight.
+
+    Models of Bridge change the class of their output layer after it was built.
+
+    Args:
+        layer: the output layer.
+        user: the flag with its value, which begins the message.
+
+    Raises:
+        ValueError: The layer has another class or a bias.
     """
     kinds = type(layer).__mro__
     if kinds[0] is not ColumnParallelLinear or getattr(layer, "bias", None) is not None:
         until = kinds.index(ColumnParallelLinear) if ColumnParallelLinear in kinds else 1
-        names = dict.fromkeys(one.__name__ for one in kinds[: max(until, 1)])
+        names = dict.fromkeys(cls.__name__ for cls in kinds[: max(until, 1)])
         raise patching.user_error(
-            f"{what} needs an output layer that is a ColumnParallelLinear without bias, got "
+            f"{user} requires an output layer that is a ColumnParallelLinear without bias, got "
             f"{' of '.join(names)}"
         )
 
 
 def _binding(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A model's forward whose output layer is lazy while it runs, if it has labels."""
+    """Run a model's forward; its output layer is lazy meanwhile, if the model has labels."""
     head = getattr(getattr(self, "output_layer", None), "forward", None)
-    given = given_to(original, (self, *args), kwargs)
-    if not isinstance(head, LazyHead) or given.get("labels") is None:
+    arguments = given_to(original, (self, *args), kwargs)
+    if not isinstance(head, LazyHead) or arguments.get("labels") is None:
         return original(self, *args, **kwargs)
-    with head.bound(_masks(self, given)):
+    with head.bound(_masks(self, arguments)):
         return original(self, *args, **kwargs)
 
 
-def _masks(model: Any, given: dict[str, Any]) -> Iterator[Bound]:
-    """Yield (whether it is a further head, its loss mask [b, s]) for each head, further ones first.
+def _masks(model: Any, arguments: dict[str, Any]) -> Iterator[HeadMask]:
+    """Yield (whether it is an MTP head, its loss mask [b, s]) for each head, MTP heads first.
 
-    The i-th further head of multi-token prediction predicts the i-th token after the next one, so
-    its mask is shifted i times. This is a generator because rolling communicates: each step runs
-    when Megatron computes the loss of that head.
+    The i-th head of multi-token prediction predicts the i-th token after the next one, so its mask
+    is shifted i times. This is a generator because the shift communicates: each shift runs when
+    Megatron computes the loss of that head.
     """
-    mask = given.get("loss_mask")
-    full = torch.ones_like(given["labels"]) if mask is None else mask
-    count, packed = model.config.mtp_num_layers or 0, given.get("packed_seq_params")
-    if given.get("compute_mtp_loss") is False:  # after 0.20: the further heads do not run
+    mask = arguments.get("loss_mask")
+    full_mask = torch.ones_like(arguments["labels"]) if mask is None else mask
+    count, packed = model.config.mtp_num_layers or 0, arguments.get("packed_seq_params")
+    if arguments.get("compute_mtp_loss") is False:  # after 0.20: the MTP heads do not run
         count = 0
-    inputs = given.get("mtp_input_mask")
-    inputs = None if inputs is None else inputs.to(full.dtype)
-    for moved in head_masks(full, count, model.pg_collection.cp, packed, inputs):
-        yield True, moved
+    inputs = arguments.get("mtp_input_mask")
+    inputs = None if inputs is None else inputs.to(full_mask.dtype)
+    for shifted in head_masks(full_mask, count, model.pg_collection.cp, packed, inputs):
+        yield True, shifted
     yield False, mask
 
 
 class LazyHead:
-    """Replaces `forward` of one output layer."""
+    """A replacement of `forward` of one output layer."""
 
     def __init__(self, layer: Any, mode: str) -> None:
         self.layer, self.mode = layer, mode
-        self._masks: Iterator[Bound] | None = None
+        self._masks: Iterator[HeadMask] | None = None
 
     @contextmanager
-    def bound(self, masks: Iterator[Bound]) -> Iterator[None]:
-        """Inside, logits are lazy, and each loss takes the next of these masks."""
+    def bound(self, masks: Iterator[HeadMask]) -> Iterator[None]:
+        """Make logits lazy inside the context; each loss uses the next of these masks."""
         self._masks = masks
         try:
             yield
@@ -146,7 +157,7 @@ class LazyHead:
         weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[Any, None]:
-        """(logits, no bias); the logits are lazy only inside `bound`."""
+        """Return (logits, no bias); the logits are lazy only inside `bound`."""
         if self._masks is None or runtime_gather_output or patching.installed("burst") is None:
             return type(self.layer).forward(self.layer, input_, weight, runtime_gather_output)
         check_output(self.layer, f"{LM_HEAD} {self.mode}")
@@ -154,7 +165,7 @@ class LazyHead:
         assert weight is not None
         if hasattr(weight, "__fsdp_param__"):
             raise patching.user_error(
-                f"{LM_HEAD} {self.mode} needs whole weights: remove --use-megatron-fsdp"
+                f"{LM_HEAD} {self.mode} requires whole weights: remove --use-megatron-fsdp"
             )
         return LazyLogits(self._forward, self._loss, input_, weight), None
 
@@ -162,8 +173,8 @@ class LazyHead:
         return type(self.layer).forward(self.layer, hidden, weight, False)[0]
 
     def _loss(self, logits: LazyLogits, labels: torch.Tensor) -> torch.Tensor:
-        """[b, s] from labels [b, s]; float32, not multiplied by the mask."""
-        further, mask = (False, None) if self._masks is None else next(self._masks)
+        """Return the loss [b, s] for labels [b, s] in float32, not multiplied by the mask."""
+        is_mtp, mask = (False, None) if self._masks is None else next(self._masks)
         layer, weight = self.layer, logits.weight
         choices = {
             "tp_group": layer.tp_group if layer.tp_group.size() > 1 else None,
@@ -178,7 +189,7 @@ class LazyHead:
             labels.transpose(0, 1).contiguous(),
             loss_mask=None if mask is None else mask.transpose(0, 1).contiguous(),
             logit_scale=logits.scale,
-            return_argmax=further,  # to count its correct predictions
+            return_argmax=is_mtp,  # to count its correct predictions
             sink=MainGrad(weight, fused) if hasattr(weight, "main_grad") else None,
             **choices,
         )
@@ -207,7 +218,7 @@ def _counting(
     *args: Any,
     **named: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(correct predictions, unmasked tokens) without materializing the logits."""
+    """Return (correct predictions, unmasked tokens) without materializing the logits."""
     if not isinstance(mtp_logits, LazyLogits) or mtp_logits.argmax is None:
         return original(mtp_logits, mtp_labels, loss_mask, *args, **named)
     counted = loss_mask.bool()
@@ -216,10 +227,17 @@ def _counting(
 
 
 class LazyLogits:
-    """scale * hidden weight^T [s, b, v], computed only on use.
+    """Logits scale * hidden weight^T [s, b, v], computed only on use.
 
-    forward(hidden, weight) computes the logits; loss(self, labels [b, s]) computes their loss
-    without them. argmax [s, b]: the most likely vocabulary row of each token, None until known.
+    Args:
+        forward: (hidden, weight) -> the logits.
+        loss: (these logits, labels [b, s]) -> the loss, without the logits.
+        hidden: [s, b, h].
+        weight: [v, h].
+        scale: the factor of the logits.
+
+    Attributes:
+        argmax: The most likely vocabulary row of each token [s, b]; None until it is known.
     """
 
     def __init__(
@@ -241,7 +259,7 @@ class LazyLogits:
         return self.materialise() * factor
 
     def materialise(self) -> torch.Tensor:
-        """The logits, computed by the output layer's own forward."""
+        """Return the logits, computed by the output layer's own forward."""
         logits = self.forward(self.hidden, self.weight)
         return logits if self.scale == 1.0 else logits * self.scale
 
@@ -262,10 +280,14 @@ class LazyLogits:
 class MainGrad:
     """A weight whose gradient Megatron's data parallelism keeps in `main_grad`.
 
-    With gradient-accumulation fusion a flag tells Megatron that the gradient is already there, as
-    its own layers do it. Autograd's gradient is then ignored, or has to be zeros if the weight has
-    other uses (`zero_out_wgrad`). Without fusion Megatron adds autograd's gradient to
-    `main_grad`, so autograd gets zeros.
+    With gradient-accumulation fusion a flag tells Megatron that `main_grad` already contains the
+    gradient, as in its own layers. Megatron then ignores autograd's gradient, or requires zeros if
+    the weight has other uses (`zero_out_wgrad`). Without fusion Megatron adds autograd's gradient
+    to `main_grad`, so autograd gets zeros.
+
+    Args:
+        weight: the parameter.
+        fused: whether gradient-accumulation fusion is on.
     """
 
     def __init__(self, weight: Any, fused: bool) -> None:
@@ -275,7 +297,7 @@ class MainGrad:
         return self.weight.main_grad
 
     def done(self) -> torch.Tensor:
-        """The gradient for autograd; not None, which overlapped reduction would refuse."""
+        """Return the gradient for autograd; never None, which overlapped reduction refuses."""
         weight = self.weight
         if not self.fused:
             return torch.zeros_like(weight)

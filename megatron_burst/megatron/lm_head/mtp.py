@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-token prediction: average losses over whole sequences instead of over each rank's part.
 
-Megatron divides the loss of a further head by the tokens of one rank and then averages over ranks.
+Megatron divides the loss of an MTP head by the tokens of one rank and then averages over ranks.
 With uneven masks the loss and its gradient depend on how a sequence is split: even with a mask of
-ones, the last token counts on one rank only. This module replaces the counts by those of the
-context-parallel group, so the result equals that of one rank with the whole sequence. It changes
-nothing in a Megatron that counts over the group itself, which `_counts_groups` detects.
+ones, the last token counts on one rank only. This module replaces the counts of a rank by the
+counts of the context-parallel group, so the result equals the result of one rank with the whole
+sequence. It changes nothing in a Megatron that counts over the group itself, which `_counts_groups`
+detects.
 
 Shape letters: s tokens of this context-parallel rank, b batch.
 """
@@ -42,11 +43,18 @@ def patch(patches: patching.PatchSet) -> None:
 def head_masks(
     mask: torch.Tensor, times: int, group: Any, packed: Any, inputs: torch.Tensor | None = None
 ) -> Iterator[torch.Tensor]:
-    """Yield the loss masks [b, s] of `times` further heads; each step communicates.
+    """Yield the loss masks [b, s] of MTP heads; each step communicates.
 
-    mask: The loss mask of the model, which is shifted by one more token for each head.
-    inputs: `mtp_input_mask` [b, s] of Megatron-LM after 0.20: which tokens a head may read. Head k
-        reads the next k tokens, and its loss counts if all of them are valid.
+    Args:
+        mask: the loss mask of the model, which is shifted by one more token for each head.
+        times: number of heads.
+        group: the ranks that hold the sequence.
+        packed: a `PackedSeqParams`, or None.
+        inputs: `mtp_input_mask` [b, s] of Megatron-LM after 0.20, the tokens that a head may read.
+            Head k reads the next k tokens, and its loss counts if all of them are valid.
+
+    Yields:
+        The masks.
     """
     valid = None
     for _ in range(times):
@@ -77,60 +85,62 @@ def _normalized(original: Callable, *args: Any, **named: Any) -> Any:
     their own dtype.
     """
     bound = bound_to(original, args, named)
-    given = bound.arguments
-    config, group = given["config"], given.get("cp_group")
-    labels = given["labels"] if given["labels"] is not None else given.get("input_ids")
+    arguments = bound.arguments
+    config, group = arguments["config"], arguments.get("cp_group")
+    labels = arguments["labels"] if arguments["labels"] is not None else arguments.get("input_ids")
     if group is None or group.size() == 1 or not splits_attention(group) or labels is None:
         return original(*args, **named)
-    if _counts_groups(original, given, group):
+    if _counts_groups(original, arguments, group):
         return original(*args, **named)
-    mask = given.get("loss_mask")
+    mask = arguments.get("loss_mask")
     mask = torch.ones_like(labels) if mask is None else mask
-    packed = given.get("packed_seq_params")
-    if given["labels"] is None:  # labels will be the next inputs, which the last token lacks
+    packed = arguments.get("packed_seq_params")
+    if arguments["labels"] is None:  # labels are the next inputs, and the last token has none
         mask = _next(mask, group, packed)
-    inputs = given.get("mtp_input_mask")
+    inputs = arguments.get("mtp_input_mask")
     inputs = None if inputs is None else inputs.to(mask.dtype)
     masks = [mask, *head_masks(mask, config.mtp_num_layers, group, packed, inputs)]
-    own = torch.stack([mask.sum() for mask in masks]).double()
-    whole = own.clone()
-    torch.distributed.all_reduce(whole, group=group)
-    factors = iter(group.size() * own[1:].clamp(min=1) / whole[1:].clamp(min=1))
-    loss = given["compute_language_model_loss"]
-    given["compute_language_model_loss"] = lambda *args: loss(*args) * next(factors)
+    local_counts = torch.stack([mask.sum() for mask in masks]).double()
+    group_counts = local_counts.clone()
+    torch.distributed.all_reduce(group_counts, group=group)
+    factors = iter(group.size() * local_counts[1:].clamp(min=1) / group_counts[1:].clamp(min=1))
+    loss = arguments["compute_language_model_loss"]
+    arguments["compute_language_model_loss"] = lambda *args: loss(*args) * next(factors)
     if config.calculate_per_token_loss:
-        given["config"] = config = copy.copy(config)
+        arguments["config"] = config = copy.copy(config)
         config.calculate_per_token_loss = False
-        config.mtp_loss_scaling_factor = config.mtp_loss_scaling_factor * whole[0] / group.size()
+        config.mtp_loss_scaling_factor = (
+            config.mtp_loss_scaling_factor * group_counts[0] / group.size()
+        )
     return original(*bound.args, **bound.kwargs)
 
 
-def _counts_groups(original: Callable, given: dict[str, Any], group: Any) -> bool:
+def _counts_groups(original: Callable, arguments: dict[str, Any], group: Any) -> bool:
     """Return whether process_mtp_loss itself divides by the counts of the group.
 
     The first call for a group is a collective: process_mtp_loss computes the gradients of two
     counted rows on the first rank and of one on the others. If it divides by the counts of the
     rank, the gradients of every rank have the same sum.
 
-    The probe stays because nothing that sets the counts works in every Megatron. Counts returned
-    by `roll_tensor` are not read if heads also have an input mask, and are summed once more by a
-    Megatron that reduces them over the group (pull request 7498). Code in place of
-    `process_mtp_loss` would leave out loss terms and logging that later versions add to it. Version
+    The probe is necessary because no way of setting the counts works in every Megatron. Counts
+    returned by `roll_tensor` are not read if heads also have an input mask, and are summed again by
+    a Megatron that reduces them over the group (pull request 7498). Code in place of
+    `process_mtp_loss` would omit loss terms and logging that later versions add to it. Version
     numbers do not identify a branch or a patched copy.
     """
-    known = patching.notes().setdefault(_NOTE, [])
-    for one, answer in known:
-        if one is group:
-            return answer
-    kept, device = 2 if group.rank() == 0 else 1, given["hidden_states"].device
-    hidden = torch.zeros(8, 1, 1, device=device, requires_grad=True)  # rows of the model, of a head
-    mask = (torch.arange(4, device=device) < kept).float()[None]
-    config = copy.copy(given["config"])
+    results = patching.notes().setdefault(_NOTE, [])
+    for probed, counts_groups in results:
+        if probed is group:
+            return counts_groups
+    counted, device = 2 if group.rank() == 0 else 1, arguments["hidden_states"].device
+    hidden = torch.zeros(8, 1, 1, device=device, requires_grad=True)  # 4 rows of model, 4 of head
+    mask = (torch.arange(4, device=device) < counted).float()[None]
+    config = copy.copy(arguments["config"])
     config.mtp_num_layers, config.mtp_loss_scaling_factor = 1, 1.0
     config.calculate_per_token_loss = config.mtp_detach_heads = False
     config.cross_entropy_loss_fusion = False
-    asked = {
-        **dict.fromkeys(given), "hidden_states": hidden, "config": config, "cp_group": group,
+    probe = {
+        **dict.fromkeys(arguments), "hidden_states": hidden, "config": config, "cp_group": group,
         "labels": torch.zeros(1, 4, dtype=torch.long, device=device), "loss_mask": mask,
         "output_layer": lambda x, **_: (x, None), "is_training": False,
         "compute_language_model_loss": lambda labels, x: x[:, :, 0].T,
@@ -140,7 +150,7 @@ def _counts_groups(original: Callable, given: dict[str, Any], group: Any) -> boo
     try:
         home.roll_tensor = _unmoved
         with torch.enable_grad():
-            out = original(**asked)
+            out = original(**probe)
     finally:
         home.roll_tensor = roll
     (grad,) = torch.autograd.grad(out.sum(), hidden)
@@ -148,19 +158,19 @@ def _counts_groups(original: Callable, given: dict[str, Any], group: Any) -> boo
     ends = torch.stack([total, -total])
     torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MAX, group=group)
     largest, smallest = ends[0].item(), -ends[1].item()
-    answer = largest - smallest > 0.1 * largest
-    known.append((group, answer))
-    return answer
+    counts_groups = largest - smallest > 0.1 * largest
+    results.append((group, counts_groups))
+    return counts_groups
 
 
 def _unmoved(tensor: Any, *args: Any, **named: Any) -> Any:
-    """Replace roll_tensor in the probe: leave every row in its place; lists get no sums."""
+    """Return a tensor unshifted, with its sum, in place of roll_tensor; lists get no sums."""
     return (tensor, tensor.sum()) if isinstance(tensor, torch.Tensor) else tensor
 
 
 def _counting(original: Callable, *args: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Run roll_tensor, and return the count of the whole group divided by its size."""
-    moved, count = mtp.roll_tensor(*args, **named)  # looked up: it depends on the layout
+    moved, count = mtp.roll_tensor(*args, **named)  # by name, because a layout replaces it
     group = given_to(original, args, named).get("cp_group")
     if group is None or group.size() == 1 or not splits_attention(group):
         return moved, count

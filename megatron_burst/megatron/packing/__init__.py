@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--burst-pack documents`: a step's documents, packed anew over the data-parallel ranks."""
+"""`--burst-pack documents`: repacking of a step's documents over the data-parallel ranks."""

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents out of a data loader's batches, between data-parallel ranks, and into micro-batches.
+"""Documents of a data loader's batches, sent between data-parallel ranks, as micro-batches.
 
-A document is a dict of equally long tensors, one per sequence of the batch (tokens, labels, loss
-mask, position ids): rows are moved and never changed, so every loss stays what it was. What follows
-the last row with a loss is left out: attention is causal, so nothing depends on it. That is what a
-data loader pads with.
+A document is a dict of tensors of equal length, one per sequence of the batch (tokens, labels, loss
+mask, position ids). Rows are moved and never changed, so every loss stays the same. Rows after the
+last row with a loss are omitted: they are the padding of a data loader, and with causal attention
+nothing depends on them.
 
-Ranks first exchange the lengths in one small all-gather; every rank then packs for itself and gets
-the same. The documents travel in one all-to-all, of bytes.
+Ranks first exchange the lengths in one small all-gather. Every rank then computes the same packing.
+The documents are exchanged in one all-to-all of bytes.
 """
 
 from __future__ import annotations
@@ -26,34 +26,41 @@ _NAMES = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 def documents_of(batch: dict[str, Any]) -> list[Document]:
-    """The documents of a batch, in order, without those that have no loss.
+    """Return the documents of a batch, in order, without documents that have no loss.
 
-    batch: tensors [1, tokens] of which `cu_seqlens` (and `cu_seqlens_padded`) [1, n] say where
-    documents end. Raises ValueError for a batch of another form.
+    Args:
+        batch: tensors [1, tokens]; `cu_seqlens` (and `cu_seqlens_padded`) [1, n] state the
+            documents.
+
+    Raises:
+        ValueError: The batch has another form.
     """
     if batch.get("attention_mask") is not None:
         raise ValueError(
-            "--burst-pack: batches have an attention_mask, which documents replace: pass "
+            "--burst-pack does not support the attention_mask of these batches; pass "
             "--no-create-attention-mask-in-dataloader"
         )
     missing = [name for name in (*_NAMES[:3], "cu_seqlens") if batch.get(name) is None]
     if missing:
         raise ValueError(
-            f"--burst-pack: batches of the data loader have no {', '.join(missing)}; cu_seqlens "
-            "says where documents end, and comes with --sft or --dataloader-inter-document-masking"
+            f"--burst-pack: batches of the data loader have no {', '.join(missing)}; use --sft or "
+            "--dataloader-inter-document-masking, which add cu_seqlens, the ends of documents"
         )
     sequences = {name: batch[name] for name in _NAMES if batch.get(name) is not None}
     shapes = {name: tuple(value.shape) for name, value in sequences.items()}
     total = sequences["tokens"].shape[-1]
-    others = [
+    unknown = [
         name
         for name, value in batch.items()
         if name not in _NAMES and getattr(value, "shape", None) == (1, total)
     ]
-    if others and not set(others) <= {"cu_seqlens", "cu_seqlens_padded"}:
-        raise ValueError(f"--burst-pack moves {', '.join(_NAMES)}, and batches have {others}, too")
+    if unknown and not set(unknown) <= {"cu_seqlens", "cu_seqlens_padded"}:
+        raise ValueError(
+            f"--burst-pack supports the entries {', '.join(_NAMES)}, and batches also have "
+            f"{unknown}: remove these entries"
+        )
     if set(shapes.values()) != {(1, total)}:
-        raise ValueError(f"--burst-pack needs --micro-batch-size 1 and one length, got {shapes}")
+        raise ValueError(f"--burst-pack requires --micro-batch-size 1 and one length, got {shapes}")
     bounds = pack_of(total, batch["cu_seqlens"], batch.get("cu_seqlens_padded")).documents
     counts = (sequences["loss_mask"][0] != 0).cpu()
     documents = []
@@ -66,22 +73,26 @@ def documents_of(batch: dict[str, Any]) -> list[Document]:
 
 
 def names_of(batch: dict[str, Any]) -> Document:
-    """The sequences of a batch, without tokens: their names and dtypes."""
+    """Return empty tensors with the names and dtypes of a batch's sequences."""
     return {name: batch[name][0, :0].cpu() for name in _NAMES if batch.get(name) is not None}
 
 
 def micro_batch(documents: Sequence[Document], like: Document, total: int) -> dict[str, Any]:
-    """Documents behind each other, padded to `total` tokens: a batch as data loaders make them.
+    """Concatenate documents, padded to `total` tokens, as a batch of a data loader.
 
-    like: names and dtypes, for a micro-batch without documents. Padding has no loss, and is
-    documents of its own, because rotary embeddings of Megatron want `cu_seqlens` to end with
-    the pack: short ones, in which attention takes no time.
+    Padding has no loss. It is cut into short documents, because Megatron's rotary embeddings
+    require `cu_seqlens` to end with the pack, and because attention over short documents is fast.
+
+    Args:
+        documents: the documents.
+        like: names and dtypes, for a micro-batch without documents.
+        total: tokens of the micro-batch.
     """
     batch: dict[str, Any] = {}
-    for name, one in like.items():
+    for name, example in like.items():
         parts = [document[name] for document in documents]
         used = sum(len(part) for part in parts)
-        batch[name] = torch.cat([*parts, one.new_zeros(total - used)])[None]
+        batch[name] = torch.cat([*parts, example.new_zeros(total - used)])[None]
     lengths = [len(document["tokens"]) for document in documents]
     tail = total - sum(lengths)
     lengths += [min(_PADDING, tail - start) for start in range(0, tail, _PADDING)]
@@ -90,16 +101,21 @@ def micro_batch(documents: Sequence[Document], like: Document, total: int) -> di
     return batch
 
 
-_PADDING = 512  # tokens of a document of padding, at most
+_PADDING = 512  # maximum number of tokens of a document of padding
 
 
-_FIRST = 1024  # numbers of a rank in the first exchange; there is a second one only for more
+_FIRST = 1024  # numbers per rank in the first exchange; a second exchange sends further numbers
 
 
 def gather(numbers: Sequence[int] | None, group: Any) -> list[list[int]]:
-    """The `numbers` of every rank of the group, in the order of ranks.
+    """Return the numbers of every rank of the group, in the order of ranks.
 
-    None stands for a rank whose data are unusable; then every rank raises ValueError.
+    Args:
+        numbers: of this rank; None if its data are unusable.
+        group: the ranks.
+
+    Raises:
+        ValueError: A rank has None; raised on every rank.
     """
     if group.size() == 1:
         return [_usable(numbers, 0)]
@@ -117,7 +133,7 @@ def gather(numbers: Sequence[int] | None, group: Any) -> list[list[int]]:
 def _usable(numbers: Sequence[int] | None, rank: int) -> list[int]:
     if numbers is None:
         raise ValueError(
-            f"--burst-pack: data-parallel rank {rank} cannot use its batches, and says why"
+            f"--burst-pack: data-parallel rank {rank} cannot use its batches; see its own error"
         )
     return list(numbers)
 
@@ -128,7 +144,7 @@ def _all_gather(numbers: Sequence[int], size: int, group: Any) -> list[list[int]
     own = own.to(device_of(group))
     gathered = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(gathered, own, group=group)
-    return [one.tolist() for one in gathered]
+    return [numbers_of_rank.tolist() for numbers_of_rank in gathered]
 
 
 def route(
@@ -138,27 +154,36 @@ def route(
     like: Document,
     group: Any,
 ) -> dict[int, Document]:
-    """Documents to where they are trained on: those of this rank by their number in the batch.
+    """Send documents to the ranks that train on them, and return the documents of this rank.
 
-    Numbers count the documents of rank 0, then of rank 1, and so on. own: documents that this
-    rank read; lengths: of all documents, by the rank that read them; homes: numbers of the
-    documents that each rank trains on; like: names and dtypes of a document.
+    Numbers count the documents of rank 0, then of rank 1, and so on.
+
+    Args:
+        own: documents that this rank read.
+        homes: numbers of the documents that each rank trains on.
+        lengths: of all documents, by the rank that read them.
+        like: names and dtypes of a document.
+        group: the ranks.
+
+    Returns:
+        Documents by their numbers.
     """
-    firsts = [sum(len(one) for one in lengths[:rank]) for rank in range(len(lengths))]
+    firsts = [sum(map(len, lengths[:rank])) for rank in range(len(lengths))]
     me = group.rank()
-    read = [range(first, first + len(one)) for first, one in zip(firsts, lengths, strict=True)]
-    size_of = dict(enumerate(size for one in lengths for size in one))
+    read = [range(first, first + len(sizes)) for first, sizes in zip(firsts, lengths, strict=True)]
+    size_of = dict(enumerate(size for sizes in lengths for size in sizes))
     width = sum(value.element_size() for value in like.values())
-    wanted = [sorted(n for n in home if n in read[me]) for home in homes]
-    coming = [sorted(n for n in homes[me] if n in ns) for ns in read]
-    leaving = [_bytes(own[n - firsts[me]], like) for numbers in wanted for n in numbers]
+    to_send = [sorted(n for n in home if n in read[me]) for home in homes]
+    to_receive = [sorted(n for n in homes[me] if n in ns) for ns in read]
+    leaving = [_bytes(own[n - firsts[me]], like) for numbers in to_send for n in numbers]
     sent = torch.cat(leaving) if leaving else torch.empty(0, dtype=torch.uint8)
     out_of, into = (
-        [width * sum(size_of[n] for n in one) for one in side] for side in (wanted, coming)
+        [width * sum(size_of[n] for n in numbers) for numbers in numbers_by_rank]
+        for numbers_by_rank in (to_send, to_receive)
     )
     received = _all_to_all(sent, out_of, into, group)
     documents, at = {}, 0
-    for number in (n for numbers in coming for n in numbers):
+    for number in (n for numbers in to_receive for n in numbers):
         end = at + width * size_of[number]
         documents[number] = _document(received[at:end], like, size_of[number])
         at = end
@@ -181,16 +206,16 @@ def _bytes(document: Document, like: Document) -> torch.Tensor:
 
 def _document(data: torch.Tensor, like: Document, length: int) -> Document:
     document, at = {}, 0
-    for name, one in like.items():
-        end = at + length * one.element_size()
+    for name, example in like.items():
+        end = at + length * example.element_size()
         # A copy: a view needs an address that is a multiple of its element's size.
-        document[name] = data[at:end].clone().view(one.dtype)
+        document[name] = data[at:end].clone().view(example.dtype)
         at = end
     return document
 
 
 def device_of(group: Any) -> torch.device:
-    """Where tensors lie that travel in the group."""
+    """Return the device of tensors that the group exchanges."""
     if "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

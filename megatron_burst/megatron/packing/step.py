@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs the documents of each training step anew, between the data loader and the schedule.
+"""Repacking of the documents of each training step, between the data loader and the schedule.
 
-A step reads exactly the samples that it would have read without, so consumed samples, the sampler
-and checkpoints know nothing of it: nothing is carried from step to step. Only the number of
-micro-batches that Megatron's schedule runs is another. Evaluation keeps the batches of the data
+A step reads exactly the samples that it would read without repacking, so consumed samples, the
+sampler and checkpoints are not affected: no state passes from step to step. Only the number of
+micro-batches that Megatron's schedule runs changes. Evaluation keeps the batches of the data
 loader, because some of its losses are means per micro-batch.
 """
 
@@ -26,17 +26,17 @@ from ..patching import PatchSet, log, wrap_steps
 from . import documents
 from .documents import documents_of, micro_batch, names_of
 
-ASKED = "packing"  # note: a configuration of this run asked for it
-_TOLD = "packing was logged"
+PACKING = "packing"  # note: a configuration of this run selects packing
+_LOGGED = "packing was logged"
 
 
-def asked(burst: BurstConfig) -> bool:
-    """Whether steps are packed with these choices."""
+def packs_steps(burst: BurstConfig) -> bool:
+    """Return whether steps are packed with these options."""
     return burst.pack == "documents" and burst.algorithm != OFF
 
 
 def patch(patches: PatchSet) -> None:
-    """Add to a set of patches what gives Megatron's schedules packed micro-batches."""
+    """Add to a set of patches the packed micro-batches of Megatron's schedules."""
     wrap_steps(patches, functools.partial(_packed, patches))
 
 
@@ -44,26 +44,26 @@ def _packed(patches: PatchSet, run: Callable, named: dict[str, Any]) -> Any:
     chunks = named["model"] if isinstance(named["model"], list) else [named["model"]]
     config = get_model_config(chunks[0])
     burst = getattr(config, "burst", None)
-    wanted = patches.notes.get(ASKED) and burst is not None and asked(burst)
+    packs = patches.notes.get(PACKING) and burst is not None and packs_steps(burst)
     iterators, several = named["data_iterator"], isinstance(named["data_iterator"], list)
-    ready = isinstance(iterators[0] if several else iterators, ReadyBatches)
-    if not wanted or ready or named.get("forward_only"):
+    ready = isinstance(iterators[0] if several else iterators, PackedBatchIterator)
+    if not packs or ready or named.get("forward_only"):
         return run(**named)
     multiple = config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
     packed, packing = step(
         iterators if several else [iterators],
         named["num_microbatches"], named["seq_length"], work_of(config), multiple,
     )  # fmt: skip
-    if packing is not None and not patches.notes.setdefault(_TOLD, False):
-        patches.notes[_TOLD] = True
+    if packing is not None and not patches.notes.setdefault(_LOGGED, False):
+        patches.notes[_LOGGED] = True
         log(_summary(packing, named["num_microbatches"]))
     named["num_microbatches"] = _agreed(packing.count if packing else 0)
     named["data_iterator"] = packed if several else packed[0]
     return run(**named)
 
 
-class ReadyBatches:
-    """An iterator over micro-batches that were packed already."""
+class PackedBatchIterator:
+    """An iterator over micro-batches that are packed already."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self._left = iter(batches)
@@ -75,22 +75,31 @@ class ReadyBatches:
 def _summary(packing: Packing, count: int) -> str:
     return (
         f"--burst-pack documents: in the first step {packing.count} micro-batches on each of "
-        f"{len(packing.places)} data-parallel ranks, {count} as the data loader made them; the "
-        f"busiest {packing.imbalance:.3f} of their mean"
+        f"{len(packing.places)} data-parallel ranks ({count} before packing); the busiest rank has "
+        f"{packing.imbalance:.3f} times the mean work"
     )
 
 
 def step(
     iterators: Sequence[Any], count: int, total: int, work: Work, multiple: int
 ) -> tuple[list[Any], Packing | None]:
-    """Iterators over packed micro-batches for those over the batches of the data loader.
+    """Return iterators over packed micro-batches in place of the data loader's iterators.
 
-    iterators: one per model chunk, all over the same batches; None where nothing is read. count:
-    batches of a step; total: tokens of a micro-batch. Also returns the packing, None on a rank
-    that reads nothing. Raises ValueError, on every rank that reads, for batches or documents that
-    cannot be packed.
+    Args:
+        iterators: one per model chunk, all over the same batches; None if the rank reads nothing.
+        count: batches of a step.
+        total: tokens of a micro-batch.
+        work: the cost of tokens and pairs.
+        multiple: the number of micro-batches must be a multiple of this.
+
+    Returns:
+        The iterators, and the packing; None on a rank that reads nothing.
+
+    Raises:
+        ValueError: Batches or documents cannot be packed; raised on every rank that reads.
     """
-    read = [[next(one) for _ in range(count)] for one in iterators if one is not None]
+    present = [iterator for iterator in iterators if iterator is not None]
+    read = [[next(iterator) for _ in range(count)] for iterator in present]
     if not read:
         return list(iterators), None
     try:
@@ -99,9 +108,10 @@ def step(
         with contextlib.suppress(ValueError):
             _agreed(_FAILED)  # ranks that read nothing wait for the number of micro-batches
         raise
-    # Scripts change the batches that they are given, so every chunk has its own.
+    # Scripts change the batches that they get, so every chunk gets its own copies.
     packed = [
-        None if one is None else iter([dict(batch) for batch in batches]) for one in iterators
+        None if iterator is None else iter([dict(batch) for batch in batches])
+        for iterator in iterators
     ]
     return packed, packing
 
@@ -115,26 +125,31 @@ def _repacked(
     except ValueError as error:
         problem = error
     try:
-        of_ranks = documents.gather(None if problem else _numbers(samples), group)
+        numbers_by_rank = documents.gather(None if problem else _numbers(samples), group)
     except ValueError as error:
         raise problem or error from None
-    lengths = [[number >> 1 for number in numbers] for numbers in of_ranks]
-    flat = [length for one in lengths for length in one]
+    lengths = [[number >> 1 for number in numbers] for numbers in numbers_by_rank]
+    flat = [length for lengths_of_rank in lengths for length in lengths_of_rank]
     packing = pack(
-        flat, work, ranks=group.size(), capacity=total, multiple=multiple, original=_given(of_ranks)
+        flat,
+        work,
+        ranks=group.size(),
+        capacity=total,
+        multiple=multiple,
+        original=_samples(numbers_by_rank),
     )
     homes = [[number for bin in places for number in bin] for places in packing.places]
     own = [document for sample in samples for document in sample]
     like = names_of(batches[0])
-    here = documents.route(own, homes, lengths, like, group)
+    routed = documents.route(own, homes, lengths, like, group)
     return packing, [
-        micro_batch([here[number] for number in bin], like, total)
+        micro_batch([routed[number] for number in bin], like, total)
         for bin in packing.places[group.rank()]
     ]
 
 
 def _numbers(samples: Iterable[Iterable[dict[str, torch.Tensor]]]) -> list[int]:
-    """Lengths of documents, doubled, and one more for the first of a sample."""
+    """Return two times the length of each document, plus 1 for the first document of a sample."""
     return [
         2 * len(document["tokens"]) + (index == 0)
         for sample in samples
@@ -142,10 +157,10 @@ def _numbers(samples: Iterable[Iterable[dict[str, torch.Tensor]]]) -> list[int]:
     ]
 
 
-def _given(of_ranks: Iterable[Iterable[int]]) -> list[list[int]]:
-    """The documents of each sample, by their numbers in the batch."""
+def _samples(numbers_by_rank: Iterable[Iterable[int]]) -> list[list[int]]:
+    """Return the documents of each sample, by their numbers in the batch."""
     samples: list[list[int]] = []
-    for index, number in enumerate(number for numbers in of_ranks for number in numbers):
+    for index, number in enumerate(number for numbers in numbers_by_rank for number in numbers):
         if number & 1:
             samples.append([])
         samples[-1].append(index)
@@ -156,44 +171,52 @@ _FAILED = -1
 
 
 def _agreed(number: int) -> int:
-    """The number of micro-batches, from the tensor- and pipeline-parallel ranks that read data."""
+    """Return the number of micro-batches, from the model-parallel ranks that read data."""
     group: Any = parallel_state.get_model_parallel_group()
     if group.size() == 1:
         return number
-    # Nothing is known of 0: such a rank leaves both to the others.
-    bounds = torch.tensor([number, -number or -_MANY], device=documents.device_of(group))
+    # A rank with 0 reads no data: it changes neither bound of the other ranks.
+    bounds = torch.tensor([number, -number or -_NO_BOUND], device=documents.device_of(group))
     torch.distributed.all_reduce(bounds, torch.distributed.ReduceOp.MAX, group=group)
     if int(bounds[0]) == -int(bounds[1]):
         return int(bounds[0])
     raise ValueError(
-        "--burst-pack: ranks of one model found different micro-batches, or no way to pack: "
-        "another rank says why"
+        "--burst-pack: ranks of one model have different numbers of micro-batches, or a rank "
+        "cannot pack; see the errors of other ranks"
     )
 
 
-_MANY = 2**40
+_NO_BOUND = 2**40
 
 
 def _data_group() -> Any:
-    """Ranks with other data and the same part of each sequence, on the CPU if Megatron has it."""
+    """Return the data-parallel ranks, on the CPU if Megatron made such a group.
+
+    They read different data and hold the same part of each sequence.
+    """
     with contextlib.suppress(AssertionError):
         return parallel_state.get_data_parallel_group_gloo()
     return parallel_state.get_data_parallel_group()
 
 
 def work_of(config: Any) -> Work:
-    """FLOPs of attention and of linear layers of a `TransformerConfig`; the LM head aside."""
+    """Return the FLOPs of attention and of linear layers of a `TransformerConfig`.
+
+    The LM head is not included.
+    """
     heads, width = config.num_attention_heads, config.hidden_size
-    of_query, of_value = head_sizes(config)
+    key_width, value_width = head_sizes(config)
     groups = getattr(config, "num_query_groups", None) or heads
-    projections = width * (heads + groups) * (of_query + of_value)
+    projections = width * (heads + groups) * (key_width + value_width)
     token = 2 * config.num_layers * (projections + width * _mlp_width(config))
     windows = [causal_window(config, number) for number in range(1, config.num_layers + 1)]
-    return Work.of(token_flops=token, pair_flops=2 * heads * (of_query + of_value), windows=windows)
+    return Work.of(
+        token_flops=token, pair_flops=2 * heads * (key_width + value_width), windows=windows
+    )
 
 
 def _mlp_width(config: Any) -> int:
-    """Columns of an MLP's matrices together; of all experts that a token goes to."""
+    """Return the total number of columns of an MLP's matrices, over all experts of a token."""
     matrices = 3 if getattr(config, "gated_linear_unit", False) else 2
     hidden = config.ffn_hidden_size
     if getattr(config, "num_moe_experts", None):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry of the plugin `lite`: `plugins.lite.swap` is imported by the user's script."""
+"""Entry of the plugin `lite`. A script of the user imports `plugins.lite.swap`."""
 
 from ...registry import Plugin
 

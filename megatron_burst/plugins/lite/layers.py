@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What layers of Megatron Lite run in place of Transformer Engine's attention and of their own
-gated delta nets.
+"""Replacements of Transformer Engine's attention and of gated delta nets in Megatron Lite.
 
 Shape letters: t rows of all documents on this rank, s local rows, b batch, h heads, k key/value
 heads, d width, w value width.
@@ -22,9 +21,14 @@ from .micro_batches import LiteKind, MicroBatches
 
 
 class LiteCoreAttention(torch.nn.Module):
-    """Attention between the projections of a layer, called as Lite calls Transformer Engine's.
+    """Attention between the projections of a layer, with Lite's arguments.
 
-    before: what it replaced, attribute of the layer -> value; kept out of the model's modules.
+    Args:
+        shared: the plans of the model.
+        kind: the kind of the layer.
+        leads: whether the layer is the first of its kind.
+        number: of the layer, for messages.
+        before: the replaced values, by attribute of the layer; kept out of the model's modules.
     """
 
     def __init__(
@@ -55,21 +59,38 @@ class LiteCoreAttention(torch.nn.Module):
         max_seqlen_q: int | None = None,
         max_seqlen_kv: int | None = None,
     ) -> torch.Tensor:
-        """Query [t, h, d], key [t, k, d], value [t, k, w] of packed documents, or each with a batch
-        behind its rows, [s, b, h, d]. Returns [t, h w] or [s, b, h w].
+        """Compute causal attention over packed documents or over batches.
 
-        cu_seqlens: cumulative lengths on all ranks, int32 [documents + 1]. Raises ValueError for
-        biases, other masks, and packed rows without them.
+        Args:
+            query: [t, h, d] of packed documents, or [s, b, h, d].
+            key: [t, k, d], or [s, b, k, d].
+            value: [t, k, w], or [s, b, k, w].
+            core_attention_bias_type: must be "no_bias".
+            attn_mask_type: must be causal.
+            qkv_format: not read.
+            cu_seqlens_q: cumulative lengths over all ranks, int32 [documents + 1], for packed
+                documents.
+            cu_seqlens_kv: the same of keys.
+            cu_seqlens_q_padded: the same with padding.
+            cu_seqlens_kv_padded: the same of keys with padding.
+            max_seqlen_q: not read.
+            max_seqlen_kv: not read.
+
+        Returns:
+            [t, h w] or [s, b, h w].
+
+        Raises:
+            ValueError: Biases, other masks, or packed rows without cumulative lengths.
         """
         if core_attention_bias_type != "no_bias" or not attn_mask_type.endswith("causal"):
             raise ValueError(
-                "attention: Lite's causal attention without bias is served, got attn_mask_type "
-                f"{attn_mask_type}, core_attention_bias_type {core_attention_bias_type}"
+                "attention supports only Lite's causal attention without bias, got attn_mask_type "
+                f"{attn_mask_type} and core_attention_bias_type {core_attention_bias_type}"
             )
         packed = query.dim() == 3
         if packed != (cu_seqlens_q is not None):
             raise ValueError(
-                f"attention: packed rows [t, h, d] come with cu_seqlens_q, and others without; got "
+                f"attention requires cu_seqlens_q with packed rows [t, h, d], and only then; got "
                 f"{[*query.shape]} and cu_seqlens_q {cu_seqlens_q}"
             )
         ends = {
@@ -91,8 +112,10 @@ class LiteCoreAttention(torch.nn.Module):
 
 @dataclass
 class DeltaNetForward:
-    """The forward of a gated delta net whose ranks keep their rows and all heads: of its own
-    projections, gates and norms, with our convolution and state between them.
+    """The forward of a gated delta net whose ranks keep their rows and all heads.
+
+    It uses the layer's own projections, gates and norms, with our convolution and state between
+    them.
     """
 
     net: Any
@@ -104,7 +127,10 @@ class DeltaNetForward:
     def __call__(
         self, x: torch.Tensor, position_ids: Any = None, packed_seq_params: Any = None
     ) -> torch.Tensor:
-        """X [s, b, width], or a tensor-parallel rank's share of its rows; returns the same."""
+        """Return the output for x [s, b, width], in the same shape.
+
+        With sequence parallelism, x has a tensor-parallel rank's share of the rows.
+        """
         net = self.net
         mixed = net.in_proj(x)  # [s, b, q | k | v | gate | beta | alpha]
         ends = {} if packed_seq_params is None else _ends(packed_seq_params)
@@ -128,7 +154,7 @@ class DeltaNetForward:
         return net.o_proj(out.transpose(0, 1).contiguous())
 
     def _stand_ins(self, mixed: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What linear attention will get, by shape and dtype, without the memory of it."""
+        """Return stand-ins for the inputs of linear attention, without their memory."""
         net = self.net
         like = partial(rows_like, mixed, net.num_v_heads_local)
         decay = torch.promote_types(torch.float32, net.A_log.dtype)
@@ -139,6 +165,6 @@ class DeltaNetForward:
 
 
 def _ends(params: Any) -> dict[str, Any]:
-    """What a `PackedSeqParams` says of documents."""
+    """Return the cumulative lengths of a `PackedSeqParams`."""
     names = ("cu_seqlens_q", "cu_seqlens_q_padded")
     return {name: getattr(params, name, None) for name in names}

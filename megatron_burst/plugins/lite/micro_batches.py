@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plans that the layers of a model of Megatron Lite share, one per micro-batch.
 
-Decides who makes a plan and who looks one up. The first layer of each kind leads: in a forward it
-makes the plan, or compares with the other ranks the one that is there already. Layers behind it,
-and all that backward runs again, look it up. So ranks whose batches differ get the same ValueError.
+This module decides which layer makes a plan and which layers look it up. The first layer of each
+kind leads: in a forward it makes the plan, or compares the present plan with the other ranks. Later
+layers, and all layers that backward runs again, look the plan up. So ranks whose batches differ get
+the same ValueError.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ PLANS_KEPT = 256  # more than packed micro-batches in flight x kinds of layers
 
 
 class LiteKind(NamedTuple):
-    """What is known of a layer when it is built, the same on all ranks: layers with the same have
-    their plans in common.
+    """The properties of a layer that are known when it is built; the same on all ranks.
+
+    Layers of equal kinds share their plans.
     """
 
     sort: str
@@ -40,7 +42,13 @@ class LiteKind(NamedTuple):
 
 @dataclass
 class MicroBatches:
-    """What the layers of a model share: the grid, and the plans of its micro-batches."""
+    """The grid and the plans of micro-batches, which the layers of a model share.
+
+    Attributes:
+        groups: The grid.
+        options: Options of `mb.attention`.
+        linear: The algorithm of linear attention.
+    """
 
     groups: Groups
     options: Mapping[str, Any]
@@ -50,29 +58,36 @@ class MicroBatches:
     _bounds: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
     def leads(self, kind: LiteKind) -> bool:
-        """Register a layer; True for the first of its kind."""
+        """Register a layer, and return whether it is the first of its kind."""
         first = kind not in self._kinds
         self._kinds.add(kind)
         return first
 
     def documents(self, ends: Mapping[str, torch.Tensor | None]) -> tuple[int, ...] | None:
-        """Cumulative lengths, of all ranks together, of the documents that tensors [documents + 1]
-        tell; None without any. A tensor is read from its device once.
+        """Return the cumulative lengths of the documents, over all ranks; None without documents.
+
+        A tensor is read from its device once.
+
+        Args:
+            ends: tensors [documents + 1], by name.
+
+        Raises:
+            ValueError: The tensors differ.
         """
-        known = {name: self._read(x) for name, x in ends.items() if x is not None}
-        if len(set(known.values())) > 1:
+        lengths = {name: self._read(x) for name, x in ends.items() if x is not None}
+        if len(set(lengths.values())) > 1:
             raise ValueError(
-                "packed_seq_params: documents must end where their padding ends, for queries and "
-                f"keys alike, as Lite packs them; got {known}"
+                "packed_seq_params: cumulative lengths of queries and keys, with and without "
+                f"padding, must be equal, as in Lite's packs; got {lengths}"
             )
-        return next(iter(known.values()), None)
+        return next(iter(lengths.values()), None)
 
     def _read(self, ends: torch.Tensor) -> tuple[int, ...]:
-        now = 0 if ends.is_inference() else ends._version
-        known: Any = self._bounds.get(ends)
-        if known is None or known[0] != now:
-            known = self._bounds[ends] = now, tuple(ends.tolist())
-        return known[1]
+        version = 0 if ends.is_inference() else ends._version
+        entry: Any = self._bounds.get(ends)
+        if entry is None or entry[0] != version:
+            entry = self._bounds[ends] = version, tuple(ends.tolist())
+        return entry[1]
 
     def plan(
         self,
@@ -82,8 +97,18 @@ class MicroBatches:
         ends: Mapping[str, torch.Tensor | None],
         make: Callable[[tuple[int, ...] | None], Any],
     ) -> Any:
-        """The plan of these tensors [s, b, ...] for documents that end at `ends`; a collective if
-        `leads`, outside of backward. make: makes one of the documents.
+        """Return the plan of these tensors; a collective if `leads`, except in backward.
+
+        Args:
+            kind: the kind of the layer.
+            leads: whether the layer is the first of its kind.
+            tensors: [s, b, ...] by name; only shapes, dtypes and devices are read.
+            ends: cumulative lengths of documents, by name.
+            make: makes a plan from the cumulative lengths.
+
+        Raises:
+            ValueError: The documents do not fit, ranks disagree, or a layer that does not lead gets
+                other tensors than the leader.
         """
         compares = leads and not in_backward()
         try:
@@ -100,18 +125,24 @@ class MicroBatches:
             raise
         key = kind, bounds, tuple((x.shape, x.dtype, x.device) for x in tensors.values())
         if not compares and key not in self._plans:
-            shown = {name: (*x.shape, x.dtype) for name, x in tensors.items()}
+            shapes = {name: (*x.shape, x.dtype) for name, x in tensors.items()}
             raise ValueError(
-                f"attention got tensors that the first layer of its kind never saw, or not in its "
-                f"last {PLANS_KEPT} calls: {shown}, documents {bounds}"
+                f"the first layer of this kind did not get the same tensors in its last "
+                f"{PLANS_KEPT} calls: {shapes}, documents {bounds}; shapes and documents must be "
+                "the same for all layers of a forward"
             )
         if compares and key in self._plans:
             self.groups.compare(self._plans[key].facts)
         return self._plans.of(key, partial(make, bounds))
 
     def cut(self, bounds: tuple[int, ...] | None) -> dict[str, Any]:
-        """The layout by which Lite has cut a batch, as a keyword. Raises ValueError for documents
-        that it would not have cut so, on every rank alike.
+        """Return the layout in which Lite has cut a batch, as a keyword argument.
+
+        Args:
+            bounds: cumulative lengths of the documents; None for one sequence.
+
+        Raises:
+            ValueError: Lite cannot have cut these documents; raised on every rank.
         """
         size = self.groups.size
         if bounds is None or size == 1:
@@ -125,7 +156,7 @@ class MicroBatches:
     def plan_attention(
         self, tensors: Mapping[str, torch.Tensor], scale: float | None, bounds: Any
     ) -> Any:
-        """A plan of softmax attention; a collective."""
+        """Make a plan of softmax attention; a collective."""
         mask = Causal() if bounds is None else Documents(bounds) & Causal()
         return prepare(
             *tensors.values(), groups=self.groups, needs_grad=(True, True, True), mask=mask,
@@ -133,7 +164,7 @@ class MicroBatches:
         )  # fmt: skip
 
     def plan_states(self, tensors: Mapping[str, torch.Tensor], bounds: Any) -> Any:
-        """A plan of linear attention; a collective."""
+        """Make a plan of linear attention; a collective."""
         return prepare_linear(
             **tensors, groups=self.groups, cu_seqlens=bounds, algorithm=self.linear,
             **self.cut(bounds),

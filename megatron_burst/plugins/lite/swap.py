@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The swap: which layers of a built model of Megatron Lite get our attention, and what is refused.
+"""Replacement of the attention of a built model of Megatron Lite.
 
-Layers are recognized by the names of Lite's classes, so that nothing of it is imported.
+This module decides which layers get our attention and which models are refused. Layers are
+identified by the names of Lite's classes, so that Lite is not imported.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from .layers import DeltaNetForward, LiteCoreAttention
 from .micro_batches import LiteKind, MicroBatches
 
 NAME = "burst"
-# The choices of `mb.attention` that are left: Lite decides layout, mask and scale, and its
-# recompute knows no attention store.
+# Options of `mb.attention` that apply: Lite decides layout, mask and scale, and its recomputation
+# does not support the attention store.
 OPTIONS = ("algorithm", "side", "kernel", "grad_wire_dtype", "head_chunks")
-LITE = "lite"  # how linear layers pass what crosses ranks where they are left alone
+LITE = "lite"  # value of `linear` that does not replace linear layers
 _WITH_CORE = ("GQAttention", "MultiLatentAttention")
 _DELTA_NET = "GatedDeltaNet"
 _REFUSED = {
@@ -35,50 +36,62 @@ def set_attention_backend(
     linear: str = "auto",
     **options: Any,
 ) -> Groups | None:
-    """Swap the attention of a built model of Megatron Lite, between training steps.
-
-    model: the model or a list of its chunks, in wrappers (DDP) or not. backend: "burst", or "te",
-    which puts back what was replaced. groups: those of an earlier call, or `mb.Groups` over the
-    ranks of the model's context-parallel group; None makes them by host. linear: how gated
-    delta nets pass states, one of "auto", "ring", "scan", "all_gather", "two_level", or "lite",
-    which leaves them alone. options: `algorithm`, `side`, `kernel`, `grad_wire_dtype`,
-    `head_chunks`, as `mb.attention` takes them. Returns the groups, for another call; None for
-    "te".
+    """Replace the attention of a built model of Megatron Lite, between training steps.
 
     A collective of each context-parallel group. No parameter, buffer or state of an optimizer
-    changes; Transformer Engine's `_extra_state` of the replaced modules is not in checkpoints that
-    are made meanwhile. Raises ValueError for another backend or option, for a model without
-    attention of Lite, for its sparse attention, and where Lite's own recompute or offload wraps
-    only the module that would be replaced.
+    changes. Checkpoints that are made meanwhile do not contain Transformer Engine's `_extra_state`
+    of the replaced modules.
+
+    Args:
+        model: the model or a list of its chunks, in wrappers (DDP) or not.
+        backend: "burst", or "te", which restores the replaced modules.
+        groups: the groups of an earlier call, or `mb.Groups` over the ranks of the model's
+            context-parallel group; None makes them by host.
+        linear: how gated delta nets pass states: "auto", "ring", "scan", "all_gather" or
+            "two_level"; "lite" does not replace these layers.
+        options: `algorithm`, `side`, `kernel`, `grad_wire_dtype`, `head_chunks`, as `mb.attention`
+            takes them.
+
+    Returns:
+        The groups, for another call; None for "te".
+
+    Raises:
+        ValueError: The backend or an option is unknown, the model has no attention of Lite, it has
+            Lite's sparse attention, or Lite's own recomputation or offload wraps only the module
+            that would be replaced.
     """
     chunks = model if isinstance(model, (list, tuple)) else [model]
-    found = [layer for chunk in chunks for layer in _layers(chunk)]
+    layers = [layer for chunk in chunks for layer in _layers(chunk)]
     if backend == "te":
         if groups is not None or options:
-            raise ValueError(f"backend te takes no groups and no options, got {groups}, {options}")
-        for layer in found:
+            raise ValueError(
+                f"backend te supports no groups and no options, got {groups}, {options}"
+            )
+        for layer in layers:
             _restore(layer)
             if _sort(layer) == "GQAttention":
-                layer.set_attention_backend("te")  # from whatever it has
+                layer.set_attention_backend("te")  # it may have another backend of Lite
         _name(chunks, "te")
         return None
     if backend != NAME:
-        raise ValueError(f'backend must be "{NAME}" or "te", got {backend!r}; Lite sets others')
+        raise ValueError(
+            f'backend is {backend!r}; it must be "{NAME}" or "te" (use Lite for other backends)'
+        )
     unknown = sorted(set(options) - set(OPTIONS))
     if unknown:
-        raise ValueError(f"options: Megatron Lite takes {', '.join(OPTIONS)}, got {unknown}")
+        raise ValueError(f"unknown options {unknown}; use {', '.join(OPTIONS)}")
     if linear not in (LITE, "auto", *SCANS):
         choices = ", ".join((LITE, "auto", *SCANS))
-        raise ValueError(f"linear must be one of {choices}, got {linear!r}")
-    if not found:
+        raise ValueError(f"linear is {linear!r}; it must be one of {choices}")
+    if not layers:
         raise ValueError(
-            "model: found no attention of Megatron Lite in it; hand in a model of megatron.lite, "
-            f"got {type(chunks[0]).__name__}"
+            f"model: {type(chunks[0]).__name__} contains no attention of Megatron Lite; pass a "
+            "model of megatron.lite"
         )
-    states = [layer.ps for layer in found]
-    for layer in found:
+    states = [layer.ps for layer in layers]
+    for layer in layers:
         _restore(layer)
-    swapped = [one for one in found if linear != LITE or _sort(one) != _DELTA_NET]
+    swapped = [layer for layer in layers if linear != LITE or _sort(layer) != _DELTA_NET]
     for layer in swapped:
         _refuse_wrapped(layer)
     ranks = states[0].cp_group
@@ -86,7 +99,7 @@ def set_attention_backend(
         groups = Groups.by_host(ranks, reuse=[ranks])
     elif not isinstance(groups, Groups) or groups.size != states[0].cp_size:
         raise ValueError(
-            f"groups: the model has {states[0].cp_size} context-parallel ranks; give mb.Groups "
+            f"groups: the model has {states[0].cp_size} context-parallel ranks; pass mb.Groups "
             f"over its cp_group, got {groups!r:.100}"
         )
     shared = MicroBatches(groups, options, linear)
@@ -97,40 +110,45 @@ def set_attention_backend(
 
 
 def _layers(model: Any) -> Iterator[Any]:
-    """The layers of Lite that attend to other tokens, in the order of construction."""
+    """Yield the layers of Lite that attend to other tokens, in the order of construction."""
     for layer in model.modules():
         sort = _sort(layer)
         if sort in _REFUSED and layer.ps.cp_size > 1:
             raise ValueError(
-                f"{sort}: {_REFUSED[sort]}, is not served in Megatron Lite; keep its own backend"
+                f"{sort} ({_REFUSED[sort]}) is not supported in Megatron Lite; keep its own backend"
             )
         if sort in _WITH_CORE or sort == _DELTA_NET:
             yield layer
 
 
 def _sort(layer: Any) -> str:
-    """The name of the class of Lite that a module is of; empty for others."""
+    """Return the name of Lite's class of a module; empty for other modules."""
     for cls in type(layer).__mro__:
-        known = cls.__name__ in _WITH_CORE or cls.__name__ in _REFUSED or cls.__name__ == _DELTA_NET
-        if known and cls.__module__.startswith("megatron.lite."):
+        is_lite = (
+            cls.__name__ in _WITH_CORE or cls.__name__ in _REFUSED or cls.__name__ == _DELTA_NET
+        )
+        if is_lite and cls.__module__.startswith("megatron.lite."):
             return cls.__name__
     return ""
 
 
 def _refuse_wrapped(layer: Any) -> None:
-    """Recompute and offload of one module, in Lite, replace its `forward`, and would go with it."""
+    """Raise `ValueError` if Lite's recomputation or offload wraps only the replaced module.
+
+    Lite replaces the module's `forward`, which would be lost with the module.
+    """
     delta = _sort(layer) == _DELTA_NET
     replaced = layer if delta else layer.core_attn
     if replaced is not None and "forward" in vars(replaced):
         name = "linear_attn" if delta else "core_attn"
         raise ValueError(
-            f"{name}: Lite's recompute or offload wraps this module, and would be lost with it; "
+            f"{name}: Lite's recompute or offload wraps this module, which would be replaced; "
             f"build the model without {name} in recompute and offload, or with recompute full"
         )
 
 
 def _swap(layer: Any, shared: MicroBatches, number: int) -> None:
-    """Give a layer our attention."""
+    """Replace the attention of a layer."""
     if _sort(layer) == _DELTA_NET:
         sizes = (layer.num_k_heads_local, layer.num_v_heads_local, layer.dk, layer.dv)
         kind = LiteKind(_DELTA_NET, sizes)
@@ -145,12 +163,12 @@ def _swap(layer: Any, shared: MicroBatches, number: int) -> None:
         sizes = (layer.num_heads_local, layer.q_head_dim, layer.v_head_dim)
         kind = LiteKind("MultiLatentAttention", sizes, layer._softmax_scale)
         before = {"core_attn": layer.core_attn, "_use_torch_core": layer._use_torch_core}
-        layer._use_torch_core = False  # Lite's gather of all ranks, where value widths differ
+        layer._use_torch_core = False  # Lite's all-gather for other value widths
     layer.core_attn = LiteCoreAttention(shared, kind, shared.leads(kind), number, before)
 
 
 def _restore(layer: Any) -> None:
-    """Give back what `_swap` has replaced, if it has."""
+    """Restore the values that `_swap` has replaced."""
     if _sort(layer) == _DELTA_NET:
         if isinstance(vars(layer).get("forward"), DeltaNetForward):
             del layer.forward
@@ -160,7 +178,7 @@ def _restore(layer: Any) -> None:
 
 
 def _name(chunks: Sequence[Any], backend: str) -> None:
-    """Tell models that have a name for their backend: the protocol of a batch asks for it."""
+    """Set the name of the backend in models that have one: Lite's protocol of a batch reads it."""
     for chunk in chunks:
         for part in chunk.modules():
             lite = type(part).__module__.startswith("megatron.lite.model.")

@@ -28,7 +28,7 @@ from ...megatron import patching
 from ...megatron.data.cut import gather_from_all
 from ...megatron.lm_head.fused_loss import check_output
 from ...megatron.model_shape import ModelShape
-from ...megatron.packing.step import ReadyBatches, work_of
+from ...megatron.packing.step import PackedBatchIterator, work_of
 from ...megatron.patching import log
 from . import trees
 from .batch import TrajectoryBatch, rows_multiple
@@ -163,7 +163,7 @@ def logprobs(
     with finalize, torch.set_grad_enabled(loss is not None):
         reports = schedules.get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=cast(Any, [ReadyBatches(batches) for _ in chunks]),
+            data_iterator=cast(Any, [PackedBatchIterator(batches) for _ in chunks]),
             model=chunks,
             num_microbatches=len(batches),
             seq_length=max(len(batch.tree.tokens) for _, batch in batches),

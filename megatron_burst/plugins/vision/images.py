@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images among the tokens of a micro-batch: where they lie, and how a script puts them there.
+"""Images among the tokens of a micro-batch: their positions, and their embeddings.
 
-The tokens of an image may see each other (Gemma 3 and 4), and that differs in every micro-batch. A
-script says it in the `PackedSeqParams` that it gives to the model (`with_spans`), so that layers
-which run again in backward, and pipeline stages with several micro-batches in flight, find the
-spans of theirs. `gemma3` and `gemma4` are functions for `--burst-mask` that read them.
+The tokens of an image may see each other (Gemma 3 and 4), and the positions of images differ in
+every micro-batch. A script states them in the `PackedSeqParams` of the model's forward
+(`with_spans`). So layers that backward runs again, and pipeline stages with several micro-batches
+in flight, read the spans of the right micro-batch. `gemma3` and `gemma4` are functions for
+`--burst-mask` that read the spans.
 
 Shape letters: s tokens of the whole sequence, t of this context-parallel rank, h hidden size, n
 image tokens.
@@ -32,20 +33,28 @@ Positions = Sequence[int] | np.ndarray | torch.Tensor
 def image_spans(
     tokens: torch.Tensor, image_tokens: int | Iterable[int], cu_seqlens: Positions = ()
 ) -> list[tuple[int, int]]:
-    """The runs of image tokens in a sequence: [(first, stop)], for `with_spans`.
+    """Return the runs of image tokens in a sequence, for `with_spans`.
 
-    tokens: integers [s] or [1, s], the whole sequence before it is cut; waits for a device.
-    image_tokens: the ids, one or several. cu_seqlens: integers [n] or [1, n], where documents of a
-    pack end; a run across such a boundary is two. Images of equal ids that touch are one run, as in
-    Hugging Face's Gemma. Raises `ValueError` for tokens or boundaries of another shape, and ids
-    that are no integers.
+    Adjacent images with equal ids are one run, as in Hugging Face's Gemma.
+
+    Args:
+        tokens: integers [s] or [1, s], the whole sequence before it is cut. Waits for their device.
+        image_tokens: the token ids of images, one or several.
+        cu_seqlens: integers [n] or [1, n], the boundaries of a pack's documents. A run across a
+            boundary becomes two.
+
+    Returns:
+        [(first, stop)].
+
+    Raises:
+        ValueError: Tokens or boundaries have another shape, or ids are not integers.
     """
     if tokens.dim() == 2 and tokens.shape[0] == 1:
         tokens = tokens[0]
     if tokens.dim() != 1:
         raise ValueError(
-            f"tokens of shape {tuple(tokens.shape)}: spans are of one sequence, [s] or [1, s]; "
-            "they need --micro-batch-size 1"
+            f"tokens have the shape {tuple(tokens.shape)}; they must be one sequence, [s] or "
+            "[1, s], which requires --micro-batch-size 1"
         )
     image = np.isin(tokens.detach().cpu().numpy(), _token_ids(image_tokens))
     begins, ends = image.copy(), image.copy()
@@ -62,22 +71,30 @@ def image_spans(
 def with_spans(
     spans: Sequence[tuple[int, int]] | np.ndarray, seq_len: int, packed_seq_params: Any = None
 ) -> Any:
-    """The `PackedSeqParams` of a micro-batch whose images lie at `spans`, for the model's forward.
+    """Return the `PackedSeqParams` of a micro-batch with images, for the model's forward.
 
-    spans: (first, stop) of each image, positions in the whole sequence or pack, ascending; empty
-    where the micro-batch has none. The same on all ranks of all pipeline stages. seq_len: tokens of
-    the sequence or pack over all context-parallel ranks. packed_seq_params: of a pack with
-    documents, which is returned; None makes those of one sequence, which needs --micro-batch-size
-    1. Give the very object that is returned to the model, with its tensors: they stand for the
-    spans. Raises `ValueError` for spans that overlap or lie outside, and for tensors that stand for
-    other spans or documents already: every micro-batch needs its own.
+    Pass the returned object, with its tensors, to the model: the tensor objects identify the spans.
+
+    Args:
+        spans: (first, stop) of each image, positions in the whole sequence or pack, ascending;
+            empty for a micro-batch without images. The same on all ranks of all pipeline stages.
+        seq_len: tokens of the sequence or pack over all context-parallel ranks.
+        packed_seq_params: of a pack with documents; None for one sequence, which requires
+            --micro-batch-size 1.
+
+    Returns:
+        `packed_seq_params`, or new ones for one sequence.
+
+    Raises:
+        ValueError: Spans overlap or are outside the sequence, or the tensors belong to other spans
+            or documents: every micro-batch needs its own tensors.
     """
     mask = SameSpan(spans)
     mask.check(seq_len)
     params = packed_seq_params
     if params is None:
         host = torch.tensor([0, seq_len], dtype=torch.int32)
-        # A copy on the CPU too: what stands for these spans stands for no others.
+        # A copy also on the CPU: the tensor object identifies these spans and no others.
         ends = host.to(torch.cuda.current_device(), non_blocking=True, copy=True)
         packs().note_values(ends, host)
         params = params_of(ends, seq_len, padded=ends)
@@ -94,14 +111,21 @@ def place_images(
     *,
     group: Any = None,
 ) -> torch.Tensor:
-    """This rank's token embeddings with those of images in their places; differentiable.
+    """Return this rank's token embeddings with image embeddings at their positions; differentiable.
 
-    embeddings [t, 1, h]: of the tokens that `shard_sequence` left to this rank, so that no rank
-    embeds the whole sequence; with sequence parallelism, before they are scattered. images [n, h]:
-    of all images, in the order of `positions`, n integers: where they go in the whole sequence;
-    integers on a device are waited for. packed_seq_params, group: as of `shard_sequence`. The rows
-    of other ranks get no gradient here: sums over context-parallel ranks are whole, as Megatron
-    takes them of all weights. Raises `ValueError` where shapes or positions do not fit.
+    The rows of other ranks get no gradient here. Sums over context-parallel ranks are complete, and
+    Megatron sums the gradients of all weights.
+
+    Args:
+        embeddings: [t, 1, h] of the tokens that `shard_sequence` left to this rank, so that no rank
+            embeds the whole sequence; with sequence parallelism, before they are scattered.
+        images: [n, h] of all images, in the order of `positions`.
+        positions: n integers, positions in the whole sequence. Waits for their device.
+        packed_seq_params: as `shard_sequence` takes it.
+        group: as `shard_sequence` takes it.
+
+    Raises:
+        ValueError: Shapes or positions do not fit.
     """
     from ...megatron.data.slicing import sequence_group
 
@@ -109,8 +133,8 @@ def place_images(
     group = sequence_group(group, packed_seq_params)
     _, row = _homes(embeddings, places, packed_seq_params, group)
     _check_rows("images", images, len(places), embeddings)
-    mine = np.flatnonzero(row[places] >= 0)
-    to, of = row[places[mine]], torch.from_numpy(mine).to(images.device)
+    local_images = np.flatnonzero(row[places] >= 0)
+    to, of = row[places[local_images]], torch.from_numpy(local_images).to(images.device)
     return _placed(embeddings, images.index_select(0, of), to)
 
 
@@ -123,20 +147,32 @@ def encode_shared(
     *,
     group: Any = None,
 ) -> torch.Tensor:
-    """As `place_images`, with each context-parallel rank encoding a share of the images.
+    """Encode a share of the images on each context-parallel rank, and place all of them.
 
-    embeddings, positions, packed_seq_params, group: as of `place_images`. counts: how many tokens
-    each image or frame has, in the order of `positions`; both are the same on all ranks. encode:
-    is called once with the numbers of this rank's images, ascending, and returns their rows
-    [tokens, h] in that order. Shares have about equally many tokens; a rank without one encodes the
-    smallest image and drops its rows, so that every rank's encoder runs and has gradients. Without
-    any image no rank calls `encode`, so encoders whose parameters are gathered or reduced with
-    ranks of other micro-batches must be run by the caller.
+    Shares have about equal numbers of tokens. A rank without images encodes the smallest image and
+    drops its rows, so that every rank's encoder runs and has gradients. If there is no image, no
+    rank calls `encode`. Encoders whose parameters are gathered or reduced with ranks of other
+    micro-batches must then be run by the caller.
 
-    The rows travel to the ranks that hold their tokens by one all-to-all of the group, their
-    gradients come back by another. So a rank has the gradients of its own images only: sums over
-    context-parallel ranks are whole, as Megatron takes them of all weights. Raises `ValueError`
-    where shapes, counts or positions do not fit.
+    One all-to-all of the group sends the rows to the ranks that hold their tokens; another returns
+    the gradients. So a rank has the gradients of its own images only. Sums over context-parallel
+    ranks are complete, and Megatron sums the gradients of all weights.
+
+    Args:
+        embeddings: as `place_images` takes it.
+        encode: called once with the numbers of this rank's images, ascending; returns their rows
+            [tokens, h] in that order.
+        counts: number of tokens of each image or frame, in the order of `positions`; the same on
+            all ranks.
+        positions: as `place_images` takes it; the same on all ranks.
+        packed_seq_params: as `place_images` takes it.
+        group: as `place_images` takes it.
+
+    Returns:
+        The embeddings, as `place_images`.
+
+    Raises:
+        ValueError: Shapes, counts or positions do not fit.
     """
     from ...megatron.data.slicing import sequence_group
 
@@ -144,7 +180,7 @@ def encode_shared(
     if sizes.sum() != len(places) or (sizes < 1).any():
         raise ValueError(
             f"counts: {len(sizes)} images have {sizes.sum()} tokens, and there are {len(places)} "
-            "positions; give the number of tokens, at least 1, of each image"
+            "positions; counts must be the number of tokens, at least 1, of each image"
         )
     group = sequence_group(group, packed_seq_params)
     home, row = _homes(embeddings, places, packed_seq_params, group)
@@ -152,22 +188,23 @@ def encode_shared(
         return embeddings
     firsts, me = np.cumsum(sizes) - sizes, group.rank()
     shares = _shares(sizes, group.size())
-    mine = shares[me] or [int(sizes.argmin())]
-    rows = encode(mine)
-    _check_rows("encode: rows", rows, int(sizes[mine].sum()), embeddings)
-    # Of each rank's images the places of all tokens, in the order of its rows.
+    local_images = shares[me] or [int(sizes.argmin())]
+    rows = encode(local_images)
+    _check_rows("encode: rows", rows, int(sizes[local_images].sum()), embeddings)
+    # Positions of all tokens of each rank's images, in the order of the rank's rows.
     tokens = [places[counted(firsts[share], sizes[share])] for share in shares]
     order = np.argsort(home[tokens[me]], kind="stable")
     out_of = np.bincount(home[tokens[me]], minlength=len(shares)).tolist()
-    coming = [each[home[each] == me] for each in tokens]
+    incoming = [image_tokens[home[image_tokens] == me] for image_tokens in tokens]
     sent = rows.index_select(0, torch.from_numpy(order).to(rows.device))
-    moved = _AllToAll.apply(sent, out_of, [len(each) for each in coming], group)
-    return _placed(embeddings, moved, row[np.concatenate(coming)])
+    moved = _AllToAll.apply(sent, out_of, [len(image_tokens) for image_tokens in incoming], group)
+    return _placed(embeddings, moved, row[np.concatenate(incoming)])
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows to the ranks of a group, and their gradients back; `out_of` and `into`: how many go to
-    and come from each.
+    """Exchange of rows between the ranks of a group; backward returns their gradients.
+
+    `out_of` and `into` are the numbers of rows that are sent to and received from each rank.
     """
 
     @staticmethod
@@ -187,47 +224,55 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _shares(sizes: np.ndarray, ranks: int) -> list[list[int]]:
-    """The images of each rank, ascending; the largest first goes to the rank with fewest tokens."""
+    """Return the images of each rank, ascending.
+
+    The largest images first, each to the rank with the fewest tokens.
+    """
     shares, load = [[] for _ in range(ranks)], [0] * ranks
     for image in np.argsort(-sizes, kind="stable").tolist():
         rank = load.index(min(load))
         shares[rank].append(image)
         load[rank] += int(sizes[image])
-    return [sorted(each) for each in shares]
+    return [sorted(share) for share in shares]
 
 
 def _homes(
     embeddings: torch.Tensor, places: np.ndarray, packed_seq_params: Any, group: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which rank holds each position of the sequence, and in which of its rows this rank does, -1
-    where it does not: int64 [s] each; ValueError for places that do not fit.
+    """Return the rank that holds each position, and the row of each position on this rank.
+
+    Rows are -1 for positions of other ranks. Raises `ValueError` for places that do not fit.
+
+    Returns:
+        Two arrays, int64 [s].
     """
     from ...megatron.data.slicing import held_positions
 
     if embeddings.dim() != 3 or embeddings.shape[1] != 1:
         raise ValueError(
-            f"embeddings of shape {tuple(embeddings.shape)}: positions are of one sequence, "
-            "[t, 1, h]; they need --micro-batch-size 1"
+            f"embeddings have the shape {tuple(embeddings.shape)}; they must be of one sequence, "
+            "[t, 1, h], which requires --micro-batch-size 1"
         )
-    held = held_positions(embeddings.shape[0], packed_seq_params, group)
-    total = held.size
+    rank_positions = held_positions(embeddings.shape[0], packed_seq_params, group)
+    total = rank_positions.size
     if len(places) and (places.min() < 0 or places.max() >= total):
         raise ValueError(
-            f"positions from {places.min()} to {places.max()}: the sequence has {total} tokens"
+            f"positions are from {places.min()} to {places.max()}; they must be within the "
+            f"{total} tokens of the sequence"
         )
     if len(np.unique(places)) != len(places):
-        raise ValueError("positions: two images have the same place")
+        raise ValueError("positions contains a position twice; each image token needs its own")
     home, row = np.empty(total, np.int64), np.full(total, -1)
-    home[held] = np.arange(len(held))[:, None]
-    row[held[group.rank()]] = np.arange(held.shape[1])
+    home[rank_positions] = np.arange(len(rank_positions))[:, None]
+    row[rank_positions[group.rank()]] = np.arange(rank_positions.shape[1])
     return home, row
 
 
-def _check_rows(what: str, rows: torch.Tensor, count: int, embeddings: torch.Tensor) -> None:
+def _check_rows(name: str, rows: torch.Tensor, count: int, embeddings: torch.Tensor) -> None:
     if rows.shape != (count, embeddings.shape[2]):
         raise ValueError(
-            f"{what} of shape {tuple(rows.shape)} for {count} positions of width "
-            f"{embeddings.shape[2]}: give one row for each"
+            f"{name} have the shape {tuple(rows.shape)}; {count} positions of width "
+            f"{embeddings.shape[2]} require one row each"
         )
 
 
@@ -237,60 +282,76 @@ def _placed(embeddings: torch.Tensor, rows: torch.Tensor, to: np.ndarray) -> tor
 
 
 def gemma3(layer: MaskLayer, batch: MaskBatch) -> Mask:
-    """For `--burst-mask`: the mask of Gemma 3, whose images see all of themselves in every layer.
+    """Return the mask of Gemma 3, in which the tokens of an image see each other in every layer.
 
-    Layers with a window (`--window-size`, `--window-attn-skip-freq`) see it or the same image, all
-    others what is before them or the same image. Raises `ValueError` for a micro-batch without
-    `with_spans`.
+    A function for `--burst-mask`. In layers with a window (`--window-size`,
+    `--window-attn-skip-freq`) a token sees the window and its image; in other layers it sees all
+    earlier tokens and its image.
+
+    Args:
+        layer: the layer.
+        batch: the batch.
+
+    Raises:
+        ValueError: The micro-batch was not passed to `with_spans`.
     """
-    return _without_images(layer) | SameSpan(_given(batch))
+    return _without_images(layer) | SameSpan(_spans_of(batch))
 
 
 def gemma4(layer: MaskLayer, batch: MaskBatch) -> Mask:
-    """For `--burst-mask`: the mask of those Gemma 4 models whose images see all of themselves, in
-    layers with a window only. Else as `gemma3`.
+    """Return the mask of Gemma 4 models in which images see themselves only in windowed layers.
+
+    Otherwise like `gemma3`.
+
+    Args:
+        layer: the layer.
+        batch: the batch.
+
+    Raises:
+        ValueError: The micro-batch was not passed to `with_spans`.
     """
-    spans = _given(batch)
+    spans = _spans_of(batch)
     without = _without_images(layer)
     return without if layer.window is None else without | SameSpan(spans)
 
 
 def _without_images(layer: MaskLayer) -> Mask:
-    """What Megatron asks for: causal or not, with the window of the layer."""
+    """Return Megatron's mask: causal or not, with the window of the layer."""
     if not layer.causal:
         return Full() if layer.window is None else Window(*layer.window)
     return Causal() if layer.window is None else Causal() & Window(layer.window[0], 0)
 
 
-def _given(batch: MaskBatch) -> tuple[tuple[int, int], ...]:
+def _spans_of(batch: MaskBatch) -> tuple[tuple[int, int], ...]:
     if batch.spans is None:
         raise ValueError(
-            "the micro-batch does not say where its images lie: give the model the "
-            "packed_seq_params of megatron_burst.plugins.vision.images.with_spans, with no spans "
-            "where it has no image"
+            "the micro-batch has no spans of images: pass the packed_seq_params of "
+            "megatron_burst.plugins.vision.images.with_spans to the model, with empty spans for a "
+            "micro-batch without images"
         )
     return batch.spans
 
 
 def _token_ids(image_tokens: Any) -> list[int]:
-    """The ids, of which one may stand by itself; ValueError for what are none."""
+    """Return the ids as a list; a single id may be an integer."""
     single = not isinstance(image_tokens, Iterable) or getattr(image_tokens, "ndim", 1) == 0
-    return [integer("image_tokens", one) for one in ([image_tokens] if single else image_tokens)]
+    return [
+        integer("image_tokens", token_id)
+        for token_id in ([image_tokens] if single else image_tokens)
+    ]
 
 
 def _boundaries(cu_seqlens: Any) -> np.ndarray:
-    """int64 [n] of the ends of documents, which data loaders give as [1, n] too."""
+    """Return the ends of documents, int64 [n]; data loaders also pass them as [1, n]."""
     shape = np.shape(cu_seqlens)
     return _host(cu_seqlens[0] if len(shape) == 2 and shape[0] == 1 else cu_seqlens, "cu_seqlens")
 
 
 def _host(positions: Positions, name: str = "positions") -> np.ndarray:
-    """int64 [n] of positions that a script gives; ValueError, calling them `name`, for what are
-    none.
-    """
+    """Return positions on the host, int64 [n]; raise `ValueError` if they are not integers."""
     if isinstance(positions, torch.Tensor):
         positions = positions.detach().cpu().numpy()
-    given = np.asarray(positions)
-    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-        raise ValueError(f"{name} must be integers [n], got {given.dtype} of {given.shape}")
-    return given.astype(np.int64)
+    array = np.asarray(positions)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(f"{name} must be integers [n], got {array.dtype} of {array.shape}")
+    return array.astype(np.int64)

@@ -53,7 +53,9 @@ def test_the_fused_loss_knows_no_soft_cap(runs):
     """Bridge sets the cap on the output layer after the model was built."""
     assert not (runs / "gemma4 dense.4").exists()
     said = (runs / "gemma4 dense.4.log").read_text()
-    assert "lm_head_loss single_pass needs an output layer that is a ColumnParallelLinear" in said
+    assert (
+        "lm_head_loss single_pass requires an output layer that is a ColumnParallelLinear" in said
+    )
     assert "got ColumnParallelLinear of Gemma4OutputLayer" in said
 
 

@@ -87,7 +87,7 @@ def test_ranks_that_share_images_equal_ranks_that_encode_all(
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("gemma3", "with_spans, with no spans where it has no image"),
+    [("gemma3", "with_spans to the model, with empty spans"),
      ("causal", "with_spans set spans of images, and no mask reads them")],
 )  # fmt: skip
 def test_a_mask_and_its_spans_belong_together(four, name, words):
@@ -163,11 +163,11 @@ def test_masks_of_gemma_keep_what_megatron_asks(model, causal, window, behind, a
         ({"images": 3}, "images of shape (3, 4) for 2 positions of width 4"),
         ({"positions": [1, 48]}, "positions from 1 to 48: the sequence has 48 tokens"),
         ({"positions": [-1, 4]}, "positions from -1 to 4"),
-        ({"positions": [5, 5]}, "two images have the same place"),
+        ({"positions": [5, 5]}, "contains a position twice"),
         ({"positions": [0.5, 1.5]}, "positions must be integers [n], got float64"),
-        ({"batch": 2}, "embeddings of shape (24, 2, 4)"),
+        ({"batch": 2}, "embeddings have the shape (24, 2, 4)"),
         ({"counts": [1, 2]}, "counts: 2 images have 3 tokens, and there are 2 positions"),
-        ({"counts": [0, 2]}, "give the number of tokens, at least 1, of each image"),
+        ({"counts": [0, 2]}, "counts must be the number of tokens, at least 1"),
         ({"counts": [1, 1], "images": 3}, "encode: rows of shape (3, 4) for 1 positions"),
         ({"spans": [(40, 49)]}, "spans: the last one ends at 49, the sequence has 48"),
         ({"seq_len": 96}, "with_spans got seq_len 96, and the batch has 48 tokens"),
