@@ -298,7 +298,7 @@ def _said_by_a_call(case, made):
         ({"layout": "striped"}, "use algorithm, side, kernel, "),
         ({"linear": "headwise"}, "it must be one of lite, auto, "),
         ({"backend": "te", "side": "kv"}, "backend te supports no groups and no options"),
-        ("sparse", "DynamicSparseAttention: sparse attention over keys that an indexer selects, "),
+        ("sparse", "DynamicSparseAttention (sparse attention over keys that an indexer selects)"),
         ("wrapped", "core_attn: Lite's recompute or offload wraps this module"),
         ("wrapped linear", "linear_attn: Lite's recompute or offload wraps this module"),
         ("nothing", "contains no attention of Megatron Lite"),

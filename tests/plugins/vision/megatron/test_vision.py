@@ -160,7 +160,7 @@ def test_masks_of_gemma_keep_what_megatron_asks(model, causal, window, behind, a
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"images": 3}, "images of shape (3, 4) for 2 positions of width 4"),
+        ({"images": 3}, "images have the shape (3, 4); 2 positions of width 4"),
         ({"positions": [1, 48]}, "positions from 1 to 48: the sequence has 48 tokens"),
         ({"positions": [-1, 4]}, "positions from -1 to 4"),
         ({"positions": [5, 5]}, "contains a position twice"),
@@ -168,7 +168,7 @@ def test_masks_of_gemma_keep_what_megatron_asks(model, causal, window, behind, a
         ({"batch": 2}, "embeddings have the shape (24, 2, 4)"),
         ({"counts": [1, 2]}, "counts: 2 images have 3 tokens, and there are 2 positions"),
         ({"counts": [0, 2]}, "counts must be the number of tokens, at least 1"),
-        ({"counts": [1, 1], "images": 3}, "encode: rows of shape (3, 4) for 1 positions"),
+        ({"counts": [1, 1], "images": 3}, "encode: rows have the shape (3, 4); 1 positions"),
         ({"spans": [(40, 49)]}, "spans: the last one ends at 49, the sequence has 48"),
         ({"seq_len": 96}, "with_spans got seq_len 96, and the batch has 48 tokens"),
     ],
