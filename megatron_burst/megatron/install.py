@@ -7,6 +7,7 @@ Megatron slices batches and caches rotary embeddings before it knows which model
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from .. import registry
@@ -14,7 +15,7 @@ from ..config import BurstConfig
 from ..layout import LayoutName
 from . import patching
 from .checks.config import configuration_problems
-from .checks.problem import refuse
+from .checks.problem import Problem, refuse
 from .checks.splitting import OLDEST
 from .data.cut import cut_for, settle_cut
 from .layout_choice import log_choice, one_layout, settled
@@ -154,12 +155,32 @@ def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None)
         ValueError: `install` was not called, or settings are not supported; the message names all
             of them.
     """
+    return select_attention(config, burst, seq_length)
+
+
+def select_attention(
+    config: Any, burst: BurstConfig, seq_length: int | None, problems: Iterable[Problem] = ()
+) -> Any:
+    """Do the work of `configure`, with further problems in its error.
+
+    Args:
+        config: a `TransformerConfig`; changed.
+        burst: the options of the run.
+        seq_length: global, in tokens; checked if given.
+        problems: problems that the caller has found.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ValueError: See `configure`.
+    """
     patches = patching.installed(_NAME)
     if patches is None:
         raise ValueError("megatron_burst is not installed: call install() before configure()")
     burst, why = settled(config, burst, seq_length)
     log_choice(burst, why)
-    refuse(configuration_problems(config, burst, seq_length))
+    refuse([*problems, *configuration_problems(config, burst, seq_length)])
     if burst.algorithm != "megatron" or "layout" in patches.notes:
         _fix_layout(patches, burst.layout)
     if burst.algorithm != "megatron":

@@ -173,7 +173,7 @@ def layer_window(config: Any, number: int) -> Window | None:
         number: of the layer, from 1.
 
     Returns:
-        (left, right) in tokens, with None for no limit; None for a layer without a window.
+        (left, right) in tokens, or None if the layer has no window. An absent limit is None.
     """
     size, setting = getattr(config, "window_size", None), provider_window(config)
     if setting is not None:

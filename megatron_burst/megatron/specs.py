@@ -19,9 +19,8 @@ from typing import Any
 
 from .. import flags
 from ..config import BurstConfig
-from .checks.config import backend_problems, configuration_problems
-from .checks.problem import refuse
-from .install import configure, install
+from .checks.config import backend_problems
+from .install import install, select_attention
 from .layout_choice import settled, unnamed_layouts
 from .patching import log, require_function
 
@@ -57,13 +56,7 @@ def burst_layer_spec(
     if burst.algorithm == flags.OFF and not choices:  # only the flag's default
         burst = dataclasses.replace(burst, algorithm=BurstConfig.algorithm)
     length = getattr(config, "seq_length", None)
-    refuse(
-        [
-            *backend_problems(transformer, burst),
-            *configuration_problems(transformer, burst, length),
-        ]
-    )
-    configure(transformer, burst, seq_length=length)
+    select_attention(transformer, burst, length, backend_problems(transformer, burst))
     layers = _layers(base, config, vp_stage)
     if transformer.context_parallel_size > 1 and burst.algorithm != flags.OFF:
         _check_layers(layers)

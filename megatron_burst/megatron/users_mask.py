@@ -27,8 +27,8 @@ class MaskLayer:
     Attributes:
         number: From 1, over all pipeline stages.
         causal: False if Megatron selects no mask for the layer.
-        window: (left, right) tokens of `--window-size` in a windowed layer, with None for no limit;
-            None for a layer without a window.
+        window: (left, right) tokens of `--window-size`; None if the layer has no window. A limit is
+            None if it is absent.
     """
 
     number: int
@@ -43,7 +43,7 @@ class MaskBatch:
     Attributes:
         seq_len: Tokens of the sequence, or of the pack, over all context-parallel ranks.
         cu_seqlens: The boundaries of a pack's documents, from 0 to seq_len, with padding as
-            separate documents; None for one sequence.
+            separate documents; None if the batch is not packed.
         spans: (first, stop) of the spans passed to `vision.with_spans`, for example images; None if
             it was not called.
     """

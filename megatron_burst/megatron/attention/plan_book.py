@@ -118,7 +118,7 @@ class LayerKind:
     Attributes:
         burst: The options of the run.
         causal: Whether a token sees only earlier tokens.
-        window: (left, right) tokens, with None for no limit; None without a window.
+        window: (left, right) tokens, None if the layer has no window.
         softmax_scale: The factor of the logits, or None.
         head_sizes: Query heads, key/value heads, key width, value width.
         max_logits: Whether to record the largest logit of each head.
