@@ -1,4 +1,4 @@
-"""What ranks run to compare largest attention logits, and what Megatron's qk-clip makes of them."""
+"""Ranks that compare largest attention logits and the results of Megatron's qk-clip."""
 
 import functools
 import math
@@ -12,8 +12,11 @@ THRESHOLD = 0.02  # far below the logits of a new model: every step clips
 
 
 def train(flags, clip):
-    """[(loss, gradient norm, largest logit)] of a run whose optimizer steps end as Megatron-LM's
-    do: in `clip_qk`, which clips or only takes the maximum of all ranks."""
+    """Return [(loss, gradient norm, largest logit)] of a run.
+
+    Its optimizer steps end in `clip_qk`, as in Megatron-LM, which clips or only takes the maximum
+    of all ranks.
+    """
     import pretrain_gpt
     from megatron.core.optimizer.qk_clip import clip_qk
 
@@ -54,8 +57,10 @@ def train(flags, clip):
 
 
 def recording_by_hand():
-    """Megatron's own local attention, made to leave the largest logits that a dense computation
-    finds; only at context-parallel size 1, where it runs."""
+    """Patch Megatron's own local attention to record the largest logits of a dense computation.
+
+    Only for context-parallel size 1.
+    """
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     original = DotProductAttention.forward
@@ -78,10 +83,10 @@ def recording_by_hand():
 
     patch = mock.patch.object(DotProductAttention, "forward", forward)
     empty = mock.patch.object(DotProductAttention, "current_max_attn_logits", None, create=True)
-    return Both(patch, empty)
+    return ScaleAndRecord(patch, empty)
 
 
-class Both:
+class ScaleAndRecord:
     def __init__(self, *patches):
         self.patches = patches
 

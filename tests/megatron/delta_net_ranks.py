@@ -1,5 +1,8 @@
-"""What ranks of the tests of gated delta nets run: a small GPT with three such layers and one of
-softmax attention, for a few steps, with all of its numbers at hand."""
+"""Ranks of the tests of gated delta nets.
+
+They train a small GPT with three such layers and one layer of softmax attention for a few steps,
+and return all numbers.
+"""
 
 import contextlib
 from itertools import pairwise
@@ -16,7 +19,7 @@ LENGTHS, ROOM = (21, 1, 17, 0, 9, 11), (21, 3, 17, 2, 9, 12)
 
 @contextlib.contextmanager
 def installed(layout, cp, sizes):
-    """Megatron with BurstAttention over ``cp`` of the four ranks; the others do the same."""
+    """Install BurstAttention over ``cp`` of the four ranks; the others repeat them."""
     from megatron.core.tensor_parallel import random
 
     sizes = {"context_parallel_size": cp, "hierarchical_context_parallel_sizes": sizes}
@@ -26,7 +29,7 @@ def installed(layout, cp, sizes):
 
 
 def build(cp, sizes, choices, **changes):
-    """The model in fp64, with the same weights in every run."""
+    """Return the model in fp64, with the same weights in every run."""
     import torch.nn.functional as F
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -63,7 +66,7 @@ def build(cp, sizes, choices, **changes):
 
 
 def recurrence(query, key, value, g, beta, **unused):
-    """The gated delta rule token by token: q, k, v [b, s, h, d], g and beta [b, s, h]."""
+    """Compute the gated delta rule token by token: q, k, v [b, s, h, d], g and beta [b, s, h]."""
     state, out = torch.zeros_like(key[:, 0, :, :, None] * value[:, 0, :, None]), []
     rows = zip(*(x.unbind(1) for x in (query, key, value, g, beta)), strict=True)
     for q, k, v, decay, rate in rows:
@@ -75,7 +78,7 @@ def recurrence(query, key, value, g, beta, **unused):
 
 
 def batch(packed):
-    """(tokens, labels, places, parameters of the pack): of whole sequences."""
+    """Return (tokens, labels, positions, parameters of the pack) of whole sequences."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     draw = torch.Generator().manual_seed(1)
@@ -94,52 +97,56 @@ def batch(packed):
 
 
 def real_rows():
-    """The parts of a pack that are no padding."""
+    """Return the parts of a pack that are not padding."""
     starts = torch.tensor([0, *ROOM]).cumsum(0).tolist()
     return [(a, a + n) for (a, _), n in zip(pairwise(starts), LENGTHS, strict=True) if n]
 
 
 def losses(model, packed, alone):
-    """Losses of this rank's tokens that count."""
+    """Return the losses of this rank's tokens that count."""
     import megatron_burst.megatron as burst
 
     tokens, labels, places, params = batch(packed)
     if alone:
-        found = [
+        token_losses = [
             model(tokens[:, a:b], places[:, : b - a], None, labels=labels[:, a:b])
             for a, b in real_rows()
         ]
-        return torch.cat(found, 1).flatten()
+        return torch.cat(token_losses, 1).flatten()
     counts = torch.ones_like(tokens, dtype=torch.bool)
     if packed:
         counts[:] = False
         for a, b in real_rows():
             counts[:, a:b] = True
-    mine = [burst.shard_sequence(x.contiguous(), params, dim=1)
+    local = [burst.shard_sequence(x.contiguous(), params, dim=1)
             for x in (tokens, labels, places, counts)]  # fmt: skip
-    tokens, labels, places, counts = mine
-    found = model(tokens, places, None, labels=labels, packed_seq_params=params)
-    return found[counts]
+    tokens, labels, places, counts = local
+    token_losses = model(tokens, places, None, labels=labels, packed_seq_params=params)
+    return token_losses[counts]
 
 
 def train(
     layout, cp, choices=None, sizes=None, packed=False, alone=False, steps=3, flight=1, **changes
 ):
-    """([(loss, gradient norm)] of each step, what the package has logged on this rank); ``flight``
-    micro-batches are run forward before any of them runs backward."""
+    """Return ([(loss, gradient norm)] of each step, the log of this rank).
+
+    ``flight`` micro-batches run forward before any of them runs backward.
+    """
     from megatron.core import parallel_state
 
     choices = {"layout": layout, "kernel": "reference", **(choices or {})}
-    with _log() as told, installed(layout, cp, sizes):
+    with _log() as log, installed(layout, cp, sizes):
         model = build(cp, sizes, choices, **changes)
         replicas = dist.get_world_size() // parallel_state.get_context_parallel_world_size()
         optimizer, history = torch.optim.SGD(model.parameters(), lr=0.1), []
         for _ in range(steps):
-            *others, found = (losses(model, packed, alone) for _ in range(flight))
-            total = torch.tensor([float(found.detach().double().sum()), found.numel()]).double()
+            *earlier, token_losses = (losses(model, packed, alone) for _ in range(flight))
+            total = torch.tensor(
+                [float(token_losses.detach().double().sum()), token_losses.numel()]
+            ).double()
             dist.all_reduce(total)
-            for one in (found, *others[::-1]):
-                (one.sum() * replicas / total[1] / flight).backward()
+            for micro_losses in (token_losses, *earlier[::-1]):
+                (micro_losses.sum() * replicas / total[1] / flight).backward()
             for parameter in model.parameters():
                 parameter.grad /= replicas
                 dist.all_reduce(parameter.grad)
@@ -147,7 +154,7 @@ def train(
             history.append((float(total[0] / total[1]), norm))
             optimizer.step()
             optimizer.zero_grad()
-        return history, told
+        return history, log
 
 
 RECOMPUTE = {
@@ -156,13 +163,15 @@ RECOMPUTE = {
 
 
 def recomputed():
-    """As `train`, with recomputed layers and two micro-batches in flight."""
+    """Run `train` with recomputed layers and two micro-batches in flight."""
     return train("zigzag", 2, {"store": 1.0}, steps=2, flight=2, **RECOMPUTE)
 
 
 def refused(layout, cp, options, odd=None):
-    """The error that building and running the model ends in on this rank, or None; ``odd``: further
-    options of rank 1."""
+    """Return the error of building and running the model on this rank, or None.
+
+    ``odd``: further options of rank 1.
+    """
     try:
         train(layout, cp, steps=1, **options | (odd or {} if dist.get_rank() == 1 else {}))
     except Exception as caught:
@@ -171,7 +180,7 @@ def refused(layout, cp, options, odd=None):
 
 
 def plans_made(options):
-    """How many plans a step of the model makes on two ranks, and how many calls take one."""
+    """Return the number of plans per step on two ranks, and the number of calls that use one."""
     from megatron_burst.megatron.linear import delta_net, state_layers
 
     count = {"prepare_linear": 0, "linear_attention": 0}
@@ -191,8 +200,10 @@ def plans_made(options):
 
 
 def described(cp, linear):
-    """What the first layer's sharded state is: name -> (global shape, offset, local shape); and its
-    own parameters' shapes."""
+    """Return the first layer's sharded state, and the shapes of its own parameters.
+
+    The state is name -> (global shape, offset, local shape).
+    """
     choices = {"linear": linear, "kernel": "reference"}
     with installed("zigzag", cp, None):
         layer = build(cp, None, choices).decoder.layers[0]
@@ -215,9 +226,11 @@ def _leaves(parts):
     return [parts]
 
 
-def called_differently(what, odd):
-    """The error of a call of one layer over all ranks that its plan does not allow on rank ``odd``,
-    or on every rank if that is None."""
+def called_differently(field, odd):
+    """Return the error of one layer's call that its plan does not allow on rank ``odd``.
+
+    If ``odd`` is None, no rank's call is allowed.
+    """
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from megatron_burst.megatron.data.packed import packs
@@ -230,9 +243,9 @@ def called_differently(what, odd):
         params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
         packs().note_cut(packs().of(LENGTH, ends))  # as the data path does
         wrong = odd in (None, dist.get_rank())
-        if wrong and what == "local_cp_size":
+        if wrong and field == "local_cp_size":
             params.local_cp_size = 1
-        layer = layers[1 if wrong and what == "follower" else 0].self_attention
+        layer = layers[1 if wrong and field == "follower" else 0].self_attention
         try:
             layer(hidden, None, packed_seq_params=params)
         except ValueError as caught:
@@ -241,15 +254,17 @@ def called_differently(what, odd):
 
 
 def over_a_tree():
-    """`mb.rl.logprobs` over prefix trees beside separate trajectories: the largest differences of
-    log-probabilities, of gradients, and the largest gradient; and what is told of Megatron's own
-    exchange of heads."""
+    """Run `mb.rl.logprobs` over prefix trees and over separate trajectories.
+
+    Return the largest differences of log-probabilities and of gradients, the largest gradient, and
+    the message about Megatron's own exchange of heads.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from trajectories import TRAJECTORIES, the_loss
 
     import megatron_burst as mb
 
-    found, told = {}, None
+    results, message = {}, None
     for linear in ("auto", "megatron"):
         with installed("zigzag", 2, None):
             model = build(2, None, {"kernel": "reference", "linear": linear})
@@ -258,31 +273,33 @@ def over_a_tree():
                 try:
                     mb.rl.logprobs([chunk], TRAJECTORIES)
                 except ValueError as error:
-                    told = str(error)
+                    message = str(error)
                 continue
             for tree in (True, False):
                 chunk.zero_grad_buffer()
                 step = mb.rl.logprobs([chunk], TRAJECTORIES, loss=the_loss, tree=tree)
                 own = dict(zip(step.index, step.logprobs, strict=True))
                 grads = [p.main_grad.clone() for p in chunk.parameters()]
-                found[tree] = own, grads, step.rows
-    (logs, grads, rows), (others, wanted, all_rows) = found[True], found[False]
-    both = logs.keys() & others.keys()
-    apart = [(logs[i] - others[i]).abs().max() for i in both if len(logs[i])]
-    gaps = [(a - b).abs().max() for a, b in zip(grads, wanted, strict=True)]
-    largest = max(float(x.abs().max()) for x in wanted)
+                results[tree] = own, grads, step.rows
+    (logs, grads, rows), (tree_logs, tree_grads, all_rows) = results[True], results[False]
+    common_keys = logs.keys() & tree_logs.keys()
+    differences = [(logs[i] - tree_logs[i]).abs().max() for i in common_keys if len(logs[i])]
+    gaps = [(a - b).abs().max() for a, b in zip(grads, tree_grads, strict=True)]
+    largest = max(float(x.abs().max()) for x in tree_grads)
     return (
-        max(map(float, apart), default=0.0),
+        max(map(float, differences), default=0.0),
         max(map(float, gaps)),
         largest,
         (rows, all_rows),
-        told,
+        message,
     )
 
 
 def errors_with_gates_of_channels(layout, packed):
-    """Largest errors of the rule that erases and writes by channels, over all ranks, of outputs and
-    of the gradient of every input, against `erased_and_written`."""
+    """Return the largest errors, over all ranks, of the rule with gates per channel.
+
+    Outputs and gradients of every input are compared with `erased_and_written`.
+    """
     import megatron_burst as mb
     from megatron_burst.megatron.linear.delta_net import _one_gate
 
@@ -325,8 +342,10 @@ def errors_with_gates_of_channels(layout, packed):
 
 
 def erased_and_written(q, k, v, decay, erase, write, starts):
-    """The rule of Megatron's second gated delta net token by token: all [s, b, h, channels];
-    documents begin at `starts`."""
+    """Compute the rule of Megatron's second gated delta net token by token.
+
+    All arguments are [s, b, h, channels]; documents begin at `starts`.
+    """
     out = []
     for t in range(len(q)):
         if t in starts:

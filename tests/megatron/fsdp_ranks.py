@@ -1,4 +1,4 @@
-"""What ranks of the tests of fully sharded data parallelism run: a small GPT over DP x CP."""
+"""Ranks of the tests of fully sharded data parallelism: a small GPT over DP x CP."""
 
 import contextlib
 from unittest import mock
@@ -11,10 +11,10 @@ LENGTH, VOCABULARY, STEPS = 32, 64, 3
 
 
 def trained(how, **options):
-    """[(loss of all tokens, {parameter: its whole gradient})] of every step.
+    """Return [(loss of all tokens, {parameter: its whole gradient})] of every step.
 
-    how: "summed", the gradients of whole parameters added up over all ranks by hand; "torch":
-    parameters sharded over all ranks by torch's FSDP2. options: of BurstAttention.
+    how: "summed" sums the gradients of whole parameters over all ranks by hand; "torch" shards
+    parameters over all ranks with torch's FSDP2. options: of BurstAttention.
     """
     with session.parallel("zigzag", context_parallel_size=2):
         model = whole = build(options)
@@ -47,7 +47,7 @@ def gathered(grad):
 
 
 def batch(number):
-    """This rank's rows of a sequence of its own data-parallel rank."""
+    """Return this rank's rows of the sequence of its data-parallel rank."""
     from megatron.core import parallel_state
 
     import megatron_burst as mb
@@ -64,7 +64,7 @@ def batch(number):
 
 
 def build(options):
-    """A GPT of two layers in fp64, the same on every rank."""
+    """Return a GPT of two layers in fp64, the same on every rank."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel import random
@@ -91,7 +91,7 @@ def build(options):
 
 @contextlib.contextmanager
 def on_the_cpu():
-    """Megatron makes its device meshes of CUDA's devices."""
+    """Make Megatron's device meshes on the CPU in place of CUDA devices."""
     from torch.distributed import DeviceMesh
 
     make = DeviceMesh.from_group

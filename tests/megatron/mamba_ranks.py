@@ -1,4 +1,4 @@
-"""What ranks of the tests of Mamba run: one mixer, in fp64, and the same written out."""
+"""Ranks of the tests of Mamba: one mixer in fp64, and its recurrence written out."""
 
 import contextlib
 
@@ -14,7 +14,7 @@ INNER, KEYS = HEADS * WIDTH, GROUPS * STATE
 
 @contextlib.contextmanager
 def mixer(layout, linear):
-    """A mixer over all ranks, the same on each, installed for the time being."""
+    """Install BurstAttention inside the context; return a mixer that is equal on all ranks."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.spec_utils import build_module
@@ -43,33 +43,33 @@ def mixer(layout, linear):
 
 
 def worst_errors(layout, linear, packed):
-    """Largest error of the output and of the gradients of the input and of every parameter."""
+    """Return the largest error of the output and of the gradients of input and parameters."""
     import megatron_burst.megatron as burst
 
     lengths = packed_ranks.ROOM if packed else (240,)
-    asked = packed_ranks.params(packed_ranks.ROOM, None) if packed else None
+    params = packed_ranks.params(packed_ranks.ROOM, None) if packed else None
     draw = torch.Generator().manual_seed(3)
     hidden, seed = (torch.randn(240, 1, HIDDEN, generator=draw).double() for _ in range(2))
     with mixer(layout, linear) as layer:
-        mine = burst.shard_sequence(hidden, asked, dim=0).requires_grad_()
-        out, _ = layer(mine, packed_seq_params=asked)
-        out.backward(burst.shard_sequence(seed, asked, dim=0))
-        found = {"out": out, "hidden": mine.grad}
-        found = {name: burst.gather_sequence(x, asked) for name, x in found.items()}
+        local = burst.shard_sequence(hidden, params, dim=0).requires_grad_()
+        out, _ = layer(local, packed_seq_params=params)
+        out.backward(burst.shard_sequence(seed, params, dim=0))
+        results = {"out": out, "hidden": local.grad}
+        results = {name: burst.gather_sequence(x, params) for name, x in results.items()}
         for name, parameter in layer.named_parameters():
-            found[name] = parameter.grad.clone()
-            dist.all_reduce(found[name])
+            results[name] = parameter.grad.clone()
+            dist.all_reduce(results[name])
         layer.zero_grad()
-        whole = hidden.clone().requires_grad_()
-        expected = written_out(layer, whole, lengths)
+        all_hidden = hidden.clone().requires_grad_()
+        expected = written_out(layer, all_hidden, lengths)
         expected.backward(seed)
         grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
-    expected = {"out": expected, "hidden": whole.grad} | grads
-    return {name: (found[name] - expected[name]).abs().max().item() for name in expected}
+    expected = {"out": expected, "hidden": all_hidden.grad} | grads
+    return {name: (results[name] - expected[name]).abs().max().item() for name in expected}
 
 
 def errors_over_a_tree():
-    """The same over a prefix tree, of whose trajectories each is written out by itself."""
+    """Return the same errors over a prefix tree, whose reference computes each trajectory."""
     import megatron_burst as mb
     from megatron_burst.plugins.rl.tree_pack import TreePack
 
@@ -81,28 +81,31 @@ def errors_over_a_tree():
     with mixer("zigzag", "auto") as layer:
         pack = TreePack.of(tree, layer.config)
         rows = pack.layout(None, ranks).positions(rank, pack.total)
-        mine = hidden[rows].requires_grad_()
-        out, _ = layer(mine, packed_seq_params=pack.params(mine.device))
+        local = hidden[rows].requires_grad_()
+        out, _ = layer(local, packed_seq_params=pack.params(local.device))
         times = torch.from_numpy(tree.multiplicity)[:, None, None]
         out.backward((times * seed)[rows])
-        found = {"out": out.detach() * (times > 0)[rows], "hidden": mine.grad}
+        results = {"out": out.detach() * (times > 0)[rows], "hidden": local.grad}
         for name, parameter in layer.named_parameters():
-            found[name] = parameter.grad.clone()
-            dist.all_reduce(found[name])
+            results[name] = parameter.grad.clone()
+            dist.all_reduce(results[name])
         layer.zero_grad()
-        whole, expected = hidden.clone().requires_grad_(), torch.zeros_like(hidden)
+        all_hidden, expected = hidden.clone().requires_grad_(), torch.zeros_like(hidden)
         for path in tree.paths:
-            one = written_out(layer, whole[path], (len(path),))
-            one.backward(seed[path])
-            expected[path] = one.detach()
+            path_out = written_out(layer, all_hidden[path], (len(path),))
+            path_out.backward(seed[path])
+            expected[path] = path_out.detach()
         grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
-    expected = {"out": expected[rows], "hidden": whole.grad[rows]} | grads
-    return {name: (found[name] - expected[name]).abs().max().item() for name in expected}
+    expected = {"out": expected[rows], "hidden": all_hidden.grad[rows]} | grads
+    return {name: (results[name] - expected[name]).abs().max().item() for name in expected}
 
 
 def written_out(layer, hidden, lengths):
-    """A mixer token by token; hidden [240, 1, HIDDEN], documents of these lengths from the first
-    token on, what is behind them one more."""
+    """Compute a mixer token by token.
+
+    hidden [240, 1, HIDDEN]; documents have these lengths from the first token on, and the tokens
+    after them are one more document.
+    """
     starts = {sum(lengths[:i]) for i in range(len(lengths) + 1)}
     rows, state, out = [], None, []
     skip = torch.zeros(INNER + 2 * KEYS, dtype=torch.float64)
@@ -123,8 +126,8 @@ def written_out(layer, hidden, lengths):
             for each in (keys, queries)
         )
         steps = F.softplus(steps + layer.dt_bias)
-        kept = (-steps * layer.A_log.exp()).exp()[:, None, None]
-        state = kept * state + steps[:, None, None] * x[:, :, None] * keys[:, None, :]
+        factors = (-steps * layer.A_log.exp()).exp()[:, None, None]
+        state = factors * state + steps[:, None, None] * x[:, :, None] * keys[:, None, :]
         y = (state * queries[:, None]).sum(-1) + layer.D[:, None] * x
         y = (y.flatten() * z * z.sigmoid()).view(GROUPS, -1)
         y = y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt()
@@ -133,29 +136,31 @@ def written_out(layer, hidden, lengths):
 
 
 def errors_in_bfloat16():
-    """Errors of the output and of the input's gradient, relative to the largest number: of a mixer
-    over all ranks, and of Megatron's forward of it on one rank."""
+    """Return errors of output and input gradient, relative to the largest number.
+
+    They are of a mixer over all ranks, and of Megatron's forward on one rank.
+    """
     import megatron_burst.megatron as burst
 
     draw = torch.Generator().manual_seed(3)
     hidden, seed = (torch.randn(240, 1, HIDDEN, generator=draw).bfloat16() for _ in range(2))
     with mixer("zigzag", "scan") as layer:
         layer.bfloat16()
-        mine = burst.shard_sequence(hidden, None, dim=0).requires_grad_()
-        out, _ = layer(mine)
+        local = burst.shard_sequence(hidden, None, dim=0).requires_grad_()
+        out, _ = layer(local)
         out.backward(burst.shard_sequence(seed, None, dim=0))
-        ours = [burst.gather_sequence(x, None).double() for x in (out.detach(), mine.grad)]
+        split = [burst.gather_sequence(x, None).double() for x in (out.detach(), local.grad)]
         del layer._burst_states
-        whole = hidden.clone().requires_grad_()
-        out, _ = layer(whole)
+        all_hidden = hidden.clone().requires_grad_()
+        out, _ = layer(all_hidden)
         out.backward(seed)
-        one = [out.detach().double(), whole.grad.double()]
-        whole = hidden.double().requires_grad_()
-        expected = written_out(layer.double(), whole, (240,))
+        single = [out.detach().double(), all_hidden.grad.double()]
+        all_hidden = hidden.double().requires_grad_()
+        expected = written_out(layer.double(), all_hidden, (240,))
         expected.backward(seed.double())
-    exact = {"out": expected.detach(), "hidden": whole.grad}
+    exact = {"out": expected.detach(), "hidden": all_hidden.grad}
     return [
         {name: ((x - y).abs().max() / y.abs().max()).item()
-         for x, (name, y) in zip(found, exact.items(), strict=True)}
-        for found in (ours, one)
+         for x, (name, y) in zip(results, exact.items(), strict=True)}
+        for results in (split, single)
     ]  # fmt: skip

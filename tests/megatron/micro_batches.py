@@ -1,4 +1,4 @@
-"""What the ranks of `test_micro_batches` run: every micro-batch has a group of its own."""
+"""Ranks of `test_micro_batches`: every micro-batch has its own group."""
 
 import contextlib
 import gc
@@ -17,7 +17,7 @@ HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
 
 def held_rows(bounds, size, rank):
-    """Rows of a pack on a rank: of each document two of 2 x size equal pieces, by hand."""
+    """Return the rows of a pack on a rank by hand: of each document two of 2 x size equal parts."""
     if size == 1:
         return list(range(bounds[-1]))
     rows = []
@@ -28,9 +28,11 @@ def held_rows(bounds, size, rank):
     return rows
 
 
-def whole(seed, bounds, window=None):
-    """Queries, keys, values, the gradient of the output; output and gradients of one rank that has
-    all of it, from a dense mask in fp64."""
+def dense_reference(seed, bounds, window=None):
+    """Return inputs, output and gradients of one rank with the whole pack, in fp64.
+
+    The inputs are queries, keys, values and the gradient of the output. A dense mask is used.
+    """
     draw = torch.Generator().manual_seed(seed)
     total = bounds[-1]
     q, k, v, grad = (
@@ -61,25 +63,27 @@ def packed(bounds, group, size=None):
 
 
 def error_of(cores, seed, bounds, group, size=None, window=None):
-    """Worst error of this rank's rows of a micro-batch in the layers ``cores``, one after another;
-    to be called by the ranks of its group."""
+    """Return the worst error of this rank's rows of a micro-batch in the layers ``cores``.
+
+    The layers run one after another. All ranks of the micro-batch's group call this.
+    """
     n, rank = (1, 0) if group is None else (group.size(), dist.get_rank(group))
-    inputs, grad, expected = whole(seed, bounds, window)
+    inputs, grad, expected = dense_reference(seed, bounds, window)
     rows = held_rows(bounds, n, rank)
-    mine = [x[rows].requires_grad_() for x in inputs]
+    local_inputs = [x[rows].requires_grad_() for x in inputs]
     worst = 0.0
     for core in cores:
-        out = core(*mine, packed_seq_params=packed(bounds, group, size))
-        grads = torch.autograd.grad(out, mine, grad[rows].flatten(1))
-        found = [out.detach().view(-1, HEADS, WIDTH), *grads]
-        for got, want in zip(found, expected, strict=True):
+        out = core(*local_inputs, packed_seq_params=packed(bounds, group, size))
+        grads = torch.autograd.grad(out, local_inputs, grad[rows].flatten(1))
+        results = [out.detach().view(-1, HEADS, WIDTH), *grads]
+        for got, want in zip(results, expected, strict=True):
             worst = max(worst, float((got - want[rows]).abs().max()))
     return worst
 
 
 @contextlib.contextmanager
 def layers(window=None, size=4, **burst_options):
-    """Two core attentions over this many context-parallel ranks, and the groups of a run."""
+    """Return two core attentions over this many context-parallel ranks, and the groups of a run."""
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -118,15 +122,20 @@ RUN = (
 
 
 def alternating(options, window=None, size=4):
-    """Worst error of a run over all of this rank's micro-batches; the ranks of each book; process
-    groups made in a second round; whether `uninstall` frees the grids."""
+    """Run all of this rank's micro-batches twice.
+
+    Return the worst error; the ranks of each book; the process groups made in the second round; and
+    whether `uninstall` frees the grids.
+    """
     rank = dist.get_rank()
     with layers(window, size, **options) as (cores, groups):
-        mine = [(i, *each) for i, each in enumerate(RUN) if rank in each[0]]
+        local_steps = [
+            (i, *micro_batch) for i, micro_batch in enumerate(RUN) if rank in micro_batch[0]
+        ]
 
         check, worst, count = partial(error_of, cores, window=window), [], []
         for _ in range(2):
-            for seed, ranks, bounds in mine:
+            for seed, ranks, bounds in local_steps:
                 worst.append(check(seed, bounds, groups[ranks], len(ranks)))
             count.append(len(c10d._world.pg_names))
         worst.append(check(99, (0, 3, 8), None, 1))  # a rank alone, without a process group
@@ -136,21 +145,21 @@ def alternating(options, window=None, size=4):
         alive = [weakref.ref(book.groups) for book in cores[0].book.micro_batch_books.values()]
     del cores, groups, check
     gc.collect()
-    return max(worst), books, made, [one() is not None for one in alive]
+    return max(worst), books, made, [reference() is not None for reference in alive]
 
 
 # --- whole runs -----------------------------------------------------------------------------------
 
 
 def documents(step, length, count):
-    """So many packs of documents of multiples of 8 tokens: [[tokens, ...], ...]."""
+    """Return `count` packs of documents of multiples of 8 tokens: [[tokens, ...], ...]."""
     draw = torch.Generator().manual_seed(step)
     packs = []
     for _ in range(count):
         sizes = []
         while sum(sizes) < length:
-            few = int(torch.randint(1, 5, (), generator=draw))
-            sizes.append(min(8 * few, length - sum(sizes)))
+            lengths_count = int(torch.randint(1, 5, (), generator=draw))
+            sizes.append(min(8 * lengths_count, length - sum(sizes)))
         packs.append([
             torch.randint(1, 4, (size + 1,), generator=draw).cumsum(0) % 61 for size in sizes
         ])  # fmt: skip
@@ -158,7 +167,7 @@ def documents(step, length, count):
 
 
 def sample(texts):
-    """What Megatron's dataset of packs gives: documents side by side."""
+    """Return documents as one sample of Megatron's dataset of packs."""
     ends = torch.tensor([0, *(len(text) - 1 for text in texts)]).cumsum(0).int()
     places = torch.cat([torch.arange(len(text) - 1) for text in texts])
     return {
@@ -171,9 +180,11 @@ def sample(texts):
 
 
 def losses(flags, context_parallel_size, settings):
-    """[(loss, gradient norm)] of a run of four ranks, and the sets of ranks that held micro-batches
-    of this one. settings: of a TransformerConfig; without, every document is a micro-batch of one
-    rank with Megatron's own attention, and nothing is installed."""
+    """Return [(loss, gradient norm)] of a run of four ranks, and the groups of this rank.
+
+    settings: of a TransformerConfig. Without settings every document is a micro-batch of one rank
+    with Megatron's own attention, and nothing is installed.
+    """
     import arguments
     import model as example
     import pretrain_gpt
@@ -221,19 +232,19 @@ def losses(flags, context_parallel_size, settings):
 
 
 def batches_of(args, step, config):
-    """The iterator of one step, and how many micro-batches Megatron is told of."""
+    """Return the iterator of one step, and the number of micro-batches passed to Megatron."""
     from megatron.core import parallel_state
     from megatron.core.datasets.data_schedule import HybridCPDataLoaderWrapper
 
     packs = documents(step, args.seq_length, args.global_batch_size)
     if config is None:
-        mine = [text for texts in packs for text in texts][dist.get_rank() :: 4]
-        return iter([sample([text]) for text in mine]), len(mine)
+        local = [text for texts in packs for text in texts][dist.get_rank() :: 4]
+        return iter([sample([text]) for text in local]), len(local)
     rank, size = (
         parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     )  # fmt: skip
-    mine = [sample(texts) for texts in packs[rank::size]]
-    return HybridCPDataLoaderWrapper(iter([mine]), config), 1
+    local = [sample(texts) for texts in packs[rank::size]]
+    return HybridCPDataLoaderWrapper(iter([local]), config), 1
 
 
 def whole_step(batches, model):
@@ -248,7 +259,7 @@ def whole_step(batches, model):
 
 
 def split_step(batches, model):
-    """One document, whose group Megatron's scheduler chose."""
+    """Run one document, in the group that Megatron's scheduler chose."""
     import pretrain_gpt
     from megatron.core import parallel_state, utils
 

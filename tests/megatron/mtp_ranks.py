@@ -1,5 +1,7 @@
-"""What the ranks of `test_mtp_gradients.py` run: a whole GPT with further heads, with Megatron's
-schedule, its data-parallel wrapper and its finalizing of gradients."""
+"""Ranks of `test_mtp_gradients.py`: a whole GPT with MTP heads.
+
+It uses Megatron's schedule, data-parallel wrapper and finalizing of gradients.
+"""
 
 import torch
 from session import parallel
@@ -16,11 +18,11 @@ MASKS = {
 }
 
 
-def gradients(kept, depth, per_token, context):
-    """name -> gradient of every parameter after two micro-batches, as an optimizer would get it.
+def gradients(mask_name, depth, per_token, context):
+    """Return the gradient of every parameter after two micro-batches, by name.
 
-    kept: a name in MASKS; the second micro-batch has its mirror image. context: ranks that share a
-    sequence, of four; further ranks repeat it.
+    kept: a name in MASKS; the second micro-batch has its mirror image. context: number of ranks, of
+    four, that share a sequence; further ranks repeat it.
     """
     from megatron.core.distributed import DistributedDataParallel as Wrapper
     from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
@@ -38,15 +40,15 @@ def gradients(kept, depth, per_token, context):
         config.grad_scale_func = None
         try:
             get_forward_backward_func()(
-                forward_step_func=_step(per_token), data_iterator=iter(_batches(kept)),
+                forward_step_func=_step(per_token), data_iterator=iter(_batches(mask_name)),
                 model=model, num_microbatches=2, seq_length=SEQUENCE, micro_batch_size=1,
                 forward_only=False,
             )  # fmt: skip
         finally:
             MTPLossLoggingHelper.tracker.clear()
         return {
-            name.removeprefix("module."): each.main_grad.clone()
-            for name, each in model.named_parameters()
+            name.removeprefix("module."): parameter.main_grad.clone()
+            for name, parameter in model.named_parameters()
         }
 
 
@@ -85,12 +87,12 @@ def _model(config):
     )  # fmt: skip
 
 
-def _batches(kept):
+def _batches(mask_name):
     draw = torch.Generator().manual_seed(5)
     for number in range(2):
         tokens = torch.randint(VOCABULARY, (1, SEQUENCE + 1), generator=draw)
         mask = torch.zeros(1, SEQUENCE)
-        mask[:, list(MASKS[kept])] = 1
+        mask[:, list(MASKS[mask_name])] = 1
         yield {
             "tokens": tokens[:, :-1], "labels": tokens[:, 1:],
             "loss_mask": mask.flip(-1) if number else mask,
@@ -99,8 +101,11 @@ def _batches(kept):
 
 
 def _step(per_token):
-    """A forward step; with `per_token` the loss function returns a sum and a count, otherwise this
-    rank's share of the mean over the whole sequence."""
+    """Return a forward step.
+
+    With `per_token` the loss function returns a sum and a count, otherwise this rank's share of the
+    mean over the whole sequence.
+    """
     import megatron_burst.megatron as burst
 
     def step(batches, model):

@@ -1,8 +1,8 @@
-"""Small fakes of interfaces that Megatron-LM and Transformer Engine got after the last tested
-commit, d98e8a64 of August 2026.
+"""Small fakes of interfaces of Megatron-LM and Transformer Engine after the last tested commit.
 
-Each fake has the parameters of its original and the part of its behaviour that matters for a run
-with BurstAttention, written anew. Its docstring names the source: pull request, file, date.
+That commit is d98e8a64 of August 2026. Each fake has the parameters of its original and the part of
+its behaviour that matters for a run with BurstAttention, written anew. Its docstring names the
+source: pull request, file, date.
 """
 
 import enum
@@ -21,8 +21,10 @@ CORE = "megatron.core"
 
 @dataclass
 class NewerParams(PackedSeqParams):
-    """`PackedSeqParams` with `cp_partition_mode`, as `packed_seq_params.py` of Megatron-LM main has
-    it in September 2026."""
+    """`PackedSeqParams` with `cp_partition_mode`, as in `packed_seq_params.py` of Megatron-LM main.
+
+    September 2026.
+    """
 
     cp_partition_mode: str = "zigzag"
 
@@ -46,7 +48,7 @@ class Batches:
 
 
 def zigzag(tokens, ends, size, rank):
-    """Tokens [1, t] that a rank holds if every document, up to ends[i], is cut in zigzag order."""
+    """Return the tokens [1, t] that a rank holds with every document in zigzag order."""
     rows = []
     for start, end in itertools.pairwise(ends):
         chunk = (end - start) // (2 * size)
@@ -59,16 +61,19 @@ def cut_batch(
     batch, is_hybrid_cp, cp_group=None, hybrid_cp_group_func=None, use_per_sequence_balancing=False,
     use_contiguous_cp=False,
 ):  # fmt: skip
-    """`utils.get_batch_on_this_cp_rank` after pull request 6912: `use_contiguous_cp` is new."""
+    """Fake `utils.get_batch_on_this_cp_rank` after pull request 6912.
+
+    The argument `use_contiguous_cp` is new.
+    """
     size, rank = cp_group.size(), cp_group.rank()
     if is_hybrid_cp and int(batch["local_cp_size"]) == 1:
         return batch | {"hybrid_cp_group": hybrid_cp_group_func(group_size=1)}
-    for name, whole in batch.items():
+    for name, tensor in batch.items():
         if name in ("tokens", "labels"):
-            length = whole.shape[1]
+            length = tensor.shape[1]
             rows = slice(rank * length // size, (rank + 1) * length // size)
             batch[name] = (
-                whole[:, rows] if use_contiguous_cp else zigzag(whole, (0, length), size, rank)
+                tensor[:, rows] if use_contiguous_cp else zigzag(tensor, (0, length), size, rank)
             )
     return batch
 
@@ -142,8 +147,11 @@ def convert_module_input_tensors_cp_partition_mode(
     source_partition_mode=None, cp_group=None, tp_group=None, tp_cp_group=None,
     attention_mask=None, attention_bias=None, key_value_states=None,
 ):  # fmt: skip
-    """`core/context_parallel/conversion.py` of Megatron-LM main, September 2026: the entry of an
-    attention module, which exchanges rows for zigzag ones and says so in the parameters."""
+    """Fake `core/context_parallel/conversion.py` of Megatron-LM main, September 2026.
+
+    It is the entry of an attention module, which exchanges rows for zigzag rows and states this in
+    the parameters.
+    """
     source = packed_seq_params.cp_partition_mode if packed_seq_params else config.cp_partition_mode
     if source == target_partition_mode:
         return hidden_states, None
@@ -153,7 +161,7 @@ def convert_module_input_tensors_cp_partition_mode(
 
 
 class CPLoadBalancingStrategy(enum.Enum):
-    """Of Transformer Engine 2.20.2 (pull request 3221, `pytorch/constants.py`)."""
+    """The enum of Transformer Engine 2.20.2 (pull request 3221, `pytorch/constants.py`)."""
 
     DUAL_CHUNK_SWAP = "dual_chunk_swap"
     NO_LOAD_BALANCE = "no_load_balance"
@@ -163,8 +171,10 @@ def get_thd_partitioned_indices(
     cu_seqlens_padded, total_tokens, cp_size, cp_rank, device=None,
     load_balancing_strategy=CPLoadBalancingStrategy.DUAL_CHUNK_SWAP,
 ):  # fmt: skip
-    """Of Transformer Engine 2.20.2, `dot_product_attention/context_parallel.py`: contiguous rows
-    are selected without a call of the library's `thd_get_partitioned_indices`."""
+    """Fake `dot_product_attention/context_parallel.py` of Transformer Engine 2.20.2.
+
+    Contiguous rows are selected without a call of the library's `thd_get_partitioned_indices`.
+    """
     contiguous = load_balancing_strategy is CPLoadBalancingStrategy.NO_LOAD_BALANCE
     layout = "contiguous" if contiguous else "zigzag"
     rows = get_cp_partition_indices(cu_seqlens_padded, total_tokens, cp_size, cp_rank, layout)
@@ -175,7 +185,7 @@ def get_batch_on_this_cp_rank(
     cu_seqlens_padded, input_ids_padded, labels_padded, position_ids_padded, cp_group=None,
     qvk_format="thd", load_balancing_strategy=CPLoadBalancingStrategy.DUAL_CHUNK_SWAP,
 ):  # fmt: skip
-    """In the same file; on a CPU neither strategy calls the library."""
+    """Fake the function in the same file; on a CPU neither strategy calls the library."""
     return "rows of this rank"
 
 
@@ -211,13 +221,13 @@ MODULES = {
 
 
 def put_in(monkeypatch):
-    """Give the installed Megatron these modules; returns them by the last part of their names."""
+    """Give the installed Megatron these modules; return them by the last part of their names."""
     monkeypatch.setattr(utils, "get_batch_on_this_cp_rank", cut_batch)
     made = {}
     for path, contents in MODULES.items():
         module = types.ModuleType(path)
-        for one in contents:
-            setattr(module, one.__name__, one)
+        for content in contents:
+            setattr(module, content.__name__, content)
         monkeypatch.setitem(sys.modules, path, module)
         made[path.rpartition(".")[2]] = module
     made["engine"] = made.pop("context_parallel")

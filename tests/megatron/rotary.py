@@ -1,6 +1,6 @@
-"""What the tests of rotary tables share: kinds of embeddings, and exact angles.
+"""Common parts of the tests of rotary tables: kinds of embeddings, and exact angles.
 
-The angles are computed in rational arithmetic and share nothing with the package.
+The angles are computed in rational arithmetic and share no code with the package.
 """
 
 import math
@@ -27,7 +27,7 @@ KINDS = {
 
 
 class Group:
-    """What the functions under test ask of a process group, for a rank that is not running."""
+    """The methods of a process group that the tested functions call, without processes."""
 
     def __init__(self, rank, size):
         self.rank, self.size = (lambda: rank), (lambda: size)
@@ -50,19 +50,19 @@ def embedding(kind, group=None):
     return cls(**choices | changes, cp_group=group or Group(0, 1))
 
 
-def table(found):
-    """(angles, scale) of what a rotary embedding returns."""
-    return found if isinstance(found, tuple) else (found, 1.0)
+def table(output):
+    """Return (angles, scale) of a rotary embedding's output."""
+    return output if isinstance(output, tuple) else (output, 1.0)
 
 
 def exact(position, rate, interpolation=1.0):
-    """position x rate within +-pi, by rational arithmetic."""
+    """Return position x rate within +-pi, by rational arithmetic."""
     angle = position * Fraction(interpolation) * Fraction(rate)
     return float(angle - 2 * PI * round(angle / (2 * PI)))
 
 
 def distance(a, b):
-    """Between two angles, in rad."""
+    """Return the distance of two angles, in rad."""
     turned = abs(a - b) % math.tau
     return min(turned, math.tau - turned)
 

@@ -1,4 +1,4 @@
-"""Attention in another layout than the tokens: rows travel around it, and nothing else changes."""
+"""Attention in another layout than the tokens: rows are exchanged, and results do not change."""
 
 from types import SimpleNamespace
 
@@ -11,29 +11,30 @@ import megatron_burst as mb
 from megatron_burst.megatron.checks.problem import report
 from megatron_burst.megatron.checks.splitting import two_layout_problems
 
-APART = "--burst-layout contiguous --burst-attention-layout zigzag"
+TWO_LAYOUTS = "--burst-layout contiguous --burst-attention-layout zigzag"
 # what is compared -> (flags of the one-rank run, flags added by the split one)
 CASES = {
-    "gqa": (GQA, f"{TWO_BY_TWO} {APART}"),
+    "gqa": (GQA, f"{TWO_BY_TWO} {TWO_LAYOUTS}"),
     "sequence-parallel": (
         GQA,
-        f"--tensor-model-parallel-size 2 --context-parallel-size 2 --sequence-parallel {APART}",
+        f"--tensor-model-parallel-size 2 --context-parallel-size 2 --sequence-parallel "
+        f"{TWO_LAYOUTS}",
     ),
     "striped": ("", f"{TWO_BY_TWO} --burst-layout zigzag --burst-attention-layout striped"),
-    "packed": ("--packed", f"{TWO_BY_TWO} {APART}"),
+    "packed": ("--packed", f"{TWO_BY_TWO} {TWO_LAYOUTS}"),
     "store": (
         DEEP,
-        f"{TWO_BY_TWO} {APART} --recompute-granularity full --recompute-method uniform "
+        f"{TWO_BY_TWO} {TWO_LAYOUTS} --recompute-granularity full --recompute-method uniform "
         "--recompute-num-layers 1 --burst-attention-store 0.5",
     ),
-    "selective": ("--packed", f"{TWO_BY_TWO} {APART} --recompute-granularity selective"),
+    "selective": ("--packed", f"{TWO_BY_TWO} {TWO_LAYOUTS} --recompute-granularity selective"),
     "shared-heads": (
         "",
-        f"{TWO_BY_TWO} {APART} --context-parallel-algo hybrid --burst-ulysses-size 2",
+        f"{TWO_BY_TWO} {TWO_LAYOUTS} --context-parallel-algo hybrid --burst-ulysses-size 2",
     ),
-    "latent": (LATENT, f"--context-parallel-size 2 {APART}"),
-    "pipeline": (f"--packed {PP}", f"--context-parallel-size 2 {APART} --micro-batch-size 1"),
-    "micro-batch-2": ("", f"{TWO_BY_TWO} {APART} --micro-batch-size 2"),
+    "latent": (LATENT, f"--context-parallel-size 2 {TWO_LAYOUTS}"),
+    "pipeline": (f"--packed {PP}", f"--context-parallel-size 2 {TWO_LAYOUTS} --micro-batch-size 1"),
+    "micro-batch-2": ("", f"{TWO_BY_TWO} {TWO_LAYOUTS} --micro-batch-size 2"),
 }
 QUICK = ("sequence-parallel", "packed", "store")
 
@@ -62,7 +63,7 @@ def test_the_comparison_notices_rows_that_do_not_come_home(four):
 
 
 def test_the_start_up_line_says_what_it_costs(four, common):
-    flags = [*common, *f"--context-parallel-size 2 {APART}".split()]
+    flags = [*common, *f"--context-parallel-size 2 {TWO_LAYOUTS}".split()]
     lines = [line for told in four(session.logged, flags) for line in told]
     # fp32, width 32: of rank 0's 32 rows, those from 16 on are in the last quarter of zigzag's
     # rank 1; it sends 16 rows of q, k and v, and 16 of out.

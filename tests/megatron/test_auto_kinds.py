@@ -1,5 +1,8 @@
-"""`--context-parallel-algo auto` chooses an algorithm for each kind of layers: training equals one
-rank with Megatron's own attention, and the log names the algorithm of each kind."""
+"""`--context-parallel-algo auto` chooses an algorithm for each kind of layer.
+
+Training equals one rank with Megatron's own attention, and the log names the algorithm of each
+kind.
+"""
 
 import pytest
 import session
@@ -18,8 +21,10 @@ WINDOW, FULL = "for layers with the window (9, 0)", "for layers without a window
 
 @pytest.fixture(scope="module")
 def auto(tmp_path_factory):
-    """Flags of auto. At these rates the few rows of a window are fetched at once, and full layers
-    take tiles."""
+    """Return flags of auto, with rates that give windowed and other layers different algorithms.
+
+    Windowed layers fetch their few rows at once, and full layers use tiles.
+    """
     path = tmp_path_factory.mktemp("rates") / "rates.toml"
     cluster_file.write(Cluster("h100", 4, 2, rates=mb.Rates(1e8, 1e8, 1e-4, 1e9)), path)
     return f"--burst-intra-size 2 --context-parallel-algo auto --burst-cluster {path}"
@@ -44,7 +49,7 @@ def test_each_kind_of_layers_has_its_algorithm_and_a_line(four, common, train, a
 
 
 def test_a_kind_that_only_a_later_stage_has_is_logged_once(four, common, auto):
-    """Of two stages with two layers each the second has the third layer, which has no window."""
+    """The second of two stages with two layers each has the third layer, which has no window."""
     flags = f"{MODEL} {STAGES} --context-parallel-size 2 --window-attn-skip-freq 3 {auto}"
     runs = four(session.train_and_note, [*common, *flags.split()])
     first, second = (line for run in runs for line in attention_lines(run))
@@ -55,8 +60,7 @@ def test_a_kind_that_only_a_later_stage_has_is_logged_once(four, common, auto):
 
 
 def test_layers_with_masks_of_a_function_are_chosen_for_alone(four, common, auto):
-    """Causal attention within chunks and over all tokens, as Llama 4 has them: a line for each
-    mask, not for each layer."""
+    """The masks are causal within chunks and over all tokens, as in Llama 4; each has one line."""
     flags = (
         f"--num-layers 4 --context-parallel-size 4 {auto} --burst-mask own_masks:chunked_local "
         "--train-iters 1"

@@ -1,4 +1,4 @@
-"""What cannot be honoured is a ValueError that names the flag, the same on every rank."""
+"""Unsupported settings raise a ValueError that names the flag, the same on every rank."""
 
 import pytest
 import session

@@ -1,4 +1,4 @@
-"""Layout balanced in Megatron's core attention: exact, in order, refused on every rank alike."""
+"""Layout balanced in Megatron's core attention: exact, in order, refused on every rank."""
 
 import packed_ranks
 import pytest
@@ -23,7 +23,7 @@ def test_packed_attention_equals_a_dense_mask(four, layout, padded, window):
 
 @pytest.fixture
 def slow_links(tmp_path):
-    """The choices of a run whose cluster file says that links are slow."""
+    """Return the options of a run whose cluster file states slow links."""
     path = str(tmp_path / "slow.toml")
     rates = mb.Rates(1e6, 1e5, compute=1e12)
     cluster_file.write(Cluster("h100", 4, 2, rates=rates), path)
@@ -41,7 +41,7 @@ def test_documents_that_slow_links_leave_whole_equal_a_dense_mask(four, slow_lin
 
 
 def test_slow_links_leave_documents_whole_and_the_log_says_so(four, slow_links):
-    """Of the documents of up to 60 tokens, as many as a rank has, fewer are on two ranks."""
+    """Fewer documents of up to 60 tokens (the number of a rank) are split over two ranks."""
     cut = {}
     for name, choices in (("even", {}), ("whole", slow_links)):
         lines, rows = zip(*four(packed_ranks.said, choices), strict=True)

@@ -1,4 +1,4 @@
-"""Entries of a batch: cut along their tokens, left whole, or refused with key and shape."""
+"""Entries of a batch: cut along their tokens, unchanged, or refused with key and shape."""
 
 import inspect
 from types import SimpleNamespace
@@ -51,7 +51,7 @@ def cut(batch):
 
 
 def rows(batch, *more):
-    """Different numbers everywhere: [batch, 16, *more]."""
+    """Return different numbers everywhere: [batch, 16, *more]."""
     count = torch.Size((batch, 16, *more)).numel()
     return torch.arange(count).reshape(batch, 16, *more)
 
@@ -85,7 +85,7 @@ def test_what_has_one_value_per_token_is_cut_and_all_else_is_whole(layout):
 
 
 def test_a_stage_without_tokens(layout):
-    """The last stage has labels, one in the middle has embeddings or nothing."""
+    """The last stage has labels, a middle stage has embeddings or nothing."""
     last = {"tokens": None, "labels": rows(2), "image": torch.ones(2, 4)}
     assert cut(last)["labels"][0].tolist() == HELD[layout]
     inside = {"tokens": None, "embeddings": rows(1, 3), "mask": rows(1)}

@@ -1,4 +1,4 @@
-"""Bytes of a batch on the device: whole sequences until they are cut, and what is left of them."""
+"""Bytes of a batch on the device: whole sequences until they are cut, then this rank's part."""
 
 import inspect
 

@@ -1,7 +1,7 @@
-"""`--burst-pack documents`: the work of a model, and what is refused.
+"""`--burst-pack documents`: the work of a model, and unsupported settings.
 
-Documents and their way between ranks are in tests/packing/test_pack_exchange.py, whole runs in
-tests/megatron_lm/test_pack_training.py.
+The exchange of documents between ranks is tested in tests/packing/test_pack_exchange.py, whole runs
+in tests/megatron_lm/test_pack_training.py.
 """
 
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ def test_work_of_a_model():
 
 
 def agreed(numbers):
-    """What the ranks of one model say to their numbers of micro-batches; None: an error."""
+    """Return the numbers of micro-batches on the ranks of one model; None for an error."""
     from unittest import mock
 
     from megatron.core import parallel_state

@@ -1,5 +1,7 @@
-"""Core attention of a layer while a CUDA graph captures it, on four ranks of the CPU: it looks its
-plan up, and what a graph could not replay is refused on every rank."""
+"""Core attention of a layer while a CUDA graph captures it, on four ranks of the CPU.
+
+It looks its plan up. Calls that a graph cannot replay are refused on every rank.
+"""
 
 from collections import Counter
 from unittest import mock
@@ -13,8 +15,10 @@ GRAPHS = {"cuda_graph_impl": "local"}
 
 
 def counted(happens, **settings):
-    """What `happens` of a core attention does: how often a plan was made and compared, and hosts
-    exchanged anything. It gets ``forward(length, captured)``."""
+    """Return how often `happens` makes a plan, compares plans, and exchanges data between hosts.
+
+    It gets ``forward(length, captured)``.
+    """
     from megatron_burst.comm.groups import Groups
     from megatron_burst.megatron.attention import plan_book
 

@@ -1,8 +1,8 @@
-"""A checkpoint goes on under another context-parallel size and layout, with the same losses.
+"""A checkpoint loads with another context-parallel size and layout, with the same losses.
 
 Megatron writes checkpoints from child processes, which the persistent ranks of the other tests
-cannot have: these are forked from a server that has imported everything. One case is started as a
-user starts it, with torchrun, and imports it for each rank.
+cannot have: these ranks are forked from a server that has imported everything. One case starts with
+torchrun, like a user's run, and imports everything on each rank.
 """
 
 import json
@@ -32,7 +32,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def forked(tmp_path_factory):
-    """`forked(world, flags)` runs the example on forked ranks."""
+    """Return `forked(world, flags)`, which runs the example on forked ranks."""
     server = Ranks(tmp_path_factory.mktemp("ranks"), "pretrain_gpt", SCRIPT.parent)
 
     def run(world, flags):
@@ -54,7 +54,7 @@ def torchrun(world, flags):
 
 
 def train(run, common, folder, ranks, flags):
-    """[(step, loss, gradient norm)] of the example on that many processes."""
+    """Return [(step, loss, gradient norm)] of the example on that many processes."""
     metrics = folder / "metrics.jsonl"
     run(ranks, [*common, "--train-iters", "4", *flags.split(), "--metrics", str(metrics)])
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]

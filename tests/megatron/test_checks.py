@@ -1,4 +1,4 @@
-"""Settings of Megatron that BurstAttention cannot honour are named, never ignored."""
+"""Settings of Megatron that BurstAttention does not support are named, never ignored."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -21,8 +21,10 @@ SCOPE = "cuda_graph_modules" if "cuda_graph_modules" in MODULES else "cuda_graph
 
 
 def config(cp=2, **changes):
-    """A configuration of this Megatron-Core; what it does not have, or would not take without a
-    GPU, is set afterwards."""
+    """Return a configuration of this Megatron-Core.
+
+    Fields that it lacks, or does not accept without a GPU, are set afterwards.
+    """
     settings = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
     made = TransformerConfig(**settings, context_parallel_size=cp, attention_dropout=0.0)
     for name, value in changes.items():
@@ -206,7 +208,7 @@ def test_tensor_parallel_ranks_share_the_tokens_of_a_rank():
 @pytest.mark.parametrize("name", ["hybrid_context_parallel", "dynamic_context_parallel"])
 @pytest.mark.parametrize("cp", [1, 2])
 def test_groups_that_change_with_the_micro_batch(name, cp):
-    """A loop on Megatron-Core may use them; what takes the group of the model is named."""
+    """A loop on Megatron-Core may use them; features that use the group of the model are named."""
     flag, per_token = f"--{name.replace('_', '-')}", {"calculate_per_token_loss": True}
     given = {name: True, "cp": cp, **per_token}
     assert not told(**given)
@@ -269,7 +271,7 @@ def test_flags_that_choose_a_kernel_of_other_attention_are_told_to_do_nothing():
 
 
 def launch(**given):
-    """What the launcher says of these arguments, completed as it does."""
+    """Return the launcher's problems for these arguments, completed as in the launcher."""
     given = {"context_parallel_algo": "burst", "context_parallel_size": 2} | given
     args = SimpleNamespace(**given)
     flags.settle(args)

@@ -1,4 +1,4 @@
-"""`--burst-cluster`: algorithm "auto" of a run takes the rates of a cluster file."""
+"""`--burst-cluster`: algorithm "auto" of a run uses the rates of a cluster file."""
 
 import logging
 import os
@@ -41,13 +41,16 @@ def written(path, **fields):
 
 
 def packs(total):
-    """Two packs of so many tokens, each of two documents."""
+    """Return two packs of so many tokens, each of two documents."""
     return [Pack(total, (0, end, total), total, (0, end, total)) for end in (9, 20)]
 
 
 def planned(path):
-    """Of plans of two packs in a row of a layer on 2 nodes of 2 ranks: (rates, candidate) of each
-    that chose anything, the start-up line, and which files were read."""
+    """Make plans of two packs in a row of a layer on 2 nodes of 2 ranks.
+
+    Return (rates, candidate) of each plan that chose an algorithm, the start-up line, and the files
+    that were read.
+    """
     book = plan_book.PlanBook(groups=mb.Groups.from_topology(dist.group.WORLD, intra=2))
     kind = plan_book.LayerKind(
         mb.BurstConfig("auto", cluster=path), True, None, None, (8, 4, 16, 16)
@@ -63,8 +66,10 @@ def planned(path):
 
 @pytest.mark.world_size(4)
 def test_auto_takes_the_rates_of_the_file(ranks, tmp_path):
-    """What it predicts is what `mb.simulate` does: they ask the same code. The second plan has an
-    algorithm, and reads nothing."""
+    """The prediction equals `mb.simulate`, which calls the same code.
+
+    The second plan has an algorithm, and reads nothing.
+    """
     path = str(tmp_path / "mine.toml")
     cluster = written(path)
     for choices, startup, asked in ranks(4).run(planned, path):
@@ -81,7 +86,10 @@ def test_auto_takes_the_rates_of_the_file(ranks, tmp_path):
 
 
 def test_ranks_that_share_a_nic_are_told_so(tmp_path):
-    """One NIC for the two GPUs of a node: both are context-parallel, or one is tensor-parallel."""
+    """The two GPUs of a node share one NIC.
+
+    Both are context-parallel, or one is tensor-parallel.
+    """
     shared = written(tmp_path / "one.toml", nics=1)
     alone = replace(RATES, room=float(shared.room), host=shared.host_time)
     assert written(tmp_path / "two.toml").run_rates(2) == alone
@@ -91,7 +99,10 @@ def test_ranks_that_share_a_nic_are_told_so(tmp_path):
 
 
 def planned_states(path):
-    """Of two plans of a layer that carries states: what they say, and which files were read."""
+    """Make two plans of a layer that carries states.
+
+    Return their lines and the files that were read.
+    """
     book, lines = plan_book.PlanBook(groups=mb.Groups.from_topology(dist.group.WORLD, intra=2)), []
     burst = mb.BurstConfig("burst", cluster=path)
     kind = state_layers.LinearKind(burst, "linear", (4, 4, 16, 16, 4), plan_book.BatchCut("zigzag"))
@@ -116,7 +127,7 @@ def test_layers_that_carry_states_take_them_too(ranks, tmp_path):
 
 
 def lines_of_kinds():
-    """What two plans each of two kinds of layers log on this rank."""
+    """Return the log lines of two plans each of two kinds of layers on this rank."""
     book, told = plan_book.PlanBook(groups=mb.Groups.from_topology(dist.group.WORLD, intra=2)), []
     inputs = dict.fromkeys("qkv", torch.zeros(8, 1, 4, 16))
     with mock.patch.object(logging.getLogger("megatron_burst"), "info", told.append):
@@ -158,7 +169,7 @@ def test_files_that_cannot_serve(tmp_path):
 
 
 def by_flags():
-    """Where Megatron-LM makes its groups; a script that tries again is told again."""
+    """Compare when Megatron-LM makes its groups; a second attempt raises again."""
     patches = SimpleNamespace(notes={training._FLAGS: {"--burst-cluster": "mine.toml"}})
     with suppress(ValueError):
         training._agreeing(patches, lambda: "made")
@@ -166,7 +177,7 @@ def by_flags():
 
 
 def by_recipe():
-    """Where a recipe asks for the layers of its model."""
+    """Compare when a recipe calls the function for the layers of its model."""
     config = TransformerConfig(
         num_layers=2, hidden_size=64, num_attention_heads=4, context_parallel_size=2,
         attention_dropout=0.0,
@@ -181,8 +192,7 @@ def by_recipe():
 
 
 def compared(way, gpus):
-    """What a way to compare all ranks ends in here; the file of each says another number of GPUs,
-    under one name."""
+    """Return the result of comparing all ranks; each rank's file states another number of GPUs."""
     here = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
@@ -197,7 +207,7 @@ def compared(way, gpus):
 
 @pytest.mark.parametrize("way", [by_flags, by_recipe], ids=lambda way: way.__name__)
 def test_ranks_compare_what_their_cluster_files_say(ranks, way):
-    """Packs are cut by it on every pipeline stage, each of which reads a file of its own."""
+    """Every pipeline stage cuts packs by the file, and each reads its own file."""
     assert ranks(2).run(compared, way, (4, 4)) == ["made", "made"]
     for told in ranks(2).run(compared, way, (4, 8)):
         assert "rank 0 has the contents of" in told

@@ -1,8 +1,8 @@
-"""Megatron's own settings of layouts, and ``--burst-layout auto``; no ranks.
+"""Megatron's own settings of layouts, and ``--burst-layout auto``; without ranks.
 
 The settings are those of Megatron-LM at commit 010994d536a31a389479f995577f7b05a01f7053
-(``TransformerConfig``: ``linear_cp_layout`` and ``attention_cp_layout`` came with pull request
-6776, ``cp_partition_mode`` from its branch dev).
+(``TransformerConfig``: ``linear_cp_layout`` and ``attention_cp_layout`` since pull request 6776,
+``cp_partition_mode`` from its branch dev).
 """
 
 import logging
@@ -21,12 +21,12 @@ from megatron_burst.megatron.checks import command_line
 from megatron_burst.megatron.checks.config import check_config
 
 CPLayout = Literal["contiguous", "zigzag"]
-APART = mb.BurstConfig(layout="contiguous", attention_layout="zigzag")
+TWO_LAYOUTS = mb.BurstConfig(layout="contiguous", attention_layout="zigzag")
 
 
 @dataclass
 class NewerConfig(TransformerConfig):
-    """The fields as that commit declares them."""
+    """The fields that this commit declares."""
 
     cp_partition_mode: CPLayout = "zigzag"
     linear_cp_layout: CPLayout = "zigzag"
@@ -55,14 +55,14 @@ def installed():
     ("settings", "choices"),
     [
         ({}, mb.BurstConfig()),
-        ({"linear_cp_layout": "contiguous"}, APART),
+        ({"linear_cp_layout": "contiguous"}, TWO_LAYOUTS),
         ({"attention_cp_layout": "contiguous"}, mb.BurstConfig(attention_layout="contiguous")),
         (
             {"linear_cp_layout": "contiguous", "attention_cp_layout": "contiguous"},
             mb.BurstConfig(layout="contiguous"),
         ),
         # The defaults ask for nothing: as with striped, our flags say how tokens lie.
-        ({}, APART),
+        ({}, TWO_LAYOUTS),
     ],
 )
 def test_megatron_is_told_of_one_layout_so_that_rows_are_not_exchanged_twice(
@@ -91,7 +91,7 @@ def test_a_contradiction_is_refused_by_name(installed, choices):
 
 def test_megatrons_own_conversion_around_attention_is_refused(installed):
     with pytest.raises(ValueError, match="--cp-partition-mode contiguous: Megatron then") as e:
-        burst.configure(newer(cp_partition_mode="contiguous"), APART)
+        burst.configure(newer(cp_partition_mode="contiguous"), TWO_LAYOUTS)
     assert "remove --cp-partition-mode" in str(e.value)
 
 
@@ -103,7 +103,7 @@ def test_where_megatrons_attention_runs_its_settings_are_its_own(installed):
 
 
 def arguments(line="", **settings):
-    """Parsed arguments of a script, completed as `validate_args` does it."""
+    """Return parsed arguments of a script, completed as `validate_args` does it."""
     import argparse
 
     parser = argparse.ArgumentParser()
@@ -116,7 +116,7 @@ def arguments(line="", **settings):
 
 def test_a_command_line_takes_megatrons_settings_where_ours_are_not_given():
     args = arguments(linear_cp_layout="contiguous", attention_cp_layout="zigzag")
-    assert flags.burst_config(args) == APART
+    assert flags.burst_config(args) == TWO_LAYOUTS
     same = arguments("--burst-layout zigzag", linear_cp_layout="contiguous")
     said = "\n".join(map(str, command_line.problems(same, [])))
     assert "--linear-cp-layout contiguous and --attention-cp-layout zigzag contradict" in said
@@ -189,7 +189,7 @@ def test_bytes_by_hand():
 @pytest.mark.parametrize(
     ("length", "pattern", "expected"),
     [
-        (64, "GG*-MM", APART),  # states of two layers once more: above 6 KiB x 3, rows 18 KiB
+        (64, "GG*-MM", TWO_LAYOUTS),  # states of two layers once more: above 6 KiB x 3, rows 18 KiB
         (4096, "GG*-MM", mb.BurstConfig()),
         (4096, "MMMM-", mb.BurstConfig(layout="contiguous", attention_layout="zigzag")),
         (64, "**--", mb.BurstConfig()),
@@ -205,7 +205,7 @@ def test_auto_takes_what_sends_fewer_bytes(length, pattern, expected):
 @pytest.mark.parametrize(
     ("changed", "choices", "words"),
     [
-        ({}, {"linear": "megatron"}, "--burst-linear megatron expects it"),
+        ({}, {"linear": "megatron"}, "--burst-linear megatron requires it"),
         ({}, {"sequence_chunks": 2}, "other settings require it"),
         ({"mtp_num_layers": 1}, {}, "other settings require it"),
     ],
@@ -219,7 +219,7 @@ def test_auto_takes_zigzag_where_nothing_else_is_allowed(changed, choices, words
 
 def test_auto_needs_to_know_what_it_counts():
     auto = mb.BurstConfig(layout="auto")
-    with pytest.raises(ValueError, match=r"give configure\(\) seq_length"):
+    with pytest.raises(ValueError, match=r"pass seq_length to configure"):
         layout_choice.settled(SimpleNamespace(**HYBRID), auto, None)
     unknown = SimpleNamespace(context_parallel_size=2, is_hybrid_model=True)
     with pytest.raises(ValueError, match="does not state its pattern"):
@@ -231,7 +231,7 @@ def test_auto_needs_to_know_what_it_counts():
 def test_a_command_line_says_what_auto_became(caplog):
     with caplog.at_level("INFO", logger="megatron_burst"):
         args = arguments("--burst-layout auto", **HYBRID, seq_length=64)
-    assert flags.burst_config(args) == APART
+    assert flags.burst_config(args) == TWO_LAYOUTS
     assert "--burst-layout auto: --burst-layout contiguous --burst-att" in caplog.text
     assert "because states and rows between ranks in forward" in caplog.text
 

@@ -1,5 +1,7 @@
-"""Core attentions that derive from Megatron's: which ones BurstAttention replaces, and with which
-arguments. `tests/recipes` and `tests/plugins/rl/verl` train with the classes of Megatron-Bridge."""
+"""Core attentions that derive from Megatron's: which classes BurstAttention replaces, and how.
+
+`tests/recipes` and `tests/plugins/rl/verl` train with the classes of Megatron-Bridge.
+"""
 
 import copy
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ STOCK = (DotProductAttention,)
 
 
 class Windowed(DotProductAttention):
-    """In every layer but the first, as Bridge's models do it."""
+    """A class with a window in every layer except the first, as in Bridge's models."""
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, **named):
         config = copy.copy(config)
@@ -26,7 +28,7 @@ class Windowed(DotProductAttention):
 
 
 class Further(Windowed):
-    """One more constructor that changes nothing."""
+    """A class with one more constructor that changes nothing."""
 
     def __init__(self, config, *args, **named):
         super().__init__(config, *args, **named)
@@ -79,14 +81,14 @@ def test_it_is_built_from_what_megatrons_class_would_get(theirs):
 
 
 class MoreScaledValues(ScaledValues):
-    """As Bridge's class for multi-token prediction: only a constructor more."""
+    """A class with only one more constructor, like Bridge's class for multi-token prediction."""
 
     def __init__(self, config, *args, **named):
         super().__init__(config, *args, **named)
 
 
 def at_path(module, name):
-    """A class with the members of `ScaledValues` and this module and name."""
+    """Return a class with the members of `ScaledValues` and this module and name."""
     methods = {key: vars(ScaledValues)[key] for key in ("__init__", "forward")}
     return type(name, (DotProductAttention,), {**methods, "__module__": module})
 

@@ -1,5 +1,8 @@
-"""Fully sharded data parallelism over DP x CP: losses and gradients are those of whole parameters
-whose gradients are summed over all ranks by hand."""
+"""Fully sharded data parallelism over DP x CP.
+
+Losses and gradients equal those of whole parameters whose gradients are summed over all ranks by
+hand.
+"""
 
 from functools import partial
 

@@ -1,6 +1,6 @@
-"""Gated delta nets over several ranks, with all of their numbers: a step equals that of one rank.
+"""Gated delta nets over several ranks, with all digits: a step equals a step of one rank.
 
-The model is in fp64 but for gates, rotary angles and the loss, which Megatron computes in fp32.
+The model is in fp64 except for gates, rotary angles and the loss, which Megatron computes in fp32.
 Runs of Megatron's own loop are in tests/megatron_lm/test_hybrid_training.py.
 """
 
@@ -14,27 +14,27 @@ pytestmark = pytest.mark.skipif(core_version() < OLDEST, reason="states are pass
 
 
 @pytest.fixture(scope="module")
-def one(four):
-    """The steps of one rank."""
+def single_rank(four):
+    """Return the steps of one rank."""
     return four(ranks.train, "zigzag", 1)[0][0]
 
 
 @pytest.fixture(scope="module")
 def alone(four):
-    """The steps of one rank that runs every document of a pack by itself."""
+    """Return the steps of one rank that runs every document of a pack separately."""
     return four(ranks.train, "zigzag", 1, None, None, True, True)[0][0]
 
 
 def same(found, expected):
-    """Losses to what fp32 leaves of them, gradient norms as fp64 has them."""
+    """Compare losses with the precision of fp32, and gradient norms with the precision of fp64."""
     for history, _ in found:
         for (loss, norm), (wanted, stock) in zip(history, expected, strict=True):
             assert loss == pytest.approx(wanted, rel=3e-7)
             assert norm == pytest.approx(stock, rel=1e-9)
 
 
-def test_megatrons_own_exchange_of_heads_is_one_rank_too(four, one):
-    same(four(ranks.train, "zigzag", 2, {"linear": "megatron"}), one)
+def test_megatrons_own_exchange_of_heads_is_one_rank_too(four, single_rank):
+    same(four(ranks.train, "zigzag", 2, {"linear": "megatron"}), single_rank)
 
 
 @pytest.mark.parametrize(
@@ -49,9 +49,9 @@ def test_megatrons_own_exchange_of_heads_is_one_rank_too(four, one):
         pytest.param("zigzag", 4, "auto", None, marks=pytest.mark.slow),
     ],
 )
-def test_states_passed_are_one_rank(four, one, layout, cp, algorithm, sizes):
+def test_states_passed_are_one_rank(four, single_rank, layout, cp, algorithm, sizes):
     found = four(ranks.train, layout, cp, {"linear": algorithm}, sizes)
-    same(found, one)
+    same(found, single_rank)
     (line,) = [line for line in found[0][1] if line.startswith("burst linear")]
     assert f"layout {layout}" in line
     if algorithm != "auto":
@@ -71,8 +71,8 @@ def test_documents_of_a_pack_are_each_alone(four, alone, layout, cp):
     same(four(ranks.train, layout, cp, None, None, True), alone)
 
 
-def test_recomputed_with_two_micro_batches_in_flight(four, one):
-    same(four(ranks.recomputed), one[:2])
+def test_recomputed_with_two_micro_batches_in_flight(four, single_rank):
+    same(four(ranks.recomputed), single_rank[:2])
 
 
 @pytest.mark.parametrize(("changes", "calls"), [({}, 3), (ranks.RECOMPUTE, 6)])

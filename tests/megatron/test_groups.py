@@ -1,5 +1,7 @@
-"""Activations travel on Megatron's own groups, in step with Megatron's use of these; and a node
-that lies on several hosts is noticed, however it was asked for."""
+"""Activations are sent on Megatron's own groups, in step with Megatron's use of them.
+
+A node that includes several hosts is also detected, for each way of setting it.
+"""
 
 import copy
 from collections import Counter
@@ -58,7 +60,7 @@ def test_ranks_on_two_hosts(four, sizes, intra_size, per_node, fit):
 
 
 def test_no_process_group_outlives_the_launcher(four):
-    """Threads of gloo that do may abort a run that has ended well."""
+    """Threads of gloo of such a group may abort a run at its end."""
     for made, kept in four(session.kept_by_the_launcher):
         assert made > 10
         assert kept == []
@@ -68,8 +70,11 @@ def test_no_process_group_outlives_the_launcher(four):
 
 
 def out_of_order(logs):
-    """Groups on which ranks did not do the same, in an order that one queue per rank can serve:
-    the same collectives, and between two of these every message sent is also received."""
+    """Return the groups on which ranks had different orders of operations.
+
+    One queue per rank must be able to serve the order: the ranks have the same collectives, and
+    every message that is sent between two collectives is also received there.
+    """
     wrong = set()
     for name in {name for log in logs for name in log}:
         epochs = {rank: epochs_of(log[name]) for rank, log in enumerate(logs) if name in log}
@@ -90,7 +95,7 @@ def out_of_order(logs):
 
 
 def epochs_of(events):
-    """[(collective, the messages before it)], with None for the collective after the last."""
+    """Return [(collective, the messages before it)], with None for the end."""
     epochs, messages = [], []
     for event in [*events, None]:
         if isinstance(event, tuple):
@@ -126,8 +131,10 @@ def epochs_of(events):
     ],
 )
 def test_rings_share_megatrons_groups_with_megatron(four, common, train, flags, carriers):
-    """Loss reductions between all calls and backwards, recomputation and evaluations change no
-    loss, and come in an order that NCCL's one queue per communicator serves."""
+    """Loss reductions between calls, recomputation and evaluations change no loss.
+
+    Their order must be one that NCCL's single queue per communicator can serve.
+    """
     results = four(session.train_beside_other_uses, [*common, *flags.split()])
     for losses, _, found, _ in results:
         assert worst(losses, train()) < TOLERANCE
@@ -144,8 +151,10 @@ def test_rings_share_megatrons_groups_with_megatron(four, common, train, flags, 
 
 
 def rings_of_normal_priority():
-    """Rings that queue behind attention: on groups of gloo, and as if all were of NCCL without and
-    with high priority; and all rings."""
+    """Return rings that queue behind attention, and all rings.
+
+    The cases are groups of gloo, and groups that appear as NCCL without and with high priority.
+    """
     world = dist.group.WORLD
     groups = mb.Groups.from_topology(world, intra=4, reuse=[world])
     x = torch.zeros(8, 1, 2, 8, requires_grad=True)
@@ -187,8 +196,7 @@ def test_rings_that_wait_for_kernels_to_drain_are_named(monkeypatch, rings, conn
 
 
 def test_communicators_that_come_later_are_logged_once(four, common):
-    """A layer with a window sends straight to the next rank, on a ring over all ranks; the other
-    layer goes round the rings."""
+    """A windowed layer uses a ring over all ranks, the other layer two rings."""
     flags = f"{TWO_BY_TWO} --window-size 12,0 --window-attn-skip-freq 2 --burst-layout contiguous"
     first, *others = four(session.logged, [*common, *flags.split()])
     assert others == [[]] * 3

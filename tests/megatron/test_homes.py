@@ -1,4 +1,4 @@
-"""Classes of Megatron are found where Megatron keeps them, also once their packages have moved."""
+"""Classes of Megatron are found in their present packages, also after these have moved."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Recipes of models with linear layers: what the check before training says; without Bridge."""
+"""Recipes of models with linear layers: the messages of the check before training; no Bridge."""
 
 from functools import partial
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Installing, configuring and removing the patches, in this process and without ranks."""
+"""Installation, configuration and removal of the patches, in this process and without ranks."""
 
 import copy
 import dataclasses
@@ -151,16 +151,16 @@ def test_a_kernel_of_a_package_is_refused_without_it():
         burst.configure(config(), mb.BurstConfig(kernel="flash3"))
 
 
-class Theirs(DotProductAttention):
+class OtherAttention(DotProductAttention):
     """A core attention that computes something else than Megatron's."""
 
     def forward(self, *args, **named):
         return -super().forward(*args, **named)
 
 
-@pytest.mark.parametrize("core", [Theirs, ModuleSpec(module=Theirs), IdentityOp])
+@pytest.mark.parametrize("core", [OtherAttention, ModuleSpec(module=OtherAttention), IdentityOp])
 def test_a_core_attention_that_is_not_megatrons_is_refused(core):
-    """Otherwise our flags would be missing without a message."""
+    """Otherwise our flags would be ignored without a message."""
     burst.install("zigzag")
     chosen = burst.configure(config(), mb.BurstConfig())
     parts = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""Installing without choosing changes no check of a configuration, nor its values."""
+"""Installation without selection changes no check of a configuration, and no value."""
 
 import dataclasses
 import itertools
@@ -26,7 +26,7 @@ new = pytest.mark.skipif(patching.core_version() < OLDEST, reason="both from 0.1
 
 
 def configurations():
-    """(class, fields): some are valid and some are not, with and without context parallelism."""
+    """Return (class, fields), valid and invalid, with and without context parallelism."""
     for cp, kind in itertools.product((1, 2, 4), (None, "p2p", "a2a", "allgather", ["p2p"] * 4)):
         yield TransformerConfig, BASE | {"context_parallel_size": cp, "cp_comm_type": kind}
         yield MLATransformerConfig, BASE | DSA | {"context_parallel_size": cp, "cp_comm_type": kind}
@@ -43,13 +43,13 @@ def configurations():
         yield TransformerConfig, BASE | {"context_parallel_size": 4} | changes
 
 
-CASES = [(kind, given) for kind, given in configurations() if given.keys() <= NAMES]
+CASES = [(kind, fields) for kind, fields in configurations() if fields.keys() <= NAMES]
 
 
-def outcome(kind, given):
-    """The error of a configuration, or its values."""
+def outcome(kind, fields):
+    """Return the error of a configuration, or its values."""
     try:
-        return repr(kind(**given))
+        return repr(kind(**fields))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -72,8 +72,7 @@ def test_install_alone_changes_no_configuration(clean):
 
 @new
 def test_what_choosing_relaxes(clean):
-    """Megatron's own sparse attention needs an all-gather, and its own delta nets heads for all
-    ranks; ours need neither."""
+    """Megatron's sparse attention requires an all-gather, and its delta nets enough heads."""
     split = {"context_parallel_size": 4}
     sparse = MLATransformerConfig, BASE | DSA | split
     heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}

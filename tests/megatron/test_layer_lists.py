@@ -1,5 +1,8 @@
-"""Lists with an entry per layer: Megatron's lists of windows and of linear attention must be long
-enough, and its list of exchanges is refused."""
+"""Lists with an entry per layer.
+
+Megatron's lists of windows and of linear attention must be long enough, and its list of exchanges
+is refused.
+"""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What layers that carry a state need of a run over several ranks, and what they are told."""
+"""Requirements of layers that carry a state over several ranks, and their messages."""
 
 import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -132,7 +132,7 @@ def test_a_layer_of_megatrons_own_refuses_heads_that_its_ranks_cannot_share():
 
 
 def of_kimi(**choices):
-    """A configuration with what Bridge adds, and what is said of it."""
+    """Return a configuration with Bridge's fields, and its problems."""
     settings = config(2, calculate_per_token_loss=True, num_layers=4)
     vars(settings).update(
         kimi_kda_layers=(1, 2, 4), kimi_linear_num_heads=4, kimi_linear_head_dim=8,

@@ -1,8 +1,8 @@
-"""The fused LM head changes nothing: loss and gradient norm of three steps with
-`--burst-lm-head-loss`, against Megatron's own output layer and loss in the same run otherwise.
+"""The fused LM head changes nothing: loss and gradient norm of three steps.
 
-Documents are short, so loss masks are uneven; a warning (a second computation of the logits) in
-any of these runs is an error of the test.
+The reference is the same run with Megatron's own output layer and loss. Documents are short, so
+loss masks are uneven. A warning (a second computation of the logits) in any of these runs is an
+error of the test.
 """
 
 from functools import partial
@@ -50,7 +50,7 @@ QUICK = {
 
 
 def modes(keys, quick):
-    """Every key in both modes; slow but in its quick one, if it has one."""
+    """Return every key in both modes; slow except in its quick mode, if it has one."""
     return [
         pytest.param(key, mode, marks=[] if quick.get(key) == mode else [pytest.mark.slow])
         for key in keys
@@ -76,7 +76,7 @@ def test_bf16(train, mode):
     modes(["", UNTIED, MTP], {"": "single_pass", MTP: "recompute"}),
 )
 def test_fused_gradient_accumulation(four, common, train, model, mode):
-    """Tied and MTP weights have other uses, whose gradients must not get lost or come twice."""
+    """Tied and MTP weights have other uses, whose gradients must be added exactly once."""
     flags = [*common, *TP.split(), *model.split(), "--burst-lm-head-loss", mode]
     fused = four(session.train_with_fused_accumulation, flags)[0]
     assert worst(fused, train(f"{TP} {model}")) < TOLERANCE
@@ -89,7 +89,7 @@ def test_the_comparison_notices_a_wrong_mask(four, common, train):
 
 @pytest.mark.parametrize("mode", ["off", *MODES])
 def test_which_logits_exist(four, common, mode):
-    """What Megatron's own output layer has made in a forward with labels, and in one without."""
+    """Megatron's own output layer makes logits in a forward with labels, and in one without."""
     flags = [*common, *ALL.split(), "--burst-lm-head-loss", mode]
     for found in four(session.logits_made, flags):
         assert found == {"labels": int(mode == "off"), "no labels": 1, "equal": [True, True]}

@@ -1,4 +1,4 @@
-"""A warning, once, of loss masks that make gradients depend on the number of ranks."""
+"""One warning of loss masks that make gradients depend on the number of ranks."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ class Model(torch.nn.Module):
 
 
 def stepped(model, masks, **named):
-    """A step of Megatron's schedules, which reads a micro-batch for each mask."""
+    """Run a step of Megatron's schedules, which reads a micro-batch for each mask."""
 
     def run(data_iterator, **_):
         return [batch["loss_mask"] for batch in data_iterator]

@@ -1,4 +1,4 @@
-"""Mamba mixers: what stands in for mamba_ssm on a CPU, against the recurrence written out."""
+"""Mamba mixers: the CPU replacement of mamba_ssm, against the recurrence written out."""
 
 import inspect
 from functools import partial
@@ -28,7 +28,7 @@ def drawn(*shape, seed=0):
 
 
 def written_out(projected, weight, bias, dt_bias, A, D):
-    """[b, l, h * p], token by token and number by number where the definition has indices."""
+    """Return [b, l, h * p], computed token by token, with indices as in the definition."""
     out = torch.zeros(*projected.shape[:2], INNER, dtype=torch.float64)
     for b in range(len(projected)):
         state = torch.zeros(HEADS, WIDTH, STATE, dtype=torch.float64)
@@ -132,7 +132,7 @@ def test_a_mixer_over_a_prefix_tree_against_the_recurrence(four):
 @pytest.mark.parametrize("layer", [mamba, delta_net])
 @pytest.mark.parametrize("name", ["inference_context", "inference_params"])
 def test_inference_with_states_that_travel_is_refused(layer, name):
-    """Megatron's forward would take this rank's rows for the whole sequence."""
+    """Megatron's forward would read this rank's rows as the whole sequence."""
     kind = MambaMixer if layer is mamba else GatedDeltaNet
     forward = partial(state_layers.forward, layer.KIND, inspect.unwrap(kind.forward))
     split = SimpleNamespace(_burst_states=object())
@@ -144,7 +144,7 @@ def test_inference_with_states_that_travel_is_refused(layer, name):
 
 @pytest.mark.parametrize(("layer", "kind"), [(mamba, MambaMixer), (delta_net, GatedDeltaNet)])
 def test_a_subclass_with_methods_of_its_own_is_refused_by_name(layer, kind):
-    """They would run on this rank's rows alone, or not at all."""
+    """They would run on this rank's rows only, or not run."""
 
     class Own(kind):
         def forward(self, hidden_states):

@@ -1,5 +1,7 @@
-"""A mask of the user's own (`--burst-mask`): training over ranks with it equals training on one
-rank with Megatron's own attention and the same mask as a dense matrix written by hand."""
+"""A mask of the user (`--burst-mask`): training over ranks equals training on one rank.
+
+The reference is Megatron's own attention with the same mask as a dense matrix written by hand.
+"""
 
 import own_masks
 import pytest
@@ -21,14 +23,14 @@ RECOMPUTED = (
 
 @pytest.fixture(scope="module")
 def oracle(four, common):
-    """`oracle(name, more="")` -> [(loss, gradient norm)] of one rank with the dense mask."""
-    known = {}
+    """Return `oracle(name, more="")`, [(loss, gradient norm)] of one rank with the dense mask."""
+    results = {}
 
     def run(name, more=""):
-        if (name, more) not in known:
+        if (name, more) not in results:
             flags = [*common, *more.split()]
-            known[name, more] = four(session.train_with_dense_mask, flags, name)[0]
-        return known[name, more]
+            results[name, more] = four(session.train_with_dense_mask, flags, name)[0]
+        return results[name, more]
 
     return run
 
@@ -110,7 +112,7 @@ def test_choices_that_exclude_it(choices, flag):
 
 
 def refused(changes, **choices):
-    """The problems that name the mask, of a configuration with these fields."""
+    """Return the problems that name the mask, for a configuration with these fields."""
     from types import SimpleNamespace
 
     fields = {

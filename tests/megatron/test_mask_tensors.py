@@ -1,4 +1,4 @@
-"""Mask tensors that a script passes to a causal layer: those that add nothing are accepted."""
+"""Mask tensors that a script passes to a causal layer: redundant ones are accepted."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def installed():
 
 
 def called_with(mask, kind=AttnMaskType.causal):
-    """The error of a call, or None."""
+    """Return the error of a call, or None."""
     try:
         check_call(kind, {"attention_mask": mask}, None, BatchCut("zigzag"))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Hybrid context parallelism: the group that holds a micro-batch changes from one to the next."""
+"""Hybrid context parallelism: the group that holds a micro-batch changes between micro-batches."""
 
 import micro_batches
 import pytest
@@ -22,9 +22,11 @@ BOOKS = {
     ],
 )
 def test_every_micro_batch_has_its_own_group(four, options, window):
-    """One group of 4, two of 2, an uneven pair and single ranks in turns: forward and backward are
-    a dense mask's on one rank, ranks make different numbers of calls, and wait only for members of
-    their groups. Groups of the same ranks are made once."""
+    """One group of 4, two of 2, an uneven pair and single ranks take turns.
+
+    Forward and backward equal a dense mask on one rank. Ranks make different numbers of calls, and
+    wait only for members of their groups. Groups of the same ranks are made once.
+    """
     results = four(micro_batches.alternating, options, window)
     for rank, (error, books, made, alive) in enumerate(results):
         assert error < 1e-10
@@ -39,7 +41,7 @@ HYBRID = {"hybrid_context_parallel": True, "max_seqlen_per_dp_cp_rank": 8}
 
 @pytest.fixture(scope="module")
 def alone(four, common):
-    """Every document by itself on one rank, with Megatron's own attention."""
+    """Return every document alone on one rank, with Megatron's own attention."""
     histories = four(micro_batches.losses, common, 1, {})
     assert all(one == histories[0] for one in histories)
     return histories[0][0]
@@ -54,7 +56,7 @@ def alone(four, common):
     ],
 )
 def test_megatrons_hybrid_schedule_trains_like_one_rank(four, common, alone, size, flags):
-    """Its data wrapper and schedule, with documents of 8 to 32 tokens on one, two or four ranks."""
+    """Megatron's data wrapper and schedule, with documents of 8 to 32 tokens on 1, 2 or 4 ranks."""
     results = four(micro_batches.losses, [*common, *flags.split()], size, HYBRID)
     for history, books in results:
         assert worst(history, alone) < TOLERANCE

@@ -1,4 +1,4 @@
-"""Which layers a model has, by each way in which a configuration states it; counted by hand."""
+"""The layers of a model, by each way in which a configuration states them; counted by hand."""
 
 from types import SimpleNamespace
 

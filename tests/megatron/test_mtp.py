@@ -1,4 +1,4 @@
-"""Further heads: shifts follow the layout and the documents, and losses are those of one rank."""
+"""MTP heads: shifts follow the layout and the documents, and losses equal one rank's."""
 
 import pytest
 import session
@@ -96,14 +96,14 @@ SLOW = ("cp2", "cp2x2-lm-head", "cp4-contiguous", "tp2-sp", "vpp2-lm-head")
 
 @pytest.fixture(scope="module")
 def one_rank(four, common):
-    """`one_rank(flags)` -> the run on one rank in which documents are apart, remembered."""
-    known = {}
+    """Return `one_rank(flags)`, the cached run on one rank with separate documents."""
+    runs = {}
 
     def run(flags):
-        if flags not in known:
+        if flags not in runs:
             flagged = [*common, "--packed", *flags.split()]
-            known[flags] = four(session.train_with_heads_inside_documents, flagged)[0]
-        return known[flags]
+            runs[flags] = four(session.train_with_heads_inside_documents, flagged)[0]
+        return runs[flags]
 
     return run
 

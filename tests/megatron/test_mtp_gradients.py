@@ -1,4 +1,4 @@
-"""Gradients of a GPT with further heads on four ranks of one sequence are those of one rank.
+"""Gradients of a GPT with MTP heads on four ranks of one sequence equal one rank's.
 
 The cases are after Megatron-LM issue 7452 and pull request 7498: uneven loss masks, two accumulated
 micro-batches, Megatron's schedule, data-parallel wrapper and finalizing, in fp32.

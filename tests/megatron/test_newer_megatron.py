@@ -46,7 +46,7 @@ def pack(*bounds):
 
 
 def check(layout, params, cuts=True, size=2):
-    """The check of attention, for the rank that holds half of the pack of `params`."""
+    """Run the check of attention, for the rank that holds half of the pack of `params`."""
     known = packs().of(16, params.cu_seqlens_q, params.cu_seqlens_q_padded)
     check_cut(params, known, BatchCut(layout), size, cuts)
 
@@ -161,8 +161,7 @@ def test_the_default_mode_does_not_contradict_a_cut_of_ours(newer):
 
 
 def test_local_sizes_come_with_a_group_also_of_one_rank(newer):
-    """Later `PackedSeqParams` require `cp_group` whenever `local_cp_size` is set (pull request
-    7144)."""
+    """Later `PackedSeqParams` require `cp_group` if `local_cp_size` is set (pull request 7144)."""
     installed("zigzag")
     alone = Group(0, 1)
     batch = pack(0, 8, 16) | {"local_cp_size": torch.tensor([1])}
@@ -177,7 +176,7 @@ def test_local_sizes_come_with_a_group_also_of_one_rank(newer):
 
 
 def test_attention_gets_the_rows_of_the_run_without_an_exchange(newer):
-    """`Attention.forward` would exchange contiguous rows for zigzag ones."""
+    """`Attention.forward` would exchange contiguous rows for zigzag rows."""
     chosen = installed("contiguous")
     params = NewerParams("thd", ends(0, 16), ends(0, 16), cp_partition_mode="contiguous")
     asked = {"hidden_states": "rows", "packed_seq_params": params, "sequence_parallel": False,
@@ -203,7 +202,7 @@ def test_an_exchange_around_attention_of_another_layout_is_refused(newer):
 
 
 def calls(newer, layout):
-    """Functions that select the first rank's rows of 16 tokens in `layout`."""
+    """Return functions that select the first rank's rows of 16 tokens in `layout`."""
     strategy = {
         "zigzag": CPLoadBalancingStrategy.DUAL_CHUNK_SWAP,
         "contiguous": CPLoadBalancingStrategy.NO_LOAD_BALANCE,
@@ -290,7 +289,7 @@ def test_shifts_of_the_branch_dev_follow_the_layout_of_the_run(newer):
 
 def newer_roll(tensor, shifts=-1, dims=-1, cp_group=None, packed_seq_params=None, return_sum=True,
                cp_layout="zigzag", fill_value=0):  # fmt: skip
-    """`roll_tensor` of Megatron-LM main (`multi_token_prediction.py`, September 2026)."""
+    """Fake `roll_tensor` of Megatron-LM main (`multi_token_prediction.py`, September 2026)."""
     moved = torch.cat([tensor[..., 1:], torch.full_like(tensor[..., :1], fill_value)], dim=-1)
     return moved, moved.sum()
 
@@ -317,8 +316,10 @@ def test_roll_tensor_honours_its_newer_arguments(monkeypatch):
 
 
 def test_heads_leave_out_tokens_behind_an_invalid_input(monkeypatch):
-    """`mtp_input_mask` of process_mtp_loss (`multi_token_prediction.py`, September 2026): the
-    second head reads the next two tokens."""
+    """The second head reads the next two tokens.
+
+    `mtp_input_mask` of process_mtp_loss (`multi_token_prediction.py`, September 2026).
+    """
     monkeypatch.setattr(mtp, "roll_tensor", newer_roll)
     mask = torch.tensor([[1.0, 1, 0, 1, 1, 1, 1, 1]])
     inputs = torch.tensor([[1.0, 1, 1, 1, 0, 1, 1, 1]])
@@ -330,7 +331,7 @@ def test_heads_leave_out_tokens_behind_an_invalid_input(monkeypatch):
 
 
 def test_the_fused_loss_gets_the_masks_of_the_heads_that_run(monkeypatch):
-    """`compute_mtp_loss` and `mtp_input_mask` of HybridModel.forward."""
+    """The arguments are `compute_mtp_loss` and `mtp_input_mask` of HybridModel.forward."""
     monkeypatch.setattr(mtp, "roll_tensor", newer_roll)
     model = types.SimpleNamespace(
         config=types.SimpleNamespace(mtp_num_layers=1),
@@ -369,7 +370,7 @@ def test_newer_arguments_of_a_hybrid_model_pass_through_or_are_refused_by_name(n
 
 @pytest.mark.parametrize("name", homes.MOVED)
 def test_modules_are_found_in_core_ops_first(monkeypatch, name):
-    """Pull requests 7239 and 7380: the older path may remain, and only forwards."""
+    """After pull requests 7239 and 7380 the older path may remain, and only forwards names."""
     newer, older = types.ModuleType("newer"), types.ModuleType("older")
     monkeypatch.setitem(sys.modules, f"megatron.core.ssm.{name}", older)
     monkeypatch.setitem(sys.modules, homes.MOVED[name], newer)
@@ -379,8 +380,10 @@ def test_modules_are_found_in_core_ops_first(monkeypatch, name):
 
 
 def test_bridge_is_found_inside_megatron_lm(monkeypatch, tmp_path):
-    """Megatron-Bridge issue 6172 (September 2026): `megatron/bridge` of Megatron-LM, without a
-    distribution named megatron-bridge."""
+    """`megatron/bridge` of Megatron-LM, without a distribution named megatron-bridge.
+
+    Megatron-Bridge issue 6172 (September 2026).
+    """
     folder = tmp_path / "megatron" / "bridge" / "recipes"
     folder.mkdir(parents=True)
     (folder.parent / "__init__.py").touch()

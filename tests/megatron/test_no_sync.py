@@ -1,4 +1,4 @@
-"""Packed batches on a fake GPU: what describes them is read once, what places them is sent once."""
+"""Packed batches on a fake GPU: descriptions are read once, and indices are sent once."""
 
 import gc
 from functools import partial
@@ -23,7 +23,7 @@ CUT = BatchCut("striped")
 
 
 class Group:
-    """All that slicing asks of a process group."""
+    """The methods of a process group that slicing calls."""
 
     def size(self):
         return 2
@@ -41,7 +41,7 @@ def installed():
 
 @pytest.fixture
 def reads(monkeypatch):
-    """How often tensors that describe a pack were read."""
+    """Return how often tensors that describe a pack were read."""
     found, pack_of = [], packed.pack_of
     monkeypatch.setattr(packed, "pack_of", lambda *given: found.append(1) or pack_of(*given))
     return found
@@ -90,7 +90,7 @@ def test_equal_lengths_in_tensors_of_their_own_are_no_cross_attention(reads):
     lambda lengths: mock.patch.object(torch.Tensor, "cuda", lambda x: x.to("meta"))(lengths.cuda)(),
 ])  # fmt: skip
 def test_what_a_loader_made_is_known_on_the_device_without_reading_it(send):
-    """On "meta", where nothing can be read, as a script sends it and takes a view of the copy."""
+    """A script sends it to "meta", which cannot be read, and takes a view of the copy."""
     whole, room = torch.tensor([[*ENDS, 24, 24]]), torch.tensor([[*ENDS, -1, -1]])
     batch = {"tokens": torch.arange(24)[None], "cu_seqlens": whole, "cu_seqlens_padded": room}
     loaded = next(BatchIterator(iter([batch, ("no", "dict")])))

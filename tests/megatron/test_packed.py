@@ -1,4 +1,4 @@
-"""Packed batches, without ranks: documents, places of tokens, slicing, rotary angles."""
+"""Packed batches, without ranks: documents, positions of tokens, slicing, rotary angles."""
 
 import gc
 import inspect
@@ -252,9 +252,12 @@ def test_a_run_is_cut_by_its_nodes_and_by_what_all_its_layers_see():
 
 
 def test_what_a_row_costs_follows_from_the_cluster_file(tmp_path):
-    """By hand: 4 heads of 16 + 16 columns for each of two tensor-parallel ranks are 256 FLOPs a
-    pair in forward, times 1 + 3; a row of 2 key/value heads has 128 bytes in each pass and as many
-    elements of fp32 gradients: 512. In the time of a byte 1e12 / 1e9 / 1024 pairs are computed."""
+    """The cost by hand.
+
+    4 heads of 16 + 16 columns for each of two tensor-parallel ranks are 256 FLOPs a pair in
+    forward, times 1 + 3. A row of 2 key/value heads has 128 bytes in each pass and the same number
+    of elements of fp32 gradients: 512. In the time of a byte 1e12 / 1e9 / 1024 pairs are computed.
+    """
     path = str(tmp_path / "mine.toml")
     rates = mb.Rates(4e9, 1e9, compute=1e12, backward=3.0)
     sizes = {"num_attention_heads": 8, "num_query_groups": 4, "kv_channels": 16}

@@ -1,5 +1,7 @@
-"""Splitting the sequence changes nothing: loss and gradient norm of three steps, against one rank
-per sequence with Megatron's own attention, from the same seed."""
+"""Splitting the sequence changes nothing: loss and gradient norm of three steps.
+
+The reference is one rank per sequence with Megatron's own attention, from the same seed.
+"""
 
 import pytest
 import session
@@ -205,7 +207,7 @@ def slow(value):
 
 
 def worst(a, b):
-    """Largest relative difference in loss or gradient norm over the steps."""
+    """Return the largest relative difference in loss or gradient norm over the steps."""
     assert len(a) == len(b) > 0
     steps = zip(a, b, strict=True)
     return max(abs(x - y) / abs(y) for p, q in steps for x, y in zip(p, q, strict=True))

@@ -1,4 +1,4 @@
-"""How often four ranks make plans: once for the lengths of a micro-batch, and in no backward."""
+"""Number of plans that four ranks make: one for the lengths of a micro-batch, none in backward."""
 
 import collections
 from unittest import mock
@@ -9,12 +9,14 @@ import torch
 import torch.distributed as dist
 from packed_ranks import HEADS, LENGTHS, TOTAL, WIDTH
 
-OTHERS = LENGTHS[::-1]  # documents of another micro-batch, without padding between them
+OTHER_LENGTHS = LENGTHS[::-1]  # documents of another micro-batch, without padding between them
 
 
 def counted(happens):
-    """What `happens` does in a layer's core attention: how often a plan was made and compared with
-    that of the other ranks. It gets ``forward(lengths, recompute)`` -> a scalar."""
+    """Return how often `happens` in a layer's core attention makes a plan and compares plans.
+
+    It gets ``forward(lengths, recompute)``, which returns a scalar.
+    """
     from megatron.core.tensor_parallel import random
 
     from megatron_burst.comm.groups import Groups
@@ -49,26 +51,26 @@ def counted(happens):
 
 
 def recomputed(forward):
-    """Two micro-batches in flight."""
-    first, second = forward(LENGTHS, True), forward(OTHERS, True)
+    """Run two micro-batches in flight."""
+    first, second = forward(LENGTHS, True), forward(OTHER_LENGTHS, True)
     second.backward()
     first.backward()
 
 
 def again(forward):
-    for lengths in (LENGTHS, OTHERS, LENGTHS, LENGTHS):
+    for lengths in (LENGTHS, OTHER_LENGTHS, LENGTHS, LENGTHS):
         forward(lengths).backward()
 
 
 def on_rank_two(forward):
-    """All have a plan of these lengths, but one rank asks for another."""
+    """All ranks have a plan of these lengths, but one rank calls with others."""
     forward(LENGTHS)
-    forward(OTHERS if dist.get_rank() == 2 else LENGTHS)
+    forward(OTHER_LENGTHS if dist.get_rank() == 2 else LENGTHS)
 
 
 def known_elsewhere(forward):
-    """As before, with a plan that all have."""
-    forward(OTHERS)
+    """Like `on_rank_two`, with a plan that all ranks have."""
+    forward(OTHER_LENGTHS)
     on_rank_two(forward)
 
 

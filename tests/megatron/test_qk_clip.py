@@ -1,4 +1,4 @@
-"""--log-max-attention-logit and --qk-clip: a split run finds and clips what one rank does."""
+"""--log-max-attention-logit and --qk-clip: a split run records and clips like one rank."""
 
 import clipping
 import pytest

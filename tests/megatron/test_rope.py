@@ -1,4 +1,4 @@
-"""Rotary tables of the rows of a rank, without ranks: against Megatron's own and exact angles."""
+"""Rotary tables of the rows of a rank, without ranks: against Megatron's and exact angles."""
 
 import gc
 import math
@@ -26,9 +26,9 @@ def clean(monkeypatch):
 
 
 def near(position):
-    """Some positions up to this one."""
-    some = torch.arange(position - 60, position)
-    return torch.cat([some, torch.randint(EXACT, position, (40,))])
+    """Return some positions up to this one."""
+    positions = torch.arange(position - 60, position)
+    return torch.cat([positions, torch.randint(EXACT, position, (40,))])
 
 
 RATES = 1 / 10000 ** (torch.arange(0, 128, 2, dtype=torch.float32) / 128)

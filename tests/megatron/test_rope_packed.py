@@ -1,4 +1,4 @@
-"""Rotary tables of packed batches, whose rows are known only where they are used; and memory."""
+"""Rotary tables of packed batches, whose rows are known only when they are used; and memory."""
 
 import pytest
 import torch
@@ -103,8 +103,7 @@ def test_a_table_that_is_not_known_yet_is_loud():
 
 @pytest.mark.parametrize("name", ["blank", "table"])
 def test_tables_stay_on_the_device(name):
-    """A copy of a blank would be as long as the sequence, and unknown to the attention layer; a
-    table is held from here anyway."""
+    """A copy of a blank would be as long as the sequence, and unknown to the attention layer."""
     installed("zigzag")
     made = embedding("plain", Group(0, 2))(2**12, packed_seq=name == "blank")
     host, seen = mb.HostMemory(2**30), []

@@ -1,4 +1,4 @@
-"""Which writers get the scalars, and when; `megatron_lm/test_training` reads those of a run."""
+"""Which writers get the scalars, and when; `megatron_lm/test_training` reads a run's scalars."""
 
 import sys
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ def training_log(loss_dict, iteration):
 
 
 def run(monkeypatch, measured, board, wandb):
-    """Four iterations of a rank with these writers, after a start from iteration 6."""
+    """Run four iterations of a rank with these writers, after a start from iteration 6."""
     megatron = SimpleNamespace(
         get_args=lambda: SimpleNamespace(log_interval=2),
         get_tensorboard_writer=lambda: board, get_wandb_writer=lambda: wandb,
@@ -35,7 +35,7 @@ def run(monkeypatch, measured, board, wandb):
 
 
 def measured_rank():
-    """One rank that has sent 600 bytes and run one layer."""
+    """Return one rank that has sent 600 bytes and run one layer."""
     groups = in_process.groups(intra=1).ranks[0]
     measured = step_metrics.StepMetrics()
     measured.watch(groups)

@@ -1,5 +1,7 @@
-"""What is found wrong while a model is built or trained names what its user wrote: flags in a
-script, settings in a recipe."""
+"""Messages of building and training a model name the user's own terms.
+
+These are flags in a script, and settings in a recipe.
+"""
 
 import functools
 from types import SimpleNamespace
@@ -78,7 +80,7 @@ def test_the_next_installation_starts_with_flags(installed):
 
 
 def test_recipes_have_an_argument_for_each_flag_and_no_other():
-    """But for --burst-pack, with which recipes never ran."""
+    """Except for --burst-pack, which was not tested with recipes."""
     with pytest.raises(ValueError, match="nonsense: apply_burst takes") as raised:
         apply_burst(None, nonsense=1)
     arguments = str(raised.value).split(" takes ")[1].split(", ")

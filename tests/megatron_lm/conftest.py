@@ -1,4 +1,4 @@
-"""Runs of a Megatron-LM script on the CPU; only where `megatron.training` is installed."""
+"""Runs of a Megatron-LM script on the CPU; only if `megatron.training` is installed."""
 
 import importlib.util
 
@@ -18,14 +18,14 @@ def ranks(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def train(ranks):
-    """`train(world, "--flag value ...")` -> a `Run`, remembered; every rank came to a good end."""
-    known = {}
+    """Return `train(world, "--flag value ...")`, a cached `Run` in which every rank succeeded."""
+    runs = {}
 
     def run(world, flags=""):
-        if (world, flags) not in known:
+        if (world, flags) not in runs:
             done = ranks.run(world, [*COMMON, *flags.split()])
             assert done.codes == [0] * world, "\n".join(done.texts)[-3000:]
-            known[world, flags] = done
-        return known[world, flags]
+            runs[world, flags] = done
+        return runs[world, flags]
 
     return run

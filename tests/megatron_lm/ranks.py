@@ -1,8 +1,8 @@
 """`megatron-burst pretrain --cpu train_gpt.py ...` on forked ranks, as torchrun starts them.
 
-Run as a script it is a server: it imports the module that it is given, which takes longer than a
-run, and forks the ranks of each run that it reads from its input (JSON lines, one answer each).
-Unlike torchrun it lets every rank come to its own end, so that tests see whether all of them do.
+As a script this is a server. It imports a module, which takes longer than a run, and forks the
+ranks of each run that it reads from its input (JSON lines, one answer each). Unlike torchrun it
+does not kill ranks if one fails, so tests see how each rank ends.
 """
 
 import contextlib
@@ -60,33 +60,33 @@ COMMON = f"""
 
 @dataclass
 class Run:
-    """How each rank ended, and what it wrote."""
+    """The exit status and the output of each rank."""
 
     codes: list[int]
     texts: list[str]
 
     @cached_property
     def steps(self):
-        """iteration -> (loss, gradient norm); the last rank reports them."""
+        """Return iteration -> (loss, gradient norm); the last rank reports them."""
         pattern = r"iteration +(\d+)/.*?lm loss: ([\d.E+-]+) .*?grad norm: ([\d.]+)"
         found = re.findall(pattern, "\n".join(self.texts))
         return {int(step): (float(loss), float(norm)) for step, loss, norm in found}
 
     @cached_property
     def evaluations(self):
-        """Validation and test losses in the order of their lines."""
+        """Return validation and test losses in the order of their lines."""
         return [float(x) for x in re.findall(r"lm loss value: ([\d.E+-]+)", "\n".join(self.texts))]
 
     def lines(self, word):
-        """Lines with `word` in them, of all ranks."""
+        """Return lines that contain `word`, of all ranks."""
         return [line for text in self.texts for line in text.splitlines() if word in line]
 
 
 class Ranks:
-    """The server, from outside: `run(world, flags)`."""
+    """The client of the server: `run(world, flags)`."""
 
     def __init__(self, folder, imported="megatron.training.training", beside=ROOT):
-        """`imported`: what all runs need, found also in the folder `beside`."""
+        """Start a server that imports the module `imported`, also from the folder `beside`."""
         self.folder, self.count = folder, 0
         path = os.pathsep.join([ENVIRONMENT["PYTHONPATH"], str(beside)])
         with (folder / "server.log").open("w") as log:
@@ -96,8 +96,11 @@ class Ranks:
             )  # fmt: skip
 
     def run(self, world, flags, odd=None, script=None, limit=LIMIT):
-        """`flags` on every rank, and on rank 1 those of `odd` besides; `script` runs by itself,
-        with nothing of ours but the CPU's stand-ins. A run may take ``limit`` seconds."""
+        """Run `flags` on every rank, and also `odd` on rank 1.
+
+        `script` runs alone, without our code except the CPU's replacements. A run may take
+        ``limit`` seconds.
+        """
         self.count += 1
         outputs = [str(self.folder / f"{self.count}-{rank}.log") for rank in range(world)]
         argv = [[*flags, *(odd or [])] if rank == 1 else flags for rank in range(world)]
@@ -113,7 +116,7 @@ class Ranks:
 
 
 def under_torchrun(world, flags):
-    """The same with torchrun itself; its ranks share one output."""
+    """Run the same with torchrun; its ranks share one output."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr"]
     command += ["127.0.0.1", "--nproc-per-node", str(world), "-m", "megatron_burst", "pretrain"]
     done = subprocess.run(
@@ -138,7 +141,7 @@ def serve():
 
 
 def free_port():
-    """One below those that the system gives to connections, which could take it meanwhile."""
+    """Return a port below those that the system assigns to connections."""
     while True:
         port = random.randrange(20_000, 32_000)
         with socket.socket() as free, contextlib.suppress(OSError):
@@ -180,7 +183,7 @@ def run_alone(script, argv):
 
 
 def wait(children, limit):
-    """Exit codes; processes that take too long are killed (-9)."""
+    """Return exit codes; processes that exceed the limit are killed (-9)."""
     codes, end = dict.fromkeys(children), time.monotonic() + limit
     while None in codes.values():
         for child in [child for child, code in codes.items() if code is None]:

@@ -1,4 +1,4 @@
-"""Flags that `advise` prints, by Megatron-LM's own parser and checks: no model is built."""
+"""Flags that `advise` prints, in Megatron-LM's own parser and checks; no model is built."""
 
 import argparse
 import importlib.util
@@ -67,8 +67,7 @@ ROPE = {
 
 @pytest.fixture
 def parser(monkeypatch):
-    """Megatron's, with our flags; on a machine that looks as if it had an H100 with Transformer
-    Engine."""
+    """Return Megatron's parser with our flags, as on an H100 with Transformer Engine."""
     burst.install()
     find = importlib.util.find_spec
     engine = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""`--cpu`: what needs a GPU is refused by name; what only asks one for numbers runs."""
+"""`--cpu`: features that need a GPU are refused by name; queries of a GPU's numbers work."""
 
 import pytest
 from ranks import COMMON

@@ -1,7 +1,7 @@
-"""`--reset-attention-mask`: documents on two ranks as by Megatron's own dense mask on one.
+"""`--reset-attention-mask`: documents on two ranks equal Megatron's dense mask on one.
 
-On Megatron's own dataset. The text ends documents inside of what the dataset calls documents, and
-some of those end without an end-of-document token: only the tokens count.
+The data are Megatron's own dataset. End-of-document tokens occur inside the documents of the
+dataset, and some of these have no such token at their end: only the tokens count.
 """
 
 import numpy as np
@@ -25,7 +25,7 @@ LEARNED = "--position-embedding-type learned_absolute"
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """Flags that name 400 documents of 10 to 70 tokens that count up in steps of 1 to 3."""
+    """Return flags for 400 documents of 10 to 70 tokens that count up in steps of 1 to 3."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     prefix = str(tmp_path_factory.mktemp("text") / "text")
@@ -57,7 +57,7 @@ NO_MASK = "--no-create-attention-mask-in-dataloader"
 
 
 def test_documents_are_kept_where_no_mask_is_made(train, text):
-    """As by Megatron's dense mask on one rank, which --no-create-... would not make there."""
+    """The reference is Megatron's dense mask on one rank, which --no-create-... would not make."""
     asked = f"{text} --reset-attention-mask --eod-mask-loss"
     run = train(2, f"{asked} {NO_MASK} {CP2} --burst-layout balanced")
     same(run, train(1, asked))
@@ -73,8 +73,10 @@ def test_documents_of_the_mask_balanced(train, text, how):
 
 
 def test_documents_of_the_dataset_balanced(train, text):
-    """Those of --dataloader-inter-document-masking, in balance as in zigzag, which
-    pretrain_gpt.py's own CP 1 with a dense mask cannot tell from it."""
+    """Documents of --dataloader-inter-document-masking train equally in balanced and zigzag.
+
+    The CP 1 of pretrain_gpt.py with a dense mask cannot distinguish them.
+    """
     asked = f"{text} --dataloader-inter-document-masking {CP2}"
     same(train(2, f"{asked} --burst-layout balanced"), train(2, asked))
 
@@ -86,13 +88,13 @@ INTERLEAVED = (
 
 @pytest.mark.slow
 def test_documents_reach_every_chunk_of_an_interleaved_pipeline(train, text):
-    """Also those in the middle, which Megatron gives no dataset."""
+    """Also middle chunks, for which Megatron builds no dataset."""
     asked = f"{text} --reset-attention-mask {INTERLEAVED}"
     same(train(4, f"{asked} {CP2}"), train(2, asked))
 
 
 def test_the_mask_and_the_positions_count(train, text):
-    """What the comparisons above could not tell apart if it did nothing."""
+    """The comparisons above would pass if the mask had no effect; this one would not."""
     losses = {
         how: train(1, f"{text} {how}").steps[STEPS][0]
         for how in (

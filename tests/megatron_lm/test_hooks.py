@@ -246,7 +246,7 @@ def test_a_yaml_file_is_refused(given):
 
 
 def test_megatron_cannot_train_from_yaml():
-    """If this fails, it can, and we need not refuse it."""
+    """If this fails, Megatron-LM supports yaml files, and we need not refuse them."""
     name = "account_for_embedding_in_pipeline_split"
     assert f"args.{name}" in inspect.getsource(yaml_arguments.validate_yaml)
     assert name in {field.name for field in dataclasses.fields(TransformerConfig)}

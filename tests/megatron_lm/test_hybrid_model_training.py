@@ -1,5 +1,8 @@
-"""Iterations of Megatron-LM's own loop on hybrid models: attention beside layers that carry a
-state, split as on one rank, and as with Megatron's own all-to-all of heads."""
+"""Iterations of Megatron-LM's own loop on hybrid models.
+
+They have attention and layers that carry a state. Split runs equal one rank, and Megatron's own
+all-to-all of heads.
+"""
 
 import pytest
 from ranks import MIDDLE, STEPS
@@ -17,7 +20,7 @@ MAMBA = f"--hybrid-layer-pattern M*M- {SIZES}"
 BURST = "--context-parallel-algo burst"
 CP2 = f"{BURST} --context-parallel-size 2"
 CP4 = f"{BURST} --context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2"
-APART = "--burst-layout contiguous --burst-attention-layout zigzag"
+TWO_LAYOUTS = "--burst-layout contiguous --burst-attention-layout zigzag"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 EXPERTS = (
     f"--hybrid-layer-pattern M*E {SIZES} --num-experts 4 --moe-router-topk 2 "
@@ -36,7 +39,7 @@ HALF = "--burst-attention-store 0.5"
 # what is compared -> (model, ranks, flags); stages and parts of tensors draw their own weights
 CASES = {
     "delta-nets": (DELTA_NETS, 2, CP2),
-    "delta-nets-more-ranks-than-heads": (DELTA_NETS, 4, f"{CP4} {APART}"),
+    "delta-nets-more-ranks-than-heads": (DELTA_NETS, 4, f"{CP4} {TWO_LAYOUTS}"),
     "delta-nets-contiguous": (DELTA_NETS, 4, f"{CP4} --burst-layout contiguous"),
     "delta-nets-scan": (DELTA_NETS, 4, f"{CP4} --burst-linear scan"),
     "mamba": (MAMBA, 2, f"{CP2} --burst-lm-head-loss single_pass"),
@@ -44,11 +47,11 @@ CASES = {
     "mamba-contiguous": (MAMBA, 2, f"{CP2} --burst-layout contiguous --burst-linear all_gather"),
     "mamba-auto-layout": (MAMBA, 4, f"{CP4} --burst-layout auto"),
     # Megatron draws each tensor-parallel rank's convolution for itself: compared with TP, unsplit.
-    "mamba-tensor-parallel": (f"{MAMBA} {TP2}", 4, f"{CP2} {APART}"),
-    "mamba-recompute": (MAMBA, 2, f"{CP2} {APART} {RECOMPUTE} --burst-attention-store 1.0"),
+    "mamba-tensor-parallel": (f"{MAMBA} {TP2}", 4, f"{CP2} {TWO_LAYOUTS}"),
+    "mamba-recompute": (MAMBA, 2, f"{CP2} {TWO_LAYOUTS} {RECOMPUTE} --burst-attention-store 1.0"),
     "mamba-experts": (EXPERTS, 2, CP2),
     "mamba-selective": (MAMBA, 2, f"{CP2} {SELECTIVE} {HALF}"),
-    "mamba-pipeline": (PIPELINE, 4, f"{CP2} {APART}"),
+    "mamba-pipeline": (PIPELINE, 4, f"{CP2} {TWO_LAYOUTS}"),
     "mamba-interleaved": (INTERLEAVED, 4, f"{CP2} {RECOMPUTE} {HALF}"),
     "mamba-sharded-optimizer": (MAMBA, 4, f"{CP2} {SHARDED}"),
     "mamba-further-heads": (MTP, 2, CP2),
@@ -74,7 +77,7 @@ def test_split_like_one_rank(train, case):
 @pytest.mark.parametrize(
     ("model", "flags"),
     [
-        (MAMBA, f"{CP2} {APART}"),
+        (MAMBA, f"{CP2} {TWO_LAYOUTS}"),
         pytest.param(DELTA_NETS, CP2, marks=pytest.mark.slow),
         pytest.param(MAMBA, f"{CP2} --burst-layout balanced", marks=pytest.mark.slow),
     ],
@@ -105,7 +108,7 @@ def test_a_stage_that_has_such_layers_says_so(train):
 def test_a_checkpoint_goes_on_at_another_size_and_layout(train, tmp_path):
     whole = train(2, f"{MAMBA} {CP2} --save {tmp_path} --save-interval {MIDDLE}")
     same(whole, train(1, MAMBA))
-    resumed = train(4, f"{MAMBA} {CP4} {APART} --load {tmp_path} --ckpt-step {MIDDLE}")
+    resumed = train(4, f"{MAMBA} {CP4} {TWO_LAYOUTS} --load {tmp_path} --ckpt-step {MIDDLE}")
     assert min(resumed.steps) == MIDDLE + 1
     # Megatron's line of the second iteration after a start is an average over two.
     same(resumed, whole, [MIDDLE + 1, STEPS])

@@ -1,5 +1,7 @@
-"""Megatron-LM's own `pretrain_hybrid.py`, as it lies beside its packages in a checkout; wheels have
-no scripts. On its mock data, which only a checkout's dataset helpers or a copy of them can read."""
+"""Megatron-LM's own `pretrain_hybrid.py`, from a checkout; wheels have no scripts.
+
+It trains on its mock data, which requires the dataset helpers of a checkout or a copy.
+"""
 
 from pathlib import Path
 
@@ -9,7 +11,7 @@ from test_training import same
 
 pytest.importorskip("megatron.training.models.hybrid")
 import megatron.core
-from test_hybrid_model_training import APART, CP2, CP4, EXPERTS, MAMBA, MTP, PIPELINE
+from test_hybrid_model_training import CP2, CP4, EXPERTS, MAMBA, MTP, PIPELINE, TWO_LAYOUTS
 
 SCRIPT = Path(megatron.core.__file__).parents[2] / "pretrain_hybrid.py"
 pytestmark = pytest.mark.skipif(
@@ -19,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def pretrain(ranks):
-    """`pretrain(world, flags)` -> a `Run` of the script; every rank came to a good end."""
+    """Return `pretrain(world, flags)`, a `Run` of the script in which every rank succeeded."""
     known = {}
 
     def run(world, flags):
@@ -36,7 +38,7 @@ def pretrain(ranks):
 # what is compared -> (model, ranks of the run that nothing splits, ranks, flags)
 CASES = {
     "zigzag": (MAMBA, 1, 2, CP2),
-    "contiguous": (MAMBA, 1, 4, f"{CP4} {APART}"),
+    "contiguous": (MAMBA, 1, 4, f"{CP4} {TWO_LAYOUTS}"),
     "experts": (EXPERTS, 1, 2, f"{CP2} --burst-lm-head-loss single_pass"),
     "pipeline": (PIPELINE, 2, 4, CP2),
     "further-heads": (MTP, 1, 2, CP2),

@@ -1,4 +1,4 @@
-"""Megatron-LM's own loop on a GPT of three gated delta nets and one layer of softmax attention.
+"""Megatron-LM's own loop on a GPT of three gated delta nets and one softmax layer.
 
 Losses are compared as Megatron prints them, to seven digits, and gradient norms, to three decimals;
 tests/megatron/test_gdn.py has all digits.

@@ -1,4 +1,4 @@
-"""`--burst-sequence-chunks` in Megatron-LM's own loop: the losses of layers that are not cut."""
+"""`--burst-sequence-chunks` in Megatron-LM's own loop: losses equal those of uncut layers."""
 
 import pytest
 from test_training import CP2, INTERLEAVED, MOE, TP2, same

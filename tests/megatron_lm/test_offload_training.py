@@ -1,7 +1,7 @@
-"""Megatron-LM's own loop with activations on the host: every line of the log as without.
+"""Megatron-LM's own loop with activations in host memory: every log line is the same.
 
-In strict mode, and with tensors of any size; that the bits are the same is shown by
-tests/plugins/longseq/megatron/test_offload.py, whose losses are not rounded.
+Offload is strict and includes tensors of any size. tests/plugins/longseq/megatron/test_offload.py
+compares bits; losses here are rounded.
 """
 
 import re
@@ -46,7 +46,7 @@ AFTER = """
 
 @pytest.fixture(scope="module")
 def moved(ranks, tmp_path_factory):
-    """`moved(world, flags)` -> a `Run` with --burst-offload, none of whose ranks left anything."""
+    """Return `moved(world, flags)`, a `Run` with --burst-offload that offloaded everything."""
     script = tmp_path_factory.mktemp("script") / "train.py"
     script.write_text(BEFORE + SCRIPT.read_text() + AFTER)
 

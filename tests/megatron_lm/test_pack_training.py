@@ -1,6 +1,6 @@
-"""`--burst-pack documents`: as if every document had come alone, on one rank.
+"""`--burst-pack documents` equals training on each document alone, on one rank.
 
-Documents of 5 to 40 tokens, four sequences of 64 per step: two data-parallel ranks, two ranks for
+Documents have 5 to 40 tokens, four sequences of 64 per step; two data-parallel ranks, two ranks for
 each sequence.
 """
 
@@ -32,14 +32,16 @@ def test_every_document_as_if_alone(saved, train):
 
 
 def test_documents_that_see_each_other_train_otherwise(train):
-    """What the comparison could not tell if packing mixed documents up."""
+    """Shows that the comparison above would detect mixed documents."""
     mixed = train(1, "--global-batch-size 8")
     assert abs(train(1, ALONE).steps[STEPS][0] - mixed.steps[STEPS][0]) > 1e-3
 
 
 def test_two_stages_of_a_pipeline(train):
-    """Without context parallelism: attention is Megatron's own, and takes a dense mask. A pipeline
-    starts from other weights than one rank."""
+    """Without context parallelism, Megatron's own attention uses a dense mask.
+
+    A pipeline starts from other weights than one rank.
+    """
     stages = "--packed --global-batch-size 8 --pipeline-model-parallel-size 2"
     run = train(4, f"{stages} --context-parallel-algo burst --burst-pack documents")
     same(run, train(2, stages))

@@ -1,4 +1,4 @@
-"""What cannot be honoured ends every rank by itself, with the same words and no traceback."""
+"""Unsupported settings end every rank with the same message and no traceback."""
 
 import pytest
 from ranks import COMMON
@@ -45,7 +45,7 @@ BLOCKS = [
 
 
 def messages(run):
-    """What rank 0 ended with for all ranks; the others print nothing, and no rank a traceback."""
+    """Return the message of rank 0; other ranks print nothing, and no rank a traceback."""
     assert all(code == 2 for code in run.codes), (run.codes, "\n".join(run.texts)[-3000:])
     assert not run.lines("Traceback")
     first, *others = [text.partition("megatron-burst pretrain: error")[2] for text in run.texts]

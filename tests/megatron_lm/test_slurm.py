@@ -1,5 +1,7 @@
-"""The Slurm scripts of examples/: what they start, and a run on two "nodes" of two CPU ranks, which
-a stand-in for srun starts on this machine."""
+"""The Slurm scripts of examples/: the commands that they start, and a run on two "nodes".
+
+A replacement of srun starts two CPU ranks for each node on this machine.
+"""
 
 import importlib.util
 import os
@@ -30,7 +32,7 @@ STAND_INS = {
 
 
 def submit(folder, script, *words, torchrun=None, **variables):
-    """Run a script as sbatch would, with stand-ins on the PATH."""
+    """Run a script as sbatch would, with replacements on the PATH."""
     bin = folder / "bin"
     bin.mkdir(exist_ok=True)
     for name, body in (STAND_INS | ({"torchrun": torchrun} if torchrun else {})).items():
@@ -66,7 +68,7 @@ def test_it_starts_ranks_as_the_scripts_of_advise_do(script):
 
 
 def started(folder, script, *words, ends="exit 0", **variables):
-    """(exit status, the commands of node 0 in words), of a torchrun that starts nothing."""
+    """Return (exit status, the words of node 0's commands), of a torchrun that starts nothing."""
     said = folder / "said"
     body = f'[ "$SLURM_NODEID" = 1 ] || echo "$*" >> {said}; {ends}'
     done = submit(folder, script, *words, torchrun=body, **variables)
@@ -142,7 +144,7 @@ megatron_lm = pytest.mark.skipif(
 
 
 def train(folder):
-    """The job ends after every second of four steps."""
+    """Run the script; the job ends after every second of four steps."""
     (folder / "flags.txt").write_text("# a tiny model\n" + " ".join(COMMON))
     done = submit(
         folder, "megatron_lm.sbatch", "--train-iters", "4", "--exit-interval", "2",

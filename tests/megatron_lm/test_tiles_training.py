@@ -1,4 +1,4 @@
-"""MLPs in tiles of rows in Megatron-LM's own loop: losses and gradient norms as without tiles."""
+"""MLPs in tiles of rows in Megatron-LM's own loop: losses and norms equal those without."""
 
 import pytest
 from test_training import INTERLEAVED, MOE, RECOMPUTE, same
@@ -20,7 +20,7 @@ def test_experts_on_interleaved_stages(train, more):
 
 @pytest.mark.slow
 def test_beside_burst_attention(train):
-    """Zigzag's rows of two ranks, with sequence parallelism: 16 local rows in tiles of 3 and 2."""
+    """Zigzag rows of two ranks with sequence parallelism: 16 local rows in tiles of 3 and 2."""
     flags = (
         "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-algo burst "
         "--context-parallel-size 2 --burst-mlp-tiles 6"

@@ -1,4 +1,4 @@
-"""Iterations of Megatron-LM's own loop: with our flags as without.
+"""Iterations of Megatron-LM's own loop: results with and without our flags are equal.
 
 Losses are compared as Megatron prints them, to seven digits, and gradient norms, to three decimals.
 """
@@ -46,7 +46,10 @@ def same(ours, stock, steps=range(1, STEPS + 1)):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, train):
-    """A run on two ranks that saved half-way and at the end and wrote scalars, and its folder."""
+    """Return a run on two ranks that saved half-way and at the end, and its folder.
+
+    It also wrote scalars.
+    """
     folder = tmp_path_factory.mktemp("checkpoint")
     events = f"--tensorboard-dir {folder / 'events'}"
     return train(2, f"{CP2} --save {folder} --save-interval {MIDDLE} {events}"), folder
@@ -71,8 +74,12 @@ def test_the_start_up_line_and_the_flags_are_in_the_log(saved):
 
 
 def test_what_attention_did_is_in_the_event_file(saved):
-    """32 rows of 4 heads of 8 floats on each rank, zigzag: rank 0 sees all keys of rank 1, and rank
-    1 half of those of rank 0; in backward queries travel. Two layers, four micro-batches."""
+    """The scalars by hand.
+
+    Each rank has 32 rows of 4 heads of 8 floats in zigzag: rank 0 sees all keys of rank 1, and rank
+    1 half of the keys of rank 0; in backward queries are sent. There are two layers and four
+    micro-batches.
+    """
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = reader.EventAccumulator(str(saved[1] / "events")).Reload()
     found = {

@@ -1,9 +1,9 @@
-"""A user's training script on Megatron-LM: it knows nothing of this project.
+"""A user's short training script on Megatron-LM, without code of this project.
 
-As short as one can be: a GPT from Megatron-LM's flags, or a hybrid model with
-`--hybrid-layer-pattern`, trained by its `pretrain` on `--data-path`, or on counting sequences of
-documents with uneven lengths. `--packed` keeps the documents from seeing each other; with `--alone`
-besides, one rank runs the model on each document by itself.
+It trains a GPT from Megatron-LM's flags, or a hybrid model with `--hybrid-layer-pattern`, with
+Megatron-LM's `pretrain`, on `--data-path` or on counting sequences of documents with uneven
+lengths. `--packed` prevents documents from seeing each other; with `--alone` too, one rank runs the
+model on each document separately.
 """
 
 from functools import partial
@@ -32,8 +32,10 @@ VOCABULARY = 61
 
 
 class Counting(torch.utils.data.Dataset):
-    """Documents of 5 to 40 tokens that count up in steps of 1 to 3; the last token is not
-    predicted."""
+    """Documents of 5 to 40 tokens that count up in steps of 1 to 3.
+
+    The last token is not predicted.
+    """
 
     def __init__(self, samples, seed, args):
         self.samples, self.seed, self.length, self.packed = (
@@ -74,7 +76,7 @@ def datasets(sizes, vp_stage=None):
 
 
 def indexed(sizes, args, used):
-    """Megatron's own datasets, as pretrain_gpt.py makes them."""
+    """Return Megatron's own datasets, as pretrain_gpt.py makes them."""
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -108,7 +110,7 @@ def forward_step(data_iterator, model):
     batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
     mask, params = batch.get("attention_mask"), None
     if args.alone:
-        return each_alone(model, batch)
+        return separate_documents(model, batch)
     if lengths is not None and group.size() == 1:  # Megatron's local attention knows no packs
         places = torch.arange(args.seq_length)
         document = torch.bucketize(places, lengths[0], right=True)
@@ -144,8 +146,8 @@ def whole_roll(shift, params, tensor, shifts, dims, **unused):
     return shift(tensor, shifts, dims, params)
 
 
-def each_alone(model, batch):
-    """No packing of any kind: what the losses of packed documents have to equal."""
+def separate_documents(model, batch):
+    """Compute losses without any packing, as the reference for packed documents."""
     losses = [
         model(*(batch[name][:, start:end] for name in ("tokens", "position_ids")), None,
               labels=batch["labels"][:, start:end])

@@ -1,4 +1,4 @@
-"""Runs of Megatron-Bridge on the CPU; only where it is installed (`make test-recipes`)."""
+"""Runs of Megatron-Bridge on the CPU; only if it is installed (`make test-recipes`)."""
 
 import importlib.util
 import itertools
@@ -34,7 +34,7 @@ def bridge():
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory):
-    """Of a machine without a network: the hub's cache holds the model's sizes."""
+    """Return the environment without a network; the hub's cache has the model's sizes."""
     home = tmp_path_factory.mktemp("hub")
     for model in ("meta-llama--Meta-Llama-3-8B", "meta-llama--Llama-2-7b-hf"):
         folder = home / "hub" / f"models--{model}"
@@ -52,7 +52,7 @@ def environment(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bridge_here(environment):
-    """Bridge's classes in this process, without a network or Transformer Engine."""
+    """Import Bridge's classes in this process, without a network or Transformer Engine."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("HF_HOME", "HF_HUB_OFFLINE"):
             patch.setenv(name, environment[name])
@@ -66,8 +66,11 @@ def bridge_here(environment):
 
 @pytest.fixture(scope="session")
 def serve(tmp_path_factory, environment):
-    """`serve(world, **work)` -> exit status, what was printed and, if it trained, its steps; by one
-    process that has imported Bridge and forks the ranks of every job."""
+    """Return `serve(world, **work)`, which runs a job and returns its results.
+
+    These are exit status, output and, if it trained, its steps. One process has imported Bridge and
+    forks the ranks of every job.
+    """
     folder, count = tmp_path_factory.mktemp("jobs"), itertools.count()
     with (folder / "server.log").open("w") as log:
         server = subprocess.Popen(
@@ -98,27 +101,31 @@ def serve(tmp_path_factory, environment):
 
 @pytest.fixture(scope="session")
 def train(serve):
-    """`train(world, recipe=..., overrides=..., choices=..., ...)` -> [(loss, norm) of a step], and
-    what was printed; remembered."""
-    known = {}
+    """Return `train(world, recipe=..., overrides=..., choices=..., ...)`, cached.
+
+    It returns [(loss, norm)] of the steps, and the output.
+    """
+    results = {}
 
     def run(world, recipe="llama3_8b_64k_pretrain_config", overrides=(), small=PRETRAIN, **more):
         sizes = [f"model.context_parallel_size={world}"]
         work = {"world": world, "recipe": recipe, "overrides": [*small, *sizes, *overrides], **more}
         name = json.dumps(work, sort_keys=True)
-        if name not in known:
+        if name not in results:
             code, text, steps = serve(**work)
             assert code == 0, text[-3000:]
-            known[name] = steps, text
-        return known[name]
+            results[name] = steps, text
+        return results[name]
 
     return run
 
 
 @pytest.fixture(scope="session")
 def recipe(serve, environment, tmp_path_factory):
-    """`recipe("NAME ...", ranks)` -> exit code and output of `megatron-burst recipe --cpu NAME`, on
-    ranks under torchrun."""
+    """Return `recipe("NAME ...", ranks)`, exit code and output of `megatron-burst recipe --cpu`.
+
+    Ranks run under torchrun.
+    """
     folder = tmp_path_factory.mktemp("launched")
 
     def launch(words, ranks=None):

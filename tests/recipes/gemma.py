@@ -1,5 +1,7 @@
-"""Bridge's Gemma 3, text alone and with images, its real classes tiny and random, on the ranks of
-one sequence. Transformer Engine's modules have stand-ins (`te_modules`)."""
+"""Bridge's Gemma 3, with and without images, tiny and random, on the ranks of one sequence.
+
+Replacements of Transformer Engine's modules are in `te_modules`.
+"""
 
 import dataclasses
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ SIZES = TEXT | {
 
 
 def provider(ranks, images=True, **changes):
-    """Two layers, the first with a window, and an encoder of one."""
+    """Return a provider of two layers, the first with a window, and an encoder of one layer."""
     from megatron.bridge.models.gemma.gemma3_provider import Gemma3ModelProvider
     from megatron.bridge.models.gemma_vl import gemma3_vl_provider as vl
     from megatron.core.transformer.enums import AttnBackend
@@ -43,13 +45,13 @@ def provider(ranks, images=True, **changes):
 
 
 def of(kind, sizes):
-    """A provider with those sizes that it has."""
-    known = {each.name for each in dataclasses.fields(kind) if each.init}
-    return kind(**{name: value for name, value in sizes.items() if name in known})
+    """Return a provider with those of the sizes that it has."""
+    names = {field.name for field in dataclasses.fields(kind) if field.init}
+    return kind(**{name: value for name, value in sizes.items() if name in names})
 
 
 def run(work):
-    """One rank: writes [loss, {name: norm of the gradient}], summed over ranks, on rank 0."""
+    """Run one rank; rank 0 writes [loss, {name: norm of the gradient}], summed over ranks."""
     import te_modules
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection

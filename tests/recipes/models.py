@@ -1,4 +1,4 @@
-"""Eight models as Megatron-Bridge's providers make them, made tiny, and trained for two steps."""
+"""Eight models from Megatron-Bridge's providers, made tiny, and trained for two steps."""
 
 import functools
 import importlib
@@ -47,7 +47,7 @@ TINY = {
 
 
 def run(work):
-    """One rank of a job: name -> losses of two steps, or what was refused, of all models."""
+    """Run one rank of a job, and return name -> losses of two steps or the error."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer.moe import moe_utils
@@ -74,7 +74,7 @@ def run(work):
 
 
 def losses(name, size):
-    """Of two steps of a model: as it is on one rank, with BurstAttention on several."""
+    """Return the losses of two steps of a model, on one rank or with BurstAttention on several."""
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     from megatron_burst.recipes import apply_burst, validate
@@ -114,7 +114,7 @@ def losses(name, size):
 
 
 def made(name):
-    """The provider, tiny and for a CPU."""
+    """Return the provider, tiny and for a CPU."""
     place, kind, sizes = MODELS[name]
     module = importlib.import_module(f"megatron.bridge.models.{place}")
     cls = getattr(module, kind)
@@ -129,7 +129,7 @@ def made(name):
 
 
 def local(config, attention=None):
-    """Megatron's local layers in the place of those of Transformer Engine."""
+    """Return Megatron's local layers in place of Transformer Engine's."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False)

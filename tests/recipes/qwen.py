@@ -1,5 +1,4 @@
-"""Bridge's Qwen2.5-VL and Qwen3-VL, their real classes tiny and random, on the ranks of one
-sequence."""
+"""Bridge's Qwen2.5-VL and Qwen3-VL, tiny and random, on the ranks of one sequence."""
 
 import json
 import os
@@ -41,7 +40,7 @@ MOE = {
 
 
 def provider(ranks, model="qwen2.5", **changes):
-    """That of a language model of two layers and an encoder of two."""
+    """Return the provider of a language model of two layers and an encoder of two layers."""
     from megatron.bridge.models import qwen_vl
     from megatron.bridge.models.gpt_provider import local_layer_spec
     from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
@@ -70,7 +69,7 @@ def provider(ranks, model="qwen2.5", **changes):
 
 
 def run(work):
-    """One rank: writes [loss, {name: norm of the gradient}], summed over ranks, on rank 0."""
+    """Run one rank; rank 0 writes [loss, {name: norm of the gradient}], summed over ranks."""
     from megatron.bridge.models.qwen_vl import qwen3_vl_provider
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection

@@ -12,13 +12,13 @@ ALL = {"intra": 2, "lm_head_loss": "single_pass", "store": 0.5}
 
 @pytest.fixture(scope="module")
 def stock(train):
-    """Three steps of the recipe as it is, on one rank."""
+    """Return three steps of the unchanged recipe on one rank."""
     steps, _ = train(1)
     return np.array(steps)
 
 
 def close(steps, reference):
-    """fp32: sums over tokens in another order."""
+    """Compare with the precision of fp32 sums over tokens in another order."""
     np.testing.assert_allclose(np.array(steps), reference, rtol=3e-6)
 
 
@@ -47,7 +47,7 @@ def test_a_split_recipe_trains_like_one_rank(train, stock, world, choices, overr
 
 
 def test_an_attention_that_ignores_the_other_ranks_trains_differently(train, stock):
-    """So the comparison above can fail."""
+    """Shows that the comparison above can fail."""
     steps, _ = train(2, attention="blind")
     assert abs(np.array(steps)[0] / stock[0] - 1).max() > 1e-4
 

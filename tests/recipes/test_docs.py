@@ -1,6 +1,6 @@
 """The blocks of README.md and docs/nemo.md that need Megatron-Bridge run with it.
 
-Training is left out: `pretrain` only looks at what it is given. Training itself is test_bridge's.
+`pretrain` only reads its arguments here; test_bridge tests the training.
 """
 
 import json

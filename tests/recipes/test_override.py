@@ -1,4 +1,4 @@
-"""What `apply_burst` changes in Bridge's recipe, and what is refused once all overrides are in."""
+"""The changes of `apply_burst` to Bridge's recipe, and the check after all overrides."""
 
 import copy
 import functools
@@ -9,7 +9,7 @@ from shrunk import PRETRAIN
 
 @pytest.fixture(scope="module")
 def llama(bridge_here):
-    """A fresh copy of Bridge's recipe for 64K tokens, each time it is called."""
+    """Return a function that returns a fresh copy of Bridge's recipe for 64K tokens."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORLD_SIZE", "32")  # of the recipe: TP 4 x PP 2 x CP 4
 
@@ -140,7 +140,7 @@ def test_models_of_images_are_refused(llama):
 
 
 def own_attention(config):
-    """Layers with a core attention that is not Megatron's."""
+    """Return layers with a core attention that is not Megatron's."""
     from megatron.bridge.models.gpt_provider import local_layer_spec
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
@@ -151,7 +151,7 @@ def own_attention(config):
 
 
 def no_attention(config):
-    """Layers that hide their attention, as Transformer Engine's full layers do."""
+    """Return layers that hide their attention, like Transformer Engine's full layers."""
     from megatron.core.transformer import ModuleSpec
 
     return ModuleSpec(module=type("Whole", (), {}))
@@ -165,7 +165,7 @@ def built(model):
 
 
 def test_layers_without_an_attention_to_replace_are_refused(llama):
-    """When they are made: the first by the attention layer that gets it, the second before."""
+    """The first is refused in its attention layer's constructor, the second before."""
     from megatron_burst.megatron import uninstall
     from megatron_burst.plugins.testing import recipes as cpu
     from megatron_burst.recipes import apply_burst

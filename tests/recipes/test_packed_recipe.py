@@ -12,9 +12,9 @@ SFT = [
 
 
 def pack(path, multiple):
-    """Eight packs of documents of uneven lengths, padded to a multiple, as Bridge stores them.
+    """Store eight packs of documents of uneven lengths, padded to a multiple, in Bridge's format.
 
-    A document of n tokens gives n - 1 places, since its last token is only predicted.
+    A document of n tokens has n - 1 positions, since its last token is only predicted.
     """
     draw, packs = np.random.default_rng(0), []
     for _ in range(8):
@@ -37,13 +37,13 @@ def pack(path, multiple):
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
-    """The folder of a tokenizer of the hub's kind, with numbers for words."""
+    """Return the folder of a tokenizer of the hub's kind, whose words are numbers."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    known = {str(number): number for number in range(VOCABULARY)}
+    vocabulary = {str(number): number for number in range(VOCABULARY)}
     folder = tmp_path_factory.mktemp("words")
-    kind = Tokenizer(models.WordLevel(known, unk_token="0"))
+    kind = Tokenizer(models.WordLevel(vocabulary, unk_token="0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=kind, eos_token=str(END), bos_token="0")
     tokenizer.save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""The models of docs/nemo.md's table: what it says of each is what happens."""
+"""The models in the table of docs/nemo.md behave as it states."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ ROW = re.compile(r"^\| ([^|]+) \| `(\w+)` \| ([^|]+) \|", re.M)
 
 
 def table():
-    """Name -> (provider, what happens) of every row."""
+    """Return name -> (provider, behaviour) of every row."""
     rows = ROW.findall(PAGE.read_text(encoding="utf-8"))
     return {name: (provider, what) for name, provider, what in rows if name in MODELS}
 
@@ -20,8 +20,8 @@ REFUSED = [name for name, (_, what) in table().items() if what != "trains"]
 
 
 @pytest.fixture(scope="module")
-def found(serve):
-    """Name -> losses, or what was refused: on one rank as they are, on two with BurstAttention."""
+def results(serve):
+    """Return name -> losses or error, on one rank unchanged and on two with BurstAttention."""
     both = []
     for world in (1, 2):
         code, text, each = serve(world, models=True, refused=REFUSED)
@@ -37,8 +37,8 @@ def test_the_table_has_all_models():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_does_what_the_table_says(found, name):
-    alone, split = (each.get(name) for each in found)
+def test_a_model_does_what_the_table_says(results, name):
+    alone, split = (each.get(name) for each in results)
     what = table()[name][1]
     if name in REFUSED:
         assert isinstance(split, str), split

@@ -1,5 +1,7 @@
-"""Vision-language models of Bridge: Qwen2.5-VL and Qwen3-VL over ranks equal one rank with
-Megatron's own attention, others are refused."""
+"""Vision-language models of Bridge: supported ones over ranks equal one rank.
+
+These are Qwen2.5-VL, Qwen3-VL and Gemma 3 VL; others are refused.
+"""
 
 import itertools
 import types
@@ -12,7 +14,7 @@ WAYS = [
     ("qwen3", 4, "zigzag"), ("qwen3 moe", 2, "zigzag"),
 ]  # fmt: skip
 ALL = itertools.product(("qwen2.5", "qwen3", "qwen3 moe"), (2, 4), ("zigzag", "contiguous"))
-REST = [pytest.param(*way, marks=pytest.mark.slow) for way in ALL if way not in WAYS]
+SLOW = [pytest.param(*way, marks=pytest.mark.slow) for way in ALL if way not in WAYS]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,7 @@ def qwen(serve):
     return run
 
 
-@pytest.mark.parametrize(("model", "ranks", "layout"), [*WAYS, *REST])
+@pytest.mark.parametrize(("model", "ranks", "layout"), [*WAYS, *SLOW])
 def test_qwen_over_ranks_equals_one_rank(qwen, model, ranks, layout):
     (loss, norms), (whole, wanted) = qwen(model, ranks, layout), qwen(model, 1)
     assert loss == pytest.approx(whole, rel=1e-6)
@@ -45,7 +47,7 @@ def test_qwen_over_ranks_equals_one_rank(qwen, model, ranks, layout):
     [("gemma3 vl", 2, "zigzag"), ("gemma3 vl", 4, "contiguous"), ("gemma3", 2, "contiguous")],
 )
 def test_gemma_over_ranks_equals_one_rank(qwen, model, ranks, layout):
-    """Of dense masks that Bridge makes, and of windows in every other layer."""
+    """The reference uses Bridge's dense masks; every second layer has a window."""
     (loss, norms), (whole, wanted) = qwen(model, ranks, layout), qwen(model, 1)
     assert loss == pytest.approx(whole, rel=1e-6)
     assert norms == pytest.approx(wanted, rel=1e-4, abs=1e-5)
@@ -77,7 +79,7 @@ def test_what_qwen_excludes(name, changes, word):
 
 @pytest.mark.usefixtures("bridge_here")
 def test_what_gemma_excludes():
-    """And which mask it gets, unless the recipe states one."""
+    """Also tests the mask that it gets, unless the recipe states one."""
     from megatron.bridge.models.gemma_vl import Gemma3VLModelProvider
 
     from megatron_burst.plugins.vision.recipes import problems as vision_problems
@@ -106,7 +108,7 @@ def test_what_gemma_excludes():
 
 @pytest.mark.usefixtures("bridge_here")
 def test_dense_gemma_4_is_not_recomputed_whole():
-    """By its name, as Bridge 0.3 has no such provider."""
+    """A class with this name, because Bridge 0.3 has no such provider."""
     from megatron_burst.recipes.own_attention import gemma4_problems
 
     dense = type("Gemma4DenseProvider", (), {"recompute_granularity": "full"})()
@@ -117,7 +119,7 @@ def test_dense_gemma_4_is_not_recomputed_whole():
 
 
 def test_bridge_knows_how_sinks_are_shared():
-    """By the name of their module's class; else it converts no weights of gpt-oss."""
+    """By the name of their module's class; otherwise Bridge converts no weights of gpt-oss."""
     from megatron.bridge.models.conversion.param_mapping import AutoMapping
 
     from megatron_burst.recipes.own_attention import name_to_bridge
@@ -131,7 +133,7 @@ def test_bridge_knows_how_sinks_are_shared():
 
 @pytest.mark.usefixtures("bridge_here")
 def test_the_launcher_hands_over_images():
-    """Bridge's step of text models leaves them out, without an error."""
+    """Bridge's step of text models omits them without an error."""
     from megatron_burst.cli.recipe import _forward_step
 
     for model, step in (({"vision_config": None}, "vlm_step"), ({}, "gpt_step")):
@@ -141,8 +143,10 @@ def test_the_launcher_hands_over_images():
 
 @pytest.mark.usefixtures("bridge_here")
 def test_a_revision_is_no_vision():
-    """Providers of Bridge 0.6 have the revision of the model on the hub, and text models of Gemma 3
-    say whether they are of one with images."""
+    """Providers of Bridge 0.6 have the revision of the model on the hub.
+
+    Text models of Gemma 3 state whether they belong to one with images.
+    """
     from megatron_burst.recipes.vision_models import is_vision
 
     text = types.SimpleNamespace(hf_model_revision=None, is_vision_language=True)

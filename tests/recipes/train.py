@@ -1,9 +1,9 @@
 """Recipes of Megatron-Bridge as a user trains them, on forked ranks.
 
 A server: it imports Bridge once, which takes longer than three steps, and forks the ranks of each
-job that it reads from its input (JSON lines; the exit status of each is one line of output). Rank 0
-writes loss and gradient norm of every step, unrounded, to the file the job names. A job with
-`words` is a call of the launcher on one rank; one with `models` runs those of `models`.
+job that it reads from its input (JSON lines; one line of output with the exit status of each). Rank
+0 writes loss and gradient norm of every step, unrounded, to the file of the job. A job with `words`
+is a call of the launcher on one rank; one with `models` runs those of `models`.
 """
 
 import copy
@@ -62,12 +62,12 @@ def job(work):
 
 
 def as_pair(loss):
-    """Bridge gives the mean, or a sum and what to divide it by."""
+    """Return (sum, count) of a loss of Bridge, which is a mean or such a pair."""
     return (float(loss[0]), float(loss[1])) if loss.numel() == 2 else (float(loss), 1.0)
 
 
 def built(work):
-    """The real recipe, with what only a CPU needs."""
+    """Return the real recipe, with the changes that a CPU needs."""
     from megatron.bridge.recipes.llama import llama3
 
     from megatron_burst.plugins.testing import recipes as cpu
@@ -92,7 +92,7 @@ def built(work):
 
 
 def blind(config):
-    """Megatron's local layers whose attention believes its share to be the whole sequence."""
+    """Return Megatron's local layers whose attention ignores other ranks."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     class Blind(DotProductAttention):
@@ -105,7 +105,7 @@ def blind(config):
 
 
 def dense(config):
-    """Megatron's local layers, on one rank, with the whole mask of a packed batch."""
+    """Return Megatron's local layers for one rank, with the whole mask of a packed batch."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     class Dense(DotProductAttention):
@@ -130,7 +130,7 @@ def local_layers(config, attention):
 
 
 def serve():
-    """Jobs of standard input, one after the other."""
+    """Run the jobs of standard input, one after the other."""
     from megatron_burst.plugins.testing import recipes as cpu
 
     answers = os.fdopen(os.dup(1), "w")

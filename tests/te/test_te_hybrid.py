@@ -8,7 +8,6 @@ Linear and norm modules compute with torch (`torch_forwards`), and kernels of st
 
 import pytest
 from test_hybrid_model_training import (
-    APART,
     CP2,
     CP4,
     DELTA_NETS,
@@ -19,6 +18,7 @@ from test_hybrid_model_training import (
     PIPELINE,
     SHARDED,
     TP2,
+    TWO_LAYOUTS,
 )
 from test_te_training import LATENT as GPT_LATENT
 from test_te_training import TOLERANCE, worst
@@ -32,13 +32,13 @@ LATENT = f"{MAMBA} {GPT_LATENT}"
 # what is compared -> (model, ranks, flags, ranks of the same model that is not split)
 CASES = {
     "delta-nets": (DELTA_NETS, 2, CP2, 1),
-    "delta-nets-contiguous": (DELTA_NETS, 4, f"{CP4} {APART}", 1),
+    "delta-nets-contiguous": (DELTA_NETS, 4, f"{CP4} {TWO_LAYOUTS}", 1),
     "mamba": (MAMBA, 2, CP2, 1),
     "mamba-four-ranks": (MAMBA, 4, f"{CP4} --burst-layout contiguous --burst-linear scan", 1),
     "tensor-parallel": (f"{MAMBA} {TP2}", 4, CP2, 2),
     "experts": (EXPERTS, 2, CP2, 1),
     "further-heads": (MTP, 2, f"{CP2} --burst-lm-head-loss single_pass", 1),
-    "pipeline": (PIPELINE, 4, f"{CP2} {APART}", 2),
+    "pipeline": (PIPELINE, 4, f"{CP2} {TWO_LAYOUTS}", 2),
     "interleaved": (INTERLEAVED, 4, f"{CP2} {RECOMPUTE} --burst-attention-store 0.5", 2),
     "sharded-optimizer": (MAMBA, 4, f"{CP2} {SHARDED}", 1),
     "latent": (LATENT, 2, CP2, 1),
@@ -77,7 +77,7 @@ def test_packed_documents_like_each_alone(train, model):
 def test_megatrons_own_checkpoint_goes_on(train, tmp_path):
     """Saved by one rank with Transformer Engine's attention, resumed by four with ours."""
     stock = train(1, f"{TE} {MAMBA} --save {tmp_path} --save-interval 2")
-    ours = train(4, f"{TE} {MAMBA} {CP4} {APART} --load {tmp_path} --ckpt-step 2")
+    ours = train(4, f"{TE} {MAMBA} {CP4} {TWO_LAYOUTS} --load {tmp_path} --ckpt-step 2")
     assert min(ours.steps) == 3
     # Of what four steps leave; Megatron's line of the second after a start is an average over two.
     pairs = zip(ours.steps[3], stock.steps[3], strict=True)

@@ -1,4 +1,4 @@
-"""Models of Megatron Lite, only where its source is; the interface that it has, anywhere."""
+"""Models of Megatron Lite, only if its source is available; its interface, always."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="session")
 def source(request):
-    """The folder to import `megatron.lite` from, of the branch dev of Megatron-LM."""
+    """Return the folder to import `megatron.lite` from, of Megatron-LM's branch dev."""
     named = request.config.getoption("--megatron")
     folder = Path(named) / "experimental" / "lite"
     if not named or not (folder / "megatron" / "lite").is_dir():
@@ -23,8 +23,10 @@ def source(request):
 
 @pytest.fixture(scope="module")
 def lite(source):
-    """`lite(n, "function", *arguments)`: what `on_lite_ranks.function` returns on each of n ranks,
-    in processes that import Megatron Lite and do nothing else."""
+    """Return `lite(n, "function", *arguments)`, which runs `on_lite_ranks.function` on n ranks.
+
+    The processes import Megatron Lite and do nothing else.
+    """
     from workers import Workers
 
     pools = {}

@@ -1,4 +1,4 @@
-"""What ranks run: tiny models of Megatron Lite, built by its own protocols, on its own batches."""
+"""Ranks of the tests: tiny models of Megatron Lite, from its own protocols and batches."""
 
 import importlib
 import os
@@ -37,7 +37,7 @@ LENGTHS = ([13, 40, 3], [29, 9])  # of the documents of two micro-batches
 
 
 def prepare(source):
-    """Once in every process: Megatron Lite on its path, and a CPU where it asks for CUDA."""
+    """Prepare a process once: Megatron Lite on its path, and a CPU in place of CUDA."""
     import te_in_torch
 
     os.environ["MEGATRON_LITE_DISABLE_JIT_FUSER"] = "1"  # Lite's own; else a compiler is needed
@@ -53,7 +53,7 @@ def protocol(name):
 
 
 def build(name, cp, **more):
-    """(its protocol, the bundle that its protocol makes): random weights, the same everywhere."""
+    """Return (protocol, bundle of the protocol) with random weights, equal on all ranks."""
     from megatron.lite.runtime.contracts import ParallelConfig
 
     config = importlib.import_module(f"megatron.lite.model.{name}.config")
@@ -90,7 +90,7 @@ def batches():
 
 
 def gradients(model):
-    """Of the ranks together, by name; each has those of its own tokens."""
+    """Return gradients summed over ranks, by name; each rank has those of its own tokens."""
     found = {}
     for name, weight in sorted(model.named_parameters()):
         grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
@@ -100,8 +100,11 @@ def gradients(model):
 
 
 def trained(name, cp, swap=None, more=None):
-    """(log-probabilities of every document, losses, MTP losses, gradients) of a forward of two
-    micro-batches and then their backward, by Lite's own step; swap: options of ours, or None."""
+    """Run two micro-batches forward and then backward, with Lite's own step.
+
+    Return (log-probabilities of every document, losses, MTP losses, gradients). swap: our options,
+    or None.
+    """
     from megatron.lite.model.protocol_utils import pack_thd_forward_kwargs
 
     from megatron_burst.plugins.lite.swap import set_attention_backend
@@ -128,8 +131,10 @@ def _sum(values):
 
 
 def one_by_one(name):
-    """As `trained`, of one rank that runs each document alone and unpacked, by Lite's own layers,
-    whose delta rule, in float32 there, is computed by hand."""
+    """Return the same as `trained`, for one rank that runs each document alone and unpacked.
+
+    Lite's own layers run, except the delta rule, which is in float32 there and is computed by hand.
+    """
     from megatron.lite.primitive.modules import gated_delta_net
 
     gated_delta_net.torch_chunk_gated_delta_rule = delta_rule
@@ -152,7 +157,7 @@ def one_by_one(name):
 
 
 def delta_rule(q, k, v, *, g, beta, **states):
-    """Of one document, rows second; without states before or behind it."""
+    """Compute the delta rule of one document, with rows in dimension 1 and no other states."""
     case = Case(*(x.transpose(0, 1) for x in (q, k, v, g, beta)))
     before = v.new_zeros(len(v), v.shape[2], k.shape[3], v.shape[3])
     out, _ = tokens(case, before, q.shape[3] ** -0.5)
@@ -160,8 +165,10 @@ def delta_rule(q, k, v, *, g, beta, **states):
 
 
 def swapped_back_and_forth():
-    """What changes of a model of Qwen3 MoE by each swap: class names of attention, and whether the
-    parameters and the keys of its checkpoint stay those."""
+    """Return the effects of each swap on a model of Qwen3 MoE.
+
+    They are class names of attention, and whether parameters and checkpoint keys are unchanged.
+    """
     from megatron_burst.plugins.lite.swap import set_attention_backend
 
     _, bundle = build("qwen3_moe", 2)

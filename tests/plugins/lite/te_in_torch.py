@@ -1,8 +1,8 @@
-"""What Megatron Lite imports of Transformer Engine, in torch's operators, for its models on a CPU.
+"""Parts of Transformer Engine that Megatron Lite imports, in torch's operators, for a CPU.
 
-`install()` puts it where Lite looks. One tensor-parallel rank; its attention holds whole sequences,
-dense, so that it is the one to compare with and never the one that is split. Fused kernels that
-Lite can do without are absent.
+`install()` puts them where Lite looks. There is one tensor-parallel rank. The attention is dense
+over whole sequences, so it is the reference and is never split. Fused kernels that Lite does not
+require are absent.
 """
 
 import importlib.util
@@ -85,7 +85,7 @@ class DotProductAttention(nn.Module):
 
 
 def dense(q, k, v, scale):
-    """Causal attention of q [s, b, h, d] to k, v [s, b, k, ...], into [s, b, h w]."""
+    """Return causal attention of q [s, b, h, d] to k, v [s, b, k, ...], as [s, b, h w]."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("sbhd,tbhd->bhst", q, k) * (scale or q.shape[-1] ** -0.5)
     later = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
@@ -98,7 +98,7 @@ def absent(*args, **named):
 
 
 def install():
-    """For the whole process."""
+    """Install the modules for the whole process."""
 
     def module(name, **content):
         made = types.ModuleType(f"transformer_engine{name}")

@@ -1,7 +1,7 @@
-"""The interface between layers of Megatron Lite and their attention, by layers made here.
+"""The interface between layers of Megatron Lite and their attention, with layers made here.
 
-`test_lite_models` runs Lite's own, where its source is. Here is what can be told without: packed
-documents against softmax and recurrence by hand, and what is refused.
+`test_lite_models` runs Lite's own layers, if its source is available. These tests compare packed
+documents with softmax and recurrence by hand, and check refusals.
 """
 
 from itertools import pairwise
@@ -21,13 +21,13 @@ WIDTH, HEADS, SHARED, HEAD = 12, 4, 2, 6
 
 
 def of_lite(cls):
-    """A class as Lite has it: recognized by its name and where it is defined."""
+    """Make a class look like Lite's: it is identified by its name and module."""
     cls.__module__ = f"megatron.lite.{cls.where}"
     return cls
 
 
 class Stock(nn.Module):
-    """In the place of Transformer Engine's."""
+    """A replacement of Transformer Engine's attention."""
 
 
 @of_lite
@@ -87,7 +87,7 @@ class GatedDeltaNet(nn.Module):
         return out * gate.sigmoid()
 
     def forward(self, x, position_ids=None, packed_seq_params=None):
-        """One document on one rank, by hand."""
+        """Compute one document on one rank, by hand."""
         mixed = self.in_proj(x)
         _, _, _, gate, beta, alpha = self._split_proj(mixed.transpose(0, 1), 1)
         before = F.pad(mixed[..., :16].permute(1, 2, 0), (3, 0))
@@ -145,7 +145,7 @@ def packed(ends=ENDS):
 
 
 def rows(ends=ENDS):
-    """Those of this rank, by hand: within each document, piece r and piece 2 G - 1 - r."""
+    """Return the rows of this rank, by hand: within each document, parts r and 2 G - 1 - r."""
     rank, size, found = dist.get_rank(), dist.get_world_size(), []
     for start, stop in pairwise(ends):
         pieces = torch.arange(start, stop).chunk(2 * size) if stop > start else None
@@ -155,7 +155,7 @@ def rows(ends=ENDS):
 
 
 def by_hand(layer, x):
-    """One document on one rank through a layer."""
+    """Run one document on one rank through a layer."""
     if isinstance(layer, GatedDeltaNet):
         return GatedDeltaNet.forward(layer, x)
     q, k, v = layer.split(x)
@@ -177,7 +177,7 @@ def expected(made, x, ends):
 
 
 def errors(documents, checkpointed):
-    """The largest error of outputs, of gradients of rows and of weights; in two micro-batches."""
+    """Return the largest error of outputs and gradients, in two micro-batches."""
     made, other, x = model(), model(), torch.randn(32, 1, WIDTH, dtype=torch.float64)
     groups = set_attention_backend(made, linear="ring")
     weights = torch.randn(32, 1, WIDTH, dtype=torch.float64)

@@ -1,8 +1,8 @@
-"""Qwen3 MoE with multi-token prediction, Qwen3.5 with its gated delta nets and Kimi K2 with latent
-attention, as Megatron Lite builds and runs them: split over ranks as on one.
+"""Models of Megatron Lite split over ranks equal one rank.
 
-Run with the source of Megatron-LM's branch dev at d48bd6be; Transformer Engine is replaced by
-torch's operators (`te_in_torch`).
+Qwen3 MoE with multi-token prediction, Qwen3.5 with its gated delta nets and Kimi K2 with latent
+attention, built and run by Megatron Lite. Tested with the source of Megatron-LM's branch dev at
+d48bd6be; torch's operators replace Transformer Engine (`te_in_torch`).
 """
 
 from pathlib import Path
@@ -18,8 +18,10 @@ MTP = {"mtp_enable": True, "mtp_enable_train": True}
 
 @pytest.fixture(scope="module")
 def alone(lite):
-    """`alone(model)`: what Lite computes on one rank. Qwen3.5, whose packed linear attention needs
-    a GPU there, runs each document by itself."""
+    """Return `alone(model)`, Lite's results on one rank.
+
+    Qwen3.5 runs each document separately, because Lite's packed linear attention needs a GPU.
+    """
     known = {}
 
     def of(name):
@@ -66,7 +68,7 @@ def test_with_choices_and_lites_own_recompute(lite, alone, name, swap, more):
 
 
 def test_the_comparison_can_fail(lite, alone):
-    """Weights differ, so losses of another model do."""
+    """Weights differ, so losses of another model differ."""
     other = alone("kimi_k2")
     with pytest.raises(AssertionError):
         same(alone("qwen3_moe"), other)

@@ -1,5 +1,8 @@
-"""Images among tokens, over context-parallel ranks: equal to one rank with Megatron's own attention
-and the mask as a dense matrix written by hand."""
+"""Images among tokens, over context-parallel ranks.
+
+The reference is one rank with Megatron's own attention and the mask as a dense matrix written by
+hand.
+"""
 
 import types
 
@@ -21,19 +24,19 @@ from megatron_burst.plugins.vision.images import image_spans
 LAYOUTS = ["zigzag", "contiguous", "striped"]
 # ranks and layout; the rest of the pairs are slow
 WAYS = [(2, "zigzag"), (4, "contiguous"), (4, "striped")]
-REST = [pytest.param(cp, order, marks=pytest.mark.slow) for cp in (2, 4) for order in LAYOUTS
+SLOW = [pytest.param(cp, order, marks=pytest.mark.slow) for cp in (2, 4) for order in LAYOUTS
         if (cp, order) not in WAYS]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def one(four):
-    """`one(function, *args)` -> what one rank makes of it, remembered."""
-    known = {}
+def one_rank(four):
+    """Return `one_rank(function, *args)`, the cached result of one rank."""
+    results = {}
 
     def run(function, *args):
-        if (function, args) not in known:
-            known[function, args] = four(function, *args)[0]
-        return known[function, args]
+        if (function, args) not in results:
+            results[function, args] = four(function, *args)[0]
+        return results[function, args]
 
     return run
 
@@ -47,22 +50,22 @@ def check(found, wanted):
             assert (grad - whole).abs().max() <= 3e-5 * whole.abs().max(), name
 
 
-@pytest.mark.parametrize(("cp", "order"), [*WAYS, *REST])
+@pytest.mark.parametrize(("cp", "order"), [*WAYS, *SLOW])
 @pytest.mark.parametrize("name", ["gemma3", "gemma4"])
-def test_images_see_all_of_themselves(four, one, name, cp, order):
-    wanted = one(vision_ranks.gemma, name)
+def test_images_see_all_of_themselves(four, one_rank, name, cp, order):
+    wanted = one_rank(vision_ranks.gemma, name)
     recompute = cp == 2
     check(four(vision_ranks.gemma, name, order, cp, recompute), wanted)
-    causal = one(vision_ranks.gemma, "causal")
+    causal = one_rank(vision_ranks.gemma, "causal")
     assert abs(wanted[0][0] / causal[0][0] - 1) > 1e-4  # the mask counts
 
 
-@pytest.mark.parametrize(("cp", "order"), [*WAYS, *REST])
+@pytest.mark.parametrize(("cp", "order"), [*WAYS, *SLOW])
 @pytest.mark.parametrize(
     "after", [False, True, "batch", pytest.param("shared", marks=pytest.mark.slow)]
 )
-def test_positions_of_three_axes_and_images_in_their_places(four, one, order, after, cp):
-    check(four(vision_ranks.axes, order, cp, after), one(vision_ranks.axes))
+def test_positions_of_three_axes_and_images_in_their_places(four, one_rank, order, after, cp):
+    check(four(vision_ranks.axes, order, cp, after), one_rank(vision_ranks.axes))
 
 
 @pytest.mark.parametrize(
@@ -103,9 +106,9 @@ def test_axes_of_packed_documents_are_refused(four):
         assert "packed_seq_params with --position-embedding-type mrope" in said
 
 
-@pytest.mark.parametrize(("cp", "order"), [*WAYS, *REST])
-def test_layers_may_differ_in_their_heads_and_share_keys(four, one, order, cp):
-    check(four(vision_ranks.heads, order, cp), one(vision_ranks.heads))
+@pytest.mark.parametrize(("cp", "order"), [*WAYS, *SLOW])
+def test_layers_may_differ_in_their_heads_and_share_keys(four, one_rank, order, cp):
+    check(four(vision_ranks.heads, order, cp), one_rank(vision_ranks.heads))
 
 
 @pytest.mark.skipif(core_version() < OLDEST, reason="needs Megatron-Core 0.19")
@@ -113,9 +116,9 @@ def test_layers_may_differ_in_their_heads_and_share_keys(four, one, order, cp):
 @pytest.mark.parametrize(
     ("cp", "order"), [*WAYS[:2], pytest.param(*WAYS[2], marks=pytest.mark.slow)]
 )
-def test_megatrons_own_models_of_images(four, one, model, cp, order):
+def test_megatrons_own_models_of_images(four, one_rank, model, cp, order):
     run = getattr(vision_ranks, model)
-    check(four(run, order, cp), one(run))
+    check(four(run, order, cp), one_rank(run))
 
 
 def test_runs_of_image_tokens():
@@ -180,7 +183,7 @@ def test_what_does_not_fit_is_said(four, wrong, words):
 
 
 def test_tensors_stand_for_one_micro_batch(monkeypatch):
-    """Backward of one may come after forward of the next, and ask what its tensors stood for."""
+    """Backward of one micro-batch may follow forward of the next, and reads its own spans."""
     known = Packs()
     monkeypatch.setattr(vision, "packs", lambda: known)
     ends = torch.tensor([0, 16, 32], dtype=torch.int32)

@@ -1,7 +1,7 @@
-"""What ranks of the tests of images run: real classes of Megatron, tiny and random.
+"""Ranks of the tests of images: real classes of Megatron, tiny and random.
 
-A run returns the summed loss and the gradients of all weights, summed over context-parallel ranks:
-those of one rank are the same for every way of splitting.
+A run returns the summed loss and the gradients of all weights, summed over context-parallel ranks.
+They are equal for every way of splitting.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ AXES = 3
 
 
 def same(spans):
-    """bool [s, s] by hand: which query and key are of one image."""
+    """Return a bool [s, s] by hand that is true for queries and keys of one image."""
     row, column = np.mgrid[:LENGTH, :LENGTH]
     parts = [(row >= a) & (row < b) & (column >= a) & (column < b) for a, b in spans]
     return np.array(parts).any(axis=0)
 
 
 def dense(name, layer, spans):
-    """bool [s, s] by hand: what a query must not see. Layers 1 and 3 have a window."""
+    """Return a bool [s, s] by hand that is true for hidden pairs. Layers 1 and 3 have a window."""
     row, column = np.mgrid[:LENGTH, :LENGTH]
     seen, sliding = column <= row, layer % 2 == 1
     if sliding:
@@ -61,7 +61,7 @@ def config(cp, burst=None, **changes):
 
 
 def refill(model):
-    """The same weights in every run, whatever drew others."""
+    """Set the same weights in every run."""
     for index, (name, parameter) in enumerate(sorted(model.named_parameters())):
         draw = torch.Generator().manual_seed(index)
         scale = 0.1 if "norm" in name else 0.3
@@ -100,7 +100,7 @@ def tokens_of(micro):
 
 
 def summed(model, losses):
-    """(loss, {name: gradient}) over the ranks that share a sequence."""
+    """Return (loss, {name: gradient}) summed over the ranks that share a sequence."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_context_parallel_group()
@@ -112,8 +112,10 @@ def summed(model, losses):
 
 
 def gemma(name, layout="zigzag", cp=1, recompute=False, told=True):
-    """Two micro-batches in flight, with images in other places, of layers like Gemma's: forward
-    of both comes before the first backward."""
+    """Run two micro-batches in flight, with different images, through layers like Gemma's.
+
+    Forward of both precedes the first backward.
+    """
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     import megatron_burst.megatron as install
@@ -164,9 +166,11 @@ def error(function, *args, **named):
 
 
 def axes(layout="zigzag", cp=1, after=True, packed=False):
-    """As Qwen-VL: positions of three axes, and embeddings of images among those of the tokens,
-    put there before the sequence is cut or after. after "batch": Megatron's function cuts the
-    batch, positions included."""
+    """Run a model like Qwen-VL: positions of three axes, and image embeddings among tokens.
+
+    The images are placed before the sequence is cut or after. after "batch": Megatron's function
+    cuts the batch, with positions.
+    """
     import megatron_burst.megatron as install
     from megatron_burst.plugins.vision.images import encode_shared, place_images, with_spans
 
@@ -229,8 +233,10 @@ def cut(batch):
 
 
 def shared(layout, cp, counts, frozen=False, every=False):
-    """Images of so many tokens among rows of zero, in float64, by an encoder of two layers: this
-    rank's rows, their number of images, and the encoder's gradients, summed over ranks."""
+    """Encode images with these counts among rows of zero, in float64, with two layers.
+
+    Return this rank's rows, its number of images, and the encoder's gradients, summed over ranks.
+    """
     import megatron_burst.megatron as install
     from megatron_burst.plugins.vision.images import encode_shared, place_images
 
@@ -267,7 +273,7 @@ PATCH, SIZE = 4, 12  # nine tokens per image
 
 
 def llava(layout="zigzag", cp=1):
-    """Megatron's own LLaVA: a CLIP encoder, a projector, and a language model."""
+    """Run Megatron's own LLaVA: a CLIP encoder, a projector, and a language model."""
     import copy
     from unittest.mock import patch
 
@@ -317,7 +323,7 @@ def llava(layout="zigzag", cp=1):
 
 
 def mimo(layout="zigzag", cp=1):
-    """Megatron's MIMO: an encoder and a language model, whose inputs its adapter cuts."""
+    """Run Megatron's MIMO: an encoder and a language model, whose inputs its adapter cuts."""
     import warnings
 
     from megatron.core import parallel_state
@@ -369,8 +375,11 @@ class Pixels(torch.nn.Linear):
 
 
 def heads(layout="zigzag", cp=1):
-    """Core attention of layers like Gemma 4's: wider heads without a window, where keys are
-    values, and a layer that attends to what an earlier one did."""
+    """Run core attention of layers like Gemma 4's.
+
+    Layers without a window have wider heads whose keys are values, and one layer attends to the
+    keys of an earlier layer.
+    """
     from megatron.core import parallel_state
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
@@ -410,7 +419,7 @@ def heads(layout="zigzag", cp=1):
 
 
 def by_hand(q, k, v, window):
-    """Attention of q [s, 1, h, d], k, v [s, 1, g, d] as dense matrices."""
+    """Return attention of q [s, 1, h, d], k, v [s, 1, g, d] as dense matrices."""
     row, column = np.mgrid[:LENGTH, :LENGTH]
     seen = (column <= row) & ((row - column <= window) if window else True)
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
@@ -420,7 +429,7 @@ def by_hand(q, k, v, window):
 
 
 def place(wrong):
-    """Images of two tokens and their spans, with something that does not fit."""
+    """Place images of two tokens and their spans, with an argument that does not fit."""
     import megatron_burst.megatron as install
     from megatron_burst.plugins.vision.images import encode_shared, place_images, with_spans
 
@@ -437,7 +446,7 @@ def place(wrong):
 
 
 def documented(text):
-    """A block of the page, on ranks of one sequence: what it leaves behind."""
+    """Run a block of the page on ranks of one sequence, and return its variables."""
     with groups("zigzag", 2):
         config(2, {"layout": "zigzag"})
         left = {}
