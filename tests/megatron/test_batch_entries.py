@@ -202,7 +202,7 @@ def test_packed_batches_of_bridge_follow_the_same_rule(layout, how, monkeypatch)
     assert found["tokens"].tolist() == [HELD[layout]]
     for name in (*PACKED[how], "attention_mask", "labels"):
         assert found[name] is batch[name]
-    with pytest.raises(ValueError, match=r"need cu_seqlens.* keys of this batch are tokens$"):
+    with pytest.raises(ValueError, match=r"must have cu_seqlens.* keys of this batch are tokens$"):
         packed._cutting(of_bridge, {"tokens": rows(1)}, cp_group=None)
 
 

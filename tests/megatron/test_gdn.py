@@ -95,7 +95,7 @@ def test_ranks_with_other_documents_are_told(four):
 def test_a_wrong_call_on_one_rank_is_told_to_all(four):
     found = four(ranks.called_differently, "local_cp_size", 1)
     assert len(set(found)) == 1
-    assert "take the group that the model was built with" in found[0]
+    assert "use the group with which the model was built" in found[0]
 
 
 def test_a_call_that_the_leading_layer_never_saw_is_refused(four):

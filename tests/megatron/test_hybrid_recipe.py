@@ -34,7 +34,7 @@ def recipe(settings=None, **choices):
     ],
 )
 def test_states_are_refused_by_name_below_the_oldest(settings, named):
-    with pytest.raises(ValueError, match=f"{named}.*: .* needs Megatron-Core 0.19 or newer"):
+    with pytest.raises(ValueError, match=f"{named}.*: .* requires Megatron-Core 0.19 or newer"):
         validate.check(recipe(settings))
     validate.check(recipe(settings, linear="megatron", algorithm="burst"))
 

@@ -105,11 +105,11 @@ def test_the_choice_survives_copies_of_the_config():
     ("changes", "flag"),
     [
         ({"attention_dropout": 0.1}, "--attention-dropout 0"),
-        ({"window_size": (8, 2)}, "looks 2 tokens ahead"),
+        ({"window_size": (8, 2)}, "includes 2 tokens ahead"),
         ({"window_size": (-2, 0)}, "--window-size"),
         ({"softmax_type": "sharp"}, "--softmax-type"),
         ({"apply_query_key_layer_scaling": True}, "--apply-query-key-layer-scaling"),
-        ({"hierarchical_context_parallel_sizes": [2, 3]}, "multiply to 6"),
+        ({"hierarchical_context_parallel_sizes": [2, 3]}, "has the product 6"),
         ({"hierarchical_context_parallel_sizes": [2, 2, 1]}, "two"),
     ],
 )
@@ -122,9 +122,12 @@ def test_configure_refuses_what_is_not_supported(changes, flag):
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ({"algorithm": "hybrid"}, "needs --burst-ulysses-size"),
+        ({"algorithm": "hybrid"}, "requires --burst-ulysses-size"),
         ({"algorithm": "hybrid", "ulysses_size": 3}, "--burst-ulysses-size 3 must divide"),
-        ({"algorithm": "ulysses", "ulysses_size": 2}, "--burst-ulysses-size 2: ulysses"),
+        (
+            {"algorithm": "ulysses", "ulysses_size": 2},
+            "--burst-ulysses-size 2: --context-parallel-algo ulysses",
+        ),
         ({"ulysses_size": 0}, "--burst-ulysses-size"),
         ({"placement": "sideways"}, "--burst-placement"),
         ({"store": 1.5}, "--burst-attention-store"),
@@ -167,7 +170,7 @@ def test_a_core_attention_that_is_not_megatrons_is_refused(core):
         get_gpt_layer_local_spec().submodules.self_attention.submodules, core_attention=core
     )
     name = getattr(core, "module", core).__name__
-    reason = "does not derive" if core is IdentityOp else "Theirs overrides forward"
+    reason = "does not derive" if core is IdentityOp else "OtherAttention overrides forward"
     words = rf"has the core attention \S*\.{name}\b.*{reason}.*--context-parallel-algo megatron"
     with pytest.raises(ValueError, match=words):
         SelfAttention(chosen, parts, layer_number=1)

@@ -92,8 +92,8 @@ def test_an_empty_document_leaves_only_its_padding():
         (ends(0, 25), None, "end within the 24 tokens"),
         (ends(0), None, "start at 0"),
         (torch.zeros(2, 3), None, "--micro-batch-size 1"),
-        (ends(0, 9, 12), ends(0, 8, 16), "no room"),
-        (ends(0, 5), ends(0, 8, 16), "no room"),
+        (ends(0, 9, 12), ends(0, 8, 16), "has less room"),
+        (ends(0, 5), ends(0, 8, 16), "has less room"),
     ],
 )
 def test_lengths_that_mean_nothing_are_refused(cu_seqlens, padded, message):
@@ -365,7 +365,7 @@ def test_whole_packs_are_cut_for_scripts_of_their_own(layout):
             found, cut({"tokens": tokens, "cu_seqlens": bounds[None]}, Group(rank, 2))["tokens"]
         )
     if layout == "balanced":
-        with pytest.raises(ValueError, match="give packed_seq_params"):
+        with pytest.raises(ValueError, match="requires packed_seq_params"):
             burst.shard_sequence(tokens, group=Group(0, 2))
     else:
         expected = mb.shard(tokens, mb.layout.make(layout, cp_size=2), 1, dim=1)

@@ -87,7 +87,7 @@ def test_norms_of_outputs_recomputed(train):
     ("flags", "words"),
     [
         ("--burst-layout striped", "every row's predecessor is on another rank"),
-        ("--burst-linear megatron --burst-layout contiguous", "takes the tokens for zigzag ones"),
+        ("--burst-linear megatron --burst-layout contiguous", "heads requires zigzag"),
         ("--burst-linear lasp", "linear (--burst-linear) must be one of auto, all_gather, scan, "),
     ],
 )

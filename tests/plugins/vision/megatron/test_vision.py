@@ -111,7 +111,7 @@ def test_layers_may_differ_in_their_heads_and_share_keys(four, one_rank, order, 
     check(four(vision_ranks.heads, order, cp), one_rank(vision_ranks.heads))
 
 
-@pytest.mark.skipif(core_version() < OLDEST, reason="needs Megatron-Core 0.19")
+@pytest.mark.skipif(core_version() < OLDEST, reason="requires Megatron-Core 0.19")
 @pytest.mark.parametrize("model", ["llava", "mimo"])
 @pytest.mark.parametrize(
     ("cp", "order"), [*WAYS[:2], pytest.param(*WAYS[2], marks=pytest.mark.slow)]
@@ -164,7 +164,7 @@ def test_masks_of_gemma_keep_what_megatron_asks(model, causal, window, behind, a
     ("wrong", "words"),
     [
         ({"images": 3}, "images have the shape (3, 4); 2 positions of width 4"),
-        ({"positions": [1, 48]}, "positions from 1 to 48: the sequence has 48 tokens"),
+        ({"positions": [1, 48]}, "positions are from 1 to 48; they must be within the 48 tokens"),
         ({"positions": [-1, 4]}, "positions from -1 to 4"),
         ({"positions": [5, 5]}, "contains a position twice"),
         ({"positions": [0.5, 1.5]}, "positions must be integers [n], got float64"),
