@@ -210,8 +210,8 @@ def test_a_recipe_without_us_is_not_cut_by_the_layout_of_another(llama):
     ("choices", "overrides", "message"),
     [
         ({}, ["model.hierarchical_context_parallel_sizes=[2,3]"],
-         r"^model.hierarchical_context_parallel_sizes \[2, 3\] has the product 6, but is not "
-         "model.context_parallel_size 4"),
+         r"^model.hierarchical_context_parallel_sizes \[2, 3\] has the product 6, but "
+         "model.context_parallel_size is 4"),
         ({"intra": 3}, [], "^intra 3 does not divide model.context_parallel_size 4"),
         ({}, ["model.seq_length=65540", "dataset.sequence_length=65540"],
          "^model.seq_length 65540 is not divisible by 2 x model.context_parallel_size"),
