@@ -144,7 +144,7 @@ def test_the_mode_of_a_pack_is_compared_with_the_layout_of_the_run():
         with pytest.raises(ValueError, match="this process did not cut the 16 tokens"):
             check("contiguous", clipped)
         for layout in ("zigzag", "striped"):
-            message = rf"'contiguous', and the run has --burst-layout {layout}: .*take --burst-lay"
+            message = rf"'contiguous', and the run has --burst-layout {layout}, .*use --burst-lay"
             with pytest.raises(ValueError, match=message):
                 check(layout, params, cuts=False)
         with pytest.raises(ValueError, match="cp_partition_mode is 'other'"):
