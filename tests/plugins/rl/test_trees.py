@@ -206,7 +206,7 @@ WRONG = {
     ),
     "bounds that cross": (
         lambda: mb.masks.Tree([3, 4, 3, 4]),
-        "row 1 ends at 4, after that of an anc",
+        "row 1 ends at 4, after the subtree of an anc",
     ),
     "bounds as floats": (
         lambda: mb.masks.Tree(np.array([1.0])),
