@@ -40,7 +40,10 @@ html_show_copyright = False
 
 nitpicky = True
 # No inventory of other packages is fetched, so their names stay text.
-nitpick_ignore_regex = [("py:.*", r"(torch|numpy|np|dist|collections|pathlib|types|megatron)\..*")]
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|numpy|np|dist|collections|pathlib|types|megatron|advice|cost)\..*"),
+    ("py:class", r".* .*"),  # notes of `Annotated`, which are no names
+]
 default_role = "code"
 add_module_names = False
 autodoc_member_order = "bysource"
