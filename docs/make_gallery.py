@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,8 +95,8 @@ SECTIONS = (
         Picture("blocks-striped",
                 "mask --mask gallery_masks:random_blocks --layout block_striped --block 16 "
                 "--ranks 8 --seq 128",
-                "The same table with each block striped over all ranks: all pairs of shards are "
-                "alike, for any table."),
+                "The same table with each block striped over all ranks: all pairs of shards have "
+                "equal work, for any table."),
     ), OWN_MASKS),
     Section("Algorithms", (
         Picture("ring-forward", "schedule --algorithm ring --nodes 2 --per-node 4",
@@ -171,6 +172,14 @@ def numbers(picture: Picture) -> str:
     return "; ".join(words.caption(scene)[:2])
 
 
+def _wrapped(line: str) -> list[str]:
+    """Return the lines of a command, which break before an option."""
+    options = line.replace(" --", "\n--").split("\n")
+    line = " ".join(option.replace(" ", "\0") for option in options)
+    lines = textwrap.wrap(line, 90, break_on_hyphens=False, break_long_words=False)
+    return [line.replace("\0", " ") for line in lines]
+
+
 def page() -> str:
     """Return the text of gallery.md."""
     parts = [INTRO]
@@ -180,7 +189,8 @@ def page() -> str:
         for picture in section.pictures:
             file = f"gallery/{picture.name}.png"
             line = f"megatron-burst show {picture.arguments} --out {picture.name}.png"
-            parts.append(f"{picture.text}\n\n    {line}\n\n![{numbers(picture)}]({file})\n")
+            code = " \\\n        ".join(_wrapped(line))
+            parts.append(f"{picture.text}\n\n    {code}\n\n![{numbers(picture)}]({file})\n")
     return "\n".join(parts)
 
 

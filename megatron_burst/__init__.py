@@ -45,7 +45,7 @@ _HOMES = {
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-class _Package(ModuleType):
+class _PackageModule(ModuleType):
     """Module type of `megatron_burst` that keeps functions visible.
 
     `mb.attention` and others are functions whose modules have the same names. The import system
@@ -57,7 +57,7 @@ class _Package(ModuleType):
             super().__setattr__(name, value)
 
 
-sys.modules[__name__].__class__ = _Package
+sys.modules[__name__].__class__ = _PackageModule
 
 
 def _registry() -> Any:

@@ -35,7 +35,7 @@ class Command(NamedTuple):
 
 @dataclass(frozen=True)
 class Plugin:
-    """What one plugin adds to the package.
+    """The contents of one plugin.
 
     Each value is a module or a `MODULE:NAME` below the folder of the plugin.
 

@@ -418,7 +418,7 @@ MUTANTS = [
            "slice(i * chunk_heads, (i + 1) * chunk_heads)",
            "a chunk of query heads meets another chunk's keys"),
     Mutant("execution/buffers.py",
-           "self._totals[target.total] = _Total(Message(None, sums), target.total.rows, write)",
+           "self._totals[target.total] = _RowTotals(Message(None, sums), target.total.rows, write)",
            "pass",
            "every chunk of rows forgets the key gradients of the one before"),
     Mutant("execution/host_keys.py", "return moved if moved.moved else _DeviceCopy(tensor)",

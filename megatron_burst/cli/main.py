@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: Arguments without the program name. Default: those of the process.
+        argv: Arguments without the program name. Default: the arguments of the process.
 
     Returns:
         Exit status of the command; 0 if it returns None; 2 for bad input.

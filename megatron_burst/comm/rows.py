@@ -81,7 +81,7 @@ def exchange_rows(
     """
     groups.check()
     device_route = route_on_device(route, tensors[0].device)
-    exchange = _RowExchange(groups, device_route, groups.calls.forward(identity, label, False))
+    exchange = _RankExchange(groups, device_route, groups.calls.forward(identity, label, False))
     return _ExchangeRows.apply(exchange, *tensors)  # pyright: ignore[reportReturnType]
 
 
@@ -116,7 +116,7 @@ def longest(rows: int, tensors: Sequence[torch.Tensor]) -> int:
 
 
 @dataclass(frozen=True)
-class _RowExchange:
+class _RankExchange:
     """One rank's part of an exchange.
 
     Attributes:
@@ -131,7 +131,7 @@ class _RowExchange:
     call: CallTag
     home: int | None = None
 
-    def reversed(self, rows: int) -> _RowExchange:
+    def reversed(self, rows: int) -> _RankExchange:
         """Return the exchange in the other direction, which sends the gradients of this one."""
         forward_route, home = self.route, rows if self.home is None else None
         return replace(
@@ -144,7 +144,7 @@ class _ExchangeRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, exchange: _RowExchange, *tensors: torch.Tensor
+        ctx: Any, exchange: _RankExchange, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.exchange = exchange.reversed(len(tensors[0]))
         with exchange.groups.running():
@@ -157,7 +157,7 @@ class _ExchangeRows(torch.autograd.Function):
         return None, *_ExchangeRows.apply(ctx.exchange, *gradients)  # pyright: ignore
 
 
-def _move(exchange: _RowExchange, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _move(exchange: _RankExchange, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     sends, receives, rows = exchange.route
     parts = [
         [t.index_select(0, numbers) if len(numbers) else t[:0] for t in tensors]
@@ -176,7 +176,7 @@ def _move(exchange: _RowExchange, tensors: Sequence[torch.Tensor]) -> list[torch
 
 
 def _exchange(
-    exchange: _RowExchange, parts: list[list[torch.Tensor]], row_counts: list[int]
+    exchange: _RankExchange, parts: list[list[torch.Tensor]], row_counts: list[int]
 ) -> list[Sequence[torch.Tensor]]:
     """Return what was received from each rank: rows of each tensor, or nothing."""
     me = exchange.groups.rank

@@ -80,7 +80,7 @@ class Buffers:
         return Message(None, tuple(tensors))
 
     def give(self, kind: str, message: Message) -> None:
-        """Take back a message that nobody reads again."""
+        """Take back a message that is not read again."""
         self.endpoint.released(message.tensors)
         if message.room is not None:  # otherwise it is not from `take`
             rows = message.tensors[0].size(0) if message.tensors else 0
@@ -89,7 +89,7 @@ class Buffers:
 
 
 @dataclass
-class _Total:
+class _RowTotals:
     """All rows of a partial result that this rank has.
 
     Attributes:
@@ -113,7 +113,7 @@ class ResultAccumulator:
 
     def __init__(self, buffers: Buffers, wire: Mapping[str, str]):
         self._buffers, self._wire = buffers, wire
-        self._totals: dict[Chunk, _Total] = {}
+        self._totals: dict[Chunk, _RowTotals] = {}
 
     def begin(
         self, target: Target, sums: Tensors, write: Callable[..., None] | None = None
@@ -124,7 +124,7 @@ class ResultAccumulator:
             False if the chunk already has sums; then nothing changes.
         """
         if first := target.total not in self._totals:
-            self._totals[target.total] = _Total(Message(None, sums), target.total.rows, write)
+            self._totals[target.total] = _RowTotals(Message(None, sums), target.total.rows, write)
         return first
 
     def open(self, target: Target) -> Message:
@@ -159,7 +159,7 @@ class ResultAccumulator:
         family = target.total.family
         kind = self._wire[family]
         if target.place.whole and target.total not in self._totals and kind == family:
-            self._totals[target.total] = _Total(message, target.rows)
+            self._totals[target.total] = _RowTotals(message, target.rows)
             return
         total = self._total(target)
         total.filled |= target.rows
@@ -183,7 +183,7 @@ class ResultAccumulator:
             self._buffers.give(family, self._totals.pop(target.total).message)
         return message
 
-    def _total(self, target: Target) -> _Total:
+    def _total(self, target: Target) -> _RowTotals:
         total = self._totals.get(target.total)
         if total is None or total.write:
             # The output is no view: autograd forbids changing a view of an output in place.
@@ -191,7 +191,7 @@ class ResultAccumulator:
             make = self._buffers.separate if output else self._buffers.take
             message = make(target.total.family, target.size)
             ((total and total.write) or partial(_clear, target.total.family))(message)
-            total = self._totals[target.total] = _Total(message, total.filled if total else 0)
+            total = self._totals[target.total] = _RowTotals(message, total.filled if total else 0)
         return total
 
 

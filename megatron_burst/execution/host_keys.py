@@ -21,7 +21,7 @@ from ..schedule.tables import Chunk
 from .ring import ChunkTable, Ring
 
 
-class MovedTensor(Protocol):
+class HostTensor(Protocol):
     """A tensor in host memory, as `mb.HostMemory.move` returns it.
 
     `moved` is False if host memory had no room. The object then holds the tensor itself.
@@ -65,7 +65,7 @@ class _DeviceCopy:
         return self._tensor
 
 
-def _move_or_copy(host: KeyHostMemory, tensor: torch.Tensor) -> MovedTensor:
+def _move_or_copy(host: KeyHostMemory, tensor: torch.Tensor) -> HostTensor:
     """Move a tensor to host memory, or copy it on the device if host memory has no room.
 
     The caller reuses the buffer of the tensor.
@@ -74,7 +74,7 @@ def _move_or_copy(host: KeyHostMemory, tensor: torch.Tensor) -> MovedTensor:
     return moved if moved.moved else _DeviceCopy(tensor)
 
 
-HostChunks = dict[Chunk, tuple[MovedTensor, ...]]
+HostChunks = dict[Chunk, tuple[HostTensor, ...]]
 
 
 class HostKeys:
@@ -168,6 +168,6 @@ class _PrefetchingChunks:
                 moved.fetch()
 
 
-def _release(moved: Iterable[MovedTensor]) -> None:
+def _release(moved: Iterable[HostTensor]) -> None:
     for tensor in moved:
         tensor.release()

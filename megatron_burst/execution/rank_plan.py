@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank executes for an attention call: plain data, made by `planning/build.py`.
+"""The plan of one rank for an attention call: plain data, made by `planning/build.py`.
 
 The loop in `ring` runs a `RankPass`. A pass contains everything that a plan can compute in advance:
 which hops start together, where their rows are in which buffer, and the target of each pair.

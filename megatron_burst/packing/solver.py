@@ -134,7 +134,11 @@ class _Bins:
         first. If a document has no room, each is placed into the fullest bin with room, longest
         first. The last attempt is the original assignment.
         """
-        return self._place(fullest=False) or self._place(fullest=True) or self._take(original)
+        return (
+            self._place(fullest=False)
+            or self._place(fullest=True)
+            or self._place_original(original)
+        )
 
     def _place(self, fullest: bool) -> bool:
         self.busy = np.zeros(self.count, np.int64)

@@ -220,7 +220,7 @@ def _check_algorithm(algorithm: str, groups: Groups, q: torch.Tensor, k: torch.T
 
 
 def _check_head_chunks(head_chunks: int, groups: Groups, k: torch.Tensor) -> None:
-    ring_heads = Share(k.shape[2], groups.topology.ulysses).each
+    ring_heads = Share(k.shape[2], groups.topology.ulysses).heads_per_rank
     if type(head_chunks) is not int or head_chunks < 1 or ring_heads % head_chunks:
         raise ValueError(
             f"head_chunks must divide the {ring_heads} key/value heads of a rank's ring, "

@@ -31,13 +31,13 @@ class Share(NamedTuple):
         have.
         """
         if self.heads >= self.size:
-            each = self.heads // self.size
-            return slice(peer * each, (peer + 1) * each)
+            per_rank = self.heads // self.size
+            return slice(peer * per_rank, (peer + 1) * per_rank)
         head = peer * self.heads // self.size
         return slice(head, head + 1)
 
     @property
-    def each(self) -> int:
+    def heads_per_rank(self) -> int:
         """Number of heads of every rank."""
         return max(1, self.heads // self.size)
 

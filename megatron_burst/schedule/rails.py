@@ -122,7 +122,7 @@ def _shares(
 ) -> np.ndarray:
     """Return the number of rows of each bundle on each rail: int64 [n, rails].
 
-    At the start all rows are on their owner's rail, or on all rails alike if they are handed to
+    At the start all rows are on their owner's rail, or spread over all rails if they are handed to
     peers anyway. Then each node in turn moves rows off rails with more than `most` rows. It moves
     its largest bundles first, one bundle of every node at a time. If several of these bundles have
     the same target node, only a few move at a time. Each takes its part of the excess and of the
@@ -243,7 +243,7 @@ def _parents(
 
     The owner's node sends the bundle to `copies` nodes, which relay it along trees. The trees begin
     `turn` nodes farther on, and `second` halves take the nodes in reverse order, so that all nodes
-    relay alike. Nodes that already send much come last and relay nothing.
+    relay equally. Nodes that already send much come last and relay nothing.
     """
     nodes = grid.inter
     node, _, rows, targets, copies = crossing

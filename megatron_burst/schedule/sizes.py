@@ -49,8 +49,8 @@ class Sizes:
         return replace(
             self,
             tokens=self.tokens * ulysses,
-            heads=Share(self.heads, ulysses).each,
-            kv_heads=Share(self.kv_heads, ulysses).each,
+            heads=Share(self.heads, ulysses).heads_per_rank,
+            kv_heads=Share(self.kv_heads, ulysses).heads_per_rank,
         )
 
     @cached_property

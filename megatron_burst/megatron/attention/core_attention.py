@@ -297,8 +297,15 @@ class BurstCoreAttention(MegatronModule):
     ) -> dict:
         """Return a learnable `softmax_offset`, split over tensor-parallel ranks like the heads.
 
-        Name and form equal those of Megatron's own modules, so checkpoints are interchangeable.
-        Megatron passes the arguments to every module.
+        Name and form equal the ones of Megatron's own modules, so checkpoints are interchangeable.
+
+        Args:
+            prefix: Prefix of the names in the checkpoint.
+            sharded_offsets: Offsets of this module in sharded dimensions, as Megatron passes them.
+            metadata: Megatron's metadata; `dp_cp_group` is read.
+
+        Returns:
+            Sharded tensors by name; empty without a learnable offset.
         """
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),

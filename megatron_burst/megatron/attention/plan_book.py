@@ -142,7 +142,7 @@ class LayerKind:
 
     @property
     def attention(self) -> BatchCut:
-        """How attention cuts a sequence."""
+        """The cut of a sequence for attention."""
         return self.cut or BatchCut(self.burst.layout)
 
     def own_mask(self, pack: Pack | None, seq_len: int) -> Mask | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run cuts its batches over ranks, and which ranks hold one micro-batch.
+"""The cut of batches over ranks, and the ranks that hold one micro-batch.
 
 A run fixes its `BatchCut` once, from the first configuration that selects BurstAttention, because
 data path, rotary embedding and attention must cut batches in the same way on every pipeline stage
@@ -34,7 +34,7 @@ _NOTE, _COMPARED = "cut", "cluster file"
 
 @dataclass(frozen=True)
 class BatchCut:
-    """How packed batches are cut: the same for every batch, model and rank of a run.
+    """The cut of packed batches, the same for every batch, model and rank of a run.
 
     The fields after `name` are used only for layout "balanced".
 

@@ -167,7 +167,7 @@ class PrefixTree:
         return self.edges.on(layout.positions(rank, len(self.tokens)))
 
 
-class _Segment(NamedTuple):
+class _TreeSegment(NamedTuple):
     """Tokens of one segment of a tree.
 
     Attributes:
@@ -201,7 +201,7 @@ def pack(
         ValueError: A token or a weight is invalid, or there is no token at all.
     """
     tokens = _of_trajectories(trajectories)
-    segments: list[_Segment] = []
+    segments: list[_TreeSegment] = []
     leaf = [-1] * len(tokens)
     path: list[int] = []  # segments of the previous trajectory
     for i, shared in zip(*_neighbours(tokens), strict=True):
@@ -213,7 +213,7 @@ def pack(
             segments[path[-1]] = low._replace(begin=shared, parent=len(segments) - 1)
             path[-1] = len(segments) - 1
         if len(tokens[i]) > shared:
-            segments.append(_Segment(path[-1] if path else -1, i, shared, len(tokens[i])))
+            segments.append(_TreeSegment(path[-1] if path else -1, i, shared, len(tokens[i])))
             path.append(len(segments) - 1)
         leaf[i] = path[-1] if path else -1
     parts = [tokens[segment.source][segment.begin : segment.end] for segment in segments]

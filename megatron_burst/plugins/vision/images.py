@@ -197,11 +197,13 @@ def encode_shared(
     out_of = np.bincount(home[tokens[me]], minlength=len(shares)).tolist()
     incoming = [image_tokens[home[image_tokens] == me] for image_tokens in tokens]
     sent = rows.index_select(0, torch.from_numpy(order).to(rows.device))
-    moved = _AllToAll.apply(sent, out_of, [len(image_tokens) for image_tokens in incoming], group)
+    moved = _ExchangeImages.apply(
+        sent, out_of, [len(image_tokens) for image_tokens in incoming], group
+    )
     return _placed(embeddings, moved, row[np.concatenate(incoming)])
 
 
-class _AllToAll(torch.autograd.Function):
+class _ExchangeImages(torch.autograd.Function):
     """Exchange of rows between the ranks of a group; backward returns their gradients.
 
     `out_of` and `into` are the numbers of rows that are sent to and received from each rank.
@@ -220,7 +222,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _AllToAll.apply(*gradients, *ctx.way), None, None, None
+        return _ExchangeImages.apply(*gradients, *ctx.way), None, None, None
 
 
 def _shares(sizes: np.ndarray, ranks: int) -> list[list[int]]:

@@ -50,7 +50,7 @@ def tier_of(patches: PatchSet) -> Tier | None:
     return patches.notes[TIER_NOTE]
 
 
-class OffloadedCall(NamedTuple):
+class RunningCall(NamedTuple):
     """Running call whose saved tensors are moved: the fraction of rows, and the frame."""
 
     fraction: float
@@ -101,7 +101,7 @@ class Tier:
         self.settled = False  # true after the first step
         self._paused = False
         self._key_bytes = 0  # bytes of keys of other ranks that were moved so far
-        self._running: OffloadedCall | None = None
+        self._running: RunningCall | None = None
         self._received = ReceivedInputs()
 
     def _memory(self) -> HostMemory:
@@ -174,7 +174,7 @@ class Tier:
     # --- a call -----------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def call(self, arguments: Iterable[Any]) -> Iterator[OffloadedCall | None]:
+    def call(self, arguments: Iterable[Any]) -> Iterator[RunningCall | None]:
         """Return a context that offloads the saved tensors of a layer or checkpoint inside.
 
         A call within another call is part of the outer call. The context yields the offloaded call,
@@ -190,7 +190,7 @@ class Tier:
         tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
         shared = {address_of(tensor) for tensor in tensors if not tensor.requires_grad}
         first, before = self.first, self._saved_bytes()
-        self._running = OffloadedCall(self.fraction, self.host.frame())
+        self._running = RunningCall(self.fraction, self.host.frame())
         clock = Clock(self.host.device.type == "cuda")
         try:
             with self._running.frame:
@@ -207,7 +207,7 @@ class Tier:
             self.host.drain()  # copies must not disturb the time of the next call
 
     @property
-    def running(self) -> OffloadedCall | None:
+    def running(self) -> RunningCall | None:
         """Offloaded call that runs at the moment, or None."""
         return self._running
 

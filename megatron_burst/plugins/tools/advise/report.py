@@ -345,7 +345,7 @@ def facts(advice: Advice, command: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _flags(advice: Advice, command: Sequence[str]) -> list[str]:
-    """Return the flags to paste: those of the run alone if there is a command."""
+    """Return the flags to paste; if there is a command, only the flags of the run."""
     if command:
         return run_flags(advice.model, advice.best.run, advice.cut)
     return advice.flags()

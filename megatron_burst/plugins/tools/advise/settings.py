@@ -58,10 +58,10 @@ class Settings:
     ep: Annotated[int, "expert-parallel size"] = 1
     dp: Annotated[int, "data-parallel size"] = 1
     first_layers: Annotated[
-        int | None, "layers of the first pipeline stage, if not as many as of the others"
+        int | None, "layers of the first pipeline stage, if it differs from the other stages"
     ] = None
     last_layers: Annotated[
-        int | None, "layers of the last pipeline stage, if not as many as of the others"
+        int | None, "layers of the last pipeline stage, if it differs from the other stages"
     ] = None
     micro_batch: Annotated[int, "sequences per micro-batch"] = 1
     micro_batches: Annotated[int, "micro-batches per step and data-parallel rank"] = 1

@@ -236,7 +236,9 @@ class AttentionForecast:
             grid
             for grid in all_grids
             if size in (None, grid.ulysses)
-            and (size is not None or Share(sizes.kv_heads, grid.ulysses).each % chunks == 0)
+            and (
+                size is not None or Share(sizes.kv_heads, grid.ulysses).heads_per_rank % chunks == 0
+            )
             and (grid.ulysses == 1 or placement in (None, grid.placement))
         ]
         if self.pinned.get("algorithm", "auto") not in ("auto", "ulysses") and size is None:
