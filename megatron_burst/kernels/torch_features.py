@@ -43,7 +43,7 @@ class Feature(NamedTuple):
 
 
 PACKAGE = "megatron-burst"
-SHARED_HEADS = "kernel aten on a CPU where query heads share keys"
+SHARED_HEADS = "kernel aten on a CPU if query heads share keys"
 WIDE_SUMS = "the weight gradient of linear_cross_entropy in bfloat16 on CUDA"
 
 

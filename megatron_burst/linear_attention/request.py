@@ -61,7 +61,7 @@ def check_tensor(name: str, tensor: Any, shapes: dict[str, tuple[int | None, ...
     )
 
 
-ROWS_FIRST = "; rows come first, then the batch: transpose(0, 1) where the batch is first"
+ROWS_FIRST = "; rows come first, then the batch; use transpose(0, 1) if the batch is first"
 
 
 def _fits(shape: tuple[int, ...], sizes: tuple[int | None, ...]) -> bool:

@@ -17,9 +17,9 @@ BAD = {
     "zzz": "choose from ",
     "-- pertain": "invalid choice: ",
     # memory
-    "memory": "--model is needed: one of",
+    "memory": "--model is required: one of",
     "memory --pc 8 --model llama3-8b": "unrecognized arguments: --pc; did you mean --cp?",
-    "memory --gpus 8": "--model is needed: one of",
+    "memory --gpus 8": "--model is required: one of",
     "memory --gpus 8 --model llama3-8b": "--seq is required",
     # doctor: more of a Megatron command's in test_doctor
     "doctor --nonsense": "--nonsense",
@@ -56,10 +56,10 @@ BAD = {
     "patch --check no/such/folder": "has no megatron/core/package_info.py",
     "patch --check pyproject.toml": "has no megatron/core/package_info.py",
     # advise
-    "advise --gpus 8 --seq 128K": "--model is needed",
+    "advise --gpus 8 --seq 128K": "--model is required",
     "advise --model llama3-8b --gpus 8 --gpu h99 --seq 128K": "--gpu h99: unknown; use one of",
-    "advise --model llama3-8b --gpus 8 --seq 128K --sbatch --json": "give one of them",
-    "advise --model llama3-8b --seq 128K": "--gpus is needed",
+    "advise --model llama3-8b --gpus 8 --seq 128K --sbatch --json": "use only one of them",
+    "advise --model llama3-8b --seq 128K": "--gpus is required",
     "advise --model gpt9 --gpus 8 --seq 64K": "--model gpt9",
     "advise --model llama3-8b --cluster nowhere.toml --seq 64K": "nowhere.toml",
     # calibrate

@@ -124,7 +124,7 @@ def test_the_type_of_communication_is_refused_only_where_given(given):
 NO_HEADS_FOR_ALL = {
     # heads, key/value groups, ranks, our flags: what is said to add
     (2, None, 4, ""): "--context-parallel-algo hybrid --burst-ulysses-size 2",
-    (3, None, 4, ""): "--context-parallel-algo burst",
+    (3, None, 4, ""): "--context-parallel-algo auto",
     (12, 4, 8, ""): "--context-parallel-algo hybrid --burst-ulysses-size 4",
 }
 

@@ -336,7 +336,7 @@ def _head_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
         yield Problem(reason, add=(f"--context-parallel-algo {algorithm}", size))
     else:
         left = ("--burst-ulysses-size",) if burst.ulysses_size else ()
-        yield Problem(reason, add=("--context-parallel-algo burst",), remove=left)
+        yield Problem(reason, add=("--context-parallel-algo auto",), remove=left)
 
 
 def _head_chunk_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:

@@ -41,15 +41,15 @@ def find(text: str | None, words: Sequence[str]) -> tuple[Model, dict[str, Any]]
     if text is not None and any(word.split("=")[0] == "--num-layers" for word in words):
         raise ValueError(
             f"--model {text} and the Megatron command after -- (--num-layers ...) both describe "
-            "the model: give one of them"
+            "the model; use only one of them"
         )
     if text is None and words and words[0] in models.NAMED:
-        raise ValueError(f"{words[0]} is a model, not a Megatron command: give --model {words[0]}")
+        raise ValueError(f"{words[0]} is a model, not a Megatron command; use --model {words[0]}")
     model, described = read_command(words) if words else (None, {})
     if text is None:
         if model is None:
             raise ValueError(
-                f"--model is needed: one of {', '.join(models.NAMED)}, a config.json, or a recipe "
+                f"--model is required: one of {', '.join(models.NAMED)}, a config.json, or a recipe "
                 "of Megatron-Bridge; or a Megatron command after --"
             )
         return model, described
@@ -186,8 +186,8 @@ def choices_of(
         fields[name] = counted if value == "auto" else value
         if name == "sequence_chunks" and fields[name] > 1 and not own_attention:
             raise ValueError(
-                f"{name_of('sequence-chunks')} {value} is for BurstAttention: take "
-                "--context-parallel-algo burst, or leave it out"
+                f"{name_of('sequence-chunks')} {value} requires BurstAttention; use "
+                "--context-parallel-algo burst, or remove the flag"
             )
     return fields
 

@@ -167,7 +167,7 @@ def test_a_longest_sequence_goes_with_what_is_fixed(gpus, fixed):
 
 @pytest.mark.parametrize(("more", "words"), [
     ({"tokens_per_step": "8M"}, r"--longest .*leave --packed and --tokens-per-step out"),
-    ({"tp": 3}, "--tp 3 does not divide"), ({"foo": 1}, "foo: can be fixed are"),
+    ({"tp": 3}, "--tp 3 does not divide"), ({"foo": 1}, "foo cannot be fixed"),
 ])  # fmt: skip
 def test_a_longest_sequence_needs_what_a_given_one_does(more, words):
     with pytest.raises(ValueError, match=words):
@@ -237,8 +237,8 @@ def test_a_fixed_fraction_of_the_optimizer_has_its_own_bound():
 @pytest.mark.parametrize(("pinned", "words"), [
     ({"first_layers": 3, "pp": 1}, "^--first-layers 3: only pipelines of several stages"),
     ({"first_layers": 3, "pp": 2, "vpp": 2}, "^--first-layers 3: only pipelines .*--vpp 1"),
-    ({"first_layers": 3, "last_layers": 4}, "none of the numbers of stages .* give --pp"),
-    ({"first_layers": 3, "pp": 3}, "^--pp 3 x --vpp 1, --first-layers 3 do not divide"),
+    ({"first_layers": 3, "last_layers": 4}, "no number of stages .* set --pp"),
+    ({"first_layers": 3, "pp": 3}, "^--pp 3 x --vpp 1, --first-layers 3 cannot share"),
 ])  # fmt: skip
 def test_ends_that_no_stages_have_are_told(pinned, words):
     """Of 20 layers ends of 3 and 4 leave 13, for 1 or 13 stages."""
@@ -296,7 +296,7 @@ def test_layers_of_unequal_stages(fields, layers):
                {"pp": 2, "vpp": 2, "first_layers": 31}],
 )  # fmt: skip
 def test_stages_that_do_not_come_out_even_are_refused(fields):
-    with pytest.raises(ValueError, match=r"do not divide the 61 layers of .*: take stages"):
+    with pytest.raises(ValueError, match=r"cannot share the 61 layers of .* equally; use --pp"):
         check(replace(TINY, layers=61), Settings(64 * K, **fields))
 
 
@@ -338,18 +338,18 @@ def test_gradients_travel_in_bf16_only_if_that_is_allowed():
 
 @pytest.mark.parametrize(("change", "words"), [
     ({"tp": 3}, "--tp 3 does not divide tiny's 8 heads"),
-    ({"tp": 16}, "take 1, 2 or 4"),
-    ({"pp": 5}, "--pp 5 x --vpp 1 do not divide the 4 layers"),
-    ({"cp": 16}, "--cp 16 are 16 ranks, which do not divide --gpus 8"),
+    ({"tp": 16}, "use 1, 2 or 4"),
+    ({"pp": 5}, "--pp 5 x --vpp 1 cannot share the 4 layers"),
+    ({"cp": 16}, "--gpus 8 is not a multiple of the 16 ranks of --cp 16"),
     ({"seq": "1X"}, "--seq must be a whole number of tokens .*, got 1X"),
-    ({"tokens_per_step": "100K"}, "not a multiple of --seq 65,536: take"),
+    ({"tokens_per_step": "100K"}, "not a multiple of --seq 65,536; use"),
     ({"cp": 1, "store": 1.0}, "needs --cp above 1"),
     ({"top": 0}, "--top must be an integer from 1"),
     ({"ulysses": 7, "cp": 4}, "--ulysses 7"),
-    ({"speed": 9}, "speed: can be fixed are tp"),
-    ({"packed": "128K"}, "a document of 131,072 tokens and packs of --seq 65,536"),
-    ({"packed": "no-such"}, "neither lengths such as 8K,32K,128K"),
-    ({"seq": 3001}, "shares 1397 sequences of 3,001 tokens out evenly"),
+    ({"speed": 9}, "speed cannot be fixed; the settings are tp"),
+    ({"packed": "128K"}, "a document of 131,072 tokens does not fit into a pack of --seq 65,536"),
+    ({"packed": "no-such"}, "must be lengths such as 8K,32K,128K"),
+    ({"seq": 3001}, "can share 1397 sequences of 3,001 tokens equally"),
 ], ids=str)  # fmt: skip
 def test_bad_input_is_refused_with_what_would_do(change, words):
     given = {"seq": "64K", **change}
@@ -407,5 +407,5 @@ def test_packs_take_what_is_fixed_for_several_ranks(pinned):
 @pytest.mark.parametrize("pinned", [{"layout": "striped"}, {"sequence_chunks": 4}])
 def test_packs_refuse_what_they_cannot_have(pinned):
     flag = "--" + next(iter(pinned)).replace("_", "-")
-    with pytest.raises(ValueError, match=f"{flag} .*--packed out"):
+    with pytest.raises(ValueError, match=f"{flag} .*remove .*--packed"):
         mb.advise("llama3-8b", "h100", gpus=8, seq="64K", packed="8K,32K", **pinned)

@@ -77,17 +77,17 @@ WRONG = [
     ({"store": "0.5"}, "--store must be from 0 to 1, got '0.5'"),
     ({"optimizer_bytes": -1}, "--optimizer-bytes must be a whole number from 0, got -1"),
     ({"logits_bytes": -6}, "--logits-bytes must be a whole number from 0, got -6"),
-    ({"mlp_tiles": 10**9}, "--mlp-tiles 1000000000: a rank has 512 rows"),
-    ({"sequence_chunks": 513}, "--sequence-chunks 513: .* take at most 512"),
-    ({"tp": 3}, "--tp 3 does not divide the 32 heads .* take one of 1, 2, 4"),
+    ({"mlp_tiles": 10**9}, "--mlp-tiles 1000000000 exceeds the 512 rows"),
+    ({"sequence_chunks": 513}, "--sequence-chunks 513 exceeds .* use at most 512"),
+    ({"tp": 3}, "--tp 3 does not divide the 32 heads .* use one of 1, 2, 4"),
     ({"seq": 1000, "cp": 16}, "--seq 1000 is not a multiple of 2 x --cp 16"),
-    ({"pp": 3}, "--pp 3 .* 32 layers of llama3-8b: take .* one of 1, 2, 4"),
-    ({"vpp": 2}, "needs --pp"),
-    ({"ep": 2}, "has no experts"),
-    ({"sequence_chunks": 2, "cp": 1}, "needs --cp above 1"),
+    ({"pp": 3}, "--pp 3 .* 32 layers of llama3-8b equally; use .* 1, 2, 4"),
+    ({"vpp": 2}, "requires --pp"),
+    ({"ep": 2}, "requires experts"),
+    ({"sequence_chunks": 2, "cp": 1}, "requires --cp above 1"),
     ({"recompute": "none", "store": 0.5}, "--recompute full"),
     ({"recompute": "none", "offload": 0.5}, "--recompute full"),
-    ({"cp": 8, "ulysses": 3}, "take one of 1, 2, 4"),
+    ({"cp": 8, "ulysses": 3}, "use one of 1, 2, 4"),
     ({"cp": 4, "ulysses": 2, "algorithm": "ulysses"}, "--ulysses 4"),
     ({"cp": 4, "algorithm": "hybrid"}, "--ulysses 2"),
     ({"head_chunks": 3}, "--head-chunks 3 does not divide the 8"),
@@ -105,7 +105,7 @@ def test_settings_that_no_run_has(fields, said):
 @pytest.mark.parametrize("part", ["attention", "layer", "step"])
 def test_a_run_that_the_cluster_does_not_hold(part):
     run = Settings(2**16, tp=4, cp=4, pp=2, dp=2)
-    groups = r"takes 64 GPUs \(--tp 4 x --cp 4 x --pp 2 x --dp 2\), the cluster has 8: "
+    groups = r"requires 64 GPUs \(--tp 4 x --cp 4 x --pp 2 x --dp 2\), the cluster has 8; use"
     with pytest.raises(ValueError, match=groups):
         simulate(LLAMA, H100, run, part=part)
 
@@ -113,7 +113,7 @@ def test_a_run_that_the_cluster_does_not_hold(part):
 def test_interleaved_stages_take_whole_rounds_of_micro_batches():
     """As Megatron does; memory is that of any number."""
     run = Settings(2**13, pp=4, vpp=2, micro_batches=6)
-    with pytest.raises(ValueError, match=r"--micro-batches 6: .* multiple of --pp 4"):
+    with pytest.raises(ValueError, match=r"--micro-batches 6 is not a multiple of --pp 4"):
         simulate(LLAMA, H100, run)
     assert simulate(LLAMA, H100, run, part="layer").seconds > 0
     assert account(LLAMA, run).peak.bytes > 0

@@ -160,15 +160,15 @@ def test_a_layer_computes_maps_only_where_states_are_passed_on():
 def test_only_megatrons_exchange_is_capped_by_heads():
     many = Settings(1024 * K, cp=64)
     check(DELTA, many)
-    with pytest.raises(ValueError, match=r"do not divide the 16 heads and 8 of keys .* auto"):
+    with pytest.raises(ValueError, match=r"cannot share the 16 heads and 8 of keys .* auto"):
         check(DELTA, replace(many, linear="megatron"))
     check(DELTA, replace(many, cp=8, linear="megatron"))
-    with pytest.raises(ValueError, match="do not divide"):
+    with pytest.raises(ValueError, match="cannot share"):
         check(DELTA, replace(many, cp=16, linear="megatron"))
     check(SSD, replace(many, cp=16, linear="megatron"))  # Mamba copies its groups
-    with pytest.raises(ValueError, match="do not divide"):
+    with pytest.raises(ValueError, match="cannot share"):
         check(SSD, replace(many, cp=32, linear="megatron"))
-    with pytest.raises(ValueError, match="take one of 1, 2, 4, 8"):
+    with pytest.raises(ValueError, match="use one of 1, 2, 4, 8"):
         check(replace(DELTA, heads=32, kv_heads=16), Settings(64 * K, tp=16))
     with pytest.raises(ValueError, match="--layout striped: delta has layers that carry"):
         check(DELTA, replace(many, layout="striped"))
@@ -181,7 +181,7 @@ def test_a_search_goes_beyond_the_heads_and_pastes_the_flag():
     assert found.best.run.cp == 64
     assert "--burst-linear auto" in burst_flags(found.best.run, carries=True)
     assert not found.model.uncounted
-    with pytest.raises(ValueError, match="take --cp 1, 2, 4 or 8, or --linear auto"):
+    with pytest.raises(ValueError, match="use --cp 1, 2, 4 or 8, or --linear auto"):
         advise(DELTA, here, seq="64K", tokens_per_step="64K", tp=1, cp=64, linear="megatron")
     with pytest.raises(ValueError, match="--layout striped: delta"):
         advise(DELTA, here, seq="64K", layout="striped")

@@ -173,7 +173,7 @@ def test_a_chunk_counts_as_a_window_with_as_many_pairs():
     assert pairs == pytest.approx(4 * 8 * 9 / 2, rel=0.2)
     assert model.window_of("chunked", 8) == 0  # one chunk: full attention
     assert model.window_of("full", 32) == 0
-    with pytest.raises(ValueError, match="layers C need a chunk from 1, 0"):
+    with pytest.raises(ValueError, match="C layers require chunk >= 1, got 0"):
         Model("chunks", 2, 64, 4, 4, 128, 100, pattern="CF")
 
 

@@ -149,7 +149,7 @@ def test_config_of_hybrids():
      ({"num_attention_heads_per_layer": [8, 4, 4, 4]}, "'num_attention_heads_per_layer'"),
      ({"n_expert_shards": 2}, "does not understand 'n_expert_shards' .2.: experts"),
      ({"linear_attn_config": {"full_attn_layers": [4]}}, "understand 'linear_attn_config'"),
-     ({"num_attention_heads": None} | {"num_key_value_heads": 3}, "do not divide")],
+     ({"num_attention_heads": None} | {"num_key_value_heads": 3}, "not a multiple")],
 )  # fmt: skip
 def test_configurations_that_are_refused(more, words):
     more = {name: value for name, value in more.items() if value is not None}

@@ -95,11 +95,11 @@ def test_the_layout_of_a_command_cuts_its_packs(capsys):
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["--seq", "64K", "--packed", "1000", "--layout", "striped"], "packs are cut by balanced"),
+    [(["--seq", "64K", "--packed", "1000", "--layout", "striped"], "--layout striped is not timed for packs"),
      (["--seq", "64K", "--layout", "balanced"], "--layout balanced requires packed documents"),
      (["--longest", "--packed", "1000"], "remove --packed"),
      (["--seq", "64K", "--packed", "128K"], "a document of 131,072 tokens"),
-     (["--seq", "64K", "--packed", "1000", "--micro-batch", "2"], "take --micro-batch 1"),
+     (["--seq", "64K", "--packed", "1000", "--micro-batch", "2"], "use --micro-batch 1"),
      (["--seq", "64K", "--packed", "1000", "--sequence-chunks", "8"], "in chunks of rows")],
 )  # fmt: skip
 def test_what_packs_cannot_have_is_refused(capsys, words, said):

@@ -84,7 +84,7 @@ def test_host_memory_that_is_too_small_says_so():
 
 def test_what_fits_nowhere_says_so():
     run = Settings(512 * MEGA, tp=8, cp=1)
-    assert "take a shorter sequence" in does_not_fit(account(LLAMA, run), on(8, "a100-40g"))
+    assert "use a shorter sequence" in does_not_fit(account(LLAMA, run), on(8, "a100-40g"))
 
 
 @pytest.mark.parametrize(("model", "gpus", "run"), [

@@ -127,11 +127,11 @@ def test_memory_has_latents_on_the_ring_and_the_selection():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"store": 0.5, "recompute": "full"}, "--store 0.5: not with the sparse attention"),
-        ({"sequence_chunks": 4, "recompute": "full"}, "--sequence-chunks 4: not with the sparse"),
-        ({"ulysses": 2}, "--ulysses 2: .* take 1$"),
-        ({"algorithm": "tile"}, "--algorithm tile --side kv: keys must travel"),
-        ({"side": "query"}, "keys must travel"),
+        ({"store": 0.5, "recompute": "full"}, "--store 0.5 is not supported with the sparse"),
+        ({"sequence_chunks": 4, "recompute": "full"}, "--sequence-chunks 4 is not supported with the sparse"),
+        ({"ulysses": 2}, "--ulysses 2: .* use 1$"),
+        ({"algorithm": "tile"}, "--algorithm tile --side kv: sparse attention"),
+        ({"side": "query"}, "sends keys to the queries"),
     ],
 )
 def test_what_sparse_attention_has_not_is_refused(given, words):

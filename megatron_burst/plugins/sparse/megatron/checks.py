@@ -80,7 +80,7 @@ _RULES = (
     Rule(lambda c, b: b.algorithm in ("ulysses", "hybrid") or (b.ulysses_size or 1) > 1,
          "{flag}: ranks cannot share heads of sparse attention, as --context-parallel-algo "
          "{b.algorithm} or --burst-ulysses-size requires",
-         add=("--context-parallel-algo burst",), remove=("--burst-ulysses-size",)),
+         add=("--context-parallel-algo auto",), remove=("--burst-ulysses-size",)),
     Rule(lambda c, b: b.sequence_chunks not in (None, 1),
          "{flag} with --burst-sequence-chunks {b.sequence_chunks}, which was not tested",
          remove=("--burst-sequence-chunks",)),

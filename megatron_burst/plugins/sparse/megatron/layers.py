@@ -215,7 +215,7 @@ def _problems(config: Any, choice: LayerRule, layer: int) -> Iterator[Problem]:
     if ulysses_size(burst, config.context_parallel_size) > 1:
         yield Problem(
             f"{layers}: ranks do not share their heads",
-            add=("--context-parallel-algo burst",),
+            add=("--context-parallel-algo auto",),
             remove=("--burst-ulysses-size",),
         )
     if rule.block > 1 and layer_window(config, layer) is not None:

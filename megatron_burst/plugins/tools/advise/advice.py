@@ -294,6 +294,6 @@ def goal_of(
     if step % length:
         near = max(1, round(step / length)) * length
         raise ValueError(
-            f"--tokens-per-step {step:,} is not a multiple of --seq {length:,}: take {near}, say"
+            f"--tokens-per-step {step:,} is not a multiple of --seq {length:,}; use {near}"
         )
     return TrainingGoal(length, step // length, fixed)

@@ -74,9 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the advice and return the exit status."""
     if arguments.sbatch and arguments.json:
-        raise ValueError("--sbatch and --json print different things: give one of them")
+        raise ValueError("--sbatch and --json print different output; use only one of them")
     if arguments.train_iters is not None and not arguments.sbatch:
-        raise ValueError("--train-iters belongs to --sbatch: give that too, or leave it out")
+        raise ValueError("--train-iters requires --sbatch; add --sbatch, or remove --train-iters")
     if arguments.sbatch and arguments.megatron:
         raise ValueError("--sbatch writes the flags of the model too: name it by --model")
     model, seq = _model(arguments)
@@ -103,10 +103,10 @@ def _model(arguments: argparse.Namespace) -> tuple[Model, str | int]:
     """Return the model, and the tokens of a sequence."""
     model, described = model_arguments.find(arguments.model, arguments.megatron)
     if arguments.longest and arguments.seq is not None:
-        raise ValueError("--longest and --seq both say how long sequences are: give one of them")
+        raise ValueError("--longest and --seq both set the sequence length; use only one of them")
     seq = advice.LONGEST if arguments.longest else arguments.seq or described.get("seq")
     if seq is None:
-        raise ValueError("--seq is needed, such as --seq 1M, or --longest")
+        raise ValueError("--seq is required, such as --seq 1M, or --longest")
     return model, seq
 
 
@@ -114,9 +114,9 @@ def _cluster(arguments: argparse.Namespace) -> clusters.Cluster:
     """Return the cluster from a file, or from the name of a GPU, with the changes of the flags."""
     if arguments.cluster is None:
         if arguments.gpus is None:
-            raise ValueError("--gpus is needed, such as --gpus 64, or --cluster FILE")
+            raise ValueError("--gpus is required, such as --gpus 64, or --cluster FILE")
         return flags.cluster_of(arguments, kernel=arguments.kernel)
     if arguments.gpu is not None:
-        raise ValueError("--gpu and --cluster both say which GPUs there are: give one of them")
+        raise ValueError("--gpu and --cluster both set the GPUs; use only one of them")
     cluster = advice.cluster_of(arguments.cluster, None, 0)
     return flags.cluster_of(arguments, cluster, arguments.kernel)

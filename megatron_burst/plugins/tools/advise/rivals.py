@@ -228,8 +228,8 @@ def refused(kind: Kind, model: Model, cluster: Cluster, run: Settings) -> str:
         return "sparse attention gathers (--cp-comm-type all_gather)"
     if model.mixers and not model.carried(run.tp, run.cp):
         assert model.mixer is not None
-        return (f"{model.mixer.name}: TP {run.tp} x CP {run.cp} do not divide its "
-                f"{model.mixer.key_heads or model.mixer.heads} heads")  # fmt: skip
+        return (f"{model.mixer.name}: TP {run.tp} x CP {run.cp} cannot share its "
+                f"{model.mixer.key_heads or model.mixer.heads} heads equally")  # fmt: skip
     if model.windows and kind in ("p2p", "a2a+p2p"):
         return "sliding windows are not supported"
     if model.sinks and kind != "a2a":

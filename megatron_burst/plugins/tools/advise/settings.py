@@ -177,28 +177,28 @@ def check(model: Model, run: Settings) -> None:
     if model.heads % run.tp:
         good = [tp for tp in (1, 2, 4, 8, 16, 32) if model.heads % tp == 0]
         raise ValueError(
-            f"--tp {run.tp} does not divide the {model.heads} heads of {model.name}: take "
+            f"--tp {run.tp} does not divide the {model.heads} heads of {model.name}; use "
             f"{_one_of(good)}"
         )
     if run.seq % (2 * run.cp):
         near = max(1, round(run.seq / (2 * run.cp))) * 2 * run.cp
         raise ValueError(
-            f"--seq {run.seq} is not a multiple of 2 x --cp {run.cp}: take {near}, say"
+            f"--seq {run.seq} is not a multiple of 2 x --cp {run.cp}; use {near}"
         )
     for name in ("sequence_chunks", "mlp_tiles"):
         if getattr(run, name) > run.rows:
             raise ValueError(
-                f"{flag_of(name)} {getattr(run, name)}: a rank has {run.rows} rows, which cannot "
-                f"be cut into more parts: take at most {run.rows}"
+                f"{flag_of(name)} {getattr(run, name)} exceeds the {run.rows} rows of a rank; use "
+                f"at most {run.rows}"
             )
     if run.sequence_chunks > 1 and run.cp == 1 and not run.chunks_on_host:
         raise ValueError(
             f"--sequence-chunks {run.sequence_chunks} is for attention over context-parallel "
-            "ranks: it needs --cp above 1"
+            "ranks and requires --cp above 1, got --cp 1"
         )
     stage_layers(model, run)
     if run.vpp > 1 and run.pp == 1:
-        raise ValueError(f"--vpp {run.vpp} needs --pp above 1")
+        raise ValueError(f"--vpp {run.vpp} requires --pp above 1, got --pp 1")
     check_experts(model, run.ep)
     _check_heads(model, run)
     if run.cp > 1:
@@ -208,8 +208,8 @@ def check(model: Model, run: Settings) -> None:
         _check_kind(model, run, kind, algorithm)
     if run.recompute == "none" and (run.store or run.offload or run.chunked):
         raise ValueError(
-            "--store, --offload, --sequence-chunks and --mlp-tiles are counted with recomputed "
-            "layers only: add --recompute full"
+            "--store, --offload, --sequence-chunks and --mlp-tiles require --recompute full, "
+            "got --recompute none"
         )
 
 
@@ -235,12 +235,12 @@ def stage_layers(model: Model, run: Settings) -> list[int]:
     named = [(name, getattr(run, name)) for name in ENDS]
     stated_ends = "".join(f", {flag_of(name)} {n}" for name, n in named if n is not None)
     good = divisors(model.layers)
-    fix = f"take stages that are together one of {', '.join(map(str, good))}"
+    fix = f"use --pp and --vpp with a product of {alternatives(good)}"
     if run.vpp == 1 and (uneven := uneven_ends(model.layers, run.pp)) is not None:
         fix += f", or --first-layers {uneven[0]} --last-layers {uneven[1]}"
     raise ValueError(
-        f"--pp {run.pp} x --vpp {run.vpp}{stated_ends} do not divide the {model.layers} layers of "
-        f"{model.name}: {fix}"
+        f"--pp {run.pp} x --vpp {run.vpp}{stated_ends} cannot share the {model.layers} layers of "
+        f"{model.name} equally; {fix}"
     )
 
 
@@ -249,8 +249,8 @@ def uneven_rounds(run: Settings) -> str:
     if run.vpp == 1 or run.micro_batches % run.pp == 0:
         return ""
     return (
-        f"--micro-batches {run.micro_batches}: --vpp {run.vpp} runs rounds of as many as there are "
-        f"stages: take a multiple of --pp {run.pp}"
+        f"--micro-batches {run.micro_batches} is not a multiple of --pp {run.pp}, which --vpp {run.vpp} "
+        f"requires; use {-(-run.micro_batches // run.pp) * run.pp}"
     )
 
 
@@ -276,10 +276,10 @@ def _one_of(numbers: Sequence[int]) -> str:
 def check_experts(model: Model, ep: int) -> None:
     """Raise ValueError unless expert-parallel ranks divide the experts."""
     if ep > 1 and not model.experts:
-        raise ValueError(f"--ep {ep}: {model.name} has no experts: leave it out")
+        raise ValueError(f"--ep {ep} requires experts, and {model.name} has none; remove --ep")
     if model.experts and model.experts % ep:
         raise ValueError(
-            f"--ep {ep} does not divide the {model.experts} experts of {model.name}: take "
+            f"--ep {ep} does not divide the {model.experts} experts of {model.name}; use "
             f"{alternatives(divisors(model.experts))}"
         )
 
@@ -289,7 +289,7 @@ def check_carried(model: Model, layout: str) -> None:
     if model.mixers and "striped" in layout:
         raise ValueError(
             f"--layout {layout}: {model.name} has layers that carry a state from row to row, and "
-            "every row's predecessor is on another rank: take zigzag or contiguous"
+            "every row's predecessor is on another rank; use zigzag or contiguous"
         )
 
 
@@ -325,33 +325,35 @@ def _check_heads(model: Model, run: Settings) -> None:
         for name, only in (("store", 0), ("sequence_chunks", 1)):
             if getattr(run, name) != only:
                 raise ValueError(
-                    f"{flag_of(name)} {getattr(run, name)}: not with the sparse attention of "
-                    f"{model.name}: leave it {only}"
+                    f"{flag_of(name)} {getattr(run, name)} is not supported with the sparse attention "
+                    f"of {model.name}; use {only}"
                 )
         ring = ALGORITHMS.get(run.algorithm)
         if run.side == "query" or (ring is not None and not ring.keeps):
             raise ValueError(
-                f"--algorithm {run.algorithm} --side {run.side}: keys must travel to the queries "
-                f"of {model.name}'s sparse attention: take burst or multicast, and side kv"
+                f"--algorithm {run.algorithm} --side {run.side}: sparse attention of {model.name} "
+                "sends keys to the queries; use burst or multicast, and side kv"
             )
     if not fits(run.ulysses):
         raise ValueError(
             f"--ulysses {run.ulysses}: ranks that share heads must divide --cp {run.cp} and the "
-            f"{heads} query and {kv_heads} key/value heads of a rank of --tp {run.tp}: take "
+            f"{heads} query and {kv_heads} key/value heads of a rank of --tp {run.tp}; use "
             f"{_one_of([*filter(fits, range(1, run.cp + 1))])}"
         )
     if run.algorithm == "ulysses" and run.ulysses != run.cp:
         raise ValueError(
-            f"--algorithm ulysses shares heads over all --cp {run.cp} ranks, --ulysses "
-            f"{run.ulysses}: take --ulysses {run.cp}, or --algorithm hybrid"
+            f"--algorithm ulysses shares heads over all --cp {run.cp} ranks, got --ulysses "
+            f"{run.ulysses}; use --ulysses {run.cp}, or --algorithm hybrid"
         )
     if run.algorithm == "hybrid" and run.ulysses == 1 < run.cp:
-        raise ValueError("--algorithm hybrid needs ranks that share heads: --ulysses 2, say")
+        raise ValueError(
+            "--algorithm hybrid requires ranks that share heads, got --ulysses 1; use --ulysses 2"
+        )
     here = max(1, kv_heads // run.ulysses)
     if here % run.head_chunks:
         raise ValueError(
             f"--head-chunks {run.head_chunks} does not divide the {here} key/value heads that a "
-            "rank computes"
+            f"rank computes; use {_one_of(divisors(here))}"
         )
 
 
@@ -385,8 +387,8 @@ def _check_mixer(model: Model, run: Settings) -> None:
     heads_text = f"the {mixer.heads} heads{keys} of {model.name}'s {mixer.name} layers"
     if shared and mixer.shares(run.tp):
         raise ValueError(
-            f"--linear megatron: --tp {run.tp} x --cp {run.cp} ranks do not divide {heads_text}: "
-            "take --linear auto, which passes states on and takes any --cp"
+            f"--linear megatron: --tp {run.tp} x --cp {run.cp} ranks cannot share {heads_text} "
+            "equally; use --linear auto, which passes states on and supports any --cp"
         )
     good = [n for n in range(1, mixer.heads + 1) if model.heads % n == 0 and mixer.shares(n)]
-    raise ValueError(f"--tp {run.tp} does not divide {heads_text}: take {_one_of(good)}")
+    raise ValueError(f"--tp {run.tp} does not divide {heads_text}; use {_one_of(good)}")

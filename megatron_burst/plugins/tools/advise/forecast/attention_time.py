@@ -145,7 +145,7 @@ def ring_of(model: Model, cluster: Cluster, run: Settings, window: int = 0) -> R
     if inner < 1 or topology.ring_size % inner:
         raise ValueError(
             f"inner: rings of {topology.ring_size} ranks cannot be cut into inner rings of "
-            f"{run.inner}: take a divisor of {topology.ring_size}"
+            f"{run.inner}; use a divisor of {topology.ring_size}"
         )
     side = side_by_bytes(run, sizes) if model.indexer is None else "kv"
     least = gcd(sizes.heads, sizes.kv_heads)

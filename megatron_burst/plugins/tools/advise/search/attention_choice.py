@@ -251,7 +251,7 @@ class AttentionForecast:
         if not chosen:
             raise ValueError(
                 f"--ulysses {size}: no {size or 'some'} of --cp {run.cp} ranks can share "
-                f"{sizes.heads} query and {sizes.kv_heads} key/value heads of a rank; take "
+                f"{sizes.heads} query and {sizes.kv_heads} key/value heads of a rank; use "
                 f"{alternatives(sorted({grid.ulysses for grid in all_grids}))}"
             )
         return [grid for grid in chosen if grid.ring_size <= LARGEST_RING] or chosen

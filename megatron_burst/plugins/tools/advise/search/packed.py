@@ -88,14 +88,14 @@ def lengths_of(stated: str | Sequence[int], seq: int) -> tuple[int, ...]:
         lengths = [tokens_of(length, TITLE) for length in stated]
     if not lengths:
         raise ValueError(
-            f"{TITLE} {stated!r}: holds no length: give lengths such as 8K,32K, a file of them, or "
+            f"{TITLE} {stated!r} contains no length; use lengths such as 8K,32K, a file of them, or "
             f"one of {', '.join(NAMED)}"
         )
     longest = max(lengths)
     if longest > seq:
         raise ValueError(
-            f"{TITLE}: a document of {longest:,} tokens and packs of --seq {seq:,}: give lengths "
-            "of at most --seq, or longer packs"
+            f"{TITLE}: a document of {longest:,} tokens does not fit into a pack of --seq {seq:,}; use "
+            "lengths of at most --seq, or a longer --seq"
         )
     filled, have = [], 0
     while have < seq:
@@ -120,12 +120,12 @@ def packed_pins(pinned: Mapping[str, Any]) -> dict[str, Any]:
     if pinned.get("sequence_chunks", 1) != 1:
         raise ValueError(
             f"--sequence-chunks {pinned['sequence_chunks']}: attention to packs in chunks of rows "
-            f"is not timed: leave --sequence-chunks or {TITLE} out"
+            f"is not timed; remove --sequence-chunks or {TITLE}"
         )
     if pinned.get("micro_batch", 1) != 1:
         raise ValueError(
-            f"--micro-batch {pinned['micro_batch']}: a pack is one row: take --micro-batch 1, or "
-            f"leave {TITLE} out"
+            f"--micro-batch {pinned['micro_batch']}: a pack is one row; use --micro-batch 1, or "
+            f"remove {TITLE}"
         )
     left = {name: value for name, value in pinned.items() if name != "layout"}
     return {"micro_batch": 1, "sequence_chunks": 1, **left}
@@ -143,8 +143,8 @@ def cut_of(pinned: Mapping[str, Any]) -> Cut:
     layout = pinned.get("layout", "balanced")
     if layout not in get_args(Cut):
         raise ValueError(
-            f"--layout {layout}: packs are cut by balanced, or document by document by zigzag: "
-            f"take one of these, or leave --layout or {TITLE} out"
+            f"--layout {layout} is not timed for packs; use balanced or zigzag, or remove --layout or "
+            f"{TITLE}"
         )
     return layout
 
@@ -154,8 +154,8 @@ def _words(stated: str) -> list[str]:
     listed = bool(re.fullmatch(r"[\dkKmM., ]+", stated))
     if not listed and not path.is_file():
         raise ValueError(
-            f"{TITLE} {stated}: neither lengths such as 8K,32K,128K, nor a file of them, nor one "
-            f"of {', '.join(NAMED)}"
+            f"{TITLE} must be lengths such as 8K,32K,128K, a file of them, or one of "
+            f"{', '.join(NAMED)}, got {stated}"
         )
     return re.findall(r"[^\s,\[\]]+", stated if listed else path.read_text())
 

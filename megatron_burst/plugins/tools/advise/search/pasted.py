@@ -53,7 +53,7 @@ def _beside(model: Model, run: Settings, cut: str) -> list[str]:
 
 # Further needs of packs by their layout.
 DOCUMENTS = {
-    "balanced": "and a data loader that says where documents end: --sft or "
+    "balanced": "and a data loader that marks the ends of documents: --sft or "
     "--dataloader-inter-document-masking",
     "zigzag": "and --sft, which pads every document to a multiple of 2 x CP: --seq-length counts "
     "the padding",

@@ -118,7 +118,7 @@ def does_not_fit(
     if texts:
         texts[0] = ("it fits " if texts[0].startswith("with ") else "add ") + texts[0]
     else:
-        texts = ["take a shorter sequence, or many more GPUs"]
+        texts = ["use a shorter sequence, or many more GPUs"]
     return f"does not fit: {need}; {', or '.join(texts)}"
 
 

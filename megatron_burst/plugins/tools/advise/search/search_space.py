@@ -308,58 +308,58 @@ def check_fixed(goal: TrainingGoal) -> None:
     """Raise ValueError if a fixed setting does not exist or has an impossible value."""
     for name in goal.pinned:
         if name not in SEARCHED:
-            raise ValueError(f"{name}: can be fixed are {', '.join(SEARCHED)}")
+            raise ValueError(f"{name} cannot be fixed; the settings are {', '.join(SEARCHED)}")
     check_fields(Settings(goal.seq, **goal.pinned))
 
 
 def _reasons(model: Model, cluster: Cluster, goal: TrainingGoal) -> Iterator[str]:
     pinned, names = goal.pinned, algorithms()
     if pinned.get("algorithm", "auto") not in names:
-        yield f"--algorithm {pinned['algorithm']}: no such algorithm: take {alternatives(names)}"
+        yield f"--algorithm {pinned['algorithm']}: no such algorithm; use {alternatives(names)}"
     sizes = tensor_sizes(model, cluster)
     if "tp" in pinned and pinned["tp"] not in sizes:
         yield (
             f"--tp {pinned['tp']} does not divide {model.name}'s {model.heads} heads, "
             f"{model.kv_heads} key/value heads and widths and the {cluster.ranks_per_node} GPUs of "
-            f"a node: take {alternatives(sizes)}"
+            f"a node; use {alternatives(sizes)}"
         )
     pp, vpp = pinned.get("pp", 1), pinned.get("vpp", 1)
     if vpp > 1 and pinned.get("pp") == 1:
-        yield f"--vpp {vpp} needs --pp above 1"
+        yield f"--vpp {vpp} requires --pp above 1, got --pp 1"
     ends = {name: pinned[name] for name in ENDS if name in pinned}
     stated_ends = ", ".join(f"{flag_of(name)} {n}" for name, n in ends.items())
     stages = goal.values("pp", stages_to_try(model, cluster, goal))
     odd = [_odd_stages(model, Settings(goal.seq, pp=n, **ends)) for n in stages] if ends else []
     if ends and (stages == [1] or vpp > 1):
         yield (
-            f"{stated_ends}: only pipelines of several stages have ends: take --pp 2 or more, "
-            "--vpp 1"
+            f"{stated_ends}: only pipelines of several stages without virtual stages have ends; use "
+            "--pp 2 or more, and --vpp 1"
         )
     elif odd and all(odd):
         none = (
-            f"{stated_ends}: none of the numbers of stages that are tried has these ends: give --pp"
+            f"{stated_ends}: no number of stages that the search tries has these ends; set --pp"
         )
         yield odd[0] if "pp" in pinned else none
     elif not ends and model.layers % (pp * vpp) and (vpp > 1 or not _ends(model, goal, pp)):
         good = [n for n in divisors(model.layers) if n <= min(STAGES, cluster.gpus)]
         yield (
-            f"--pp {pp} x --vpp {vpp} do not divide the "
-            f"{model.layers} layers of {model.name}: take --pp {alternatives(good)}"
+            f"--pp {pp} x --vpp {vpp} cannot share the "
+            f"{model.layers} layers of {model.name} equally; use --pp {alternatives(good)}"
         )
     if goal.carries and pinned.get("linear") == "megatron" and "cp" in pinned:
         good = [cp for cp in divisors(cluster.gpus) if model.carried(pinned.get("tp", 1), cp)]
         if pinned["cp"] not in good:
             yield (
                 f"--linear megatron shares the heads of {model.name}'s layers of linear attention "
-                f"over --cp {pinned['cp']} ranks, which do not divide them: take --cp "
-                f"{alternatives(good)}, or --linear auto, which takes any"
+                f"over --cp {pinned['cp']} ranks, which does not divide them; use --cp "
+                f"{alternatives(good)}, or --linear auto, which supports any --cp"
             )
     stated = [n for n in ("tp", "pp", "cp", "dp") if n in pinned]
     ranks = prod(pinned[name] for name in stated)
     if cluster.gpus % ranks:
         stated_ends = " x ".join(f"--{name} {pinned[name]}" for name in stated)
         yield (
-            f"{stated_ends} are {ranks} ranks, which do not divide --gpus {cluster.gpus}: take "
+            f"--gpus {cluster.gpus} is not a multiple of the {ranks} ranks of {stated_ends}; use "
             f"{-(-cluster.gpus // ranks) * ranks} GPUs, or smaller groups"
         )
 
@@ -375,13 +375,13 @@ def _no_way(model: Model, cluster: Cluster, goal: TrainingGoal) -> str:
         nearer = replace(goal, sequences=step // goal.seq)
         if next(groups_of(model, cluster, nearer), None) is not None:
             return (
-                f"--gpus {cluster.gpus}: {goal.sequences} sequences of {goal.seq:,} tokens are not "
-                f"shared out evenly: take --tokens-per-step {step}"
+                f"--gpus {cluster.gpus}: {goal.sequences} sequences of {goal.seq:,} tokens cannot "
+                f"be shared equally; use --tokens-per-step {step}"
             )
     even = max(2, 1 << (goal.seq - 1).bit_length())
     longer = f"--seq a power of two, such as {even}, or " if even != goal.seq else ""
     return (
-        f"--gpus {cluster.gpus}: no TP x PP x CP x DP shares {goal.sequences} sequences of "
-        f"{goal.seq:,} tokens out evenly: sequences must be a multiple of DP, and --seq of 2 x CP "
-        f"and TP x CP. Give {longer}--tokens-per-step a multiple of --seq other than {tokens:,}"
+        f"--gpus {cluster.gpus}: no TP x PP x CP x DP can share {goal.sequences} sequences of "
+        f"{goal.seq:,} tokens equally: sequences must be a multiple of DP, and --seq of 2 x CP "
+        f"and TP x CP. Use {longer}--tokens-per-step a multiple of --seq other than {tokens:,}"
     )

@@ -131,11 +131,11 @@ class Model:
                 object.__setattr__(self, name, default)
         for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary", "head_dim"):
             if getattr(self, name) < 1:
-                raise ValueError(f"model {self.name}: {name} must be from 1, {getattr(self, name)}")
+                raise ValueError(f"model {self.name}: {name} must be at least 1, got {getattr(self, name)}")
         if self.heads % self.kv_heads:
             raise ValueError(
-                f"model {self.name}: {self.kv_heads} key/value heads do not divide {self.heads} "
-                "query heads"
+                f"model {self.name}: {self.heads} query heads are not a multiple of the "
+                f"{self.kv_heads} key/value heads"
             )
         if self.experts and not 1 <= self.top_k <= self.experts:
             raise ValueError(
@@ -163,11 +163,11 @@ class Model:
                 f"for each of the {self.layers} layers"
             )
         if self.windows and self.window < 1:
-            raise ValueError(f"model {self.name}: layers W need a window from 1, {self.window}")
+            raise ValueError(f"model {self.name}: W layers require window >= 1, got {self.window}")
         if self.chunked and self.chunk < 1:
-            raise ValueError(f"model {self.name}: layers C need a chunk from 1, {self.chunk}")
+            raise ValueError(f"model {self.name}: C layers require chunk >= 1, got {self.chunk}")
         if self.mixers and self.mixer is None:
-            raise ValueError(f"model {self.name}: layers L and M need a mixer")
+            raise ValueError(f"model {self.name}: L and M layers require a mixer")
         if not 0 <= self.moe_layers <= self.mlps or (self.moe_layers and not self.experts):
             raise ValueError(
                 f"model {self.name}: moe_layers {self.moe_layers} of {self.mlps} layers with an "
