@@ -49,8 +49,8 @@ def find(text: str | None, words: Sequence[str]) -> tuple[Model, dict[str, Any]]
     if text is None:
         if model is None:
             raise ValueError(
-                f"--model is required: one of {', '.join(models.NAMED)}, a config.json, or a recipe "
-                "of Megatron-Bridge; or a Megatron command after --"
+                f"--model is required: one of {', '.join(models.NAMED)}, a config.json, or a "
+                "recipe of Megatron-Bridge; or a Megatron command after --"
             )
         return model, described
     if _is_recipe(text):

@@ -95,7 +95,7 @@ def test_the_layout_of_a_command_cuts_its_packs(capsys):
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["--seq", "64K", "--packed", "1000", "--layout", "striped"], "--layout striped is not timed for packs"),
+    [(["--seq", "64K", "--packed", "1000", "--layout", "striped"], "is not timed for packs"),
      (["--seq", "64K", "--layout", "balanced"], "--layout balanced requires packed documents"),
      (["--longest", "--packed", "1000"], "remove --packed"),
      (["--seq", "64K", "--packed", "128K"], "a document of 131,072 tokens"),

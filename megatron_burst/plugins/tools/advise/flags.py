@@ -94,7 +94,9 @@ def cluster_of(
         per_node = 8 if arguments.per_node is None else arguments.per_node
         cluster = clusters.Cluster(clusters.gpu(arguments.gpu or "h100"), arguments.gpus, per_node)
     if kernel is not None and cluster.kernels_measured:
-        raise ValueError(f"--kernel {kernel}: the kernel of this cluster was measured; remove --kernel")
+        raise ValueError(
+            f"--kernel {kernel}: the kernel of this cluster was measured; remove --kernel"
+        )
     cluster = replace(cluster, gpu=with_kernel(cluster.gpu, kernel))
     if arguments.gpu_memory:
         memory = size_of(arguments.gpu_memory, "--gpu-memory")

@@ -182,9 +182,7 @@ def check(model: Model, run: Settings) -> None:
         )
     if run.seq % (2 * run.cp):
         near = max(1, round(run.seq / (2 * run.cp))) * 2 * run.cp
-        raise ValueError(
-            f"--seq {run.seq} is not a multiple of 2 x --cp {run.cp}; use {near}"
-        )
+        raise ValueError(f"--seq {run.seq} is not a multiple of 2 x --cp {run.cp}; use {near}")
     for name in ("sequence_chunks", "mlp_tiles"):
         if getattr(run, name) > run.rows:
             raise ValueError(
@@ -249,8 +247,8 @@ def uneven_rounds(run: Settings) -> str:
     if run.vpp == 1 or run.micro_batches % run.pp == 0:
         return ""
     return (
-        f"--micro-batches {run.micro_batches} is not a multiple of --pp {run.pp}, which --vpp {run.vpp} "
-        f"requires; use {-(-run.micro_batches // run.pp) * run.pp}"
+        f"--micro-batches {run.micro_batches} is not a multiple of --pp {run.pp}, which "
+        f"--vpp {run.vpp} requires; use {-(-run.micro_batches // run.pp) * run.pp}"
     )
 
 
@@ -325,8 +323,8 @@ def _check_heads(model: Model, run: Settings) -> None:
         for name, only in (("store", 0), ("sequence_chunks", 1)):
             if getattr(run, name) != only:
                 raise ValueError(
-                    f"{flag_of(name)} {getattr(run, name)} is not supported with the sparse attention "
-                    f"of {model.name}; use {only}"
+                    f"{flag_of(name)} {getattr(run, name)} is not supported with the sparse "
+                    f"attention of {model.name}; use {only}"
                 )
         ring = ALGORITHMS.get(run.algorithm)
         if run.side == "query" or (ring is not None and not ring.keeps):

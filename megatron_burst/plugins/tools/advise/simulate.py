@@ -81,7 +81,7 @@ def _check_groups(cluster: Cluster, run: Settings) -> None:
     """Raise ValueError if the run has more ranks than the cluster has GPUs."""
     if run.gpus > cluster.gpus:
         raise ValueError(
-            f"the run requires {run.gpus} GPUs (--tp {run.tp} x --cp {run.cp} x --pp {run.pp} x --dp "
-            f"{run.dp}), the cluster has {cluster.gpus}; use smaller groups, or a cluster of "
+            f"the run requires {run.gpus} GPUs (--tp {run.tp} x --cp {run.cp} x --pp {run.pp} x "
+            f"--dp {run.dp}), the cluster has {cluster.gpus}; use smaller groups, or a cluster of "
             f"{run.gpus}"
         )

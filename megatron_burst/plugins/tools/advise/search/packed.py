@@ -88,14 +88,14 @@ def lengths_of(stated: str | Sequence[int], seq: int) -> tuple[int, ...]:
         lengths = [tokens_of(length, TITLE) for length in stated]
     if not lengths:
         raise ValueError(
-            f"{TITLE} {stated!r} contains no length; use lengths such as 8K,32K, a file of them, or "
-            f"one of {', '.join(NAMED)}"
+            f"{TITLE} {stated!r} contains no length; use lengths such as 8K,32K, a file of them, "
+            f"or one of {', '.join(NAMED)}"
         )
     longest = max(lengths)
     if longest > seq:
         raise ValueError(
-            f"{TITLE}: a document of {longest:,} tokens does not fit into a pack of --seq {seq:,}; use "
-            "lengths of at most --seq, or a longer --seq"
+            f"{TITLE}: a document of {longest:,} tokens does not fit into a pack of --seq {seq:,}; "
+            "use lengths of at most --seq, or a longer --seq"
         )
     filled, have = [], 0
     while have < seq:
@@ -143,8 +143,8 @@ def cut_of(pinned: Mapping[str, Any]) -> Cut:
     layout = pinned.get("layout", "balanced")
     if layout not in get_args(Cut):
         raise ValueError(
-            f"--layout {layout} is not timed for packs; use balanced or zigzag, or remove --layout or "
-            f"{TITLE}"
+            f"--layout {layout} is not timed for packs; use balanced or zigzag, or remove "
+            f"--layout or {TITLE}"
         )
     return layout
 

@@ -332,13 +332,11 @@ def _reasons(model: Model, cluster: Cluster, goal: TrainingGoal) -> Iterator[str
     odd = [_odd_stages(model, Settings(goal.seq, pp=n, **ends)) for n in stages] if ends else []
     if ends and (stages == [1] or vpp > 1):
         yield (
-            f"{stated_ends}: only pipelines of several stages without virtual stages have ends; use "
-            "--pp 2 or more, and --vpp 1"
+            f"{stated_ends}: only pipelines of several stages without virtual stages have ends; "
+            "use --pp 2 or more, and --vpp 1"
         )
     elif odd and all(odd):
-        none = (
-            f"{stated_ends}: no number of stages that the search tries has these ends; set --pp"
-        )
+        none = f"{stated_ends}: no number of stages that the search tries has these ends; set --pp"
         yield odd[0] if "pp" in pinned else none
     elif not ends and model.layers % (pp * vpp) and (vpp > 1 or not _ends(model, goal, pp)):
         good = [n for n in divisors(model.layers) if n <= min(STAGES, cluster.gpus)]

@@ -131,7 +131,9 @@ class Model:
                 object.__setattr__(self, name, default)
         for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary", "head_dim"):
             if getattr(self, name) < 1:
-                raise ValueError(f"model {self.name}: {name} must be at least 1, got {getattr(self, name)}")
+                raise ValueError(
+                    f"model {self.name}: {name} must be at least 1, got {getattr(self, name)}"
+                )
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"model {self.name}: {self.heads} query heads are not a multiple of the "
