@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings that exclude row chunks, MLP tiles or host memory.
 
-A row chunk or a tile runs Megatron's own code of a layer for some rows at least twice, the last
-time in backward. Results would change with settings that let this code draw random numbers, keep
-state of a call, or defer work. Such settings are refused, and so are other features that move or
-free activations, and combinations without a test.
+Megatron's layer code runs at least twice for each row chunk or tile: in forward, and in backward
+for the recomputation. Settings are refused if recomputed results would differ: random numbers,
+state kept between calls, deferred work. Other features that move or free activations are refused
+too, and so are untested combinations.
 
 Each function takes a `TransformerConfig`, or parsed arguments under the same names.
 """
@@ -31,7 +31,7 @@ from .options import LongSequenceOptions
 def option_problems(
     config: Any, burst: LongSequenceOptions, seq_length: int | None
 ) -> Iterator[Problem]:
-    """Yield the settings that exclude an option of this plugin, at any sequence length."""
+    """Yield the settings that exclude an option of this plugin; `seq_length` is unused."""
     yield from chunk_problems(config, burst)
     yield from tile_problems(config, burst)
     yield from offload_problems(config, burst)
@@ -65,7 +65,7 @@ _CHUNKS = (
          "{flag}: the fused rope of latent attention selects rows itself",
          add=("--no-rope-fusion",)),
 )  # fmt: skip
-# Modules of the attention half, which selective recompute must not name.
+# Modules of the attention half that --recompute-modules must not contain.
 _OVERLAPPING = ("core_attn", "layernorm", "mla_up_proj")
 
 
@@ -138,14 +138,14 @@ _TILES_AND_GRAPHS = (
     ),
 )  # fmt: skip
 _RECOMPUTED = ("mlp", "moe", "layernorm", "moe_act", "shared_experts")
-# Settings with which ranks may have different numbers of tokens of a micro-batch.
+# Settings that may give ranks different numbers of tokens in a micro-batch.
 _UNEVEN = ("variable_seq_lengths", "hybrid_context_parallel", "dynamic_context_parallel")
 
 
 def _uneven_experts(c: ConfigView, burst: LongSequenceOptions) -> str | None:
-    """Return the flag that lets expert-parallel ranks have different numbers of tokens.
+    """Return the flag that may give expert-parallel ranks different numbers of tokens.
 
-    None if there is no such flag or if the number of tiles does not depend on it.
+    None if no such flag is set, or if the number of tiles does not depend on the number of tokens.
     """
     if burst.mlp_tiles != "auto" or (c.expert_model_parallel_size or 1) == 1:
         return None

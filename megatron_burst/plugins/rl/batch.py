@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One micro-batch of trajectories: packed, cut over context-parallel ranks, run through a model.
+"""One micro-batch of trajectories: packing, distribution over context-parallel ranks, forward.
 
-The model is an unchanged Megatron model. While it runs here, its output layer passes on hidden
-states and weight instead of logits. `mb.linear_logprobs` then computes the log-probabilities of the
-rows that predict a token.
+The model is an unchanged Megatron model. During `TrajectoryBatch.run`, hidden states and weight are
+captured at the output layer, which computes no logits. `mb.linear_logprobs` then computes the
+log-probabilities of the rows that predict a token.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from .tree_pack import TreePack
 
 
 class TrajectoryBatch:
-    """Trajectories as one packed sequence, and the part of it that this rank holds.
+    """Trajectories as one packed sequence, and this rank's rows of it.
 
     Args:
-        trajectories: Token ids of each trajectory, on the host, the same on all ranks of a model.
+        trajectories: Token ids of each trajectory, on the host. All ranks of a model pass the same
+            trajectories.
         config: `TransformerConfig` of the model, after `mb.megatron.configure`.
         device: Device of the model.
         merged: True to merge common prefixes; otherwise each trajectory is a document.
-        rows: Number of rows after padding; 0 for as few as the ranks require.
+        rows: Number of rows after padding; 0 for the smallest valid number.
 
     Attributes:
         tree: `mb.trees.PrefixTree` of the trajectories.
@@ -43,7 +44,7 @@ class TrajectoryBatch:
         positions: Positions of this rank's rows, int64 [1, n], for the model's `position_ids`.
             Rotary embeddings get the same positions from `packed_seq_params`.
         packed_seq_params: `PackedSeqParams` of the batch, for the model.
-        edges: Indices into `tree.edges` of the predictions of this rank, int64 [e].
+        edges: Indices into `tree.edges` of the predictions from this rank's rows, int64 [e].
         local: Local row of each of these predictions, int64 [e].
     """
 
@@ -135,9 +136,9 @@ class TrajectoryBatch:
     def of_trajectories(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Return one tensor [n - 1] per trajectory of n tokens; entry i belongs to token i + 1.
 
-        Every context-parallel rank gets all trajectories, and all of them must call this. The
-        result is differentiable. Each rank must compute the same from it; the gradient then reaches
-        the rank's own values.
+        Collective over context-parallel ranks; each gets the values of all trajectories. The result
+        is differentiable if every rank computes the same loss from it. Each rank's gradient reaches
+        only the rank's own values.
 
         Args:
             values: Values [e] of this rank's `edges`.
@@ -148,7 +149,7 @@ class TrajectoryBatch:
 
 
 class _Gathered(torch.autograd.Function):
-    """Sum of the ranks' values: values [e] of this rank's edges to values [count] of all edges."""
+    """Gather of values over ranks: [e] for this rank's edges -> [count] for all edges."""
 
     @staticmethod
     def forward(
@@ -167,10 +168,10 @@ class _Gathered(torch.autograd.Function):
 
 
 def rows_multiple(config: Any, cp_size: int, merged: bool) -> int:
-    """Return the number that divides the rows of a pack.
+    """Return the number of which the rows of a pack must be a multiple.
 
-    Ranks get equal numbers of rows, and ranks that share a tensor get equal parts of these. The
-    layout of the run cuts documents, and some layouts require two parts per rank.
+    Context-parallel ranks get equal numbers of rows, and with sequence parallelism so do
+    tensor-parallel ranks. For documents, some layouts require two pieces per rank.
 
     Args:
         config: `TransformerConfig` of the model.

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KL divergence of a student from a teacher, from hidden states and weights, without all logits.
+"""KL divergence of a student from a teacher without materializing the full logits.
 
-It serves distillation over the whole vocabulary. With the logits x and t of a row of student and
-teacher, and their softmax p and q,
+For distillation over the whole vocabulary. With the logits x and t of a row of student and teacher,
+and their softmax p and q,
 
     forward  KL(q || p) = sum q (log q - log p),    d / d x_j = p_j - q_j
     reverse  KL(p || q) = sum p (log p - log q),    d / d x_j = p_j (log p_j - log q_j - KL)
 
-Each step computes one tile of the student and the same tile of the teacher. Forward saves three
-numbers per row, and backward computes the logits again.
+Logits of student and teacher are computed tile by tile. Forward saves three numbers per row, and
+backward recomputes the logits.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ def linear_kl(
         teacher_weight: Weight of the teacher [v, e].
         reverse: False for KL(teacher || student), which covers the distribution of the teacher.
             True for KL(student || teacher), for data that the student sampled.
-        temperature: Divisor of the logits of both. To scale one model only, multiply its hidden
-            states.
-        tp_group: As for `linear_cross_entropy`, for both.
-        sequence_parallel: As for `linear_cross_entropy`, for both.
-        logit_scale: As for `linear_cross_entropy`, for both.
-        logit_softcap: As for `linear_cross_entropy`, for both.
-        vocab_size: As for `linear_cross_entropy`, for both.
-        tile: Limit of the bytes of logits of both models in memory.
+        temperature: Divisor of the logits of both models. To scale the logits of one model only,
+            multiply the hidden states of this model.
+        tp_group: As for `linear_cross_entropy`, for both models.
+        sequence_parallel: As for `linear_cross_entropy`, for both models.
+        logit_scale: As for `linear_cross_entropy`, for both models.
+        logit_softcap: As for `linear_cross_entropy`, for both models.
+        vocab_size: As for `linear_cross_entropy`, for both models.
+        tile: Maximum bytes of the logits of both models that are in memory at a time.
 
     Raises:
         ValueError: Arguments are invalid or differ between ranks. The message lists all reasons,
@@ -103,7 +103,7 @@ def linear_kl(
 
 
 class DivergenceRequest(NamedTuple):
-    """Checked call of `linear_kl`: options as Python numbers, and the facts of all ranks."""
+    """Validated options of `linear_kl` as Python numbers, and the facts that ranks compare."""
 
     options: LossOptions
     facts: Facts
@@ -114,7 +114,7 @@ class DivergenceOperation(HeadOperation[DivergenceRequest]):
     """Call of `linear_kl` on one rank, with its arguments.
 
     Attributes:
-        models: Hidden states and weight of student and teacher, by the prefix of their names.
+        models: Argument prefix ("" for the student, "teacher_") -> (hidden states, weight).
     """
 
     split: Split
@@ -155,7 +155,7 @@ class DivergenceOperation(HeadOperation[DivergenceRequest]):
 
 
 class _DistillationHeads(NamedTuple):
-    """Heads of student and teacher with equal tiles, and the tensors of the teacher."""
+    """LM heads of student and teacher with equal tiles, and the tensors of the teacher."""
 
     student: Head
     teacher: Head
@@ -166,7 +166,7 @@ class _DistillationHeads(NamedTuple):
     def pairs(
         self, hidden: torch.Tensor, weight: torch.Tensor
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield for each tile its rows, hidden states, logits, and the teacher's logits."""
+        """Yield (rows, hidden states, student's logits, teacher's logits) of each tile."""
         empty_labels = torch.empty(0, dtype=torch.int64)
         of_student = tiles(self.student, Tokens(hidden, weight, empty_labels))
         of_teacher = tiles(
@@ -176,7 +176,7 @@ class _DistillationHeads(NamedTuple):
             yield tile, h, z, t
 
     def logits_of(self, z: torch.Tensor, t: torch.Tensor) -> tuple[LogitRows, LogitRows]:
-        """Return the rows of logits of both, in the student's accumulation dtype."""
+        """Return `LogitRows` of both models, in the student's accumulation dtype."""
         return (
             LogitRows(z, self.student.columns, self.student.formula),
             LogitRows(t, self.teacher.columns, self.teacher.formula),
@@ -184,7 +184,7 @@ class _DistillationHeads(NamedTuple):
 
 
 class _LinearKL(torch.autograd.Function):
-    """KL divergence of the rows of this rank's group.
+    """Autograd function of the KL divergence per row.
 
     Inputs are hidden [n, d] and weight [v, d] of the student. The output is KL [p n].
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entry of the plugin `rl`.
 
-verl imports `plugins.rl.verl`, which its configuration names.
+This module does not import `plugins.rl.verl`; verl's configuration does (`external_lib`).
 """
 
 from ...registry import Plugin

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities and entropies of tokens from hidden states, without all logits.
+"""Log-probabilities and entropies of tokens without materializing the full logits.
 
-They serve reinforcement learning and distillation. The incoming gradient depends on ratios and
-advantages that are unknown in forward. Backward therefore computes the logits again, one tile at a
-time, and forward saves two numbers per row. With the logits x of a row and their softmax p,
+For reinforcement learning and distillation. The incoming gradient depends on ratios and advantages
+that are unknown in forward. So forward saves two numbers per row, and backward recomputes the
+logits tile by tile. With the logits x of a row and their softmax p,
 
     log p_y = x_y - lse(x),    H = -sum(p log p),
     d log p_y / d x_j = [j = y] - p_j,    d H / d x_j = -p_j (log p_j + H).
@@ -39,7 +39,7 @@ from ...linear_cross_entropy.split import Split
 from ...linear_cross_entropy.tiled_loop import GradientSum, Head, Tokens, tiles
 from ...linear_cross_entropy.validate import head_of
 
-COLDEST, HOTTEST = 1e-6, 1e6  # limits of temperatures; others exceed the range of float32
+COLDEST, HOTTEST = 1e-6, 1e6  # limits of `temperature`; beyond them float32 may overflow
 
 
 class LogProbs(NamedTuple):
@@ -50,8 +50,8 @@ class LogProbs(NamedTuple):
         entropy: Entropy in nats of the distribution of the label's row, shaped like labels; 0 for
             ignored labels. None if not requested. In float32 its gradient has an error of up to 1 %
             in rows with an entropy below 1e-3.
-        top: The k largest log-probabilities of that distribution [..., k], largest first, without a
-            gradient, for ignored labels too. None if not requested.
+        top: The k largest log-probabilities of the label's row [..., k], largest first, without a
+            gradient. Also computed for ignored labels. None if not requested.
         top_ids: Vocabulary rows of `top`, int64 [..., k], or None.
     """
 
@@ -89,10 +89,10 @@ def linear_logprobs(
         weight: Weight [v, d] in the dtype of hidden.
         labels: Labels of any integer type, shaped like hidden without d, or [E] with `rows`. A
             label must be in the vocabulary or be ignore_index.
-        rows: Row of hidden that predicts each label [E]; the leading dimensions of hidden are
-            flattened. A row may have several labels or none. Edges of a prefix tree
-            (`PrefixTree.edges`) and the candidates of a teacher are such pairs. Pass it on the
-            host, because only the rows that it contains are computed. None means one label per row.
+        rows: Row of hidden that predicts each label [E], counted over the flattened leading
+            dimensions. A row may have several labels or none, as in a prefix tree
+            (`PrefixTree.edges`). Pass `rows` on the host; logits are computed only for these rows.
+            None means one label per row.
         temperature: Divisor of the logits, after `logit_softcap`.
         entropy: Return entropies too; False saves time.
         top_k: Number of the largest log-probabilities to return, or None.
@@ -153,7 +153,7 @@ def linear_logprobs(
 class _LogProbsOptions(NamedTuple):
     """Arguments of `linear_logprobs` that `linear_cross_entropy` does not have.
 
-    `rows` is int64 [E] after the check.
+    `rows` is int64 [E] after `LogProbsOperation.check`.
     """
 
     rows: Any
@@ -164,7 +164,7 @@ class _LogProbsOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class LogProbsRequest(LossRequest):
-    """Checked call of `linear_logprobs`."""
+    """Validated arguments of `linear_logprobs`."""
 
     settings: _LogProbsOptions
 
@@ -269,11 +269,11 @@ def _on(index: np.ndarray, like: torch.Tensor) -> torch.Tensor:
 
 
 class _LabelRows:
-    """Mapping of labels to rows and tiles.
+    """Mapping between labels, rows of hidden and tiles.
 
     Attributes:
         labels: Labels int64 [E], sorted by row if rows are given.
-        row: Row of hidden of each label, int64 [E], counted over all slices in order.
+        row: Row of hidden of each label, int64 [E]. Rows of all slices are numbered consecutively.
     """
 
     def __init__(
@@ -285,11 +285,11 @@ class _LabelRows:
         self._first = None if row is None else np.searchsorted(row, np.arange(rows + 1)).tolist()
 
     def rows(self, tile: slice) -> torch.Tensor:
-        """Return the rows of hidden of a tile, over all slices, in the tile's order."""
+        """Return the row numbers of a tile over all slices, in the order of the tile."""
         return self.all_rows.view(self.parts, -1)[:, tile].reshape(-1)
 
     def within(self, tile: slice) -> tuple[torch.Tensor | slice, torch.Tensor]:
-        """Return the indices of the labels of a tile, and the row of the tile of each label."""
+        """Return the indices of the labels in a tile, and the row within the tile of each label."""
         if self._first is None:
             rows = self.rows(tile)
             return rows, self.all_rows[: len(rows)]
@@ -298,7 +298,7 @@ class _LabelRows:
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """Log-probabilities of labels of this rank's group.
+    """Autograd function of log-probabilities and entropies.
 
     Inputs are hidden [n, d] and weight [v, d]. Outputs are logprobs [E], entropy [p n], top and ids
     [p n, k].

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Public function `mb.rl.logprobs`: trajectories over micro-batches, ranks and pipeline stages.
 
-Megatron's own schedule runs forward and backward for all parallel sizes. The loss is the caller's
-function of complete trajectories. The gradients belong to its sum over all micro-batches and
-data-parallel ranks, and do not depend on the distribution of trajectories.
+Megatron's own schedule runs forward and backward for all parallel sizes. The caller passes the loss
+as a function of complete trajectories. Gradients are those of the sum of the loss over all
+micro-batches and data-parallel ranks. They do not depend on the distribution of trajectories.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ class TrajectoryLogProbs:
     """Results for the trajectories that this rank's model computed.
 
     Attributes:
-        index: Indices of these trajectories in the argument, ascending; () on pipeline stages
-            before the last.
+        index: Indices of the results' trajectories in the argument `trajectories`, ascending; () on
+            pipeline stages before the last.
         logprobs: Log-probabilities of each trajectory of n tokens, [n - 1] in float32 (float64 for
             a float64 model). Entry i belongs to token i + 1.
         entropies: Entropies in nats of the distribution of token i + 1, shaped like `logprobs`;
             None if not requested.
         tokens: Tokens of this rank's micro-batches before merging, without padding.
         rows: Rows of this rank's micro-batches after merging, without padding.
-        loss: Sum of the results of `loss` on this rank; None without `loss` and on pipeline stages
-            before the last.
+        loss: Sum of the loss over this rank's micro-batches; None without `loss` and on pipeline
+            stages before the last.
     """
 
     index: tuple[int, ...]
@@ -74,23 +74,24 @@ def logprobs(
     max_tokens: int | None = None,
     vocab_size: int | None = None,
 ) -> TrajectoryLogProbs:
-    """Compute log-probabilities and entropies of trajectories, and with `loss` a model's gradients.
+    """Compute log-probabilities and entropies of trajectories; with `loss`, also gradients.
 
     All ranks must call it. With `loss`, Megatron's schedule differentiates the sum of the loss over
-    all micro-batches and data-parallel ranks. Gradients are stored where Megatron's optimizer reads
-    them, so zero them before (`zero_grad_buffer`, `optimizer.zero_grad`). The auxiliary loss of a
-    router has the same weight as in Megatron's own steps. Megatron divides it by micro-batches, or
-    by rows with `calculate_per_token_loss`. It counts a shared token once, and it counts rows of
-    padding.
+    all micro-batches and data-parallel ranks. Gradients are accumulated in Megatron's gradient
+    buffers, so zero these before (`zero_grad_buffer`, `optimizer.zero_grad`). The auxiliary loss of
+    a router has the same weight as in Megatron's own steps. Megatron divides the auxiliary loss by
+    micro-batches, or by rows with `calculate_per_token_loss`. A shared token counts as one row, and
+    rows of padding count too.
 
     Args:
         model: GPTModel or HybridModel of Megatron, or the list of its chunks, after
             `mb.megatron.configure`. On one context-parallel rank it must have
             `BurstConfig(pack="trees")`. With `loss` it must be wrapped in Megatron's
             `DistributedDataParallel`.
-        trajectories: Token ids of each trajectory (lists, arrays, host tensors), the same on every
-            rank of the training job. This function distributes them. It keeps trajectories with
-            shared prefixes together and minimizes the work of the busiest micro-batch.
+        trajectories: Token ids of each trajectory (lists, arrays, host tensors). Every rank of the
+            training job passes the same trajectories. This function distributes them. It keeps
+            trajectories with shared prefixes together and minimizes the work of the busiest
+            micro-batch.
         loss: Function that returns a scalar for the trajectories of a micro-batch. The last
             pipeline stage calls it once per micro-batch. Its result must not differ between tensor-
             and context-parallel ranks. None for no gradients.
@@ -174,7 +175,7 @@ def logprobs(
 
 
 def _scalar(value: Any) -> Any:
-    """Return the result of `loss` if it is one number."""
+    """Return the result of `loss`, or raise ValueError if it is not a scalar."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.reshape(())
     if isinstance(value, (int, float)):
@@ -197,7 +198,7 @@ class _LogProbsArguments(NamedTuple):
 
 
 class _StepPlan(NamedTuple):
-    """Micro-batches of this data-parallel rank.
+    """Micro-batches of this data-parallel rank, with data to compare and to log.
 
     Attributes:
         parts: Indices and tokens of the trajectories of each micro-batch.
@@ -351,7 +352,7 @@ def _batches(
 ) -> Iterator[tuple[tuple[int, ...], TrajectoryBatch]]:
     """Yield the micro-batches.
 
-    They have one length if the stages of a pipeline expect equal numbers of rows.
+    All have equal lengths if pipeline stages expect equal numbers of rows.
     """
     rows = 0
     if config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths:
@@ -371,7 +372,7 @@ def _results_of(
 
 
 def _merged(reports: list[TrajectoryLogProbs], entropy: bool) -> TrajectoryLogProbs:
-    """Merge the reports of all micro-batches; there are none on stages before the last."""
+    """Merge the results of all micro-batches; `reports` is empty on stages before the last."""
     at = [(i, report, place) for report in reports for place, i in enumerate(report.index)]
     at.sort(key=lambda entry: entry[0])
     entropies = [e.entropies[place] for _, e, place in at if e.entropies is not None]

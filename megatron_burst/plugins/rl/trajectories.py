@@ -2,10 +2,10 @@
 """Assignment of trajectories to micro-batches that keeps shared prefixes together.
 
 Trajectories are ordered so that those with a shared prefix are neighbours (`mb.trees.neighbours`).
-A micro-batch is a run of neighbours. A prefix is computed twice only if a run ends inside it. Among
-all cuts of that order into a given number of runs, a bisection over bounds finds the cut whose
-busiest micro-batch has the least work. All values are integers, so that ranks that pack the same
-trajectories compute the same cut.
+A micro-batch is a range of consecutive trajectories. A prefix is computed twice only if two
+micro-batches contain it. A bisection over the maximum work finds the cut into a given number of
+ranges whose busiest micro-batch has the least work. All values are integers, so that ranks that
+pack the same trajectories compute the same cut.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ def cut_trajectories(
     capacity: int | None = None,
     multiple: int = 1,
 ) -> list[list[range]]:
-    """Return runs of trajectories, `runs[rank][micro_batch]`.
+    """Return the trajectories of each micro-batch as ranges, `runs[rank][micro_batch]`.
 
-    Every rank has the same number of runs. Runs may be empty.
+    The indices count trajectories in the order of `lengths`. Every rank has the same number of
+    micro-batches; some may be empty.
 
     Args:
         lengths: Tokens of each trajectory.
-        shared: Tokens that each trajectory has in common with the previous one.
-        work: Cost of the model.
+        shared: Length of the prefix that each trajectory shares with the previous one.
+        work: Cost function of the model.
         ranks: Number of data-parallel ranks.
-        capacity: Limit of the distinct tokens of a micro-batch. The number of micro-batches is the
-            smallest that it allows. Without a capacity each rank has one micro-batch.
+        capacity: Maximum distinct tokens of a micro-batch; the number of micro-batches is as small
+            as possible. None for one micro-batch per rank.
         multiple: Divisor of the number of micro-batches per rank.
 
     Raises:
@@ -57,7 +58,7 @@ def cut_trajectories(
     rows, fresh = size.tolist(), (size - common).tolist()
 
     def runs(bound: float) -> list[range]:
-        """Return the smallest number of runs with at most `bound` work each."""
+        """Return the fewest ranges with at most `bound` work each."""
         closed, start, load, used = [], 0, 0, 0
         for i in range(len(rows)):
             full = load + added_work[i] > bound or (

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefix tree as a packed batch: its `PackedSeqParams` and the distribution of its rows.
+"""Prefix tree as a packed batch: `PackedSeqParams`, and distribution of rows over ranks.
 
-Data path, rotary embedding and attention get the pack of a `PackedSeqParams` from `packed`. The
-pack of a tree has the mask of the tree, positions along its paths, and its own balanced layout,
-independent of the layout of the run.
+Data loading, rotary embedding and attention look up the pack of a `PackedSeqParams` in `packed`.
+The pack of a tree has the mask of the tree, positions along paths, and a balanced layout that does
+not depend on the layout of the run.
 
 Cumulative lengths cannot describe a tree, so the `cu_seqlens` of a tree only identify its pack. The
 registry `packed.packs()` finds the pack by the identity of this tensor. A field or a subclass of
@@ -38,7 +38,7 @@ class TreePack(Pack):
     Attributes:
         digest: Digest of the tree's structure. Trees with equal digests have the same mask and
             layout.
-        own: Cut of the run with a balanced layout.
+        own: `BatchCut` of the run, with the layout replaced by a balanced one.
         tree: The prefix tree.
     """
 
@@ -51,7 +51,8 @@ class TreePack(Pack):
         """Return the pack of a tree.
 
         Args:
-            tree: Prefix tree whose number of rows the ranks divide.
+            tree: Prefix tree. Its number of rows must be divisible among the ranks (`multiple` of
+                `trees.pack`).
             config: `TransformerConfig` of the model, after `configure`.
         """
         total = len(tree.tokens)
@@ -69,12 +70,12 @@ class TreePack(Pack):
 
     @property
     def chained(self) -> dict[str, Any]:
-        """Arguments of linear attention: the tree."""
+        """Keyword arguments with which linear attention follows the tree."""
         return {"tree": self.tree}
 
     @property
     def cut_key(self) -> tuple:
-        """Everything that determines the layout of the pack; the run's cut does not."""
+        """Cache key of the layout of the pack, independent of the run's `BatchCut`."""
         return self.total, self.digest, self.own
 
     def _layout(self, cut: BatchCut, cp_size: int) -> Layout:

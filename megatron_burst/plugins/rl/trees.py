@@ -51,14 +51,14 @@ class Edges(NamedTuple):
     stop: np.ndarray
 
     def on(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the edges that the rows of a shard predict, and the local row of each.
+        """Return the edges whose predicting row is in a shard, and the local rows.
 
         Args:
             positions: Positions of the shard, int64 [rows] (`Layout.positions`).
 
         Returns:
-            The indices of the edges, ascending, and an index into `positions` for each edge. Both
-            are int64.
+            The indices of the edges, ascending, and for each edge the index of the predicting row
+            in `positions`. Both are int64.
         """
         positions = np.asarray(positions)
         if not len(positions):
@@ -82,7 +82,7 @@ class PrefixTree:
         out: First row after the subtree of each row, int64 [S], for `masks.Tree`; 0 for padding,
             which is at the end.
         edges: Predictions of the tree.
-        order: Trajectories with tokens, int64, ordered by the rows at which they end.
+        order: Indices of the trajectories that have tokens, int64, ordered by their last rows.
         paths: Rows of each trajectory.
     """
 
@@ -101,7 +101,7 @@ class PrefixTree:
 
     @property
     def rows(self) -> int:
-        """Number of rows without padding: the distinct prefixes of the trajectories."""
+        """Number of rows without padding."""
         return int(np.count_nonzero(self.out))
 
     @property
@@ -116,7 +116,7 @@ class PrefixTree:
         return np.bincount(rows, minlength=len(self.tokens))
 
     def describe(self) -> str:
-        """Return one line that reports the savings of merging."""
+        """Return a one-line report of the rows and attention pairs that merging saves."""
         before, pairs = self.trajectory_tokens, sum(len(x) * (len(x) + 1) // 2 for x in self.paths)
         return (
             f"{len(self.paths)} trajectories of {before:,} tokens as {self.rows:,} rows "
@@ -125,7 +125,7 @@ class PrefixTree:
         )
 
     def unpack(self, values: Any) -> list[Any]:
-        """Return the values of each trajectory, from values per edge or per row.
+        """Expand values per edge or per row to one array per trajectory.
 
         Gradients of shared rows add up.
 
@@ -133,9 +133,9 @@ class PrefixTree:
             values: Numpy array or tensor [E, ...] or [S, ...].
 
         Returns:
-            An array or tensor per trajectory of n tokens. From values per edge it is [max(n - 1,
-            0), ...], and entry i belongs to the prediction of token i + 1. From values per row it
-            is [n, ...].
+            An array or tensor per trajectory of n tokens. For values per edge, the shape is [max(n
+            - 1, 0), ...], and entry i belongs to the prediction of token i + 1. For values per row,
+            it is [n, ...].
 
         Raises:
             ValueError: The length of `values` is neither E nor S.
@@ -158,7 +158,7 @@ class PrefixTree:
         return edge
 
     def edges_on(self, layout: Layout, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the edges that a rank's shard predicts, and the local row of each; see `Edges.on`.
+        """Return the edges whose predicting row is in a rank's shard; see `Edges.on`.
 
         Args:
             layout: Layout of the tree.
@@ -194,8 +194,8 @@ def pack(
             with different first tokens are separate trees in one pack.
         weights: One weight per trajectory, a number or one number per token; the weight of the
             first token is ignored. Default 1.
-        multiple: Divisor of the number of rows after padding, which layouts require. Padding is at
-            the end.
+        multiple: The number of rows is padded to a multiple of this number, as layouts require.
+            Padding is at the end.
 
     Raises:
         ValueError: A token or a weight is invalid, or there is no token at all.
@@ -221,17 +221,17 @@ def pack(
 
 
 def neighbours(trajectories: Sequence[Any]) -> tuple[list[int], list[int]]:
-    """Return an order that makes trajectories with a shared prefix neighbours.
+    """Return an order in which trajectories with a shared prefix are neighbours.
 
-    The distinct prefixes of a run of neighbours are all tokens of its first trajectory, and the
-    tokens of each later trajectory that it does not share with the previous one.
+    The merged tree of consecutive trajectories has one row per token of the first, and one row per
+    token that a later trajectory does not share with the previous one.
 
     Args:
         trajectories: As for `pack`.
 
     Returns:
-        The indices of the trajectories in that order, and the number of tokens that each shares
-        with the previous one, 0 for the first.
+        The indices of the trajectories in this order, and the length of the prefix that each shares
+        with the previous one (0 for the first).
 
     Raises:
         ValueError: A token is invalid.
@@ -247,7 +247,7 @@ def from_segments(
     weights: Sequence[Any] | None = None,
     multiple: int = 1,
 ) -> PrefixTree:
-    """Return a tree of given segments, such as turns of a branching rollout. Nothing is merged.
+    """Build a tree from segments, such as turns of a branching rollout, without merging.
 
     Args:
         segments: Token ids of each segment; a segment may be empty.
@@ -303,7 +303,8 @@ def _arranged(
 ) -> PrefixTree:
     """Return the tree of the segments `parts`.
 
-    Trajectory i ends with segment leaf[i]; -1 for a trajectory without tokens.
+    `parent` is the index of the segment before each segment; -1 for a root. Trajectory i ends with
+    segment leaf[i]; -1 for a trajectory without tokens.
     """
     multiple = integer("multiple", multiple)
     if not 1 <= multiple < 2**31:
@@ -423,7 +424,7 @@ def _weights(
 
 
 def _weight(name: str, argument: Any, tokens: int) -> np.ndarray:
-    """Return one number, or one per token, as float64. Raise ValueError if it is invalid."""
+    """Return a weight, or the weights of all tokens, as float64; raise ValueError if invalid."""
     try:
         numbers = np.asarray(argument)
     except (TypeError, ValueError, RuntimeError):  # ragged, on another device, with a gradient

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU operators of Megatron's linear-attention layers in operators of torch, for `cpu.enable`.
+"""Torch replacements of the GPU operators of Megatron's gated delta nets, for `cpu.enable`.
 
-Megatron builds a gated delta net only if flash-linear-attention is installed, which requires a GPU
-to be imported, and only from Transformer Engine's modules. The last norm of a hybrid stack is
-Transformer Engine's too. The replacements here compute the same results.
+Megatron builds a gated delta net only if flash-linear-attention can be imported, which requires a
+GPU, and only from Transformer Engine's modules. The last norm of a hybrid stack is a module of
+Transformer Engine too. The replacements here compute the same results.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...megatron import homes
 from ...megatron.patching import PatchSet
 
 _SPECS = "megatron.core.models.gpt.experimental_attention_variant_module_specs"
-# Homes of hybrid stacks: from 0.18 on, and before.
+# Modules of hybrid stacks: since 0.18, and before.
 _STACKS = ("megatron.core.models.hybrid.hybrid_block", "megatron.core.ssm.mamba_block")
 
 
@@ -32,7 +32,7 @@ def patch(patches: PatchSet) -> None:
     stack = next(filter(None, map(_module, _STACKS)), None)
     if stack is not None:
         patches.replace(stack, "TENorm", WrappedTorchNorm)
-    # From 0.19 on; before, a delta net has one module, which needs no patch.
+    # Since 0.19; before, delta nets are in one module, which needs no patch.
     parts = [homes.find(f"gated_delta_net.{part}") for part in ("common", "gdn")]
     if all(parts):
         _patch_delta_net(patches, *parts)
@@ -40,7 +40,7 @@ def patch(patches: PatchSet) -> None:
 
 
 def _module(name: str) -> Any:
-    """Return the module, or None if this version of Megatron does not have it."""
+    """Import and return the module; None if this version of Megatron does not have it."""
     parent = name.rpartition(".")[0]
     spec = importlib.util.find_spec(parent)
     if spec is None or spec.submodule_search_locations is None:
@@ -91,7 +91,7 @@ def causal_conv1d(
         bias: Tensor [c] or None.
         activation: "silu", "swish" or None.
         cu_seqlens: Bounds of packed documents; must be None.
-        **unused: Other arguments of the GPU operator.
+        **unused: Ignored arguments of the GPU operator.
 
     Returns:
         The output [b, s, c], and None for the final state.

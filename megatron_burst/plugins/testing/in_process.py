@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations on all ranks of a grid in one process, with lists of tensors for single tensors.
+"""Operations of `mb` on all ranks of a grid in one process, with one tensor per rank in a list.
 
 For tests, and to check the numerics of a large grid on one device:
 
@@ -8,7 +8,8 @@ For tests, and to check the numerics of a large grid on one device:
     groups = in_process.groups(inter=2, intra=2)
     outs = in_process.attention(qs, ks, vs, groups=groups)  # lists with the tensor of each rank
 
-Each rank calls the operation of `mb` in its own thread. The ranks take turns (`on_ranks`).
+Each rank calls the operation of `mb` in a thread of its own. One thread runs at a time
+(`on_ranks`).
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def groups(
 
 
 class InProcessGroups:
-    """All ranks of a grid in this process; `ranks` are their `Groups`."""
+    """All ranks of a grid in this process; `ranks` has the `Groups` of each rank."""
 
     backend = "in_process"
 
@@ -79,7 +80,7 @@ class InProcessGroups:
         return self.ranks[0].cache
 
     def run(self, function: Callable[..., T], *of_each: Sequence[Any]) -> list[T]:
-        """Return the result of `function` on each rank; of_each: arguments, one per rank."""
+        """Call `function` on each rank. Each item of `of_each` has one value per rank."""
         arguments = zip(*of_each, strict=True)
         return self._switch.run([partial(function, *of_rank) for of_rank in arguments])
 
@@ -115,7 +116,7 @@ class LocalRank(Groups):
 
 @dataclass(frozen=True)
 class Plans:
-    """Plans of all ranks; attributes that all plans share, such as `side`, can be read here."""
+    """Plans of all ranks. Other attributes, such as `side`, are read from the plans."""
 
     groups: InProcessGroups
     ranks: Sequence[Any]
@@ -126,7 +127,7 @@ class Plans:
         return getattr(self.ranks[0], name)
 
     def matches(self, q: Sequence[object], k: Sequence[object], v: Sequence[object]) -> bool:
-        """Return whether the plan of each rank fits the tensors of this rank."""
+        """Return whether each rank's plan fits this rank's tensors (lists, one per rank)."""
         of_ranks = zip(self.ranks, q, k, v, strict=True)
         return all(plan.matches(*shard) for plan, *shard in of_ranks)
 
@@ -139,25 +140,25 @@ class Plans:
 
 
 def prepare(q: Any = None, k: Any = None, v: Any = None, *, groups: Any, **keywords: Any) -> Any:
-    """Return the plans of all ranks (`Plans`), as `mb.prepare`; q, k, v: lists."""
+    """Run `mb.prepare` on all ranks and return `Plans`; q, k, v: lists, one tensor per rank."""
     plans = call(mb.prepare, {"q": q, "k": k, "v": v}, groups=groups, **keywords)
     return Plans(groups, plans) if isinstance(groups, InProcessGroups) else plans
 
 
 def attention(q: Any, k: Any, v: Any, **keywords: Any) -> Any:
-    """Return the outputs of all ranks, as `mb.attention`; q, k, v: lists."""
+    """Run `mb.attention` on all ranks; q, k, v and the result: lists, one tensor per rank."""
     return call(mb.attention, {"q": q, "k": k, "v": v}, **keywords)
 
 
 def select(index_q: Any, index_k: Any, index_weights: Any = None, **keywords: Any) -> Any:
-    """Return the selections of all ranks, as `mb.select`; index tensors: lists."""
+    """Run `mb.select` on all ranks; index tensors and the result: lists, one entry per rank."""
     lists = {"index_q": index_q, "index_k": index_k, "index_weights": index_weights}
     with torch.no_grad():
         return call(mb.select, lists, **keywords)
 
 
 def sparse_attention(q: Any, k: Any, v: Any, selection: Any, **keywords: Any) -> Any:
-    """Return the outputs of all ranks, as `mb.sparse_attention`; q, k, v, selection: lists.
+    """Run `mb.sparse_attention` on all ranks; arguments and results: lists, one entry per rank.
 
     With return_lse, return the outputs and the lse of all ranks.
     """
@@ -172,7 +173,7 @@ def indexer_loss(
     index_q: Any, index_k: Any, index_weights: Any, q: Any, k: Any, selection: Any, *,
     lse: Any = None, **keywords: Any,
 ) -> Any:  # fmt: skip
-    """Return the losses of all ranks, as `mb.indexer_loss`; tensors and selection: lists."""
+    """Run `mb.indexer_loss` on all ranks; arguments and the result: lists, one entry per rank."""
     lists = {
         "index_q": index_q, "index_k": index_k, "index_weights": index_weights, "q": q, "k": k,
         "selection": selection, "lse": lse,
@@ -183,7 +184,7 @@ def indexer_loss(
 def checkpoint(
     groups: Any, function: Callable[..., Any], *of_each: Sequence[Any], **options: Any
 ) -> Any:
-    """Return the result of `function` on each rank, with a `mb.checkpoint` per rank.
+    """Run `function` inside `mb.checkpoint` on each rank and return the results.
 
     Args:
         groups: Ranks that share this process.
@@ -201,7 +202,7 @@ def checkpoint(
 def prepare_linear(
     q: Any, k: Any, v: Any, *, decay: Any = None, beta: Any = None, groups: Any, **keywords: Any
 ) -> Any:
-    """Return the plans of all ranks (`Plans`), as `mb.prepare_linear`; tensors: lists."""
+    """Run `mb.prepare_linear` on all ranks and return `Plans`; tensors: lists, one per rank."""
     decay = _constant(decay, groups, None)
     lists = {"q": q, "k": k, "v": v, "decay": decay, "beta": beta}
     plans = call(mb.prepare_linear, lists, groups=groups, **keywords)
@@ -212,7 +213,7 @@ def linear_attention(
     q: Any, k: Any, v: Any, *, decay: Any = None, beta: Any = None, initial_state: Any = None,
     **keywords: Any,
 ) -> Any:  # fmt: skip
-    """Return the outputs of all ranks, as `mb.linear_attention`; tensors: lists.
+    """Run `mb.linear_attention` on all ranks; tensors and results: lists, one entry per rank.
 
     With return_final_state, return the outputs and the final states of all ranks. decay [h] and
     initial_state may be one tensor that all ranks share.
@@ -226,7 +227,7 @@ def linear_attention(
 
 
 def state_scan(decay: Any, increment: Any, *, initial_state: Any = None, **keywords: Any) -> Any:
-    """Return the entering states of all ranks, as `mb.state_scan`; tensors: lists.
+    """Run `mb.state_scan` on all ranks; tensors and entering states: lists, one entry per rank.
 
     With return_final_state, return the entering and the final states of all ranks. initial_state
     may be one tensor that all ranks share.
@@ -240,12 +241,12 @@ def state_scan(decay: Any, increment: Any, *, initial_state: Any = None, **keywo
 def short_convolution(
     x: Any, weight: torch.Tensor, bias: torch.Tensor | None = None, **keywords: Any
 ) -> Any:
-    """Return the outputs of all ranks, as `mb.short_convolution`; x: a list."""
+    """Run `mb.short_convolution` on all ranks; x and the result: lists, one tensor per rank."""
     return call(mb.short_convolution, {"x": x}, weight=weight, bias=bias, **keywords)
 
 
 def exchange_rows(tensors: Any, route: Any, groups: Any, *options: Any) -> Any:
-    """Return the rows that each rank receives, as `comm.rows.exchange_rows`.
+    """Run `comm.rows.exchange_rows` on all ranks and return the received rows of each rank.
 
     Args:
         tensors: List with the tensors of each rank.
@@ -279,7 +280,7 @@ def call(
     plan: Any = None,
     **shared: Any,
 ) -> Any:
-    """Return the result of an operation of `mb` on each rank.
+    """Run an operation of `mb` on each rank and return the results.
 
     With `mb.Groups`, or a plan of `mb.prepare`, the operation runs on this rank alone, and all
     arguments and the result belong to this rank.
@@ -313,7 +314,7 @@ def call(
 
 
 def _of_all(name: str, values: Any, size: int) -> Sequence[Any]:
-    """Return the value of each rank; raise ValueError for another number of values."""
+    """Return `values`; raise ValueError if it is not a sequence with one value per rank."""
     if values is None:
         return [None] * size
     listed = isinstance(values, (list, tuple))
@@ -343,17 +344,16 @@ def _with_keywords(operation: Callable[..., T], keywords: dict[str, Any]) -> T:
 
 
 def on_ranks(groups: InProcessGroups, function: Callable[..., T], *of_each: Sequence[Any]) -> Any:
-    """Return the result of `function` on each rank; the ranks run in turns, each in a thread.
+    """Run `function` on each rank, in one thread per rank and one thread at a time.
 
     Args:
         groups: Ranks that share this process.
-        function: Called once per rank. A tensor that needs a gradient must be an argument (or in
-            lists, tuples and dictionaries of an argument), not a variable of the function.
+        function: Called once per rank. A tensor that needs a gradient must be an argument (possibly
+            inside lists, tuples and dictionaries), not a variable from the function's closure.
         *of_each: Each argument as a sequence with the value of each rank. Tensors that several
             ranks share get the sum of their gradients.
 
-    Each rank has its own graph. The backward of the results runs the graphs of all ranks in turns
-    too.
+    Each rank has its own autograd graph. Backward runs the graphs of all ranks one at a time too.
 
     Raises:
         RuntimeError: All ranks wait for messages that no rank sends, or the call is inside
@@ -390,10 +390,10 @@ class _Rank:
 
     Attributes:
         function: Function that computes the results of the rank.
-        leaves: Number of an input -> the rank's detached copy of it.
+        leaves: Index of an input -> detached alias of the input on this rank.
         tree: Tree structure of the results.
-        results: Values in the tree; None in place of each output.
-        outputs: Indices of the outputs, which are the results that need gradients.
+        results: Flattened results, with None in place of each output.
+        outputs: Indices into `results` of the outputs, that is, of results that need gradients.
         edges: Gradient edges of the outputs; an edge does not keep the tensor.
     """
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that share one process; each runs until it must wait for another rank.
+"""Ranks as threads of one process; each runs until it must wait for another rank.
 
-For tests, and to check the numerics of a large grid on one device. Each rank is a thread and runs
-the code of real ranks, with blocking exchanges. The module determines the order of ranks, detects
-deadlocks, and detects the use of a buffer that a device may still write to.
+For tests, and to check the numerics of a large grid on one device. Each rank is a thread that runs
+the same code as a distributed rank, with blocking exchanges. The module schedules the ranks,
+detects deadlocks, and detects the use of a buffer that may still be written.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ MOST = 1 << 10  # limit of ranks
 
 @functools.cache
 def _threads(process: int) -> ThreadPoolExecutor:
-    """Return the thread pool of the process with this id; a fork has no threads of its parent.
+    """Return the thread pool of this process; a forked process needs a new one.
 
-    The pool is cached, because torch's first operations in a thread are slow.
+    `process` is the process id, the key of the cache. The pool is cached, because torch's first
+    operations in a thread are slow.
     """
     return ThreadPoolExecutor(MOST)
 
@@ -63,7 +64,7 @@ class RankSwitch:
         self._turns: Turns | None = None  # set during `run`
 
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
-        """Return the result of each function. An error of one rank ends the others."""
+        """Run one function per rank and return the results. An error of one rank ends all ranks."""
         if self._turns is not None:
             raise RuntimeError("the ranks of this process run already; make one call at a time")
         if not 0 < len(functions) <= MOST:
@@ -78,7 +79,7 @@ class RankSwitch:
             self._turns = None
 
     def pause(self) -> None:
-        """Let the other ranks run."""
+        """Run the other ranks that are ready before this rank continues."""
         if self._turns is not None:
             self._turns.wait(lambda: True, "")
 
@@ -99,7 +100,7 @@ class RankSwitch:
         self._turns.wait(ready, reason)
 
     def all_gather(self, rank: int, size: int, value: T) -> list[T]:
-        """Return the values that all `size` ranks passed to the gather of the same number."""
+        """Gather a value from `size` ranks; the n-th calls of all ranks belong together."""
         self._gathers[rank] += 1
         number = self._gathers[rank]
         values = self._rounds.setdefault(number, {})
@@ -130,7 +131,7 @@ class Turn:
 
 
 class Turns:
-    """One call of `RankSwitch.run`, which runs the ranks in turns, round after round."""
+    """Round-robin scheduler of one call of `RankSwitch.run`."""
 
     def __init__(self, functions: Sequence[Callable[[], Any]]):
         self._ranks = [Turn(function) for function in functions]
@@ -173,7 +174,7 @@ class Turns:
             raise Stopped
 
     def _pass_on(self) -> None:
-        """Run the next rank that is ready, or end the call."""
+        """Run the next rank that is ready, or end the call if none is."""
         while True:
             for rank in self._round:
                 if not rank.ended and rank.ready():
@@ -260,10 +261,10 @@ class Mail:
         label: Label for errors.
         source: Tensors of the sender.
         target: Tensors of the receiver.
-        envelope: Envelope that the message must have.
+        envelope: Metadata that sender and receiver must agree on.
         versions: Version counters of the source at the time of the post.
         carried: Copy of the source, made when the sender waits.
-        landed: True after the receiver waited.
+        landed: True after the message was copied into the target.
     """
 
     label: object

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layer specs of GPT models with gated delta nets or DSA, from Megatron's local modules.
 
-Megatron builds such layers only from Transformer Engine's modules. Here a layer is Megatron's own
-local layer with replaced attention. Parameters have the checkpoint names of Transformer Engine's
-layers, so that checkpoints are interchangeable.
+Megatron builds such layers only from Transformer Engine's modules. This module builds them from
+Megatron's local layers by replacing the attention. Parameters have the checkpoint names of
+Transformer Engine's layers, so that checkpoints are interchangeable.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def local_block_spec(
         pp_rank: Pipeline rank, as in Megatron's builders.
 
     Raises:
-        ValueError: The variant is another one.
+        ValueError: `experimental_attention_variant` has another value.
     """
     if config.experimental_attention_variant not in (*DELTA_NETS, DSA):
         raise ValueError(
@@ -170,7 +170,7 @@ class WholeLinear(torch.nn.Linear):
 
 
 def _layers(config: Any, count: int, vp_stage: int | None, pp_rank: int | None) -> Any:
-    """Return the numbers, from 0, of the layers of a stage."""
+    """Return the global layer indices (from 0) of a pipeline stage."""
     stages = config.pipeline_model_parallel_layout
     if stages is not None:
         return stages.get_layer_id_list(
@@ -192,7 +192,7 @@ def local_hybrid_stack_spec() -> ModuleSpec:
 
     The configuration selects layer norm or RMS norm.
     """
-    # From 0.18 on; before, a stack has another home and other kinds of layers.
+    # Since 0.18; before, a stack is in another module and has other kinds of layers.
     home: Any = importlib.import_module("megatron.core.models.hybrid.hybrid_block")
     # 8: any number except None; the configuration has the number of experts.
     experts: Any = get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False)
@@ -229,7 +229,7 @@ def local_hybrid_stack_spec() -> ModuleSpec:
 
 
 def _multi_token_prediction() -> ModuleSpec:
-    """Return norms and projection of multi-token prediction; the pattern has its layers."""
+    """Return norms and projection of multi-token prediction; the hybrid pattern sets the layers."""
     layer = get_mtp_layer_spec(cast("Any", None), use_transformer_engine=False)
     return ModuleSpec(
         module=MultiTokenPredictionBlock,
@@ -260,7 +260,7 @@ def _gpt_attention(latent: bool) -> Any:
 
 
 def _attention(attention: Any, projection: str | None = None) -> ModuleSpec:
-    """Return a layer of attention alone; Transformer Engine fuses its norm into `projection`."""
+    """Return a hybrid layer that has only attention; `projection` names the norm in checkpoints."""
     names = {"input_layernorm.": f"self_attention.{projection}.layer_norm_"} if projection else {}
     return ModuleSpec(
         module=TransformerLayer,

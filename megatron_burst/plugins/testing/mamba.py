@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators of the package mamba_ssm for Megatron's Mamba mixers, in torch, for `cpu.enable`.
 
-Megatron builds a mixer only if mamba_ssm is installed, whose kernels need a GPU. Replacements of
-its gated norm and its fused kernel compute the same results, token by token.
+Megatron builds a mixer only if mamba_ssm is installed, and the kernels of mamba_ssm need a GPU. The
+replacements of the gated norm and of the fused kernel compute the same results, token by token.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def patch(patches: PatchSet) -> None:
 
 
 class GatedNorm(torch.nn.Module):
-    """RMS norm of groups of channels with a gate silu(z), computed at least in fp32.
+    """Grouped RMS norm with the gate silu(z), computed at least in fp32.
 
     Args:
         hidden_size: Number of channels.
@@ -68,7 +68,7 @@ class GatedNorm(torch.nn.Module):
         self.eps, self.group, self.before = eps, group_size or hidden_size, norm_before_gate
 
     def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the norm of x [..., channels]; z is the gate of the same shape, or None."""
+        """Normalize x [..., channels]; z is the gate, shaped like x, or None."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if z is not None and not self.before:
             wide = wide * F.silu(z.to(wide.dtype))
@@ -109,7 +109,7 @@ def split_conv1d_scan(
     seq_idx: Any = None,
     **unused: Any,
 ) -> torch.Tensor:
-    """Compute mamba_ssm's `mamba_split_conv1d_scan_combined` without last norm and projection.
+    """Compute mamba_ssm's `mamba_split_conv1d_scan_combined` without final norm and projection.
 
     Shape letters: b batch, l tokens, h heads of width p, g groups of states of width n.
 
@@ -125,7 +125,7 @@ def split_conv1d_scan(
         headdim: Width p of a head; default: from D.
         ngroups: Number of groups g.
         seq_idx: Indices of packed documents; must be None.
-        **unused: Other arguments of the fused kernel.
+        **unused: Ignored arguments of the fused kernel.
 
     Returns:
         Tensor [b, l, hp].

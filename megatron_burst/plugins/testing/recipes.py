@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recipes of Megatron-Bridge on a machine without a GPU, with gloo, for tests and debugging.
 
-The module `cpu` handles Megatron-Core. This module handles further assumptions of Bridge, and
-replaces settings of a recipe that need a GPU.
+The module `cpu` patches Megatron-Core. This module patches Megatron-Bridge, and replaces the
+settings of a recipe that need a GPU.
 
 Bridge 0.3 imports Transformer Engine for adapters that are not used here, and Transformer Engine
 does not exist for CPUs. An empty module replaces it during this import.
@@ -108,7 +108,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class _EmptyClasses:
-    """Namespace in which every attribute is a new class without instances."""
+    """Namespace in which every attribute is a new empty class."""
 
     def __getattr__(self, name: str) -> type:
         return type(name, (), {})

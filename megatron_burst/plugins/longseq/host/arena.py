@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Allocator of host memory: slabs of whole pages, cut into blocks of any length.
 
-This module decides which memory a block gets: the smallest gap that is large enough. A freed block
-merges with neighbouring gaps, so that packed batches of varying lengths reuse the same memory.
-Blocks are freed when they are dropped, on any thread, also inside a garbage collection. The next
-owner of the memory waits for pending copies of the previous owner.
+Allocation is best fit: a block takes the smallest gap that is large enough. A freed block merges
+with neighbouring gaps, so that packed batches of varying lengths reuse the same memory. A block is
+freed when its Python object is destroyed, on any thread, even during a garbage collection. The next
+block in this memory waits for pending copies of the freed block.
 
 Torch's own allocator of pinned memory (`CachingHostAllocator.h`) is not suitable. It rounds every
 request up to a power of two, never splits or merges blocks, and has no limit.
@@ -27,15 +27,15 @@ import torch
 
 from ....units import byte_size
 
-ALIGN = 512  # bytes; blocks start and end at multiples
-# Minimal bytes of a slab, if the limit permits; a slab is larger if a 16th of the mapped memory is
-# larger. So at most this much is mapped but unused, and one terabyte needs about 150 slabs.
+ALIGN = 512  # bytes; blocks start and end at multiples of this number
+# Minimum bytes of a slab, if the limit permits. A slab also has at least a 16th of the bytes that
+# are already mapped, so that one terabyte needs about 150 slabs.
 SLAB = 64 * 2**20
 _POISON = 0xFF  # a NaN in every floating-point format, -1 in integers
 
 
 class OutOfHostMemory(RuntimeError):
-    """Error of a request that exceeds the limit of host memory."""
+    """Raised if a block does not fit within the limit of host memory."""
 
 
 class Event(Protocol):
@@ -46,14 +46,14 @@ class Event(Protocol):
         ...
 
     def wait(self) -> None:
-        """Order later work of the caller after the copy.
+        """Make later work of the caller wait for the copy.
 
-        On a CPU the calling thread waits; on CUDA the current stream waits.
+        On a CPU the calling thread blocks; on CUDA only the current stream waits.
         """
         ...
 
     def settle(self) -> None:
-        """Block the host until the copy is complete, without other effects."""
+        """Block the calling thread until the copy is complete, also on CUDA."""
         ...
 
 
@@ -81,7 +81,7 @@ class Slab:
 
 @dataclass(eq=False)
 class Block:
-    """Piece of host memory that is freed when this object is dropped.
+    """Range of a slab; its memory is freed when this object is destroyed.
 
     Attributes:
         slab: Slab that contains the block.
@@ -115,12 +115,12 @@ class Block:
 
 
 class Arena:
-    """Allocator of blocks with a common limit.
+    """Allocator of blocks in host memory, up to a total number of bytes.
 
     Args:
-        limit: Bytes of all blocks together, rounded down to whole pages.
+        limit: Maximum bytes of host memory to map, rounded down to whole pages.
         pin: Function of (address, bytes) that pins a slab and returns a function that unpins it.
-        ranks: Number of processes of this node that have such an arena, for messages.
+        ranks: Number of processes that share the node's limit; used in messages only.
         strict: Fill memory with NaN when it is freed.
     """
 
@@ -188,7 +188,7 @@ class Arena:
         return min(fitting, key=lambda fit: fit[1].size, default=None)
 
     def _collect(self) -> None:
-        """Return dropped blocks to their slabs."""
+        """Return the memory of destroyed blocks to their slabs."""
         while self._freed:
             slab, start, size, nbytes, after = self._freed.popleft()
             self._used -= nbytes

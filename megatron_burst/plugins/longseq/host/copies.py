@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host copies of device memory, and handles to the tensors that they contain.
+"""Copies of device memory on the host, and handles to the copied tensors.
 
-A copy covers a range of elements of one storage. The end of the range is on the host; the beginning
-stays on the device in separate memory. Several tensors may use one copy, which is then fetched once
-for all of them. A copy holds its source until the computation has waited for the copy out
-(`release`). So the order in which the device reuses memory does not depend on the host's speed.
+A copy contains a range of elements of one storage. The last elements are on the host; the first
+ones stay on the device in separate memory. Several tensors may share one copy, which is fetched
+once for all of them. A copy references its source tensor until the compute stream waits for the
+transfer to the host (`release`). So the order in which device memory is reused does not depend on
+the speed of the transfer.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class HostTraffic:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Lock the records of copies and frames, which several threads may change."""
+        """Lock the bookkeeping of copies and frames, which several threads may change."""
         with self._lock:
             self._run_dropped()
             yield
@@ -57,8 +58,8 @@ class HostTraffic:
     def drop(self, action: Callable[[], None]) -> None:
         """Run an action as soon as no thread is inside `exclusive`.
 
-        A handle may be destroyed at any time on any thread, also on a thread for which the owner of
-        the lock waits. So this method never waits for the lock.
+        This method never waits for the lock, because a handle may be destroyed at any time on any
+        thread, even on a thread that the owner of the lock waits for.
         """
         self._dropped.append(action)
         if self._lock.acquire(blocking=False):
@@ -73,7 +74,7 @@ class HostTraffic:
 
 
 class HostCopy:
-    """Copy on the host of the elements of `flat` [n], contiguous device memory, from `cut` on."""
+    """Host copy of elements `cut` to n of `flat` [n], a contiguous tensor on the device."""
 
     def __init__(self, traffic: HostTraffic, flat: torch.Tensor, cut: int):
         self.traffic, self._cut = traffic, cut
@@ -93,21 +94,21 @@ class HostCopy:
 
     @property
     def holds_source(self) -> bool:
-        """True until the source is released."""
+        """True while the source tensor is referenced, that is, before `release`."""
         return self._source is not None
 
     def sent(self) -> bool:
-        """Return whether the copy out is complete."""
+        """Return whether the transfer to the host is complete."""
         return self._sent.done()
 
     def release(self) -> None:
-        """Order later work of the caller after the copy out, and release the source."""
+        """Make later work wait for the transfer to the host, and drop the source tensor."""
         if self._source is not None:
             self._sent.wait()
             self._source = None
 
     def fetch(self) -> None:
-        """Begin to copy the elements back, unless this has already begun."""
+        """Begin the transfer back to the device, unless it has begun."""
         if self._buffer is not None or self._fetched is not None:
             return
         self.release()  # otherwise the elements would be on the device twice
@@ -121,13 +122,13 @@ class HostCopy:
         self.traffic.bytes_back += len(target)
 
     def unfetch(self) -> None:
-        """Discard a copy back that no handle has taken."""
+        """Discard the transfer back to the device if no handle has taken the result."""
         if self._buffer is not None:
             self.traffic.back.guard(self._buffer)
             self._buffer = self._arrived = None
 
     def take(self, handle: object) -> torch.Tensor:
-        """Return all elements [n]; they are kept until each of the other handles has taken them."""
+        """Return all n elements on the device; they are kept until every handle has taken them."""
         if self._fetched is None:
             self.fetch()
             assert self._buffer is not None
@@ -169,7 +170,7 @@ class MovedTensor:
     Attributes:
         shape: Shape of the tensor.
         dtype: Dtype of the tensor.
-        nbytes: Bytes of the tensor, wherever its rows are.
+        nbytes: Bytes of the whole tensor, on the host and on the device.
     """
 
     def __init__(
@@ -195,17 +196,17 @@ class MovedTensor:
 
     @property
     def moved(self) -> bool:
-        """True if rows of the tensor are on the host."""
+        """True if at least some rows of the tensor are on the host."""
         return self._copy is not None
 
     def fetch(self) -> None:
-        """Begin to copy the tensor back, unless this has already begun."""
+        """Begin to copy the tensor back to the device, unless this has begun."""
         if self._copy is not None:
             with self._copy.traffic.exclusive():
                 self._copy.fetch()
 
     def release(self) -> None:
-        """Wait for the copy out, after which the owner may free or overwrite the tensor.
+        """Wait for the copy to the host; afterwards the tensor may be freed or overwritten.
 
         On CUDA only the current stream waits.
         """
@@ -219,8 +220,9 @@ class MovedTensor:
         """Wait for the tensor and return it, detached.
 
         Returns:
-            The tensor with its shape, dtype and order of strides. If it was not moved, this is an
-            alias of it. Otherwise each call returns new memory, unless several tensors share it.
+            The tensor with its shape, dtype and order of strides. If the tensor was not moved, the
+            result is an alias. Otherwise each call returns new memory, except that tensors with a
+            common copy share it.
 
         Raises:
             RuntimeError: The tensor was changed in place after it was moved.
@@ -264,10 +266,10 @@ def _as_bytes(flat: torch.Tensor) -> torch.Tensor:
 
 
 class PendingCopies:
-    """Copies that hold their sources, of at most two frames at a time.
+    """Copies that still reference their source tensors, for at most two frames.
 
-    When a third frame begins to move tensors, the computation first waits for the copies of the
-    oldest frame. If the link is slower than the layers, this costs time but bounds memory.
+    When a third frame begins to move tensors, the compute stream first waits for the copies of the
+    oldest frame. This bounds device memory; it costs time if the link is slower than the layers.
     """
 
     def __init__(self) -> None:
@@ -287,7 +289,7 @@ class PendingCopies:
         self._groups[-1][1].append(weakref.ref(copy))
 
     def settle(self) -> None:
-        """Release the copies of all frames except the last, and of the last if they are complete.
+        """Release the copies of all frames but the last, and the last frame's if complete.
 
         Called when backward fetches a frame.
         """
@@ -318,7 +320,7 @@ Span = tuple[int, int]  # first and end element in a storage
 
 
 class _CopyRecord(NamedTuple):
-    """A copy and the memory that it copied, valid while that memory is unchanged."""
+    """Entry of `CopyIndex`: a copy, valid while its source memory is unchanged."""
 
     storage: StorageWeakRef  # keeps the address, so that no other storage can have it
     version: int

@@ -3,9 +3,9 @@
 
 On CUDA each direction has a stream. A copy begins after the work that the caller's stream has
 queued, and streams wait for its event; the host never waits. On a CPU each direction has a thread
-that copies in the same order. If a rate is set, the thread sleeps until the bytes would have been
-transferred. Tests run the CUDA engine with streams that only record calls; it is not tested on a
-GPU.
+that copies in the order of the calls. If a rate is set, the thread sleeps after each copy to
+emulate a link of this rate. Tests run the CUDA engine with streams that only record calls; it is
+not tested on a GPU.
 
 With `strict`, data arrive in separate memory, and the first wait copies them to the target. Code
 that does not wait then reads old data, however fast the copy is.
@@ -46,7 +46,7 @@ class Meter:
 
 
 class _Publication:
-    """Transfer of data that arrived in separate memory to their target, done once."""
+    """Deferred copy from a staging tensor to the target; it runs once."""
 
     def __init__(self) -> None:
         self._put: Callable[[], object] | None = None
@@ -97,7 +97,7 @@ class WorkerEngine:
 
     Args:
         rate: Bytes per second to emulate; None for full speed.
-        strict: Data reach the target only at the first wait.
+        strict: Data are staged and reach the target only at the first wait.
     """
 
     def __init__(self, rate: float | None = None, strict: bool = False):
@@ -174,7 +174,7 @@ class StreamEngine:
 
     Args:
         device: CUDA device.
-        strict: Data reach the target only at the first wait.
+        strict: Data are staged and reach the target only at the first wait.
     """
 
     def __init__(self, device: torch.device, strict: bool = False):

@@ -3,10 +3,10 @@
 
 This module decides which frame is fetched next. Frames are numbered in the order of forward. A
 period ends when no frame is left: after a step, or after each micro-batch if only one is in flight.
-The order in which backward visited the frames of the last period is kept by number and predicts the
-next period. Without a prediction, the frame before the current one is fetched, which is correct for
-one micro-batch. A frame that was fetched too early is discarded and fetched again later, so that at
-most one such frame is on the device.
+The order in which backward visited frames in the last period (by frame number) is the prediction
+for the next period. Without a prediction, the frame before the current one is fetched, which is
+correct for one micro-batch. A frame that was fetched too early is discarded and fetched again
+later, so that at most one such frame is on the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 
 class Fetchable(Protocol):
-    """Copy of a frame that can be fetched ahead, and discarded."""
+    """Host copy that can be fetched ahead of its use and discarded again."""
 
     def fetch(self) -> None: ...
 
@@ -27,7 +27,7 @@ class Fetchable(Protocol):
 
 
 class HostFrame:
-    """Tensors that are moved inside `with frame:`, which may be entered more than once."""
+    """Tensors that are moved inside `with frame:`; the context may be entered repeatedly."""
 
     def __init__(self, order: FrameOrder):
         self.number: int | None = None  # set when the first tensor is moved
@@ -42,19 +42,19 @@ class HostFrame:
         self._order.stack().pop()
 
     def add(self, handle: object, copy: Fetchable) -> None:
-        """Add a handle, given by its key, and its copy."""
+        """Add a copy under the key of its handle."""
         if self.number is None or not self._copies:
             self._order.enter(self)
         self._copies[handle] = weakref.ref(copy)
 
     def drop(self, handle: object) -> None:
-        """Remove a handle that was destroyed."""
+        """Remove the copy of a destroyed handle, given by the handle's key."""
         self._copies.pop(handle, None)
         if not self._copies:
             self._order.leave(self)
 
     def visit(self) -> None:
-        """Fetch this frame, because backward needs a tensor of it, and the next frame."""
+        """Fetch this frame for backward, and the next frame ahead."""
         self._order.visit(self)
 
     def copies(self) -> list[Fetchable]:
@@ -72,7 +72,7 @@ class HostFrame:
 
 
 class FrameOrder:
-    """Existing frames, and their order in backward.
+    """Registry of the frames with moved tensors; predicts the order of backward.
 
     Args:
         before: Function that is called before a visit fetches a frame.

@@ -23,7 +23,7 @@ from .engines import StreamEngine, WorkerEngine, pin
 from .frames import FrameOrder, HostFrame
 from .saved import MIN_BYTES, MovedArguments, hooks, movable
 
-_SLICE = 256  # a tensor with gaps stays if its storage is more than this many times as large
+_SLICE = 256  # a tensor with gaps is not moved if its storage is this many times larger
 
 
 class CopyRates(NamedTuple):
@@ -114,8 +114,8 @@ class HostMemory:
 
         Args:
             tensor: Tensor to move. Rows are counted along dim 0, or in memory order if dim 0 is not
-                the outermost dimension. A tensor stays if it is not plain memory of this device
-                (see `saved`), is 0-dimensional or is empty.
+                the outermost dimension. A tensor stays on the device if it is not plain memory of
+                this device (see the module `saved`), is 0-dimensional or is empty.
             fraction: Fraction of the rows, from 0 to 1.
             shared: Reuse an existing copy of the same memory if autograd counts no change since.
                 Do not use it for buffers that communication or kernels write, because autograd does
@@ -157,14 +157,14 @@ class HostMemory:
 
         Memory that several saved tensors share is copied once. A dense tensor is copied alone. For
         a tensor with gaps (a slice of columns) the whole storage is copied, unless the storage is
-        more than 256 times as large. Parameters, their views and tensors that `move` leaves stay.
-        The context is a frame of its own unless a frame is active. As with all saved-tensor hooks,
-        backward gets a parameter as another tensor object.
+        more than 256 times as large. Parameters, views of parameters and tensors that `move` does
+        not copy stay on the device. The context creates a frame unless a frame is active. As with
+        all saved-tensor hooks, backward gets a parameter as another tensor object.
 
         Args:
             fraction: Fraction of the rows of each tensor that is moved, from 0 to 1.
-            min_bytes: Smaller tensors stay.
-            keep: Function that returns true for a tensor that must stay.
+            min_bytes: Smaller tensors stay on the device.
+            keep: Function that returns true for a tensor that must stay on the device.
 
         Raises:
             ValueError: The fraction is not within 0 and 1.
@@ -191,10 +191,10 @@ class HostMemory:
             yield
 
     def drain(self) -> None:
-        """Order later work of the caller after all copies to the host.
+        """Make later work of the caller wait for all copies to the host.
 
-        Measurements need this, because pending copies would disturb them. On CUDA the current
-        stream waits.
+        On CUDA only the current stream waits. Call this before measurements, which pending copies
+        would disturb.
         """
         with self._traffic.exclusive():
             self._pending.drain()
@@ -202,8 +202,8 @@ class HostMemory:
     def frame(self) -> HostFrame:
         """Return a context for the tensors of one layer: `with host.frame(): ...`.
 
-        In backward, the first `get` of a tensor that was moved inside fetches all of them, and the
-        next frame.
+        In backward, the first `get` of a tensor of this frame fetches all tensors of this frame and
+        of the next frame.
         """
         return HostFrame(self._order)
 
@@ -230,9 +230,9 @@ class HostMemory:
         shared: bool,
         frame: HostFrame | None,
     ) -> MovedTensor:
-        """Return a handle to a tensor in elements `span` of its storage, from an old or new copy.
+        """Return a handle to a tensor that occupies elements `span` of its storage.
 
-        The first `cut` elements stay on the device. An existing copy is used only if `shared`.
+        The first `cut` elements stay on the device. An existing copy is reused only if `shared`.
         """
         with self._traffic.exclusive():
             existing = self._index.find(tensor, span) if shared else None
@@ -248,7 +248,7 @@ class HostMemory:
         shared: bool,
         frame: HostFrame | None,
     ) -> MovedTensor:
-        """Begin a copy and return a handle, to the tensor itself if the copy does not fit."""
+        """Begin a copy and return a handle; if the copy does not fit, the tensor stays."""
         with torch.no_grad():
             flat = tensor.detach().as_strided((span[1] - span[0],), (1,), span[0])
         try:

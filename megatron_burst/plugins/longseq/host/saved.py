@@ -5,7 +5,8 @@ This module decides which tensors stay: parameters and their views, tensor subcl
 tensors (their memory differs from their shape), expanded tensors (a copy would need more memory),
 tensors that Megatron marks `_do_not_offload`, tensors of another device, and small tensors. Torch's
 checkpoint holds its arguments until backward. It therefore gets a function without arguments
-(`MovedArguments`), which uses the arguments once and later reads them from the host.
+(`MovedArguments`). Its first call uses the tensors on the device; later calls fetch them from the
+host.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def hooks(
 class MovedArguments:
     """Function without arguments that calls `function(*args)`, any number of times.
 
-    The first call passes tensors in `args` that require gradients through `move`. Later calls read
-    the same bits from there.
+    The first call passes tensors in `args` that require gradients through `move`. Later calls fetch
+    the moved tensors.
     """
 
     def __init__(

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention half of a transformer layer in row chunks, as one autograd function.
 
-Between input norm and residual a layer has about twelve tensors as long as its rows. Here only one
-row chunk of them exists at a time. Keys and values of all rows exist too, because every chunk of
-queries needs them. Forward first runs each chunk up to its keys and values, then each chunk
-completely. Backward recomputes each chunk twice: first for the gradients through its queries, then
-for the gradients through its keys and values, which are complete only after the last chunk. Outputs
-and log-sum-exp of core attention are kept, so that no attention is computed twice. Source: FPDT
-(arXiv 2408.16978), section 4, there with head parallelism and for one model.
+Between input norm and residual, a layer allocates about twelve tensors with one entry per row. This
+module allocates them for one row chunk at a time. Only keys and values are kept for all rows,
+because every chunk of queries needs them. Forward first runs each chunk up to its keys and values,
+then each chunk completely. Backward recomputes each chunk twice: first for the gradients through
+its queries, then for the gradients through its keys and values, which are complete only after the
+last chunk. Outputs and log-sum-exp of core attention are kept, so that no attention is computed
+twice. Source: FPDT (arXiv 2408.16978), section 4, which uses head parallelism.
 
 Shape letters: s rows of this rank's shard, r of a chunk, t tensor-parallel ranks that share rows,
 b batch, h query heads, g key/value heads, d width, w value width, H hidden size.
@@ -36,7 +36,7 @@ ChunkResult = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class RowChunkedHalf:
-    """One call of an attention half: the state that forward and backward share, except tensors.
+    """State that forward and backward of one attention half share, except tensors.
 
     Attributes:
         half: Attention half of the layer.
@@ -207,10 +207,10 @@ class _ForwardAttention:
 
 
 class _BackwardAttention:
-    """Core attention of a chunk of queries in backward: result of forward, gradient of the ring.
+    """Core attention of a chunk of queries in backward: forward's result with the ring's gradient.
 
     Attributes:
-        leaves: The query, if no tensor before it needs its gradient. The ring's backward runs
+        leaves: Detached queries, if the queries need no gradient. They let the ring's backward run
             anyway, because keys may need gradients and other ranks take part.
     """
 
@@ -256,7 +256,7 @@ class _SavedResult(torch.autograd.Function):
 
 
 def _result_holder(result: ChunkResult) -> torch.Tensor:
-    """Return an empty tensor that holds a result; saved-tensor hooks receive it immediately."""
+    """Return an empty tensor whose graph saves a result; saved-tensor hooks run immediately."""
     with torch.enable_grad():
         holder: Any = _SavedResult.apply(torch.empty(0, requires_grad=True), *result)
     return holder

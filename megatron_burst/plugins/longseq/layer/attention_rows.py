@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention half of a transformer layer, run for some of its rows.
+"""Attention half of a transformer layer, run for a subset of the rows.
 
 All parts except core attention treat rows independently: input norm, projections, rotary embedding,
 output gate, bias and residual. So Megatron's own code runs with the hidden states and rotary angles
 of some rows, while `forward` of core attention is replaced. Rows of packed batches run as rows of
-one sequence, with the angles of their positions in documents.
+one sequence, with the rotary angles of their positions within documents.
 
 Shape letters: s rows of this rank's shard, t tensor-parallel ranks that share them (sequence
 parallelism; else 1), b batch, r rows of a chunk on this rank, H hidden size.
@@ -47,11 +47,11 @@ class _CoreAttentionReached(Exception):
 
 @dataclass(frozen=True)
 class RowChunkIndex:
-    """Row numbers of one row chunk, int64 tensors on the device.
+    """Row indices of one row chunk, int64 tensors on the device.
 
     Attributes:
-        shard: Rows of the shard [t r], which index queries and keys.
-        local: Rows of this rank's hidden states [r].
+        shard: Indices into the rows of the shard (queries, keys) [t r].
+        local: Indices into the rows of this rank's hidden states [r].
     """
 
     shard: torch.Tensor
@@ -65,7 +65,7 @@ class AttentionHalf:
     Attributes:
         layer: Megatron's `TransformerLayer`.
         original: `TransformerLayer._forward_attention`.
-        named: Its arguments except hidden states and rotary angles.
+        named: Arguments of `original` by name, without hidden states and rotary angles.
         angles: Rotary angles of the rows of the shard.
     """
 
@@ -86,7 +86,7 @@ class AttentionHalf:
         return attention.pg_collection.tp.size() if split else 1
 
     def rows(self, plan: Plan) -> list[RowChunkIndex]:
-        """Return the rows of every row chunk of a plan, which are already on the device."""
+        """Return the row indices of each row chunk of a plan."""
         (rows, *_), _, device = plan.signature[0]
         local_rows = rows // self.blocks
         rank = self.layer.self_attention.pg_collection.tp.rank() if self.blocks > 1 else 0
@@ -124,7 +124,7 @@ class AttentionHalf:
             return self.original(self.layer, hidden, rotary_pos_emb=angles, **self.named)[0]
 
     def core_inputs(self, hidden: torch.Tensor, rows: RowChunkIndex) -> AttentionInputs:
-        """Return the arguments with which core attention is called for hidden states [r, b, H]."""
+        """Run the half up to core attention and return core attention's arguments."""
 
         def stop(
             q: Any, k: Any, v: Any, _: Any = None, attn_mask_type: Any = None, **__: Any
@@ -172,7 +172,7 @@ class Angles:
 
     @contextmanager
     def only(self, rows: RowChunkIndex) -> Iterator[Any]:
-        """Yield `rotary_pos_emb` for some rows; inside, latent attention uses these rows too."""
+        """Yield `rotary_pos_emb` for `rows`, which latent attention uses inside the context too."""
         taken = [None if t is None else t(rows.shard) for t in self._tables]
         if self._stacked:
             yield torch.stack([t for t in taken if t is not None])

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patch of `TransformerLayer._forward_attention`, which runs the attention half in row chunks.
 
-This module decides how many row chunks "auto" selects. Only memory counts, because more chunks
-only send keys more often. The working set of one chunk is at most a quarter of the tensors that are
-as long as all rows. Infinitely many chunks would save only a fifth more. A chunk has at least
-`MIN_CHUNK_ROWS` rows, because fewer rows give short matrix products and short messages.
+This module decides how many row chunks "auto" selects. The choice considers only memory, because
+more chunks only send keys more often. The working set of one chunk is at most a quarter of the
+tensors that are as long as all rows. Infinitely many chunks would save only a fifth more. A chunk
+has at least `MIN_CHUNK_ROWS` rows, because fewer rows give short matrix products and short
+messages.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def _call(
 
 
 def keys_line(plan: Plan, offload: float | Auto) -> str:
-    """Return the log line on keys of other ranks: in host memory between row chunks or not."""
+    """Return the log line on where keys of other ranks are kept between row chunks."""
     if plan.host_refusal is None and plan.groups.topology.ring_size > 1:
         condition = ' unless "auto" selects 0' if offload == "auto" else ""
         location = f"in host memory between row chunks{condition}"

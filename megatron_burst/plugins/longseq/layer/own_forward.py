@@ -3,8 +3,8 @@
 
 Some flags take effect in a method of `TransformerLayer`. A subclass that overrides this method and
 does not call the inherited one would train without the flag, and without an error. `_STILL_RUN`
-lists the overrides that are known to run the inherited method. For every other class with an
-override the flag is refused when the layer is built.
+lists the subclasses whose overrides are known to run the inherited method. For every other class
+with an override the flag is refused when the layer is built.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ....megatron.patching import PatchSet, given_to, path_of, user_error
 from ..options import LongSequenceOptions
 
 _HOME = "megatron.core.transformer.transformer_layer"
-# Methods of TransformerLayer that run although the class overrides them or `forward`.
+# Class name -> methods of TransformerLayer that run although the class overrides them or `forward`.
 _STILL_RUN = {
     f"{_HOME}.MoETransformerLayer": ("_forward_mlp",),
     # Its forward calls both methods, but not the inherited forward.

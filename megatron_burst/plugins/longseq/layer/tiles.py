@@ -146,7 +146,7 @@ def forward_moe(
 
     Args:
         layer: A `TransformerLayer` whose `mlp` is a `MoELayer`.
-        forward: Its own `_forward_mlp`.
+        forward: The layer's own `_forward_mlp`.
         hidden: Hidden states [rows, batch, hidden].
         arguments: The other arguments of `forward`.
         run_tiled: `tiled` with the number and fates of the tiles set.

@@ -28,7 +28,7 @@ class HostNode(NamedTuple):
 
 
 class HostDemand(NamedTuple):
-    """Bytes that one rank moves at the fraction of the first step, including bytes without room.
+    """Bytes that one rank moves in the first step, including bytes that did not fit.
 
     Attributes:
         call_bytes: Largest number of bytes that one call of a layer (or of a checkpoint around

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patches of Megatron for offloading: layers, training steps, and weights of linear layers.
 
-Steps begin and end in Megatron's schedules, which all ranks enter. The host memory is divided at
-the begin of the first step, and the fraction is set at its end. Both are collective. They must not
-run elsewhere, because ranks of a pipeline wait for each other there.
+Steps begin and end in Megatron's schedules, which all ranks enter. Host memory is divided among
+ranks at the beginning of the first step, and the fraction is set at the end of this step. Both
+operations are collective. Inside a step they would deadlock, because pipeline ranks wait for each
+other.
 
-torch creates a new object for every tensor that was saved under saved-tensor hooks. It has the same
-memory, but not the attributes of Megatron's parameters. With gradient accumulation fusion, the
-backward of a linear layer reads and sets such attributes (`grad_added_to_main_grad`). On the new
-object they would be lost, and data parallelism would miss a gradient. So backward of linear layers
-gets the original weight. Transformer Engine (2.9 and later) keeps its own reference.
+Under saved-tensor hooks, torch unpacks each saved tensor as a new object. This object shares the
+memory of the tensor, but lacks the attributes of Megatron's parameters. With gradient accumulation
+fusion, the backward of a linear layer reads and sets such attributes (`grad_added_to_main_grad`).
+On the new object they would be lost, and data parallelism would miss a gradient. So backward of
+linear layers gets the original weight. Transformer Engine (2.9 and later) keeps its own reference.
 """
 
 from __future__ import annotations

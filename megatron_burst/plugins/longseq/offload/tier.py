@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Offloading of one training run: its `HostMemory`, the fraction, and the calls that use them.
 
-The first step moves tensors while they fit and never fails for lack of memory. At its end all ranks
-decide together, from the measured bytes and times, whether the run fits.
+The first step moves tensors as long as they fit, and never raises `OutOfHostMemory`. At its end all
+ranks decide together, from the measured bytes and times, whether the run fits.
 
 Megatron's schedule holds the input that a pipeline stage received until backward. The first layer
 saves it, so it is copied to the host like the input of every layer. Its device memory is freed
@@ -35,7 +35,7 @@ MIN_BYTES = 1 << 20  # smaller tensors stay: the launch dominates the time of th
 
 
 def configured(patches: PatchSet, config: Any, burst: LongSequenceOptions) -> None:
-    """Note that a configuration of the run moves activations to host memory."""
+    """Record in `patches` that a configuration of the run offloads activations."""
     if burst.offload:
         patches.notes[OFFLOAD_NOTE] = burst
 
@@ -51,7 +51,7 @@ def tier_of(patches: PatchSet) -> Tier | None:
 
 
 class RunningCall(NamedTuple):
-    """Running call whose saved tensors are moved: the fraction of rows, and the frame."""
+    """Layer call that runs at the moment: fraction of rows that is moved, and frame."""
 
     fraction: float
     frame: HostFrame
@@ -82,7 +82,7 @@ class KeyMemory:
 
 
 class Tier:
-    """Offloading of layers' saved tensors, which measures in the first step how much fits.
+    """Offloading of layers' saved tensors; the first step measures how much fits.
 
     Before the first step of Megatron's schedules, the number of ranks of the node is unknown. Until
     then all ranks of the run are assumed to share it.
@@ -142,7 +142,7 @@ class Tier:
         log(line(self.fraction, own, self.node, self.link))
 
     def abandon(self) -> None:
-        """Reset the state after a failed step; its host memory is freed with its graph."""
+        """Reset the state after a failed step; the host memory is freed with the autograd graph."""
         self.first = self.host.spill = self._running = None
         self._received = ReceivedInputs()
 
@@ -212,13 +212,13 @@ class Tier:
         return self._running
 
     def saved(self, fraction: float) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which another fraction of the saved tensors is moved."""
+        """Return a context that moves `fraction` of the saved tensors."""
         return self.host.saved(fraction, min_bytes=MIN_BYTES, keep=self._staying(set()))
 
     def keys(self) -> KeyMemory | None:
         """Return memory for keys of other ranks during one attention call in row chunks.
 
-        Returns None if offloading is disabled. All ranks return the same kind.
+        Returns None, on all ranks, if offloading is disabled.
         """
         return None if self._paused or not self.fraction else KeyMemory(self)
 
@@ -345,7 +345,7 @@ class FirstStep:
         self._of_passes = [0]
 
     def next_pass(self) -> None:
-        """Begin another micro-batch, or the same one in another model chunk."""
+        """Begin the forward pass of one micro-batch in one model chunk."""
         self._of_passes.append(0)
 
     def spill(self, nbytes: int) -> None:
@@ -391,7 +391,7 @@ def shared_node(stated: int | None) -> HostNode:
 
 
 def lone_node(stated: int | None) -> HostNode:
-    """Return the host memory of the node as if all ranks shared it, without communication."""
+    """Return the node's host memory without communication, as if all ranks were on this node."""
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     return HostNode(stated or host_limit(), ranks)
 

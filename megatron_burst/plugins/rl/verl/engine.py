@@ -2,7 +2,8 @@
 """Patches of verl's Megatron engine that configure BurstAttention.
 
 One method of the engine builds the configuration of a model. The patch removes the entry `burst`
-from `override_transformer_config`, which Megatron does not accept, and passes it to `configure`.
+from `override_transformer_config`, because Megatron does not accept it, and passes the entry to
+`configure`.
 """
 
 from __future__ import annotations
@@ -57,13 +58,13 @@ def install() -> None:
 
 
 def uninstall() -> bool:
-    """Restore verl and Megatron. Return False if nothing was installed."""
+    """Remove the patches of verl and Megatron. Return False if nothing was installed."""
     uninstall_burst()
     return patching.remove(_NAME)
 
 
 def _configured(original: Callable[[Any], None], engine: Any) -> None:
-    """Run `MegatronEngine._build_tf_config`, and configure the attention of the `burst` entry."""
+    """Run `MegatronEngine._build_tf_config`, then configure attention as the `burst` entry says."""
     settings = engine.engine_config
     overrides = settings.override_transformer_config
     entry = overrides.get(_ENTRY)
@@ -100,12 +101,12 @@ def choices(entry: Any) -> BurstConfig:
 
 
 def engine_problems(settings: Any, model: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Yield the settings of an engine that do not support these choices.
+    """Yield the settings of an engine that cannot be combined with `burst`.
 
     Args:
         settings: `McoreEngineConfig` of the engine.
         model: `HFModelConfig` of the engine.
-        burst: Choices of the user.
+        burst: Configuration of the `burst` entry.
     """
     trees = burst.pack == "trees"
     if burst.algorithm == flags.OFF or not (trees or settings.context_parallel_size > 1):

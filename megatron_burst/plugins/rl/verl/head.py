@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replacement of verl's fused LM head by `mb.linear_logprobs`.
 
-verl passes Megatron a function that gets hidden states at the place where logits would be computed.
-verl's own function gathers the hidden states over tensor-parallel ranks and saves them for
-backward. The replacement uses the hidden states of each rank.
+verl passes Megatron a function that gets hidden states in place of logits. verl's own function
+gathers the hidden states over tensor-parallel ranks and saves them for backward. The replacement
+uses the hidden states of each rank.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ..logprobs import linear_logprobs
 
 
 def processed(original: Callable[..., Any], **arguments: Any) -> Any:
-    """Compute `fused_output_processor`: log-probabilities and entropies [t] of the t labels [1, t].
+    """Replace verl's `fused_output_processor`: log-probabilities and entropies of the labels.
 
-    hidden_states are [t, 1, d], or a part of their rows under sequence parallelism. Megatron passes
-    all arguments as keywords.
+    Megatron passes all arguments as keywords: labels [1, t], hidden_states [t, 1, d]. Under
+    sequence parallelism a rank has only some rows of hidden_states. The results are [t].
     """
     config = arguments["config"]
     burst = getattr(config, "burst", None)

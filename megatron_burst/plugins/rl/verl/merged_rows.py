@@ -3,7 +3,7 @@
 
 verl packs a micro-batch with one function and unpacks the model's output with another. It calls
 both for every value per token (token ids, labels, temperatures, log-probabilities). The
-replacements use the rows of a tree, so that the other code of verl stays unchanged.
+replacements convert between tokens and rows of a tree, so that the rest of verl stays unchanged.
 
 verl expects one label per row, but the last row of a shared prefix has one label per branch. The
 tree therefore merges pairs of a token and its successor. Two rows are merged if all tokens up to
@@ -35,16 +35,17 @@ _NOTE = "micro-batch"
 
 
 class MergedRows:
-    """Rows of one micro-batch of trajectories, and the part of them that this rank holds.
+    """Rows of one micro-batch as a prefix tree, and this rank's rows.
 
     Args:
         input_ids: Token ids, jagged [trajectories, tokens].
         config: `TransformerConfig` of the model, after `configure`.
-        bucket: Divisor of the number of rows after padding, or None.
+        bucket: The number of rows is padded to a multiple of this number; None for no further
+            padding.
 
     Attributes:
         params: `PackedSeqParams` of the batch.
-        positions: Positions on their paths of the n rows of this rank, int64 [1, n].
+        positions: Positions of this rank's n rows on their paths, int64 [1, n].
         tree: Prefix tree of the batch.
     """
 
@@ -110,9 +111,10 @@ class MergedRows:
         return torch.cat([flat, flat.new_zeros(1, *flat.shape[1:])])[self._taken][None]
 
     def unpacked(self, output: torch.Tensor) -> torch.Tensor:
-        """Return jagged values [trajectories, tokens, ...] from the rows [1, n, ...] of each rank.
+        """Gather the rows of all ranks and return values [trajectories, tokens, ...], jagged.
 
-        All ranks must call it. As in verl, the gradient reaches only the rows of this rank.
+        `output` has the rows [1, n, ...] of this rank. All ranks must call this method. As in verl,
+        the gradient reaches only the rows of this rank.
         """
         parts, size = [output], self._group.size()
         if size > 1:
