@@ -15,7 +15,8 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# Public name -> its module; empty if the name is a module. The registry has the names of plugins.
+# Public name -> module that defines it; empty if the name itself is a module.
+# `registry.public_names` has the public names of plugins.
 _HOMES = {
     "BurstConfig": "config",
     "Choice": "autotune.select",
@@ -33,7 +34,7 @@ _HOMES = {
     "linear_cross_entropy": "linear_cross_entropy",
     "masks": "",
     "measure_rates": "autotune.measure",
-    "megatron": "",  # imports Megatron; no other room imports it
+    "megatron": "",  # imports Megatron; no other sub-package imports it
     "prepare": "planning.prepare",
     "prepare_linear": "linear_attention.plan",
     "shard": "layout.sharding",
@@ -46,10 +47,10 @@ __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 class _PackageModule(ModuleType):
-    """Module type of `megatron_burst` that keeps functions visible.
+    """Module type that keeps a public function when its module of the same name is imported.
 
-    `mb.attention` and others are functions whose modules have the same names. The import system
-    must not replace a function by its module.
+    For example, `mb.attention` is defined in the module `megatron_burst.attention`. Importing this
+    module must not replace the function.
     """
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -61,7 +62,7 @@ sys.modules[__name__].__class__ = _PackageModule
 
 
 def _registry() -> Any:
-    """Import the module `registry`, which a run without plugins does not need."""
+    """Import `megatron_burst.registry` on demand: most public names do not need it."""
     # `from . import registry` would call `__getattr__`.
     return importlib.import_module(f"{__name__}.registry")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m megatron_burst` is `megatron-burst`."""
+"""Entry point of `python -m megatron_burst`, the same program as `megatron-burst`."""
 
 from .cli.main import main
 

@@ -2,7 +2,7 @@
 """`mb.attention`: exact attention over a sequence that is split over ranks.
 
 The function takes a plan from `mb.prepare` or makes one, and passes it to the autograd function.
-`planning.validate` decides which arguments are supported. `execution` contains what a rank runs.
+`planning.validate` checks the arguments. `execution` computes the attention of one rank.
 
 Shape letters: s local rows, b batch, h query heads, k key/value heads, d width, w value width.
 """
@@ -45,8 +45,7 @@ def attention(
     """Compute exact attention over a sequence that is split over ranks.
 
     Every rank of `groups` calls the function with its own shard. Forward and backward both
-    communicate. The result cannot be differentiated twice. torch.compile breaks its graph at this
-    call.
+    communicate. Double backward is not supported. torch.compile breaks the graph at this call.
 
     The plan is either `plan` or made from `groups`, `needs_grad`, `rates` and `options`. Making a
     plan is a collective call, see `mb.prepare`.
@@ -56,8 +55,8 @@ def attention(
             defines which positions the s rows are.
         k: Keys of this rank, [s, b, k, d], with the dtype and device of q. k divides h.
         v: Values of this rank, [s, b, k, w], with the dtype and device of q.
-        plan: Plan that `mb.prepare` made for tensors of these shapes. Excludes `groups`,
-            `needs_grad`, `rates` and `options`.
+        plan: Plan that `mb.prepare` made for tensors of these shapes. Cannot be combined with
+            `groups`, `needs_grad`, `rates` or `options`.
         sink: [h], a learnable logit of each query head in every softmax; zeros give "off by one"
             softmax. Its gradient covers the rows of this rank only. Default: no sink.
         max_logits: [h], contiguous, without gradient, in the accumulation dtype (float32; float64
@@ -65,11 +64,11 @@ def attention(
             computes, without the sink. Fill it with -inf or with earlier results, and take the
             maximum over ranks afterwards.
         label: A string, an integer or a tuple of them that identifies the call, such as the number
-            of the layer. Ranks compare labels to detect that they are out of step. Default: the
-            line of code that calls.
+            of the layer. Ranks compare labels to detect calls in a different order. Default: file
+            and line of the calling code.
         groups: Ranks over which the sequence is split. Required without `plan`.
-        needs_grad: Three booleans, whether q, k and v need a gradient. Default: their
-            `requires_grad`.
+        needs_grad: Three booleans: whether q, k and v need a gradient. Default: `requires_grad` of
+            q, k and v.
         rates: Link and compute rates for algorithm "auto". Default: measured once per `groups`.
         **options: Fields of `mb.options.AttentionOptions`.
 
@@ -79,7 +78,7 @@ def attention(
     Raises:
         ValueError: An argument is not supported, does not fit the plan, or differs between ranks;
             or the call is inside torch.func.
-        RuntimeError: A rank died or is out of step. The message names the exchange.
+        RuntimeError: A rank died, or makes a different call. The message names the exchange.
 
     Source: BurstEngine (arXiv 2509.19836), Algorithms 1 and 2.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`BurstConfig`: the options of a training run, from the spine and all installed plugins."""
+"""`BurstConfig`: options of a training run, from `SpineOptions` and all installed plugins."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _RAISES = """    Raises:
 """
 
 if TYPE_CHECKING:
-    # The spine reads only its own options. A plugin annotates its own class, which adds its fields.
+    # For type checkers: only plugin code reads options of plugins, and it annotates its own class.
     BurstConfig = SpineOptions
 else:
-    # Fields of the spine precede the fields of plugins, which are in alphabetical order.
+    # Fields of `SpineOptions` come first, then those of plugins in alphabetical order of plugins.
     _BASES = (*reversed(registry.option_classes()), SpineOptions)
     BurstConfig = dataclass(frozen=True)(type("BurstConfig", _BASES, {"__module__": __name__}))
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command-line flags of a training run: the options of `BurstConfig`.
 
-This module decides how parsed arguments become a `BurstConfig`, and which defaults depend on other
-flags. `BurstConfig` checks values, so a wrong value gives the same ValueError from every source.
+This module converts parsed arguments to a `BurstConfig` and sets defaults that depend on other
+flags. `BurstConfig` checks the values, so a flag and a Python argument give the same ValueError.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Flag(NamedTuple):
 
     Attributes:
         field: Field of `BurstConfig` that the flag sets.
-        name: Name with dashes.
-        type: Converts a word of the command line.
+        name: Name with leading dashes.
+        type: Function that converts one command-line argument to the value.
         values: Possible values, as the help text shows them.
         help: Help text.
     """
@@ -51,7 +51,7 @@ def _flag(field: OptionField) -> Flag:
 
 
 def _reader(kind: type, names: Sequence[str]) -> Callable[[str], Any]:
-    """Return a function that converts a word to `kind`, unless the word is in `names`."""
+    """Return a function that converts a word to `kind`; words in `names` remain strings."""
 
     def read(word: str) -> Any:
         return word if word in names else kind(word)
@@ -66,7 +66,7 @@ ALONE = tuple(field.flag for field in FIELDS.values() if field.option.alone)
 
 
 def add_flags(parser: argparse.ArgumentParser, *, algorithm: str) -> None:
-    """Add all flags to `parser`, in an argument group of their own.
+    """Add all flags to `parser`, in an argument group named `GROUP`.
 
     Args:
         parser: Parser of the program.
@@ -100,9 +100,9 @@ def default(field: str) -> Any:
 
 
 def settle(args: Any) -> None:
-    """Add missing flags to `args` and choose the layout if the user gave none.
+    """Add missing flags to `args` with their defaults, and choose the layout if it is not set.
 
-    If `args` never passed `add_flags`, as the arguments in a checkpoint, the algorithm is set to
+    If `args` lacks the algorithm (such as arguments from an old checkpoint), it is set to
     "megatron".
 
     Args:
@@ -118,10 +118,10 @@ def settle(args: Any) -> None:
 
 
 def layout_for(algorithm: Any, store: Any, pack: Any = "off") -> str:
-    """Return the default layout that follows from other options.
+    """Return the default of --burst-layout, which depends on other options.
 
-    Packed documents need balanced: zigzag within documents cannot split their lengths. A store
-    between 0 and 1 needs striped, the only layout that balances the recomputation.
+    Packed documents require "balanced", because zigzag cannot split documents of any length. A
+    store between 0 and 1 requires "striped", the only layout that balances the recomputation.
 
     Args:
         algorithm: Value of --context-parallel-algo.
@@ -147,13 +147,13 @@ def burst_config(args: Any) -> BurstConfig:
 
 
 def choices(args: Any) -> tuple[BurstConfig, list[str]]:
-    """Return the options in arguments that `settle` completed, and the errors in them.
+    """Return the options and an error message for each invalid value.
 
     Args:
         args: Arguments that `settle` completed.
 
     Returns:
-        The options, with the default for each wrong value, and the messages of all wrong values.
+        The options, with the default for each invalid value, and the error messages.
     """
     fields, messages = {flag.field: getattr(args, flag.dest) for flag in FLAGS}, []
     while True:
@@ -166,7 +166,7 @@ def choices(args: Any) -> tuple[BurstConfig, list[str]]:
 
 
 def stated(args: Any) -> dict[str, Any]:
-    """Return flag -> value of arguments that `settle` completed."""
+    """Return a dict from flag to value, for arguments that `settle` completed."""
     return {flag.name: getattr(args, flag.dest) for flag in FLAGS}
 
 

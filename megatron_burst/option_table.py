@@ -33,10 +33,10 @@ class Option(NamedTuple):
 
     Attributes:
         meaning: Help text and documentation of the option.
-        flag: Its flag, if that is not `--burst-<name>`.
-        names: Values that it may have, if its type does not list them.
-        text: Kind of a free text: a size such as 1.5TB, the path of a file, or the name of a
-            function.
+        flag: Command-line flag; empty means `--burst-<name>`.
+        names: Valid strings; empty if the type of the field lists them.
+        text: Kind of an option without a list of valid strings: a size such as 1.5TB, the path of
+            a file, or the name of a function.
         alone: True if the option has an effect without `--context-parallel-algo`.
         excludes: Fields of options that were not tested together with this option.
     """
@@ -50,14 +50,15 @@ class Option(NamedTuple):
 
 
 class OptionField(NamedTuple):
-    """One field of an option class, as its type and its `Option` declare it.
+    """One field of an option class, parsed from its `Annotated` type.
 
     Attributes:
         name: Name of the field.
         flag: Flag on the command line.
         option: Metadata of the option.
         kind: int or float if the value may be a number, otherwise str.
-        names: Strings that the value may be; empty if any string is valid.
+        names: Valid strings. If empty, `kind` str accepts any string of `option.text`, and int and
+            float accept no string.
         optional: True if the value may be None.
         default: Default value.
     """
@@ -76,7 +77,7 @@ class OptionField(NamedTuple):
         return self.flag.removeprefix("--").replace("-", "_")
 
     def check(self, value: Any) -> None:
-        """Check that `value` is valid.
+        """Check `value` against `kind`, `names` and `optional`.
 
         Raises:
             ValueError: The value is not valid. The message names the field and its flag.

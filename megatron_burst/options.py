@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of an attention call: one typed object, used from the keywords of a call to its plan.
+"""Options of an attention call as one typed object, from the keywords of the call to its plan.
 
-This module owns which options exist, what each option means, and the names of kernels. The rooms
-`layout` and `schedule` own the names of layouts, algorithms and sides. `planning.validate` checks
+This module defines the options, their meaning, and the names of kernels. The sub-packages `layout`
+and `schedule` define the names of layouts, algorithms and sides. `planning.validate` checks the
 values on all ranks.
 """
 
@@ -33,7 +33,7 @@ def algorithms() -> tuple[str, ...]:
 
 
 def ring_algorithm(algorithm: str) -> str:
-    """Return the algorithm of the ring that runs for `algorithm`."""
+    """Return the ring algorithm: "ring" for "ulysses", "burst" for "hybrid", else `algorithm`."""
     return WITH_SHARED_HEADS.get(algorithm, algorithm)
 
 
@@ -86,7 +86,7 @@ MEANING: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Choices for the computation of attention, all with defaults.
+    """Options of an attention call.
 
     Each field is a keyword of `mb.attention` and `mb.prepare`.
     """

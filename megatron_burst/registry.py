@@ -3,11 +3,10 @@
 
 A plugin is a folder of `plugins/` whose module `entry` defines `PLUGIN`, a `Plugin`. The registry
 reads the folders, so deleting a folder removes its plugin. The rest of the package never imports a
-plugin. It uses this registry, by the name that a user typed or by the kind of model. An entry
-imports only this module. It names functions as `MODULE:NAME` below its own folder, and `load`
-imports them when they are needed.
+plugin directly, only through this registry. An entry imports only this module. It names functions
+as `MODULE:NAME`, relative to the folder of the plugin, and `load` imports them on demand.
 
-This module owns the list of what a plugin may add.
+`Plugin` lists what a plugin can add, and `HOOKS` lists the functions that it can provide.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ class Command(NamedTuple):
 
 @dataclass(frozen=True)
 class Plugin:
-    """The contents of one plugin.
+    """Declaration of what one plugin adds.
 
-    Each value is a module or a `MODULE:NAME` below the folder of the plugin.
+    `MODULE` and `MODULE:NAME` are relative to the folder of the plugin.
 
     Args:
         options: Option class of the plugin, derived from `spine_options.SpineOptions`. Its fields
@@ -66,8 +65,8 @@ class Hook(NamedTuple):
     """A function or module of plugins that the rest of the package calls.
 
     Attributes:
-        plugin: Plugin that provides it, for messages if that is not installed; empty if several
-            may.
+        plugin: Plugin that provides the hook, for the error message if that plugin is not
+            installed. Empty if several plugins may provide the hook.
         meaning: Signature of the hook, and the caller.
     """
 
@@ -133,11 +132,11 @@ def plugins() -> dict[str, Plugin]:
 
 
 def load(plugin: str, place: str) -> Any:
-    """Import what a plugin names.
+    """Import a module of a plugin, or an object of the module.
 
     Args:
         plugin: Name of the plugin.
-        place: `MODULE` or `MODULE:NAME` below the folder of the plugin.
+        place: `MODULE` or `MODULE:NAME`, relative to the folder of the plugin.
 
     Returns:
         The module, or the object `NAME` of the module.
@@ -151,8 +150,7 @@ def option_classes() -> list[type]:
     """Return the option classes of all plugins that have options, in alphabetical order of plugins.
 
     Raises:
-        ValueError: Two classes define the same option, such as one of a plugin and one of the
-            spine.
+        ValueError: Two option classes, of plugins or of this package, define the same option.
     """
     classes = [load(name, entry.options) for name, entry in plugins().items() if entry.options]
     defined: dict[str, type] = {}
@@ -169,7 +167,7 @@ def option_classes() -> list[type]:
 
 
 def public_names() -> dict[str, tuple[str, str]]:
-    """Return public name -> (plugin, place) of all plugins."""
+    """Return a dict from public name to (plugin, `MODULE:NAME`), over all plugins."""
     return {
         name: (plugin, place)
         for plugin, entry in plugins().items()
@@ -187,13 +185,13 @@ def commands() -> dict[str, Command]:
 
 
 def missing(hook: str, user: str) -> str | None:
-    """Return an error message if no installed plugin has the hook; otherwise None.
+    """Return an error message if no installed plugin provides the hook, otherwise None.
 
-    Imports only the entries of plugins.
+    Only the entries of plugins are imported.
 
     Args:
         hook: A name in `HOOKS`.
-        user: What needs the hook, for the message, such as a flag.
+        user: Subject of the error message, such as the flag that requires the hook.
     """
     if any(hook in entry.hooks for entry in plugins().values()):
         return None
@@ -202,14 +200,14 @@ def missing(hook: str, user: str) -> str | None:
 
 
 def require(hook: str, user: str) -> None:
-    """Check that an installed plugin has the hook.
+    """Check that an installed plugin provides the hook, without importing the hook.
 
     Args:
         hook: A name in `HOOKS`.
-        user: What needs the hook, for the message, such as a flag.
+        user: Subject of the error message, such as the flag that requires the hook.
 
     Raises:
-        ValueError: No installed plugin has it.
+        ValueError: No installed plugin provides the hook.
     """
     message = missing(hook, user)
     if message is not None:
@@ -217,26 +215,26 @@ def require(hook: str, user: str) -> None:
 
 
 def required(hook: str, user: str) -> Any:
-    """Import and return the hook of a plugin.
+    """Import and return a hook.
 
     Args:
         hook: A name in `HOOKS`.
-        user: What needs the hook, for the message, such as a flag.
+        user: Subject of the error message, such as the flag that requires the hook.
 
     Raises:
-        ValueError: No installed plugin has it.
+        ValueError: No installed plugin provides the hook.
     """
     require(hook, user)
     return optional(hook)
 
 
 def optional(hook: str) -> Any:
-    """Import and return the hook of a plugin; None if no installed plugin has it."""
+    """Import and return a hook; None if no installed plugin provides the hook."""
     return next((hook_object for _, hook_object in hooked(hook)), None)
 
 
 def hooked(hook: str) -> Iterator[tuple[str, Any]]:
-    """Yield (plugin, imported hook) of all plugins that have the hook, in alphabetical order."""
+    """Yield (plugin name, imported hook) for each plugin with the hook, in alphabetical order."""
     for name, entry in plugins().items():
         if hook in entry.hooks:
             yield name, load(name, entry.hooks[hook])

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seams: decorators in a patched Megatron, so that no function is replaced at run time.
+"""Seams: decorators in a patched Megatron tree that make functions replaceable.
 
-A patched tree (`patches/`) marks each function that this package changes with `@seam`. A seam calls
-its function until `megatron_burst.megatron.install` sets a replacement, and again after
-`uninstall`. This module imports nothing of the package or of Megatron, because Megatron imports it
-during its own import.
+A patched tree (`patches/`) decorates each function that this package changes with `@seam`, so
+nothing is monkey-patched at run time. A seam calls the original function until
+`megatron_burst.megatron.install` sets a replacement, and again after `uninstall`. This module
+imports nothing else of the package and nothing of Megatron, because Megatron imports this module.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ PLACES = (
 
 
 class Seam:
-    """State of a seam: the marked function and its replacement.
+    """State of a seam: the decorated function and the current replacement.
 
     Attributes:
-        bare: The marked function.
-        inner: The replacement that runs, or None.
+        bare: The decorated function.
+        inner: Replacement that is called instead of `bare`, or None.
     """
 
     def __init__(self, bare: Callable[..., Any]) -> None:
@@ -94,13 +94,13 @@ def seam(function: F) -> F:
 
 
 def entrance(function: F, install: Callable[[], object]) -> F:
-    """Decorate `function` with a seam that calls `install` before the first call.
+    """Decorate `function` with a seam that calls `install` if it has no replacement yet.
 
-    The function is the one that declares Megatron's flags.
+    The patched Megatron decorates the function that declares its flags.
 
     Args:
         function: A function of Megatron.
-        install: Sets the replacements of all seams.
+        install: Function that sets the replacements of all seams.
     """
     return _with_seam(function, install)
 
@@ -119,7 +119,7 @@ def _with_seam(function: F, install: Callable[[], object] | None = None) -> F:
 
 
 def inside(function: object) -> Seam | None:
-    """Return the state of the seam of a function; None if the function has no seam."""
+    """Return the seam of a function; None if the function has no seam."""
     return getattr(function, MARKER, None)
 
 

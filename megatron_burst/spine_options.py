@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the spine: attention, layout, LM head, linear attention and packing."""
+"""Options that exist without plugins: attention, layout, LM head, linear attention, packing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .options import MEANING, AttentionKeywords, KernelName, SideName, WireDtype
 from .schedule.scans import SCANS
 from .schedule.topology import Placement
 
-OFF = "megatron"  # value of `algorithm` with which Megatron's own attention runs
+OFF = "megatron"  # value of `algorithm` that keeps Megatron's own attention
 Loss = Literal["off", "single_pass", "recompute"]
 Pack = Literal["off", "documents", "trees"]
 # block_striped is missing: it needs a block length and is made by `mb.layout.make`.
@@ -21,7 +21,7 @@ NAMED_LAYOUTS = ("balanced", "contiguous", "striped", "zigzag")
 
 @dataclass(frozen=True)
 class SpineOptions(OptionSet):
-    """Options of every training run. Plugins add more."""
+    """Options of a training run that exist without plugins; base class of options of plugins."""
 
     algorithm: Annotated[
         str,
@@ -147,7 +147,7 @@ class SpineOptions(OptionSet):
             )
 
     def keywords(self) -> AttentionKeywords:
-        """Return the keyword arguments for `mb.prepare` that follow from these options."""
+        """Return these options as keyword arguments of `mb.prepare`."""
         layout: Any = self.attention_layout or self.layout
         return {
             "layout": layout,

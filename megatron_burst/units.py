@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Formatting and parsing of numbers with units, for messages, plans and reports.
 
-Only this module decides the number of digits and the prefixes.
+The number of digits and the prefixes are defined only here.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def byte_size(count: float) -> str:
 def grid_of(per_node: int, nodes: int) -> str:
     """Format a grid of ranks: "8 per node x 4 nodes", or "8 ranks" for one node.
 
-    The order is the same as in --hierarchical-context-parallel-sizes.
+    Ranks per node come first, as in --hierarchical-context-parallel-sizes.
     """
     return f"{per_node} per node x {nodes} nodes" if nodes > 1 else f"{per_node} ranks"
 
 
 def duration(seconds: float) -> str:
-    """Format a time with three digits; from one minute on in minutes or hours.
+    """Format a time with three digits, or in minutes or hours from one minute on.
 
     0.0415 is "41.5 ms", 117 is "1 min 57 s", 18300 is "5 h 5 min".
 
@@ -58,7 +58,7 @@ def rate(value: float, unit: str) -> str:
 
 
 def _scaled(value: float, units: Sequence[Unit], digits: int) -> str:
-    """Format `value` in the first unit that is not larger, or in the last unit."""
+    """Format `value` in the largest unit that does not exceed it, or in the smallest unit."""
     name, size = next((unit for unit in units if value >= unit[1]), units[-1])
     return f"{value / size:.{digits}g} {name}"
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running a plan: the executor of schedules, attention passes over it, and head exchanges."""
+"""Execution of a plan on one rank: ring passes, exchanges of heads, and the autograd function."""

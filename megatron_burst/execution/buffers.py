@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of one rank during a pass: message buffers and partial results.
 
-A buffer has room for the longest message of its kind, or for 1/4, 1/16, ... of it. Shorter messages
-use it too. So a pass holds few buffers although messages shrink, and many short messages take
-little memory. Partial results are gradients, which are added, and outputs, which are merged by
-online softmax. Results for a rank's own rows stay on the rank. Results for rows of other ranks are
-sent, some rows at a time.
+Buffers have few sizes: the longest message of a kind, and 1/4, 1/16, ... of it. So messages of
+similar length share buffers, and short messages take little memory. Partial results are gradients,
+which are added, and outputs, which are merged by online softmax. Results for a rank's own rows stay
+on the rank. Results for rows of other ranks are sent, some rows at a time.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from .rank_plan import RowPlace, Target, Tensors
 
 
 class MessageKind:
-    """Layout of the messages of one kind, computed once per number of rows.
+    """Tensors of one kind of message. Message layouts are cached by number of rows.
 
     Args:
-        rows: Shape of one row and dtype, for each tensor.
+        rows: (shape of one row, dtype) of each tensor.
         longest: Number of rows of the longest message.
     """
 
@@ -44,17 +43,17 @@ class MessageKind:
 
 
 class Buffers:
-    """Free messages by kind. A message is reused after `give`."""
+    """Pool of messages, by kind. `take` reuses messages that were returned by `give`."""
 
     def __init__(self, device: torch.device, endpoint: Endpoint, kinds: Mapping[str, MessageKind]):
         self.device, self.endpoint, self.kinds = device, endpoint, kinds
-        # By kind, bytes of the buffer, and rows of the message.
+        # kind -> bytes of the buffer -> rows of the message -> free messages
         self._free: dict[str, dict[int, dict[int, list[Message]]]] = {kind: {} for kind in kinds}
 
     def take(self, kind: str, rows: int) -> Message:
         """Return a message with this number of rows and undefined content."""
         kind_of_message, free = self.kinds[kind], self._free[kind]
-        # Halves would not help: a zigzag layout sends halves as often as whole chunks.
+        # Divide by 4, not 2: a zigzag layout sends half chunks as often as whole chunks.
         room = kind_of_message.longest
         while 1 < rows <= room // 4:
             room //= 4
@@ -74,13 +73,13 @@ class Buffers:
         return packing.carve(buffer, kind_of_message.layout(rows))
 
     def separate(self, kind: str, rows: int) -> Message:
-        """Return a message with tensors of their own, which is never sent."""
+        """Allocate each tensor separately, for results that are never sent."""
         parts, device = self.kinds[kind].layout(rows).parts, self.device
         tensors = [torch.empty(shape, dtype=dtype, device=device) for dtype, shape, *_ in parts]
         return Message(None, tuple(tensors))
 
     def give(self, kind: str, message: Message) -> None:
-        """Take back a message that is not read again."""
+        """Return a message to the pool."""
         self.endpoint.released(message.tensors)
         if message.room is not None:  # otherwise it is not from `take`
             rows = message.tensors[0].size(0) if message.tensors else 0
@@ -90,12 +89,12 @@ class Buffers:
 
 @dataclass
 class _RowTotals:
-    """All rows of a partial result that this rank has.
+    """Sums of one partial result on this rank.
 
     Attributes:
-        message: The sums.
-        filled: Bit set of rows to which something was added.
-        write: Writes sums that are not in the message yet, or None.
+        message: The sums; empty as long as `write` is set.
+        filled: Bit set of rows that have a result.
+        write: Function that writes the initial sums into a message on first use, or None.
     """
 
     message: Message
@@ -108,7 +107,7 @@ class ResultAccumulator:
 
     Args:
         buffers: Message buffers of the pass.
-        wire: Family -> kind of the messages in which it is sent.
+        wire: Family of partial results ("out", "dquery", "dkv") -> kind of the sent messages.
     """
 
     def __init__(self, buffers: Buffers, wire: Mapping[str, str]):
@@ -118,19 +117,20 @@ class ResultAccumulator:
     def begin(
         self, target: Target, sums: Tensors, write: Callable[..., None] | None = None
     ) -> bool:
-        """Start the sums of a chunk with `sums`, or with what `write` writes later.
+        """Initialize the sums of a chunk with `sums`, or on first use by `write`.
 
         Returns:
-            False if the chunk already has sums; then nothing changes.
+            False if the chunk already has sums, which are kept.
         """
         if first := target.total not in self._totals:
             self._totals[target.total] = _RowTotals(Message(None, sums), target.total.rows, write)
         return first
 
     def open(self, target: Target) -> Message:
-        """Return tensors to which results for the rows of `target` are added.
+        """Return tensors into which the caller adds results for the rows of `target`.
 
-        If the rows are not consecutive, the tensors are a copy, and `merge` adds it.
+        If the rows are not consecutive, the tensors are a temporary buffer without results. The
+        caller must pass it to `merge`.
         """
         total, place = self._total(target), target.place
         total.filled |= target.rows
@@ -143,12 +143,12 @@ class ResultAccumulator:
         return message
 
     def merge(self, target: Target, part: Message) -> None:
-        """Add a copy from `open` to the rows of `target`."""
+        """Add a temporary buffer from `open` to the rows of `target`, and free the buffer."""
         _add_or_merge(self._total(target).message, target, part)
         self._buffers.give(target.total.family, part)
 
     def total_rows(self, target: Target) -> Tensors:
-        """Return all rows of a chunk; rows without a result are zero."""
+        """Return the sums of all rows of a chunk; rows without a result are 0, and -inf in lse."""
         return self._total(target).message.tensors
 
     def receive(self, target: Target, message: Message) -> None:
@@ -167,7 +167,7 @@ class ResultAccumulator:
         self._buffers.give(kind, message)
 
     def send(self, target: Target) -> Message:
-        """Return the rows of `target` as a message to send, and clear them here."""
+        """Return a message with the rows of `target`, and reset these rows on this rank."""
         total, family = self._total(target), target.total.family
         kind = self._wire[family]
         total.filled &= ~target.rows
@@ -186,7 +186,7 @@ class ResultAccumulator:
     def _total(self, target: Target) -> _RowTotals:
         total = self._totals.get(target.total)
         if total is None or total.write:
-            # The output is no view: autograd forbids changing a view of an output in place.
+            # The output must not be a view: autograd forbids in-place changes of returned views.
             output = target.total[::2] == ("out", ALL)
             make = self._buffers.separate if output else self._buffers.take
             message = make(target.total.family, target.size)
@@ -210,7 +210,7 @@ def _add_or_merge(total: Message, target: Target, part: Message) -> None:
 
 
 def rows_at(tensors: Tensors, place: RowPlace) -> Tensors:
-    """Return the rows at `place` of each tensor: views for a slice, otherwise copies."""
+    """Select the rows of `place` in each tensor: views for a slice, otherwise copies."""
     if place.whole:
         return tensors
     if isinstance(place.at, slice):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of one rank as one autograd function.
 
-This module decides what is saved for backward, and how results that a checkpoint keeps are stored
-and loaded. `forward` and `backward` are plain functions of tensors for one rank: exchange heads,
-run the ring, exchange heads back.
+`forward` and `backward` are plain functions of tensors for one rank: exchange heads, run the ring,
+exchange heads back. The autograd function saves tensors for backward. It also stores and loads the
+results that a checkpoint keeps.
 
 Shape letters: s local rows, b batch, h query heads, k key/value heads, d width, w value width.
 """
@@ -45,14 +45,14 @@ def forward(
         call: Tag of the call, for envelopes.
         shard: Contiguous q [s, b, h, d], k [s, b, k, d], v [s, b, k, w].
         sink: [h] or None.
-        stored: out and lse of the kept rows from the first run of this call, if the call is
-            repeated.
+        stored: out and lse of the kept rows from the first forward, if this is a recomputation;
+            otherwise None.
         max_logits: [h] or None. Raised in place to the largest computed score, for the heads that
             this rank's ring computes.
 
     Returns:
-        out [s, b, h, w], and the tensors that backward needs: q, k, v, out and lse as the ring has
-        them.
+        out [s, b, h, w], and the tensors that backward needs: q, k, v, out and lse with the rows
+        and heads of the ring.
     """
     chunk, shared = rank_plan.chunks[0], len(rank_plan.ulysses_links) > 1
     if len(rank_plan.chunks) > 1:
@@ -149,7 +149,7 @@ def rows_to_keep(rank_plan: RankPlan, saved: Tensors) -> Tensors:
 
 
 class ResultStore(Protocol):
-    """A store of out and lse of some rows between a forward and its recomputation."""
+    """Store that keeps out and lse of some rows from the forward for the recomputation."""
 
     @property
     def filled(self) -> bool: ...
@@ -172,11 +172,11 @@ class StoredResults:
     key: object
 
     def load(self) -> Tensors | None:
-        """Return the results of the first run of this call; None in the first run."""
+        """Return the results of the first forward; None if this is the first forward."""
         return self.store.get(self.key) if self.store.filled else None
 
     def save(self, results: Tensors) -> None:
-        """Keep the results of the first run of this call."""
+        """Keep the results of the first forward."""
         self.store.put(self.key, results)
 
 
@@ -185,13 +185,13 @@ class RankCall:
     """A call of attention on this rank.
 
     Attributes:
-        operation: Public name, for errors.
+        operation: Public name of the called function, for errors.
         groups: Groups of the plan.
         rank_plan: Plan of this rank.
         tag: Tag of the call, for envelopes.
-        store_entry: Where a checkpoint keeps results, or None.
-        recompute_plan: Runs instead of `rank_plan` if `store_entry` has results. It has another
-            kernel if the kernel depends on the rows of queries.
+        store_entry: Entry in the store of the enclosing checkpoint, or None.
+        recompute_plan: Plan of the recomputation, if its kernel differs from `rank_plan` because
+            the kernel depends on the query rows. None: `rank_plan`.
         max_logits: [h], raised in place, or None.
         return_lse: Also return lse, without a gradient.
     """
@@ -207,7 +207,7 @@ class RankCall:
 
 
 class Attention(torch.autograd.Function):
-    """Autograd function for the attention of this rank. Its backward waits for other ranks.
+    """Autograd function for the attention of this rank. Forward and backward wait for other ranks.
 
     Inputs are a `RankCall`, the sink [h] or None, and q, k, v. The output is out, or (out, lse)
     with `return_lse`.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values of other ranks in host memory between the row chunks of a forward.
+"""Keys and values of other ranks, kept in host memory between the forwards of row chunks.
 
-The first forward receives the keys for all row chunks and copies them to host memory while it
-computes. Later forwards send nothing. They fetch the keys one chunk ahead, so two chunks of keys
-are on the device.
+"Keys" means keys and values. The first forward receives the keys for all row chunks and copies them
+to host memory while it computes. Later forwards communicate nothing. They fetch the keys one chunk
+ahead, so two chunks of keys are on the device.
 
 Source: FPDT (arXiv 2408.16978), section 4.2: offload with double buffering.
 """
@@ -24,7 +24,7 @@ from .ring import ChunkTable, Ring
 class HostTensor(Protocol):
     """A tensor in host memory, as `mb.HostMemory.move` returns it.
 
-    `moved` is False if host memory had no room. The object then holds the tensor itself.
+    `moved` is False if host memory was full. The object then holds the tensor itself.
     """
 
     @property
@@ -40,14 +40,14 @@ class HostTensor(Protocol):
 class KeyHostMemory(Protocol):
     """Host memory for keys; implemented by `mb.HostMemory`.
 
-    With framed=False, the tensor belongs to no frame of backward.
+    framed=False: the caller fetches the tensor; backward does not prefetch it.
     """
 
     def move(self, tensor: torch.Tensor, *, framed: bool) -> Any: ...
 
 
 class _DeviceCopy:
-    """A copy on the device, for a tensor that did not fit into host memory."""
+    """A copy on the device, used if host memory is full."""
 
     moved = False
 
@@ -66,9 +66,9 @@ class _DeviceCopy:
 
 
 def _move_or_copy(host: KeyHostMemory, tensor: torch.Tensor) -> HostTensor:
-    """Move a tensor to host memory, or copy it on the device if host memory has no room.
+    """Copy a tensor to host memory, or on the device if host memory is full.
 
-    The caller reuses the buffer of the tensor.
+    A reference would not do, because the caller reuses the buffer of the tensor.
     """
     moved = host.move(tensor, framed=False)
     return moved if moved.moved else _DeviceCopy(tensor)
@@ -78,17 +78,17 @@ HostChunks = dict[Chunk, tuple[HostTensor, ...]]
 
 
 class HostKeys:
-    """Received keys of one call, per ring; empty until the first forward."""
+    """Keys of other ranks in host memory, for one call: one dict of chunks per ring."""
 
     def __init__(self, host: KeyHostMemory):
         self._host = host
         self._stashes: list[HostChunks] = []
 
     def provide(self, rings: Sequence[Ring]) -> None:
-        """Prepare the rings of a forward, one ring per head chunk.
+        """Replace the chunk tables of a forward's rings, one ring per head chunk.
 
-        Rings of the first forward copy what they receive to host memory. Rings of later forwards
-        fetch it from there and send nothing.
+        Rings of the first forward copy received keys to host memory. Rings of later forwards fetch
+        the keys from host memory and communicate nothing.
         """
         first = not self._stashes
         if first:
@@ -103,14 +103,14 @@ class HostKeys:
                 ring.chunks = _PrefetchingChunks(ring.chunks, visitors, stash)
 
     def finish(self) -> None:
-        """Wait for pending copies to host memory, after the rings ran."""
+        """Wait for pending copies to host memory. Call it after the rings ran."""
         for stash in self._stashes:
             for moved in stash.values():
                 _release(moved)
 
 
 class _OffloadingChunks:
-    """Chunks of a first forward: chunks of other ranks are copied to host memory."""
+    """Chunk table of the first forward: copies the keys of other ranks to host memory."""
 
     def __init__(self, own: ChunkTable, me: int, host: KeyHostMemory, stash: HostChunks):
         self._own, self._me, self._host, self._stash = own, me, host, stash
@@ -124,15 +124,15 @@ class _OffloadingChunks:
         return self._own[chunk]
 
     def pop(self, chunk: Chunk, /) -> Message:
-        """Remove a chunk, whose buffer is reused, after its copy to host memory has ended."""
+        """Remove a chunk. Waits for its copy to host memory, because the buffer is reused."""
         _release(self._stash.get(chunk, ()))
         return self._own.pop(chunk)
 
 
 class _PrefetchingChunks:
-    """Chunks of a later forward: chunks of other ranks are fetched from host memory.
+    """Chunk table of later forwards: fetches the keys of other ranks from host memory.
 
-    They are fetched in the order of the pass, one chunk ahead.
+    Chunks are fetched in the order of the pass, one chunk ahead.
     """
 
     def __init__(self, own: ChunkTable, visitors: list[Chunk], stash: HostChunks):

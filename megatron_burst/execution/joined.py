@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joined calls: the pairs of one step as one kernel call, over chunks of keys in one buffer.
+"""Joined calls: all pairs of a step in one kernel call, over one buffer with several key chunks.
 
-This is for kernels that read and write everything of their queries in every call, even for few keys
-of a chunk. Kernels over a selection do that, and so does every kernel if documents make small
-pieces. Copying the keys moves far fewer bytes. Each chunk of keys is copied once, to its place in
-the order that the kernel reads. A chunk that nothing else needs is freed then. Gradients of keys
-stay in one buffer until the gradients of a chunk are needed.
+Each kernel call reads and writes all of its query rows. One call per key chunk is expensive if few
+keys of a chunk are visible, as with sparse attention or short documents. Copying the keys into one
+buffer moves far fewer bytes. Each key chunk is copied once, to its position in the order that the
+kernel reads, and is then freed if nothing else needs it. Key gradients stay in one buffer until the
+gradients of a chunk are needed.
 
-This module decides which pairs form one call, and the order of their keys. The schedule decides
-which pairs a step computes.
+The schedule decides which pairs a step computes. This module decides which pairs form one call, and
+the order of their keys.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class WorkSource(Protocol):
-    """Plans of the kernel for pairs of spans; implemented by `planning.build.KernelWorkCache`."""
+    """Source of kernel plans for (query spans, key spans), such as `build.KernelWorkCache`."""
 
     kernel: Any
 
@@ -50,9 +50,9 @@ class KeyPart(NamedTuple):
 
     Attributes:
         keys: The chunk.
-        rows: Number of rows.
-        at: Position among the keys of the call: a slice, or int64 on the device.
-        target: Target of their gradients; None in forward.
+        rows: Number of rows of the chunk.
+        at: Positions of the rows among the keys of the call: a slice, or int64 on the device.
+        target: Target of the key gradients; None in forward.
         last: True if nothing needs the chunk after the call.
     """
 
@@ -64,10 +64,10 @@ class KeyPart(NamedTuple):
 
 
 class JoinedKeys(tuple[KeyPart, ...]):
-    """Chunks of keys of a joined call."""
+    """Key chunks of a joined call."""
 
     def compute(self, call: KernelCall, ring: Ring) -> None:
-        """Compute the call, see the function `compute`."""
+        """Compute the call with the module function `compute`."""
         compute(call, ring)
 
 
@@ -75,14 +75,14 @@ def joined(run: RankPass, schedule: Schedule, works: WorkSource, device: torch.d
     """Return the pass with one call for the pairs of a step that have the same query rows.
 
     Keys are sorted by position if that makes fewer spans, because fewer spans take fewer tiles. A
-    rank's own keys need no copy and are a call of their own. Both do not apply to kernels that
-    always join pairs (`joins`) and sort keys themselves.
+    rank's own keys are a separate call without a copy. Neither holds for kernels with the attribute
+    `joins`: these kernels join all pairs and sort keys themselves.
 
     Args:
         run: The pass with one call per pair.
-        schedule: Its schedule.
-        works: Plans of the kernel.
-        device: Device of row numbers.
+        schedule: Schedule of the pass.
+        works: Source of kernel plans.
+        device: Device of index tensors.
     """
     in_order = not getattr(works.kernel, "joins", False)
     joined_calls: dict[Any, list[KernelCall]] = {}  # shared by steps and deferred steps
@@ -105,7 +105,8 @@ def joined(run: RankPass, schedule: Schedule, works: WorkSource, device: torch.d
         return joined_calls[key]
 
     def joined_steps(steps: Sequence[Step]) -> tuple[Step, ...]:
-        arriving, leaving = -1, dict[Chunk, int]()  # last boundary with such a transfer
+        # Last boundary that posts the receive of a chunk; chunk -> boundary where its sends end.
+        arriving, leaving = -1, dict[Chunk, int]()
         posted = ((step.index, exchange) for step in steps for exchange in step.exchanges)
         for index, exchange in posted:
             if any(payload.target is None for payload in exchange.arriving):
@@ -122,7 +123,7 @@ def joined(run: RankPass, schedule: Schedule, works: WorkSource, device: torch.d
                 chunk
                 for chunk in (after.release if after and step.index >= arriving else ())
                 if uses[chunk] == 1 and leaving.get(chunk, 0) <= step.index
-            )  # earlier, a freed buffer would be reused
+            )  # before `arriving`, `release` lets later receives reuse the buffer instead
             calls_by_queries: dict[Any, list[KernelCall]] = {}
             for call in step.calls:
                 own = in_order and call.keys.owner == call.queries.owner
@@ -140,9 +141,9 @@ def joined(run: RankPass, schedule: Schedule, works: WorkSource, device: torch.d
 def _places(
     rows: Sequence[int], order: np.ndarray | None, device: torch.device
 ) -> list[slice | torch.Tensor]:
-    """Return the position of the rows of each part among the keys of a call.
+    """Return the positions of each part's rows among the keys of a joined call.
 
-    `order` is from `shared_order`.
+    `order` is the result of `shared_order`: the sorted order of the concatenated rows, or None.
     """
     ends = list(accumulate(rows))
     if order is None:
@@ -161,8 +162,8 @@ def _places(
 def compute(call: KernelCall, ring: Ring) -> None:
     """Compute a joined call of a ring.
 
-    The target of the call belongs to the queries (out or dquery). The parts have the targets of the
-    gradients of keys.
+    `call.targets` has one target, for out or dquery. The targets of key gradients are in
+    `call.parts`.
     """
     partials, (own,), parts = ring.partials, call.targets, call.parts
     keys, sums = _gather_keys(parts, ring), [partials.open(own)]
@@ -187,7 +188,7 @@ def compute(call: KernelCall, ring: Ring) -> None:
 
 
 def _gather_keys(parts: Sequence[KeyPart], ring: Ring) -> Tensors:
-    """Copy the keys of all parts to their places, and free chunks that nothing needs afterwards."""
+    """Copy the keys of all parts into one buffer, and free chunks that nothing else needs."""
     rows = sum(part.rows for part in parts)
     first = ring.chunks[parts[0].keys].tensors
     keys = tuple(t.new_empty((rows, *t.shape[1:])) for t in first)
@@ -203,6 +204,6 @@ def _gather_keys(parts: Sequence[KeyPart], ring: Ring) -> Tensors:
 
 
 def _write(grads: Tensors, at: slice | torch.Tensor, message: Message) -> None:
-    """Copy the gradients of a part into a message of its own."""
+    """Copy the rows `at` of the joined key gradients into a message."""
     for tensor, rows in zip(message.tensors, grads, strict=True):
         tensor.copy_(rows[at])

@@ -39,7 +39,7 @@ class Target(NamedTuple):
     """Rows of a partial result: a kernel call adds to them, or a hop sends or receives them.
 
     Attributes:
-        total: Chunk with all rows of which this rank ever holds partial results.
+        total: Chunk with all rows for which this rank holds partial results during the pass.
         size: Number of rows of `total`.
         rows: Bit set of the rows of this target.
         place: Position of the rows in the buffer of `total`.
@@ -57,11 +57,11 @@ class KernelCall:
 
     Attributes:
         pair: Pair of the schedule.
-        queries: Query chunk as this rank holds it.
-        keys: Key chunk as this rank holds it.
-        work: What the kernel planned for the two chunks.
-        targets: Where results are added: the output, or the gradients of queries and of keys.
-        parts: `joined.JoinedKeys` if the call reads several chunks of keys.
+        queries: Chunk of `Ring.chunks` with the queries.
+        keys: Chunk of `Ring.chunks` with the keys.
+        work: Result of `Kernel.work_for` for the two chunks.
+        targets: Partial results that the call adds to: out, or dquery and dkv.
+        parts: `joined.JoinedKeys` if the call reads several chunks of keys, otherwise empty.
     """
 
     pair: Pair
@@ -80,11 +80,11 @@ class Payload:
         hop: Hop of the schedule.
         count: Number of rows.
         digest: Digest of pass and chunk, for the envelope.
-        packed: True if the hop is one message on every device. It is False for the tensors of a
-            chunk's owner, which are sent without a copy on devices other than the CPU.
-        target: Rows of a partial result; None for a copy of queries or keys.
-        source: For a copy that this rank sends: the chunk it is taken from, and the position there.
-            None if this rank forwards a received chunk unchanged.
+        packed: True if the tensors are one message on every device. False if the owner of a chunk
+            sends its tensors, which need no copy on devices other than the CPU.
+        target: Rows of a partial result; None if the hop carries queries or keys.
+        source: Chunk and position of the queries or keys that this rank copies into the message.
+            None if this rank receives, or forwards a received chunk unchanged.
     """
 
     hop: Hop
@@ -136,12 +136,12 @@ class RankPass:
     Attributes:
         name: Name in envelopes, errors and profiles.
         steps: Steps of the pass.
-        deferred: Steps of head chunks that compute the pair of their own chunks last; empty if
-            there are none.
-        totals: (family, owner) -> all rows of which this rank holds partial results.
-        longest: Family -> largest number of rows of a received chunk.
-        sends: Chunk -> number of times that this rank sends it.
-        kinds: Cache of `ring` for its message kinds, by dtypes and number of heads.
+        deferred: Steps of head chunks that compute the pair of the rank's own chunks last; empty if
+            the plan has no such head chunks.
+        totals: (family, owner) -> target with all rows for which this rank holds partial results.
+        longest: Family -> largest number of rows of a sent or received chunk.
+        sends: Chunk -> number of times that this rank sends the chunk.
+        kinds: Cache for the results of `ring.kinds`, by dtypes and number of heads.
     """
 
     name: str
@@ -162,8 +162,8 @@ class RecomputePass:
     Attributes:
         kept: Rows whose results the store has.
         missing: Rows that are computed again: the queries of `run`.
-        own_kept: Rows of this rank's own shard, before ranks share heads, whose results the store
-            has.
+        own_kept: Kept rows of this rank's own shard before ranks share heads, as row numbers of
+            that shard or its row chunk.
         run: The forward pass of `missing`.
     """
 
@@ -212,7 +212,7 @@ class RankPlan:
     Attributes:
         ring: Endpoint of the ring.
         ulysses: Endpoint of the ranks that share heads.
-        ulysses_links: Link class to each rank that shares heads with this rank.
+        ulysses_links: Link class to each rank of the ulysses group, including this rank.
         kernel: Local attention kernel.
         scoring: Scale and softcap of the scores.
         wire_dtype: dtype in which gradients are sent.
@@ -221,8 +221,8 @@ class RankPlan:
         kv_heads: Key/value heads of the call's tensors, before ranks share them.
         head_chunks: Number of head chunks.
         chunks: One row chunk with all rows, or several that run one after the other.
-        order: int64 [rows of the ring shard]: for each row of the ring, its number in the
-            concatenated shards of the ranks that share heads. None if the order is the same.
+        order: int64 [rows of the ring shard]: for each row of the ring shard, its index in the
+            concatenated shards of the ulysses group. None if the two orders are equal.
     """
 
     ring: Endpoint
@@ -250,5 +250,5 @@ class RankPlan:
 
 
 def rows_of(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return these rows of x; x itself if `rows` has all of them."""
+    """Return the given rows of x; x itself if `rows` has all rows."""
     return x if len(rows) == len(x) else x.index_select(0, rows)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loop of a ring: post, wait, compute, merge and release, the same in forward and backward.
 
-`Ring` runs one rank's part of a pass over some heads. The schedule decided which rows are on which
-rank at which time, and `planning/build.py` decided their place in buffers. `run` runs the rings of
-several head chunks, each one step behind the previous one. `Forward` and `Backward` define what a
-pair computes.
+`Ring` runs one rank's part of a pass over one head chunk. The schedule decides which rows are on
+which rank at which time, and `planning/build.py` decides their positions in buffers. `run`
+interleaves the rings of several head chunks, each one step behind the previous one. `Forward` and
+`Backward` define what a pair computes.
 
 Shape letters: s local rows, b batch, h query heads, k key/value heads, d width, w value width.
 """
@@ -35,9 +35,9 @@ DONE = object()
 
 
 class ChunkTable(Protocol):
-    """The chunks that a ring holds: a dict, or a table with chunks in host memory.
+    """Mapping from chunk to message: a dict, or a table that keeps chunks in host memory.
 
-    The ring calls `pop` for a chunk that it does not need any more, and reuses the message.
+    The ring calls `pop` when it no longer needs a chunk, and reuses the message.
     """
 
     def __setitem__(self, chunk: Chunk, message: Message, /) -> None: ...
@@ -48,13 +48,13 @@ class ChunkTable(Protocol):
 
 
 class HeadChunk(NamedTuple):
-    """Some heads of a rank, whose ring runs one step behind the ring of the previous heads.
+    """A range of a rank's heads that has its own ring.
 
     Attributes:
         number: Number of the head chunk.
-        heads: Its query heads.
-        kv_heads: Its key/value heads.
-        deferred: True if the pair of own chunks is computed last.
+        heads: Query heads of the head chunk.
+        kv_heads: Key/value heads of the head chunk.
+        deferred: True if the pair of the rank's own chunks is computed last.
         title: Suffix for the name of the pass.
     """
 
@@ -66,12 +66,12 @@ class HeadChunk(NamedTuple):
 
 
 class _PendingExchange(NamedTuple):
-    """An exchange that was started.
+    """A started exchange.
 
     Attributes:
-        pending: Waits for the exchange.
+        pending: Handle to wait for the exchange.
         arriving: Received payloads with their messages.
-        leaving: Sent payloads with their messages, which are freed afterwards.
+        leaving: Sent payloads with their messages, which are freed after the wait.
     """
 
     pending: Pending
@@ -82,18 +82,19 @@ class _PendingExchange(NamedTuple):
 class Ring:
     """One rank's part of a pass over one head chunk.
 
-    The ring owns held chunks, partial results and started exchanges.
+    The ring owns the chunks on this rank, the partial results and the started exchanges.
 
     Args:
         rank_plan: Plan of this rank.
         run: The pass.
         tag: Tag of the call, for envelopes.
         heads: The head chunk.
-        compute: Computes a pair: `Forward`, `Backward`, or a class of the plugin `sparse`.
-        own: Family of copies -> tensors that this rank has from the start.
+        compute: Object whose method `pair` computes a pair: `Forward`, `Backward`, or an object of
+            the plugin `sparse`.
+        own: Family ("query", "kv") -> tensors of this rank's own chunk.
         sums: Family of partial results -> shape of one row of each tensor.
-        exact: Number of last tensors of each family in `sums` that are sent in the dtype of the
-            sums; the others are sent in the wire dtype.
+        exact: Number of tensors, counted from the last in each family of `sums`, that are sent in
+            the dtype of the sums. All other tensors of `sums` are sent in the wire dtype.
     """
 
     def __init__(
@@ -131,10 +132,10 @@ class Ring:
         self._sends = dict(run.sends)  # remaining number of sends
 
     def __iter__(self) -> Iterator[None]:
-        """Run the pass; pause when only transfers are pending, so that other rings can compute."""
+        """Run the pass. Yields once per step after the posts, so that other rings can compute."""
         for step in self.steps:
             self._finish(step.index)
-            for chunk in step.release:  # of other ranks
+            for chunk in step.release:  # chunks of other ranks
                 self.buffers.give(chunk.family, self.chunks.pop(chunk))
             # Posting comes before computing, which hides it (BurstEngine Algorithms 1 and 2).
             for exchange in step.exchanges:
@@ -179,7 +180,7 @@ class Ring:
         self._pending.setdefault(exchange.land, []).append(flight)
 
     def _finish(self, boundary: int) -> None:
-        """Wait for the exchanges that end here, and free sent messages."""
+        """Wait for the exchanges that end at `boundary`, and free sent messages."""
         for flight in self._pending.pop(boundary, ()):
             with self._range("wait, boundary %d", boundary):
                 flight.pending.wait()
@@ -192,7 +193,7 @@ class Ring:
                     self.partials.receive(payload.target, message)
 
     def _outgoing(self, payload: Payload) -> Message:
-        """Return the message to send: a received message unchanged, or a copy of some rows."""
+        """Return the message to send: sums, a received message unchanged, or own rows."""
         chunk = payload.hop.chunk
         if payload.target is not None:
             message = self.partials.send(payload.target)
@@ -226,7 +227,7 @@ class Ring:
         return Envelope(self._tag, payload.digest + (self.heads.number << 32))
 
     def _range(self, words: str, *numbers: int) -> AbstractContextManager[Any]:
-        """Return a profiler range (and NVTX range, if enabled); without a profiler, do nothing."""
+        """Return a profiler range (an NVTX range, if enabled), or a no-op without a profiler."""
         if not profiler._is_profiler_enabled:
             return UNNAMED
         return record_function(f"{self.run.name}{self.heads.title}: {words % numbers}")
@@ -240,9 +241,9 @@ def kinds(
     total: torch.dtype,
     wire: torch.dtype,
 ) -> tuple[dict[str, MessageKind], dict[str, str]]:
-    """Return the message kinds of a pass, and family -> kind in which it is sent.
+    """Return the message kinds of a pass by name, and a dict from family to sent kind.
 
-    Sums that are sent in another dtype have a separate kind. Arguments are the same as in `Ring`.
+    Sums that are sent in another dtype have a separate kind.
 
     Args:
         run: The pass.
@@ -287,8 +288,8 @@ class _Label(NamedTuple):
 def run(rings: Sequence[Ring]) -> None:
     """Run the rings of all head chunks, each one boundary behind the previous one.
 
-    While one ring computes, the hops of another are on the links. Its own computation cannot hide
-    the last hops of a ring, so only the last hops of the last head chunk are exposed.
+    While one ring computes, the hops of another ring are in flight. The last hops of a ring overlap
+    with the computation of the next ring, so only the last hops of the last ring are exposed.
     """
     waiting, running = [iter(ring) for ring in rings], []
     while waiting or running:
@@ -302,8 +303,8 @@ def run(rings: Sequence[Ring]) -> None:
 def head_chunks(rank_plan: RankPlan, heads: int, kv_heads: int) -> list[HeadChunk]:
     """Return the head chunks of a rank.
 
-    The last head chunks defer the pair of their own chunks, which waits for no transfer, to overlap
-    it with their last gradient transfers. The first head chunks compute while the last ones start.
+    The pair of the rank's own chunks needs no transfer. The last head chunks compute this pair last
+    to hide their last gradient transfers. Their start is hidden by the first head chunks.
 
     Args:
         rank_plan: Plan of this rank.
@@ -335,7 +336,7 @@ def head_chunks(rank_plan: RankPlan, heads: int, kv_heads: int) -> list[HeadChun
 
 @dataclass(frozen=True)
 class Forward:
-    """Forward computation of a pair: a part of out and lse, merged with previous parts.
+    """Forward computation of a pair: out and lse over one key chunk, merged into the sums.
 
     Attributes:
         kernel: Local attention kernel.
@@ -413,13 +414,13 @@ def outputs(
 
 @dataclass(frozen=True)
 class Backward:
-    """Backward computation of a pair: parts of dq, dk and dv, added to the sums.
+    """Backward computation of a pair: contributions to dq, dk and dv, added to the sums.
 
     Attributes:
         kernel: Local attention kernel.
         scoring: Scale and softcap.
-        out: Output of the queries of rank `me`. It is not sent: a sent query chunk has delta
-            instead (BurstEngine 3.1).
+        out: Output of this rank's queries, or None. Query chunks of other ranks have delta instead
+            (BurstEngine 3.1).
         me: This rank in the ring.
         needs_grad: Whether q, k and v need a gradient.
     """
@@ -445,8 +446,8 @@ def backward_rings(
 ) -> list[Ring]:
     """Return one ring per head chunk that computes the gradients of the local q, k, v.
 
-    The program decides what is sent. A rank holds its own chunks from the start and receives chunks
-    of other ranks. Gradients are summed per chunk, on the rank that has the chunk.
+    The schedule decides whether queries or keys are sent. Each rank sums its contributions to the
+    gradients of a chunk. The sums are added up on the way to the owner of the chunk.
 
     Source: BurstEngine Algorithms 1 and 2.
 
@@ -496,7 +497,7 @@ def gradients(
 def by_tensor(
     sums: Tensors, needs_grad: tuple[bool, bool, bool]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return the sums of q, k and v, with None for a gradient that is not needed."""
+    """Return the sums as (dq, dk, dv), with None for a gradient that is not needed."""
     if len(sums) == len(needs_grad):
         return sums
     remaining = iter(sums)
@@ -504,7 +505,7 @@ def by_tensor(
 
 
 def of_heads(x: torch.Tensor, heads: slice) -> torch.Tensor:
-    """Return these heads (dimension 2); x itself if `heads` has all of them."""
+    """Slice the heads (dimension 2) of x; return x itself if `heads` has all heads."""
     return x if heads.stop - heads.start == x.shape[2] else x[:, :, heads]
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention with queries in row chunks that are computed one after the other, on any ring.
 
-Only one row chunk of q, out, dq, partial results and sent queries exists at a time. The gradients
-of keys and values are summed in one buffer over all row chunks. Every row chunk is a pass of its
-own, made by `planning`. `RowChunkState` runs them. `forward` and `backward` use it for a call that
-has all rows. `RowChunkedCall` is for code without a complete q: a layer that computes projection,
-attention and output projection one row chunk at a time.
+Only one row chunk of partial results and sent queries exists at a time. The gradients of keys and
+values are summed in one buffer over all row chunks. Each row chunk has its own passes, made by
+`planning`. `RowChunkState` runs these passes. `forward` and `backward` use it for a call with all
+rows. `RowChunkedCall` is for a layer that computes projection, attention and output projection one
+row chunk at a time, without a complete q.
 
 Source: FPDT (arXiv 2408.16978), section 4, which has head parallelism only.
 
@@ -32,7 +32,7 @@ Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 class RowChunkState:
-    """Accumulated state of one call on one rank: keys of all rows, and sums over row chunks.
+    """State of one call on one rank: keys of all rows, and key gradients summed over row chunks.
 
     Args:
         rank_plan: Plan of this rank.
@@ -79,8 +79,8 @@ class RowChunkState:
             stored: What `kept` returned for this row chunk; only the other rows are computed.
 
         Returns:
-            out [r, b, h, w] in the dtype of q, and lse as the ring has it: [p r, b, h / p] in the
-            accumulation dtype.
+            out [r, b, h, w] in the dtype of q, and lse with the rows and heads of the ring, [p r,
+            b, h / p], in the accumulation dtype.
         """
         rank_plan, chunk = self.rank_plan, self.rank_plan.chunks[index]
         run, recompute = chunk.forward, chunk.recompute
@@ -144,7 +144,7 @@ class RowChunkState:
         lse: torch.Tensor,
         dout: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Compute dq of a row chunk, and add to the gradients of keys and values.
+        """Compute dq of a row chunk, and add its contributions to dk, dv and dsink.
 
         Args:
             index: Number of the row chunk.
@@ -234,7 +234,7 @@ def forward(
     stored: Tensors | None,
     max_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Tensors]:
-    """Compute all row chunks one after the other. Same as `function.forward`."""
+    """Compute all row chunks, one after the other. Arguments and results: `function.forward`."""
     q, k, v = shard
     chunks = RowChunkState(rank_plan, call, (k, v), sink, max_logits)
     out, lses = q.new_empty((*q.shape[:3], v.shape[3])), []
@@ -253,9 +253,9 @@ def backward(
     saved: Tensors,
     sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Compute all row chunks one after the other.
+    """Compute the gradients of all row chunks, one after the other.
 
-    Same as `function.backward`, but dq has the dtype of q.
+    Arguments and results are the same as in `function.backward`, but dq has the dtype of q.
     """
     q, k, v, out, lse = saved
     chunks = RowChunkState(rank_plan, call, (k, v), sink, exchanged=True)
@@ -299,13 +299,16 @@ def _stored_by_chunk(
 def _by_chunk(
     rank_plan: RankPlan, lse: torch.Tensor, all_rows: torch.Tensor
 ) -> Sequence[torch.Tensor]:
-    """Split lse, as the ring has it, by row chunk. `all_rows` is any tensor of all rows."""
+    """Split lse, which has the rows of the ring, by row chunk.
+
+    `all_rows` is any tensor with all rows of this rank.
+    """
     rows = [len(all_rows) if chunk.rows is None else len(chunk.rows) for chunk in rank_plan.chunks]
     return lse.split([len(rank_plan.ulysses_links) * count for count in rows])
 
 
 def _rows_of_chunk(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-    """Return these rows of x, contiguous. None selects all rows."""
+    """Return the given rows of x, contiguous. None selects all rows."""
     return x.contiguous() if rows is None else x.index_select(0, rows)
 
 
@@ -316,14 +319,14 @@ def _put(all_rows: torch.Tensor, rows: torch.Tensor | None, part: torch.Tensor) 
         all_rows.index_copy_(0, rows, part)
 
 
-# --- a call whose chunks of queries the caller makes --------------------------------------------
+# --- a call whose caller passes one row chunk of queries at a time ------------------------------
 
 
 def check_keys(k: torch.Tensor, v: torch.Tensor, made_for_k: object, made_for_v: object) -> None:
-    """Check k and v against the shape, dtype and device that a plan was made for.
+    """Check k and v against (shape, dtype, device) from the plan.
 
     Raises:
-        ValueError: A tensor differs.
+        ValueError: k or v has another shape, dtype or device.
     """
     for name, tensor, expected in (("k", k, made_for_k), ("v", v, made_for_v)):
         actual: object = f"{tensor!r:.100}"
@@ -337,9 +340,9 @@ class RowChunkedCall:
     """A call of attention with one row chunk of queries at a time; made by `Plan.chunked`.
 
     Every method is a collective call: all ranks of the plan call the same methods in the same
-    order. Row chunks may have any order. Autograd does not record the methods, so pass detached
-    tensors. The object holds keys and values until it is deleted. The caller keeps out and lse. A
-    forward and its backward may belong to two objects that were made from the same keys and values.
+    order. Row chunks may be computed in any order. Autograd does not record the methods, so pass
+    detached tensors. The object keeps a reference to keys and values. The caller must keep out and
+    lse. `forward` and `backward` may be called on two objects made from the same keys and values.
 
     Args:
         rank_plan: Plan of this rank.
@@ -417,9 +420,9 @@ class RowChunkedCall:
         lse_c: torch.Tensor,
         dout_c: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Compute dq of row chunk `c`, and add to dk, dv and dsink.
+        """Compute dq of row chunk `c`, and add its contributions to dk, dv and dsink.
 
-        The method cannot check that results of the right shape belong to this row chunk.
+        Only shapes are checked: `out_c` and `lse_c` must be the results for this row chunk.
 
         Args:
             c: Number of the row chunk.
@@ -453,7 +456,7 @@ class RowChunkedCall:
             gradient that is not needed.
 
         Raises:
-            ValueError: It was already called, or backward of a row chunk is missing.
+            ValueError: `gradients` was already called, or backward of a row chunk is missing.
         """
         self._groups.check()
         missing = sorted(set(range(len(self._job.chunks))) - self._differentiated)

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Head parallelism: an all-to-all that exchanges sequence rows for heads, around any ring.
 
-The ranks of a ulysses group hold different rows and all heads. After `scatter`, each rank holds the
-rows of the whole group and its share of the heads. `gather` is the inverse. `schedule.head_shares`
-decides the order in which the ring sees these rows. One ulysses group over all ranks is
-DeepSpeed-Ulysses; around a ring it is 2D attention (LoongTrain section 4.2). If there are fewer
-key/value heads than ranks, each rank receives a copy of the head that it needs. The owner sums the
-gradients of the copies in a dtype that the caller chooses; gradients may be sent in a narrower
-dtype.
+Before the exchange, each rank of a ulysses group has its own rows and all heads. After `scatter`,
+each rank has the rows of the whole group and its share of the heads. `gather` is the inverse.
+`schedule.head_shares` decides the order of the rows in the ring. One ulysses group over all ranks
+is DeepSpeed-Ulysses; around a ring it is 2D attention (LoongTrain section 4.2).
 
-This module handles heads and rows only. The transport decides how they are sent.
+If there are fewer key/value heads than ranks, each rank receives a copy of the head that it needs.
+`gather` sums the gradients of the copies in a dtype that the caller chooses; gradients may be sent
+in a narrower dtype.
 
 Shape letters: s local rows, b batch, n heads, d width; p ranks of the ulysses group.
 """
@@ -37,13 +36,13 @@ def heads_here(rank_plan: RankPlan) -> slice:
 def heads_to_rows(
     rank_plan: RankPlan, call: CallTag, name: str, tensors: Tensors, order: torch.Tensor | None
 ) -> Tensors:
-    """Return all rows of the ranks that share heads, for this rank's heads.
+    """Return all rows of the ulysses group, for this rank's share of the heads.
 
     Args:
         rank_plan: Plan of this rank.
         call: Tag of the call, for envelopes.
         name: Name of the pass, the same on every rank, for envelopes and errors.
-        tensors: [s, b, n, d] of this rank.
+        tensors: Tensors of this rank, [s, b, n, d] each.
         order: Order of the rows, as in `RankPlan.order`.
 
     Returns:
@@ -76,9 +75,9 @@ def rows_to_heads(
         rank_plan: Plan of this rank.
         call: Tag of the call, for envelopes.
         name: Name of the pass, the same on every rank.
-        tensors: [p s, b, share of n, d]; None stays None.
+        tensors: Tensors [p s, b, share of n, d]. For None, the result is None.
         heads: n of each tensor.
-        sums: dtype of the sums of copied heads, as in `gather`.
+        sums: dtype in which copied heads are summed, as in `gather`.
         order: Order of the rows, as in `RankPlan.order`.
     """
     if len(rank_plan.ulysses_links) == 1:
@@ -109,9 +108,9 @@ def scatter(
 
 
 def _parts(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """Return [size, s, b, share of n, d] of [s, b, n, d]: a view, unless heads are copied.
+    """Split [s, b, n, d] by heads into [size, s, b, share of n, d], with the shares of `Share.of`.
 
-    The shares are the same as in `Share.of`.
+    The result is a view, unless heads are copied.
     """
     heads = tensor.shape[2]
     if heads < size:
@@ -134,7 +133,7 @@ def gather(
     Args:
         endpoint: Endpoint of the ulysses group.
         links: Link class to each rank.
-        tensors: Tensors of this rank; None stays None.
+        tensors: Tensors of this rank. For None, the result is None.
         heads: n of each tensor.
         sums: dtype in which the gradients of copied heads are summed. A tensor without copied heads
             keeps its dtype.
@@ -154,7 +153,7 @@ def gather(
 
 
 def _joined(parts: torch.Tensor, heads: int, sums: torch.dtype) -> torch.Tensor:
-    """Invert `_parts`."""
+    """Join [size, s, b, share of n, d] to [s, b, n, d], the inverse of `_parts`; sum copies."""
     size = len(parts)
     if heads >= size:
         return parts.movedim(0, 2).flatten(2, 3).contiguous()
