@@ -77,7 +77,7 @@ test-megatron-lm: ## Megatron-LM's own unit tests, stock and with BurstAttention
 	@$(MAKE) --no-print-directory $(VENV)-foreign/.ready
 	@$(VENV)-foreign/bin/python tests/foreign/run.py --megatron "$(MEGATRON)" $(ARGS) < /dev/null
 
-parity: $(VENV)/.ready-test ## 78 flag combinations of Megatron-LM beside stock, by its event files (Python 3.12, minutes)
+parity: $(VENV)/.ready-test ## 77 flag combinations of Megatron-LM beside stock, by its event files (Python 3.12, minutes)
 	@OMP_NUM_THREADS=1 $(PY) tests/parity/parity.py $(ARGS) < /dev/null
 
 lint: $(VENV)/.ready-test ## ruff (rules and format) and pyright

@@ -14,6 +14,7 @@ from fuzz import attention
 import megatron_burst as mb
 from megatron_burst import masks
 from megatron_burst.plugins.testing import in_process
+from megatron_burst.schedule.algorithms import ALGORITHMS
 
 
 def test_random_calls_in_one_process():
@@ -21,6 +22,31 @@ def test_random_calls_in_one_process():
     tally = attention.search(range(40))
     assert not tally.failures, tally
     assert tally.tried == 40
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_algorithm_equals_dense_attention(algorithm):
+    """Every entry of the table of algorithms, a new one too, on grids of 1 to 8 ranks."""
+    layouts = ("zigzag", "striped", "contiguous")
+    for number, (nodes, per_node) in enumerate([(1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (2, 4)]):
+        groups = in_process.groups(inter=nodes, intra=per_node)
+        for index, mask in enumerate(cases.MASKS):
+            heads = cases.HEADS[(number + index) % len(cases.HEADS)]
+            length = cases.ROWS[groups.size] * groups.size
+            problem = cases.Problem(mask, heads, 1 + index, cases.WIDTHS[index], length)
+            inputs, truths = cases.solve(problem)
+            layout = layouts[(number + index) % 3]
+            positions = oracle.permutation(layout, groups.size, length)
+            shards = [[x[rows].clone() for rows in positions] for x in inputs]
+            leaves = [x.requires_grad_() for shard in shards[:3] for x in shard]
+            outs = in_process.attention(
+                *shards[:3], groups=groups, algorithm=algorithm, layout=layout,
+                mask=cases.MASKS[mask],
+            )  # fmt: skip
+            results = [*outs, *torch.autograd.grad(outs, leaves, shards[3])]
+            expected = [truth[rows] for truth in truths for rows in positions]
+            for actual, right in zip(results, expected, strict=True):
+                assert oracle.worst(actual, right) < cases.TOLERANCE, (nodes, per_node, problem)
 
 
 def test_a_sink_of_minus_infinity_is_no_sink():
