@@ -1,6 +1,6 @@
 """Distributed checkpoints that load under any context-, tensor- or pipeline-parallel size.
 
-Owns: what a checkpoint of this example holds, and Megatron's directory convention
+Owns the content of a checkpoint of this example, and Megatron's directory convention
 (DIR/iter_0000010, DIR/latest_checkpointed_iteration.txt).
 """
 
@@ -17,7 +17,7 @@ _LATEST = "latest_checkpointed_iteration.txt"
 
 
 def save(root: str, iteration: int, consumed: int, stages: Any, optimizer: Any, schedule: Any):
-    """Write the stages of the model, optimizer, schedule, iteration and consumed samples."""
+    """Save the model stages, optimizer, schedule, iteration and consumed samples. Collective."""
     folder = Path(root) / f"iter_{iteration:07d}"
     folder.mkdir(parents=True, exist_ok=True)
     state = _sharded_state(stages, optimizer, schedule, is_loading=False)
@@ -32,17 +32,30 @@ def save(root: str, iteration: int, consumed: int, stages: Any, optimizer: Any, 
 def load(
     root: str, iteration: int | None, stages: Any, optimizer: Any, schedule: Any
 ) -> tuple[int, int]:
-    """Restore everything that ``save`` wrote, of the latest iteration unless one is named;
-    returns (iteration, consumed samples)."""
+    """Restore a checkpoint of `save`. Collective.
+
+    Args:
+        root: Folder of the checkpoints.
+        iteration: Iteration of the checkpoint; None for the latest.
+        stages: Model stages of this rank.
+        optimizer: Optimizer of Megatron-Core.
+        schedule: Learning-rate schedule.
+
+    Returns:
+        The iteration, and the number of consumed samples.
+
+    Raises:
+        ValueError: The checkpoint does not exist, or this optimizer cannot be restored.
+    """
     _check_restorable(optimizer)
     latest = Path(root) / _LATEST
     if iteration is None and not latest.exists():
-        raise ValueError(f"--load {root} holds no checkpoint: {latest} does not exist")
+        raise ValueError(f"--load {root} contains no checkpoint: {latest} does not exist")
     folder = Path(root) / f"iter_{iteration or int(latest.read_text()):07d}"
     if not folder.exists():
         raise ValueError(f"--load {root} --ckpt-step {iteration}: {folder} does not exist")
-    wanted = _sharded_state(stages, optimizer, schedule, is_loading=True)
-    state = dist_checkpointing.load(wanted, str(folder))
+    template = _sharded_state(stages, optimizer, schedule, is_loading=True)
+    state = dist_checkpointing.load(template, str(folder))
     for name, stage in _named(stages).items():
         stage.module.load_state_dict(state[name])
     optimizer.load_state_dict(state["optimizer"])
@@ -61,7 +74,7 @@ def _check_restorable(optimizer: Any) -> None:
 
 
 def _named(stages: list[Any]) -> dict[str, Any]:
-    """ "model", or "model0" and on: Megatron's names for the stages of a rank."""
+    """Return the stages by Megatron's names: "model", or "model0", "model1", and so on."""
     if len(stages) == 1:
         return {"model": stages[0]}
     return {f"model{i}": stage for i, stage in enumerate(stages)}
@@ -69,8 +82,8 @@ def _named(stages: list[Any]) -> dict[str, Any]:
 
 def _sharded_state(stages: Any, optimizer: Any, schedule: Any, is_loading: bool) -> dict[str, Any]:
     metadata = {
-        # The only optimizer format that survives another number of data-parallel ranks, and to
-        # the distributed optimizer context-parallel ranks are data-parallel ranks.
+        # Only this optimizer format loads on another number of data-parallel ranks. For the
+        # distributed optimizer, context-parallel ranks are data-parallel ranks.
         "distrib_optim_sharding_type": "fully_reshardable",
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }

@@ -1,7 +1,7 @@
-"""Batches from a Megatron .bin/.idx dataset, the same for every way of splitting the model.
+"""Batches from a Megatron .bin/.idx dataset, equal for all parallel sizes.
 
-Owns: which sample goes to which data-parallel rank in which micro-batch. Every rank of a
-context-parallel group reads whole sequences; Megatron's own function then takes its share.
+Owns the assignment of samples to data-parallel ranks and micro-batches. Every rank of a
+context-parallel group reads whole sequences; Megatron's own function then selects its shard.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass
 class FixedVocabulary:
-    """What Megatron's datasets ask of a tokenizer when the text is already tokens."""
+    """The part of a tokenizer that Megatron's datasets read if the text is already tokens."""
 
     vocab_size: int
     eod: int
@@ -35,16 +35,21 @@ class FixedVocabulary:
 
 
 def build(args: Namespace) -> GPTDataset:
-    """The training samples of the whole run; the order depends on seed and --train-iters only.
+    """Return the training samples of a run; their order depends on seed and --train-iters only.
 
-    Raises ``ValueError`` when the text is shorter than one sequence.
+    Args:
+        args: Arguments of `arguments.parse_args`.
+
+    Raises:
+        ValueError: The text is shorter than one sequence.
     """
-    text = IndexedDataset(args.data_path)  # kept: its arrays are views of a file it closes
+    text = IndexedDataset(args.data_path)  # a variable, because it closes the file of its arrays
     tokens = int(text.sequence_lengths.sum())
     if tokens <= args.seq_length:
         raise ValueError(
-            f"--data-path {args.data_path} holds {tokens} tokens, too few for one sequence of "
-            f"--seq-length {args.seq_length} and the token after it; add text or lower --seq-length"
+            f"--data-path {args.data_path} contains {tokens} tokens, but one sequence of "
+            f"--seq-length {args.seq_length} requires {args.seq_length + 1}; add text or use a "
+            "smaller --seq-length"
         )
     config = GPTDatasetConfig(
         random_seed=args.seed,
@@ -56,7 +61,7 @@ def build(args: Namespace) -> GPTDataset:
         reset_position_ids=False,
         reset_attention_mask=dense_mask(args),
         eod_mask_loss=args.eod_mask_loss,
-        create_attention_mask=dense_mask(args),  # s x s; a causal mask is known to the attention
+        create_attention_mask=dense_mask(args),  # s x s; attention needs no causal mask
     )
     sizes = [args.train_iters * args.global_batch_size, None, None]
     train, _, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
@@ -64,14 +69,20 @@ def build(args: Namespace) -> GPTDataset:
 
 
 def dense_mask(args: Namespace) -> bool:
-    """Does the attention need its document mask as a table? Megatron's own local one does."""
+    """Return whether attention needs a dense document mask, as Megatron's local attention does."""
     return args.packed and args.context_parallel_size == 1 and args.transformer_impl == "local"
 
 
 def micro_batches(samples: GPTDataset, args: Namespace, consumed: int) -> Iterator[Batch]:
-    """One step's micro-batches of this rank, starting after ``consumed`` samples of the run.
+    """Yield the micro-batches of this rank for one step.
 
-    Each entry is [micro batch, sequence / context-parallel size].
+    Args:
+        samples: Samples of the run.
+        args: Arguments of `arguments.parse_args`.
+        consumed: Number of samples that earlier steps have consumed.
+
+    Yields:
+        Tensors [micro-batch, sequence / context-parallel size] by name.
     """
     rank = parallel_state.get_data_parallel_rank()
     stride = args.micro_batch_size * args.data_parallel_size
@@ -81,7 +92,10 @@ def micro_batches(samples: GPTDataset, args: Namespace, consumed: int) -> Iterat
 
 
 def _micro_batch(samples: GPTDataset, args: Namespace, first: int) -> Batch:
-    """Not in the generator above, which would hold whole sequences until the next one is asked."""
+    """Return one micro-batch.
+
+    It is a function of its own, because the generator would keep whole sequences while it waits.
+    """
     rows = [samples[i] for i in range(first, first + args.micro_batch_size)]
     batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
     if args.packed and not dense_mask(args):
@@ -90,14 +104,14 @@ def _micro_batch(samples: GPTDataset, args: Namespace, first: int) -> Batch:
 
 
 def document_ends(tokens: torch.Tensor, eod: int) -> torch.Tensor:
-    """int32 [1, documents + 1]: cumulative lengths of the documents of one sequence [1, s]."""
+    """Return int32 [1, documents + 1], the cumulative lengths of the documents of tokens [1, s]."""
     last = tokens[0].eq(eod).nonzero()[:, 0] + 1
     inside = last[last < tokens.shape[1]].tolist()
     return torch.tensor([[0, *inside, tokens.shape[1]]], dtype=torch.int32)
 
 
 def packed_seq_params(batch: Batch) -> PackedSeqParams | None:
-    """Megatron's description of a packed batch; None for a plain one."""
+    """Return Megatron's description of a packed batch; None if the batch is not packed."""
     if "cu_seqlens" not in batch:
         return None
     ends = batch["cu_seqlens"][0]
@@ -112,8 +126,8 @@ def packed_seq_params(batch: Batch) -> PackedSeqParams | None:
 
 
 def _on_this_context_parallel_rank(batch: Batch) -> Batch:
-    # Looked up at each call: megatron_burst replaces it for layouts that Megatron does not have.
+    # Read at each call: megatron_burst replaces it for layouts that Megatron does not have.
     split = utils.get_batch_on_this_cp_rank
-    takes = inspect.signature(split).parameters  # more from version to version
-    asked = {"is_hybrid_cp": False, "cp_group": parallel_state.get_context_parallel_group()}
-    return split(batch, **{name: asked[name] for name in asked if name in takes})
+    parameters = inspect.signature(split).parameters  # they depend on Megatron's version
+    options = {"is_hybrid_cp": False, "cp_group": parallel_state.get_context_parallel_group()}
+    return split(batch, **{name: options[name] for name in options if name in parameters})

@@ -1,8 +1,7 @@
-"""Run `pretrain_gpt.py`, or another script with its flags, on some processes of this machine, and
-read back what it measured.
+"""Launcher of `pretrain_gpt.py`, or of a script with its flags, and reader of its metrics.
 
-Owns how the processes are started (torchrun, threads per process, where error streams go) and
-how the reason of a failure is found.
+Owns the start of processes on this machine (torchrun, threads per process, files of the error
+streams), and the search for the reason of a failure.
 """
 
 from __future__ import annotations
@@ -21,37 +20,51 @@ SCRIPT = Path(__file__).with_name("pretrain_gpt.py")
 
 @dataclass
 class Run:
-    """What one run wrote: its start-up line, and by step a row of loss, grad_norm and so on."""
+    """Results of one run.
+
+    Attributes:
+        startup: The start-up line.
+        steps: Metrics of each step, such as loss and grad_norm.
+        seconds: Duration, including the start of processes.
+    """
 
     startup: str
     steps: Mapping[int, Mapping[str, float]]
     seconds: float = 0.0
 
     def curve(self, key: str) -> dict[int, float]:
-        """`key` ("loss", "grad_norm", "tokens_per_s") by step."""
+        """Return one metric by step, such as "loss", "grad_norm" or "tokens_per_s"."""
         return {step: row[key] for step, row in self.steps.items()}
 
 
 class RunFailed(RuntimeError):
-    """A run ended with an error; the message is what a person needs to read."""
+    """Failure of a run; the message contains the reason."""
 
 
 def read_metrics(path: Path) -> Run:
-    """Parse the JSON lines of --metrics. Raises ValueError when there is not a single step."""
+    """Parse the JSON lines of --metrics.
+
+    Raises:
+        ValueError: The file contains no step.
+    """
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     steps = {line["step"]: line for line in lines if "step" in line}
     if not steps:
-        raise ValueError(f"{path} holds no step: the run that wrote it ended before its first one")
+        raise ValueError(f"{path} contains no step: the run ended before its first step")
     startup = next((line["run"]["startup"] for line in lines if "run" in line), "")
     return Run(startup, steps)
 
 
 def environment(ranks: int, keep_memory: bool = True) -> dict[str, str]:
-    """What the ranks of one machine need: no GPU, loopback, and no more threads than cores.
+    """Return the environment of ranks on one machine: no GPU, loopback, a thread per core.
 
-    Megatron's own attention on the CPU makes matrices of hundreds of MB; getting each from the
-    system anew takes longer than filling it, so freed memory is kept (unless `keep_memory` is
-    False), in huge pages.
+    Megatron's own attention on the CPU allocates matrices of hundreds of MB. Each allocation from
+    the system takes longer than the computation of its values, so the process keeps freed memory,
+    in huge pages.
+
+    Args:
+        ranks: Number of processes.
+        keep_memory: If False, freed memory is returned to the system.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     settings = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(max(1, (cores or 1) // ranks))}
@@ -63,9 +76,10 @@ def environment(ranks: int, keep_memory: bool = True) -> dict[str, str]:
 
 
 def cause(logs: Path) -> str:
-    """The reason a run failed, from the error streams its ranks left below `logs`.
+    """Return the reason of a failure from the error streams of the ranks below `logs`.
 
-    The rank that failed first says most: the others only miss it. Falls back to the last lines.
+    The traceback of the rank that failed first contains the reason; the other ranks only lose their
+    peer. Without a traceback, the last lines are returned.
     """
     streams = sorted(logs.rglob("stderr.log"), key=lambda path: path.stat().st_mtime)
     streams += logs.glob("launcher.log")
@@ -82,12 +96,21 @@ def train(
     script: Path | None = None,
     keep_memory: bool = True,
 ) -> Run:
-    """Train on `ranks` processes, the table on this terminal; return what --metrics received.
+    """Train on several processes, with the progress on this terminal.
 
-    script: what each process runs, `pretrain_gpt.py` unless another is named. keep_memory: see
-    `environment`.
+    Args:
+        name: Name of the run. Error streams are written to FOLDER/logs/NAME.
+        ranks: Number of processes.
+        flags: Flags of the script.
+        folder: Folder for logs and metrics.
+        script: Script of each process; None for `pretrain_gpt.py`.
+        keep_memory: Same as in `environment`.
 
-    Error streams go to `folder`/logs/`name`; raises RunFailed with the reason found in them.
+    Returns:
+        The metrics of the run.
+
+    Raises:
+        RunFailed: A process failed; the message contains the reason from its error stream.
     """
     logs = folder / "logs" / name
     logs.mkdir(parents=True)
@@ -104,7 +127,7 @@ def train(
     if code:
         raise RunFailed(
             f"The run {name!r} on {ranks} rank{'s' * (ranks > 1)} ended with exit status {code}:\n"
-            f"{cause(logs)}\nAll it printed to its error streams: {logs}"
+            f"{cause(logs)}\nThe error streams of all ranks are in {logs}"
         )
     run = read_metrics(metrics)
     run.seconds = time.perf_counter() - start

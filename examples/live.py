@@ -1,6 +1,6 @@
-"""What the user sees while training: a live table on a terminal, plain lines elsewhere.
+"""Progress of a training run: a live table on a terminal, plain lines in other output.
 
-Owns: the screen and the metrics file of global rank 0. Other ranks use the same object, mute.
+Owns the screen and the metrics file of global rank 0. On other ranks the object prints nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ROWS = 12
 
 
 class Reporter:
-    """Prints and records one line per step; use as a context manager."""
+    """Context manager that prints and records one line per step."""
 
     def __init__(self, active: bool, metrics: str | None, log_interval: int, last_step: int):
         self._active, self._interval, self._last = active, max(1, log_interval), last_step
@@ -43,7 +43,7 @@ class Reporter:
             self._file.close()
 
     def run(self, settings: dict[str, Any], startup: str) -> None:
-        """Say once what runs."""
+        """Record the settings, and print the start-up line."""
         self._write({"run": settings | {"startup": startup}})
         if self._active:
             (self._live.console.print if self._live else print)(startup)

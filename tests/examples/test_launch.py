@@ -58,5 +58,5 @@ def test_cause_without_a_traceback_is_the_last_lines(tmp_path):
 
 def test_metrics_without_a_step(tmp_path):
     (tmp_path / "m.jsonl").write_text('{"run": {"startup": "x"}}\n')
-    with pytest.raises(ValueError, match="holds no step"):
+    with pytest.raises(ValueError, match="contains no step"):
         launch.read_metrics(tmp_path / "m.jsonl")

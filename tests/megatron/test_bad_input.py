@@ -18,8 +18,8 @@ BAD_FLAGS = {
     ),
     f"{CP4} --burst-attention-store 0.5": "nothing is recomputed",
     f"{CP4} --burst-attention-store 1.5": "--burst-attention-store",
-    f"{CP4} --packed --micro-batch-size 2": "--packed takes one sequence at a time",
-    "--packed --window-size 8,0": "drops the documents of sliding-window layers",
+    f"{CP4} --packed --micro-batch-size 2": "--packed requires --micro-batch-size 1",
+    "--packed --window-size 8,0": "ignores the documents in sliding-window layers",
     f"{CP4} --attention-dropout 0.1": "--attention-dropout 0",
     f"{CP4} --context-parallel-algo megatron": "--context-parallel-algo megatron",
     "--context-parallel-size 3": "does not divide the 4 processes",
@@ -30,9 +30,9 @@ BAD_FLAGS = {
     ),
     "--num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-size 2 --num-layers 4 "
     "--global-batch-size 2": "1 micro-batches per step",
-    "--seq-length 65536": "too few for one sequence",
+    "--seq-length 65536": "but one sequence of --seq-length",
     "--load nowhere --use-distributed-optimizer": "Apex or Transformer Engine",
-    "--load nowhere": "--load nowhere holds no checkpoint",
+    "--load nowhere": "--load nowhere contains no checkpoint",
 }
 
 

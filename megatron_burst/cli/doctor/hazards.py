@@ -90,7 +90,7 @@ def _sizes(command: MegatronCommand, gpus_per_node: int) -> Iterator[Finding]:
     if sizes is not None and math.prod(sizes) != cp:
         yield problem(
             SIZES,
-            f"{sizes} multiply to {math.prod(sizes)}, which is not --context-parallel-size {cp}",
+            f"{sizes} has the product {math.prod(sizes)}, but --context-parallel-size is {cp}",
             hierarchical_sizes(tp, cp, gpus_per_node).flags or f"remove {SIZES}",
         )
         return
