@@ -286,9 +286,9 @@ def table(shared: bool) -> str:
     heads = ["", "TP x PP x CP x DP", "recompute", "step", "faster", "GPU memory"]
     title = "system prompt and turns" if shared else "system prompt"
     return (
-        f"Shared {title}: {savings.tree.trajectory_tokens:,} tokens of a group as "
-        f"{savings.tree.rows:,} rows ({savings.tokens:.2f} x fewer), {savings.pairs:.2f} x "
-        f"fewer pairs.\n\n{markdown(heads, rows)}"
+        f"Shared {title}: a group has {savings.tree.trajectory_tokens:,} tokens and is merged "
+        f"into {savings.tree.rows:,} rows. Separate over merged: {savings.tokens:.2f} tokens, "
+        f"{savings.pairs:.2f} pairs.\n\n{markdown(heads, rows)}"
     )
 
 
