@@ -3,6 +3,6 @@
 
 This package needs no torch. `tables` has the types. `algorithms` make tables of pairs and transfers
 from a `demand`, and `rings` makes the schedule of one pass by the name of the algorithm. `program`
-is the view of one rank. `cost` counts bytes and pairs, `topology` places ranks on nodes, and
-`head_shares` divides heads among ranks.
+extracts the operations of one rank. `cost` counts bytes and pairs, `topology` places ranks on
+nodes, and `head_shares` divides heads among ranks.
 """

@@ -4,7 +4,7 @@
 Rows of one owner that the same ranks use form a bundle and are sent together. The rows of a message
 are a bit set over its owner's bundles. So schedules of rows are made like schedules of whole
 chunks, by operations on arrays. This module decides the order of rows in messages: the bundles that
-most ranks use come first. A message that loses rows on its way then mostly keeps its beginning.
+most ranks use come first. The rows that a message drops on its way are then mostly at its end.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ..layout import Span
 from ..masks.seen import united
 
 MOST = 62  # largest number of bundles of one owner: bit sets are int64
-CELLS = 1 << 23  # largest number of bundles times ranks, so more ranks have fewer bundles each
+CELLS = 1 << 23  # largest number of bundles times ranks; large grids have fewer bundles per owner
 
 
 class Runs(NamedTuple):
-    """Columns: rows first to first + rows - 1 of the owner's shard belong to `bundle`."""
+    """Runs of rows: rows `first` to `first + rows - 1` of the owner's shard are in `bundle`."""
 
     bundle: np.ndarray
     first: np.ndarray
@@ -85,7 +85,7 @@ class Bundles:
         return self._bits(selected).astype(np.int64)
 
     def sets(self, selected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return `bits(selected)` without empty sets: their flat indices, and the sets, int64."""
+        """Return flat indices and values (int64) of the nonempty sets of `bits(selected)`."""
         bits = self._bits(selected).reshape(-1)
         at = np.flatnonzero(bits != 0)
         return at, bits[at].astype(np.int64)
@@ -132,20 +132,20 @@ class Bundles:
         return bundled(owner[order], first, rows, users[owner[order]])
 
     def where(self, selected: np.ndarray) -> Bundles:
-        """Return the bundles that a bool [n] selects; rows of the others are in no bundle."""
+        """Return the bundles that a bool [n] selects; unselected rows are then in no bundle."""
         bundle, first, rows = (column[selected[self.runs.bundle]] for column in self.runs)
         runs = Runs((np.cumsum(selected) - 1)[bundle], first, rows)
         return Bundles(self.owner[selected], self.number[selected], self.users[selected], runs)
 
     def split(self, parts: int) -> Bundles:
-        """Return bundles that are cut into `parts` with about as many rows each.
+        """Split each bundle into `parts` bundles with about equally many rows.
 
         Part p of bundle b of an owner has the bit b * parts + p. Parts without rows are left out.
-        If an owner has too many bundles for that, its last ones are joined first.
+        If an owner has too many bundles for its bit sets, its last bundles are joined first.
         """
         bundles = self._with_at_most(max(_most(self.size) // parts, 1))
         runs, rows = bundles.runs, bundles.rows[bundles.runs.bundle]
-        begin = np.cumsum(runs.rows) - runs.rows  # first row among all, then among its bundle's
+        begin = np.cumsum(runs.rows) - runs.rows  # first rows: in all rows, then in the bundle
         begin -= begin[np.searchsorted(runs.bundle, runs.bundle)]
         cuts, turn = [], ((bundles.owner + bundles.number) % parts)[runs.bundle]
         for part in range(parts):
@@ -165,7 +165,7 @@ class Bundles:
         )
 
     def _with_at_most(self, most: int) -> Bundles:
-        """Return the bundles, with the last ones of an owner joined if it has more than `most`."""
+        """Return at most `most` bundles per owner: the owner's last bundles are joined."""
         if self.number.max(initial=0) < most:
             return self
         order = np.lexsort((self.runs.first, self.owner[self.runs.bundle]))
@@ -187,14 +187,14 @@ def bundled(
     users: np.ndarray,
     most: int | None = None,
 ) -> Bundles:
-    """Return the bundles of runs of rows.
+    """Group runs of rows into bundles by the ranks that use them.
 
     Args:
         owner: Owner of each run; runs are sorted by owner and row.
         first: First row of each run.
         rows: Number of rows of each run.
         users: bool [runs, G], ranks that use the rows.
-        most: Largest number of bundles of an owner; default: the limit of `MOST` and `CELLS`.
+        most: Largest number of bundles of an owner; default: set by `MOST` and `CELLS`.
     """
     size = users.shape[1]
     users = users.copy()
@@ -203,7 +203,7 @@ def bundled(
     bundle, number, start = _numbered(owner, users)
     most = most or _most(size)
     if number.max(initial=0) >= most:
-        # Join the last bundles, which few ranks use, to one that all these ranks use.
+        # Join the last bundles, which few ranks use, into one bundle used by all of these ranks.
         joined = owner * most + np.minimum(number, most - 1)[bundle]
         order = np.argsort(joined, kind="stable")
         _, begin, index, count = np.unique(
@@ -218,7 +218,7 @@ def bundled(
 
 def _most(size: int) -> int:
     """Return the largest number of bundles of each of `size` ranks."""
-    # `users` has a line per bundle and a column per rank, and every rank is an owner.
+    # `users` has a row per bundle and a column per rank, and every rank is an owner.
     return int(np.clip(CELLS // size**2, 1, MOST))
 
 
@@ -256,7 +256,7 @@ def spans_of(
     Args:
         ranges: Rows of the shard, as (first, stop).
         shard: Spans of the shard.
-        starts: Row at which each span begins, and the number of rows; computed if absent.
+        starts: First row of each span, then the number of rows; computed if absent.
     """
     starts = starts or [0, *accumulate(span.length for span in shard)]
     spans = []

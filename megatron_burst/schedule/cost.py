@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost of a schedule: bytes per link class and visible pairs; the cheapest side and route.
 
-The counts come from the schedules and tiles that run, so they cannot differ from them. Sizes are
-plain numbers, so no torch is needed. Source: BurstEngine, section 3.1. The paper saves bytes by
+The counts are made from the schedules and tiles that the executor runs. Sizes are plain numbers, so
+no torch is needed. Source: BurstEngine, section 3.1. The paper saves bytes by
 sending queries in backward. With grouped-query attention, keys and values are smaller, and sending
 queries costs more. So the side is computed from the sizes and is not fixed.
 """
@@ -176,7 +176,7 @@ def backward_schedules(
     for least, side_name in sorted(
         (sum(map(_fewest_bytes, rings_by_side[side_name])), side_name) for side_name in sides
     ):
-        if best is None or (least, side_name) < best[:2]:  # else there is no need to count
+        if best is None or (least, side_name) < best[:2]:  # else the lower bound exceeds the best
             passes = [_by_route(ring, route, sizes) for ring in rings_by_side[side_name]]
             sent = compares and sum(traffic(s, None, sizes).total for s in passes)
             candidate = sent, side_name, passes
@@ -185,9 +185,9 @@ def backward_schedules(
 
 
 def _fewest_bytes(schedule: Schedule) -> int:
-    """Return a lower bound on the bytes of every route; 0 if both sides are sent.
+    """Return a lower bound on the bytes over any route; 0 if the algorithm sends both sides.
 
-    Each rank receives the rows that it uses once, and sends their sums once.
+    Each rank receives each row that it uses once, and sends its partial gradient once.
     """
     bundles = schedule.travelling
     row_bytes = sum(getattr(schedule.row_bytes, family) for family in schedule.sent_families)
@@ -199,15 +199,14 @@ def _fewest_bytes(schedule: Schedule) -> int:
 
 
 def _by_route(ring: Schedule, route: str, sizes: Sizes) -> Schedule:
-    """Return the schedule with its route.
+    """Return the schedule with this route; "auto" takes the route with fewer bytes.
 
-    "auto" is the route with fewer bytes between nodes. If these are equal it is the route with
-    fewer bytes within nodes, and "ring" if those are equal too.
+    Bytes between nodes are compared first, then bytes within nodes. "ring" wins ties.
     """
     if route != "auto":
         return replace(ring, route=route)
-    # If every rank uses every row, both routes send every row to every rank, and the ring sends it
-    # over the fast links. Some algorithms have one route only.
+    # If every rank uses every row, both routes send every row to every rank, and the ring uses the
+    # fast links. Some algorithms have one route only.
     if ring.all_use_all or not ALGORITHMS[ring.algorithm].routed:
         return ring
     direct = replace(ring, route="direct")
@@ -218,11 +217,11 @@ def _by_route(ring: Schedule, route: str, sizes: Sizes) -> Schedule:
 
 
 def _clearly_fewer(ring: Schedule, grid: Grid) -> bool:
-    """Return whether "direct" sends fewer bytes than ring hops to the farthest user of each row.
+    """Return whether "direct" sends fewer bytes than the ring in either direction.
 
-    Bytes are those between nodes, or within the node if there is only one. If so, the tables of the
-    ring are not needed. In either direction of the ring, copies pass every node up to the last one
-    that uses them, and gradients pass every node from the first one on.
+    This comparison does not need the tables of the ring. It counts bytes between nodes, or within
+    the node if there is only one. On a ring, a copy passes every node up to its last user, and a
+    gradient passes every node from the first user on.
     """
     bundles, width = ring.travelling, grid.intra if grid.inter > 1 else 1
     length = grid.size // width

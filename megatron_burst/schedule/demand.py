@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The input of an algorithm: which pairs a pass computes, and which rows have to be sent.
 
-If a call runs in row chunks, each row chunk has its own demand. `row_chunk_spans` returns the
-queries of each.
+If a call runs in row chunks, each row chunk has its own demand. `row_chunk_spans` yields the
+queries of each row chunk.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .head_shares import shared_spans
 from .tables import ALL, Grid, Pairs, Side, Tables, Transfers
 from .topology import Topology
 
-GRAIN = 1024  # intervals of rows are rounded to 1 / GRAIN of a shard's length, or to one row
+GRAIN = 1024  # runs of rows begin and end at multiples of 1 / GRAIN of a shard, or of one row
 
 
 class RowBytes(NamedTuple):
-    """Bytes of one row of each family.
+    """Bytes per row of each family; 0 for a family that is not sent.
 
-    They are 0 if the family is not sent: gradients in forward, gradients that are not needed, and
+    Families that are not sent are gradients in forward, gradients that are not needed, and
     partial outputs in backward.
     """
 
@@ -46,15 +46,15 @@ FORWARD, BACKWARD = RowBytes(dkv=0, dquery=0, out=1), RowBytes()
 
 @dataclass(frozen=True, eq=False)
 class Visibility:
-    """The chunks of a ring that attend to each other, and their rows that are used.
+    """Visibility between the chunks of a ring: chunks that attend to each other, and used rows.
 
     Attributes:
         visible: bool [G, G], true if some query of rank i attends to some key of rank j.
         queries: Query rows of all ranks, grouped by the ranks that use them.
         keys: Key rows of all ranks, grouped by the ranks that use them.
-        joined: Whether one kernel call computes all pairs of a step, which makes few steps better.
-            None leaves this to the algorithm.
-        common: Cache of what algorithms compute from this object for several passes.
+        joined: Whether one kernel call computes all pairs of a step. None: the default of the
+            algorithm.
+        common: Cache of results that algorithms share between passes.
     """
 
     visible: np.ndarray
@@ -64,17 +64,17 @@ class Visibility:
     common: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def whole(self) -> Visibility:
-        """Return the same with whole chunks, as if every used chunk were used completely."""
+        """Return a visibility in which every used chunk is used completely."""
         return replace(self, queries=self.queries.whole(), keys=self.keys.whole())
 
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """The demand of one pass over all ranks of a grid.
+    """The pairs that one pass computes and the rows that it needs, over all ranks of a grid.
 
     Attributes:
         grid: Grid of the ranks.
-        side: Family that is sent if only one is: "kv" or "query".
+        side: Family that is sent, "kv" or "query"; ignored by algorithms that send both.
         visibility: Pairs of rows that attend.
         row_bytes: Bytes of a row of each family.
     """
@@ -86,7 +86,7 @@ class Demand:
 
     @property
     def gradients(self) -> bool:
-        """True if gradients of the side that is sent are sent too."""
+        """True if gradients of the sent side are sent back to their owners."""
         return getattr(self.row_bytes, "d" + self.side) > 0
 
     @property
@@ -101,14 +101,15 @@ class Demand:
         return np.count_nonzero(users) == len(users) * (self.grid.size - 1)
 
     def ahead(self, messages: Sequence[np.ndarray], chunks: int, least: int) -> int:
-        """Return how many steps before their use messages may be sent.
+        """Return how many steps before its use a message may be sent.
 
-        This is `least`, doubled as often as the memory allows. In any window of that many steps, no
-        rank may receive more rows than `chunks` whole chunks have. If gradients are sent back, the
-        same limit holds for their rows at the owners.
+        The result is `least`, doubled as often as the memory allows. The limit applies to every
+        window of about twice that many steps: a rank may receive at most as many rows as `chunks`
+        whole chunks have. If gradients are sent back, the same limit applies to the rows that each
+        sender receives back.
 
         Args:
-            messages: Rank, step, source and rows of each message.
+            messages: Receiver, step of use, sender and number of rows of each message.
             chunks: Number of whole chunks whose rows may be in memory.
             least: Smallest number of steps.
         """
@@ -158,15 +159,15 @@ class Demand:
         rows: np.ndarray,
         own: np.ndarray | None = None,
     ) -> Pairs:
-        """Return the pairs in which ranks compute with chunks that are sent, and with their own.
+        """Return the pairs of all ranks, with received chunks and with the rank's own chunk.
 
         Args:
             rank: Rank of each pair of a received chunk.
             step: Step of the pair.
             owner: Owner of the chunk.
             rows: Bit set of the chunk's rows.
-            own: int [G], step of each rank's own pair; default 0, because the own pair waits for no
-                hop and so hides the first ones.
+            own: int [G], step of each rank's own pair. Default: 0, because the own pair waits for
+                no hop and so hides the first hops.
         """
         home = np.flatnonzero(self.visible.diagonal()).astype(rank.dtype)
         rank, owner = (np.concatenate([home, column]) for column in (rank, owner))
@@ -184,13 +185,14 @@ class Demand:
         parts: Sequence[Transfers],
         travelling: Bundles | None = None,
     ) -> Tables:
-        """Return the schedule of some pairs and transfers.
+        """Combine pairs and transfers into tables.
 
         Args:
-            steps: Number of steps before the draining.
+            steps: Number of steps, without the boundaries that drain transfers after the last step.
             pairs: Pairs of all ranks.
-            parts: Transfers, which are concatenated.
-            travelling: Bundles of the side that is sent, if the algorithm has cut some.
+            parts: Tables of transfers, which are concatenated.
+            travelling: Bundles of the sent side; default: `self.travelling`. Algorithms that split
+                bundles pass the split ones.
         """
         queries, keys = self.visibility.queries, self.visibility.keys
         if travelling is not None:
@@ -229,13 +231,13 @@ def visibility_of(
 
 
 def _bundles(seen: VisibleRows, size: int) -> Bundles:
-    """Return the bundles of `size` shards."""
+    """Group the rows of each of `size` shards by the ranks that use them."""
     rows = np.bincount(seen.owner, seen.stop - seen.first, size).astype(np.int64)
     # Divide shards into cells of equal size. A cumulative sum over a fixed grid then yields the
-    # runs of rows, and the edges of a million parts need not be sorted.
+    # runs of rows. This is faster than sorting the edges of up to a million pieces.
     grain = max(1, int(rows.max(initial=1)) // GRAIN)
     ends = -(-rows // grain)
-    cells = int(ends.max(initial=0)) + 1  # cells of `grain` rows of one shard, and an end cell
+    cells = int(ends.max(initial=0)) + 1  # cells per shard: `grain` rows each, and an end cell
     low, stop = (
         seen.owner * cells + column for column in (seen.first // grain, -(-seen.stop // grain))
     )
@@ -267,7 +269,7 @@ class RowChunkSpans(NamedTuple):
     """The positions of one row chunk.
 
     Attributes:
-        runs: Its rows of a shard, as (first, stop); the same for every rank.
+        runs: Rows of the chunk in a shard, as (first, stop); equal for all ranks.
         shards: For each rank of a ring, the spans of the chunk's queries in the whole ulysses
             group.
         own: For each rank, the spans of the chunk's own queries.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of one rank in one pass, from a run of its program without tensors.
+"""The memory of one rank in one pass, computed by replaying its program without tensors.
 
-`dry_run` replays the use of received chunks, partial results and messages in `execution.ring`,
-`execution.buffers` and `execution.joined`. Plans, `show` and the memory account of `advise` read
-the result.
+`dry_run` counts the buffers that `execution.ring`, `execution.buffers` and `execution.joined` use
+for received chunks, partial results and messages. Plans, `show` and the memory account of `advise`
+read the result.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class HeldBuffers:
     "dkv joined": the keys of a joined call and their gradients.
 
     Attributes:
-        moments: States of the memory. One of them takes the most bytes, whatever a row of each kind
-            takes. The rank's own sums of gradients are always included.
+        moments: States of the memory. They include the largest one for any bytes per row of each
+            kind. The rank's own sums of gradients are always included.
         longest: Rows of the longest message of each family.
         in_use: States of the rows in use: the rows of received chunks, of messages and of partial
             results for other ranks, by kind. A buffer may have room for more rows.
@@ -52,7 +52,7 @@ class HeldBuffers:
         return most
 
     def scaled(self, factor: float) -> HeldBuffers:
-        """Return the same with all rows multiplied by a factor."""
+        """Return a copy with all numbers of rows multiplied by `factor`."""
         moments = tuple(
             {kind: tuple(factor * n for n in rows) for kind, rows in moment.items()}
             for moment in self.moments
@@ -89,12 +89,13 @@ def dry_run(
 
 
 def held_bytes(schedule: Schedule, rank: int, summed: RowBytes | None = None) -> int:
-    """Return the largest number of bytes in use: received chunks, and partial results for others.
+    """Return the most bytes in use: received chunks, and partial results for other ranks.
 
     Args:
         schedule: Schedule of the pass.
         rank: The rank.
-        summed: Bytes of a row of partial results in the dtype of the sum; None: as they are sent.
+        summed: Bytes per row of partial results in the dtype of the sum; None: the dtype in which
+            they are sent.
     """
     sent = schedule.row_bytes
     summed = summed or sent
@@ -113,8 +114,8 @@ class _ReplayBuffer(NamedTuple):
     """A buffer that a message uses.
 
     Attributes:
-        room: Rows of the buffer.
-        rows: Rows of the message.
+        room: Capacity of the buffer in rows.
+        rows: Number of rows of the message.
     """
 
     room: int = 0
@@ -122,7 +123,7 @@ class _ReplayBuffer(NamedTuple):
 
 
 class _ReplayBuffers:
-    """The buffers of one kind, as rows: `execution.buffers.Buffers` without tensors.
+    """The buffers of one kind: `execution.buffers.Buffers` with row counts in place of tensors.
 
     Attributes:
         longest: Rows of the longest message.
@@ -162,7 +163,7 @@ class _ReplayBuffers:
 
 
 class _Replay:
-    """The state of a `Ring` and of its partial results."""
+    """A replay of `execution.ring.Ring` and its partial results without tensors."""
 
     def __init__(self, schedule: Schedule, rank: int, wire: bool, packed: bool):
         self.schedule, self.me, self.wire, self.packed = schedule, rank, wire, packed
@@ -188,8 +189,8 @@ class _Replay:
         self.sent: dict[Chunk, _ReplayBuffer] = {}  # copies of rows that are being sent
         self.sends = Counter(hop.chunk for hop in hops if hop.src == rank)
         self.flights: dict[int, list[tuple[Hop, _ReplayBuffer]]] = defaultdict(list)  # by landing
-        # Of joined calls: rows of their keys and of their gradients, totals that are a part of the
-        # gradients, and chunks that the call has freed.
+        # State of joined calls: rows of keys and of gradients by kind, totals that are still a part
+        # of these gradients, and chunks that a call has freed.
         self.joined: dict[str, int] = {}
         self.waiting: set[Chunk] = set()
         self.freed: set[Chunk] = set()
@@ -210,7 +211,7 @@ class _Replay:
         return HeldBuffers(tuple(map(dict, unique)), self.longest, tuple(self.in_use))
 
     def _note(self) -> None:
-        """Record the buffers.
+        """Record the current buffers.
 
         Without joined calls the number of buffers only grows, so the last record is the largest.
         """
@@ -294,7 +295,7 @@ class _Replay:
                     self.sums[self._total(family, part.owner)] |= rows & part.rows
 
     def _waits(self, total: Chunk, part: Chunk, joined: bool) -> bool:
-        """Return whether sums stay among the gradients of a joined call until they are needed."""
+        """Return whether a sum stays in the gradients of a joined call until it is needed."""
         made = joined and "dkv joined" in self.joined and total.family == "dkv"
         return made and total not in self.sums and total.rows == part.rows
 
@@ -319,9 +320,9 @@ class _Replay:
         del self.joined["kv joined"]
 
     def _leaving(self) -> tuple[int, dict[Chunk, int]]:
-        """Return when the last copy is sent to this rank, and when each chunk has been sent.
+        """Return the boundary at which the last copy to this rank is posted.
 
-        Both are boundaries.
+        The second result maps each chunk to the boundary at which its last send has ended.
         """
         hops = [h for b in self.program for h in b.posts if not h.chunk.accumulated]
         arrive = {hop.chunk: hop.post for hop in hops if hop.dst == self.me}
@@ -353,7 +354,7 @@ class _Replay:
         return buffer
 
     def _total(self, family: str, owner: int) -> Chunk:
-        """Return the partial results of a chunk, and make them if they do not exist yet.
+        """Return the chunk of partial results of an owner; allocate it if it does not exist yet.
 
         The rank's own outputs are not in a buffer.
         """
@@ -376,7 +377,7 @@ class _Replay:
         return self.buffers[kind].take(self._count(chunk))
 
     def _give(self, kind: str, buffer: _ReplayBuffer) -> None:
-        if buffer.room:  # else the rows were in tensors of their own
+        if buffer.room:  # else the rows have their own tensors
             self.buffers[kind].give(buffer)
 
     def _kind(self, chunk: Chunk) -> str:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The division of heads: among the ranks of a ulysses group, and into head chunks on one rank.
 
-It also decides the order in which a rank of a group has the rows of all its members. The module is
-plain arithmetic, so that checks, the executor and the simulator use one rule, also before process
-groups exist. Source: DeepSpeed-Ulysses (arXiv 2309.14509) for equal shares. If there are fewer
-key/value heads than ranks, several ranks take a copy of the same head.
+The module also decides the order of the rows on a rank after the all-to-all. It is plain arithmetic
+and needs no process groups, so checks, the executor and the simulator share it. Source:
+DeepSpeed-Ulysses (arXiv 2309.14509) for equal shares. If there are fewer key/value heads than
+ranks, several ranks take a copy of the same head.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Share(NamedTuple):
     def of(self, peer: int) -> slice:
         """Return the heads of rank `peer` of the group.
 
-        They are an equal share, or the one head that its queries need and that other ranks also
-        have.
+        These are an equal share. If there are fewer heads than ranks, the rank has the one head
+        that its queries need, and other ranks have a copy of it.
         """
         if self.heads >= self.size:
             per_rank = self.heads // self.size
@@ -50,7 +50,7 @@ def shareable(heads: int, kv_heads: int, size: int) -> bool:
 def check_heads(heads: int, kv_heads: int, topology: Topology, algorithm: str) -> None:
     """Raise ValueError unless the ranks of each ulysses group can share the heads.
 
-    The message has the sizes of ulysses groups that work on these ranks and nodes.
+    The message lists the sizes of ulysses groups that work on these ranks and nodes.
     """
     size = topology.ulysses
     if shareable(heads, kv_heads, size):
@@ -71,10 +71,10 @@ def check_heads(heads: int, kv_heads: int, topology: Topology, algorithm: str) -
 
 
 def shared_spans(shards: Sequence[Sequence[Span]]) -> tuple[Span, ...]:
-    """Return the spans of the rows that each rank of a ulysses group has while heads are shared.
+    """Return the spans of the rows on each rank of a ulysses group after the all-to-all.
 
-    The rows are in the order of their positions if that makes fewer spans. Shards of zigzag and
-    striped layouts then become contiguous parts of the sequence, which take few kernel calls.
+    The rows are sorted by position if that makes fewer spans. Shards of zigzag and striped layouts
+    then become contiguous intervals of the sequence, which need few kernel calls.
     """
     if len(shards) == 1:
         return tuple(shards[0])
@@ -87,7 +87,7 @@ def shared_order(shards: Sequence[Sequence[Span]]) -> np.ndarray | None:
     """Return the index of each row of `shared_spans` in the concatenated rows of the ranks.
 
     Returns:
-        int64 array, or None if the order is the same.
+        int64 array, or None if both have the same order.
     """
     spans = tuple(span for shard in shards for span in shard)
     if shared_spans(shards) == spans:
@@ -97,7 +97,7 @@ def shared_order(shards: Sequence[Sequence[Span]]) -> np.ndarray | None:
 
 
 def _joined_stripes(spans: Sequence[Span]) -> list[Span] | None:
-    """Join stripes of equal length and distance to one span of a smaller stride, or return None."""
+    """Join equally spaced stripes of equal length into one span; return None if there are none."""
     if len(spans) < 2:
         return None
     starts, (_, stride, length) = sorted(span.start for span in spans), spans[0]
@@ -126,9 +126,9 @@ def _joined_runs(spans: Sequence[Span]) -> list[Span] | None:
 
 
 def deferred_chunks(count: int) -> int:
-    """Return how many of `count` head chunks, the last ones, compute their own pair at the end.
+    """Return how many of the last of `count` head chunks compute their own pair at the end.
 
-    The pairs of the other head chunks hide their first hops. Their own pairs hide the last gradient
-    hops.
+    Pairs of earlier head chunks hide the first hops of these head chunks. Their own pairs hide
+    their last gradient hops.
     """
     return min(2, count // 2)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program of one rank: its part of the tables, boundary by boundary.
 
-This module decides when a chunk is released. It also decides when head chunks that start after
-others compute the pair of the rank's own chunks.
+This module decides when a chunk is released. It also decides when later head chunks compute the
+pair of the rank's own chunks.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ def program(tables: Tables, grid: Grid, rank: int, own_last: bool = False) -> tu
         tables: Schedule of all ranks.
         grid: Grid of the ranks.
         rank: The rank.
-        own_last: Compute the pair of the rank's own chunks, which depends on no hop, while the last
-            partial result travels, and not at step 0. This is for head chunks that start after
-            others: the pairs of the earlier head chunks hide their first hops, and their own pair
-            hides their last hop.
+        own_last: Compute the pair of the rank's own chunks during the last hop of a partial result,
+            instead of at step 0. Later head chunks use this: pairs of earlier head chunks hide
+            their first hops, and their own pair hides their last hop.
     """
     hops = hops_of(tables, grid, rank)
     posted = [hop.post for hop in hops if hop.chunk.accumulated and hop.src == rank]
@@ -49,7 +48,7 @@ def program(tables: Tables, grid: Grid, rank: int, own_last: bool = False) -> tu
 
 
 def hops_of(tables: Tables, grid: Grid, rank: int) -> list[Hop]:
-    """Return the hops from and to `rank`, in the order of their start."""
+    """Return the hops from and to `rank`, sorted by the boundary of their start."""
     moved = tables.transfers
     rows = np.flatnonzero((moved.src == rank) | (moved.dst == rank))
     return list(moved.where(rows[np.argsort(moved.post[rows], kind="stable")]).hops(grid))
@@ -63,7 +62,7 @@ def pairs_of(tables: Tables, rank: int) -> dict[Pair, int]:
 
 
 def parts_of(chunks: Iterable[Chunk], family: str, owner: int, rows: int) -> list[Chunk]:
-    """Return the chunks of one family and owner that contain rows of this set."""
+    """Return the chunks of one family and owner that contain some of `rows`, a bit set."""
     return [
         chunk
         for chunk in chunks

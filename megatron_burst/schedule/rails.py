@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways of rows between nodes: the rails and the relays of a multicast.
+"""Routes of rows between nodes in a multicast: rails and relay nodes.
 
-A row crosses once to every other node that uses it, on the rail of its carrier. A rail is the ranks
-with the same index in their nodes. The carrier is normally the owner, so that its rows need no hop
-within the node first. If the owner's rail would be busier than the busiest node requires, the
-excess goes to rails with free capacity. A node that would send more than that lets other target
-nodes relay the rows. Decisions count rows: gradients take the same way back, so both directions are
-balanced.
+A rail is the set of ranks with the same index in their nodes. A row crosses once to every other
+node that uses it, on the rail of its carrier. The carrier is normally the owner, so that its rows
+need no hop within the node first. If the owner's rail would be busier than the busiest node
+requires, the excess moves to rails with free capacity. If a node cannot send a copy to every target
+node within that load, target nodes relay the rows. Loads are counted in rows. Gradients take the
+same routes back, so both directions are balanced.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from .bundles import MOST, Bundles, Runs
 from .tables import Grid
 
 ROOM = 1.05  # largest load of a rail, relative to the load that the busiest node requires
-PARTS = 64  # rows leave their rail only if they are at least a mean shard over this
-HOT = 1.5  # an owner passes rows to node peers if it sends this many times what a rank receives
+PARTS = 64  # rows move to another rail only in parts of at least a mean shard / PARTS
+HOT = 1.5  # an owner's node relays its rows if it sends this many times what a rank receives
 SWEEPS = 2  # number of sweeps over all bundles on busy rails
-GROUPS = 4  # groups of bundles of several nodes that have the same target node
+GROUPS = 4  # bundles with the same target node move to other rails in this many groups
 FANOUT = 2  # number of receivers of a relay
 
 
 class Routes(NamedTuple):
-    """The way of every bundle. A bundle that takes several ways is cut.
+    """The route of every bundle. A bundle that takes several routes is split.
 
     Attributes:
-        bundles: The bundles, after cutting.
-        carrier: [n], index in their nodes of the ranks on whose rail a bundle crosses.
+        bundles: The bundles, after splitting.
+        carrier: [n], rail on which a bundle crosses: the index of its ranks in their nodes.
         parent: [n, nodes], node that sends the bundle to a node; -1 for the owner's node and for
             nodes that do not use it.
         handed: bool [n], true if the owner's node peers also get the bundle from the carrier.
@@ -45,7 +45,7 @@ class Routes(NamedTuple):
 
 
 class _Crossing(NamedTuple):
-    """Columns by bundle.
+    """The target nodes of all bundles; each array has one entry per bundle [n].
 
     Attributes:
         node: Owner's node.
@@ -63,12 +63,12 @@ class _Crossing(NamedTuple):
 
     @property
     def relayed(self) -> np.ndarray:
-        """True for bundles that nodes relay to others."""
+        """True for bundles that target nodes relay to other target nodes."""
         return self.copies < self.targets.sum(axis=1)
 
 
 def routes(bundles: Bundles, grid: Grid) -> Routes:
-    """Return the way of every bundle over this grid."""
+    """Return the route of every bundle over this grid."""
     crossing, most = _crossing(bundles, grid)
     least = max(1, int(bundles.rows.sum() // (grid.size * PARTS)))
     handed = _handed(bundles, grid)
@@ -86,7 +86,7 @@ def routes(bundles: Bundles, grid: Grid) -> Routes:
 
 
 def _crossing(bundles: Bundles, grid: Grid) -> tuple[_Crossing, float]:
-    """Return the bundles that cross, and the number of rows that a rail may send or receive."""
+    """Return the target nodes of bundles, and the largest number of rows for a node's rail."""
     nodes, width = grid
     node, index = np.divmod(bundles.owner, width)
     targets = np.logical_or.reduce(bundles.users.reshape(-1, nodes, width), axis=2)
@@ -106,9 +106,10 @@ def _crossing(bundles: Bundles, grid: Grid) -> tuple[_Crossing, float]:
 
 
 def _handed(bundles: Bundles, grid: Grid) -> np.ndarray:
-    """Return a bool [n] that is true for the bundles of owners that pass rows to their node peers.
+    """Return bool [n], true for bundles that the carrier also sends to the owner's node peers.
 
-    These owners would send much more within their node than any rank receives.
+    These are the bundles of owners that would send much more within their node than any rank
+    receives.
     """
     users = bundles.users.reshape(-1, *grid)
     home = users[np.arange(len(users)), bundles.owner // grid.intra].sum(axis=1)
@@ -122,11 +123,9 @@ def _shares(
 ) -> np.ndarray:
     """Return the number of rows of each bundle on each rail: int64 [n, rails].
 
-    At the start all rows are on their owner's rail, or spread over all rails if they are handed to
-    peers anyway. Then each node in turn moves rows off rails with more than `most` rows. It moves
-    its largest bundles first, one bundle of every node at a time. If several of these bundles have
-    the same target node, only a few move at a time. Each takes its part of the excess and of the
-    free capacity of other rails.
+    Initially all rows are on their owner's rail, or spread over all rails if `handed` is true. Rows
+    then move from rails with more than `most` rows to rails with free capacity. The largest bundles
+    move first, at most one bundle per node at a time (`_turns`).
     """
     nodes, width = grid
     node, index, rows, targets, copies = crossing
@@ -158,7 +157,8 @@ def _shares(
 def _turns(selected: np.ndarray, crossing: _Crossing) -> Iterator[np.ndarray]:
     """Yield groups of bundles, largest first, that are moved at the same time.
 
-    A group has at most one bundle of each node, and mostly one of those with the same target node.
+    A group has at most one bundle of each source node. Bundles with the same target node are
+    divided among `GROUPS` groups.
     """
     node = crossing.node[selected]
     order = np.lexsort((-crossing.rows[selected] * crossing.copies[selected], node))
@@ -176,10 +176,11 @@ def _turns(selected: np.ndarray, crossing: _Crossing) -> Iterator[np.ndarray]:
 def _filled(move: np.ndarray, room: np.ndarray, least: int, own: np.ndarray) -> np.ndarray:
     """Return how many of `move` rows [i] each rail takes: [i, rails].
 
-    Rails take rows in proportion to their free capacity. So every rail keeps capacity for rows that
-    can use only that rail.
+    Rails take rows in proportion to their free capacity `room` [i, rails]. So every rail keeps
+    capacity for rows that can use only that rail. A rail takes at least `least` rows or none.
     """
-    # For equal capacity, the next rail comes first, so that nodes with the same needs differ.
+    # If capacities are equal, rails follow their order from `own` on, so nodes with the same needs
+    # use different rails.
     width = room.shape[1]
     turned = (np.arange(width) - own[:, None]) % width
     order = np.lexsort((turned, -room), axis=1)
@@ -195,7 +196,7 @@ def _filled(move: np.ndarray, room: np.ndarray, least: int, own: np.ndarray) -> 
 
 
 def _limit(shares: np.ndarray, owner: np.ndarray, index: np.ndarray) -> None:
-    """Remove shares in place until an owner has no more of them than a bit set has bits."""
+    """Move shares back to the owner's rail in place, for at most `MOST` bundles per owner."""
     line = np.arange(len(owner))
     parts = shares > 0
     parts[line, index] = False
@@ -212,7 +213,7 @@ def _limit(shares: np.ndarray, owner: np.ndarray, index: np.ndarray) -> None:
 def _cut(
     bundles: Bundles, index: np.ndarray, shares: np.ndarray
 ) -> tuple[Bundles, np.ndarray, np.ndarray]:
-    """Return each share as a bundle, the bundle from which it was cut, and its column.
+    """Return one bundle per nonzero share, with its source bundle and its column of `shares`.
 
     An owner's shares are numbered column by column, from its own rail on, so that rows that are
     sent together are adjacent.
@@ -242,8 +243,9 @@ def _parents(
     """Return the node that sends a bundle to each node, [n, nodes]; -1 for none.
 
     The owner's node sends the bundle to `copies` nodes, which relay it along trees. The trees begin
-    `turn` nodes farther on, and `second` halves take the nodes in reverse order, so that all nodes
-    relay equally. Nodes that already send much come last and relay nothing.
+    `turn` nodes after the owner's node. They take the nodes in reverse order for `second` halves.
+    So all nodes relay equally. Nodes that already send much come last in the order and relay
+    nothing.
     """
     nodes = grid.inter
     node, _, rows, targets, copies = crossing

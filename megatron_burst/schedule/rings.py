@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedule of one pass by name: its algorithm, its grid, and the tables that it makes.
+"""The schedule of one pass over a grid, by the name of its algorithm.
 
 `forward` and `backward` build a schedule. The executor runs it, the simulator times it, `cost`
 counts its bytes, and `show` draws it; all of them read the tables. The tables contain rank numbers
@@ -49,7 +49,7 @@ class Schedule(Demand):
     def tables(self) -> Tables:
         """Pairs and transfers of all ranks.
 
-        They are large for large grids, so a plan does not keep them.
+        Large grids have large tables, so a plan does not keep them.
         """
         algorithm = ALGORITHMS[self.algorithm]
         if self.route == "direct" and algorithm.routed:
@@ -70,12 +70,12 @@ class Schedule(Demand):
     def travels(self, cache: dict[Any, Any]) -> tuple[list[tuple[str, bool]], set[str]]:
         """Return the rings and the families that the hops of this pass may use, under any mask.
 
-        They are taken from the smallest grid with the same levels, which needs the same rings. Each
-        side in turn has more bytes per row there, because an algorithm may choose the side by
-        bytes.
+        They are computed on the smallest grid with the same levels, which needs the same rings.
+        They are computed once with large rows of keys and once with large rows of queries, because
+        an algorithm may choose the side by bytes.
 
         Args:
-            cache: Results by schedule, which other masks share.
+            cache: Results by algorithm, route, side, grid and row bytes, shared by all masks.
 
         Returns:
             Pairs (ring, whether it carries partial results), and the families.
@@ -97,7 +97,7 @@ class Schedule(Demand):
         return cache[key]
 
     def _typical(self) -> Iterator[Transfers]:
-        """Yield the transfers on the smallest grid with the same levels, once per larger side."""
+        """Yield the transfers on the smallest grid with the same levels, once per large side."""
         grid = Grid(*(min(2, ranks) for ranks in self.grid))
         small = replace(self, grid=grid, visibility=all_visible(grid.size))
         for side in SIDES:
@@ -112,7 +112,7 @@ class Schedule(Demand):
 def totals_of(
     schedule: Schedule, rank: int, hops: Iterable[Hop], calls: Iterable[tuple[Chunk, Chunk]]
 ) -> dict[tuple[str, int], Chunk]:
-    """Return all rows that a rank ever holds of each chunk with partial results.
+    """Return, for each owner, all rows whose partial results a rank holds during a pass.
 
     Args:
         schedule: Schedule of the pass.
@@ -121,7 +121,7 @@ def totals_of(
         calls: Queries and keys of each kernel call of the rank.
 
     Returns:
-        The rows by family and owner.
+        Chunk with these rows by (family, owner).
     """
     rows: dict[tuple[str, int], int] = defaultdict(int)
     for queries, keys in calls:

@@ -24,8 +24,8 @@ class Sizes:
         value_width: Head width of values.
         itemsize: Bytes per element of q, k, v and out.
         stat_itemsize: Bytes per element of lse and delta.
-        wire_itemsize: Bytes per element of what is summed over ranks: gradients that are sent, and
-            partial outputs.
+        wire_itemsize: Bytes per element of the partial results that are sent: gradients and partial
+            outputs.
         needs_grad: Whether q, k and v need a gradient.
     """
 
@@ -43,8 +43,8 @@ class Sizes:
     def shared(self, ulysses: int) -> Sizes:
         """Return the sizes on the ring of a rank after `ulysses` ranks share their heads.
 
-        A rank then has all rows of its ulysses group and its share of the heads. These sizes are
-        those before the exchange.
+        A rank then has all rows of its ulysses group and its share of the heads. `self` must hold
+        the sizes before the all-to-all.
         """
         return replace(
             self,
@@ -102,7 +102,7 @@ class Sizes:
     def scattered_bytes(self, ranks: int, resends_q: bool = False) -> tuple[int, int]:
         """Return the bytes that a rank sends to each other rank of its ulysses group, per pass.
 
-        These sizes must be those on the ring, after heads are shared. If there are fewer key/value
+        `self` must hold the sizes on the ring, after the all-to-all. If there are fewer key/value
         heads than ranks, several ranks receive a copy of the same head.
 
         Args:
@@ -114,8 +114,8 @@ class Sizes:
         """
         query, key, value, out = (self.tokens * elements for elements in self._elements)
         q, k, v = self.needs_grad
-        # Forward sends q, k and v to the ranks that compute their heads, and out back. Backward
-        # sends dout there, and the gradients back.
+        # Forward sends q, k and v to the ranks that compute their heads, and sends out back.
+        # Backward sends dout to these ranks, and sends the gradients back.
         forward = (query + key + value + out) * self.itemsize
         back = out * self.itemsize + (q * query + k * key + v * value) * self.wire_itemsize
         if resends_q:

@@ -7,8 +7,8 @@ decide which chunk is sent when. `program` turns the tables into the operations 
 
 Time is counted in boundaries. Boundary t is before step t, and the boundaries after the last step
 drain the transfers that are still in flight. At a boundary a rank first waits for every transfer
-that lands there. It then starts every transfer that is posted there. A transfer that lands at the
-boundary where it is posted blocks.
+that lands there. It then starts every transfer that is posted there. A transfer that is posted and
+lands at the same boundary is blocking.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Hop(NamedTuple):
 class Pair(NamedTuple):
     """The queries and the keys of one local attention.
 
-    If a chunk was received in several parts, a pair uses the parts that contain some of its rows.
+    If a chunk was received in several parts, the pair uses the parts with some of the pair's rows.
 
     Attributes:
         query: Owner of the queries.
@@ -154,10 +154,10 @@ class Pairs(NamedTuple):
 class Transfers(NamedTuple):
     """Columns of a table of transfers.
 
-    A copy comes from its owner, or from one message that landed at `src` by `post`. A transfer of a
-    partial result takes the sum of these rows on `src`, and clears it. The contribution of the
-    owner itself is never sent. Messages between two ranks at one boundary and on one ring start in
-    the order of the rows.
+    A copy is sent by its owner, or by a rank that received all its rows in one message by boundary
+    `post`. A transfer of a partial result sends the sum of these rows on `src` and clears this sum.
+    The contribution of the owner itself is never sent. Messages between two ranks at one boundary
+    and on one ring start in the order of the table.
 
     Attributes:
         family: Index of the family in `FAMILIES`.
@@ -205,11 +205,11 @@ class Tables(NamedTuple):
     """The schedule of one pass.
 
     Attributes:
-        steps: Number of steps before the draining.
+        steps: Number of steps, without the boundaries that drain transfers after the last step.
         pairs: Pairs of all ranks.
         transfers: Transfers of all ranks.
-        queries: Bundles of the query rows, over which their bit sets are defined.
-        keys: Bundles of the key rows, over which their bit sets are defined.
+        queries: Bundles of the query rows; bit sets of query rows refer to them.
+        keys: Bundles of the key rows; bit sets of key rows refer to them.
     """
 
     steps: int

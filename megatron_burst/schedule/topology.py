@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The place of each rank of a grid: its node, its ring and its ulysses group.
+"""The placement of the ranks of a grid: the node, ring and ulysses group of each rank.
 
 This module decides the placement by arithmetic on rank numbers. `comm.groups` makes process groups
 from it, and `cost` counts bytes with it. Source: LoongTrain, sections 4.2 and 4.4 (2D attention,
@@ -29,7 +29,7 @@ class Topology:
 
     Raises:
         ValueError: The sizes do not divide each other, or the nodes of a ring would hold unequal
-            numbers of ranks. The message has the sizes that work.
+            numbers of ranks. The message lists the sizes that work.
     """
 
     size: int

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The algorithms: functions from a `Demand` to `Tables`, each with a file here and a table entry.
+"""The table of algorithms: functions from a `Demand` to `Tables`, each in its own file.
 
-Flags, errors, documentation and the choice of `auto` read the names and all differences between
-algorithms from the table. A file is imported when its algorithm first makes tables, so a run
+Flags, errors, documentation and the choice of `auto` read the names and properties of algorithms
+from `ALGORITHMS`. A file is imported when its algorithm first makes tables, so a run
 imports only the algorithms that it uses.
 """
 
@@ -22,20 +22,21 @@ class Algorithm:
 
     Attributes:
         tables: Makes the tables of a pass from its demand.
-        routed: Whether route "direct" exists, on which an owner sends its chunk to each rank that
-            uses it.
+        routed: Whether route "direct" is possible: owners send chunks directly to the ranks that
+            use them.
         automatic: Whether `auto` tries the algorithm.
         keeps: Whether a rank computes the same pairs in backward as in forward.
-        sided: Whether the side that is sent matters.
+        sided: Whether the tables depend on `demand.side`.
         holds_more: Whether a rank holds several chunks, or chunks that it does not use yet, to save
             time.
         holds_all: Whether a rank holds all chunks that it uses. `auto` then does not try the
-            algorithm if ranks share heads and so have the rows of a whole group.
+            algorithm if ranks share heads, because chunks then have the rows of a whole ulysses
+            group.
         few_rows: Whether a rank holds all chunks that it uses, and `auto` tries the algorithm if a
             rank uses few rows of other ranks.
         joins: Whether one kernel call computes with all keys that a rank has at a step.
-        two_levels: Whether the algorithm differs from others only if nodes have several ranks.
-        complexity: `auto` takes the lowest among equal predictions.
+        two_levels: Whether the algorithm is useful only if nodes have several ranks.
+        complexity: Order of simplicity; `auto` takes the lowest among equal predictions.
         handicap: Factor by which `auto` multiplies the predicted time.
     """
 
@@ -54,7 +55,7 @@ class Algorithm:
 
 
 def _made_by(file: str, function: str = "tables") -> Callable[[Demand], Tables]:
-    """Return a function of a file of this folder, which is imported at the first call."""
+    """Return `function` of the module `file`, which is imported at the first call."""
 
     def tables(demand: Demand) -> Tables:
         return getattr(import_module(f"{__name__}.{file}"), function)(demand)

@@ -33,7 +33,7 @@ def tables(demand: Demand) -> Tables:
 def ring(demand: Demand) -> Tables:
     """Return the tables of one ring over all ranks, whatever the links between them.
 
-    This is the two-level ring of a single node, on a communicator of its own.
+    This is the two-level ring with all ranks in one node, on the communicator "flat".
     """
     return two_level(demand, Grid(1, demand.grid.size), within="flat")
 
@@ -49,7 +49,7 @@ def double_ring(demand: Demand) -> Tables:
 def two_level(
     demand: Demand, rings: Grid, *, within: str = "intra", blocks: bool = False
 ) -> Tables:
-    """Return the tables of rings of `rings.intra` ranks and of rings across these rings.
+    """Return the tables of inner rings of `rings.intra` ranks, and of outer rings across them.
 
     Args:
         demand: Demand of the pass.
@@ -67,7 +67,7 @@ def two_level(
 
 
 class _Path:
-    """The place of every bundle at every step: arrays [bundle, outer, inner].
+    """The path of every bundle along the rings. Arrays are [bundle, outer step, inner step].
 
     Attributes:
         users: bool, true if the rank that has the bundle at this step uses it.
@@ -80,7 +80,8 @@ class _Path:
         self.demand, self.rings = demand, rings
         self.bundles = bundles = demand.travelling
         self.ways = {1: 1, 2: 1}
-        # Repeat both axes, so that the users in ring order from the owner on are a window.
+        # Repeat both axes, so that the users in ring order from the owner on are a contiguous
+        # window.
         twice = np.tile(bundles.users.reshape(-1, nodes, width), (1, 2, 2))
         windows = np.lib.stride_tricks.sliding_window_view(twice, (nodes, width), axis=(1, 2))
         at = np.arange(len(bundles.owner)), *np.divmod(bundles.owner, width)
@@ -91,15 +92,15 @@ class _Path:
             self._choose_way(axis)
 
     def moves(self, axis: int, gradient: bool) -> np.ndarray:
-        """Return a bool array that is true for bundles that are sent on after a step.
+        """Return a bool array that is true for bundles that are forwarded after a step.
 
-        The array is [bundle, outer, inner] within nodes (axis 2), and [bundle, outer] between
-        nodes. At inner step 0 a rank adds to the sum that it gathers for its node, or for itself at
-        outer step 0. So it sends no gradients within the node then; the node's sum crosses to the
-        next node.
+        The array is [bundle, outer, inner] within nodes (axis 2), and [bundle, outer] between nodes
+        (axis 1). No gradient is forwarded within a node at inner step 0. The rank then adds to the
+        sum of its node, which crosses to the next node. At outer step 0 it adds to its own
+        gradient.
         """
         # A copy starts at its owner, so it makes its hops at the first steps. A gradient ends at
-        # its owner, so it makes them at the last steps, from the first rank that adds to it.
+        # its owner, so it makes its hops at the last steps, from the first rank that adds to it.
         hops, length = self.hops[axis][gradient][..., None], self.rings[axis - 1]
         step = np.arange(length, dtype=hops.dtype)
         return step >= length - hops if gradient else step < hops
@@ -107,11 +108,11 @@ class _Path:
     def _hops(self, axis: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the number of hops of copies and of gradients along an axis.
 
-        A copy is sent up to the last rank or node that uses it. A gradient starts at the first that
-        adds to it.
+        A copy is sent up to the last rank or node that uses it. A gradient is sent from the first
+        rank or node that adds to it.
         """
         users = self.users
-        if axis == 1:  # by columns: NumPy's reductions of a short axis take far longer
+        if axis == 1:  # loop over columns: NumPy's reductions of a short axis take far longer
             users = reduce(np.logical_or, np.moveaxis(users, 2, 0))
         # The reversed ring counts from its end, so the farthest rank is the first one that adds.
         return _farthest(users), _farthest(_turned(users, axis))
@@ -120,8 +121,8 @@ class _Path:
         """Reverse the rings along an axis if that sends fewer bytes."""
         sizes, side = self.demand.row_bytes, self.demand.side
         row_bytes = getattr(sizes, side), getattr(sizes, "d" + side)
-        # Two ranks have one direction. If copies and gradients are equally large, reversing swaps
-        # their bytes.
+        # With two ranks both directions are equal. If copies and gradients have equally many bytes
+        # per row, reversing does not change the total.
         if self.rings[axis - 1] < 3 or row_bytes[0] == row_bytes[1]:
             return
         unreversed = self.users, self.hops
@@ -168,7 +169,7 @@ class _Path:
         """
         gradient = family != self.demand.side
         # The partial gradients of the owner's own node stay in it: at outer step 0 the ring of the
-        # node ends at the owner, so no other node has a part of them.
+        # node ends at the owner, so no other node adds to them.
         owner, step, rows, src, dst = self._entries(self.moves(2, gradient))
         post = step + gradient
         land = post + (not (gradient and blocks))
@@ -190,13 +191,14 @@ class _Path:
         return transfers(family, "inter", owner, rows, src, dst, post, land)
 
     def _entries(self, selected: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return the bundles that are not empty, as columns.
+        """Return the nonempty sets of selected bundles, as columns.
 
         Args:
-            selected: bool [owner, outer, inner] or [owner, outer].
+            selected: bool [bundle, outer, inner] or [bundle, outer].
 
         Returns:
-            Owner, flat step, bit set, the rank that has it, and the next rank on the last axis.
+            Owner, flat step, bit set, the rank that has these rows, and the next rank along the
+            last axis of `selected`.
         """
         nodes, width = self.rings
         at, bits = self.bundles.sets(selected)
@@ -212,14 +214,14 @@ class _Path:
 
 
 def _turned(array: np.ndarray, axis: int) -> np.ndarray:
-    """Return the same ring in the other direction, from the same rank on."""
+    """Reverse the direction of the ring along `axis`; index 0 stays the first."""
     return np.roll(np.flip(array, axis), 1, axis)
 
 
 def _farthest(users: np.ndarray) -> np.ndarray:
-    """Return the last index of the last axis that is used, 0 if none is."""
+    """Return the largest index along the last axis with a true entry; 0 if there is none."""
     length = users.shape[-1]
     farthest = np.zeros(users.shape[:-1], dtype=np.min_scalar_type(-length - 1))
-    for index in range(1, length):  # by columns, as in `_Path._hops`
+    for index in range(1, length):  # a loop over columns, as in `_Path._hops`
         np.putmask(farthest, users[..., index], index)
     return farthest

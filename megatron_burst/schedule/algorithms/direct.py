@@ -19,8 +19,7 @@ def all_gather(demand: Demand) -> Tables:
 
     No hop waits for another. Sends are posted before the first step, and gradients are awaited at
     the end. A rank holds all chunks that it uses and, at the end, all gradients of its own chunk.
-    So ranks need not be equally busy at each step: if documents leave one rank more to compute at a
-    step than another, neither waits, as long as all compute the same in total.
+    So ranks need to be equally busy only in total, and not at each step, as with packed documents.
     """
     return tables(demand, ahead=demand.grid.size, at_end=True)
 
@@ -30,9 +29,9 @@ def tables(demand: Demand, *, ahead: int | None = None, at_end: bool = False) ->
 
     Args:
         demand: Demand of the pass.
-        ahead: Number of steps before its use at which a chunk is sent. It is also the time of a
-            gradient's hop. Default: one step, so that a rank holds at most two received chunks. If
-            ranks use few rows, the default is as many steps as need no more memory.
+        ahead: Number of steps that a hop takes: a chunk is sent this many steps before its use.
+            Default: one step, so that a rank holds at most two received chunks. If ranks use few
+            rows, the default is the largest number of steps that needs no more memory.
         at_end: Whether ranks wait for gradients after the last step.
     """
     ring = FlatRing(demand, demand.travelling)
@@ -68,14 +67,15 @@ class FlatRing:
     def __init__(self, demand: Demand, bundles: Bundles, way: int = 1):
         self.size, self.way = demand.grid.size, way
         self.demand, self.bundles = demand, bundles
-        # Repeat the ranks, so that the users in ring order from the owner on are a window.
+        # Repeat the ranks, so that the users in ring order from the owner on are a contiguous
+        # window.
         twice = np.tile(bundles.users[:, ::way], (1, 2))
         first = bundles.owner if way == 1 else self.size - 1 - bundles.owner
         windows = np.lib.stride_tricks.sliding_window_view(twice, self.size, axis=1)
         self.users = windows[np.arange(len(first)), first]
 
     def entries(self, selected: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return rank, step, owner and bit set of all selected bundles.
+        """Return the selected bundles as columns: rank, step, owner and bit set.
 
         Args:
             selected: bool [bundle, step].

@@ -1,27 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multicast: rows cross once to every node that uses them, and are relayed within the node.
 
-The rows of a chunk that ranks of another node use go to that node's gateway on the owner's rail,
-the rank with the owner's index in its node. The gateway sends every peer the rows that the peer
-uses. Owners with a busy rail first pass rows to node peers, and busy nodes let other nodes relay
-rows (`rails`). Gradients take the same ways back: a node's gradients are summed at its gateway
-before they cross. Traffic between nodes is minimal for a layout: each node's union of rows, once in
-each direction.
+Rows that ranks of another node use are sent to that node's gateway: the rank that has the owner's
+index in its node. The gateway sends every peer the rows that the peer uses. Owners with a busy rail
+first pass rows to node peers, and for busy nodes other nodes relay rows (`rails`). Gradients take
+the same routes back: a node's gradients are summed at its gateway before they cross. Traffic
+between nodes is minimal for a layout: every row that a node uses crosses to it once, and one
+gradient crosses back.
 
-A rank computes with its own chunk, then with the chunks of its node, then with those of the other
-nodes in rotation. So at any step all ranks receive from different ranks. If gradients are sent,
-half of its node's chunks come last: while the rank computes with them, the gradients of the other
-chunks cross. The ranks of a node turn to the next node together, so a gateway holds relayed rows no
-longer than one turn.
+A rank computes with its own chunk, then with the chunks of its node, then with the chunks of the
+other nodes in rotation. So at any step all ranks receive from different ranks. If gradients are
+sent, half of the chunks of the rank's node come last. While the rank computes with these, the
+gradients of the other chunks cross. The ranks of a node turn to the next node together, so a
+gateway holds relayed rows no longer than one turn.
 
 Copies land at the step that uses them. A hop is posted at most WITHIN steps earlier within a node,
 and as many steps earlier between nodes as a node has ranks (at least 2). During that time a rank
-holds or receives its own chunks, and a gateway also those that it relays in this turn and in a turn
-that begins so many steps later. Gradients leave at the boundary after their step.
+holds the chunks that it uses. A gateway also holds the chunks that it relays in this turn, and in
+the turn that begins when these hops end. Gradients leave at the boundary after their step.
 
-If ranks use few rows of a chunk, as with packed documents, hops are posted more steps ahead and
-gradients are awaited as much later, within the memory that whole chunks would need. Steps are
-uneven then, and a rank that is slow at one step delays no rank that needs its rows only later.
+If ranks use few rows of a chunk, as with packed documents, hops of copies and of gradients may take
+more steps, within the memory that whole chunks would need. Ranks are then unequally busy at a step,
+and a rank that is slow at one step does not delay ranks that need its rows only later.
 """
 
 from __future__ import annotations
@@ -41,18 +41,20 @@ NEVER = 1 << 30
 
 
 class _CopyHops(NamedTuple):
-    """Hops of copies, first to peers and then to gates. Gradients take them in reverse.
+    """Hops of copies as columns: all hops to peers, then all hops to gates.
+
+    Gates are the gateways of nodes. Gradients take the same hops in reverse.
 
     Attributes:
-        way: Index of the way.
+        way: Group of the rows, an index into the arrays [ways, ...] of `MulticastPaths`.
         above: Node of `src`.
         rows: Bit set of the rows.
         from_owner: Whether the owner sends.
         src: Rank that sends.
         dst: Rank that receives.
         crosses: Whether the hop goes to a gate of another node.
-        peers: Receiving peers, as flat indices of [ways, ranks].
-        gates: Receiving gates, as flat indices of [ways, nodes].
+        peers: Receiving peers, as flat indices into arrays [ways, ranks].
+        gates: Receiving gates, as flat indices into arrays [ways, nodes].
         through: int64 [ways, nodes], rows that a gate uses or relays; see
             `MulticastPaths._through`.
     """
@@ -70,7 +72,7 @@ class _CopyHops(NamedTuple):
 
 
 def tables(demand: Demand) -> Tables:
-    """Return tables of multicast to the nodes, with gradients summed in each before they cross."""
+    """Return multicast tables; gradients are summed in each node before they cross."""
     if demand.visibility.joined:
         return tables_of(_JoinedTiming(demand))
     timing = MulticastTiming(demand)
@@ -86,9 +88,9 @@ def tables_of(timing: MulticastTiming) -> Tables:
 
 
 class MulticastPaths:
-    """The paths of all rows, with a line for each way: rows of one owner that take the same hops.
+    """Routes of all rows, by groups of rows that have one owner and take the same hops.
 
-    All passes in which this side is sent share one object.
+    The axis `ways` has one entry per group. All passes that send this side share one object.
 
     Attributes:
         owner: Owner of the rows.
@@ -100,8 +102,8 @@ class MulticastPaths:
         depth: [ways, nodes], number of hops to the gate.
         use: int64 [ways, ranks], bit set of the rows with which a rank computes.
         peer: bool [ways, ranks], true for ranks that are not a gate.
-        served: bool [ways, ranks], true for gates and for ranks that receive from a gate. The
-            others are node peers of the owner and receive from it.
+        served: bool [ways, ranks], true for gates and for ranks that receive from a gate. The other
+            ranks are node peers of the owner and receive from the owner.
         of_pairs: int64 [owner, rank], bit set of all rows with which a rank computes.
         hops: Hops of all rows to their users.
     """
@@ -140,7 +142,7 @@ class MulticastPaths:
             depth = next_depth
 
     def _edges(self, use: np.ndarray) -> _CopyHops:
-        """Return the hops that bring these rows to their users."""
+        """Return the hops that bring the rows `use` [ways, ranks] to their users."""
         through = self._through(use)
         way, dst, peers = _nonzero((use != 0) & self.peer)
         node = dst // self.grid.intra
@@ -165,9 +167,9 @@ class MulticastPaths:
         return through
 
     def levels(self, through: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield, for each level from the farthest on, the gates that rows pass.
+        """Yield the gates that rows pass, one level at a time from the farthest gates inwards.
 
-        Each item is way, node and parent node. `through` is read again at each level.
+        Each item is (group, node, parent node). The caller may change `through` between levels.
         """
         for depth in range(int(self.depth.max(initial=0)), 0, -1):
             way, node, _ = _nonzero((self.depth == depth) & (through != 0) & ~self.home)
@@ -180,11 +182,11 @@ class MulticastPaths:
         return np.repeat(of_nodes, self.grid.intra, axis=1)
 
     def by_owner(self, of_ways: np.ndarray, unite: np.ufunc = np.bitwise_or) -> np.ndarray:
-        """Return the union over all ways of an owner, int64 [owner, rank].
+        """Combine the values of all groups of an owner: int64 [owner, rank].
 
         Args:
             of_ways: [ways, ranks].
-            unite: Function that combines two ways.
+            unite: Function that combines the values of two groups.
         """
         united = np.zeros((self.grid.size, self.grid.size), dtype=np.int64)
         owners, first = np.unique(self.owner, return_index=True)
@@ -193,10 +195,10 @@ class MulticastPaths:
 
 
 class MulticastTiming:
-    """The times at which the rows of one pass travel on their paths.
+    """The steps of the pairs of one pass, and the boundaries at which its hops are posted and land.
 
     Attributes:
-        paths: Paths, which the passes of one side share.
+        paths: Routes of the rows, shared by the passes that send this side.
         step: [owner, rank], step at which a rank computes with a chunk.
         within: Number of steps that a hop within a node may take.
         between: Number of steps that a hop between nodes may take.
@@ -214,7 +216,7 @@ class MulticastTiming:
     def _steps(self) -> np.ndarray:
         paths = self.paths
         step = self._in_turn()
-        # A pair is not before the arrival of its rows: every hop ends at a boundary of its own.
+        # No pair is computed before its rows arrive: each hop takes at least one boundary.
         hops = np.where(paths.served, paths.of_ranks(paths.depth) + paths.peer, 1)
         least = paths.by_owner(np.where(paths.use != 0, hops, 0), np.maximum)
         return np.maximum(step, least, dtype=np.int32, casting="unsafe")
@@ -222,8 +224,9 @@ class MulticastTiming:
     def _in_turn(self) -> np.ndarray:
         """Return the step of each pair, int32 [owner, rank].
 
-        Nodes take turns in rotation. The rank's own node is first, or half of it is first and half
-        last. Within the turn of a node its ranks follow in rotation, without gaps.
+        A rank computes with the chunks of one node after another, in rotation. Its own node is
+        first. If gradients are sent, half of the own node's chunks are last instead. Within the
+        turn of a node, its ranks follow in rotation, without gaps.
         """
         paths = self.paths
         nodes, width = paths.grid
@@ -240,7 +243,7 @@ class MulticastTiming:
         return step
 
     def loosen(self) -> None:
-        """Let hops take as many steps as the memory allows."""
+        """Increase the number of steps that hops may take, as far as the memory allows."""
         paths = self.paths
         if self.demand.all_use_all:
             return
@@ -268,8 +271,8 @@ class MulticastTiming:
         needs = (paths.use != 0) & paths.served
         land = paths.by_node(np.where(needs, step - self.within * paths.peer, NEVER)).min(axis=2)
         land = np.maximum(land, paths.depth)
-        # From the farthest gates inwards: a gate needs the rows earlier by the time of the hop from
-        # it to the next gate.
+        # From the farthest gates inwards: a gate needs the rows early enough for its hop to the
+        # next gate.
         for way, node, above in paths.levels(hops.through):
             np.minimum.at(land, (way, above), land[way, node] - self.between)
             land = np.maximum(land, paths.depth)
@@ -307,7 +310,7 @@ class _JoinedTiming(MulticastTiming):
 
     A hop takes two steps, so that it travels during the turn before. A rank receives from its
     gateway in that turn, and the gateway in the turn before that. So a rank holds the chunks of two
-    nodes, and a gateway one chunk of a third node. The same number of gradients of keys is held.
+    nodes, and a gateway also one chunk of a third node. Equally many gradients of keys are held.
     """
 
     def __init__(self, demand: Demand):
@@ -323,11 +326,11 @@ class _JoinedTiming(MulticastTiming):
 def _runs_of_equal_hops(
     owner: np.ndarray, carrier: np.ndarray, parent: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first of each run of bundles that take the same hops, and their trees.
+    """Return the first bundle of each run of bundles that take the same hops, and the runs' trees.
 
-    The trees are [runs, nodes], with -1 for the owner's node and for nodes that do not use the
-    rows. If the owner's node sends to all other nodes, the set of these nodes does not separate
-    bundles.
+    The trees are [runs, nodes]: the node that sends to each node, or -1. If the owner's node sends
+    to all target nodes directly, all entries are -1. So bundles with different target nodes can
+    then be in one run.
     """
     from_home = (parent == parent.max(axis=1, initial=-1)[:, None]) | (parent < 0)
     tree = np.where(from_home.all(axis=1)[:, None], -1, parent)
@@ -337,16 +340,16 @@ def _runs_of_equal_hops(
 
 
 def _nonzero(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return lines, columns and flat indices of the nonzero entries of a table."""
+    """Return the rows, columns and flat indices of the nonzero entries of a table."""
     at = np.flatnonzero(chosen).astype(np.int32)
     return *np.divmod(at, np.int32(chosen.shape[1])), at
 
 
 def _groups(unite: np.ufunc, lines: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """Return each group of lines combined to one line; `first` has the first line of each group."""
+    """Combine each group of table rows into one row; `first` has the first row of each group."""
     united = lines[first]
     length = np.diff(np.r_[first, len(lines)])
-    for later in range(1, int(length.max(initial=0))):  # few turns; faster than reduceat
+    for later in range(1, int(length.max(initial=0))):  # few iterations; faster than reduceat
         longer = np.flatnonzero(length > later)
         united[longer] = unite(united[longer], lines[first[longer] + later])
     return united

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multicast that sends all rows before ranks compute with them, and all gradients at the end.
 
-If documents leave one rank more to compute at a step than another, an exchange at every step waits
-for the slowest rank of every step, although all ranks compute equally much in total. Here ranks
+With packed documents, ranks compute unequally much at each step, even if all compute equally much
+in total. An exchange at every step then waits for the slowest rank of every step. Here ranks
 synchronize only twice. Copies leave at the first boundaries, and relayed copies as soon as they
 arrive. A rank that relays rows computes nothing before that. Then it computes with its own chunk
-and, when all copies have arrived, with the chunks of others. If keys are sent, that is one kernel
-call (`execution.joined`).
+and, when all copies have arrived, with the chunks of other ranks. If keys are sent, that is one
+kernel call (`execution.joined`).
 
 Gradients leave after that and are summed on their way back. Ranks wait for them after the pair of
-their own chunk, which is the last one in backward. A rank holds all rows of others that it uses,
-and their gradients, so this is for masks with which it uses few.
+their own chunk, which is the last one in backward. A rank holds all rows of other ranks
+that it uses, and their gradients. So the algorithm is for masks with which ranks use few rows of
+other ranks.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ class _PrefetchTiming(MulticastTiming):
     def gradients(self) -> Transfers:
         """Return the transfers of gradients.
 
-        The farthest gates send first. A gate waits for their gradients at the boundary at which it
-        sends.
+        The farthest gates send first. A gate receives their gradients at the boundary at which it
+        sends its sum.
         """
         paths = self.paths
         hops, begin = paths.hops, int(self.step.max())

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles: each rank computes the queries of its row of ranks with the keys of its column.
+"""Tiles: each rank computes the queries of its row of a rank grid with the keys of its column.
 
 Source: Attention2D (arXiv 2503.15758) and Mesh-Attention (arXiv 2512.20968). With b query chunks
-and a key chunks per rank, a * b = G, a chunk goes to b - 1 or a - 1 ranks instead of G - 1. Rows
-and columns have two levels here. A chunk crosses once to each node that uses it, to the rank with
-its owner's index, which relays it within the node. Partial results take the same way back and are
-summed in the node before they cross.
+and a key chunks per rank, a * b = G, a chunk goes to b - 1 or a - 1 ranks instead of G - 1. Here,
+rows and columns have two levels: nodes, and ranks within nodes. A chunk crosses once to each node
+that uses it, to the rank with its owner's index, which relays it within the node. Partial results
+take the same route back and are summed in the node before they cross.
 
-A tile is slower than the rings if computation hides all that they send, because no later pairs hide
-a tile's last partial results. It gains nothing between two nodes or if few rows are used: the
-cheapest tile then sends what a ring sends. It holds more chunks than a ring.
+A tile is slower than a ring if computation hides all hops of the ring, because no later pairs hide
+a tile's last partial results. It sends no fewer bytes than a ring between two nodes, or if few rows
+are used. It holds more chunks than a ring.
 
-This module decides the order of the pairs, which is the same for all ranks (`_order`). All else
-follows from that order: a copy lands for its first pair, and a partial result leaves after its
+This module decides the order of the pairs, which is the same for all ranks (`_order`). All times
+follow from that order: a copy lands for its first pair, and a partial result leaves after its
 last. `tile_shape` decides the grid.
 """
 
@@ -51,15 +51,15 @@ def tables(demand: Demand, *, shape: Shape | None = None) -> Tables:
 def _order(shape: Shape, keys_first: bool) -> np.ndarray:
     """Return the step of each pair: int [query_nodes, query_ranks, key_nodes, key_ranks].
 
-    Indices count nodes and ranks back from the rank that computes to the owner.
+    Indices are distances back from the rank that computes to the owner, in nodes and in ranks.
 
-    One family of chunks is gathered first and stays, and the other one passes. A passing chunk
-    meets all gathered chunks when it arrives, and then its partial result leaves. With the last
-    passing chunk, the gathered chunks are finished one after another, the rank's own last. This is
-    the order between nodes, and also within a rank's own node. Half of that node's pairs come
-    before all others and hide the first hops between nodes. The other half come after all others
-    and hide the last hops. The own pair is the first, because no hop delays it. For head chunks
-    that start after others, `program` makes it the last.
+    One family of chunks is gathered first and stays on the rank. Chunks of the other family pass. A
+    passing chunk meets all gathered chunks when it arrives, and then its partial result leaves.
+    With the last passing chunk, the gathered chunks are finished one after another, the rank's own
+    last. This is the order between nodes, and also within a rank's own node. Half of that node's
+    pairs come before all others and hide the first hops between nodes. The other half come after
+    all others and hide the last hops. The own pair is the first, because no hop delays it. For
+    later head chunks, `program` makes it the last.
     """
     if keys_first:
         a, b, ranks_a, ranks_b = shape
@@ -82,7 +82,7 @@ def _order(shape: Shape, keys_first: bool) -> np.ndarray:
 
 
 def _own_last(a: int, b: int) -> np.ndarray:
-    """Return the order of the pairs of b gathered query chunks and a key chunks: [b, a]."""
+    """Return the order of the pairs of b gathered query chunks and a passing key chunks: [b, a]."""
     query, key = np.ogrid[:b, :a]
     place = np.where(key == 0, query - 1, b - 1 + (key - 1) * b + (query - 1) % b)
     place[0, 0] = a * b - 1
@@ -106,15 +106,16 @@ def _returned(posts: list[np.ndarray], size: int) -> dict[int, int]:
 
 
 class _TileFamily:
-    """Keys or queries: the ranks that receive rows of each chunk, and the times.
+    """Keys or queries: the ranks that receive rows of each chunk, and the times of their hops.
+
+    The axes [nodes, ranks] are distances from an owner to a receiver, along a row or column.
 
     Attributes:
-        receivers: int32 [G, nodes, ranks], from an owner: the rank that many nodes and ranks
-            further along.
-        back: Inverse of `receivers`: the owner of the chunk that a rank has at this distance.
-        rows: int64, bit set of the rows that a receiver uses.
-        first: int [nodes, ranks], step of the first pair with such a chunk.
-        last: int [nodes, ranks], step of the last pair with such a chunk.
+        receivers: int32 [G, nodes, ranks], receiver at each distance from an owner.
+        back: int32 [G, nodes, ranks], owner of the chunk that a rank receives over each distance.
+        rows: int64 [G, nodes, ranks], bit set of an owner's rows that a receiver uses.
+        first: int [nodes, ranks], step of the first pair with a chunk over each distance.
+        last: int [nodes, ranks], step of the last pair with a chunk over each distance.
     """
 
     def __init__(self, name: str, shape: Shape, bundles: Bundles, order: np.ndarray):
@@ -133,7 +134,7 @@ class _TileFamily:
     def gathered(self) -> np.ndarray:
         """Boundary at which each node's sum is complete, [nodes].
 
-        The parts of the node's other ranks take one step to its gate.
+        Partial results of the node's other ranks need one more step to reach its gate.
         """
         return np.maximum(self.last[:, 0] + 1, (self.last[:, 1:] + 2).max(axis=1, initial=0))
 
@@ -188,7 +189,7 @@ class _TileFamily:
 
 
 class _TilePosition(NamedTuple):
-    """Ranks, and their coordinates along the axis of the family."""
+    """Ranks, and their coordinates along the axis (row or column) of the family."""
 
     rank: np.ndarray
     node: np.ndarray
@@ -196,7 +197,7 @@ class _TilePosition(NamedTuple):
 
 
 def _moved(rank: np.ndarray, shape: Shape, name: str, way: int) -> _TilePosition:
-    """Return the ranks at each distance from `rank`, in its column for keys, else in its row."""
+    """Return the ranks at each distance from `rank` in its column (keys) or row (queries)."""
     a, b, ranks_a, ranks_b = shape
     node, index = np.divmod(rank, ranks_a * ranks_b)
     (row, column), (i, j) = np.divmod(node, b), np.divmod(index, ranks_b)

@@ -44,7 +44,7 @@ class Shape(NamedTuple):
 
 
 def shapes(grid: Grid) -> list[Shape]:
-    """Return all shapes of a grid; those with one query or key chunk send as a ring does."""
+    """Return all shapes of a grid; with one query or key chunk, a shape sends what a ring sends."""
     return [
         Shape(grid.inter // across, across, grid.intra // within, within)
         for across in divisors(grid.inter)
@@ -58,9 +58,9 @@ def memory(shape: Shape, row_bytes: RowBytes, rows: int = 1) -> int:
     A rank holds at most `keys` x (K, V, dK, dV) and `queries` x (Q, dO, D, lse, dQ), or O for the
     last four in forward. It holds fewer chunks of the family that is not gathered (`gathers_keys`):
     chunks from other nodes are released node by node. The same is true of the gathered family if
-    all chunks of the other family are of one node. A rank then holds the chunks of one other node
-    and of its own node, and the next chunk that crosses. Partial results of others in flight are
-    not counted.
+    all chunks of the other family are from one node. A rank then holds the chunks of its own node
+    and of one other node, and the next chunk that crosses. Partial results in flight for other
+    ranks are not counted.
 
     Args:
         shape: The shape.
@@ -94,8 +94,8 @@ def chunks_held(shape: Shape, row_bytes: RowBytes) -> tuple[int, int]:
 def chosen(demand: Demand) -> Shape:
     """Return the shape with the fewest bytes between nodes, and then the fewest within nodes.
 
-    Only shapes are compared that hold at most `HOLDS` times the memory of a rank's own chunks. If
-    none does, the shapes with the least memory are compared.
+    Only shapes that need at most `HOLDS` times the memory of a rank's own chunks are compared. If
+    there is none, the shapes with the least memory are compared.
     """
     candidates = shapes(demand.grid)
     memory_of = [memory(shape, demand.row_bytes) for shape in candidates]
@@ -143,7 +143,7 @@ def _bytes_within(demand: Demand, candidates: list[Shape]) -> dict[Shape, int]:
 
 
 def _families(demand: Demand) -> list[tuple[str, Bundles, int]]:
-    """Return each copied family: name, bundles, bytes of a row as copy and as partial result."""
+    """Return (name, bundles, bytes of a row's copy and partial results) of keys and queries."""
     kv, query, dkv, dquery, out = demand.row_bytes
     visibility = demand.visibility
     return [("kv", visibility.keys, kv + dkv), ("query", visibility.queries, query + dquery + out)]
@@ -154,15 +154,15 @@ def _rows_elsewhere(bundles: Bundles, users: np.ndarray, own: np.ndarray) -> int
 
     Args:
         bundles: The bundles.
-        users: bool [n, places].
-        own: Place of the owner, which receives nothing.
+        users: bool [n, receivers], true if a receiver uses the bundle.
+        own: int [n], index of the owner on the axis of receivers; the owner receives nothing.
     """
     receivers = users.sum(axis=1) - users[np.arange(len(own)), own]
     return int((bundles.rows * receivers).sum())
 
 
 def users_by_place(bundles: Bundles, shape: Shape, family: str) -> np.ndarray:
-    """Return which ranks of its column use each key bundle, or of its row each query bundle.
+    """Return the ranks of the owner's column or row that use each key or query bundle.
 
     Returns:
         bool [n, key_nodes, key_ranks] or [n, query_nodes, query_ranks]: true for keys that some

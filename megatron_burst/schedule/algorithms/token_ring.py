@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TokenRing: one side travels in one direction, and the results in the other.
+"""TokenRing: one side travels in one direction, and the results in the other direction.
 
 Source: TokenRing (arXiv 2412.20501). Keys stay. Queries move from neighbour to neighbour on one
 ring. The partial output of a step is sent with its lse directly back to the owner of the queries,

@@ -3,10 +3,10 @@
 
 The algorithm is for ranks with a separate direct link to each neighbour. Each link then carries
 half of what one ring sends over one link. At step t a rank has the first half of the chunk of the
-rank t before it, and the second half of the chunk of the rank t after it. On an even ring both
-halves of the farthest chunk arrive together. Gradients follow their rows one step later and end at
-their owner. If rows cost at most half as many bytes in one direction, both halves take that
-direction: half of the rows in the other direction would load that link more.
+rank t before it, and the second half of the chunk of the rank t after it. If the
+number of ranks is even, both halves of the farthest chunk arrive together. Gradients follow their
+rows one step later and end at their owner. If a half costs at most half as many bytes in the other
+direction, it takes that direction.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class OneWay(FlatRing):
     """Hops from neighbour to neighbour in one direction."""
 
     def moves(self, family: str) -> np.ndarray:
-        """Return a bool [bundle, step] that is true for rows of a family that are sent on.
+        """Return bool [bundle, step], true if a bundle is forwarded after a step.
 
-        A copy is sent on while a rank further along uses it, a gradient from the first rank that
-        adds to it.
+        A copy is forwarded as long as a later rank uses it. A gradient is forwarded from the first
+        rank that contributes.
         """
         if family != self.demand.side:
             return np.logical_or.accumulate(self.users, axis=1)
@@ -64,7 +64,7 @@ def _ways(demand: Demand, halves: Bundles) -> np.ndarray:
     copy, gradient = (getattr(demand.row_bytes, name) for name in (side, "d" + side))
     behind = (halves.owner[:, None] + np.arange(size)) % size
     users = np.take_along_axis(halves.users, behind, axis=1)
-    # A copy goes to its last user, and the gradient from the first user to the owner. The first
+    # A copy is sent to its last user, and the gradient from the first user to the owner. The first
     # user in one direction is the last one in the other direction.
     first, last = users.argmax(axis=1), size - 1 - np.flip(users, axis=1).argmax(axis=1)
     ahead, back = last * copy + (size - first) * gradient, (size - first) * copy + last * gradient

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Algorithms that carry states along chains of pieces, each with a file and an entry here.
+"""The table of scan algorithms, which send states along chains of pieces; each in its own file.
 
 This package needs no torch.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LASP-2 (arXiv 2502.07563): a piece's map is sent to every rank that holds a later piece.
 
-This module decides the way to other nodes. A map crosses to a node once, to one rank that needs it.
-That rank sends it to the others of the node in a second round.
+A map crosses to another node once, to one rank that needs it. That rank sends it to the other ranks
+of its node that need it, in a second round.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ def all_gather(task: Task) -> Hops:
     run, rank = np.divmod(np.sort(run * task.topology.size + rank), task.topology.size)
     source = runs.rank[run]
     node, home = rank // intra, source // intra
-    # One of the ranks of another node that need a map receives it for all, in turn by source.
+    # In each other node, one of the ranks that need a map receives it first; the source's index
+    # selects that rank.
     opens = np.append(True, (run[1:] != run[:-1]) | (node[1:] != node[:-1]))[: len(run)]
     begin = np.flatnonzero(opens)
     group = np.cumsum(opens) - 1
@@ -34,7 +35,7 @@ def all_gather(task: Task) -> Hops:
 
 
 def users_of_maps(runs: PieceRuns) -> tuple[np.ndarray, np.ndarray]:
-    """Return pairs (run, rank) of a run and a rank that needs its map, without repetition.
+    """Return all pairs (run, rank) in which the rank needs the run's map, without duplicates.
 
     A rank needs the maps of all runs before its last run of the document.
     """
@@ -56,7 +57,8 @@ def _lasts(runs: PieceRuns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return, for each document on each rank, the runs before the rank's last run.
 
     Returns:
-        Rank, first run of the document, and number of runs before the rank's last.
+        Rank, first run of the document, and number of the document's runs before the rank's last
+        run.
     """
     ranks = runs.rank.max(initial=0) + 1
     key = runs.document * ranks + runs.rank
@@ -73,7 +75,7 @@ def carried(
     destination: np.ndarray,
     block: np.ndarray | int,
 ) -> tuple:
-    """Return the columns of hops for `table` that describe the effect of runs on a state.
+    """Return columns for `table`: hops that send the effect of runs on a state.
 
     A hop carries the map of the run. For the first run of a document it carries the state after the
     run instead. Every rank that holds the run can compute that state, because the state before it

@@ -2,7 +2,7 @@
 """The blocks into which a state is cut, so that a scan sends them one after another.
 
 This module decides the order of the cuts: equal shares of heads, then of columns (of values), then
-of rows (of keys). A matrix transition mixes rows, so rows are not cut under it.
+of rows (of keys). Rows are not cut if the transition is a matrix, because a matrix mixes rows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StateBlocks(NamedTuple):
 
 
 def cut(blocks: int, heads: int, rows: int, columns: int, mixes: bool) -> StateBlocks:
-    """Return a state in `blocks` equal blocks.
+    """Divide a state into `blocks` equal blocks.
 
     Args:
         blocks: Number of blocks.
@@ -61,7 +61,7 @@ def cut(blocks: int, heads: int, rows: int, columns: int, mixes: bool) -> StateB
 
 
 def able(most: int, heads: int, rows: int, columns: int, mixes: bool) -> list[int]:
-    """Return all numbers of blocks up to `most` into which `cut` cuts such a state."""
+    """Return all numbers of blocks up to `most` into which `cut` can divide such a state."""
     return [n for n in range(1, most + 1) if _shares(n, heads, rows, columns, mixes)]
 
 

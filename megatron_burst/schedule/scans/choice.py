@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of the scan algorithm and its number of blocks, by predicted time.
 
-This module decides which candidates are tried. A ring is a scan in one block and is not tried. A
-table of all-gather that takes longer to make than it could save is not tried either.
+This module decides which candidates are tried. A ring is a scan in one block and is not tried. Very
+large all-gathers are not tried, because making the table takes longer than it could save.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def choose(
 ) -> ScanChoice:
     """Return the algorithm with the shortest predicted time for these chains and states.
 
-    If nothing is sent, it is all-gather without hops.
+    If no state needs to be sent, the result is "all_gather" with zero seconds.
 
     Args:
         chains: Chains of pieces.
@@ -111,7 +111,7 @@ def blocks_for(
 
 
 class _Trials:
-    """Predictions for one case, made as the search requires them."""
+    """Predicted times for given chains, topology, sizes and links, computed on demand."""
 
     def __init__(self, chains: Chains, topology: Topology, sizes: ScanSizes, links: Links):
         if topology.size != chains.ranks:
@@ -131,8 +131,8 @@ class _Trials:
     def best(self, name: str, limit: float = math.inf) -> tuple[int, float]:
         """Return the best number of blocks and its predicted seconds.
 
-        The search starts at a first guess and doubles or halves it while that is faster. It ends at
-        the guess if the guess cannot reach the time `other`.
+        The search starts at an estimate, and halves or doubles it while that is faster. For a scan,
+        it ends at the estimate if no estimated time is below `limit` seconds.
         """
         if name not in ("scan", "two_level") or not self.runs.follows.any():
             return 1, self.seconds(name, 1)
@@ -160,8 +160,8 @@ class _Trials:
     def _scan(self) -> np.ndarray:
         """Return the seconds of a scan by number of blocks, without contention for NICs.
 
-        That is the time of all hops of the longest chain for the first block, and of the slowest
-        hop for each other block.
+        That is the time of all hops of the longest chain for the first block, plus the time of the
+        slowest hop for each other block.
         """
         links, far = self.links, self._crosses
         latency = np.where(far, links.inter_latency, links.intra_latency) + links.posting
@@ -176,8 +176,8 @@ class _Trials:
     def _two_level(self) -> np.ndarray:
         """Return approximate seconds of a two-level scan by number of blocks, without contention.
 
-        A round takes the longer of a message to the next node and of those to all others of this
-        node.
+        A round takes as long as one message to the next node or the messages to all other ranks of
+        this node, whichever is longer.
         """
         links, lanes = self.links, self.topology.per_node
         size = self.sizes.state / self.numbers

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of an algorithm of the state scan: hops over all ranks.
+"""The table of hops of a state scan, over all ranks.
 
 A piece i changes a state to map_i(S) = A_i S + B_i. The state that enters a piece is the one that
 leaves the piece before it, or the zero or initial state at the start of its document. A hop carries
 either a state that enters a piece or the map of a run of pieces. Algorithms decide only which of
-the two, and when. The executor runs the table, the simulator times it, and the byte counter adds it
-up.
+the two is sent, and when. The executor runs the table, `timing` simulates it, and `sizes` counts
+its bytes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Hops(NamedTuple):
             `first` to `last`, which are of one document.
         first: First piece.
         last: Last piece.
-        block: Index of the block of the state (`blocks.cut`), or of the map as far as this block
-            needs it; ALL_BLOCKS for all of it.
+        block: Index of the block of the state that is sent (`blocks.cut`); of a map, the part that
+            this block needs. ALL_BLOCKS for the whole state or map.
     """
 
     round: np.ndarray
@@ -91,7 +91,7 @@ class PieceRuns(NamedTuple):
 
 
 def runs_of(chains: Chains) -> PieceRuns:
-    """Return the runs of pieces; states change the rank between runs."""
+    """Return the runs of pieces; a state moves to another rank only between runs."""
     opens = chains.begins | np.append(True, chains.rank[1:] != chains.rank[:-1])
     first = np.flatnonzero(opens)
     count = np.arange(len(first))
@@ -102,10 +102,11 @@ def runs_of(chains: Chains) -> PieceRuns:
 
 
 def table(*parts: tuple) -> Hops:
-    """Return the hops of all parts, without those from a rank to itself.
+    """Combine hops into one table, without hops from a rank to itself.
 
     Args:
-        *parts: Round, source, destination, kind, first, last and block, which broadcast together.
+        *parts: Tuples of round, source, destination, kind, first, last and block. The arrays of a
+            tuple are broadcast together.
     """
     broad = [np.broadcast_arrays(*part) for part in parts]
     columns = [

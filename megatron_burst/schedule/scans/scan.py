@@ -2,10 +2,10 @@
 """All-Scan of ZeCO (arXiv 2507.01004): the state passes from piece to piece in blocks.
 
 A rank receives one block while it sends the block before, so all ranks are busy after as many
-rounds as the chain has hops. Zigzag's chain goes up the ranks and back. The last rank holds the
-pieces on both sides of the turn, which costs no hop.
+rounds as the chain has hops. With the zigzag layout, the chain goes up the ranks and back. The last
+rank holds the pieces on both sides of the turn, so the turn needs no hop.
 
-The ring of LASP (arXiv 2404.02882) is the same with one block: the whole state passes on.
+The ring of LASP (arXiv 2404.02882) is this scan with one block, the whole state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def scan(task: Task) -> Hops:
 
 
 def ring(task: Task) -> Hops:
-    """Return one hop for each piece whose next piece is on another rank, one after another."""
+    """Return one hop for each change of rank along a chain, each in a round after the previous."""
     runs = runs_of(task.chains)
     to = np.flatnonzero(runs.nth)
     first = runs.first[to]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of a scan: of states, of maps, of each hop, and the bytes that each rank sends.
+"""Bytes of a scan: sizes of states, maps and hops, and the bytes that each rank sends.
 
 Sizes are plain numbers, so no torch is needed. A block of a map has the bytes of a block of the
 state, plus the part of the transition that the block needs.
@@ -60,7 +60,7 @@ class ScanSizes(NamedTuple):
         return self.batch * heads * elements * self.itemsize
 
     def cut(self, blocks: int) -> StateBlocks:
-        """Return a state in `blocks` equal blocks, or raise ValueError if there are none."""
+        """Divide a state into `blocks` equal blocks; raise ValueError if that is impossible."""
         return cut(blocks, self.heads, self.rows, self.columns, self.form == "matrix")
 
     def numbers(self, most: int) -> list[int]:
@@ -68,7 +68,7 @@ class ScanSizes(NamedTuple):
         return able(most, self.heads, self.rows, self.columns, self.form == "matrix")
 
     def of(self, hops: Hops, blocks: int) -> np.ndarray:
-        """Return the bytes of each hop of a table for `blocks` blocks, int64 [hops]."""
+        """Return the bytes of each hop if a state has `blocks` blocks, int64 [hops]."""
         heads, rows, _ = self.cut(blocks).shape
         all_blocks = hops.block == ALL_BLOCKS
         state = np.where(all_blocks, self.state, self.state // blocks)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The time of a scan: a simulation of a table of hops over idealized links.
 
-Every rank has one NIC per link class, which sends and receives at once. The hops of a round between
-two ranks are one message, and the messages of a rank follow one another on its NIC. A rank starts a
-round when it has finished the one before: when it has sent, received, and combined the received
-maps and states. Ranks that take no part in a round do not wait for it.
+Every rank has one NIC per link class, which sends and receives at the same time. The hops of a
+round between two ranks are one message, and the messages of a rank follow one another on its NIC. A
+rank starts a round when it has finished the previous one: when it has sent, received, and combined
+the received maps and states. Ranks that take no part in a round do not wait for it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Links(NamedTuple):
     """Speed of the links of every rank.
 
     Attributes:
-        intra: Bytes per second within a node, in each direction at once.
-        inter: Bytes per second between nodes, in each direction at once.
+        intra: Bytes per second and direction within a node.
+        inter: Bytes per second and direction between nodes.
         intra_latency: Seconds per message within a node, in addition to its bytes.
         inter_latency: Seconds per message between nodes, in addition to its bytes.
-        combine: Bytes per second of states and maps that a rank combines; inf if that takes no
-            time.
-        posting: Seconds of a rank's own time to start a round.
+        combine: Bytes per second at which a rank combines received states and maps; inf if
+            combining takes no time.
+        posting: Seconds that a rank needs to start a round.
     """
 
     intra: float
@@ -39,8 +39,8 @@ class Links(NamedTuple):
     posting: float = 0.0
 
 
-# A GPU's share of NVLink, and of InfiniBand with one NIC of 200 Gbit/s per GPU. To combine states
-# reads two and writes one, so it has a third of 1.5 TB/s.
+# One GPU's share of NVLink, and of InfiniBand with one NIC of 200 Gbit/s per GPU. Combining reads
+# two states and writes one, so its rate is a third of 1.5 TB/s.
 NOMINAL = Links(200e9, 25e9, 5e-6, 10e-6, 500e9)
 
 
@@ -52,9 +52,9 @@ class Messages(NamedTuple):
         source: Rank that sends.
         destination: Rank that receives.
         far: Whether the message crosses between nodes.
-        leaves: Seconds from its sender's start of the round until the message has left.
-        lasts: Seconds on the NIC.
-        fold: Seconds of the receiver's own time to combine the message.
+        leaves: Seconds from the start of the round on the sender until the message is sent.
+        lasts: Seconds during which the message occupies a NIC.
+        fold: Seconds that the receiver needs to combine the message.
     """
 
     round: np.ndarray
@@ -69,7 +69,7 @@ class Messages(NamedTuple):
 def scan_seconds(
     hops: Hops, topology: Topology, sizes: ScanSizes, blocks: int, links: Links
 ) -> np.ndarray:
-    """Return when each rank has received and sent all messages if all start at 0: float [ranks]."""
+    """Return when each rank has sent and received all messages: float [ranks], seconds from 0."""
     clock = np.zeros(topology.size)
     if not len(hops):
         return clock
@@ -121,7 +121,7 @@ def _messages(
 
 
 def _running(lasts: np.ndarray, far: np.ndarray, sender: np.ndarray) -> np.ndarray:
-    """Return running sums over the messages of a sender, per link class; sorted by sender."""
+    """Return running sums of `lasts` per sender and link class; messages are sorted by sender."""
     sums = np.empty(len(lasts))
     for link in (~far, far):
         total, senders = np.cumsum(lasts[link]), sender[link]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two-level scan: maps within nodes, states between nodes, with all NICs of a node in use.
 
-The runs of a chain in one node are a segment of it. Each node has one rank for every block of the
-state. That rank receives the block of all maps of the node's segments, and sends the block of the
-state on to the next node. It also sends each piece of its node the block of the state that enters
-there. So a rank sends about two states within its node. All NICs of a node together send one state
-to the next node, for any number of ranks.
+Consecutive runs of a chain in one node are a segment of the chain. In each node, each block of the
+state has one rank. That rank receives this block of the maps of its node, and sends this block of
+the state to the next node. It also sends this block of the state to each rank of its node where the
+state enters a run. So a rank sends about two states within its node. All NICs of a node together
+send one state to the next node, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ import numpy as np
 from .all_gather import carried, users_of_maps
 from .hops import ALL_BLOCKS, STATE, Hops, PieceRuns, Task, runs_of, table
 
-DIRECT_RUNS = 4  # up to this many runs in a node, sending each map to all its users costs no more
+DIRECT_RUNS = 4  # with at most this many runs, sending each map to all its users takes no longer
 
 
 def two_level(task: Task) -> Hops:
     """Return the hops of a two-level scan.
 
-    Blocks move from node to node in consecutive rounds, as many at once as a node has ranks. If a
-    document has few pieces in one node, its maps go directly to the ranks that need them.
+    Blocks move from node to node in consecutive rounds, as many per round as a node has ranks. If a
+    document is in one node and has few runs, its maps are sent directly to the ranks that need
+    them.
     """
     runs = runs_of(task.chains)
     intra = task.topology.per_node
     node = runs.rank // intra
     crosses = (runs.nth > 0) & np.append(False, node[1:] != node[:-1])
-    segment = _within(np.cumsum(crosses), runs)  # of its document
+    segment = _within(np.cumsum(crosses), runs)  # index of the run's segment in its document
     document = runs.document
     runs_in, segments_in = np.bincount(document), np.bincount(document, crosses)
     straight = ((runs_in <= DIRECT_RUNS) & (segments_in == 0))[document]
