@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mb.advise`: the fastest settings that fit, with their time, memory and reasons.
+"""`mb.advise`: the fastest settings that fit into memory, with predicted time and memory.
 
-This module joins the search and the flags to paste. It refuses models, lengths and clusters with
-which nothing can run.
+This module calls the search and formats the result as flags. It raises ValueError for invalid
+models, lengths and clusters.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ LONGEST = "longest"  # instead of a length
 
 
 class DoesNotFit(ValueError):
-    """No way to run this model on this cluster fits its memory."""
+    """Raised if no settings let the model fit into the memory of the cluster."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """The result of `mb.advise`.
+    """Result of `mb.advise`.
 
     Attributes:
         model: The model.
         cluster: The cluster.
-        want: The goal of the search.
-        ranked: Runs that fit: the best run of each way to divide the GPUs into groups (TP, PP, CP,
-            DP). The recommended run is first, the others are ordered by time.
-        ways: Number of ways.
-        tried: Number of ways that a bound of their time did not exclude.
-        lengths: Lengths of the documents of a pack, if there are any.
-        search: The search.
+        want: Goal of the search: tokens per sequence and step, and fixed settings.
+        ranked: Best configuration for each choice of parallel sizes (TP, PP, CP, DP) that fits. The
+            recommended one is first; the rest is ordered by time.
+        ways: Number of choices of parallel sizes.
+        tried: Number of these choices that were not excluded by a lower bound on time.
+        lengths: Lengths of the documents of a pack; () without packed documents.
+        search: Search that found the result.
     """
 
     model: Model
@@ -66,17 +66,17 @@ class Advice:
 
     @property
     def best(self) -> Configuration:
-        """The recommended run: the fastest, or the simplest of a tie with it."""
+        """Recommended configuration: the simplest one within the tie with the fastest."""
         return self.ranked[0]
 
     @cached_property
     def rivals(self) -> list[Rival]:
-        """Megatron's own context parallelism with the parallel sizes of the best run."""
+        """Estimates of Megatron's own context parallelism with the parallel sizes of `best`."""
         return rivals(self.model, self.cluster, self.best.run, self.lengths)
 
     @cached_property
     def fastest_rival(self) -> Rival | None:
-        """The fastest kind of Megatron's own context parallelism, with its own parallel sizes.
+        """Fastest kind of Megatron's own context parallelism, over all parallel sizes.
 
         None if no kind fits.
         """
@@ -84,9 +84,9 @@ class Advice:
 
     @cached_property
     def by_kind(self) -> str:
-        """The gain of an algorithm for each kind of layers in the best run, in words.
+        """Text on the time that `best` saves by separate algorithms per kind of layers.
 
-        It is "" if all layers have one algorithm.
+        "" if all layers use one algorithm.
         """
         run = self.best.run
         if not run.by_kind:
@@ -102,7 +102,7 @@ class Advice:
 
     @cached_property
     def kernel(self) -> AssumedKernel:
-        """The attention kernel that times assume, and the best run's step with other kernels."""
+        """Attention kernel of the forecast, and step times of `best` with other kernels."""
         assert self.search is not None
         attention, run = self.search.attention, self.best.run
 
@@ -113,14 +113,14 @@ class Advice:
 
     @property
     def cut(self) -> Cut | Literal[""]:
-        """The layout of packs; "" without packs."""
+        """Layout of packed documents; "" without packed documents."""
         return "zigzag" if self.want.documents else "balanced" if self.lengths else ""
 
     def flags(self, index: int = 0) -> list[str]:
         """Return flags for `megatron-burst pretrain` and Megatron-LM's script of the model.
 
-        They are quoted for a shell, each with its values. `no_flag_for` names what they do not
-        express.
+        Each entry is one flag with its values, quoted for a shell. `no_flag_for` lists properties
+        of the model that have no flag.
 
         Args:
             index: Index in `ranked`.
@@ -129,7 +129,7 @@ class Advice:
 
     @property
     def no_flag_for(self) -> list[str]:
-        """A sentence for each property of the model that has no flag in Megatron-LM."""
+        """Sentences on properties of the model that no flag of Megatron-LM sets."""
         return model_flags.lacking(self.model)
 
     def job(self, index: int = 0, train_iters: int | None = None) -> str:
@@ -155,7 +155,7 @@ class Advice:
 
     @property
     def why(self) -> str:
-        """The four longest parts of the best run's step, with their shares."""
+        """Text with the four longest parts of the step of `best`, and their shares."""
         time = self.best.time
         parts = sorted(time.parts.items(), key=lambda part: -part[1])
         return ", ".join(f"{name} {taken / time.seconds:.0%}" for name, taken in parts[:4])
@@ -182,20 +182,20 @@ def advise(
         print(advice.best.run, advice.why, *advice.flags(), sep="\n")
 
     Args:
-        model: A name, the path of a Hugging Face `config.json`, or `mb.Model`.
-        cluster: The name of a GPU (with gpus and per_node), the path of a cluster file, or
+        model: Name of a model, path of a Hugging Face `config.json`, or `mb.Model`.
+        cluster: Name of a GPU (with `gpus` and `per_node`), path of a cluster file, or
             `mb.Cluster`.
-        seq: Tokens of a sequence, 2**20 or "1M". "longest" searches the longest sequence that fits
-            with the fixed settings, then the fastest run of that length.
+        seq: Tokens of a sequence, such as 2**20 or "1M". "longest" first searches the longest
+            sequence that fits with the fixed settings, then the fastest settings for this length.
         gpus: Number of GPUs.
         per_node: GPUs per node.
         tokens_per_step: Tokens of a step over all ranks; None: 4M, or one sequence if that is
             longer.
-        packed: Lengths of documents that fill packs of `seq` tokens: a list, a file, or a name of
-            `packed.NAMED`.
-        top: Number of runs to rank.
-        progress: Called with the numbers of finished ways and of all ways.
-        **fixed: Fields of `mb.Settings` that are not searched: `tp=8, store=0.5`.
+        packed: Lengths of documents that fill packs of `seq` tokens: a list, the path of a file, or
+            a key of `packed.NAMED`.
+        top: Number of configurations to return.
+        progress: Function of (finished, total), the numbers of choices of parallel sizes.
+        **fixed: Values of `mb.Settings` fields that are not searched, such as `tp=8, store=0.5`.
 
     Returns:
         The advice.
@@ -244,15 +244,15 @@ def advise(
 
 
 def nodes_and_gpus(cluster: Cluster) -> tuple[int, int]:
-    """Return the number of nodes, and of GPUs per node."""
+    """Return (number of nodes, GPUs per node)."""
     per_node = min(cluster.gpus, cluster.ranks_per_node)
     return cluster.gpus // per_node, per_node
 
 
 def _together(goal: TrainingGoal) -> str:
-    """Return the reason why no way was tried.
+    """Return the error message if fixed settings exclude each other.
 
-    The store is the only fixed setting that can exclude all ways.
+    Of all settings only `store` depends on others: on `cp` and `recompute`.
     """
     pinned_flags = " ".join(f"{flag_of(name)} {value}" for name, value in goal.pinned.items())
     return (
@@ -276,15 +276,15 @@ def cluster_of(cluster: str | Path | Cluster, gpus: int | None, per_node: int) -
 def goal_of(
     seq: int | str, tokens_per_step: int | str | None, fixed: dict[str, Any]
 ) -> TrainingGoal:
-    """Return the goal of a training.
+    """Return the goal of the search.
 
     Args:
         seq: Tokens of a sequence.
-        tokens_per_step: Tokens of a step, None: the default.
+        tokens_per_step: Tokens of a step; None for 4M, or one sequence if longer.
         fixed: Fixed settings.
 
     Raises:
-        ValueError: Sequences do not fill a step.
+        ValueError: `tokens_per_step` is not a multiple of `seq`.
     """
     length = tokens_of(seq, "--seq")
     step = max(STEP, length) if tokens_per_step is None else None

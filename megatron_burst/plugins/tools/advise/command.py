@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megatron-burst advise`: flags, time and memory of a run before a cluster is booked.
+"""`megatron-burst advise`: find flags with the shortest step, and predict time and memory.
 
     megatron-burst advise --model llama3-8b --gpus 64 --gpu h100 --seq 1M
     megatron-burst advise --model qwen3-30b-a3b --cluster cluster.toml --seq 128K --top 3
     megatron-burst advise --gpus 64 --gpu h100 -- pretrain_gpt.py --num-layers 32 ...
 
-The forecast is computed from the schedules of a run, the sizes of tensors and the rates of links
-and kernels. `tools.advise.search.search` describes the search. Exit status: 0 advice, 1 nothing
-fits, 2 bad input.
+The forecast is computed from schedules, sizes of tensors, and rates of links and kernels.
+`tools.advise.search.search` describes the search. Exit status: 0 if settings are found, 1 if no
+settings fit, 2 for invalid input.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _model(arguments: argparse.Namespace) -> tuple[Model, str | int]:
-    """Return the model, and the tokens of a sequence."""
+    """Return the model, and `seq` of `mb.advise` (tokens or "longest")."""
     model, described = model_arguments.find(arguments.model, arguments.megatron)
     if arguments.longest and arguments.seq is not None:
         raise ValueError("--longest and --seq both set the sequence length; use only one of them")
@@ -111,7 +111,7 @@ def _model(arguments: argparse.Namespace) -> tuple[Model, str | int]:
 
 
 def _cluster(arguments: argparse.Namespace) -> clusters.Cluster:
-    """Return the cluster from a file, or from the name of a GPU, with the changes of the flags."""
+    """Return the cluster of `--cluster` or `--gpu`, changed by the other flags."""
     if arguments.cluster is None:
         if arguments.gpus is None:
             raise ValueError("--gpus is required, such as --gpus 64, or --cluster FILE")

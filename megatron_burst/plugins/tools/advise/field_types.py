@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the values of dataclass fields by their types."""
+"""Check of a dataclass field's value against the type of the field."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, get_args
 
 
 def problem_of(kind: Any, value: Any, least: int = 0) -> str:
-    """Return the reason why a field of a type cannot have a value, empty if it can.
+    """Return the reason why a value is invalid for a field of this type; "" if it is valid.
 
     Args:
         kind: `int`, `bool`, `str`, `float` (a fraction from 0 to 1), a `Literal` of words, or one
             of these or None.
         value: The value.
-        least: The smallest whole number.
+        least: Minimum of an integer.
     """
     choices = get_args(kind)
     if NoneType in choices:

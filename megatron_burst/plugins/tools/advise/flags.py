@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags that `advise` and `memory` share: fields of `Settings`, and the cluster.
+"""Flags that `advise` and `memory` share: fields of `Settings`, model and cluster.
 
-A flag has the name, and the type or the choices, of its field.
+The flag of a field has the field's name, and its type or choices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..call_flags import named
 from .search.packed import NAMED, TITLE
 from .settings import Settings, flag_of
 
-# Fields with a flag, and the help text of the flag.
+# Field of `Settings` -> help text of its flag.
 FIELDS = {
     name: hint.__metadata__[0]
     for name, hint in get_type_hints(Settings, include_extras=True).items()
@@ -47,7 +47,7 @@ def add_fields(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
 
 
 def given_fields(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Return the fields that the user has set, with their values."""
+    """Return the fields whose flags the user has set, with their values."""
     values = {name: getattr(arguments, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -77,15 +77,16 @@ def cluster_of(
     cluster: clusters.Cluster | None = None,
     kernel: str | None = None,
 ) -> clusters.Cluster:
-    """Return the cluster of the flags.
+    """Return the cluster that the flags describe.
 
     Args:
         arguments: The parsed flags.
-        cluster: A cluster whose fields the flags replace; None: a new one.
-        kernel: Attention kernel, at whose published rate runs compute; None: the fastest.
+        cluster: Cluster whose fields the flags replace; None for the published values of `--gpu`.
+        kernel: Attention kernel whose published rate the forecast uses; None for the fastest
+            kernel.
 
     Raises:
-        ValueError: The flags do not name a cluster.
+        ValueError: The flags do not describe a cluster.
     """
     if cluster is not None:
         named = {"gpus": arguments.gpus, "per_node": arguments.per_node}

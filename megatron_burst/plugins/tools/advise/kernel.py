@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention kernel that a forecast assumes: whether this machine has it, and other kernels."""
+"""The attention kernel that a forecast assumes, and whether it is installed here."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ TITLES = {
     **{name: package.title for name, package in PACKAGES.items()},
 }
 NO_GPU = "not checked: no GPU here"
-# Device files of NVIDIA's driver, on Linux and in WSL. Without one torch is not imported.
+# Device files of NVIDIA's driver, on Linux and in WSL. If there is none, torch is not imported.
 DRIVER = Path("/dev/nvidiactl"), Path("/dev/dxg")
 
 
 @dataclass(frozen=True)
 class AssumedKernel:
-    """The attention kernel of a forecast.
+    """Attention kernel of a forecast.
 
     Attributes:
-        name: As in `--burst-kernel`; None if the rate was measured, or stated without a kernel.
-        measured: `calibrate` measured the rate.
-        here: Whether this machine has the kernel, in words.
-        seconds: Seconds of the same run with each other kernel that has a published rate.
+        name: Value of `--burst-kernel`; None if the rate was measured, or stated without a kernel.
+        measured: Whether `calibrate` measured the rate.
+        here: Text on whether the kernel can be used on this machine.
+        seconds: Kernel name -> predicted seconds of a step, for other kernels with a published
+            rate.
     """
 
     name: str | None
@@ -42,7 +43,7 @@ class AssumedKernel:
 
     @property
     def described(self) -> str:
-        """The kernel and the times with other kernels, on one line."""
+        """Text on one line: the kernel, and the times with other kernels."""
         if self.measured:
             return "attention kernel: the one that calibrate measured, which `auto` takes there"
         if self.name is None:
@@ -57,7 +58,7 @@ class AssumedKernel:
         return text
 
     def facts(self) -> dict[str, Any]:
-        """Return the same as plain data."""
+        """Return the attributes as plain data for JSON."""
         return {
             "assumed": self.name,
             "title": TITLES.get(self.name or ""),
@@ -68,19 +69,19 @@ class AssumedKernel:
 
 
 def titled(name: str) -> str:
-    """Return a kernel's name with its title: "flash3 (FlashAttention 3)"."""
+    """Return a kernel's name with its full name, such as "flash3 (FlashAttention 3)"."""
     return f"{name} ({TITLES[name]})" if name in TITLES else name
 
 
 def of_forecast(
     cluster: Cluster, seconds_on: Callable[[Cluster], float], documents: bool = False
 ) -> AssumedKernel:
-    """Return the kernel that forecasts on a cluster assume.
+    """Return the attention kernel that forecasts for a cluster assume.
 
     Args:
         cluster: The cluster of the forecast.
-        seconds_on: Returns the seconds of the run's step on another cluster.
-        documents: Attention is to packed documents.
+        seconds_on: Function that returns the seconds of a step on another cluster.
+        documents: Whether documents are packed.
     """
     if cluster.kernels_measured:
         return AssumedKernel(None, True, "", {})
@@ -93,7 +94,7 @@ def of_forecast(
 
 
 def installed_here(name: str | None) -> str:
-    """Describe whether this machine has a kernel, as the doctor does; "" for unknown names."""
+    """Describe whether a kernel can be used here, as the doctor does; "" for unknown names."""
     if name not in TITLES:
         return ""
     if not any(path.exists() for path in DRIVER) or importlib.util.find_spec("torch") is None:

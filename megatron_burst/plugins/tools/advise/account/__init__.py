@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of a rank over one step, tensor by tensor."""
+"""Analytical memory of one rank over a training step, tensor by tensor."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory account: bytes of one rank by item, over one training step.
+"""Memory account: bytes of one rank by item (such as "optimizer"), over one training step.
 
-The account makes and frees every tensor on a `tape` in the order of the code. The peak of each
-phase and its items follow from that. Tensors that a kernel allocates inside are counted if they
-have as many rows as its input. Memory of CUDA, NCCL and the allocator (`Cluster.reserve`) and
-gradients of norms and biases in transit are not counted.
+The account allocates and frees every tensor on a `tape`, in the order in which training does. The
+tape yields the peak of each phase and the items at the peak. Temporary tensors of a kernel are
+counted if they have as many rows as the input of the kernel. Memory of CUDA, NCCL and the allocator
+(`Cluster.reserve`) and gradients of norms and biases in transit are not counted.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from .tape import Moment, peaks
 
 @dataclass(frozen=True)
 class Account:
-    """The memory of one rank.
+    """Memory account of one rank over one step.
 
     Attributes:
         model: The model.
         run: The run.
-        states: Bytes of each item that exists during the whole step.
-        moments: The moments of a step, with the states.
-        host: Bytes of host memory of this rank by item.
+        states: Bytes by item of parameters, gradients and optimizer, which exist during the whole
+            step.
+        moments: Snapshots of the memory during a step, including `states`.
+        host: Bytes of this rank's host memory by item.
     """
 
     model: Model
@@ -53,7 +54,7 @@ class Account:
 
     @property
     def activations(self) -> int:
-        """Bytes at the peak without the states."""
+        """Bytes at the peak without `states`."""
         return self.peak.bytes - sum(self.states.values())
 
     @property
@@ -63,12 +64,12 @@ class Account:
 
 
 class MemoryLeft(NamedTuple):
-    """The unused memory of a cluster per GPU, in bytes; negative if a run does not fit.
+    """Unused memory per GPU in bytes; negative if a run does not fit.
 
     Attributes:
-        device: Bytes of GPU memory.
-        host: Bytes of host memory.
-        binds: The scarcer of the two, with the largest item of GPU memory.
+        device: Unused bytes of GPU memory.
+        host: Unused bytes of host memory.
+        binds: Scarcer memory: "host memory", or "GPU memory: " and the largest item.
     """
 
     device: float
@@ -77,7 +78,7 @@ class MemoryLeft(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """True if a run fits both memories."""
+        """True if the run fits into GPU memory and host memory."""
         return self.device >= 0 and self.host >= 0
 
 
@@ -87,12 +88,12 @@ def account(model: Model, run: Settings, every: bool = True, core_of: CoreOf = c
     Args:
         model: The model.
         run: The run.
-        every: Keep all moments and run all layers. False keeps the peak of each phase and skips
-            layers that are equal to others; a search needs no more.
-        core_of: Returns the memory of core attention.
+        every: Keep all moments and simulate all layers. False keeps the peak of each phase and
+            skips layers that cannot set a new peak, which suffices for a search.
+        core_of: Function that returns the memory of core attention.
 
     Raises:
-        ValueError: The model and the run contradict each other.
+        ValueError: The settings are impossible for the model.
     """
     check(model, run)
     accounts = (_of_stage(model, run, stage, every, core_of) for stage in fullest_stages(run))
@@ -100,16 +101,16 @@ def account(model: Model, run: Settings, every: bool = True, core_of: CoreOf = c
 
 
 def fullest_stages(run: Settings) -> list[int]:
-    """Return the stages one of which needs the most memory.
+    """Return the pipeline stages that may need the most memory.
 
-    The first stage has the most micro-batches in flight and the last has the LM head. Stages
-    between them may have more layers; the earliest of these counts.
+    The first stage has the most micro-batches in flight and the last has the LM head. If stages
+    between them have more layers, the earliest of these stages is included.
     """
     return sorted({0, run.pp - 1, *([1] if run.uneven and run.pp > 2 else [])})
 
 
 def fit(rank_account: Account, cluster: Cluster) -> MemoryLeft:
-    """Return the memory that a run leaves unused on a cluster, per GPU."""
+    """Return the unused memory per GPU of a cluster, given the account of a run."""
     items = rank_account.peak.items
     device = cluster.room - rank_account.peak.bytes
     host = cluster.host_per_rank - rank_account.host_bytes
@@ -133,10 +134,10 @@ def _of_stage(model: Model, run: Settings, stage: int, every: bool, core_of: Cor
 
 
 def states_of(model: Model, run: Settings, stage: int) -> tuple[dict[str, int], int]:
-    """Return the states of a rank of a stage: bytes by item, and bytes on the host.
+    """Return bytes of parameters, gradients and optimizer of a rank.
 
-    With `fsdp`, parameters and gradients are sharded like the optimizer. `steps` counts the
-    gathered parameters.
+    The result is (GPU bytes by item, host bytes). With `fsdp`, parameters and gradients are sharded
+    like the optimizer; the module `steps` counts the gathered parameters.
     """
     dense, experts = parameters(model, run, stage)
     ranks = run.dp * run.cp
@@ -152,13 +153,13 @@ def states_of(model: Model, run: Settings, stage: int) -> tuple[dict[str, int], 
 
 
 def parameters(model: Model, run: Settings, stage: int) -> tuple[float, float]:
-    """Return the parameters of one rank of a stage: dense ones and those of its experts.
+    """Return (dense parameters, expert parameters) of one rank of a pipeline stage.
 
-    All data-parallel ranks have the dense ones.
+    Dense parameters are replicated over data-parallel ranks.
     """
     ends = (stage == 0) + (stage == run.pp - 1 and not (model.tied and run.pp == 1))
     shared, experts = ends * model.vocabulary * model.hidden, 0
-    norms = model.hidden * (stage == run.pp - 1)  # every tensor-parallel rank has them
+    norms = model.hidden * (stage == run.pp - 1)  # not split over tensor-parallel ranks
     for layer in layers_of(model, run, stage):
         counts = model.by_layer[layer]
         shared, norms, experts = shared + counts[0], norms + counts[1], experts + counts[2]
@@ -166,7 +167,7 @@ def parameters(model: Model, run: Settings, stage: int) -> tuple[float, float]:
 
 
 def least_bytes(model: Model, run: Settings) -> float:
-    """Return a lower bound on GPU memory in bytes: states, and activations that layers keep."""
+    """Return a lower bound on GPU memory in bytes: states, and activations kept between layers."""
     plain = model.attentions == model.mlps == model.layers
     rows, hidden = run.rows, run.rows / run.tp * model.hidden
     out = rows * (model.heads // run.tp) * model.value_dim

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transformer layer as two halves of operators, with the tensors of its modules.
+"""The attention half and the MLP half of a transformer layer as lists of operators.
 
-There are two paths. Each follows from the tensors that the modules pass to autograd. "gpu" has
-Transformer Engine's fused norm and linear modules, fused rope and SwiGLU, and weight gradients that
-are added in place. "cpu" has Megatron's local modules: torch's RMSNorm in fp32, rope of several
-operators, SwiGLU as silu and product, and separate weight gradients. Activations are bf16,
-statistics fp32.
+Each operator lists the tensors that the modules of Megatron allocate and save for autograd.
+`Settings.path` selects the modules. "gpu" means Transformer Engine's fused norm and linear modules,
+fused rope and SwiGLU, and weight gradients that are accumulated in place. "cpu" means Megatron's
+local modules: torch's RMSNorm in fp32, rope of several operators, SwiGLU as silu and product, and
+separate weight gradients. Activations are bf16, statistics fp32.
 
 Letters: R rows of a context-parallel rank (or of a row chunk), n rows of a tensor-parallel rank
-with sequence parallelism, h hidden, a heads times width, c keys and values together, f of the MLP.
+with sequence parallelism. Widths: h hidden states, a heads times width, c keys and values together,
+f MLP.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ B, F = 2, 4  # bytes of an activation, of an fp32 number
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Elements per row of each tensor of a layer on one tensor-parallel rank.
+    """Sizes of a layer's tensors on one tensor-parallel rank, in elements per row.
 
     Attributes:
         hidden: Width of hidden states.
@@ -36,17 +37,18 @@ class LayerSizes:
         value_width: Width of a value head.
         ffn: Width of the MLP, or of all experts that process a row.
         experts: Number of experts that process a row.
-        gated: The MLP has a gate.
+        gated: Whether the MLP has a gate.
         tp: Tensor-parallel ranks.
-        cpu: The modules are Megatron's local ones.
-        gate: Attention's result is multiplied by a gate.
-        latent: Width of the latents of multi-head latent attention, on every rank.
-        up: Width of the keys and values that latents are expanded to.
-        mixer: This rank's part of the mixer.
+        cpu: Whether the modules are Megatron's local modules.
+        gate: Whether attention's result is multiplied by a gate.
+        latent: Width of all latents of multi-head latent attention; not split over ranks.
+        up: Width of the keys and values to which latents are projected up.
+        mixer: Linear attention of the layer, on this rank; None for softmax attention.
         batch: Sequences of a micro-batch.
-        indexer: The indexer of sparse attention, whose core has the sizes `absorbed`.
+        indexer: Indexer of sparse attention; None without. Core attention then has the sizes
+            `absorbed`.
         kv_rank: Width of the compressed keys and values of a latent.
-        rope: Width of the part of a latent with rotary positions.
+        rope: Width of the rotary part of a latent.
     """
 
     hidden: int
@@ -70,7 +72,7 @@ class LayerSizes:
 
     @property
     def absorbed(self) -> LayerSizes:
-        """The sizes of sparse attention's core.
+        """Sizes of core attention if attention is sparse.
 
         All heads share latents as keys, whose first columns are the values.
         """
@@ -79,7 +81,7 @@ class LayerSizes:
 
     @property
     def scan(self) -> Mixer | None:
-        """The mixer if its scan is counted, else None."""
+        """Mixer, if the memory of its scan is counted; otherwise None."""
         return self.mixer if self.mixer is not None and self.mixer.form else None
 
     @property
@@ -94,7 +96,7 @@ class LayerSizes:
 
     @property
     def values(self) -> int:
-        """Elements of one token's values; 0 if they are columns of its keys."""
+        """Elements of one token's values; 0 if values are columns of the keys."""
         latent = self.indexer is not None and self.kv_heads == 1
         return 0 if latent else self.kv_heads * self.value_width
 
@@ -115,7 +117,7 @@ class LayerSizes:
         Args:
             model: The model.
             run: The run.
-            sparse: The layer has experts; None: it has experts if the model has any.
+            sparse: Whether the layer has experts; None if all layers are alike.
         """
         heads = model.heads // run.tp
         sparse = bool(model.moe_layers) if sparse is None else sparse
@@ -149,18 +151,18 @@ ATTENTION, RING = "attention half", "ring buffers"
 
 @dataclass(frozen=True)
 class Core:
-    """Memory of a layer's core attention in addition to its tensors.
+    """Memory of core attention in addition to q, k, v and out.
 
     Attributes:
         forward: Bytes of ring buffers in forward.
         backward: Bytes of ring buffers in backward, without the sums of the rank's own gradients.
         sums: Bytes of the sums of the rank's own gradients.
-        keys: Rows of keys that one kernel call reads.
-        store: Fraction of the attention results that is stored.
+        keys: Number of key rows that one kernel call reads.
+        store: Fraction of rows whose attention results are stored for the recomputation.
         heads_shared: Number of ranks that share heads.
-        reordered: The rows of ranks that share heads are reordered.
-        parts: Head chunks, whose results are joined.
-        wire: Bytes of an element of a gradient that is sent.
+        reordered: Whether rows are reordered after the all-to-all of ranks that share heads.
+        parts: Number of head chunks, whose results are concatenated.
+        wire: Bytes per element of gradients that are sent.
         room: Minimum size of a message buffer in bytes (on a CPU).
     """
 
@@ -179,8 +181,8 @@ class Core:
 def core_ops(x: LayerSizes, rows: int, core: Core) -> list[Op]:
     """Return the operators of core attention over the ring.
 
-    Forward sums out in fp32; backward sums dq, dk and dv. A stock kernel also sums dq in fp32, and
-    on a GPU dk and dv if heads share keys. On a CPU it reads a tile of half the rows.
+    Forward accumulates out in fp32; backward accumulates dq, dk and dv in fp32. The kernel itself
+    also allocates fp32 gradients on a GPU, and tiles of half the queries on a CPU.
     """
     if core.heads_shared > 1:
         return _with_all_to_all(x, rows, core)
@@ -205,12 +207,13 @@ def _with_all_to_all(x: LayerSizes, rows: int, core: Core) -> list[Op]:
     """Return the operators of core attention if ranks share heads (`execution.ulysses`).
 
     Ranks send copies of q, k and v to the ranks that compute their heads and receive out. Backward
-    sends the gradient of out and receives the gradients of q, k and v. Backward keeps the tensors
-    of the ring: q, k, v, out and lse of this rank's heads and all rows of the ranks that share
-    them. Keys are copied if there are fewer heads than ranks.
+    sends the gradient of out and receives the gradients of q, k and v. Saved for backward are the
+    tensors after the all-to-all: q, k, v, out and lse of this rank's heads, with the rows of all
+    ranks that share heads. Keys are copied if there are fewer heads than ranks.
 
-    An exchange needs the sent and the received tensors, on a CPU also both as messages. If rows are
-    reordered, the returned tensor is a copy. Tensors of the ring exist until backward ends.
+    An all-to-all needs the sent and the received tensors, and on a CPU also packed messages of
+    both. If rows are reordered, the result is another copy. Tensors of the ring exist until
+    backward ends.
     """
     q, kv, out, lse = rows * x.query, rows * x.kv, rows * x.out, rows * x.heads * F
     copies = max(1, core.heads_shared / x.kv_heads)
@@ -231,7 +234,8 @@ def _with_all_to_all(x: LayerSizes, rows: int, core: Core) -> list[Op]:
         "lse": lse if recomputed else 0,
     }
     forward = core.forward if recomputed else 0
-    # Gradients on the ring, as they are sent, and after joining; gradients of copied keys in fp32.
+    # Bytes of gradients on the ring, as sent, and after concatenation; gradients of copied keys are
+    # in fp32.
     grads = (q + ring_kv) * core.wire
     home = q * core.wire + kv * (F if copies > 1 else core.wire)
     cast = grads if core.wire < F else 0
@@ -256,9 +260,9 @@ def attention_half(x: LayerSizes, rows: int, core: Core, prefix: str = "") -> Ha
 
     Args:
         x: Sizes of the layer.
-        rows: Rows of the half.
-        core: Memory of its core attention.
-        prefix: Prefix of the names of its tensors.
+        rows: Number of rows.
+        core: Memory of core attention.
+        prefix: Prefix of tensor names.
     """
     n = rows / x.tp
     inputs = {"x": n * x.hidden * B}
@@ -285,8 +289,8 @@ def attention_half(x: LayerSizes, rows: int, core: Core, prefix: str = "") -> Ha
 def _latent(x: LayerSizes, rows: int) -> list[Op]:
     """Return the operators of multi-head latent attention.
 
-    Rows are projected down to latents, which every tensor-parallel rank computes for its share of
-    rows. The latents are normalized and projected up to heads.
+    Each tensor-parallel rank projects its share of rows down to latents. The latents are normalized
+    and projected up to heads.
     """
     n = rows / x.tp
     ops = norm_linear(x, rows, "x", "mixed", x.query + x.up, "qkv")
@@ -302,10 +306,10 @@ def _latent(x: LayerSizes, rows: int) -> list[Op]:
 
 
 def _selected(x: LayerSizes, index: Indexer, rows: int, core: Core) -> list[Op]:
-    """Return the selection and attention of absorbed queries to latents.
+    """Return the operators of key selection, and of attention of absorbed queries to latents.
 
-    The selection keeps int32 positions. Values are made from the results of attention. Messages of
-    index keys are smaller than messages of latents.
+    The selection saves int32 positions. Results of attention are projected up to values afterwards.
+    Messages of index keys are not counted, because messages of latents are larger.
     """
     y, chosen = x.absorbed, rows * index.top_k * 4
     index_q = {"index q": rows * index.heads * index.width * B}
@@ -349,7 +353,7 @@ def mlp_half(x: LayerSizes, rows: int, prefix: str = "") -> Half:
 
 
 def norm_linear(x: LayerSizes, rows: int, source: str, made: str, wide: int, name: str) -> list[Op]:
-    """Return a norm and a column-parallel linear layer.
+    """Return the operators of a norm and a column-parallel linear layer.
 
     With sequence parallelism, rows are gathered for the product, and again in backward for the
     weight's gradient.
@@ -395,15 +399,15 @@ def _activation(x: LayerSizes, rows: int) -> list[Op]:
     act = rows * x.ffn * B
     if not x.cpu or not x.gated:
         return [Op("activation", ("wide",), {"act": act}, ("wide",))]
-    # silu saves its input; the product saves silu's result and the other half (after adding 0).
+    # silu saves its input; the product saves silu's result and the other half of the input.
     return [Op("activation", ("wide",), {"act": act}, ("wide",), {"silu": act, "linear": act},
                back_before={MLP: 2 * act})]  # fmt: skip
 
 
 def projection(x: LayerSizes, rows: int, source: str, wide: int, made: str, name: str) -> Op:
-    """Return a row-parallel linear layer.
+    """Return the operator of a row-parallel linear layer.
 
-    With sequence parallelism, its sum over ranks is scattered and the gradient is gathered.
+    With sequence parallelism, the result is reduce-scattered and the gradient is gathered.
 
     Args:
         x: Sizes of the layer.
@@ -420,14 +424,14 @@ def projection(x: LayerSizes, rows: int, source: str, wide: int, made: str, name
               during={item: gathered}, back={item: gathered + weight})  # fmt: skip
 
 
-CHUNK = 64  # rows of a chunk of our kernel and of flash-linear-attention
-PIECES = 2  # per rank, with zigzag
+CHUNK = 64  # rows of a chunk in our kernel and in flash-linear-attention
+PIECES = 2  # pieces of the sequence per rank, with layout zigzag
 
 
 def mixer_half(x: LayerSizes, rows: int, prefix: str = "") -> Half:
     """Return the mixer half of a layer: norm, projections, linear attention and residual.
 
-    Only the projections of a mixer without a known form are counted.
+    If `Mixer.form` is empty, only the projections are counted.
     """
     n, mixer = rows / x.tp, x.mixer
     assert mixer is not None
@@ -444,7 +448,7 @@ def mixer_half(x: LayerSizes, rows: int, prefix: str = "") -> Half:
 
 
 def _linear_attention(x: LayerSizes, scan: Mixer, rows: int) -> list[Op]:
-    """Return the operators between the mixed projection and the last product."""
+    """Return the operators between the input projection and the output projection."""
     values, keys = rows * scan.values * B, rows * scan.keys * B
     ops, source = [], "mixed"
     if scan.taps:
@@ -469,7 +473,7 @@ def _linear_attention(x: LayerSizes, scan: Mixer, rows: int) -> list[Op]:
 
 
 def chunk_states(x: LayerSizes, scan: Mixer, rows: int) -> float:
-    """Return the bytes of the states before all chunks.
+    """Return the bytes of the states at the beginning of all chunks.
 
     flash-linear-attention stores them in the dtype of keys, our kernel in fp32.
     """
@@ -477,7 +481,7 @@ def chunk_states(x: LayerSizes, scan: Mixer, rows: int) -> float:
 
 
 def head_bytes(model: Model, run: Settings) -> dict[str, float]:
-    """Return the bytes of the LM head and its loss.
+    """Return the bytes that the LM head and the loss allocate.
 
     Returns:
         "while": during forward; "kept": from forward to backward; "back": during backward, if it

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of the ring buffers of a run's core attention, from the schedules of the run.
+"""Bytes of the ring buffers of core attention, from the schedules that a run would execute.
 
 `schedule.dry_run` runs these schedules with short shards. This module converts rows to bytes.
 """
@@ -35,13 +35,13 @@ SHORT = 64  # rows of a rank in the schedules whose buffers are counted
 def core_of(
     x: LayerSizes, run: Settings, buffers_of: RingBuffersOf | None = None, window: int = 0
 ) -> Core:
-    """Return the memory of one layer's core attention, for causal sequences.
+    """Return the memory of one layer's core attention with a causal mask.
 
     Args:
         x: Sizes of the layer.
         run: The run.
-        buffers_of: Replaces `ring_held`, for example by a cached function.
-        window: Tokens that a query attends to, 0: all before it.
+        buffers_of: Function to call instead of `ring_held`, for example a cached one.
+        window: Tokens that a query attends to (sliding window); 0 for full causal attention.
 
     Returns:
         The memory in addition to the tensors of the layer.
@@ -83,33 +83,33 @@ def core_of(
 
 
 def cached_core_of() -> CoreOf:
-    """Return `core_of` with a cache of ring buffers, which no sequence length changes."""
+    """Return `core_of` with a cache of ring buffers; the cache serves all sequence lengths."""
     return partial(core_of, buffers_of=cache(ring_held))
 
 
 def on_ring(x: LayerSizes, run: Settings) -> LayerSizes:
-    """Return a rank's sizes of a row on the ring: its share of the heads.
+    """Return the sizes on the ring, on which a rank has 1 / `run.ulysses` of the heads.
 
-    If there are fewer key heads than ranks, they are copied.
+    If there are fewer key/value heads than ranks that share heads, each rank has a copy of one.
     """
     heads, kv_heads = x.heads // run.ulysses, max(1, x.kv_heads // run.ulysses)
     return replace(x, heads=heads, kv_heads=kv_heads)
 
 
 def joins(sparse: bool) -> bool | None:
-    """Return whether all keys that a rank has at a step are one kernel call, as in `Visibility`.
+    """Return `Visibility.joined`: whether one kernel call reads all keys of a step.
 
-    Sparse attention joins them; None means that the algorithm decides.
+    True for sparse attention; None to let the algorithm decide.
     """
     return True if sparse else None
 
 
 def visiting_rows(run: Settings, window: int = 0) -> int:
-    """Return the maximum number of rows of other ranks of the ring that a rank's queries attend to.
+    """Return an upper bound on the rows of other ranks that a rank's queries attend to.
 
     Args:
         run: The run.
-        window: Tokens that a query attends to, 0: all before it.
+        window: Tokens that a query attends to (sliding window); 0 for full causal attention.
     """
     ring = run.cp // run.ulysses
     ring_rows = run.rows * run.ulysses * (ring - 1)
@@ -120,7 +120,7 @@ def visiting_rows(run: Settings, window: int = 0) -> int:
 
 
 def intra_of(run: Settings) -> int:
-    """Return the ranks of an inner ring: `run.inner`, or the ranks of a ring on one node."""
+    """Return the number of ranks of an inner ring: `run.inner`, or a ring's ranks on one node."""
     size = run.cp // run.ulysses
     if run.inner is not None:
         return run.inner if size % run.inner == 0 else size
@@ -129,13 +129,13 @@ def intra_of(run: Settings) -> int:
 
 
 def side_by_bytes(run: Settings, sizes: RowSizes) -> str:
-    """Return the side of a run; "auto" is the side with fewer bytes.
+    """Return the side ("kv" or "query") that backward sends; "auto" takes the one with fewer bytes.
 
     Each row chunk of queries sends the keys around the ring once.
 
     Args:
         run: The run.
-        sizes: Sizes of one rank on the ring.
+        sizes: Sizes of one rank's tensors on the ring.
     """
     if run.side != "auto":
         return run.side
@@ -147,7 +147,7 @@ def side_by_bytes(run: Settings, sizes: RowSizes) -> str:
 def room_bytes(
     x: LayerSizes, run: Settings, of: RowSizes, side: str
 ) -> Callable[[str, int], float]:
-    """Return a function (kind, rows on the ring) -> bytes of one buffer.
+    """Return a function (kind of buffer, rows on the ring) -> bytes of one buffer.
 
     On a CPU each buffer has room for the longest message.
 
@@ -155,7 +155,7 @@ def room_bytes(
         x: Sizes of a layer on the ring.
         run: The run.
         of: Sizes of rows on the ring.
-        side: The side that is sent in backward.
+        side: Side that is sent in backward.
     """
     least = 0.0
     per_row = {"kv": of.forward.kv, "query": of.backward.query, "dkv": x.kv * F,
@@ -187,20 +187,20 @@ def ring_held(
     algorithm: str, layout: str, cp: int, intra: int, side: str, wire: bool, packed: bool,
     joined: bool | None = None, before: int | None = None, host: bool = False,
 ) -> tuple[HeldBuffers, HeldBuffers]:  # fmt: skip
-    """Return the maximum buffers of any rank in forward and in backward.
+    """Return the buffers of the rank with the most, in forward and in backward.
 
     Args:
-        algorithm: The ring algorithm.
-        layout: The layout, with shards of `SHORT` rows.
-        cp: Ranks of the ring.
-        intra: Ranks of an inner ring.
-        side: The side that is sent in backward.
-        wire: Gradients are sent in bf16.
-        packed: Messages are packed (on a CPU).
-        joined: As returned by `joins`.
-        before: Rows before its own row that a query attends to, None: all.
-        host: Keys of other ranks are in host memory; no forward call reads several chunks from
-            there.
+        algorithm: Name of the ring algorithm.
+        layout: Name of the layout; shards have `SHORT` rows.
+        cp: Number of ranks of the ring.
+        intra: Number of ranks of an inner ring.
+        side: Side that is sent in backward.
+        wire: Whether gradients are sent in bf16.
+        packed: Whether messages are packed into one buffer (on a CPU).
+        joined: Result of `joins`.
+        before: Number of preceding rows that a query attends to; None for all.
+        host: Keys of other ranks are in host memory. Kernel calls of forward then read one chunk
+            each.
     """
     intra = intra if cp % intra == 0 else cp
     grid = Grid(cp // intra, intra)
@@ -216,7 +216,7 @@ def most_held(
     algorithm: str, grid: Grid, seen: Visibility, sizes: RowSizes, side: str, ranks: Sequence[int],
     *, wire: bool, packed: bool, host: bool = False,
 ) -> tuple[HeldBuffers, HeldBuffers]:  # fmt: skip
-    """Return the maximum buffers of any of these ranks in forward and in backward."""
+    """Return the buffers of the rank with the most among `ranks`, in forward and in backward."""
     name = ring_algorithm(algorithm)
     one_by_one = replace(seen, joined=False) if host else seen
     forward = cost.forward_schedule(name, grid, one_by_one, sizes)

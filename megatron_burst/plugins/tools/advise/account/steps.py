@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training step of one rank on a tape: batch, layers forward, LM head, layers backward.
+"""Allocations of one training step of one rank: batch, layers forward, LM head, layers backward.
 
-`LayerWalk` runs a layer, whose halves run whole or in chunks and tiles of rows. The tensors that
-its modules save remain, or backward recomputes them from the layer's input. With a pipeline, the
-step is the backward of the oldest micro-batch; the other micro-batches in flight keep their
-activations.
+`LayerWalk` simulates one layer on a `Tape`. The halves of a layer run whole, or in chunks and tiles
+of rows. Saved tensors remain until backward, or backward recomputes them from the layer's input.
+With a pipeline, the step is the backward of the oldest micro-batch; the other micro-batches in
+flight keep their activations.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ INPUTS, BETWEEN, SUMS = "layer inputs", "between layers", "weight gradients of a
 
 
 class LayerWalk:
-    """The sizes of a run's layers, and their forward and backward on a tape.
+    """Simulation of layers on a tape: allocations of forward and backward.
 
     Attributes:
         hidden: Bytes of a layer's input.
         store: Bytes of a layer's stored attention results.
-        on_host: Bytes of a layer's chunks in host memory.
+        on_host: Bytes of row chunks of one layer in host memory (`Settings.chunks_on_host`).
     """
 
     def __init__(self, model: Model, run: Settings, tape: Tape, core_of: CoreOf = core_of):
@@ -55,7 +55,7 @@ class LayerWalk:
         self.hidden = rows / run.tp * model.hidden * B
         self.out = rows * (x.out * B + x.heads * F)
         self.store = run.store * self.out
-        # Elements of the keys and values that chunks attend to.
+        # Elements of the keys and values that row chunks attend to.
         self.keys = rows * run.ulysses * on_ring(x, run).kv
         on_device = 2 / run.sequence_chunks if run.chunks_on_host else 1.0
         self.on_device = min(1.0, on_device)  # the fraction of chunks that is on the device
@@ -73,16 +73,16 @@ class LayerWalk:
         prefix: str = "",
         left: Iterable[tuple[str, str, float]] = (),
     ) -> None:
-        """Run the forward of a layer.
+        """Allocate and free the tensors of a layer's forward.
 
         Args:
             part: The layer.
-            made: Name of its result.
-            item: Item of its result.
+            made: Name of the result on the tape.
+            item: Item as which the result is counted.
             time: "first", or "again" for a recomputation.
-            grad: Tensors that backward needs remain.
+            grad: Keep the tensors that backward needs.
             prefix: Prefix of the names of its tensors.
-            left: Name, item and bytes of further tensors that its attention leaves.
+            left: (name, item, bytes) of further tensors that the attention half leaves allocated.
         """
         kinds = halves_of(part)
         for kind in kinds:
@@ -100,9 +100,9 @@ class LayerWalk:
             self.tape.drop(f"{prefix}y1")
 
     def backward_saved(self, part: LayerPart, prefix: str) -> None:
-        """Run backward from the tensors that `forward` saved.
+        """Simulate backward from the tensors that `forward` saved.
 
-        The gradient "dy" of the layer's result becomes the gradient of its input.
+        On the tape, "dy" is first the gradient of the layer's result, then of the layer's input.
         """
         for kind in reversed(halves_of(part)):
             half = self._half(part, kind, "first", prefix)
@@ -113,14 +113,14 @@ class LayerWalk:
             self.tape.move(half.named("d x"), "dy", BETWEEN)
 
     def saved(self, part: LayerPart) -> float:
-        """Return the bytes that a layer leaves for backward if nothing is recomputed."""
+        """Return the bytes that a layer saves for backward if nothing is recomputed."""
         tape = Tape()
         for kind in halves_of(part):
             self._half(part, kind, "first").forward(tape, grad=True)
         return tape.moments[-1].bytes
 
     def backward(self, part: LayerPart, name: str, left: tuple[str, str]) -> None:
-        """Recompute a layer, run its backward and free the tensors `left` (its input and store)."""
+        """Recompute a layer, simulate backward and free the tensors `left` (input and store)."""
         tape, run, results = self.tape, self.run, []
         if self._in_pieces(part, ATTENTION):
             results = [("results", ATTENTION, self.out * (run.store < 1) * self.on_device)]
@@ -151,7 +151,7 @@ class LayerWalk:
         return visiting_rows(own, window) * self.key_row
 
     def _in_pieces(self, part: LayerPart, kind: str) -> bool:
-        """Return whether a half of a layer runs in row chunks or tiles."""
+        """Return whether a half (`kind`) of a layer runs in row chunks or tiles."""
         if kind == MLP:
             return self.run.mlp_tiles > 1
         return self.run.sequence_chunks > 1 and part.attention not in (None, MIXER)
@@ -159,11 +159,11 @@ class LayerWalk:
     def _pieces(
         self, part: LayerPart, kind: str, time: str, made: str, item: str, *, grad: bool
     ) -> None:
-        """Run one of the equal pieces of a half, with `grad` also its backward.
+        """Simulate one piece (row chunk or tile) of a half, with `grad` also backward.
 
-        All pieces share some tensors. Keys and values of all rows are made first. Results of all
-        chunks remain until the last chunk. Backward has the sums of gradients and, as `made`, the
-        gradient of the input.
+        All pieces have equal sizes, so one piece suffices. Tensors that exist during all pieces are
+        allocated first: keys and values of all rows, and results of all chunks. In backward these
+        are sums of gradients and the gradient of the input (named `made`).
         """
         tape, run, chunks = self.tape, self.run, kind == ATTENTION
         beside = [("keys", ATTENTION, self.keys * B * self.on_device)] if chunks else []
@@ -197,7 +197,7 @@ class LayerWalk:
     def _half(
         self, part: LayerPart, kind: str, time: str, prefix: str = "", rows: int | None = None
     ) -> Half:
-        """Return the half of a layer for `rows` rows (None: all), from a cache."""
+        """Return a half (`kind`) of a layer for `rows` rows (None: all), from a cache."""
         key = part, kind, time, prefix, rows
         if key not in self._halves:
             self._halves[key] = self._made(part, kind, time, prefix, rows or self.run.rows)
@@ -213,7 +213,7 @@ class LayerWalk:
     def _core(self, part: LayerPart, time: str) -> Core:
         """Return the memory of a layer's core attention.
 
-        A layer with the run's algorithm counts as full attention, which needs the most memory.
+        A layer without its own algorithm counts as full attention, which needs the most memory.
         """
         core = self.cores[time]
         if part.algorithm is None:
@@ -234,15 +234,15 @@ GATHERED = "gathered weights"
 
 
 class TrainingStep:
-    """One step of a stage of a run.
+    """Simulation of one training step of one pipeline stage.
 
     Args:
         model: The model.
         run: The run.
         stage: The pipeline stage.
-        core_of: Returns the memory of core attention.
-        every: Run all layers and keep all moments. False skips layers that are equal to others,
-            which never set the peak alone, and keeps the peak of each phase.
+        core_of: Function that returns the memory of core attention.
+        every: Simulate all layers and keep all moments. False keeps the peak of each phase and
+            skips layers that cannot set a new peak.
 
     Attributes:
         host: Bytes of activations in host memory.
@@ -292,18 +292,19 @@ class TrainingStep:
         tape.drop("dy", "rope", "batch", "whole")
 
     def _different(self) -> set[int]:
-        """Return the layers that a search must run.
+        """Return the indices of layers that suffice to find the peak.
 
-        These are the first two and the last two, and the last layer of each kind after each kind:
-        its store may be fetched from the host at the same time.
+        These are the first two layers, the last two, and for each pair of kinds of adjacent layers
+        the second layer of the last such pair. In backward the stores of both are on the device.
         """
         last = {neighbours: layer for layer, neighbours in enumerate(pairwise(self.parts), 1)}
         return {0, 1, self.layers - 2, self.layers - 1, *last.values()}
 
     def _gathered(self) -> float:
-        """Return the bytes of gathered parameters of `fsdp`.
+        """Return the bytes of gathered parameters with `fsdp`, otherwise 0.
 
-        They are the parameters of some layers and the gradients of one, of the largest layer.
+        Counted are the parameters of `run.gathered` layers and the gradients of one layer, each as
+        large as the largest layer.
         """
         run, of = self.run, self.model.by_layer
         if not run.fsdp:
@@ -322,7 +323,7 @@ class TrainingStep:
         return self.walk.store * (self.parts[layer].attention in SOFTMAX)
 
     def _in_flight(self) -> None:
-        """Add the other micro-batches in flight: 1F1B, interleaved with virtual stages."""
+        """Add activations of other micro-batches in flight: 1F1B, or interleaved stages."""
         run = self.run
         first = (run.vpp - 1) * run.pp + 2 * (run.pp - 1 - self.stage) + 1
         chunks = first if run.vpp > 1 else run.pp - self.stage
@@ -338,7 +339,7 @@ class TrainingStep:
         self.tape.make("others", IN_FLIGHT, layers * left)
 
     def _head(self, hidden: str) -> None:
-        """Run the final norm, LM head and loss, and their backward."""
+        """Simulate final norm, LM head and loss, and their backward."""
         tape, sizes = self.tape, head_bytes(self.model, self.run)
         tape.begin("LM head and loss")
         tape.drop("whole")
@@ -397,7 +398,7 @@ class TrainingStep:
             self._resize("store", layer - 1, 1 - offload)
 
     def _resize(self, name: str, layer: int, share: float) -> None:
-        """Set the share of a layer's "input" or "store" that is on the device."""
+        """Set the fraction of a layer's "input" or "store" that is on the device."""
         sizes = {"input": (INPUTS, self.hidden), "store": (STORE, self._stored(layer))}
         item, size = sizes[name]
         if layer >= 0 and size:
@@ -406,7 +407,7 @@ class TrainingStep:
 
 
 def layers_of(model: Model, run: Settings, stage: int) -> list[int]:
-    """Return the layers of a stage: equally many consecutive layers of each virtual stage."""
+    """Return the layer indices of a pipeline stage, over all virtual stages."""
     if run.uneven:
         sizes = stage_layers(model, run)
         return list(range(sum(sizes[:stage]), sum(sizes[: stage + 1])))
@@ -416,7 +417,7 @@ def layers_of(model: Model, run: Settings, stage: int) -> list[int]:
 
 
 def parts_of(model: Model, run: Settings, stage: int) -> list[LayerPart]:
-    """Return the layers of a stage, with the algorithm of kinds that have their own."""
+    """Return a `LayerPart` per layer of a stage, with the algorithm if its kind has its own."""
     parts = [model.parts[layer] for layer in layers_of(model, run, stage)]
     own = run.by_kind
     return [part._replace(algorithm=own.get(part.attention or "")) for part in parts]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory over time: tensors are made and freed in the order of the code.
+"""Memory over time: a record of allocations and frees, in the order in which training does them.
 
-`Tape` adds the bytes and keeps the largest moment of every phase. `Half` is a small symbolic
-autograd: a list of operators, each with the tensors that it makes, saves for backward and allocates
-temporarily. The lifetimes of its tensors in forward and backward follow. It computes bytes only.
+`Tape` sums the bytes and keeps the largest moment of each phase. `Half` is a small symbolic
+autograd over a list of operators. Each operator lists the tensors that it returns, saves for
+backward and allocates temporarily; lifetimes in forward and backward follow. No tensor is computed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 
 class Moment(NamedTuple):
-    """A state of the memory: its phase, and the bytes of every item."""
+    """Snapshot of the memory: name of the phase, and bytes by item."""
 
     phase: str
     items: Mapping[str, int]
@@ -36,10 +36,11 @@ def peaks(moments: Iterable[Moment]) -> list[Moment]:
 
 
 class Tape:
-    """The contents of the memory by item, and its moments.
+    """Simulated memory: allocated bytes by item, and a record of moments.
 
     Args:
-        every: Keep all moments. False keeps the moments of each phase that exceed all earlier ones.
+        every: Keep all moments. False keeps only moments that exceed all earlier moments of their
+            phase.
     """
 
     def __init__(self, every: bool = True) -> None:
@@ -94,13 +95,13 @@ class Tape:
             self._note()
 
     def leave(self, sizes: Mapping[str, float]) -> None:
-        """Remove the bytes that `enter` added. This records no moment."""
+        """Remove the bytes that `enter` added, without recording a moment."""
         for item, size in sizes.items():
             self._items[item] -= round(size)
             self._here -= round(size)
 
     def pass_by(self, sizes: Mapping[str, float]) -> None:
-        """Add bytes by item and remove them at once."""
+        """Add bytes by item, record the moment, and remove the bytes."""
         self.enter(sizes)
         self.leave(sizes)
 
@@ -115,20 +116,21 @@ class Tape:
 
 @dataclass(frozen=True)
 class Op:
-    """An operator with the tensors that it reads, makes and saves.
+    """Operator of the symbolic autograd, with the tensors that it reads, returns and saves.
 
     Attributes:
         name: Its name.
-        reads: Tensors that receive a gradient from it.
-        makes: Bytes of its results by name.
-        saves: Names of read or made tensors that backward needs.
-        extra_saves: Bytes by name of other tensors that it saves.
-        before: Bytes by item that exist only until its results are made.
-        during: Bytes by item that exist while its results are made.
-        back_before: The same as `before` in backward, whose results are the gradients of `reads`.
-        back: The same as `during` in backward.
-        adds: It is a sum: the incoming gradient is also the gradient of its inputs.
-        elsewhere: Bytes of the gradients of results that exist elsewhere and have 0 bytes here.
+        reads: Names of the inputs that get a gradient from this operator.
+        makes: Bytes of the results by name.
+        saves: Names of inputs or results that are saved for backward.
+        extra_saves: Bytes by name of other tensors that are saved for backward.
+        before: Temporary bytes by item, freed before the results are allocated.
+        during: Temporary bytes by item, freed after the results are allocated.
+        back_before: Like `before`, in backward, whose results are the gradients of `reads`.
+        back: Like `during`, in backward.
+        adds: Whether this is a sum, whose incoming gradient is also the gradient of the inputs.
+        elsewhere: Bytes of gradients by name of a result, for results that are counted elsewhere (0
+            bytes in `makes`).
     """
 
     name: str
@@ -145,15 +147,15 @@ class Op:
 
 
 class Half:
-    """Operators in a sequence, from inputs to a result.
+    """Half of a layer: operators in sequence, with the lifetimes of their tensors.
 
     Args:
-        item: The item that its tensors count as.
+        item: Item as which the tensors are counted.
         ops: The operators.
-        inputs: Bytes of the inputs by name. The caller owns them.
-        held_until: For a tensor that a Python variable refers to beyond its last reader: the
-            operator after which it is freed.
-        prefix: Prefix of the names of its tensors.
+        inputs: Bytes of the inputs by name. The caller allocates and frees the inputs.
+        held_until: Name of a tensor -> name of the operator after which it is freed, if a Python
+            variable references the tensor after its last use.
+        prefix: Prefix of tensor names on the tape.
     """
 
     def __init__(
@@ -182,7 +184,7 @@ class Half:
                 self._gone[at].append(name)
 
     def forward(self, tape: Tape, grad: bool) -> None:
-        """Run forward; the result remains, and saved tensors remain if `grad`."""
+        """Simulate forward; the result remains, and with `grad` also saved tensors."""
         for op, gone in zip(self.ops, self._gone, strict=True):
             tape.pass_by(op.before)
             tape.enter(op.during)
@@ -194,10 +196,10 @@ class Half:
             self._drop(tape, (n for n in gone if not (grad and self._saved[n])))
 
     def backward(self, tape: Tape) -> None:
-        """Run backward.
+        """Simulate backward.
 
-        The gradient of the result, which the caller makes, must exist. Gradients of the inputs
-        remain as "d name", and saved tensors are freed.
+        The caller must have allocated the gradient of the result. Gradients of the inputs remain as
+        "d " + name, and saved tensors are freed.
         """
         left = Counter(self._saved)
         arrived: set[str] = set()
@@ -216,11 +218,11 @@ class Half:
             self._drop(tape, (f"d {n}" for n in op.makes if n != self.result))
 
     def named(self, name: str) -> str:
-        """Return the name of a tensor on the tape."""
+        """Return the full name under which a tensor of this half is on the tape."""
         return f"{self.prefix}{self.item}: {name}"
 
     def _gradient(self, tape: Tape, name: str, accumulate: bool) -> None:
-        """Make a gradient; if `accumulate`, then add it to an earlier one."""
+        """Allocate a gradient, or with `accumulate` a temporary one that is added to it."""
         size = self._gradients.get(name, self.sizes[name])
         if not tape.holds(self.named(f"d {name}")):
             tape.make(self.named(f"d {name}"), self.item, size)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time of the core attention of one layer, forward and backward, on a run's ranks.
+"""Predicted time of core attention of one layer, in forward and backward.
 
-`autotune.simulator` times the schedules that the run would execute, with the links of the cluster.
-The placement of ranks decides which of them share a NIC. A `RingKey` identifies a ring, so a search
-or a fit makes each schedule once. `Settings` contain the algorithm, side and groups.
+`autotune.simulator` simulates the schedules that the run would execute, over the links of the
+cluster. The placement of ranks decides which ranks share a NIC. `RingKey` is the key of a cache of
+schedules, so that a search creates each schedule once.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from ..settings import BYTES, Settings
 from ..shapes.models import Model
 
 CACHED_RINGS = 128  # rings with cached schedules
-LARGEST = 256  # maximum ranks of a cached ring; schedules of larger ones need too much memory
+LARGEST = 256  # maximum ranks of a cached ring; schedules of larger rings need too much memory
 
 
 class RingKey(NamedTuple):
-    """The inputs of the schedules of a run's rings, and the places of their ranks.
+    """Cache key of a ring's schedules: all inputs from which they are made.
 
     Attributes:
         algorithm: Algorithm of the ring.
-        side: The side that is sent in backward.
-        route: Route of `Settings`.
+        side: Side that is sent in backward.
+        route: `Settings.route`.
         layout: Layout of the rows.
-        topology: Groups of the context-parallel ranks.
-        inner: Ranks of an inner ring.
+        topology: Topology of the context-parallel ranks.
+        inner: Number of ranks of an inner ring.
         seq: Tokens of a sequence.
-        nodes: Nodes and NICs.
-        chunks: Row chunks.
-        sizes: Sizes of a rank with the fewest heads in the same proportion. Other numbers of heads
-            have the same schedules.
-        window: Tokens that a query may attend to, 0: all before it.
-        attended: Upper limit of the keys that a query attends to, 0: no limit.
-        joined: As in `account.rings.joins`.
-        host: Keys of other ranks are in host memory between row chunks.
+        nodes: Nodes of the ranks, with their NICs.
+        chunks: Number of row chunks.
+        sizes: Sizes of one rank, with the number of heads reduced in proportion. All multiples of
+            these heads have equal schedules.
+        window: Tokens that a query may attend to (sliding window); 0 for full causal attention.
+        attended: Maximum number of keys that a query attends to (sparse attention); 0 for no limit.
+        joined: Result of `account.rings.joins`.
+        host: Whether keys of other ranks are in host memory between row chunks.
     """
 
     algorithm: str
@@ -79,15 +79,16 @@ class RingKey(NamedTuple):
 
 
 class RingPasses(NamedTuple):
-    """The pairs and the schedules of a ring.
+    """Schedules of a ring, and the number of visible pairs.
 
-    All row chunks have equally many pairs, and the schedules are those of the last chunk. With keys
-    in host memory, the schedule of forward includes the keys of all chunks.
+    With row chunks, these are the schedules of the last chunk. If keys are in host memory, the
+    schedule of forward receives the keys of all chunks.
 
     Attributes:
-        pairs: Visible pairs [G, G] of each rank's queries and each rank's keys.
-        forward: The schedule of forward.
-        backward: The schedule of backward.
+        pairs: Visible (query, key) pairs [G, G] between queries of rank i and keys of rank j of the
+            ring.
+        forward: Schedule of forward.
+        backward: Schedule of backward.
     """
 
     pairs: np.ndarray
@@ -96,7 +97,7 @@ class RingPasses(NamedTuple):
 
 
 def sizes_of(model: Model, run: Settings) -> Sizes:
-    """Return the sizes of one rank's tensors in a call; sparse attention has latents as keys."""
+    """Return the sizes of one rank's q, k and v; the keys of sparse attention are latents."""
     if model.indexer is not None and (low := model.latent) is not None:
         return Sizes(run.seq // run.cp, run.micro_batch, model.heads // run.tp, 1, low.rope,
                      low.kv_rank, 2, 4, BYTES[run.wire], (True, True, True))  # fmt: skip
@@ -106,9 +107,9 @@ def sizes_of(model: Model, run: Settings) -> Sizes:
 
 
 def index_sizes(model: Model, run: Settings) -> Sizes:
-    """Return the sizes of one rank's tensors in a selection.
+    """Return the sizes of one rank's tensors when the indexer selects keys.
 
-    Every tensor-parallel rank selects for all heads.
+    Every tensor-parallel rank computes the scores of all index heads.
     """
     assert model.indexer is not None
     return Sizes(run.seq // run.cp, run.micro_batch, model.indexer.heads, 1, model.indexer.width, 0,
@@ -123,22 +124,22 @@ def topology_of(cluster: Cluster, run: Settings) -> Topology:
         run: The run.
 
     Raises:
-        ValueError: Nodes or groups do not divide the ranks.
+        ValueError: The context-parallel size is not a multiple of the ranks per node or of a group.
     """
     return Topology(run.cp, cluster.cp_per_node(run.tp, run.cp), run.ulysses, run.placement)
 
 
 def ring_of(model: Model, cluster: Cluster, run: Settings, window: int = 0) -> RingKey:
-    """Return the ring of a run.
+    """Return the cache key of the rings of a run.
 
     Args:
         model: The model.
         cluster: The cluster.
         run: The run.
-        window: Tokens that a query attends to, 0: all before it.
+        window: Tokens that a query attends to (sliding window); 0 for full causal attention.
 
     Raises:
-        ValueError: Inner rings do not divide the ring.
+        ValueError: The ring size is not a multiple of the inner ring.
     """
     topology, sizes = topology_of(cluster, run), sizes_of(model, run).shared(run.ulysses)
     inner = min(run.inner or topology.intra_size, topology.ring_size)
@@ -157,7 +158,7 @@ def ring_of(model: Model, cluster: Cluster, run: Settings, window: int = 0) -> R
 
 
 def ring_passes(ring: RingKey) -> RingPasses:
-    """Return the schedules of a ring."""
+    """Create the schedules of a ring."""
     topology, layout = ring.topology, make(ring.layout, cp_size=ring.topology.size)
     mask = Window(ring.window - 1, 0) if ring.window else Causal()
     queries = spans = ring_spans(layout, topology, ring.seq)
@@ -178,7 +179,7 @@ def ring_passes(ring: RingKey) -> RingPasses:
 
 
 def without_links(rates: Rates) -> Rates:
-    """Return the rates of a pass that sends nothing."""
+    """Return the rates with infinitely fast links."""
     return replace(rates, intra=math.inf, inter=math.inf, nic=None, latency=0.0)
 
 
@@ -186,27 +187,27 @@ RingsOf = Callable[[RingKey], RingPasses]  # called as `ring_passes`
 
 
 def cached_ring_passes() -> RingsOf:
-    """Return `ring_passes` with a cache of the last rings, except large ones."""
+    """Return `ring_passes` with a cache of `CACHED_RINGS` rings; large rings are not cached."""
     cached = lru_cache(CACHED_RINGS)(ring_passes)
     return lambda ring: ring_passes(ring) if ring.topology.ring_size > LARGEST else cached(ring)
 
 
 @dataclass(frozen=True)
 class AttentionTime:
-    """The time of one attention call: all sequences of a micro-batch, one layer, one rank.
+    """Predicted time of one attention call: all sequences of a micro-batch, one layer, one rank.
 
     Attributes:
-        forward: Seconds of forward with the all-to-all of ranks that share heads.
-        backward: Seconds of backward with the all-to-all.
+        forward: Seconds of forward, including the all-to-all of ranks that share heads.
+        backward: Seconds of backward, including the all-to-all.
         exchange: Seconds of the all-to-all in forward and in backward.
-        busy: Seconds of both passes in which the busiest rank's device ("compute") and links
-            ("intra", "inter") are in use.
-        host: Seconds of the processor for the launches of forward and of backward, concurrent with
-            the rest.
-        planning: Seconds of the processor before the first layer of each micro-batch if every
-            micro-batch has its own plan.
-        kernel: Attention kernel whose published rate is assumed. None if the rate was measured or
-            stated, and if `simulate` did not set it.
+        busy: Busy seconds of the busiest rank over both passes: device ("compute"), links within a
+            node ("intra") and between nodes ("inter").
+        host: CPU seconds spent launching kernels, in forward and in backward; overlaps with device
+            time.
+        planning: CPU seconds before the first layer of each micro-batch, if every micro-batch needs
+            a new plan.
+        kernel: Attention kernel whose published rate is assumed; None if the rate was measured or
+            stated. Only `simulate` sets it.
     """
 
     forward: float
@@ -225,13 +226,13 @@ class AttentionTime:
         exchange: tuple[simulator.PassTime, simulator.PassTime],
         planning: float = 0.0,
     ) -> AttentionTime:
-        """Return the time of both passes.
+        """Combine the times of forward and backward.
 
         Args:
-            forward: The time of forward.
-            backward: The time of backward.
-            exchange: The part of each that shares heads.
-            planning: Seconds of planning.
+            forward: Time of forward.
+            backward: Time of backward.
+            exchange: Time of the all-to-all in forward and in backward.
+            planning: CPU seconds of planning.
         """
         sum_of_passes = forward + backward
         busy = {
@@ -245,14 +246,14 @@ class AttentionTime:
 
     @property
     def seconds(self) -> float:
-        """Seconds of one forward and one backward, each at least as long as its launches."""
+        """Seconds of forward and backward; each takes at least the CPU time of its launches."""
         return sum(map(max, (self.forward, self.backward), self.host))
 
     @property
     def bottleneck(self) -> str:
-        """The resource that is busy for the longest time: "compute", "intra" or "inter".
+        """Resource with the most busy seconds: "compute", "intra" or "inter".
 
-        It is "host" if a pass waits for its launches.
+        "host" if forward or backward waits for kernel launches.
         """
         if self.host[0] > self.forward or self.host[1] > self.backward:
             return "host"
@@ -266,7 +267,7 @@ def attention_time(
     rings: RingsOf = ring_passes,
     window: int = 0,
 ) -> AttentionTime:
-    """Return the time of one attention call of a run with causal sequences.
+    """Return the time of one causal attention call.
 
     Forward of sparse attention includes the selection, without the indexer's loss.
 
@@ -274,18 +275,18 @@ def attention_time(
         model: The model.
         cluster: The cluster.
         run: The run.
-        rings: `ring_passes`, or a cached function.
-        window: Tokens that a query of the layer attends to, 0: all before it.
+        rings: `ring_passes`, or a cached version of it.
+        window: Tokens that a query attends to (sliding window); 0 for full causal attention.
 
     Raises:
-        ValueError: The ranks of a node do not allow the groups.
+        ValueError: The topology is impossible with this number of ranks per node.
     """
     rates, topology = cluster.rank_rates(), topology_of(cluster, run)
     sizes, chunks = sizes_of(model, run).shared(run.ulysses), run.sequence_chunks
     ring = ring_of(model, cluster, run, window)
     passes = rings(ring)
     latent = model.indexer is not None
-    if latent:  # the time of a call depends on its queries only
+    if latent:  # the time of a call depends only on the number of queries
         rates = replace(rates, half_rows=0.0)
     works = pass_works(
         topology, sizes, rates, passes.pairs, chunks, ring.nodes, sparse=latent, latent=latent
@@ -312,7 +313,7 @@ def attention_time(
 def _selection(
     model: Model, run: Settings, rings: RingsOf, ring: RingKey, rates: Rates
 ) -> simulator.PassTime:
-    """Compute the time of the indexer's scores, for sparse attention."""
+    """Return the time in which the indexer of sparse attention computes scores."""
     if model.indexer is None:
         return simulator.IDLE
     assert rates.compute is not None

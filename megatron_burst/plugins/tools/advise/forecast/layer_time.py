@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time of one transformer layer: forward, recompute and backward of one micro-batch.
+"""Predicted time of one transformer layer: forward, recompute and backward of one micro-batch.
 
-A rank runs one after another: matrix products and memory-bound operators, core attention
-(`attention_time`), linear attention and its exchange of states (`scan_time`), and collectives of
-tensor- and expert-parallel ranks. Copies to the host run concurrently and cost the time that
-exceeds the rest. The same holds for kernel launches, layer by layer, because a GPU's queue of
-launches is not much longer than one layer.
+The times of these operations are added: matrix products, memory-bound operators, core attention
+(`attention_time`), linear attention (`scan_time`), and collectives of tensor- and expert-parallel
+ranks. Copies to the host overlap with them and cost only the excess. The same holds for kernel
+launches within a layer, because the launch queue of a GPU holds about one layer.
 
-No table of linear attention was published. It counts products of chunks of `CHUNK` rows at the rate
-of large matrix products, or memory traffic if that takes longer. This is a lower bound and not
-fitted: products of 64 rows do not reach that rate. Sources: the chunkwise forms of Mamba-2's SSD
-(arXiv 2405.21060, section 6) and of delta rules (2412.06464, section 3).
+There are no published times of linear attention kernels. The forecast counts the products of chunks
+of `CHUNK` rows at the rate of large matrix products, or memory traffic if that takes longer. This
+is a lower bound, because products of 64 rows do not reach this rate. Sources: the chunkwise forms
+of Mamba-2's SSD (arXiv 2405.21060, section 6) and of delta rules (2412.06464, section 3).
 
-Letters: R rows of a context-parallel rank, n = R / TP of them with sequence parallelism, h hidden.
+Letters: R rows of a context-parallel rank, n = R / TP rows of a rank with sequence parallelism, h
+width of hidden states.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from .scan_time import States, scan_seconds
 
 
 class SecondsByPart(dict[str, float]):
-    """Seconds by part; missing parts take no time."""
+    """Dict from part of the step (such as "attention") to seconds; absent parts take 0 s."""
 
     def __missing__(self, name: str) -> float:
         return 0.0
 
     def add(self, parts: Mapping[str, float], times: float = 1.0) -> None:
-        """Add `times` times the seconds of other parts."""
+        """Add `parts`, multiplied by `times`."""
         for name, seconds in parts.items():
             self[name] += times * seconds
 
@@ -52,29 +52,30 @@ class SecondsByPart(dict[str, float]):
 
     @property
     def largest(self) -> str:
-        """The longest part, "" if there is none.
+        """Part with the most seconds; "" if there are no parts.
 
-        It is `LAUNCHES` if waiting for launches exceeds the fraction `LITTLE`: nothing else
-        shortens layers that wait.
+        It is `LAUNCHES` if waiting for launches exceeds the fraction `LITTLE` of the total, because
+        then only fewer launches shorten the layer.
         """
         if self[LAUNCHES] > LITTLE * self.total:
             return LAUNCHES
         return max(self, key=self.__getitem__, default="")
 
     def taken(self) -> SecondsByPart:
-        """Return the parts that take time."""
+        """Return the parts with more than 0 s."""
         return SecondsByPart({name: seconds for name, seconds in self.items() if seconds > 0})
 
 
 class Product(NamedTuple):
-    """A matrix product [rows, inner] x [inner, columns] of a layer on one rank.
+    """Matrix product [rows, inner] x [inner, columns] of a layer on one rank.
 
     Attributes:
         rows: Rows of the result.
         inner: Inner size.
         columns: Columns of the result.
-        times: Number of products.
-        repeats: Further runs of it because of chunks or tiles, in forward and in backward.
+        times: Number of such products.
+        repeats: Number of additional executions for row chunks or tiles, in forward and in
+            backward.
     """
 
     rows: float
@@ -85,10 +86,11 @@ class Product(NamedTuple):
 
 
 def products(model: Model, run: Settings, part: LayerPart) -> Iterator[Product]:
-    """Yield the products of a layer's forward on one rank; backward has two of each.
+    """Yield the matrix products of a layer's forward on one rank.
 
-    Row chunks compute queries, keys and values twice in forward and three more times in backward.
-    They compute the later products once more in backward, as do tiles of the MLP.
+    Backward has two products for each. With row chunks, the projections to q, k and v run twice in
+    forward and three more times in backward. The output projection, and the products of MLP tiles,
+    run once more in backward.
     """
     x = LayerSizes.of(model, run, part.sparse)
     if part.attention == MIXER:
@@ -110,7 +112,7 @@ def _projections(model: Model, x: LayerSizes, run: Settings) -> Iterator[Product
     rows = run.rows / chunks
     cut = (1.0, 3.0) if chunks > 1 else (0.0, 0.0)
     if low := model.latent:
-        n = rows / run.tp  # every rank computes the latents of its share of rows
+        n = rows / run.tp  # every tensor-parallel rank computes the latents of its share of rows
         yield Product(n, x.hidden, x.latent, chunks, cut)
         if low.q_rank:
             yield Product(rows, low.q_rank, x.query, chunks, cut)
@@ -141,8 +143,8 @@ def _mlp(model: Model, x: LayerSizes, run: Settings, sparse: bool) -> Iterator[P
 def product_seconds(gpu: Gpu, product: Product) -> float:
     """Return the seconds of one product.
 
-    Operations run at the rate of large products, more slowly if a size is small. The product takes
-    at least the time of reading and writing its three matrices.
+    Operations run at the rate of large products, reduced if a dimension is small. The time is at
+    least that of reading and writing the three matrices.
     """
     m, k, n = product.rows, product.inner, product.columns
     lost = gpu.small * (1 / m + 1 / k + 1 / n)
@@ -182,17 +184,18 @@ def memory_bytes(model: Model, run: Settings, part: LayerPart) -> tuple[float, f
     return B * forward, B * backward
 
 
-# Backward recomputes the inside of chunks, and has two products for each product of forward.
+# Operations of backward relative to forward: chunks are recomputed, and each product has two in
+# backward.
 BACKWARD = 3
 
 
 def output_operations(scan: Mixer, rows: int) -> float:
-    """Return the operations of a forward with known entering states, over all heads.
+    """Return the FLOPs of a linear-attention forward for given entering states, over all heads.
 
-    Per row: the keys of its chunk times its query, the values of the chunk times these products,
-    the state read, and the state written. Delta rules add the keys times its own key, the solution
-    of the chunk's triangle (a third of its square), the products of the solution with keys and
-    values, and the state read for the key.
+    Counted per row are: query times keys of the chunk, these products times values of the chunk,
+    reading the state and writing the state. Delta rules add: key times keys of the chunk, the
+    solution of a triangular system (c^2 / 3 for c rows), products of the solution with keys and
+    values, and reading the state for the key.
     """
     c, d, w = CHUNK, scan.width, scan.value_width
     per_row = 2 * c * (d + w) + 4 * d * w
@@ -202,10 +205,11 @@ def output_operations(scan: Mixer, rows: int) -> float:
 
 
 def state_operations(scan: Mixer, rows: int) -> float:
-    """Return the operations that a scan needs before it starts, over all heads.
+    """Return the FLOPs before ranks exchange states, over all heads.
 
-    They compute the effect of rows on any state: the state is written. With delta rules this is the
-    same recurrence with d + w columns instead of w.
+    They compute the map from an entering state to the state after the rows. Without delta rules
+    this only writes the state. With delta rules it is the recurrence with d + w columns instead of
+    w.
     """
     c, d, w = CHUNK, scan.width, scan.value_width
     per_row = 2.0 * d * w
@@ -215,9 +219,9 @@ def state_operations(scan: Mixer, rows: int) -> float:
 
 
 def memory_traffic(x: LayerSizes, scan: Mixer, rows: int) -> float:
-    """Return the bytes that one of both passes reads and writes.
+    """Return the bytes that forward reads and writes; about the same for each product of backward.
 
-    These are arguments, results, and states of chunks, which are written and read.
+    Counted are arguments, results, and the states of chunks, which are written and read.
     """
     arguments = scan.convolved * B + (scan.decays + scan.heads * scan.delta) * F
     return rows * (arguments + scan.values * B) + 2 * chunk_states(x, scan, rows)
@@ -226,7 +230,7 @@ def memory_traffic(x: LayerSizes, scan: Mixer, rows: int) -> float:
 def linear_seconds(
     gpu: Gpu, x: LayerSizes, scan: Mixer, rows: int, scanned: bool
 ) -> tuple[float, float]:
-    """Return the seconds of a forward and of a backward. `scanned` means that ranks send states."""
+    """Return seconds of linear attention in forward and backward; `scanned`: ranks send states."""
     computed = output_operations(scan, rows) + scanned * state_operations(scan, rows)
     read = (1 + scanned) * memory_traffic(x, scan, rows)
     forward = max(computed / (gpu.peak * gpu.linear), read / gpu.memory_rate)
@@ -236,20 +240,21 @@ def linear_seconds(
 ATTENTION, PRODUCTS, MEMORY = "attention", "linear layers", "norms, rope and activations"
 LINEAR, STATES = "linear attention", "states between ranks"
 TENSOR, EXPERTS, HOST = "tensor parallel", "expert exchange", "host link"
-LAUNCHES, LITTLE = "waiting for launches", 0.05  # fraction of the time
+LAUNCHES, LITTLE = "waiting for launches", 0.05  # part; fraction from which it is the bottleneck
 TimesAttention = Callable[..., AttentionTime]  # called as `attention_time`
 
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds of one layer and micro-batch by part.
+    """Predicted seconds of one layer and one micro-batch, by part.
 
     Attributes:
-        forward: Forward.
-        recompute: The forward that backward repeats.
-        backward: Backward without recompute.
-        core: The core attention, None if the layer has none.
-        launching: Seconds of the processor for launches in forward, and in recompute and backward.
+        forward: Seconds of forward.
+        recompute: Seconds of forward operations that are repeated in backward.
+        backward: Seconds of backward without recompute.
+        core: Time of core attention; None if the layer has none.
+        launching: CPU seconds spent launching kernels, in forward, and in recompute and backward
+            together.
         kernel: Same as in `AttentionTime`.
     """
 
@@ -261,7 +266,7 @@ class LayerTime:
     kernel: str | None = None
 
     def waiting(self) -> LayerTime:
-        """Return the time with waiting for launches, which it must not include yet."""
+        """Return the time with the part `LAUNCHES` added; call it once."""
         forward, backward = SecondsByPart(self.forward), SecondsByPart(self.backward)
         first, second = self.launching
         forward[LAUNCHES] = max(0.0, first - forward.total)
@@ -270,9 +275,9 @@ class LayerTime:
 
     @property
     def planning(self) -> float:
-        """Seconds by which the first layer of a micro-batch is longer.
+        """Seconds by which planning delays the first layer of a micro-batch.
 
-        Its processor plans before it launches kernels.
+        The CPU plans before it launches kernels.
         """
         needed = self.launching[0] + (self.core.planning if self.core else 0.0)
         return max(0.0, needed - self.forward.total)
@@ -292,7 +297,7 @@ class LayerTime:
 
     @property
     def bottleneck(self) -> str:
-        """The longest part."""
+        """Part with the most seconds."""
         return self.parts.largest
 
 
@@ -310,9 +315,9 @@ def layer_time(
         model: The model.
         cluster: The cluster.
         run: The run.
-        part: The layer, from `parts_of`; None: the last layer.
-        attention: Times its core attention; a search passes a cached function.
-        states: Times its exchange of states.
+        part: Layer from `parts_of`; None for the last layer.
+        attention: Function that predicts the time of core attention; a search passes a cached one.
+        states: Function that predicts the time in which ranks exchange states.
     """
     part = part or parts_of(model, run, run.pp - 1)[-1]
     forward, backward, recompute = SecondsByPart(), SecondsByPart(), SecondsByPart()
@@ -359,10 +364,10 @@ def layer_time(
 def launching(
     cluster: Cluster, run: Settings, part: LayerPart, core: AttentionTime | None
 ) -> tuple[float, float]:
-    """Return the seconds of the processor for launches of a layer, in forward and in backward.
+    """Return CPU seconds spent launching a layer's kernels, in forward and in backward.
 
-    Backward includes its recomputation. Each row chunk or tile launches the kernels of its half
-    outside core attention.
+    Backward includes the recomputation. Each row chunk or tile launches all kernels of its half
+    except core attention.
     """
     pieces = run.sequence_chunks * (part.attention is not None) + run.mlp_tiles * part.mlp
     launches, (forward, backward) = (
@@ -385,8 +390,8 @@ def collectives(
 ) -> None:
     """Add the collectives of tensor- and expert-parallel ranks.
 
-    Rows are gathered before each half and scattered after it. Backward gathers them once more for
-    the gradients of weights. All-to-alls send rows to their experts and back.
+    With sequence parallelism, rows are gathered before each half and reduce-scattered after it.
+    Backward gathers rows once more for weight gradients. All-to-alls send rows to experts and back.
     """
     rows = run.rows * model.hidden * B
     halves = (part.attention is not None) + part.mlp
@@ -399,7 +404,7 @@ def collectives(
 
 
 def host_bytes(model: Model, run: Settings, part: LayerPart) -> float:
-    """Return the bytes of a layer's input and store that one rank copies to the host and back."""
+    """Return the bytes that one rank copies to the host for a layer: input and attention store."""
     x = LayerSizes.of(model, run, part.sparse)
     out = 0.0 if part.attention in (None, MIXER) else run.rows * (x.out * B + x.heads * F)
     return run.offload * (run.rows / run.tp * model.hidden * B + run.store * out)
@@ -422,27 +427,29 @@ def visible(seq: int, window: int = 0) -> float:
 
     Args:
         seq: Tokens of the sequence.
-        window: Upper limit of the keys, 0: no limit.
+        window: Maximum number of keys (sliding window); 0 for no limit.
     """
     w = min(window or seq, seq)
     return w * (1 - (w - 1) / (2 * seq))
 
 
 def recomputed_attention(core: AttentionTime, run: Settings) -> float:
-    """Return the seconds of the attention that backward recomputes: the early rows without a store.
+    """Return the seconds in which backward recomputes attention of rows without stored results.
 
-    Compute time falls like the busiest rank's visible pairs, transfers like the keys that are sent.
+    Stored are the results of the last rows. Compute time is proportional to the busiest rank's
+    visible pairs, transfer time to the number of keys.
     """
     pairs = recomputed_pairs(run.layout, run.cp, run.store)
     return core.forward * (pairs if core.bottleneck == "compute" else 1 - run.store)
 
 
 def recomputed_pairs(layout: str, cp: int, store: float) -> float:
-    """Return the fraction of visible pairs in the early rows of the busiest rank, causal.
+    """Return the fraction of the busiest rank's causal pairs that belong to recomputed rows.
 
-    It is (1 - store)^2 if all ranks have equally many early rows. With zigzag rank i has pieces i
-    and 2 CP - 1 - i of 2 CP, and with contiguous piece i of CP: all rows of some ranks are early
-    (BurstEngine, section on sequence-level selective checkpointing).
+    Recomputed are the first (1 - store) of all rows. The fraction is (1 - store)^2 if every rank
+    has equally many of them. With zigzag, rank i has pieces i and 2 CP - 1 - i of 2 CP; with
+    contiguous, piece i of CP. Source: BurstEngine, section on sequence-level selective
+    checkpointing.
     """
     left = 1 - store
     if layout not in ("zigzag", "contiguous"):

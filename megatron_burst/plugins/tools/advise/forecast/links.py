@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rates of a rank's collectives: within a node, between nodes, to the host.
+"""Predicted time of collectives of one rank, within a node and between nodes.
 
-They are computed from the rates of a cluster. The rings of attention are simulated message by
-message elsewhere.
+The module uses the link rates of a cluster. Rings of attention are simulated message by message in
+`autotune.simulator`.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from .....autotune.clusters import Cluster
 
 
 def rates_of(cluster: Cluster) -> tuple[float, float]:
-    """Return the bytes per second that a rank sends one way, within its node and to other nodes.
+    """Return bytes per second that a rank sends (within the node, to other nodes).
 
-    All ranks of the node send at the same time.
+    All ranks of the node send at the same time and share the NICs.
     """
     rates = cluster.rank_rates()
     return rates.intra, float(rates.between(cluster.nodes().per_nic))
 
 
 def in_node(cluster: Cluster, size: int, stride: int) -> int:
-    """Return the ranks of a group on one node; the group has `size` ranks, `stride` apart."""
+    """Return how many ranks of a group are on one node; the `size` ranks are `stride` apart."""
     return max(1, min(size, cluster.ranks_per_node // stride))
 
 
 def ring_seconds(cluster: Cluster, size: int, stride: int, total: float) -> float:
-    """Return the seconds of an all-gather or a reduce-scatter over a group, all groups at once.
+    """Return the seconds of an all-gather or reduce-scatter, while all groups communicate.
 
-    Each node sends the data once, over the NICs of the group's ranks there. Within a node each rank
-    sends it.
+    Each node sends the tensor once, over the NICs of the group's ranks on this node. Within a node
+    each rank sends it.
 
     Args:
         cluster: The cluster.
-        size: Ranks of the group.
-        stride: Distance of the group's ranks.
-        total: Bytes of the whole tensor.
+        size: Number of ranks of the group.
+        stride: Difference between adjacent global ranks of the group.
+        total: Bytes of the gathered tensor.
     """
     if size < 2:
         return 0.0
@@ -48,9 +48,9 @@ def all_to_all_seconds(cluster: Cluster, size: int, stride: int, sent: float) ->
 
     Args:
         cluster: The cluster.
-        size: Ranks of the group.
-        stride: Distance of the group's ranks.
-        sent: Bytes of each rank for all ranks of the group, itself included.
+        size: Number of ranks of the group.
+        stride: Difference between adjacent global ranks of the group.
+        sent: Bytes that each rank sends to all ranks of the group, including itself.
     """
     if size < 2:
         return 0.0

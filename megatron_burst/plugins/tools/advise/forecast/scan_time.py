@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time of the exchange of one layer of linear attention: states, or heads as in Megatron.
+"""Predicted time of communication in one layer of linear attention.
 
-This module decides which links a scan has. The tables of scans and the choice of "auto" are those
-of a run (`schedule.scans`). An exchange never overlaps with computing.
+Ranks exchange states (a scan), or heads as in Megatron. The hops of a scan and the choice of "auto"
+are from `schedule.scans`, as in training. Communication does not overlap with compute.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ..shapes.layer_kinds import Mixer
 from .links import all_to_all_seconds, rates_of
 
 States = Callable[[Cluster, Settings, LayerSizes], float]  # called as `scan_seconds`
-ACCESSES = 3  # of memory per received state: a state and a map are read, a state is written
+ACCESSES = 3  # memory accesses per received state: read the state and a map, write a state
 
 
 def scan_time(
     algorithm: str, layout: str, topology: Topology, sizes: ScanSizes, links: timing.Links
 ) -> float:
-    """Return the seconds of a scan of the states of one sequence, until the last rank ends."""
-    # The length of the chain's pieces changes nothing.
+    """Return the seconds of a scan of one sequence's states, until the last rank has finished."""
+    # The result does not depend on the length of the pieces.
     chain = chains(make(layout, cp_size=topology.size), 2 * topology.size)
     if algorithm == "auto":
         return choose(chain, topology, sizes, links).seconds
@@ -42,17 +42,17 @@ def scan_time(
 def scan_seconds(
     cluster: Cluster, run: Settings, x: LayerSizes, timed: Callable[..., float] = scan_time
 ) -> float:
-    """Return the seconds of one pass of a layer; forward and backward send the same.
+    """Return the seconds of communication in forward, or equally in backward.
 
-    A scan sends states from piece to piece and gradients in the opposite direction. The convolution
-    receives its rows from the previous rank. Megatron's exchange sends the mixed projection to the
-    ranks of its heads and returns the results.
+    A scan sends states from piece to piece, and gradients in the opposite direction. The short
+    convolution receives rows from the previous rank. With `linear="megatron"`, ranks exchange
+    heads: the input projection is sent to the ranks of the heads, and results are sent back.
 
     Args:
         cluster: The cluster.
         run: The run.
         x: Sizes of the layer.
-        timed: `scan_time`, or a cached function.
+        timed: `scan_time`, or a cached version of it.
     """
     if run.cp == 1 or x.scan is None:
         return 0.0
@@ -66,10 +66,10 @@ def scan_seconds(
 
 
 def sizes_of(scan: Mixer, batch: int) -> ScanSizes:
-    """Return the sizes of the states of one rank's heads in fp32.
+    """Return the sizes of the fp32 states of one rank's heads.
 
     Args:
-        scan: The rank's part of the mixer.
+        scan: Mixer on one rank.
         batch: Sequences of a micro-batch.
     """
     form: Form = "matrix" if scan.delta else scan.decay
@@ -86,7 +86,7 @@ def links_of(cluster: Cluster) -> timing.Links:
 
 
 def rows_before(topology: Topology, run: Settings, scan: Mixer, links: timing.Links) -> float:
-    """Return the seconds of the rows before each piece with which the short convolution starts."""
+    """Return the seconds in which ranks send the rows that precede each piece (convolution)."""
     if scan.taps < 2:
         return 0.0
     pieces = 2 if run.layout == "zigzag" else 1

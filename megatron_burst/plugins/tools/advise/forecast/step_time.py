@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time of a training step by parts.
+"""Predicted time of a training step by parts.
 
-Layers and ends of the model run on pipeline stages, micro-batch by micro-batch. Then gradients are
-summed and the optimizer updates. `parts` describe the busiest stage; its waiting time is the
-pipeline's bubble.
+Pipeline stages process embedding, layers and LM head, micro-batch by micro-batch. Then gradients
+are reduced and the optimizer updates parameters. `parts` describe the busiest stage; the time in
+which it waits is the pipeline bubble.
 
-States cost time in one of three ways. The plain way sums all gradients on every rank and updates
-all parameters there. The distributed optimizer scatters the sum over data- and context-parallel
-ranks, updates a share and gathers parameters once a step (LoongTrain's hybrid ZeRO). FSDP gathers
-every layer's parameters before its forward and again before its backward, and scatters its
-gradients, in every micro-batch.
+There are three kinds of data parallelism. Without sharding, gradients are all-reduced and every
+rank updates all parameters. The distributed optimizer reduce-scatters gradients over data- and
+context-parallel ranks, updates a shard and gathers parameters once a step (LoongTrain's hybrid
+ZeRO). FSDP gathers a layer's parameters before forward and again before backward, and
+reduce-scatters gradients, in every micro-batch.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ GRADIENTS, GATHERING, OPTIMIZER = "gradient reduction", "parameter gathering", "
 
 
 def over_ranks(cluster: Cluster, run: Settings, dense: float, experts: float) -> float:
-    """Return the seconds of one all-gather or reduce-scatter over the ranks that share states.
+    """Return the seconds of one all-gather or reduce-scatter of all parameters of a rank.
 
     Args:
         cluster: The cluster.
         run: The run.
-        dense: Bytes of dense parameters.
-        experts: Bytes of experts.
+        dense: Bytes of dense parameters, over data- and context-parallel ranks.
+        experts: Bytes of expert parameters, over ranks with equal experts.
     """
     size = run.dp * run.cp
     dense_seconds = ring_seconds(cluster, size, run.tp, dense)
@@ -66,15 +66,14 @@ def states_seconds(
     rank_parameters: tuple[float, float],
     hiding: tuple[float, float],
 ) -> Mapping[str, float]:
-    """Return the seconds by part that states cost a stage in one step, without computing.
+    """Return seconds by part of gradient reduction and parameter gathers in one step.
 
     Args:
         cluster: The cluster.
         run: The run.
-        rank_parameters: Parameters of a rank, dense ones and those of experts, from
-            `memory.parameters`.
-        hiding: Seconds of a micro-batch's forward and backward on this stage. They overlap with at
-            most the fraction `Cluster.overlap` of transfers.
+        rank_parameters: Dense and expert parameters of a rank, from `memory.parameters`.
+        hiding: Seconds of forward and backward of one micro-batch on this stage, which hide at most
+            the fraction `Cluster.overlap` of transfers.
     """
     in_forward, in_backward = hiding
     gradients, gathered = (
@@ -103,10 +102,10 @@ def states_seconds(
 def optimizer_seconds(
     cluster: Cluster, run: Settings, rank_parameters: tuple[float, float]
 ) -> float:
-    """Return the seconds of the update.
+    """Return the seconds of the optimizer's update.
 
-    It reads and writes states, reads gradients and writes parameters. The part on the host also
-    copies gradients to the host and parameters back, at the host's rates.
+    The update reads and writes optimizer states, reads gradients and writes parameters. For states
+    in host memory, gradients are also copied to the host and parameters back.
     """
     dense, experts = rank_parameters
     size = run.dp * run.cp
@@ -131,15 +130,15 @@ LOSS_PRODUCTS = {"single_pass": 3, "recompute": 4, "off": 3}
 
 @dataclass(frozen=True)
 class StepTime:
-    """The predicted time of one step.
+    """Predicted time of one step.
 
     Attributes:
         seconds: Seconds of the step.
-        parts: Seconds of the busiest rank by part, which add up to `seconds`.
-        bottleneck: The part to improve first.
+        parts: Seconds of the busiest rank by part; the sum is `seconds`.
+        bottleneck: Name of the longest part.
         tokens: Tokens of one step over all ranks.
-        mfu: Operations of the model (`model_operations`) divided by the peak operations of the GPUs
-            in that time.
+        mfu: Model FLOPs (`model_operations`) of a step divided by the peak FLOPs of all GPUs in
+            `seconds`.
         kernel: Same as in `AttentionTime`.
     """
 
@@ -151,12 +150,12 @@ class StepTime:
     kernel: str | None = None
 
     def tokens_per_gpu(self, gpus: int) -> float:
-        """Return tokens per second and GPU."""
+        """Return tokens per second per GPU."""
         return self.tokens / self.seconds / gpus
 
 
 class Stage(NamedTuple):
-    """Seconds by part of one micro-batch on one stage: forward, and backward with recompute."""
+    """Seconds by part of one micro-batch on one pipeline stage; backward includes recompute."""
 
     forward: SecondsByPart
     backward: SecondsByPart
@@ -181,10 +180,10 @@ def step_time(
         model: The model.
         cluster: The cluster.
         run: The run.
-        attention: Times the core attention of a layer; a search passes a cached function.
-        states: Times the exchange of states of a layer.
-        bound: Return a lower bound for runs with slower layers, in which another stage with fewer
-            parameters may be the busiest.
+        attention: Function that predicts the time of core attention; a search passes a cached one.
+        states: Function that predicts the time in which ranks exchange states of a layer.
+        bound: Return a lower bound that also holds if layers are slower, so that another stage is
+            the busiest.
 
     Raises:
         ValueError: The settings are impossible.
@@ -222,13 +221,12 @@ def step_time(
 
 
 def model_operations(model: Model, seq: int) -> float:
-    """Return the operations per token that the model needs.
+    """Return the model FLOPs per token, forward and backward, without recomputation.
 
-    Each parameter that multiplies a token counts six operations (the LM head, not the embedding).
-    Attention counts three passes of its two products over the visible keys, half of a causal
-    sequence. Recomputation does not count. BurstEngine counts in the same way. Linear attention
-    counts the recurrence, whatever its chunks: a state is written and read once per token, and read
-    twice with delta rules.
+    Each active parameter counts six operations, including the LM head but not the embedding.
+    Attention counts two products over the visible keys (half of a causal sequence), times three for
+    forward and backward. BurstEngine counts in the same way. Linear attention counts the
+    recurrence: a state is written and read once per token, and read twice with delta rules.
 
     Args:
         model: The model.
@@ -248,7 +246,7 @@ def model_operations(model: Model, seq: int) -> float:
 def stages_of(
     model: Model, cluster: Cluster, run: Settings, layer: Callable[[LayerPart], LayerTime]
 ) -> list[Stage]:
-    """Return the time of one micro-batch on every stage. `layer` times a layer."""
+    """Return the time of one micro-batch on every stage; `layer` predicts the time of a layer."""
     timed = cache(layer)
     return [_stage(model, cluster, run, index, timed) for index in range(run.pp)]
 
@@ -259,7 +257,7 @@ def _stage(
 ) -> Stage:  # fmt: skip
     """Return the time of one micro-batch on a stage.
 
-    The first stage has the embedding, the last the head.
+    The first stage includes the embedding, the last stage the LM head.
     """
     forward = SecondsByPart()
     backward = SecondsByPart()
@@ -286,8 +284,8 @@ def _stage(
 def head_seconds(model: Model, cluster: Cluster, run: Settings) -> tuple[float, float]:
     """Return the seconds of forward and backward of the LM head and its loss.
 
-    They are three products, or four if logits are recomputed. With `single_pass` all of them are in
-    forward.
+    There are three products, or four if logits are recomputed. With `single_pass` all products are
+    in forward.
     """
     columns = max(1, model.vocabulary // run.tp)
     per_product = product_seconds(cluster.gpu, Product(run.rows, model.hidden, columns))
@@ -299,10 +297,10 @@ def head_seconds(model: Model, cluster: Cluster, run: Settings) -> tuple[float, 
 
 
 def send_time(model: Model, cluster: Cluster, run: Settings) -> float:
-    """Return the seconds of activations and their gradients between stages.
+    """Return the seconds in which stages send activations and gradients to each other.
 
-    In 1F1B every micro-batch waits for its own transfer. Interleaved, only the micro-batches that
-    fill and empty the pipeline wait.
+    With 1F1B every micro-batch waits for its transfer. With interleaved stages, only micro-batches
+    that fill or drain the pipeline wait.
     """
     if run.pp == 1:
         return 0.0
