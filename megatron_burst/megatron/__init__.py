@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """BurstAttention for Megatron: install it once, then select it by flags or with `configure`.
 
-These are the first lines of a Megatron-LM script; they add flags to its command line:
+Put these lines first in a Megatron-LM script; they add our flags to its command line:
 
     import megatron_burst.megatron
     megatron_burst.megatron.install()
@@ -13,15 +13,15 @@ In your own script on Megatron-Core:
     burst.configure(transformer_config, mb.BurstConfig(algorithm="burst"))
 
 `install` changes only models whose configuration went through `configure` and that have more than
-one context-parallel rank. The import of this package does not import Megatron-Core, which takes
-seconds; `install` does.
+one context-parallel rank. Importing this package does not import Megatron-Core, which would take
+seconds; `install` imports it.
 
-The parts, from the lowest level: `patching` replaces functions of Megatron and restores them;
+The modules, from the lowest level: `patching` replaces functions of Megatron and restores them;
 `checks/` refuses unsupported settings; `data/` cuts batches; `attention/` has core attention,
-process groups and plans; `linear/` passes states; `lm_head/` has the fused LM head and loss;
-`packing/` repacks the documents of a step; `training` connects Megatron-LM's command line;
-`install` applies all of them. Plugins add host memory, row chunks and tiles (`longseq`), sparse
-attention (`sparse`) and images (`vision`).
+process groups and plans; `linear/` passes states of linear attention between ranks; `lm_head/`
+has the fused LM head and loss; `packing/` repacks the documents of a step; `training` connects
+Megatron-LM's command line; `install` applies all patches. Plugins add offload to host memory, row
+chunks and tiles (`longseq`), sparse attention (`sparse`) and images (`vision`).
 """
 
 from __future__ import annotations

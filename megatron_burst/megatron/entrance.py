@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam through which a patched Megatron installs the plugin when it declares its flags."""
+"""A decorator for a patched Megatron: it installs the plugin before Megatron declares its flags."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def entrance(function: F) -> F:
-    """Return `function` as a seam whose first call installs the plugin."""
+    """Decorate `function` with a seam (see `seam`); its first call installs the plugin."""
     return seam.entrance(function, install)

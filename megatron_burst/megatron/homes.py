@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locations of Megatron modules that move between packages: layers with a state, sparse attention.
+"""Import of Megatron modules whose path depends on Megatron's version.
 
-Callers name a module by its last part in the older packages, such as "dsa" or
-"gated_delta_net.gdn". `MOVED` maps these names to newer locations. The newer location is tried
-first: if both exist, the older one only forwards names.
+These are modules of layers with a state and of sparse attention. Callers name a module relative to
+the older packages (`PACKAGES`), such as "dsa" or "gated_delta_net.gdn". `MOVED` maps these names to
+newer paths. The newer path is tried first: if both exist, the older module only re-exports names.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ PACKAGES = (
     "megatron.core.ssm",
     "megatron.core.transformer.experimental_attention_variant",
 )
-# Megatron-LM pull requests 7239 and 7380 (September 2026): the table of deprecated paths that the
-# latter tests. Kernels moved to `core/ops` before the classes that call them did.
+# Megatron-LM pull requests 7239 and 7380 (September 2026); the second tests a table of deprecated
+# paths. Kernels moved to `core/ops` earlier than the classes that call them.
 _SSM, _ATTENTION = "megatron.core.ops.ssm", "megatron.core.ops.attention"
 MOVED = {
     "absorbed_mla": f"{_ATTENTION}.mla",
@@ -34,7 +34,7 @@ MOVED = {
 
 
 def find(name: str) -> Any:
-    """Return the module `name` from the first location that has it, or None."""
+    """Import and return the module `name` from the first path that exists; None if none exists."""
     for path in _paths(name):
         if (present := imported(path)) is not None:
             return present
@@ -42,10 +42,10 @@ def find(name: str) -> Any:
 
 
 def module(name: str) -> Any:
-    """Return the module `name` from the first location that has it.
+    """Import and return the module `name` from the first path that exists.
 
     Raises:
-        RuntimeError: No location has it; the message names Megatron's version and the locations.
+        RuntimeError: No path exists; the message names Megatron's version and the paths.
     """
     present = find(name)
     if present is None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Installation of BurstAttention into Megatron, and its selection for a model.
+"""Installation of BurstAttention into Megatron, and selection of BurstAttention for a model.
 
 This module decides which functions of Megatron are replaced, and ensures that a run has one layout:
-Megatron slices batches and caches rotary embeddings before it knows which model reads them.
+Megatron slices batches and caches rotary embeddings independently of the model that reads them.
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ def install(layout: LayoutName | None = None) -> None:
     Call this before arguments are parsed, models are built and batches are cut. A second call with
     the same layout changes nothing.
 
-    Without `layout`, for scripts of Megatron-LM: if `megatron.training` can be imported, its
-    command line gets our flags and its configurations follow them. The first configuration decides
-    the layout. With `layout`, only Megatron-Core is changed, and the script calls `configure`
-    itself.
+    Without `layout` (Megatron-LM scripts): if `megatron.training` can be imported, our flags are
+    added to its command line, and they configure every model. The first configuration decides the
+    layout. With `layout`, only Megatron-Core is changed, and the script calls `configure` itself.
 
     Two checks of `TransformerConfig` apply only to Megatron's own context parallelism: the
-    all-gather of DSA, and the number of heads of gated delta nets. They are skipped with `layout`,
-    after a first `configure`, and for a `--context-parallel-algo` other than megatron.
+    all-gather of DSA, and the number of heads of gated delta nets. BurstAttention skips both checks
+    if `layout` is set, after a first `configure`, and if `--context-parallel-algo` is not megatron.
 
     Args:
         layout: the layout of the run, for scripts that call `configure`; None for Megatron-LM.
@@ -67,9 +66,9 @@ def install(layout: LayoutName | None = None) -> None:
 
 
 def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
-    """Replace the functions of Megatron: all of them, or none if one is not as required."""
-    # These import Megatron before any function is replaced: a module that imported a replacement
-    # by name would keep it after `uninstall`.
+    """Replace functions of Megatron; replace none if one is missing or lacks a parameter."""
+    # These modules import Megatron before any function is replaced: a module that imported a
+    # replacement by name would keep it after `uninstall`.
     from . import training as training_hooks
     from .attention import hooks as attention_hooks
     from .data import loader
@@ -94,8 +93,8 @@ def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
         attention_hooks.patch_recompute(patches)
         fused_loss.patch(patches)
         mtp.patch(patches)
-        # Before packed batches, which change the number of micro-batches of a step: the function
-        # around a step that was added last runs first.
+        # These precede `packing_step.patch`, which changes the number of micro-batches of a step:
+        # the wrapper of a step that was added last is called first.
         for patch in (*linear_patches, *plugin_patches):
             patch(patches)
         loader.patch(patches)
@@ -108,7 +107,7 @@ def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
 
 
 def _fix_layout(patches: patching.PatchSet, layout: str) -> None:
-    """Fix the layout of the run; batches and rotary embeddings are then cut in this layout."""
+    """Set the layout of the run, in which batches and rotary embeddings are then cut."""
     present = patches.notes.setdefault("layout", layout)
     if present != layout:
         raise ValueError(
@@ -132,7 +131,7 @@ def _fix_layout(patches: patching.PatchSet, layout: str) -> None:
 def uninstall() -> bool:
     """Restore Megatron's own functions; return False if nothing was installed.
 
-    Models that were built in between still work, with their process groups.
+    Models that were built before this call still work and keep their process groups.
     """
     return patching.remove(_NAME)
 
@@ -140,20 +139,20 @@ def uninstall() -> bool:
 def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None) -> Any:
     """Select the attention of models that are built from a `TransformerConfig`.
 
-    Sets `config.burst`, which copies of the configuration keep. With algorithm "megatron", or on
-    one context-parallel rank, Megatron's own attention runs.
+    Sets `config.burst`; copies of the configuration keep this attribute. With algorithm "megatron",
+    or on one context-parallel rank, Megatron's own attention runs.
 
     Args:
         config: a `TransformerConfig`; changed.
         burst: the options of the run.
-        seq_length: global, in tokens; checked if given.
+        seq_length: global sequence length in tokens; checked if given.
 
     Returns:
-        The configuration.
+        `config`.
 
     Raises:
-        ValueError: `install` was not called, or settings are not supported; the message names all
-            of them.
+        ValueError: `install` was not called, or settings are not supported; the message lists all
+            unsupported settings.
     """
     return select_attention(config, burst, seq_length)
 
@@ -161,16 +160,16 @@ def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None)
 def select_attention(
     config: Any, burst: BurstConfig, seq_length: int | None, problems: Iterable[Problem] = ()
 ) -> Any:
-    """Do the work of `configure`, with further problems in its error.
+    """Do the same as `configure`, and include problems of the caller in the error.
 
     Args:
         config: a `TransformerConfig`; changed.
         burst: the options of the run.
-        seq_length: global, in tokens; checked if given.
+        seq_length: global sequence length in tokens; checked if given.
         problems: problems that the caller has found.
 
     Returns:
-        The configuration.
+        `config`.
 
     Raises:
         ValueError: See `configure`.

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of a run if no flag names it, and the choice of `--burst-layout auto`.
+"""Selection of the layout of a run: the default without a flag, and `--burst-layout auto`.
 
 Without a flag the layout follows from the other options and from Megatron's own settings, if the
-model allows it. "auto" selects the layouts with which a step sends the fewest bytes:
+model supports it. "auto" selects the layout of tokens with which a step sends the fewest bytes:
 
 - If tokens are contiguous, a state of linear attention visits each rank once; if they are zigzag,
 twice.
-- Softmax attention runs in zigzag. Tokens with another layout are exchanged around it.
+- Softmax attention uses zigzag (or `--burst-attention-layout`). If the tokens have another layout,
+rows are exchanged before and after attention.
 
-Bytes follow from shapes alone and are summed over the ranks for one forward of one sequence.
-Backward, tensor parallelism and the algorithm of the state scan change the bytes of both layouts by
-the same factor.
+Bytes are computed from shapes and summed over the ranks, for one forward of one sequence. Backward,
+tensor parallelism and the algorithm of the state scan change the bytes of both layouts by the same
+factor.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class LayerCounts(NamedTuple):
 
 
 class StreamChoice(NamedTuple):
-    """Options with their layouts, and the reason of the choice; None if it was not "auto"."""
+    """Options with concrete layouts, and the reason for the log; None if "auto" chose nothing."""
 
     burst: BurstConfig
     why: str | None = None
@@ -61,10 +62,10 @@ def settled(config: Any, burst: BurstConfig, seq_length: int | None) -> StreamCh
         config: a `TransformerConfig`, or parsed arguments with the same names. The layers of a
             hybrid model are read from its `hybrid_layer_pattern`.
         burst: the options of the run.
-        seq_length: global, in tokens; None if unknown.
+        seq_length: global sequence length in tokens; None if unknown.
 
     Raises:
-        SettingsError: The length or the layers are needed and unknown.
+        SettingsError: The choice depends on `seq_length` or on the layers, which are unknown.
     """
     if burst.layout != "auto":
         return StreamChoice(burst)
@@ -97,16 +98,14 @@ def settled(config: Any, burst: BurstConfig, seq_length: int | None) -> StreamCh
         return StreamChoice(plain, "other settings require it")
     best = min(bytes_of, key=lambda name: (bytes_of[name], name != "zigzag"))
     bytes_text = ", ".join(f"{name} {byte_size(bytes_of[name])}" for name in sorted(bytes_of))
-    return StreamChoice(
-        choices[best], f"states and rows between ranks in forward, per sequence: {bytes_text}"
-    )
+    return StreamChoice(choices[best], f"ranks send in one forward of a sequence: {bytes_text}")
 
 
 def one_layout(config: Any, burst: BurstConfig) -> None:
     """Set Megatron's own layout settings to the layout of the token stream.
 
-    Megatron would otherwise exchange rows around attention, and so would BurstAttention. Call this
-    after `configure` has read the settings. Configurations without these settings are unchanged.
+    Otherwise both Megatron and BurstAttention would exchange rows around attention. Call this after
+    `configure` has read the settings. Configurations without these settings are unchanged.
     """
     if burst.algorithm == OFF or not splits(config) or burst.layout not in STREAMS:
         return
@@ -122,12 +121,12 @@ def one_layout(config: Any, burst: BurstConfig) -> None:
 
 
 class CompletedFlags(NamedTuple):
-    """The options of parsed arguments, with the layouts that no flag names.
+    """The options of parsed arguments, including layouts that no flag sets.
 
     Attributes:
         burst: The options. A wrong value is replaced by its default.
         errors: A message for each wrong value.
-        line: A line for the log, if a layout does not follow from the flags.
+        line: A log line if zigzag replaces the default layout striped, otherwise None.
     """
 
     burst: BurstConfig
@@ -143,7 +142,7 @@ def complete_flags(args: Any, config: Any) -> CompletedFlags:
         config: the model's settings under the names of a `TransformerConfig`.
 
     Returns:
-        The options, errors of wrong values, and a line for the log.
+        The options, errors of wrong values, and a log line.
     """
     layout_named = getattr(args, "burst_layout", None) is not None
     attention_named = getattr(args, "burst_attention_layout", None) is not None
@@ -161,7 +160,7 @@ def complete_flags(args: Any, config: Any) -> CompletedFlags:
 def settle(args: Any) -> None:
     """Complete parsed arguments with missing flags and with layouts.
 
-    Rank 0 logs a layout that does not follow from the flags.
+    Rank 0 logs the layout if "auto" selects it or if zigzag replaces striped.
 
     Args:
         args: parsed arguments; changed.
@@ -183,13 +182,13 @@ def unnamed_layouts(
 
     Args:
         config: a `TransformerConfig`, or parsed arguments with the same names.
-        burst: options with the layout that follows from the others (`flags.layout_for`).
+        burst: options whose layout is the default for the other options (`flags.layout_for`).
         attention_named: whether a flag names the layout of attention.
 
     Returns:
-        The options with the layouts of Megatron's own settings, if it has some. Otherwise zigzag
-            replaces striped, which follows from a partial attention store, if the model or other
-            options exclude striped. The second value is then a line for the log, otherwise None.
+        The options and a log line. Megatron's own layout settings, if present, determine the
+            layouts. Striped (the default with a partial attention store) becomes zigzag if the
+            model or another option excludes striped; otherwise the log line is None.
     """
     selected = megatrons_layouts(config)
     if selected is not None and not attention_named and burst.algorithm != OFF and splits(config):
@@ -222,17 +221,17 @@ def log_choice(burst: BurstConfig, why: str | None) -> None:
 def traffic(
     config: Any, layers: LayerCounts, stream: str, attention: str, seq_length: int
 ) -> tuple[int, int]:
-    """Return the bytes that ranks send in forward of one sequence.
+    """Return the bytes that all ranks together send in one forward of a sequence.
 
     Args:
         config: a `TransformerConfig`, or parsed arguments with the same names.
         layers: numbers of layers per kind.
         stream: the layout of the tokens.
         attention: the layout of softmax attention.
-        seq_length: global, in tokens.
+        seq_length: global sequence length in tokens.
 
     Returns:
-        Bytes for states, and bytes for rows around attention.
+        (bytes of states, bytes of rows that are exchanged around attention).
     """
     ranks = config.context_parallel_size
     hops = (ranks - 1) * (2 if stream == "zigzag" else 1)  # zigzag turns around on the last rank
@@ -252,7 +251,7 @@ def traffic(
 
 
 def layers_of(config: Any) -> LayerCounts:
-    """Return the numbers of layers of a model, with the layers of MTP heads.
+    """Return the numbers of layers of a model, including the layers of MTP heads.
 
     Raises:
         SettingsError: A hybrid model does not state its pattern.
@@ -270,7 +269,7 @@ def layers_of(config: Any) -> LayerCounts:
 
 
 def _delta_net_state(config: Any) -> int:
-    """Return the bytes sent once along a chain: states in fp32, and rows of the convolution."""
+    """Return the bytes that a delta net sends from rank to rank: fp32 states, convolution rows."""
     if ModelShape.of(config).count("kda"):
         heads, width = config.kimi_linear_num_heads, config.kimi_linear_head_dim
         rows = (config.kimi_linear_conv_kernel_size - 1) * 3 * heads * width
@@ -282,7 +281,7 @@ def _delta_net_state(config: Any) -> int:
 
 
 def _mamba_state(config: Any) -> int:
-    """Return the bytes of a Mamba mixer, whose convolution has width 4, sent once along a chain."""
+    """Return the bytes that a Mamba mixer (convolution of width 4) sends from rank to rank."""
     width, state = config.mamba_head_dim, config.mamba_state_dim
     heads = getattr(config, "mamba_num_heads", None) or 2 * config.hidden_size // width
     channels = heads * width + 2 * config.mamba_num_groups * state
@@ -290,7 +289,7 @@ def _mamba_state(config: Any) -> int:
 
 
 def _attention_row(config: Any) -> int:
-    """Return the bytes of a row of q, k, v and out."""
+    """Return the bytes of q, k, v and out of one token."""
     heads = config.num_attention_heads
     if getattr(config, "multi_latent_attention", False):
         key = config.qk_head_dim + config.qk_pos_emb_head_dim
@@ -300,5 +299,5 @@ def _attention_row(config: Any) -> int:
 
 
 def _element(config: Any) -> int:
-    """Return the bytes of one number in activations."""
+    """Return the bytes per element of activations."""
     return 2 if getattr(config, "bf16", False) or getattr(config, "fp16", False) else 4

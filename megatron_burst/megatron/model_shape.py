@@ -118,7 +118,10 @@ def _num_layers(config: Any) -> int:
 
 
 def _delta_net_layers(config: Any) -> Iterator[int]:
-    """Yield the numbers of a GPT's linear layers: all but every n-th, or those in a list."""
+    """Yield the numbers (from 1) of a GPT's layers of linear attention.
+
+    An integer frequency n excludes every n-th layer; a list has one flag per layer.
+    """
     frequency = getattr(config, "linear_attention_freq", None)
     for number in range(1, _num_layers(config) + 1):
         if isinstance(frequency, int):
@@ -154,7 +157,8 @@ def provider_window(config: Any) -> str | None:
 def _is_known(name: str, pattern: Any) -> bool:
     """Return whether a provider's pattern has a supported form.
 
-    The forms: layers without a window occur one at a time, or each layer has a number.
+    `interleaved_attn_pattern` must be (n, 1): n layers with a window, then one without. Any other
+    pattern must have one integer per layer.
     """
     if not pattern or not isinstance(pattern, (tuple, list)):
         return False
@@ -169,11 +173,11 @@ def layer_window(config: Any, number: int) -> Window | None:
     A query at p sees the keys from p - left to p + right.
 
     Args:
-        config: as `ModelShape.of` takes it.
-        number: of the layer, from 1.
+        config: same as in `ModelShape.of`.
+        number: layer number, from 1.
 
     Returns:
-        (left, right) in tokens, or None if the layer has no window. An absent limit is None.
+        (left, right) in tokens, or None if the layer has no window. A side without a limit is None.
     """
     size, setting = getattr(config, "window_size", None), provider_window(config)
     if setting is not None:
@@ -192,15 +196,15 @@ def layer_window(config: Any, number: int) -> Window | None:
 
 
 def causal_window(config: Any, number: int) -> Window:
-    """Return the window (left, 0) of a layer that counts as causal."""
+    """Return the window (left, 0) of a layer, treating its attention as causal."""
     left, _ = layer_window(config, number) or CAUSAL
     return left, 0
 
 
 def layer_windows(config: Any) -> tuple[Window, ...]:
-    """Return the windows of a model's kinds of layers, in the smallest whole numbers.
+    """Return the windows of a model's layers in their ratio, in lowest terms.
 
-    For example, one windowed layer in three is ((None, 0), (None, 0), (left, 0)).
+    For example, if one layer in three has a window: ((None, 0), (None, 0), (left, 0)).
     """
     layers = range(1, getattr(config, "num_layers", 1) + 1)
     count = Counter(causal_window(config, layer) for layer in layers)

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replacements inside Megatron and torch: how they are made, checked and undone.
+"""Replacements of functions of Megatron and torch: making, checking and undoing them.
 
 The registry of patches is one of the two pieces of process-wide state of the package. A set of
 patches is applied completely or not at all, and removed completely. There is an oldest supported
 version of Megatron-Core but no newest one: each patch checks the function that it replaces, and the
-error names Megatron's version and the function. In a Megatron with the patches of `patches/`,
-replacements use its seams; a tree may have only some of the seams.
+error names Megatron's version and the function. A Megatron tree with the patches of `patches/` has
+decorated functions (`seam`), and replacements use them; a tree may have only some of the seams.
 
-The module also contains two utilities that every part of a training script shares: log lines that
-do not depend on the script's log level, and the translation of flags in errors to settings of
-recipes. Megatron-Core is imported inside the functions, because the command line and recipes import
-this module before they need Megatron.
+The module also contains two utilities for the whole package: log lines that do not depend on the
+script's log level, and the translation of flags in errors to settings of recipes. Megatron-Core is
+imported inside the functions, because the command line and recipes import this module before they
+need Megatron.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class PatchSet:
     def replace_function(self, home: object, name: str, value: Callable) -> None:
         """Replace a module-level function in its module and in modules that imported it by name.
 
-        Modules imported later take the replacement from the first module, so undoing looks at every
-        loaded module again.
+        A module that is imported later may import the replacement, so undoing searches all loaded
+        modules again.
         """
         original = getattr(home, name)
         rename_everywhere(name, original, value)
@@ -118,12 +118,12 @@ class PatchSet:
 def wrap_steps(
     patches: PatchSet, around: Callable[[Callable[..., Any], dict[str, Any]], Any]
 ) -> None:
-    """Replace every step or evaluation of Megatron's schedules.
+    """Wrap the forward-backward function of Megatron's schedules, for training and evaluation.
 
     Args:
         patches: the set of patches.
-        around: called as `around(run, named)` in place of `run(**named)`. The function that was
-            added last runs first.
+        around: called as `around(run, named)` in place of `run(**named)`, where `run` is the
+            forward-backward function. The wrapper that was added last is called first.
     """
     from megatron.core.pipeline_parallel import schedules
 
@@ -145,7 +145,7 @@ def rename_everywhere(name: str, old: object, new: object) -> None:
 
 @contextmanager
 def instead(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Replace this instance's method `name` by `function` inside the context."""
+    """Replace the method `name` of an instance or class by `function` inside the context."""
     before = vars(module).get(name)
     setattr(module, name, function)
     try:
@@ -180,10 +180,10 @@ def installed(name: str) -> PatchSet | None:
 
 
 def notes() -> dict[str, Any]:
-    """Return the state that the parts of BurstAttention share until `uninstall`.
+    """Return the state that all modules of this package share until `uninstall`.
 
     Returns:
-        The notes of its set of patches. A new empty dict if it is not installed.
+        The notes of the set of patches "burst"; a new empty dict if it is not installed.
     """
     patches = installed("burst")
     return patches.notes if patches else {}
@@ -203,7 +203,7 @@ def burst_chosen() -> bool:
 
 @contextmanager
 def choosing(chosen: bool) -> Iterator[None]:
-    """State inside the context whether the configuration being made selects BurstAttention."""
+    """Record whether configurations that are made inside the context select BurstAttention."""
     state = notes()
     before = state.get(_CHOOSING, False)
     state[_CHOOSING] = chosen
@@ -245,7 +245,7 @@ def check_version() -> None:
 
 
 def path_of(cls: type) -> str:
-    """Return the module and the qualified name of a class."""
+    """Return module and qualified name of a class, joined by a dot."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -298,13 +298,13 @@ def require_function(home: Any, name: str, parameters: Sequence[str]) -> Callabl
 
 
 class LocatedSeam(NamedTuple):
-    """A seam of the imported Megatron.
+    """A decorated function (seam) in the imported Megatron.
 
     Attributes:
-        owner: The module or class.
+        owner: The module or class of the function.
         name: The function's name.
-        call: The function with the seam.
-        seam: The state of the seam.
+        call: The decorated function.
+        seam: The original function and its replacement.
     """
 
     owner: Any
@@ -314,21 +314,22 @@ class LocatedSeam(NamedTuple):
 
 
 def patched_places() -> list[SeamPlace]:
-    """Return the places that have a seam in this Megatron; a patched tree has all."""
+    """Return the functions of this Megatron that have a seam; all of `PLACES` in a patched tree."""
     return [place for place, _ in _seams()]
 
 
 @contextmanager
 def opened(patches: PatchSet, purpose: str | None = None) -> Iterator[None]:
-    """Expose functions without their seams inside the context.
+    """Replace decorated functions (seams) by their originals inside the context.
 
-    They can then be replaced like other functions. On exit each replacement moves into its seam,
-    and the seam is back in place. Removal of `patches` empties the seams. A tree without seams is
-    unchanged.
+    The context can then wrap the originals like other functions. On exit, each wrapper is stored in
+    its seam, and the decorated function is restored. Removal of `patches` clears the seams. A tree
+    without seams is unchanged.
 
     Args:
         patches: the set of patches.
-        purpose: open only the seams of that patch of the series; None for all.
+        purpose: limits this to the seams that one patch in `patches/` adds
+            (`SeamPlace.purpose`); None for all seams.
     """
     seams = [located for place, located in _seams() if purpose in (None, place.purpose)]
     patches.on_undo(lambda: _close(seams, empty=True))
@@ -339,7 +340,7 @@ def opened(patches: PatchSet, purpose: str | None = None) -> Iterator[None]:
 
 
 def _close(seams: list[LocatedSeam], empty: bool) -> None:
-    """Put the seams back in place, around the present values of their functions."""
+    """Restore the decorated functions, and store or clear the replacements in their seams."""
     for owner, name, call, seam in seams:
         present = inspect.getattr_static(owner, name)
         seam.inner = None if empty or present is seam.bare else present
@@ -384,10 +385,10 @@ class _Handler(logging.Handler):
 
 
 def folded(line: str) -> list[str]:
-    """Return the lines of a log message.
+    """Split a log message into lines of at most `WIDEST` characters.
 
-    A message that is too long becomes a table. Its parts are separated by " | ". The first row
-    contains as many parts as fit; each other part has its own row.
+    A message that is too long is split at " | ". The first line contains as many parts as fit; each
+    other part starts a new indented line.
     """
     room = WIDEST - len(_PREFIX)
     first, *parts = line.split(" | ")
@@ -406,7 +407,7 @@ def log(line: str) -> None:
 
 
 def launches_in_order() -> bool:
-    """Return whether CUDA has one queue for all streams. Only log lines depend on it."""
+    """Return whether CUDA has one queue for all streams; only log lines depend on the result."""
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
@@ -437,16 +438,16 @@ _TRANSLATE = "translate errors"
 
 
 def translate_with(translate: Callable[[str], str] | None) -> None:
-    """Apply `translate` to all messages until `uninstall`; None leaves them unchanged."""
+    """Translate all messages of `user_text` until `uninstall`; None stops the translation."""
     notes()[_TRANSLATE] = translate
 
 
 def user_error(text: str) -> ValueError:
-    """Return the error to raise for a message that names flags."""
+    """Return a `ValueError` with the message `user_text(text)`."""
     return ValueError(user_text(text))
 
 
 def user_text(text: str) -> str:
-    """Return a message that names flags in the terms of the user: settings in a recipe."""
+    """Return `text`; in a recipe, flags are replaced by the names of recipe settings."""
     translate = notes().get(_TRANSLATE)
     return text if translate is None else translate(text)

@@ -3,7 +3,7 @@
 
 Megatron-LM calls `burst_layer_spec` for `--spec megatron_burst.megatron.specs burst_layer_spec`.
 That requires 0.19 or newer: older versions accept only finished specs, which cannot read the
-configuration. Recipes store it as `functools.partial(burst_layer_spec, base=..., ...)`.
+configuration. Recipes store `functools.partial(burst_layer_spec, base=..., ...)`.
 
 Megatron calls the function when it builds a model, after every override of the configuration.
 Therefore options are completed and checked here, not when they are set.
@@ -28,14 +28,15 @@ from .patching import log, require_function
 def burst_layer_spec(
     config: Any, vp_stage: int | None = None, *, base: Any = None, **choices: Any
 ) -> Any:
-    """Return the layers of a model, with BurstAttention as their core attention.
+    """Return the layer spec of a model, with BurstAttention as core attention.
 
-    Without `choices`, the flags of the command line decide if the command line has them. Otherwise
-    the defaults of `BurstConfig` apply. The algorithm "megatron" then becomes the default
-    algorithm, because the spec itself selects BurstAttention.
+    Without `choices`, the options are those of the command line, or the defaults of `BurstConfig`
+    if the command line does not have our flags. Algorithm "megatron" is then replaced by the
+    default algorithm, because the spec itself selects BurstAttention.
 
     Args:
-        config: a `TransformerConfig`, or a model configuration that holds one as `.transformer`.
+        config: a `TransformerConfig`, or a model configuration with a `TransformerConfig` as
+            `.transformer`.
         vp_stage: the stage of an interleaved pipeline.
         base: the layers without BurstAttention: a `ModuleSpec`, or a function of (config) or
             (config, vp_stage); None for Megatron-LM's default.
@@ -69,14 +70,14 @@ def transformer_of(config: Any) -> Any:
 
 
 def choices_with_layout(choices: dict[str, Any], model: Any) -> BurstConfig:
-    """Return the options of one configuration, with their layouts.
+    """Return `BurstConfig(**choices)` with concrete layouts.
 
-    The layouts follow from the other options, from Megatron's own settings or, for "auto", from the
-    model.
+    If `choices` names no layout, the layouts follow from the other options and from Megatron's own
+    settings. "auto" is replaced by the layout that suits the model (`layout_choice.settled`).
 
     Args:
         choices: fields of `BurstConfig`.
-        model: as `burst_layer_spec` takes `config`.
+        model: same as `config` in `burst_layer_spec`.
     """
     config, transformer = BurstConfig(**choices), transformer_of(model)
     if not choices.keys() & {"layout", "attention_layout"}:
@@ -101,8 +102,8 @@ def _layers(base: Any, config: Any, vp_stage: int | None) -> Any:
 def _check_layers(layers: Any) -> None:
     """Raise `ValueError` unless a layer spec has Megatron's own attention.
 
-    The attention of Kimi K3 is also accepted, and prepared. An empty list of layers is legal: a
-    pipeline stage may have no layers.
+    The attention of Kimi K3 is also accepted; `kimi_delta.enable` prepares its class. An empty list
+    of layers is legal: a pipeline stage may have no layers.
     """
     # Imported here: recipes import this module before they need Megatron-Core.
     from megatron.core.transformer.attention import Attention

@@ -30,7 +30,7 @@ _NOTE = "step metrics"  # a `StepMetrics`, if the run has a writer
 
 
 class StepMetrics:
-    """The numbers of this rank since the last log interval."""
+    """Counters of this rank since the last call of `collect`."""
 
     def __init__(self) -> None:
         self._clock = WaitClock()
@@ -40,7 +40,7 @@ class StepMetrics:
         self._sent, self._steps = (0, 0), 0  # bytes already reported, steps since
 
     def watch(self, groups: Groups) -> None:
-        """Count bytes and waits of these groups too."""
+        """Also count the sent bytes and the wait times of `groups`."""
         self._groups.append(groups)
         for end in (groups.ring, groups.ulysses, groups.grid):
             if isinstance(end, ProcessEndpoint):
@@ -48,13 +48,13 @@ class StepMetrics:
 
     @contextmanager
     def planning(self) -> Iterator[None]:
-        """Measure the time inside, in which a plan is made."""
+        """Add the time inside the context to the time that this rank spent on making plans."""
         begin = time.perf_counter()
         yield
         self._planning += time.perf_counter() - begin
 
     def count_forward(self, plan: Plan) -> None:
-        """Count the pairs that this rank's queries see in a layer's forward with this plan."""
+        """Count the visible pairs of queries and keys of this rank, for one forward of a layer."""
         if plan.identity not in self._pairs_of:
             topology, length = plan.groups.topology, plan.signature[0][0][0] * plan.groups.size
             members = topology.ulysses_group(plan.groups.rank)
@@ -64,16 +64,16 @@ class StepMetrics:
         self._pairs += self._pairs_of[plan.identity]
 
     def end_step(self) -> None:
-        """Count an iteration of training."""
+        """Count one training iteration."""
         self._steps += 1
 
     def collect(self) -> dict[str, float]:
-        """Return the scalars since the last call, per iteration, and reset them.
+        """Return the means per iteration since the last call, and reset the counters.
 
-        A collective of the first group that is watched.
+        A collective of the first group that was passed to `watch`.
 
         Returns:
-            Values by name; empty without a context-parallel group.
+            Scalars by name, for TensorBoard; empty if no group is watched.
         """
         if not self._groups:
             return {}
@@ -103,13 +103,13 @@ def metrics() -> StepMetrics | None:
 
 
 def ask(patches: PatchSet, args: Any) -> None:
-    """Measure from now on, if Megatron-LM's arguments name a writer."""
+    """Start measuring if Megatron-LM's arguments select TensorBoard or Weights & Biases."""
     if getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", None):
         patches.notes.setdefault(_NOTE, StepMetrics())
 
 
 def patch(patches: PatchSet) -> None:
-    """Add to a set of patches the function that writes scalars with Megatron-LM's own."""
+    """Wrap Megatron-LM's `training_log`, so that it also writes these scalars."""
     home = importlib.import_module("megatron.training.training")
     patches.wrap(home, "training_log", ["iteration"], _logging)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BurstAttention in Megatron-LM: from its command line to the configuration of every model.
+"""BurstAttention in Megatron-LM: flags of the command line, and the configuration of every model.
 
 The functions of `megatron.training` that are wrapped here have the same names and parameters from
 Megatron-Core 0.16 to 0.20. A function is replaced in every module that imported it by name, so the
@@ -52,7 +52,7 @@ def load() -> None:
 
 
 def patch(patches: PatchSet, configure: Configure) -> None:
-    """Add to a set of patches the replacements for Megatron-LM scripts.
+    """Wrap the functions of `megatron.training` that a Megatron-LM script calls.
 
     Imports `megatron.training`.
 
@@ -90,7 +90,7 @@ def _with_flags(patches: PatchSet, original: Callable, parser: Any) -> Any:
 
 
 def _escape_percent_signs(parser: argparse.ArgumentParser) -> None:
-    """Escape bare percent signs in help texts, with which --help of Megatron-LM 0.19 fails."""
+    """Escape bare percent signs in help texts; without this, --help of Megatron-LM 0.19 fails."""
     for action in parser._actions:
         try:
             str(action.help or "").__mod__({**vars(action), "prog": parser.prog})
@@ -135,7 +135,7 @@ def _facts(args: Any) -> dict[str, Any]:
 
 
 def _agreeing(patches: PatchSet, original: Callable, *args: Any, **named: Any) -> Any:
-    """Compare the flags of all ranks before Megatron makes process groups, which is collective."""
+    """Compare the flags of all ranks before Megatron makes process groups, a collective."""
     if _FLAGS in patches.notes:
         facts = patches.notes[_FLAGS]
         agree(facts, gather_from_all)
@@ -168,7 +168,12 @@ def _comparing(
 
 
 def changes(saved: Any, now: dict[str, Any]) -> list[str]:
-    """Return a line for each flag whose value differs between checkpoint and run."""
+    """Return a log line for each flag or size that differs between checkpoint and run.
+
+    Args:
+        saved: the arguments in the checkpoint.
+        now: the flags and sizes of this run, by flag name.
+    """
     names = {flag.name: flag for flag in flags.FLAGS}
     lines = []
     for name, value in now.items():
@@ -183,7 +188,7 @@ def changes(saved: Any, now: dict[str, Any]) -> list[str]:
 
 
 def patch_validation(patches: patching.PatchSet) -> None:
-    """Add to a set of patches the correction of validation with `--sft`."""
+    """Wrap Megatron-LM's `evaluate` to correct the loss of validation with `--sft`."""
     home = importlib.import_module("megatron.training.training")
     patches.wrap(home, "evaluate", ["forward_step_func"], _evaluating)
 

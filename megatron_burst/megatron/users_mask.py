@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks of the user in Megatron: `--burst-mask module:name`.
+"""Masks of the user in Megatron: `--burst-mask MODULE:NAME`.
 
-The name is a callable. It gets a `MaskLayer` and a `MaskBatch` and returns the mask of that layer
-for that batch: one of `mb.masks`, or an instance of a subclass of `mb.masks.Mask`. Every rank calls
-it for every layer and batch. Ranks compare the returned masks before they attend. This module
-defines the arguments of the callable and the errors for a wrong one.
+NAME is a callable. It takes a `MaskLayer` and a `MaskBatch` and returns the mask of that layer for
+that batch: a mask of `mb.masks`, or an instance of a subclass of `mb.masks.Mask`. Every rank calls
+the function for every layer and batch. Ranks compare the returned masks before they compute
+attention. This module defines the arguments of the callable and checks the callable.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class MaskLayer:
     """An attention layer, as an argument of the user's mask function.
 
     Attributes:
-        number: From 1, over all pipeline stages.
-        causal: False if Megatron selects no mask for the layer.
-        window: (left, right) tokens of `--window-size`; None if the layer has no window. A limit is
-            None if it is absent.
+        number: Layer number, from 1, over all pipeline stages.
+        causal: Whether Megatron's mask of the layer is causal; False for no mask.
+        window: (left, right) tokens of `--window-size`; None if the layer has no window. A side
+            without a limit is None.
     """
 
     number: int
@@ -44,8 +44,8 @@ class MaskBatch:
         seq_len: Tokens of the sequence, or of the pack, over all context-parallel ranks.
         cu_seqlens: The boundaries of a pack's documents, from 0 to seq_len, with padding as
             separate documents; None if the batch is not packed.
-        spans: (first, stop) of the spans passed to `vision.with_spans`, for example images; None if
-            it was not called.
+        spans: (first, stop) of each span passed to `vision.with_spans`, for example of images;
+            None if `with_spans` was not called.
     """
 
     seq_len: int
@@ -95,7 +95,7 @@ def users_mask(path: str, layer: MaskLayer, batch: MaskBatch) -> Mask:
     caller = f"{FLAG} {path} for layer {layer.number}"
     try:
         mask = function(layer, batch)
-    except Exception as error:  # the other ranks raise the same error, and do not wait
+    except Exception as error:  # the ValueError is then raised on all ranks, so none waits
         raise ValueError(f"{caller}: {type(error).__name__}: {error}") from error
     if not isinstance(mask, Mask):
         raise ValueError(f"{caller} returned {mask!r:.100}, which is not a mask of mb.masks")

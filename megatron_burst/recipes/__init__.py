@@ -5,7 +5,7 @@
 
     cfg = apply_burst(llama3_8b_128k_pretrain_config(), lm_head_loss="single_pass", store=0.5)
 
-Neither Megatron-Bridge nor NeMo is imported before `apply_burst` gets one of their recipes.
+This package imports neither Megatron-Bridge nor NeMo until `apply_burst` gets one of their recipes.
 """
 
 from __future__ import annotations

@@ -28,13 +28,14 @@ _STACKS = ("hybrid_stack_spec", "mamba_stack_spec")  # settings of hybrid models
 
 
 def apply_burst(recipe: Any, *, intra: int | None = None, **choices: Any) -> Any:
-    """Make a recipe train with BurstAttention.
+    """Change a recipe so that it trains with BurstAttention.
 
-    A second call replaces the first. Two settings other than the layer spec change if an option
-    needs it, and the log names them: a fused `lm_head_loss` turns `cross_entropy_loss_fusion` off,
-    and `store` turns full recomputation on if the recipe recomputes nothing. Overrides may follow.
-    The result is checked before the first process group is made (in NeMo 2: when the model is
-    built).
+    The call sets the layer spec. Two options change other settings too, and the log reports the
+    change: a fused `lm_head_loss` turns `cross_entropy_loss_fusion` off, and `store` turns full
+    recomputation on if the recipe recomputes nothing. A second call replaces the first.
+
+    Settings may be overridden after the call. They are checked before the first process group is
+    made (in NeMo 2: when the model is built).
 
     Args:
         recipe: a `ConfigContainer` of Megatron-Bridge, or a `run.Partial` of NeMo 2; changed.
@@ -43,10 +44,10 @@ def apply_burst(recipe: Any, *, intra: int | None = None, **choices: Any) -> Any
         choices: the other fields of `BurstConfig`, except `pack`.
 
     Returns:
-        The recipe.
+        `recipe`.
 
     Raises:
-        ValueError: An option or its value is unknown, or the recipe has another type.
+        ValueError: An option or its value is unknown, or the type of `recipe` is not supported.
     """
     unknown = sorted(set(choices) - set(_NAMES))
     if unknown:
@@ -96,13 +97,13 @@ _RECOMPUTE = {
 
 
 def _adjusted(model: Any, choices: dict[str, Any], before: dict[str, Any], spec: Any) -> Any:
-    """Change the settings that an option needs, and return `spec` with their old values.
+    """Change the settings that an option requires, and return `spec` with the old values.
 
     Args:
         model: the model configuration; changed.
         choices: the options.
-        before: old values that an earlier call recorded. They are restored first, except settings
-            that the user has changed since.
+        before: old values that an earlier call of `apply_burst` recorded. They are restored first,
+            except for settings that the user changed after that call.
         spec: the layer spec.
     """
     for name, value in before.items():
@@ -131,7 +132,7 @@ def _get(model: Any, name: str) -> Any:
 
 
 def _is_nemo(recipe: Any) -> bool:
-    """Return whether this is a configuration of fiddle, like `run.Partial` and `run.Config`."""
+    """Return whether a recipe is a fiddle configuration, such as `run.Partial` or `run.Config`."""
     return any(cls.__module__.startswith("fiddle.") for cls in type(recipe).__mro__)
 
 

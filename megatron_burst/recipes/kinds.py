@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three kinds of recipe, and their names of the settings behind flags.
+"""The three kinds of recipe, and the recipe setting that corresponds to each flag.
 
-Errors of this package name flags of Megatron-LM. A recipe has settings instead, with paths that
-depend on its kind, so errors are translated before users of a recipe see them.
+Errors of this package name flags of Megatron-LM. A recipe has settings instead of flags, with paths
+that depend on the kind of recipe. Therefore flags in errors are replaced by the paths of settings.
 """
 
 from __future__ import annotations
@@ -29,7 +29,15 @@ _STRATEGY = (
 
 @dataclass(frozen=True)
 class RecipeKind:
-    """One kind of recipe: its name, and the paths with which its users override settings."""
+    """A kind of recipe, and the paths of its settings in overrides.
+
+    Attributes:
+        name: Name of the kind, for messages.
+        transformer: Path of the fields of a `TransformerConfig`.
+        model: Path of further fields of the model configuration.
+        strategy: Path of the parallel sizes.
+        batch: Path of the micro-batch size.
+    """
 
     name: str
     transformer: str
@@ -38,7 +46,12 @@ class RecipeKind:
     batch: str
 
     def path(self, flag: str, owner: Any) -> str:
-        """Return the recipe's setting that corresponds to a flag, or the flag if there is none."""
+        """Return the path of the setting for a flag, or the flag if there is no such setting.
+
+        Args:
+            flag: a flag of Megatron-LM or of this package.
+            owner: the model configuration of the recipe.
+        """
         if flag in _FIELDS:
             return _FIELDS[flag]
         setting = _ALIASES.get(flag, flag.removeprefix("--").replace("-", "_"))
@@ -60,7 +73,7 @@ NEMO = RecipeKind("a NeMo 2 recipe", "model.config", "model.config", "trainer.st
 
 
 def kind_of(model: Any) -> RecipeKind:
-    """Return the kind of recipe that a model configuration belongs to."""
+    """Return the kind of the recipe that has this model configuration."""
     if getattr(model, "transformer", None) is not None:
         return NESTED
     return NEMO if type(model).__module__.startswith("nemo.") else PROVIDER
@@ -74,7 +87,7 @@ def translated(model: Any, text: str) -> str:
 
 @contextmanager
 def translating(model: Any) -> Iterator[None]:
-    """Replace flags by settings of the recipe in every `ValueError` that is raised inside."""
+    """Replace flags by recipe settings in a `ValueError` that is raised inside the context."""
     try:
         yield
     except ValueError as error:

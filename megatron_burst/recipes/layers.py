@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layer spec that `apply_burst` sets in a recipe.
 
-A recipe's `transformer_layer_spec` becomes a `functools.partial` of `burst_layer_spec`. That
-function is public and its arguments are plain values, so a YAML file can contain it.
+`apply_burst` sets `transformer_layer_spec` to a `functools.partial` of `burst_layer_spec`. The
+function is public and its arguments are plain values, so the partial can be written to a YAML file.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def burst_layer_spec(
     before: dict[str, Any] | None = None,
     **choices: Any,
 ) -> Any:
-    """Call `megatron_burst.megatron.specs.burst_layer_spec`, with errors that name settings.
+    """Call `megatron.specs.burst_layer_spec`; errors name recipe settings instead of flags.
 
     Args:
         config: the model configuration of the recipe.
         vp_stage: the stage of an interleaved pipeline.
         base: the layers without BurstAttention.
-        before: the values of settings before `apply_burst` changed them. Only another `apply_burst`
-            reads them, to restore the settings.
+        before: the values of settings before `apply_burst` changed them. Only a later call of
+            `apply_burst` reads them, to restore the settings.
         choices: fields of `BurstConfig`; they take precedence over flags.
 
     Returns:
@@ -64,12 +64,12 @@ def is_ours(spec: Any) -> bool:
 
 
 def fields_of(spec: functools.partial) -> dict[str, Any]:
-    """Return the fields of `BurstConfig` that a recipe states."""
+    """Return the fields of `BurstConfig` that are set in a layer spec of `apply_burst`."""
     return {name: x for name, x in spec.keywords.items() if name not in ("base", "before")}
 
 
 def choices_of(spec: functools.partial) -> dict[str, Any]:
-    """Return the arguments with which `apply_burst` was called."""
+    """Return the arguments of the `apply_burst` call that made a layer spec."""
     choices = fields_of(spec)
     intra = choices.pop("intra_size", None)
     return choices if intra is None else choices | {"intra": intra}

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Providers of Megatron-Bridge that refuse context parallelism because of their own attention.
+"""Patches of Megatron-Bridge's providers that refuse context parallelism.
 
-Bridge does not split sequences of MiMo-V2-Flash and, in 0.6, of Gemma 3 VL: their core attentions
-need windows and masks that Transformer Engine does not split. BurstAttention replaces these core
-attentions (`megatron.attention.derived`). Such a provider sees one context-parallel rank until it
-calls the function for its layers, which `apply_burst` sets. The layers are built for all ranks.
+Bridge does not support context parallelism for MiMo-V2-Flash and, in 0.6, for Gemma 3 VL:
+Transformer Engine does not split their windows and masks over ranks. BurstAttention replaces the
+core attentions of these models (`megatron.attention.derived`). To pass the provider's own check,
+`context_parallel_size` is 1 until the provider calls the layer spec of `apply_burst`. The layers
+are then built for all ranks.
 
-Providers of dense Gemma 4 models call a function of their module for their layers. Here this call
-returns the layers of `apply_burst`: the provider's layers with BurstAttention as core attention.
+Providers of dense Gemma 4 models get their layers from a function of their module. This function is
+replaced, so that it returns the layers of `apply_burst`: the provider's layers with BurstAttention
+as core attention.
 
 Gemma 3 and MiMo-V2-Flash have two rotary embeddings, for layers with and without a window, and
-stack their tables. Tables of packed batches are made when they are applied (`data.rope`). Until
-then blanks replace them, and a stack would copy the blanks.
+stack the two tables. In packed batches, blanks replace the tables until they are applied
+(`data.rope`), and a stack would copy the blanks. `RotaryTables.pair` replaces the stack.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from ..config import OFF
 from ..megatron import patching
 from ..megatron.checks.problem import Problem
 
-# Core attentions with sinks, which tensor-parallel ranks share like heads.
+# Core attentions whose sinks are split over tensor-parallel ranks like the heads.
 _SINKS = (
     "BurstCoreAttention",
     "BurstMiMoV2FlashTEDotProductAttention",
@@ -36,15 +38,15 @@ _ROPES = {
     "MiMoV2FlashRotaryEmbedding": "megatron.bridge.models.mimo_v2_flash.modeling_mimo_v2_flash",
 }
 _PROVIDERS = ("Gemma3VLModelProvider", "MiMoV2FlashModelProvider")
-# The class of the provider, and the function of its module that returns its layers.
+# The class of the provider, and the function in its module that returns the layers.
 _GEMMA4, _GEMMA4_LAYERS = "Gemma4DenseProvider", "get_gemma4_layer_spec"
 
 
 def patch_provider(model: Any, is_ours: Callable[[Any], bool]) -> None:
-    """Let a provider make its model for several context-parallel ranks.
+    """Patch the provider class of a recipe to accept several context-parallel ranks.
 
-    This applies to providers in `_PROVIDERS` and of dense Gemma 4 models, if `apply_burst` made the
-    layers of the recipe. Idempotent.
+    Only the providers in `_PROVIDERS` and of dense Gemma 4 models are patched. The patch has an
+    effect if `apply_burst` made the layer spec of the recipe. Idempotent.
 
     Args:
         model: the provider.
@@ -75,7 +77,7 @@ def _gemma4(model: Any) -> type | None:
 
 
 def gemma4_problems(model: Any, transformer: Any) -> Iterator[Problem]:
-    """Yield the settings that a provider of dense Gemma 4 excludes in addition to other models."""
+    """Yield the settings that only a provider of dense Gemma 4 models excludes."""
     if _gemma4(model) and getattr(transformer, "recompute_granularity", None) == "full":
         yield Problem(
             f"--recompute-granularity full with {type(model).__name__}: Bridge passes a pair of "
@@ -86,9 +88,9 @@ def gemma4_problems(model: Any, transformer: Any) -> Iterator[Problem]:
 
 
 def name_to_bridge() -> None:
-    """Register the sinks of our core attentions in Bridge's conversion of weights, if it is loaded.
+    """Register the sinks of our core attentions in Bridge's weight conversion, if it is loaded.
 
-    Tensor-parallel ranks split them like the sinks of the replaced classes.
+    The sinks are split over tensor-parallel ranks like the sinks of the replaced classes.
     """
     home = sys.modules.get("megatron.bridge.models.conversion.param_mapping")
     if home is not None:
@@ -97,9 +99,9 @@ def name_to_bridge() -> None:
 
 
 def patch_ropes() -> None:
-    """Keep the blanks of two rotary tables separate, if Bridge's models are loaded.
+    """Wrap Bridge's pairs of rotary embeddings, so that they do not copy blanks (`data.rope`).
 
-    Idempotent.
+    Has an effect only for modules that are already loaded. Idempotent.
 
     Raises:
         RuntimeError: Bridge's models do not have the expected parameters.
@@ -114,7 +116,7 @@ def patch_ropes() -> None:
 
 
 def _table_pair(original: Callable, self: Any, *args: Any, **named: Any) -> Any:
-    """Return the tables of both rotary embeddings: a stack of two, or in Bridge 0.3 a tuple."""
+    """Return the tables of both rotary embeddings: one stacked tensor, or in Bridge 0.3 a tuple."""
     from ..megatron.data.rope import is_blank, tables
 
     arguments = patching.given_to(original, (self, *args), named)
@@ -150,7 +152,7 @@ def _with_layers(
 def _provided(
     is_ours: Callable[[Any], bool], original: Callable, self: Any, *args: Any, **named: Any
 ) -> Any:
-    """Return the model; its provider sees one context-parallel rank until it makes its layers."""
+    """Call `provide` with `context_parallel_size` 1 until the provider calls the layer spec."""
     spec, ranks = self.transformer_layer_spec, self.context_parallel_size
     if ranks == 1 or not is_ours(spec) or spec.keywords.get("algorithm") == OFF:
         return original(self, *args, **named)

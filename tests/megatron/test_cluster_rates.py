@@ -155,7 +155,7 @@ def test_files_that_cannot_serve(tmp_path):
     written(path)
     assert told() == told(algorithm="auto", cluster=str(path)) == []
     (reason,) = told(cluster=str(path))
-    assert reason.endswith("is only for --context-parallel-algo auto, and burst reads no rates")
+    assert reason.endswith("has an effect only with --context-parallel-algo auto, not with burst")
     hybrid = SimpleNamespace(is_hybrid_model=True)
     assert told(hybrid, cluster=str(path)) == []
     assert told(hybrid, cluster=str(path), linear="scan") == [reason]

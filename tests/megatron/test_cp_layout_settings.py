@@ -233,7 +233,7 @@ def test_a_command_line_says_what_auto_became(caplog):
         args = arguments("--burst-layout auto", **HYBRID, seq_length=64)
     assert flags.burst_config(args) == TWO_LAYOUTS
     assert "--burst-layout auto: --burst-layout contiguous --burst-att" in caplog.text
-    assert "because states and rows between ranks in forward" in caplog.text
+    assert "because ranks send in one forward of a sequence" in caplog.text
 
 
 def test_frequencies_say_which_layers_of_a_gpt_are_linear():

@@ -39,7 +39,7 @@ def test_which_nodes_are_warned_of(hosts, per_node, fit):
     if fit is None:
         assert line is None
     else:
-        assert f"a node of {per_node} context-parallel ranks lies on several hosts" in line
+        assert f"a node of {per_node} context-parallel ranks spans several hosts" in line
         assert f"make nodes of {fit} " in line
 
 

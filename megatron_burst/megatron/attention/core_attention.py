@@ -54,7 +54,7 @@ CAUSAL_PACKED = _CAUSAL | {AttnMaskType.padding_causal: True, AttnMaskType.paddi
 
 
 class AttentionCall(NamedTuple):
-    """One call of attention in one layer, without its tensors.
+    """Arguments of one attention call of a layer, except q, k and v.
 
     Attributes:
         plan: The plan.
@@ -62,7 +62,7 @@ class AttentionCall(NamedTuple):
         max_logits: The tensor [h] that receives the largest logits, or None.
         label: The number of the layer, for messages.
         exchange: The row exchange around attention; None if attention has the layout of the tokens.
-        value_scale: The factor of the values.
+        value_scale: The factor by which v is multiplied.
     """
 
     plan: Plan
@@ -89,8 +89,8 @@ class BurstCoreAttention(MegatronModule):
 
     It replaces `DotProductAttention` and `TEDotProductAttention`. Megatron's attention layers build
     it after `install` and `configure`, with the keywords of Megatron's own core attention. The
-    first module over a context-parallel group makes its grid, and the first forward makes the
-    communicators of its rings. Both are collectives of that group.
+    first module on a context-parallel group creates the grid of the group (`Groups`), and the first
+    forward creates the communicators of the rings. Both are collectives of that group.
 
     The module supports `window_size`, `window_attn_skip_freq` and `softmax_type`. The parameter
     `softmax_offset` has the same name as in checkpoints of Megatron's own modules.
@@ -101,16 +101,16 @@ class BurstCoreAttention(MegatronModule):
 
     Args:
         config: a `TransformerConfig`, after `configure`.
-        layer_number: of the layer, from 1.
+        layer_number: layer number, from 1.
         attn_mask_type: causal or no mask.
         attention_type: must be "self".
         attention_dropout: must be 0 or None.
         softmax_scale: the factor of the logits; None for 1/sqrt(d).
-        cp_comm_type: not read.
-        pg_collection: Megatron's process groups; None for its global ones.
+        cp_comm_type: ignored.
+        pg_collection: Megatron's process groups; None for Megatron's global groups.
         k_channels: key width, for latent attention.
         v_channels: value width, for latent attention.
-        unknown: must be None.
+        unknown: further keywords of Megatron; all values must be None.
 
     Raises:
         ValueError: Settings are not supported; all ranks raise the same error.
@@ -175,7 +175,10 @@ class BurstCoreAttention(MegatronModule):
             )
 
     def whole_config(self, config: Any) -> Any:
-        """Return the configuration of all layers, if `config` describes only this layer."""
+        """Return the configuration of the whole model.
+
+        Subclasses override this method if `config` describes only this layer.
+        """
         return config
 
     def _add_sink(self, heads: int) -> None:
@@ -196,7 +199,7 @@ class BurstCoreAttention(MegatronModule):
 
     @property
     def sequence_chunks(self) -> int | Auto:
-        """The number of row chunks of the layer's attention half; "auto" if the layer decides."""
+        """The number of row chunks of the layer's attention; "auto" if the layer chooses it."""
         return self._sequence_chunks
 
     def forward(
@@ -214,15 +217,15 @@ class BurstCoreAttention(MegatronModule):
 
         Args:
             query: [s, b, h, d]; with packed_seq_params [t, h, d].
-            key: [s, b, g, d]; with packed_seq_params [t, g, d]. The dtype of `query`.
-            value: [s, b, g, w]; with packed_seq_params [t, g, w]. The dtype of `query`.
-            attention_mask: None, or a tensor that changes nothing (see `check_call`).
-            attn_mask_type: causal or no mask, in place of the layer's type.
+            key: [s, b, g, d]; with packed_seq_params [t, g, d]. Same dtype as `query`.
+            value: [s, b, g, w]; with packed_seq_params [t, g, w]. Same dtype as `query`.
+            attention_mask: None, or a tensor that does not change the result (see `check_call`).
+            attn_mask_type: causal or no mask; None for the mask type of the layer.
             attention_bias: must be None.
             packed_seq_params: documents in format thd, at micro-batch size 1. If it has a cp_group,
                 the ranks of that group hold the micro-batch, and all of them make this call. The
-                first such call makes the group's communicators.
-            unknown: must be None.
+                first such call creates the communicators of the group.
+            unknown: further keywords of Megatron; all values must be None.
 
         Returns:
             [s, b, h*w], or [t, h*w] for a packed batch.
@@ -257,18 +260,18 @@ class BurstCoreAttention(MegatronModule):
         packed_seq_params: Any,
         rows: RowChunkSizes = ALL_ROWS,
     ) -> AttentionCall:
-        """Return the call of attention over one micro-batch, without its tensors.
+        """Return the arguments of attention over one micro-batch, except q, k and v.
 
-        A collective if this layer leads its kind. Of `query`, `key` and `value` only shapes, dtypes
-        and device are read.
+        A collective if this layer is the leader of its kind (see `PlanBook.join`). Only shapes,
+        dtypes and device of `query`, `key` and `value` are read.
 
         Args:
             query: [s, b, h, d] of this rank's whole shard.
             key: [s, b, g, d].
             value: [s, b, g, w].
-            attn_mask_type: as `forward` takes it.
-            other_arguments: Megatron's further arguments by name, as `check_call` takes them.
-            packed_seq_params: as `forward` takes it.
+            attn_mask_type: same as in `forward`.
+            other_arguments: Megatron's further arguments by name, same as in `check_call`.
+            packed_seq_params: same as in `forward`.
             rows: the row chunks of the call.
 
         Raises:
@@ -297,7 +300,8 @@ class BurstCoreAttention(MegatronModule):
     ) -> dict:
         """Return a learnable `softmax_offset`, split over tensor-parallel ranks like the heads.
 
-        Name and form equal the ones of Megatron's own modules, so checkpoints are interchangeable.
+        Name and shape are the same as in Megatron's own modules, so checkpoints are
+        interchangeable.
 
         Args:
             prefix: Prefix of the names in the checkpoint.
@@ -391,7 +395,8 @@ def check_call(
 ) -> None:
     """Raise an error unless a call with these arguments is supported.
 
-    An `attention_mask` may have one element. In a causal call it may be redundant (`is_redundant`).
+    An `attention_mask` of one element is accepted as a placeholder. A causal call also accepts a
+    mask that does not change the result (`is_redundant`).
 
     Args:
         mask_type: the mask of the call.
@@ -475,15 +480,16 @@ def _hides_later_keys(mask: torch.Tensor) -> bool:
 
 
 def check_pack(config: Any, layout: Layout, size: int) -> None:
-    """Raise an error if a pack's layout excludes settings of the model.
+    """Raise an error if the model does not support the layout of a pack.
 
     Args:
         config: a `TransformerConfig`.
-        layout: of the pack over `size` ranks.
+        layout: the layout of the pack over `size` ranks.
         size: number of ranks that hold the pack.
 
     Raises:
-        ValueError: The documents are not cut separately, and the model requires it.
+        ValueError: The model requires that each document is cut separately, and `layout` cuts the
+            pack as a whole.
     """
     documents_apart = size == 1 or isinstance(layout, DocumentZigzag)
     if getattr(config, "language_model_type", None) is not None and not documents_apart:

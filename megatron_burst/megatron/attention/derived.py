@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replacement of core attentions that derive from Megatron's.
+"""Replacement of core attention classes that derive from Megatron's classes.
 
 Megatron-Bridge has such classes for models whose layers differ (Gemma 3 and 4, MiMo-V2-Flash). Each
-class changes the configuration for its layer, for example windows and sinks, and passes it to
-Megatron's class. BurstAttention is built from the arguments that Megatron's class would get, so it
-works with the settings of any version of Bridge.
+class changes the configuration for its layer, for example the window or sink, and passes the result
+to Megatron's class. BurstAttention is built from the arguments that Megatron's class would get, so
+it does not depend on the setting names of a version of Bridge.
 
 A class may override `__init__`. `_VALUE_SCALES` lists the classes whose `forward` is supported.
 Every other override is refused.
@@ -124,7 +124,7 @@ class DerivedCoreAttention(BurstCoreAttention):
 
     @classmethod
     def _built(cls, *args: Any, **named: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Call the constructor of `source`, with a recorder in place of the one of `stock`.
+        """Call the constructor of `source`, and record its call of the constructor of `stock`.
 
         Returns:
             The arguments that `stock` would get, by name, and the attributes that `source` sets.
@@ -169,17 +169,18 @@ class DerivedCoreAttention(BurstCoreAttention):
         packed_seq_params: Any,
         rows: RowChunkSizes = ALL_ROWS,
     ) -> AttentionCall:
-        """Return the call of `BurstCoreAttention.call`, with the scale of the values."""
+        """Return the result of `BurstCoreAttention.call`, with the factor of the values."""
         kind = AttnMaskType.causal if self._images else attn_mask_type
         call = super().call(query, key, value, kind, other_arguments, packed_seq_params, rows)
         return call._replace(value_scale=self._value_scale)
 
 
 def _without_images(config: Any) -> Any:
-    """Return the configuration of a layer as in a text model.
+    """Return the configuration that the layer would have in a text model.
 
-    Bridge's Gemma 3 gives vision-language models masks of the whole sequence, in place of causality
-    and windows. Here layers keep causality and windows, and `vision.gemma3` adds the images.
+    Bridge's Gemma 3 gives vision-language models masks of the whole sequence, in place of causal
+    masks and windows. Here layers keep causal masks and windows, and `vision.gemma3` adds the
+    images.
     """
     if not getattr(config, "is_vision_language", False):
         return config

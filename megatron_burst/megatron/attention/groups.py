@@ -28,13 +28,13 @@ from .plan_book import PlanBook, plan_book
 def context_groups(pg_collection: Any, sizes: list[int] | None, burst: BurstConfig) -> Groups:
     """Return the grid of this rank's context-parallel group; collective over that group.
 
-    Nodes are Megatron's hierarchical groups if it made them (index 0 innermost), otherwise runs of
-    `burst.intra_size` ranks, otherwise ranks on one host. Nodes of one rank are legal (tensor
-    parallelism then uses all GPUs of a node), and the log reports them.
+    A node is a hierarchical group of Megatron if `sizes` is set (index 0 innermost), otherwise
+    `burst.intra_size` consecutive ranks if set, otherwise the ranks on one host. Nodes of one rank
+    are legal (tensor parallelism then uses all GPUs of a node), and the log reports them.
 
     Args:
         pg_collection: Megatron's process groups.
-        sizes: ranks per node and nodes; None if not set.
+        sizes: [ranks per node, number of nodes]; None if not set.
         burst: the options of the run.
 
     Raises:
@@ -56,11 +56,11 @@ def context_groups(pg_collection: Any, sizes: list[int] | None, burst: BurstConf
 def micro_batch_groups(group: Any, per_node: int | None, burst: BurstConfig) -> Groups:
     """Return the grid of the ranks that hold a micro-batch; collective over these ranks.
 
-    The size of a node is the largest common divisor of the run's size and the group's.
+    The number of ranks per node is the greatest common divisor of `per_node` and the group size.
 
     Args:
         group: the ranks that hold the micro-batch.
-        per_node: ranks per node of the run; None for the ranks on one host.
+        per_node: ranks per node in the run; if None, ranks on one host form a node.
         burst: the options of the run.
     """
     if group is ONE_RANK:
@@ -125,7 +125,7 @@ def node_warning(hosts: Sequence[Hashable], per_node: int) -> str | None:
         len(set(node[i : i + size])) == 1 for node in nodes for i in range(0, per_node, size)
     ))  # fmt: skip
     return (
-        f"a node of {per_node} context-parallel ranks lies on several hosts: its ring uses links "
+        f"a node of {per_node} context-parallel ranks spans several hosts: its ring uses links "
         f"between hosts; unless these are as fast as links within a host, make nodes of {fit} ranks"
         f" (first size of --hierarchical-context-parallel-sizes, or --burst-intra-size), which is "
         f"GPUs per host / --tensor-model-parallel-size"
@@ -150,7 +150,9 @@ def _hierarchical(pg_collection: Any) -> list[Any]:
 
 
 def book_of(config: Any, pg_collection: Any) -> PlanBook:
-    """Return the plan book of a layer; a collective of the group for the first layer on it.
+    """Return the plan book of a layer.
+
+    For the first layer on a context-parallel group, this is a collective of the group.
 
     Args:
         config: a `TransformerConfig`, after `configure`.

@@ -29,11 +29,10 @@ DSAttention: Any = homes.module("dsa").DSAttention
 
 
 def patch_attention(patches: patching.PatchSet) -> None:
-    """Add to a set of patches the constructors that put our core attention into attention layers.
+    """Wrap the constructors of Megatron's attention layers, so that they build our core attention.
 
-    Only a constructor has both the spec and its configuration. Megatron's module providers
-    (`core_attention()`) do not have the configuration: specs of a GPT call them by the name of a
-    backend, and specs of hybrid models do not call them.
+    Only a constructor has both the spec and the configuration. Megatron's module providers
+    (`core_attention()`) do not have the configuration, and specs of hybrid models do not call them.
     """
     stock = _stock_core_attentions()
     for cls in (Attention, MultiLatentAttention):
@@ -55,7 +54,7 @@ def patch_attention(patches: patching.PatchSet) -> None:
 
 
 def _hybrid_model() -> Any:
-    """Return Megatron's HybridModel if its forward can select other attention: after 0.20."""
+    """Return Megatron's HybridModel if its forward can select other attention (after 0.20)."""
     if core_version() < OLDEST:
         return None
     home = homes.imported("megatron.core.models.hybrid.hybrid_model")
@@ -74,8 +73,8 @@ def refuse_other_attention(original: Callable, self: Any, *args: Any, **kwargs: 
     Args:
         original: HybridModel.forward.
         self: the model.
-        args: its arguments.
-        kwargs: its arguments by name.
+        args: positional arguments of `original`.
+        kwargs: keyword arguments of `original`.
 
     Raises:
         ValueError: The arguments select other attention or two layouts.
@@ -137,9 +136,10 @@ def _with_burst(stock: tuple[type, ...], original: Callable, /, *args: Any, **kw
 
 
 def _in_group_of_batch(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the forward of an attention layer in the group that holds its micro-batch.
+    """Run the forward of an attention layer with the group that holds the micro-batch.
 
-    Up to 0.20 the layer's rotary embedding uses the group with which the layer was built.
+    Up to Megatron-Core 0.20 the rotary embedding uses the group in the layer's `pg_collection`, so
+    that group is replaced during the call.
     """
     if not isinstance(getattr(self, "core_attention", None), BurstCoreAttention):
         return original(self, *args, **kwargs)
@@ -156,11 +156,12 @@ def _in_group_of_batch(original: Callable, self: Any, *args: Any, **kwargs: Any)
 
 
 def _replaced(core: Any, stock: tuple[type, ...]) -> Any:
-    """Return our core attention in place of Megatron's, given as a class or as its `ModuleSpec`.
+    """Return our replacement of Megatron's core attention `core`, a class or a `ModuleSpec`.
 
     Raises:
-        ValueError: The core attention does not derive from Megatron's, or it overrides more than
-            `__init__`. It would attend only to the tokens of its rank, or split them differently.
+        ValueError: The core attention does not derive from Megatron's classes, or it overrides more
+            than `__init__`. It would attend only to tokens of its rank, or split tokens
+            differently.
     """
     module = module_of(core)
     if isinstance(module, type) and issubclass(module, BurstCoreAttention):
@@ -183,7 +184,7 @@ def _replaced(core: Any, stock: tuple[type, ...]) -> Any:
 
 
 def patch_recompute(patches: patching.PatchSet) -> None:
-    """Add to a set of patches the use of attention store and host memory in recomputation."""
+    """Wrap Megatron's `checkpoint`, so that recomputation uses attention store and host memory."""
     tier_of = registry.optional("offload_tier")
 
     def checkpoint(original: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -2,29 +2,28 @@
 """The plan book: plans and process groups that the layers of a model share.
 
 Making a plan is a collective of the context-parallel group, because ranks compare their plans.
-Either all ranks take part or none does, by these rules:
+These rules ensure that either all ranks take part or none does:
 
-- Layers are grouped by kind (`LayerKind`, or `LinearKind` of linear attention). The kind is known
-when a layer is built, and it is the same on all ranks. In each group the lowest layer of this rank,
-the leader, makes the plan.
-- The leader takes part in every forward, so that all ranks raise the same error if their calls
+- Each layer has a kind (`LayerKind`, or `LinearKind` of linear attention), which is known when the
+layer is built and is the same on all ranks. The leader of a kind, the layer with the lowest number
+on this rank, makes the plan.
+- The leader compares in every forward, so that all ranks raise the same error if their calls
 differ. If this rank has the plan already, the leader only compares the plan's facts, in the same
-exchange as ranks that make their plan. Other layers look the plan up. So does every layer that
-backward runs again: the forward of that micro-batch has compared the plan.
+exchange as ranks that make their plan. Other layers look the plan up. So do all layers that are
+recomputed in backward: the forward of that micro-batch has compared the plan.
 - With a mask of the user (`--burst-mask`) every layer is its own kind: its mask is known only when
 it is called with a batch.
 - Every plan assumes that q, k and v need gradients. One plan then serves forward and recomputation,
 in which layers run in another order, also with several micro-batches in flight. This costs little:
 q, k and v mostly come from one projection and need gradients together.
-- Packed batches have one plan per pack. The last `PLANS_KEPT` plans are kept, in the order of use,
-which is the same on all ranks.
-- While a CUDA graph captures a layer, nothing is compared, and replays run no Python: an earlier
+- Packed batches have one plan per pack. The `PLANS_KEPT` most recently used plans are kept; the
+order of use is the same on all ranks.
+- While a CUDA graph captures a layer, ranks compare nothing, and replays run no Python: an earlier
 forward made and compared the plan, which is the same for every micro-batch.
 - A micro-batch may have its own context-parallel group (hybrid context parallelism). Every set of
 ranks has its own book, with groups and plans that only its members make.
-- The algorithm that "auto" selects for the first plan of a kind of layer and its shapes is also
-used for later plans, with any documents: the process groups, and whether ranks share heads, were
-decided before any shape was known.
+- "auto" selects an algorithm for the first plan of a kind and of shapes of q, k and v. Later plans
+of the same kind and shapes use this algorithm too, with any documents.
 """
 
 from __future__ import annotations
@@ -63,12 +62,12 @@ Tensors = Mapping[str, Any]  # tensors of a call by name; only shapes, dtypes an
 
 
 class RowChunkSizes(NamedTuple):
-    """Numbers that define the row chunks of a rank.
+    """The partition of a rank's rows into row chunks.
 
     Attributes:
         chunks: Number of row chunks.
         blocks: Number of equal blocks of rows, one per rank of sequence parallelism. Each row chunk
-            has the same number of rows of each block.
+            contains the same number of rows from each block.
     """
 
     chunks: int = 1
@@ -85,7 +84,7 @@ class Kind(Protocol):
     """
 
     def own_mask(self, pack: Pack | None, seq_len: int) -> Mask | None:
-        """Return the mask of a batch if a function of the user makes it, otherwise None.
+        """Return the mask of a batch from the user's function; None without such a function.
 
         Args:
             pack: the documents of a packed batch, or None.
@@ -122,11 +121,11 @@ class LayerKind:
         softmax_scale: The factor of the logits, or None.
         head_sizes: Query heads, key/value heads, key width, value width.
         max_logits: Whether to record the largest logit of each head.
-        selects: Whether the layer selects keys. Its operations then choose their algorithm and log
-            it.
-        number: The number of the layer, from 1; 0 if its mask does not depend on it.
-        cut: How attention cuts packed batches; None for a layout that needs only a name.
-        stream: How the run cuts batches, if attention has another layout.
+        selects: Whether the layer has sparse attention over selected keys. Its operations then
+            choose and log their algorithm themselves.
+        number: The number of the layer, from 1; 0 if the mask does not depend on the number.
+        cut: How attention cuts packed batches; None for a cut by `burst.layout` alone.
+        stream: How the run cuts batches if attention has another layout, otherwise None.
     """
 
     burst: BurstConfig
@@ -238,8 +237,8 @@ class PlanBook:
         metrics: The metrics of the run, if it writes them.
         startup: The log line of the first plan of softmax attention.
         communicators: The description of the rings' communicators that was last logged.
-        logged: Further kinds of layers that were logged.
-        chosen: The choice of "auto", by kind and shapes.
+        logged: (window or mask, algorithm) of each logged choice of "auto".
+        chosen: The choice of "auto", by kind and shapes of q, k and v.
         micro_batch_books: Books of groups that hold single micro-batches of the same layers, by the
             global ranks of the group.
     """
@@ -264,12 +263,12 @@ class PlanBook:
     def join(self, kind: Kind, layer_number: int) -> bool:
         """Register a layer, and return whether it is the leader of its kind.
 
-        A rebuilt layer with the leader's number leads too. Thus leadership depends only on the
-        order of construction, never on when old models are garbage-collected.
+        A rebuilt layer with the leader's number is a leader too. Thus leadership depends only on
+        the order of construction, never on when old models are garbage-collected.
 
         Args:
             kind: the kind of the layer.
-            layer_number: of the layer, from 1.
+            layer_number: layer number, from 1.
         """
         lowest = min(layer_number, self._lowest.get(kind, layer_number))
         self._lowest[kind] = lowest
@@ -291,7 +290,7 @@ class PlanBook:
 
     @contextmanager
     def shared_errors(self, leads: bool) -> Iterator[None]:
-        """Check a leader's call inside the context; an error of one rank is raised on all ranks.
+        """Raise a leader's `ValueError` inside the context on all ranks.
 
         Args:
             leads: whether the layer is the leader of its kind.
@@ -313,7 +312,8 @@ class PlanBook:
     ) -> Any:
         """Return the plan for these tensors.
 
-        A collective if `leads`, except for layers that backward runs again; otherwise a look-up.
+        A collective if `leads`, except for layers that are recomputed in backward; otherwise a
+        look-up.
 
         Args:
             kind: the kind of the layer.
@@ -406,7 +406,7 @@ class PlanBook:
         return self._packs.of(total, lengths, padded)
 
     def rates(self, burst: BurstConfig) -> Rates | None:
-        """Return the rates of `--burst-cluster`, whose file is read once; None without the flag."""
+        """Return the rates in the file of `--burst-cluster`, read once; None without the flag."""
         if burst.cluster is not None and self._rates is None:
             per_node = self.groups.topology.per_node
             self._rates = cluster_file.read(burst.cluster).run_rates(per_node)
@@ -437,7 +437,7 @@ class PlanBook:
 
 
 def rings_of_normal_priority(groups: Groups) -> list[str]:
-    """Return the rings on NCCL groups of Megatron whose streams do not have high priority."""
+    """Return the names of rings on NCCL groups of Megatron without high-priority streams."""
     rings = []
     for (channel, device), group in groups.carriers.items():
         if backends(group).get(device) == "nccl":
@@ -471,7 +471,7 @@ def capturing(tensors: Tensors) -> bool:
 
 
 def nothing_seen(query: torch.Tensor) -> torch.Tensor:
-    """Return largest logits [h] of `query` [s, b, h, d] before any logit was computed: -inf."""
+    """Return initial values [h] for the largest logits of `query` [s, b, h, d]: all -inf."""
     dtype = accumulation_dtype(query.dtype)
     return torch.full(query.shape[2:3], float("-inf"), dtype=dtype, device=query.device)
 
@@ -499,7 +499,7 @@ def splits_attention(group: Any) -> bool:
 def plan_book(group: Any, key: tuple, make_groups: Callable[[], Groups]) -> PlanBook:
     """Return the plan book of a context-parallel group and a topology.
 
-    It is made at the first call and kept until `uninstall`.
+    The first call creates the book, which is kept until `uninstall`.
 
     Args:
         group: the context-parallel group.

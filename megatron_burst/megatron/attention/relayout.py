@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exchange of rows around softmax attention with another layout than the tokens.
+"""Exchange of rows before and after softmax attention, if its layout differs from the tokens'.
 
-With contiguous tokens a state of linear attention passes every rank once. With zigzag, causal
+With contiguous tokens, a state of linear attention passes every rank once. With zigzag, causal
 attention gives equal work to every rank. Only the tensors of attention are exchanged: rows of q, k
-and v are sent to the ranks that hold them in attention's layout, and rows of its result are sent
+and v are sent to the ranks that hold them in attention's layout, and rows of the output are sent
 back. Rotary positions are applied before the exchange.
 
 Shape letters: s local rows, the same number in both layouts.
@@ -34,8 +34,8 @@ class RowExchange(NamedTuple):
 
     Attributes:
         groups: The grid.
-        outbound: Paths of rows from the layout of the tokens to the layout of attention.
-        inbound: Paths of rows back to the layout of the tokens.
+        outbound: Route of this rank's rows from the layout of the tokens to attention's layout.
+        inbound: Route of this rank's rows from attention's layout to the layout of the tokens.
         identity: A hash of the layouts and the pack, which ranks compare.
     """
 
@@ -69,7 +69,7 @@ class RowExchanges:
     ) -> RowExchange:
         """Return the exchange for q, k, v [s, ...] of a batch.
 
-        The first call makes the channel, a collective.
+        The first call is a collective, which creates the channel.
 
         Args:
             stream: how the run cuts batches.

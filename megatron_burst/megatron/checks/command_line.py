@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a Megatron-LM command line, made when its arguments are parsed.
+"""Checks of a Megatron-LM command line, after its arguments are parsed.
 
-Some problems exist only on a command line: the number of ranks, packed batches, a yaml file. All
+Some settings exist only on a command line: the number of ranks, packed batches, a yaml file. All
 other checks read the parsed arguments like a `TransformerConfig`. One error reports all problems
 before anything is built.
 """
@@ -127,7 +127,7 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
 
 
 def run_problems(settings: Any, burst: BurstConfig, engine: bool) -> Iterator[Problem]:
-    """Yield the problems of a run's documents, hybrid layers, groups, backend and sharding.
+    """Yield problems of documents, groups per micro-batch, backend, sharding and hybrid layers.
 
     Args:
         settings: parsed arguments under the names of a `TransformerConfig`.
@@ -147,7 +147,7 @@ def run_problems(settings: Any, burst: BurstConfig, engine: bool) -> Iterator[Pr
 
 
 def yaml_problems(settings: Any) -> Iterator[Problem]:
-    """Yield a problem for a yaml file, with which Megatron-LM itself fails."""
+    """Yield a problem if a yaml file is set; Megatron-LM itself fails with it."""
     yaml = getattr(settings, "yaml_cfg", None)
     if yaml:
         yield Problem(
@@ -251,7 +251,7 @@ _WITHOUT_ENGINE = (
 
 
 def idle(args: Any, argv: list[str]) -> str | None:
-    """Return a line about flags that have no effect; None if all have one.
+    """Return a log line about flags that have no effect; None if every flag has an effect.
 
     Args:
         args: arguments completed by `flags.settle`.

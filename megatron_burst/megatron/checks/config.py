@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of a `TransformerConfig`: sizes of the run, features of the layers, and the kernel.
 
-Each function yields the problems that it finds. No function reads processes or tensors. Every rank
-reads the same configuration, so every rank raises the same error.
+Each function yields the problems that it finds. No function communicates or reads tensors. Every
+rank reads the same configuration, so every rank raises the same error.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def configuration_problems(
     Args:
         config: a `TransformerConfig`, or any object with attributes of the same names.
         burst: the options of the run.
-        seq_length: global, in tokens; None if unknown.
-        this_machine: whether the run will use this machine. If so, its kernels are checked.
+        seq_length: global sequence length in tokens; None if unknown.
+        this_machine: whether to check that the kernel is available on this machine.
 
     Yields:
         The problems.
@@ -92,7 +92,7 @@ def config_problems(
     Args:
         config: a `TransformerConfig`, or any object with attributes of the same names.
         burst: the options of the run.
-        seq_length: global, in tokens; None if unknown.
+        seq_length: global sequence length in tokens; None if unknown.
 
     Yields:
         The problems.
@@ -191,7 +191,7 @@ def mask_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
 
 
 def length_problems(seq_length: int, cp: int) -> Iterator[Problem]:
-    """Yield a problem if `cp` ranks cannot each hold two equal parts of a sequence."""
+    """Yield a problem if `seq_length` tokens cannot be cut into 2 x `cp` equal parts."""
     if seq_length % (2 * cp):
         yield Problem(
             f"--seq-length {seq_length} is not divisible by 2 x --context-parallel-size "
@@ -200,7 +200,7 @@ def length_problems(seq_length: int, cp: int) -> Iterator[Problem]:
 
 
 def _tensor_problems(config: Any, seq_length: int) -> Iterator[Problem]:
-    """Yield a problem if tensor-parallel ranks cannot share a context-parallel rank's tokens."""
+    """Yield a problem if sequence parallelism cannot divide a context-parallel rank's tokens."""
     cp, tp = config.context_parallel_size, getattr(config, "tensor_model_parallel_size", 1)
     if getattr(config, "sequence_parallel", False) and seq_length % (cp * tp):
         yield Problem(
@@ -210,7 +210,7 @@ def _tensor_problems(config: Any, seq_length: int) -> Iterator[Problem]:
 
 
 def _placement_problems(cp: int, intra: int | None, burst: BurstConfig) -> Iterator[Problem]:
-    """Yield a problem if the ranks that share heads do not fit the placement on nodes."""
+    """Yield a problem if Ulysses groups do not fit the nodes with the selected placement."""
     size = ulysses_size(burst, cp)
     if size == 1 or intra is None:
         return
@@ -221,7 +221,7 @@ def _placement_problems(cp: int, intra: int | None, burst: BurstConfig) -> Itera
 
 
 def _recomputes(c: ConfigView) -> list[str]:
-    """Return the modules that Megatron recomputes selectively; its default is core_attn."""
+    """Return the modules of selective recomputation; Megatron's default is core_attn."""
     return ["core_attn"] if c.recompute_modules is None else c.recompute_modules
 
 
@@ -249,7 +249,7 @@ def check_topology(cp: int, sizes: Sequence[int] | None, intra_size: int | None)
 
     Args:
         cp: number of context-parallel ranks.
-        sizes: ranks per node and nodes; None if not set.
+        sizes: [ranks per node, number of nodes]; None if not set.
         intra_size: ranks per node; None if not set.
 
     Raises:
@@ -261,7 +261,7 @@ def check_topology(cp: int, sizes: Sequence[int] | None, intra_size: int | None)
 def topology_problems(
     cp: int, sizes: Sequence[int] | None, intra_size: int | None
 ) -> Iterator[Problem]:
-    """Yield a problem for each statement of ranks per node that does not fit `cp` or the other."""
+    """Yield the problems that `check_topology` reports; same arguments."""
     if sizes and len(sizes) != 2:
         yield Problem(
             f"{SIZES} {list(sizes)} has {len(sizes)} levels; BurstAttention supports two: ranks "
@@ -306,7 +306,7 @@ def ulysses_size(burst: BurstConfig, cp: int) -> int:
 
 
 def _head_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Yield a problem if the heads of a tensor-parallel rank do not divide over ulysses ranks."""
+    """Yield a problem if a Ulysses group cannot divide the heads of a tensor-parallel rank."""
     cp, tp = config.context_parallel_size, config.tensor_model_parallel_size
     heads, groups = config.num_attention_heads, config.num_query_groups
     try:
@@ -340,7 +340,7 @@ def _head_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
 
 
 def _head_chunk_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Yield a problem if the key/value heads of a rank do not divide into head chunks."""
+    """Yield a problem if the number of head chunks does not divide a rank's key/value heads."""
     count, heads = burst.head_chunks, config.num_attention_heads
     if count is None or heads is None:
         return
@@ -355,9 +355,9 @@ def _head_chunk_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
 
 
 def _shared(size: int, cp: int, heads: int, kv_heads: int) -> bool:
-    """Return whether `size` ranks can share these heads without splitting a head.
+    """Return whether a Ulysses group of `size` ranks can divide these heads.
 
-    Key/value heads may be repeated.
+    Key/value heads may be replicated.
     """
     return not (cp % size or heads % size or (kv_heads % size and size % kv_heads))
 
@@ -447,7 +447,7 @@ def _max_logit_flag(config: Any) -> str:
 
 
 def dropout_problem(share: float) -> Problem:
-    """Return the problem of attention dropout with probability `share`."""
+    """Return the problem "attention dropout is `share`"."""
     return Problem(
         f"attention dropout is {share}, and BurstAttention supports no dropout",
         add=("--attention-dropout 0",),
@@ -455,7 +455,7 @@ def dropout_problem(share: float) -> Problem:
 
 
 _ZIGZAG = ("--burst-layout zigzag",)
-# Features for which Megatron slices or shifts the sequence itself and assumes zigzag.
+# Features in which Megatron's own code slices or shifts the sequence and assumes zigzag.
 _LAYOUT = (
     Rule("mtp_hsm", f"--mtp-hsm with --burst-layout {{flag}}: {HIDDEN_STATES}", add=_ZIGZAG),
     Rule(lambda c, b: (variant := c.experimental_attention_variant) not in (*DELTA_NETS, DSA)
@@ -466,7 +466,7 @@ _LAYOUT = (
          "fused rope of latent attention requires --burst-layout zigzag, and the layout is {flag}",
          add=("--no-rope-fusion",)),
 )  # fmt: skip
-# Settings that exclude packs of mixed documents, or unequal numbers of counted tokens per rank.
+# Settings that exclude documents cut across ranks, or unequal numbers of loss tokens per rank.
 _BALANCED = (
     Rule(lambda c, b: not c.calculate_per_token_loss,
          "--burst-layout balanced gives ranks unequal numbers of tokens with a loss, and Megatron "
@@ -500,7 +500,7 @@ def layout_problems(config: Any, layout: str) -> Iterator[Problem]:
 def backend_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     """Yield a problem if `attention_backend` replaces the core attention of a layer spec.
 
-    With `local`, Megatron's builders use its unfused attention in place of the one in the spec.
+    With `local`, Megatron builds its unfused attention in place of the core attention in the spec.
 
     Args:
         config: a `TransformerConfig`, or any object with attributes of the same names.
@@ -519,7 +519,7 @@ def backend_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
 
 
 def kernel_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Yield the problems of a kernel that this machine cannot run for this model.
+    """Yield a problem if this machine cannot run `burst.kernel` for this model.
 
     Args:
         config: a `TransformerConfig`, or any object with attributes of the same names.
@@ -555,8 +555,8 @@ def kernel_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
 def cluster_problems(burst: BurstConfig, config: Any = None) -> Iterator[Problem]:
     """Yield the problems of `--burst-cluster`.
 
-    The file must be an output of `megatron-burst calibrate`, and "auto" must read it: for attention
-    or, in a model of this `config`, for layers that carry a state.
+    The file must be an output of `megatron-burst calibrate`. The flag requires that "auto" selects
+    an algorithm, for attention or for layers that carry a state.
 
     Args:
         burst: the options of the run.
@@ -575,8 +575,8 @@ def cluster_problems(burst: BurstConfig, config: Any = None) -> Iterator[Problem
     )
     if burst.algorithm != "auto" and not states:
         yield Problem(
-            f"{flag} is only for --context-parallel-algo auto, and {burst.algorithm} reads no "
-            "rates",
+            f"{flag} has an effect only with --context-parallel-algo auto, not with "
+            f"{burst.algorithm}",
             remove=("--burst-cluster",),
         )
     try:

@@ -2,9 +2,9 @@
 """Checks of Megatron's CUDA graphs: which graphs may contain attention.
 
 A graph replays kernels and does not run Python. Attention over ranks may be captured if its plan is
-the same for every micro-batch: all its work is then in kernels, in one order. What Python decides
-anew in every call must not be captured: plans of packed documents, the contents of the attention
-store, and logits that the optimizer step removes.
+the same for every micro-batch: every call then launches the same kernels in the same order.
+Features with decisions in Python must not be captured: plans of packed documents, the attention
+store, and the logits tensor that the optimizer step resets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WITHOUT_ATTENTION = {
     "local": ("moe_router", "moe_preprocess", "mamba"),
     "transformer_engine": ("mlp", "moe", "moe_router", "moe_preprocess", "mamba"),
 }
-# Names of the same setting: newest, in arguments that newer Megatron-LM parses, and until 0.18.
+# Names of one setting: the newest, the deprecated flag of newer versions, and the name until 0.18.
 _MODULES = ("cuda_graph_modules", "cuda_graph_scope_deprecated", "cuda_graph_scope")
 _DOCUMENTS = "every micro-batch has its own documents and its own plan"
 # Settings that a graph with attention excludes.
@@ -104,7 +104,7 @@ def contain_attention(config: Any) -> bool:
 
 
 def captured(config: Any) -> set[str]:
-    """Return the modules that graphs of layers are limited to; empty for whole layers."""
+    """Return the modules of a layer that graphs capture; an empty set means whole layers."""
     modules: set[str] = set()
     for name in _MODULES:
         setting = getattr(config, name, None) or []

@@ -22,7 +22,7 @@ def option_problems(
     Args:
         config: a `TransformerConfig`, or parsed arguments with the same names.
         burst: the options of the run.
-        seq_length: global, in tokens; None if unknown.
+        seq_length: global sequence length in tokens; None if unknown.
 
     Yields:
         The problems.
@@ -86,7 +86,7 @@ _PACKING = (
 
 
 def packing_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Yield the settings that exclude `--burst-pack`, and a missing plugin for trees."""
+    """Yield the settings that exclude `--burst-pack`; with trees, also a missing plugin."""
     if burst.pack == "trees":
         yield from plugin_problems("trees", "--burst-pack trees", remove=("--burst-pack",))
     if burst.algorithm != OFF and burst.pack == "documents":

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of lists with one entry per layer: windows, linear attention, and `--cp-comm-type`.
 
-`--cp-comm-type` lists Megatron's exchanges of keys and values, which BurstAttention replaces.
+`--cp-comm-type` selects how Megatron's own attention exchanges keys and values; BurstAttention
+replaces that attention.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any
 from ..model_shape import layers_without_further_heads
 from .problem import Problem
 
-# Setting that is a frequency or a list with an entry per layer -> setting that makes it effective.
+# Setting that is a frequency or a list with one entry per layer -> setting without which it is
+# ignored.
 _FREQUENCIES = {
     "window_attn_skip_freq": "window_size",
     "linear_attention_freq": "experimental_attention_variant",
@@ -35,8 +37,8 @@ def frequency_problems(config: Any) -> Iterator[Problem]:
 def exchange_problems(config: Any) -> Iterator[Problem]:
     """Yield a problem if `cp_comm_type` names several exchanges.
 
-    A single exchange, such as the default, is ignored. A list with an exchange per layer must not
-    be ignored silently.
+    A single exchange, such as the default, is ignored. A list of different exchanges per layer is
+    an explicit choice, so it is reported.
     """
     kinds: Any = getattr(config, "cp_comm_type", None)
     if mixed(kinds):

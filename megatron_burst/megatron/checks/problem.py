@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems, tables of rules that find them, and one error that reports all problems of a run.
+"""Problems, tables of rules that yield problems, and one error for all problems of a run.
 
-A problem is a setting that is not supported. The error ends in the flags to add and to remove,
-ready to be pasted into a command.
+A problem is a setting that is not supported. The error message ends in the flags to add and to
+remove, which the user can paste into a command.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Problem:
     """A setting that is not supported, the reason, and the flags that fix it.
 
     Attributes:
-        reason: One line. It says what to do if no flag fixes the problem.
-        add: Flags with values, to add or to use in place of the present ones.
+        reason: One line; it also contains the fix if no flag fixes the problem.
+        add: Flags with values, to add or to replace the present values.
         remove: Names of flags to remove.
     """
 
@@ -56,14 +56,13 @@ class ConfigView:
 
 
 class Rule(NamedTuple):
-    """A row of a table of rules: the condition of a problem, its reason, and the flags that fix it.
+    """A row of a table of rules: a condition, and the problem if the condition is true.
 
-    Texts may contain {flag} for the flag that the table is about, {value} for the result of `when`,
-    {c.NAME} for a setting and {b.NAME} for an option.
+    Texts may contain {flag} (the `flag` argument of `broken`), {value} (the result of `when`),
+    {c.NAME} (a setting) and {b.NAME} (an option).
 
     Attributes:
-        when: The name of a setting, or a function of the settings and options. There is a problem
-            if the setting or the result is true.
+        when: The condition: the name of a setting, or a function of the settings and the options.
         reason: See `Problem`.
         add: See `Problem`.
         remove: See `Problem`.
@@ -94,10 +93,10 @@ def flag_of_setting(name: str) -> str:
 
 
 def excluded(text: str, remove: tuple[str, ...] = (), **reasons: str) -> tuple[Rule, ...]:
-    """Return a rule for each setting that must not be on.
+    """Return one rule per setting that must be off or unset.
 
     Args:
-        text: the reason, with {other} for the setting's flag and {why} for its entry in `reasons`.
+        text: the reason; {other} stands for the setting's flag, {why} for its entry in `reasons`.
         remove: the flags to remove; default: the setting's own flag.
         reasons: {why} of each setting. It may contain {other} too.
     """
@@ -115,13 +114,13 @@ def excluded(text: str, remove: tuple[str, ...] = (), **reasons: str) -> tuple[R
 def broken(
     rules: Iterable[Rule], config: Any, burst: BurstConfig | None = None, flag: str = ""
 ) -> Iterator[Problem]:
-    """Yield the problems that a table of rules finds, in its order.
+    """Yield the problems of all rules whose condition is true, in the order of the table.
 
     Args:
         rules: the table.
         config: a `TransformerConfig`, or parsed arguments with the same names.
         burst: the options of the run, if the rules read them.
-        flag: the flag that the table is about.
+        flag: the text for {flag}.
 
     Yields:
         The problems.
@@ -145,8 +144,8 @@ def excluded_options(
     """Yield a problem for each option that is set and excludes the option `name`.
 
     Args:
-        name: the field of the excluded option.
-        flag: its flag with its value.
+        name: the field of the option in `BurstConfig`.
+        flag: the flag of the option `name`, with its value.
         burst: the options of the run.
         remove: the flags to remove; default: the flag of the other option.
 
@@ -169,7 +168,7 @@ def plugin_problems(
 
     Args:
         hook: a name in `registry.HOOKS`.
-        user: the setting that needs it.
+        user: the setting that requires the plugin.
         add: flags to use instead.
         remove: flags to remove.
 
@@ -184,9 +183,9 @@ def plugin_problems(
 class SettingsError(ValueError):
     """The error that reports all problems of a run.
 
-    Megatron catches an error of a layer's constructor and raises its class again with a text: the
-    message and the layer's name. Therefore the constructor accepts a text, which becomes one
-    problem.
+    Megatron catches an error of a layer's constructor and raises a new error of the same class,
+    with the message and the layer's name. Therefore this constructor also accepts a text, which
+    becomes one problem.
 
     Args:
         problems: the problems, or a text.
@@ -213,9 +212,9 @@ def refuse(problems: Iterable[Problem]) -> None:
 
 
 def report(problems: tuple[Problem, ...]) -> str:
-    """Return the text of the error for these problems.
+    """Return the message of a `SettingsError`.
 
-    One problem is one line. Several are a block that ends in the flags to add and to remove.
+    A single problem is one line. Several problems are a list, then the flags to add and to remove.
     """
     if len(problems) == 1:
         return str(problems[0])

@@ -2,7 +2,7 @@
 """Checks of sparse attention (Megatron's DSA).
 
 The plugin `sparse` checks and runs these layers. Without the plugin, a model with DSA is refused:
-Megatron's own all-gather would read tokens of our layout as zigzag.
+Megatron's own all-gather assumes that tokens are zigzag, whatever layout the run uses.
 """
 
 from __future__ import annotations

@@ -2,16 +2,18 @@
 """Checks of how a run splits its sequences: groups per micro-batch, layouts, and states.
 
 Hybrid and dynamic context parallelism give each micro-batch its own group. Attention, rotary
-embedding and data path read that group from `PackedSeqParams`. So they work in loops that pass it
-to the model. If Megatron's own code does not support it, the error names the unsupported part.
+embedding and data path read that group from `PackedSeqParams`, so both modes work in training loops
+that pass `PackedSeqParams` to the model. If a part of Megatron does not support a group per
+micro-batch, the error names the part.
 
 Megatron has its own settings for the layouts of tokens and of softmax attention: `linear_cp_layout`
 and `attention_cp_layout` of branch main, `cp_partition_mode` of branch dev. They must select the
-layouts that our flags select; otherwise there is a problem. The fields are those of Megatron-LM at
-commit 010994d536a31a389479f995577f7b05a01f7053.
+same layouts as our flags. The names are from Megatron-LM at commit
+010994d536a31a389479f995577f7b05a01f7053.
 
-States of linear layers pass from rank to rank (`--burst-linear`), or Megatron's own all-to-all
-distributes heads ("megatron"), which supports only zigzag and needs heads for every rank.
+Layers of linear attention either pass states from rank to rank (`--burst-linear`), or Megatron's
+own all-to-all distributes heads ("megatron"). The all-to-all supports only zigzag and requires that
+the ranks divide the heads.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ def splits(settings: Any) -> bool:
 def attends(settings: Any, burst: BurstConfig) -> bool:
     """Return whether BurstAttention computes attention in the models of a run.
 
-    It does if micro-batches are split, or if they are prefix trees, which Megatron's own attention
-    does not support.
+    True if micro-batches are split over ranks, or if they are prefix trees, which Megatron's own
+    attention does not support.
     """
     return burst.algorithm != OFF and (splits(settings) or burst.pack == "trees")
 
@@ -92,7 +94,7 @@ def hybrid_problems(config: Any) -> Iterator[Problem]:
         yield from broken(_HYBRID, config, flag=flag)
 
 
-# Faults of Megatron-LM's own training loop (checked up to 0.20.0).
+# Bugs of Megatron-LM's own training loop (present up to 0.20.0).
 SCRIPT = (
     Rule(lambda c, b: changing_groups(c) == HYBRID,
          f"{HYBRID}: Megatron-LM's training loop does not work with it: its rerun state machine "
@@ -109,7 +111,7 @@ SCRIPT = (
 
 
 LINEAR, ATTENTION, PARTITION = "linear_cp_layout", "attention_cp_layout", "cp_partition_mode"
-STREAMS = ("contiguous", "zigzag")  # layouts of tokens with which attention may have another one
+STREAMS = ("contiguous", "zigzag")  # layouts of tokens that allow another layout of attention
 
 
 class RunLayouts(NamedTuple):
@@ -141,13 +143,13 @@ def megatrons_layouts(config: Any) -> RunLayouts | None:
 
 
 def two_layout_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Yield the settings that exclude or contradict the layouts of a run."""
+    """Yield the settings that exclude or contradict the layouts of tokens and of attention."""
     if not splits(config) or burst.algorithm == OFF:
         if burst.attention_layout not in (None, burst.layout):
             flag = f"--burst-attention-layout {burst.attention_layout}"
             yield needs_ranks(flag, config, burst, ("--burst-attention-layout",))
         return
-    if getattr(config, "burst", None) != burst:  # `configure` has not read them yet
+    if getattr(config, "burst", None) != burst:  # `configure` has not read Megatron's settings yet
         yield from _contradictions(config, burst)
     if burst.attention_layout not in (None, burst.layout):
         flag = f"--burst-attention-layout {burst.attention_layout}"
@@ -188,13 +190,14 @@ _TWO_LAYOUTS = (
 
 OLDEST = (0, 19)  # Megatron-Core with which states can pass from rank to rank
 FLAG = "--burst-linear"
-LAYOUTS = ("zigzag", "contiguous", "balanced")  # most rows have their predecessor on the same rank
+# In these layouts most rows have their predecessor on the same rank.
+LAYOUTS = ("zigzag", "contiguous", "balanced")
 _SPLIT_DELTA_NETS = (0, 18)  # the first Megatron-Core that splits delta nets, by heads
 _HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 
 
 def linear_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Yield the problems of layers that carry a state, as the options of the run select them.
+    """Yield the problems of a model's layers that carry a state.
 
     Args:
         config: a `TransformerConfig` that is split over ranks, or any object with attributes of the

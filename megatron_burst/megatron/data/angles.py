@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary angles of any rows, exact at any position.
+"""Rotary angles of any rows, accurate at any position.
 
-Megatron multiplies positions and frequencies in fp32, for all positions of a sequence. Half a unit
-in the last place of such an angle is 0.03 rad at one million and 1 rad at 20 million tokens; from
-2^24 on, neighbouring positions are equal. This module computes the angles of given positions. Up to
-`EXACT` positions it uses the same fp32 product, so a run equals Megatron's own bit for bit. Beyond
-that it uses a product in fp64, reduced modulo 2 pi before it is rounded to fp32. Both parts use the
-same fp32 frequencies, so the phase has no step at the border.
+Megatron multiplies positions and frequencies in fp32. Half a unit in the last place of such an
+angle is 0.03 rad at one million and 1 rad at 20 million tokens; from 2^24 on, adjacent positions
+round to the same fp32 value. This module computes the angles of given positions. For positions
+below `EXACT` it uses the same fp32 product as Megatron, so the angles are bitwise equal. From
+`EXACT` on it uses a product in fp64, reduced modulo 2 pi before it is rounded to fp32. Both
+products use the same fp32 frequencies, so the phase is continuous at `EXACT`.
 
-The border is where Megatron's own error stops being harmless. Angles below 2^16 have an error of at
-most 2^-9 rad, which equals the rounding of a cosine near 1 to bf16. The border depends on the
-position, not on the sequence: the angle of a token does not depend on the number of later tokens,
-on the other documents of a pack, or on the number of ranks.
+`EXACT` is the position up to which Megatron's own error is harmless. Angles below 2^16 have an
+error of at most 2^-9 rad, which equals the rounding of a cosine near 1 to bf16. The threshold
+applies to positions, not to sequence lengths: the angle of a token does not depend on the number of
+later tokens, on the other documents of a pack, or on the number of ranks.
 
 Shape letters: n rows, d rotary width (both halves).
 """
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-EXACT = 65536  # positions whose angles are Megatron's own
+EXACT = 65536  # below this position, angles are bitwise equal to Megatron's
 _BLOCK = 4096  # rows at a time, which limits the memory of fp64 values
 
 
@@ -33,9 +33,9 @@ class TurnRates:
 
     Attributes:
         per_position: Radians per position, fp32 [d / 2], as Megatron computed them.
-        interpolation: The factor of positions; None for 1.
-        interleaved: Whether the two angles of a pair are neighbours (2 i, 2 i + 1); otherwise they
-            are half the width apart.
+        interpolation: The factor by which positions are multiplied; None for 1.
+        interleaved: Whether frequency i has the columns 2 i and 2 i + 1; otherwise it has the
+            columns i and i + d / 2.
         scale: Yarn's factor of cosines and sines.
     """
 
@@ -49,7 +49,7 @@ class TurnRates:
         return 2 * len(self.per_position)
 
     def key(self) -> tuple:
-        """Return a value that is equal for rates with equal angles on one device.
+        """Return a hashable key; equal keys mean equal angles on the same device.
 
         Waits for the device.
         """
@@ -57,9 +57,10 @@ class TurnRates:
         return values, self.interpolation, self.interleaved, self.per_position.device
 
     def worst_of_fp32(self, position: int) -> float:
-        """Return the bound of the error of Megatron's angle at `position`, in radians.
+        """Return an upper bound of the error of Megatron's fp32 angle at `position`, in radians.
 
-        It is half the distance of fp32 numbers there, for the product and for the factors.
+        The bound is half a unit in the last place of the product; beyond 2^24, the rounding of the
+        position is added.
         """
         turned = position * (self.interpolation or 1.0)
         fastest = float(self.per_position.max())
@@ -71,14 +72,14 @@ class TurnRates:
 def angles_at(positions: torch.Tensor, rates: TurnRates, reach: int) -> torch.Tensor:
     """Return rotary angles, fp32 [n, 1, 1, d], on the device of the rates.
 
-    Angles up to `EXACT` are not reduced; beyond that they are within +-pi. In addition to the
-    result, a few MB are used.
+    Angles of positions below `EXACT` are not reduced; later angles are within +-pi. Temporary
+    tensors take a few MB.
 
     Args:
         positions: int64 [n].
         rates: the angular frequencies.
-        reach: an upper bound of the positions, exclusive. It is an argument because the host should
-            not wait for the device to read the positions.
+        reach: exclusive upper bound of the positions. The caller passes it, so that the host does
+            not wait for the device to read `positions`.
     """
     half = rates.width // 2
     table = torch.empty(
@@ -98,7 +99,7 @@ def angles_at(positions: torch.Tensor, rates: TurnRates, reach: int) -> torch.Te
 
 
 def _product(positions: torch.Tensor, rates: TurnRates) -> torch.Tensor:
-    """Return the product, fp32 [n, d / 2], rounded as Megatron rounds it."""
+    """Return positions times frequencies, fp32 [n, d / 2], rounded as in Megatron."""
     turned = positions.to(torch.float32)
     if rates.interpolation is not None:
         turned *= rates.interpolation
@@ -106,10 +107,10 @@ def _product(positions: torch.Tensor, rates: TurnRates) -> torch.Tensor:
 
 
 def _reduced(positions: torch.Tensor, rates: TurnRates) -> torch.Tensor:
-    """Return the product in fp64 less whole turns, as fp32 [n, d / 2] within +-pi."""
+    """Return positions times frequencies, computed in fp64, as fp32 [n, d / 2] within +-pi."""
     turned = positions.to(torch.float64)
     if rates.interpolation is not None:
-        # Rounded as in `_product`: another frequency beyond the border would be a step in phase.
+        # Rounded as in `_product`: another factor would make the phase discontinuous at `EXACT`.
         turned *= torch.tensor(rates.interpolation, dtype=torch.float32).item()
     angles = turned[:, None] * rates.per_position.to(torch.float64)
     angles -= (angles / math.tau).round_().mul_(math.tau)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cut of batches over ranks, and the ranks that hold one micro-batch.
 
-A run fixes its `BatchCut` once, from the first configuration that selects BurstAttention, because
-data path, rotary embedding and attention must cut batches in the same way on every pipeline stage
-and every rank. Therefore the cost of a token comes from the whole model, and never from the layers
-of one stage.
+The first configuration that selects BurstAttention determines the `BatchCut` of the run: data path,
+rotary embedding and attention must cut batches in the same way on every pipeline stage and rank.
+Therefore the cost of a token is computed for the whole model, not for the layers of one stage.
 
 Under hybrid or dynamic context parallelism, Megatron's schedulers give short documents to few ranks
 and long documents to many. The `PackedSeqParams` of a micro-batch names the group that holds it
@@ -41,9 +40,9 @@ class BatchCut:
     Attributes:
         name: The layout.
         per_node: Ranks per node; None if not set.
-        windows: The windows of the kinds of layers; the number of equal entries gives their share
-            of the layers.
-        multiple: The number of tokens of a rank must be a multiple of this.
+        windows: The windows of layers, repeated in the ratio of their numbers of layers
+            (`model_shape.layer_windows`).
+        multiple: The number of tokens of a rank must be a multiple of this number.
         row_cost: See `layout.Balanced`.
     """
 
@@ -57,8 +56,8 @@ class BatchCut:
 def cut_for(config: Any, burst: BurstConfig) -> BatchCut:
     """Return the cut of a run with this `TransformerConfig`.
 
-    Layers count as causal. Without windows the result is also balanced for models without
-    causality, because their tokens see twice as many keys in every document.
+    Attention is treated as causal. Without windows the result is also balanced for attention
+    without a causal mask, which has twice as many visible pairs in every document.
 
     Args:
         config: a `TransformerConfig`.
@@ -79,10 +78,10 @@ def cut_for(config: Any, burst: BurstConfig) -> BatchCut:
 
 
 def _row_cost(config: Any, burst: BurstConfig, per_node: int | None) -> tuple[float, float] | None:
-    """Return the cost of a row on a link, if a cluster file states the rates of links.
+    """Return the cost of sending a row (see `layout.Balanced`), if a cluster file has the rates.
 
-    None for ranks that share heads by a stated number: their all-to-all sends the same number of
-    rows in every layout.
+    None with `--burst-ulysses-size` > 1: the all-to-all of heads sends the same number of rows in
+    every layout.
     """
     shared = burst.ulysses_size is not None and burst.ulysses_size > 1
     if burst.cluster is None or burst.algorithm != "auto" or shared:
@@ -102,7 +101,7 @@ def _row_cost(config: Any, burst: BurstConfig, per_node: int | None) -> tuple[fl
 
 
 def head_sizes(config: Any) -> tuple[int, int]:
-    """Return the width of queries and keys, and the width of values, of a `TransformerConfig`."""
+    """Return (width of queries and keys, width of values) of a `TransformerConfig`."""
     if getattr(config, "multi_latent_attention", False):
         return config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
     size = getattr(config, "kv_channels", None) or config.hidden_size // config.num_attention_heads
@@ -116,7 +115,7 @@ def attention_cut(burst: BurstConfig) -> BatchCut | None:
 
 
 def compare_clusters(notes: dict[str, Any], path: str | None) -> None:
-    """Compare the contents of the ranks' cluster files, because all stages cut packs by them.
+    """Compare the contents of all ranks' cluster files, which determine how packs are cut.
 
     The first call is a collective of all ranks.
 
@@ -146,7 +145,7 @@ def gather_from_all(header: torch.Tensor) -> list[torch.Tensor]:
 
 
 def settle_cut(patches: patching.PatchSet, cut: BatchCut) -> None:
-    """Fix the cut of the run, unless an earlier configuration has fixed it."""
+    """Set the cut of the run, unless an earlier configuration has set it."""
     patches.notes.setdefault(_NOTE, cut)
 
 
@@ -156,7 +155,7 @@ def installed_layout() -> str | None:
 
 
 def cut_of_run(layout: str) -> BatchCut:
-    """Return the cut of the run, whose layout is `layout`.
+    """Return the cut that `settle_cut` has set, or else `BatchCut(layout)`.
 
     Raises:
         ValueError: The layout is balanced, and no configuration has set the costs of tokens.
@@ -229,7 +228,7 @@ def group_of(params: Any, static: Any) -> Any:
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:
-    """Return the global ranks of a group, in its order."""
+    """Return the global ranks of a group, in the order of the group."""
     if group is ONE_RANK:
         return (torch.distributed.get_rank(),)
     return tuple(torch.distributed.get_process_group_ranks(group))

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents and masks of Megatron's data loader, in datasets that every pipeline stage can read.
 
-By default Megatron's data loader makes a dense s x s mask per sample. Here it makes none. A causal
-mask is redundant, because attention is causal. The mask of `--reset-attention-mask` hides
-everything before the last end-of-document token. In place of this mask, batches contain its
-documents as `cu_seqlens`, as with `--dataloader-inter-document-masking`, but the documents end
-where the mask would have ended them. Position ids restart with each document only under
-`--reset-position-ids`, as in Megatron.
+By default Megatron's data loader makes a dense s x s mask per sample. Here it makes no mask. A
+causal mask is redundant, because attention is causal. The mask of `--reset-attention-mask` hides
+all tokens of earlier documents. It is replaced by document boundaries (`cu_seqlens`), as with
+`--dataloader-inter-document-masking`, but documents end after end-of-document tokens. Position ids
+restart with each document only with `--reset-position-ids`, as in Megatron.
 
-If batches state the ends of documents, `pretrain_gpt.py` reads a batch on every stage and for every
-chunk of an interleaved pipeline, since each attention layer needs the documents. Megatron-LM 0.19
-and 0.20 build the dataset only where tokens or labels are used, and stages in the middle fail. Here
-such a dataset is built on all stages.
+If batches have `cu_seqlens`, `pretrain_gpt.py` reads a batch on every pipeline stage and for every
+chunk of an interleaved pipeline, because each attention layer needs the documents. Megatron-LM 0.19
+and 0.20 build the dataset only on stages that use tokens or labels, so other stages fail. Here such
+a dataset is built on all stages.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from ..patching import bound_to, log
 
 
 def replace_masks(args: Any, patches: patching.PatchSet) -> None:
-    """Make the data loader create no mask, and log the mask of attention.
+    """Change arguments so that the data loader creates no mask, and log the mask of attention.
 
-    Documents of `--reset-attention-mask` are also kept with
-    `--no-create-attention-mask-in-dataloader`, with which Megatron's data loader loses them.
+    With `--no-create-attention-mask-in-dataloader`, Megatron's data loader ignores
+    `--reset-attention-mask`. Here attention still separates the documents.
 
     Args:
         args: arguments completed by `flags.settle`; changed.
@@ -59,12 +58,12 @@ def replace_masks(args: Any, patches: patching.PatchSet) -> None:
 
 
 def documents_expected() -> str | None:
-    """Return the flag with which every batch of this run states its documents, or None."""
+    """Return the flag that adds `cu_seqlens` to every batch of this run, or None."""
     return patching.notes().get(DOCUMENTS)
 
 
 def patch_masks(patches: patching.PatchSet) -> None:
-    """Make Megatron's GPT dataset end documents as `--reset-attention-mask` would."""
+    """Wrap Megatron's GPT dataset, so that documents end as with `--reset-attention-mask`."""
     # Imported here: only scripts of Megatron-LM need the dataset.
     from megatron.core.datasets.gpt_dataset import GPTDataset
 
@@ -76,10 +75,10 @@ def patch_masks(patches: patching.PatchSet) -> None:
 
 
 def lengths_of_documents(text: torch.Tensor, eod: int) -> list[int]:
-    """Return the numbers of tokens of the documents in `text` [n].
+    """Return the number of tokens of each document in `text` [n].
 
-    A document ends after each `eod`. An `eod` as the last token does not count: that token is only
-    predicted, and Megatron searches for ends of documents in the other tokens.
+    A document ends after each `eod`. An `eod` as the last token is ignored: the last token is only
+    a label, and Megatron searches for ends of documents in the other tokens.
     """
     ends = (text[:-1] == eod).nonzero().flatten() + 1
     bounds = torch.cat([ends.new_zeros(1), ends, ends.new_full((1,), len(text))])
@@ -113,7 +112,7 @@ def _with_positions(
 
 
 def patch_stages(patches: patching.PatchSet) -> None:
-    """Add to a set of patches the construction of datasets with documents on every stage."""
+    """Wrap Megatron's dataset builder: it builds datasets with `cu_seqlens` on every stage."""
     # Imported here: only scripts of Megatron-LM need the datasets.
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
@@ -127,7 +126,7 @@ def _on_every_stage(original: Callable, *args: Any, **named: Any) -> None:
     bound = bound_to(original, args, named)
     is_built = bound.arguments["is_built_on_rank"]
     if getattr(bound.arguments["config"], "inter_document_masking", False):
-        # Other tensor-parallel ranks get their batches from the first.
+        # Other tensor-parallel ranks receive batches from tensor-parallel rank 0.
         bound.arguments["is_built_on_rank"] = lambda: (
             is_built() or parallel_state.get_tensor_model_parallel_rank() == 0
         )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entries of a batch that are cut over context-parallel ranks, and their dimension.
 
-One rule serves every layout, including packed batches; `docs/megatron-lm.md` has it as a table. An
-entry that fits no row of the table is refused with its key and shape.
+The same rules apply to every layout and to packed batches; a table in `docs/megatron-lm.md` lists
+them. An entry that fits no row of the table is refused; the error names its key and shape.
 
 Shape letters: b batch, s tokens of the whole sequence.
 """
@@ -16,7 +16,7 @@ import torch
 from .. import patching
 
 MASK, POSITIONS = "attention_mask", "position_ids"
-# Entries with one value per token. The first one in a batch states b and s.
+# Entries with one value per token. The first of these keys in a batch determines b and s.
 SEQUENCES = ("tokens", "input_ids", "labels", "loss_mask", POSITIONS)
 # Entries that describe documents, groups or images, whatever their shape.
 _UNCUT = frozenset({
@@ -37,7 +37,7 @@ class EntryDims(NamedTuple):
     """The entries of a batch that are cut.
 
     Attributes:
-        dims: The dimension of s, by key.
+        dims: The dimension along which each entry is cut, by key.
         length: s; 0 if no entry is cut.
     """
 
@@ -46,13 +46,14 @@ class EntryDims(NamedTuple):
 
 
 def documents_of(batch: dict[str, Any]) -> tuple[Any, Any] | None:
-    """Return the lengths of documents in a packed batch, without and with padding.
+    """Return the cumulative lengths of documents in a packed batch.
 
-    They are entries of the batch, under the names of Megatron-LM or of `PackedSeqParams`, or in an
-    entry `packed_seq_params`.
+    They are entries `cu_seqlens` or `cu_seqlens_q` of the batch, or fields of an entry
+    `packed_seq_params`.
 
     Returns:
-        Cumulative lengths without and with padding; None for a batch that is not packed.
+        (lengths without padding, lengths with padding or None); None for a batch that is not
+            packed.
     """
     if batch.get("cu_seqlens") is not None:
         return batch["cu_seqlens"], batch.get("cu_seqlens_padded")
@@ -65,10 +66,10 @@ def documents_of(batch: dict[str, Any]) -> tuple[Any, Any] | None:
 
 
 def placeholder(mask: Any) -> bool:
-    """Return whether an attention mask has one element, which hides no token from another.
+    """Return whether an attention mask is a placeholder, a tensor with one element.
 
-    Data loaders add it if a model requires a mask. Transformer Engine reads no mask tensor in
-    causal attention (`is_redundant` in `attention/core_attention.py`).
+    Data loaders add a placeholder if a model requires a mask argument. Transformer Engine reads no
+    mask tensor in causal attention (`is_redundant` in `attention/core_attention.py`).
     """
     return isinstance(mask, torch.Tensor) and mask.numel() == 1
 
@@ -77,8 +78,8 @@ def entries_to_cut(batch: dict[str, Any], packed: bool) -> EntryDims:
     """Return the entries of a batch that are cut.
 
     Args:
-        batch: entries by key. Entries that are no tensors stay as they are.
-        packed: whether the batch holds documents in one row, [1, s].
+        batch: entries by key. Entries that are not tensors are never cut.
+        packed: whether the batch is one packed row of documents, [1, s].
 
     Raises:
         ValueError: An entry fits no row of the table in `docs/megatron-lm.md`.
@@ -106,7 +107,7 @@ def entries_to_cut(batch: dict[str, Any], packed: bool) -> EntryDims:
 
 
 def _sizes(tensors: dict[str, tuple[int, ...]]) -> tuple[int, int]:
-    """Return b and s of a batch; (0, 0) if nothing in it has tokens."""
+    """Return (b, s) of a batch; (0, 0) if no entry has a token dimension."""
     for key in SEQUENCES:
         shape = tensors.get(key, ())
         if len(shape) == 2 or (len(shape) > 2 and key != POSITIONS):

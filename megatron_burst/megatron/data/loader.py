@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lengths of documents, read on the host before batches are sent to devices.
+"""Document lengths that the host records before a batch is sent to a device.
 
 A script sends a batch to the GPU. To read the cumulative lengths back, the host would wait for all
-queued work, and would make its plan while the GPU is idle. Therefore batches that Megatron's
-schedules pass to a script have `cu_seqlens` tensors that record their values when they are sent to
-a device. The values of these tensors on the device, and of views of them, are then known
-(`Packs.values`). Other tensors are read from the device: tensors that a script computes, and
-tensors that other tensor-parallel ranks receive by broadcast.
+queued work, and would make its plan while the GPU is idle. Therefore the `cu_seqlens` tensors of
+batches record their values when the script sends them to a device. `Packs.values` returns the
+recorded values for the device tensors and for views of them. Other tensors are read from the
+device: tensors that a script computes, and tensors that other tensor-parallel ranks receive by
+broadcast.
 
-The host also reads loss masks, to warn once of masks whose gradients depend on the number of
-context-parallel ranks.
+The host also reads loss masks, and warns once if gradients depend on the number of context-parallel
+ranks.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ UNEVEN = (
 
 
 class HostLengths(torch.Tensor):
-    """A tensor on the CPU that records its values for its copy on a device.
+    """A CPU tensor whose `cuda` and `to` record the values of the copy on a device.
 
-    Other operators return a plain tensor.
+    All other operators return a plain tensor.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
@@ -58,7 +58,7 @@ class HostLengths(torch.Tensor):
 
 
 class BatchIterator:
-    """An iterator over the batches of a data loader, with `HostLengths` as lengths.
+    """An iterator over the batches of a data loader, with cumulative lengths as `HostLengths`.
 
     Args:
         batches: the iterator of the data loader.
@@ -89,9 +89,10 @@ class BatchIterator:
 
 
 def patch(patches: patching.PatchSet) -> None:
-    """Add to a set of patches the iterators that record lengths.
+    """Wrap Megatron's schedules, so that data iterators return `HostLengths`.
 
-    Call this before the patch of packed batches, which reads these iterators.
+    Call this before `packing.step.patch`: the wrapper that is added last is called first, so this
+    wrapper receives the packed batches.
     """
     patching.wrap_steps(patches, _noting)
 
@@ -110,7 +111,10 @@ def _warned_of(mask: Any) -> bool:
 
 
 def _uneven(model: Any) -> bool:
-    """Return whether the gradients of a model depend on the number of counted tokens per rank."""
+    """Return whether loss masks with unequal token counts per rank would change the gradients.
+
+    False after the warning was logged.
+    """
     config: Any = get_model_config(model[0] if isinstance(model, list) else model)
     burst = getattr(config, "burst", None)
     uses_burst = burst is not None and burst.algorithm != OFF and splits(config)

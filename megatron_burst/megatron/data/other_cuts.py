@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of Megatron and Transformer Engine that cut, shift or reorder batches themselves.
+"""Checks of functions of Megatron and Transformer Engine that cut, shift or reorder batches.
 
 The run has one layout. Functions that bypass `get_batch_on_this_cp_rank` may use another layout.
 Ranks would then hold other tokens than attention expects, with valid shapes and without an error.
-Each of these functions is replaced if the installed version has it: it runs if its layout equals
-the layout of the run, and raises `ValueError` otherwise. `check_cut` is the check in attention, for
-packs that an unknown function has cut.
+Each of these functions is wrapped if the installed version has it. The wrapper raises `ValueError`
+if the function's layout differs from the layout of the run. `check_cut` checks packs in attention,
+because an unknown function may have cut them.
 
-Attention recognizes the cut of a pack as follows: `Packs.note_cut` records every pack that this
-process cuts in the layout of the run. A pack without a record was cut elsewhere. Its layout is then
-"contiguous" if its `PackedSeqParams.cp_partition_mode` has this value, and otherwise zigzag within
-each document, which is the convention of Megatron and Transformer Engine. `cp_partition_mode` is
-"zigzag" by default, so that value does not contradict a record.
+`Packs.note_cut` records every pack that this process cuts in the layout of the run. A pack without
+a record was cut by other code. Its layout is then assumed to be contiguous if
+`PackedSeqParams.cp_partition_mode` is "contiguous", and otherwise zigzag within each document (the
+convention of Megatron and Transformer Engine). For a pack with a record, `cp_partition_mode`
+"zigzag" is ignored, because it is the default.
 
 Interfaces of Megatron-LM after commit d98e8a64 (August 2026), read in its sources of September
 2026: `context_parallel/utils.py` (pull request 6912), `sequence_roll.py`, `conversion.py` and
@@ -53,7 +53,7 @@ def guard_other_cuts(patches: patching.PatchSet, layout: str) -> None:
     """
     for wrap in _megatron_wraps(layout):
         patches.wrap(*wrap)
-    if layout != "zigzag":  # the only order of the library's function
+    if layout != "zigzag":  # thd_get_partitioned_indices supports only zigzag
         _guard(patches, _ENGINE, "thd_get_partitioned_indices", partial(_native_indices, layout))
     _guard(patches, _ENGINE_PYTHON, "get_thd_partitioned_indices", partial(_indices, layout))
     _guard(patches, _ENGINE_PYTHON, "get_batch_on_this_cp_rank", partial(_engine_batch, layout))
@@ -64,7 +64,7 @@ def check_cut(params: Any, pack: Pack, cut: BatchCut, size: int, cuts: bool) -> 
 
     Args:
         params: the `PackedSeqParams` of the pack.
-        pack: its documents.
+        pack: the documents of the pack.
         cut: how the run cuts batches.
         size: number of ranks that hold the pack.
         cuts: whether this rank cuts its batches itself (see `cuts_batches`).
@@ -100,14 +100,14 @@ def check_cut(params: Any, pack: Pack, cut: BatchCut, size: int, cuts: bool) -> 
 
 
 def partition_mode(params: Any, cut: BatchCut) -> str:
-    """Return the layout that `PackedSeqParams.cp_partition_mode` states, "zigzag" by default.
+    """Return `PackedSeqParams.cp_partition_mode`, "zigzag" by default.
 
     Args:
         params: the `PackedSeqParams`.
         cut: how the run cuts batches.
 
     Raises:
-        ValueError: It states a layout that contradicts the layout of the run.
+        ValueError: The value contradicts the layout of the run.
     """
     mode = getattr(params, "cp_partition_mode", None) or "zigzag"
     if mode not in ("zigzag", cut.name):
@@ -123,8 +123,8 @@ def partition_mode(params: Any, cut: BatchCut) -> str:
 def cuts_batches(config: Any, pg_collection: Any) -> bool:
     """Return whether this rank cuts its batches itself.
 
-    Other ranks of a tensor-parallel group may receive what the first one has cut, and later
-    pipeline stages receive activations.
+    Other ranks of a tensor-parallel group may receive batches that tensor-parallel rank 0 has cut,
+    and later pipeline stages receive activations.
     """
     if pg_collection.tp.rank() != 0:
         return False
@@ -139,8 +139,8 @@ def refuse_layout(layout: str, function_layout: str, tokens: int | None, name: s
     Args:
         layout: the layout of the run.
         function_layout: the layout of the function.
-        tokens: tokens of the pack; None for another batch.
-        name: of the function.
+        tokens: tokens of the pack; None for a batch that is not packed.
+        name: the name of the function.
 
     Raises:
         ValueError: The layouts differ.
@@ -157,7 +157,7 @@ def refuse_layout(layout: str, function_layout: str, tokens: int | None, name: s
 
 
 def _megatron_wraps(layout: str) -> list[Wrap]:
-    """Return the replacements for modules that the installed Megatron has."""
+    """Return the wrappers of all functions that the installed Megatron has."""
     core = "megatron.core"
     rows = [
         (f"{core}.context_parallel.utils", "get_batches_on_this_cp_rank",
@@ -188,16 +188,17 @@ def _megatron_wraps(layout: str) -> list[Wrap]:
 def _batches(layout: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
     """Run `context_parallel.utils.get_batches_on_this_cp_rank` in the layout of the run.
 
-    The original cuts packs itself if it needs zigzag within padded documents, and calls
-    `get_batch_on_this_cp_rank` otherwise. Packs of a zigzag run may use either path: positions are
-    the same.
+    With per-sequence balancing the original cuts packs itself, in zigzag order within padded
+    documents; otherwise it calls `get_batch_on_this_cp_rank`. In a zigzag run both give the same
+    positions.
     """
     bound = bound_to(original, args, kwargs)
     bound.apply_defaults()
     arguments = bound.arguments
     if arguments["cp_group"].size() == 1 and not arguments.get("is_hybrid_cp"):
         return original(*args, **kwargs)
-    run_layout = layout if layout in STREAMS else "zigzag"  # Megatron's name for the view
+    # Megatron knows only these two layouts; `get_batch_on_this_cp_rank` cuts in any other layout.
+    run_layout = layout if layout in STREAMS else "zigzag"
     requested = {arguments["boundary_layout"], *arguments["additional_layouts"]}
     if requested not in ({"zigzag"}, {run_layout}):
         raise patching.user_error(
@@ -213,7 +214,10 @@ def _batches(layout: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def _partition(layout: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Run `context_parallel.partition.get_cp_partition_indices`, which selects a rank's rows."""
+    """Run `context_parallel.partition.get_cp_partition_indices` and record the cut.
+
+    Raises `ValueError` for another layout than the run's.
+    """
     arguments = given_to(original, args, kwargs)
     if arguments["cp_size"] > 1:
         _note(layout, arguments["layout"], arguments["cu_seqlens"], arguments["total_tokens"],
@@ -246,9 +250,9 @@ def _conversion(layout: str, original: Callable, *args: Any, **kwargs: Any) -> A
 
 
 def _roll(layout: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Run a shift of multi-token prediction, which assumes contiguous ranks.
+    """Run a shift of `context_parallel.sequence_roll` (for MTP), which assumes contiguous tokens.
 
-    It is in `context_parallel.sequence_roll`.
+    Raises `ValueError` if the run has another layout.
     """
     group = given_to(original, args, kwargs).get("cp_group")
     if group is not None and group.size() > 1 and layout != "contiguous":
@@ -261,9 +265,10 @@ def _roll(layout: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def _roll_context(layout: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Run `mtp_sequence_roll.prepare_mtp_sequence_roll_context` of the branch dev.
+    """Run `mtp_sequence_roll.prepare_mtp_sequence_roll_context` of Megatron-LM's branch dev.
 
-    The result None makes Megatron call `roll_tensor`, which uses the layout of the run.
+    If the layouts differ, return None: Megatron then calls `roll_tensor`, which our patches adapt
+    to the layout of the run.
     """
     arguments = given_to(original, args, kwargs)
     group, params = arguments["cp_group"], arguments["packed_seq_params"]
@@ -295,7 +300,7 @@ def _native_indices(
 
 
 def _indices(layout: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Run `get_thd_partitioned_indices`, in the order of a load-balancing strategy."""
+    """Run `get_thd_partitioned_indices` of Transformer Engine and record the cut."""
     arguments = given_to(original, args, kwargs)
     if arguments["cp_size"] > 1:
         ends, tokens = arguments["cu_seqlens_padded"], arguments["total_tokens"]
@@ -305,7 +310,7 @@ def _indices(layout: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def _engine_batch(layout: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Run `get_batch_on_this_cp_rank` of Transformer Engine, for packed batches."""
+    """Run `get_batch_on_this_cp_rank` of Transformer Engine for a packed batch; record the cut."""
     arguments = given_to(original, args, kwargs)
     ends = arguments["cu_seqlens_padded"]
     if torch.distributed.get_world_size(arguments.get("cp_group")) > 1:

@@ -5,13 +5,13 @@ Data path, rotary embedding and attention all read the layout of a packed batch 
 they use the same layout. A tensor on a device is read once, a layout is made once, and an index is
 sent to a device once.
 
-The rule: under layout zigzag, if every document can be cut into 2 x CP equal parts, each document
-is cut separately, as in Megatron and Transformer Engine. Layout balanced is computed from the
-documents. Otherwise the layout of the run applies to the whole pack, whose documents may have any
-length.
+Packs are cut by these rules. With layout zigzag, if every document can be cut into 2 x CP equal
+parts, each document is cut separately, as in Megatron and Transformer Engine. Layout balanced is
+computed from the documents. Otherwise the layout of the run applies to the whole pack, and
+documents may have any length.
 
-A layout depends only on what data path, rotary embedding and attention all know: the starts of
-documents, with the padding after each, and the padding at the end of the pack. The mask, which only
+A layout depends only on values that data path, rotary embedding and attention all have: the
+boundaries of padded documents, and the padding at the end of the pack. The mask, which only
 attention needs, also hides the padding between documents.
 """
 
@@ -51,12 +51,12 @@ class Pack:
         total: Tokens of the pack, with padding.
         bounds: Boundaries of the documents in the pack, each with the padding after it. The padding
             at the end of the pack is a further document.
-        end: The position where the padding at the end begins.
+        end: The first position of the padding at the end of the pack.
         documents: Boundaries for the mask; padding is a separate document.
-        padding: Indices of the documents in `documents` that are padding: they see nothing, and
-            nothing sees them.
-        spans: (first, stop) of images, from `vision.with_spans`, for a mask of the user; None
-            without.
+        padding: Indices of the documents in `documents` that are padding. Tokens of padding see no
+            token and are seen by none.
+        spans: (first, stop) of each image, from `vision.with_spans`, for a mask of the user; None
+            if `with_spans` was not called.
     """
 
     total: int
@@ -73,7 +73,7 @@ class Pack:
 
     @property
     def chained(self) -> dict[str, Any]:
-        """The arguments of linear attention that define which tokens follow which."""
+        """The arguments of linear attention that define the documents."""
         return {"cu_seqlens": self.bounds}
 
     @property
@@ -82,7 +82,7 @@ class Pack:
         return self.total, self.bounds, self.end
 
     def layout(self, cut: BatchCut, cp_size: int) -> Layout:
-        """Return the layout of the pack over `cp_size` ranks in a run with `cut`; made once."""
+        """Return the layout of the pack over `cp_size` ranks in a run with `cut`; cached."""
         if (cut, cp_size) not in self._made:
             self._made[cut, cp_size] = self._layout(cut, cp_size)
         return self._made[cut, cp_size]
@@ -119,10 +119,10 @@ class Pack:
         )
 
     def places(self, cut: BatchCut, cp_size: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return this rank's positions in the pack, and in their documents.
+        """Return the positions of this rank's tokens in the pack and in their documents.
 
         Returns:
-            Two arrays, int64 [total / cp_size].
+            (position in the pack, position in the document), each int64 [total / cp_size].
         """
         positions = self.layout(cut, cp_size).positions(rank, self.total)
         # Only for the rank's tokens: an array for all tokens would be as long as the pack.
@@ -137,16 +137,16 @@ class Pack:
         device: torch.device,
         angles: int | None = None,
     ) -> torch.Tensor:
-        """Return the tokens that a rank holds as an index on a device, sent there once.
+        """Return an index tensor of the tokens that a rank holds; cached on the device.
 
         Args:
             cut: how the run cuts batches.
             cp_size: number of ranks that hold the pack.
             rank: this rank in the group.
             device: the device of the index.
-            angles: the number of rotary angles, to index angles in place of tokens. If it equals
-                the pack's tokens, angles are of positions in the pack, otherwise of positions in
-                documents. The padding at the end uses the last angle.
+            angles: None to index tokens of the pack; the length of a table of rotary angles to
+                index that table. A table of `total` angles is indexed by position in the pack,
+                another table by position in the document. Indices beyond the table are clamped.
 
         Returns:
             int64 [total / cp_size].
@@ -162,9 +162,9 @@ class Pack:
     def successors(
         self, cut: BatchCut, cp_size: int, rank: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `mb.layout.successors` on a device, sent there once.
+        """Return `mb.layout.successors` as tensors; cached on the device.
 
-        They index, for each token of the rank, the next token of its document.
+        They are indices of the next token in the document, for each token of the rank.
 
         Args:
             cut: how the run cuts batches.
@@ -189,7 +189,7 @@ class Pack:
 
 
 class Packs:
-    """The packs of the batches in use, by the tensors that describe them."""
+    """Cache of the packs of batches in use, by the `cu_seqlens` tensors that describe them."""
 
     def __init__(self) -> None:
         self._packs: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -199,17 +199,18 @@ class Packs:
         self._noted: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def note(self, cu_seqlens: torch.Tensor, pack: Pack) -> None:
-        """Map this tensor object to `pack`, which contains more than the tensor's values.
+        """Register `pack` for this tensor object.
 
-        The additional content is a prefix tree, or the spans of images.
+        Needed for packs that the values of `cu_seqlens` do not define: a prefix tree, or documents
+        with spans of images.
 
         Args:
             cu_seqlens: the tensor.
-            pack: its pack.
+            pack: the pack of the tensor.
 
         Raises:
-            ValueError: The tensor has another pack: a micro-batch with that pack may still be in
-                flight.
+            ValueError: Another pack is registered for the tensor; a micro-batch with that pack may
+                still be in flight.
         """
         if (noted := self._noted_of(cu_seqlens)) is not None and noted != pack:
             raise ValueError(
@@ -220,7 +221,7 @@ class Packs:
         self._noted[cu_seqlens] = version_of(cu_seqlens), pack
 
     def _noted_of(self, cu_seqlens: torch.Tensor) -> Any:
-        """Return the pack that was noted for this tensor object; None without one."""
+        """Return the pack that `note` registered for this tensor object, or None."""
         entry: Any = self._noted.get(cu_seqlens)
         version, pack = entry or (version_of(cu_seqlens), None)
         if version != version_of(cu_seqlens):
@@ -236,7 +237,7 @@ class Packs:
         return pack is not None and pack.spans is None
 
     def of(self, total: int, cu_seqlens: torch.Tensor, padded: torch.Tensor | None = None) -> Pack:
-        """Return the pack of these tensors; `pack_of` is called once for unchanged tensors.
+        """Return the pack of these tensors; cached until a tensor changes.
 
         Args:
             total: tokens of the pack over all ranks.
@@ -268,13 +269,13 @@ class Packs:
         return entry[2]
 
     def note_values(self, sent: torch.Tensor, host: torch.Tensor) -> None:
-        """Record that `sent`, contiguous on a device, has the present values of `host`."""
+        """Record the values of `host` for `sent`, a contiguous copy of `host` on a device."""
         self._values[sent] = sent._version, host.numpy().flatten()
 
     def values(self, lengths: torch.Tensor) -> np.ndarray:
-        """Return the values of cumulative lengths.
+        """Return the values of cumulative lengths as an array.
 
-        Waits for a device, unless the tensor is a view of a recorded one.
+        Waits for the device, unless the values of the tensor or of its base were recorded.
         """
         base = lengths if lengths._base is None else lengths._base
         record: Any = self._values.get(base)
@@ -289,7 +290,7 @@ class Packs:
         self._cut.keep(pack.cut_key, True)
 
     def was_cut(self, pack: Pack) -> bool:
-        """Return whether this process cut such a batch among its last `CUTS_KEPT` batches."""
+        """Return whether one of the last `CUTS_KEPT` recorded cuts has the documents of `pack`."""
         return pack.cut_key in self._cut
 
 
@@ -299,7 +300,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def packs() -> Packs:
-    """Return the packs that data path, rotary embedding and attention share until `uninstall`."""
+    """Return the `Packs` that data path, rotary embedding and attention share until `uninstall`."""
     return patching.notes().setdefault("packs", Packs())
 
 
@@ -312,7 +313,7 @@ def pack_of(total: int, cu_seqlens: torch.Tensor, padded: torch.Tensor | None = 
     Args:
         total: tokens of the pack over all ranks.
         cu_seqlens: [n] or [1, n], cumulative lengths of documents without their padding.
-        padded: the same with padding; None without padding.
+        padded: cumulative lengths with padding, same shape as `cu_seqlens`; None without padding.
 
     Raises:
         ValueError: The lengths are not increasing, or contradict each other.
@@ -335,7 +336,7 @@ def params_of(ends: torch.Tensor, longest: int, padded: Any = None) -> Any:
 
     Args:
         ends: cumulative lengths of documents.
-        longest: tokens of the longest document.
+        longest: number of tokens of the longest document.
         padded: cumulative lengths with padding, or None.
     """
     from megatron.core.packed_seq_params import PackedSeqParams

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary embeddings of the rows of a rank, in place of Megatron's tables of the whole sequence.
 
-Megatron computes angles of all positions, fp32 [S, 1, 1, d], and cuts them: 10 GB for 20 million
-tokens of width 128, once per length and, with multi-latent attention, per layer. Here a table
-contains only the positions that the rank holds, and all layers with the same angles share it.
+Megatron computes the angles of all positions, fp32 [S, 1, 1, d], and slices the table. For 20
+million tokens and width 128 a table has 10 GB, per length and, with multi-latent attention, per
+layer. Here a table contains only the positions of the rank, and all layers with the same angles
+share it.
 
-The rows of a packed batch are known only in the function that applies the angles. Until then
-Megatron passes a *blank*: NaN, with the shape of Megatron's table and a storage of one number.
+The rows of a packed batch are known only in the function that applies the angles. Until then a
+*blank* replaces the table: a tensor of NaN with the table's shape and a storage of one element.
 
 A blank is identified by the address of its storage, because the tensor is the only object that
-Megatron passes from the rotary embedding to the function that applies it: this function gets no
-`PackedSeqParams`, and a model may have several rotary embeddings. Views, `detach` and recomputation
-keep the address. An attribute or a subclass of the tensor would not survive them, and a number
+Megatron passes from the rotary embedding to the function that applies the angles: this function
+gets no `PackedSeqParams`, and a model may have several rotary embeddings. Views, `detach` and
+recomputation keep the address; they would lose an attribute or a subclass of the tensor. A number
 stored in the tensor would have to be read from the GPU in every layer. `RotaryTables` keeps the
-storage until `uninstall`, so no other tensor can have the address. A copy raises `ValueError`, and
-code that uses a blank as a table gets NaN, not wrong angles.
+storage until `uninstall`, so no other tensor can have the same address. A copy of a blank raises
+`ValueError`, and code that uses a blank as a table gets NaN, not wrong angles.
 
 Shape letters: S tokens of the whole sequence, d rotary width.
 """
@@ -49,7 +50,7 @@ from .packed import packs
 
 
 def rope_patches(layout: str) -> list[Wrap]:
-    """Return the replacements that make rotary tables in a run with that layout."""
+    """Return the wrappers of Megatron's rotary embeddings in a run with layout `layout`."""
     table = ["max_seq_len", "offset", "packed_seq", "cp_group"]
     return [
         Wrap(RotaryEmbedding, "forward", table, partial(_forward, layout)),
@@ -82,7 +83,7 @@ def _scaled_forward(layout: str, original: Callable, self: Any, *args: Any, **na
 
 
 def _without_rows(_: Callable, self: Any, *args: Any, **named: Any) -> None:
-    """Make Yarn's cache without rows: its constructor fills a cache that no layer reads."""
+    """Create Yarn's cos/sin cache with 0 rows: no layer reads the cache."""
     self.max_seq_len_cached = self.offset_cached = 0
     self.dtype_cached, self.packed_seq_cached = None, False
     for name in ("cos_cached", "sin_cached"):
@@ -94,8 +95,8 @@ def _cos_sin(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosines and sines of the rank's rows.
 
-    For packed batches they contain all positions of a document: the fused kernels that read them
-    select rows themselves.
+    For packed batches, return all positions of a document: the fused kernels select rows
+    themselves.
     """
     bound = bound_to(original, args, named)
     bound.apply_defaults()
@@ -105,7 +106,7 @@ def _cos_sin(
 
 
 def _of_own_positions(layout: str, original: Callable, *args: Any, **named: Any) -> torch.Tensor:
-    """Return angles of several axes, from `position_ids` [3, batch, S] that are cut first."""
+    """Cut `position_ids` [3, batch, S] over the ranks, and return the angles of M-RoPE."""
     bound = bound_to(original, args, named)
     arguments = bound.arguments
     group = arguments.get("cp_group")
@@ -122,7 +123,7 @@ def _of_own_positions(layout: str, original: Callable, *args: Any, **named: Any)
 
 
 def mrope_of_packs() -> ValueError:
-    """Return the error for a packed batch of a model whose positions have several axes."""
+    """Return the error for a packed batch of a model with M-RoPE."""
     return ValueError(
         "packed_seq_params with --position-embedding-type mrope: Megatron selects angles of packed "
         "documents by row, not by position_ids, so images would lose their axes; call the "
@@ -133,16 +134,16 @@ def mrope_of_packs() -> ValueError:
 def packed_rope(
     layout: str, rotate: Callable, original: Callable, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """Run `rope_utils._apply_rotary_pos_emb_thd` for documents of any length.
+    """Replace `rope_utils._apply_rotary_pos_emb_thd`, for documents of any length.
 
-    The original runs if each document is cut separately, as in Megatron.
+    If each document is cut separately, as in Megatron, call `original`.
 
     Args:
         layout: the layout of the run.
         rotate: `rope_utils._apply_rotary_pos_emb_bshd`.
         original: the replaced function.
-        args: its arguments.
-        kwargs: its arguments by name.
+        args: positional arguments of `original`.
+        kwargs: keyword arguments of `original`.
     """
     arguments = given_to(original, args, kwargs)
     t, cu_seqlens, freqs, group = (
@@ -151,7 +152,7 @@ def packed_rope(
     axes = patching.notes().get(_AXES, lambda: None)()
     if axes is not None and axes.data_ptr() == freqs.data_ptr():
         raise mrope_of_packs()
-    # Newer versions also take max_seqlen, which only their own slicing needs.
+    # Newer versions also have the parameter max_seqlen, which `rotate` does not.
     named = {k: x for k, x in arguments.items() if k in signature_of(rotate).parameters}
     if group is not None and is_blank(freqs):
         angles = tables().of_pack(freqs, t.shape[0], cu_seqlens, _rows_of_group(layout, group))
@@ -168,16 +169,16 @@ def packed_rope(
 
 
 def fused_packed_rope(layout: str, original: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Run `rope_utils.fused_apply_rotary_pos_emb_thd` with the angles of this rank's rows.
+    """Replace `rope_utils.fused_apply_rotary_pos_emb_thd` if the table is a blank.
 
-    The original selects rows of tables of whole documents. The fused kernel for batches that are
-    not packed accepts the rank's angles.
+    The original selects rows from tables of whole documents. Here the fused kernel for batches that
+    are not packed gets the angles of this rank's rows.
 
     Args:
         layout: the layout of the run.
         original: the replaced function.
-        args: its arguments.
-        kwargs: its arguments by name.
+        args: positional arguments of `original`.
+        kwargs: keyword arguments of `original`.
     """
     bound = bound_to(original, args, kwargs)
     bound.apply_defaults()
@@ -207,14 +208,14 @@ TABLES_KEPT = 4
 
 @dataclass(frozen=True)
 class TableRows:
-    """The rows that a table contains: the rows of `rank` of `size` ranks in a layout."""
+    """The rows of a table: the rows of rank `rank` of `size` ranks in layout `layout`."""
 
     layout: str
     size: int
     rank: int
 
     def positions(self, length: int) -> np.ndarray:
-        """Return positions, int64 [length / size], for a sequence that is not packed."""
+        """Return the rank's positions, int64 [length / size], in a sequence without packing."""
         if self.size == 1:
             return np.arange(length)
         check_length(length, self.layout, self.size)
@@ -225,7 +226,7 @@ ALL = TableRows("contiguous", 1, 0)
 
 
 class RotaryTables:
-    """The rotary tables of a run: the last `TABLES_KEPT`, and the blanks of packed batches."""
+    """Cache of the last `TABLES_KEPT` rotary tables, and the blanks of packed batches."""
 
     def __init__(self) -> None:
         self._rates: WeakKeyDictionary[Any, tuple[tuple, TurnRates]] = WeakKeyDictionary()
@@ -260,14 +261,14 @@ class RotaryTables:
     def cos_sin(
         self, rope: Any, length: int, offset: int, table_rows: TableRows, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scaled cosines and sines of `rows`, for fused kernels of latent attention.
+        """Return scaled cosines and sines of the angles of `rows`, for fused MLA kernels.
 
         Args:
             rope: Megatron's rotary module.
             length: tokens of the sequence.
             offset: the position of the first token.
             table_rows: the rows of the table.
-            dtype: of the result.
+            dtype: dtype of the result.
         """
         key, rates = self._keyed_rates(rope)
 
@@ -279,7 +280,7 @@ class RotaryTables:
         return self._once((key, length, offset, table_rows, dtype), make)
 
     def blank(self, rope: Any, length: int) -> torch.Tensor:
-        """Return NaN, fp32 [length, 1, 1, d], in place of a table whose rows are not known yet."""
+        """Return a blank: NaN, fp32 [length, 1, 1, d], in place of a table of angles."""
         key, rates = self._keyed_rates(rope)
         if key not in self._blanks:
             nan = torch.full((1,), torch.nan, device=rates.per_position.device)
@@ -287,9 +288,10 @@ class RotaryTables:
         return self._blanks[key][0].expand(length, 1, 1, rates.width)
 
     def pair(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        """Return two blanks of one shape as one tensor, fp32 [2, length, 1, 1, d] of NaN.
+        """Return a tensor in place of a stack of two blanks: NaN, fp32 [2, length, 1, 1, d].
 
-        A stack of the blanks would be a copy, which has another address.
+        Each of its two rows is again a blank. `torch.stack` would copy the blanks, and a copy has
+        another address.
         """
         rates = [self._of_blank(blank) for blank in (first, second)]
         name = "pair", *(key for key, _ in rates)
@@ -305,8 +307,8 @@ class RotaryTables:
         """Return angles, fp32 [tokens, 1, 1, d], of this rank's tokens of a packed batch.
 
         Args:
-            blank: from `blank`, or a view of it. If it is as long as the pack, angles are of
-                positions in the pack, otherwise of positions in documents.
+            blank: result of `blank`, or a view of the result. If it has one row per token of the
+                pack, angles belong to positions in the pack, otherwise to positions in documents.
             tokens: number of tokens that this rank holds.
             cu_seqlens: cumulative lengths of the documents.
             table_rows: the rows of the table.
@@ -378,12 +380,12 @@ def tables() -> RotaryTables:
 
 
 def is_blank(freqs: torch.Tensor) -> bool:
-    """Return whether this is a blank and not a table of angles."""
+    """Return whether a tensor is a blank, not a table of angles."""
     return freqs.dim() == 4 and freqs.shape[-1] > 1 and freqs.stride(-1) == 0
 
 
 def check_length(length: int, layout: str, size: int) -> None:
-    """Raise an error unless ranks can hold equal parts of a sequence that is not packed.
+    """Raise an error unless a sequence without packing can be cut into 2 x `size` equal parts.
 
     Args:
         length: tokens of the sequence.
@@ -391,7 +393,8 @@ def check_length(length: int, layout: str, size: int) -> None:
         size: number of ranks.
 
     Raises:
-        ValueError: The layout needs documents, or the length does not divide.
+        ValueError: The layout is balanced, which requires packed batches, or `length` is not
+            divisible by 2 x `size`.
     """
     if layout == "balanced":
         raise unpacked()

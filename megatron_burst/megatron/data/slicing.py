@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that cut, gather and shift sequences in layouts and packs that Megatron lacks.
+"""Functions that cut, gather and shift sequences in the layout of the run.
 
-`slicing_patches` returns replacements of Megatron's own slicing functions and of the `roll_tensor`
-of multi-token prediction, which gives each position the token, position id, label or loss mask of
-the next one. `shard_sequence` and `gather_sequence` are for scripts with their own data path, and
-for reading outputs. A run has one layout, because Megatron slices batches before it knows the
-model, and caches rotary embeddings.
+`slicing_patches` returns wrappers of Megatron's slicing functions and of `roll_tensor`, with which
+multi-token prediction shifts tokens, position ids, labels and loss masks by one position.
+`shard_sequence` and `gather_sequence` are for scripts with their own data path, and for reading
+outputs. A run has one layout: Megatron slices batches and caches rotary embeddings independently of
+the model.
 
 Shape letters: s tokens of this context-parallel rank.
 """
@@ -38,7 +38,7 @@ from .rope import check_length, fused_packed_rope, packed_rope
 
 
 def slicing_patches(layout: str) -> list[Wrap]:
-    """Return the replacements of functions that depend on the order of tokens."""
+    """Return the wrappers of Megatron's functions that depend on the order of tokens."""
     rotate = rope_utils._apply_rotary_pos_emb_bshd
     rows = [
         Wrap(utils, "get_batch_on_this_cp_rank", ["batch"], partial(_sliced_batch, layout)),
@@ -47,7 +47,7 @@ def slicing_patches(layout: str) -> list[Wrap]:
         Wrap(mtp, "roll_tensor", ["tensor", "shifts", "dims", "cp_group", "packed_seq_params"],
              partial(_rolled, layout, {})),
     ]  # fmt: skip
-    if layout != "zigzag":  # Megatron's own
+    if layout != "zigzag":  # the original supports only zigzag
         names = ["pos_emb", "seq_dim", "cp_group"]
         around = partial(_sliced_rope, layout)
         rows.append(Wrap(rope_utils, "get_pos_emb_on_this_cp_rank", names, around))
@@ -87,10 +87,13 @@ def _sliced_batch(layout: str, original: Callable, *args: Any, **kwargs: Any) ->
 def _of_own_group(
     batch: dict[str, Any], documents: tuple[Any, Any], group_of_size: Callable | None, layout: str
 ) -> dict[str, Any] | None:
-    """Return this rank's part of a micro-batch that has its own group, of `local_cp_size` ranks.
+    """Cut a micro-batch over its own group of `local_cp_size` ranks.
 
-    The original cuts the whole pack in zigzag order, attention every document. None for one rank:
-    the original cuts nothing, and after 0.20 it names the group of this rank alone.
+    The original would cut the whole pack in zigzag order, but attention cuts every document.
+
+    Returns:
+        The entries of this rank. None if the group has one rank: the caller then calls the
+            original, which cuts nothing and, after 0.20, sets a group of this rank.
     """
     size = batch.get("local_cp_size")
     if size is None or group_of_size is None:
@@ -123,7 +126,7 @@ def _sliced_packed_batch(
 def take(
     batch: dict[str, Any], documents: tuple[Any, Any], cut: BatchCut, size: int, rank: int
 ) -> dict[str, Any]:
-    """Return the part of a packed batch [1, tokens] that a rank holds.
+    """Cut a packed batch [1, tokens], and return the entries of one rank.
 
     Args:
         batch: entries by key; changed.
@@ -160,7 +163,7 @@ def _shard(x: torch.Tensor, layout: str, group: Any, dim: int) -> torch.Tensor:
 
 
 def context_group(group: Any = None) -> Any:
-    """Return `group`, or the context-parallel group of this process if it is None."""
+    """Return `group` if it is not None, otherwise Megatron's context-parallel group."""
     if group is not None:
         return group
     return parallel_state.get_context_parallel_group()
@@ -173,7 +176,7 @@ def shard_sequence(
 
     Args:
         x: all tokens along `dim`.
-        packed_seq_params: a `PackedSeqParams` that states the documents; None for one sequence.
+        packed_seq_params: a `PackedSeqParams` with the documents; None for one sequence.
         dim: the dimension of tokens.
         group: the context-parallel group; default: the group of `packed_seq_params`, or Megatron's.
 
@@ -189,12 +192,12 @@ def shard_sequence(
 
 
 def held_positions(rows: int, packed_seq_params: Any = None, group: Any = None) -> np.ndarray:
-    """Return the positions of the tokens that `shard_sequence` leaves to each rank.
+    """Return the positions of the tokens that `shard_sequence` assigns to each rank.
 
     Args:
         rows: number of tokens that each rank holds.
-        packed_seq_params: as `shard_sequence` takes it.
-        group: as `shard_sequence` takes it.
+        packed_seq_params: same as in `shard_sequence`.
+        group: same as in `shard_sequence`.
 
     Returns:
         int64 [ranks, rows], positions in the whole sequence.
@@ -208,23 +211,23 @@ def held_positions(rows: int, packed_seq_params: Any = None, group: Any = None) 
 def gather_sequence(
     output: torch.Tensor, packed_seq_params: Any = None, *, dim: int = 0, group: Any = None
 ) -> torch.Tensor:
-    """Return all tokens of a sequence in their order, on every rank.
+    """All-gather the results for all tokens of a sequence, in the order of the sequence.
 
-    It is the inverse of `shard_sequence`. A collective of the group, without gradient.
+    This is the inverse of `shard_sequence`. A collective of the group; the result has no gradient.
 
     Args:
         output: results for this rank's tokens.
-        packed_seq_params: as `shard_sequence` takes it.
+        packed_seq_params: same as in `shard_sequence`.
         dim: the dimension of tokens: 0 for activations [t, ...] of a packed batch or [s, b, ...], 1
             for losses [b, s] and logits [b, s, v].
-        group: as `shard_sequence` takes it.
+        group: same as in `shard_sequence`.
 
     Returns:
         `output` with all tokens along `dim`.
 
     Raises:
-        ValueError: The number of tokens does not fit the layout; on every rank if all ranks have
-            the same number.
+        ValueError: The number of tokens does not fit the layout; raised on every rank if all ranks
+            have the same number.
     """
     group = sequence_group(group, packed_seq_params)
     size = group.size()
@@ -240,12 +243,12 @@ def gather_sequence(
 
 
 def sequence_group(group: Any, params: Any) -> Any:
-    """Return `group`, or the ranks that share the sequences of `params` if it is None."""
+    """Return `group` if it is not None, otherwise the group that holds the sequence of `params`."""
     return group_of(params, context_group()) if group is None else group
 
 
 def _order(total: int, params: Any, group: Any, ranks: Any, cutting: bool) -> torch.Tensor:
-    """Return the positions that these ranks hold, rank after rank, int64."""
+    """Return the concatenated positions, int64, of the tokens of `ranks` in the whole sequence."""
     name, size = installed_layout(), group.size()
     if name is None:
         raise ValueError("no layout is installed: call install() and configure() first")
@@ -268,16 +271,17 @@ def _rolled(
 ) -> tuple[Any, torch.Tensor | None]:
     """Run `multi_token_prediction.roll_tensor` (0.16 to 0.20) in the run's layout.
 
-    The original runs without context parallelism, and for hidden states, which have gradients.
-    After 0.20 the original also has the parameters `cp_layout`, the order of the tokens, and
-    `fill_value`, for tokens without a next one.
+    Without context parallelism, and for hidden states (tensors with gradients), call `original`.
+    After 0.20 the original also has the parameters `cp_layout` (the order of the tokens) and
+    `fill_value` (the value of tokens without a successor).
 
     Args:
         layout: the layout of the run.
-        unpacked_packs: packs of sequences that are not packed, by their lengths.
+        unpacked_packs: cache, by sequence length: a pack with one document for batches without
+            `packed_seq_params`.
         original: the replaced function.
-        args: its arguments.
-        kwargs: its arguments by name.
+        args: positional arguments of `original`.
+        kwargs: keyword arguments of `original`.
     """
     bound = bound_to(original, args, kwargs)
     bound.apply_defaults()
@@ -291,7 +295,7 @@ def _rolled(
         group = params.cp_group
     if tensor is None or group is None or group.size() == 1:
         return original(*args, **kwargs)
-    if arguments.get("cp_layout", "zigzag") != "zigzag":  # its default
+    if arguments.get("cp_layout", "zigzag") != "zigzag":  # "zigzag" is the default
         refuse_layout(layout, arguments["cp_layout"], None, "roll_tensor of multi-token prediction")
     if arguments["shifts"] != -1 or arguments["dims"] not in (-1, tensor.dim() - 1):
         raise ValueError(
@@ -315,10 +319,10 @@ def _rolled(
 def exchange(
     tensor: torch.Tensor, sent: torch.Tensor, taken: torch.Tensor, group: Any, fill: Any = 0
 ) -> torch.Tensor:
-    """Return `tensor` [..., s] of this rank, shifted along documents; a collective of `group`.
+    """Return `tensor` shifted by one token within each document; a collective of `group`.
 
     Args:
-        tensor: [..., s].
+        tensor: [..., s], values of this rank's tokens.
         sent: the first result of `mb.layout.successors`.
         taken: the second result of `mb.layout.successors`.
         group: the ranks that hold the sequence.

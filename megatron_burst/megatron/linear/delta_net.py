@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's gated delta nets, with their states passed from rank to rank.
 
-Megatron distributes the heads of such a layer by all-to-all, undoes zigzag and redoes it. Here
-every rank keeps its rows and all heads: the layer is built as on one context-parallel rank, and our
-forward replaces Megatron's. It uses the layer's own projections, gates, norms and recomputation.
-Ranks exchange only rows of the convolution and states. Parameters and checkpoints do not change.
+Megatron distributes the heads of such a layer by all-to-all and reorders the tokens from zigzag to
+sequence order and back. Here every rank keeps its rows and all heads: the layer is built as on one
+context-parallel rank, and our forward replaces Megatron's. Our forward uses the layer's own
+projections, gates, norms and recomputation. Ranks exchange only rows of the convolution and states.
+Parameters and checkpoints do not change.
 
-The second class (`GatedDeltaNet2`, from 0.20) has gates for each channel: e erases, w writes,
+`GatedDeltaNet2` (from 0.20) has one erase gate e and one write gate w per channel:
 
     S_t = (I - k_t (e_t * k_t)^T) D_t S_{t-1} + k_t (w_t * v_t)^T.
 
-With a_t = sqrt(e_t), and rows of the state scaled by a_t, R_t = diag(a_t) S_t, this equals Kimi
-delta attention with keys a_t * k_t, values w_t * v_t, beta 1 and decays that include the change of
-scale,
+With a_t = sqrt(e_t) and the scaled state R_t = diag(a_t) S_t, this equals Kimi delta attention with
+keys a_t * k_t, values w_t * v_t, beta 1, and decays that include the ratio of scales:
 
     R_t = (I - (a_t k_t)(a_t k_t)^T) (a_t / a_{t-1}) D_t R_{t-1} + (a_t k_t)(w_t * v_t)^T.
 
-Its output for queries q_t / a_t equals the output of S_t for q_t. Before a document a is 1.
+The output of R_t for query q_t / a_t equals the output of S_t for query q_t. At the start of a
+document a_{t-1} is 1.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _SECOND: Any = getattr(home, "GatedDeltaNet2", None)
 
 
 def patch(patches: PatchSet) -> None:
-    """Add to a set of patches the delta nets that pass states; for 0.19 and newer."""
+    """Wrap Megatron's delta nets, so that they pass states; for Megatron-Core 0.19 and newer."""
     family = next(cls for cls in GatedDeltaNet.__mro__ if "__init__" in vars(cls))
     names = ["config", "layer_number", "pg_collection"]
     patches.wrap(family, "__init__", names, _construct)
@@ -60,7 +61,7 @@ def patch(patches: PatchSet) -> None:
 
 
 def _construct(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Construct a delta net; an unknown class is refused like a subclass of the first class."""
+    """Construct a delta net; an unknown class is checked like a subclass of `GatedDeltaNet`."""
     matching = (kind for kind in KINDS if isinstance(self, kind.layer_class))
     kind = next(matching, KIND)
     construct(kind, original, self, *args, **kwargs)
@@ -77,7 +78,7 @@ def _states(form: str, net: Any, config: Any, groups: Any) -> StateLayer:
 def _forward(net: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) -> Any:
     """Return (output, bias) for hidden [s, b, width].
 
-    With sequence parallelism, hidden has a tensor-parallel rank's share of the rows.
+    With sequence parallelism, `hidden` contains only the rows of this tensor-parallel rank.
     """
     projected, _ = net.in_proj(hidden)
     mixed, gate, *gates = torch.split(projected, net.feat_dim_split, dim=-1)
@@ -104,7 +105,7 @@ def _forward(net: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) ->
 
 
 def _shapes(net: Any, mixed: torch.Tensor, gates: list[torch.Tensor]) -> dict[str, Any]:
-    """Return stand-ins for the inputs of `mb.linear_attention`, without their memory."""
+    """Return stand-ins for the inputs of `mb.linear_attention`: shapes and dtypes, no memory."""
     heads, like = net.num_v_heads_local_tp, partial(rows_like, mixed)
     erases = _of_channels(net)
     channels = (net.key_head_dim,) if erases else ()
@@ -119,16 +120,16 @@ def _shapes(net: Any, mixed: torch.Tensor, gates: list[torch.Tensor]) -> dict[st
 
 
 def _of_channels(net: Any) -> bool:
-    """Return whether the gates of a layer are per channel, as in the second class."""
+    """Return whether the layer is a `GatedDeltaNet2`, whose gates are per channel."""
     return _SECOND is not None and isinstance(net, _SECOND)
 
 
 def _prepared(
     net: Any, mixed: torch.Tensor, gate: torch.Tensor, gates: list[torch.Tensor]
 ) -> tuple[dict[str, Any], torch.Tensor]:
-    """Return the inputs of linear attention and the output gate, by the layer's own methods.
+    """Compute the inputs of linear attention and the output gate with the layer's own methods.
 
-    The methods take and return [b, s, ...]; from 0.20, one of them makes all inputs.
+    The methods take and return [b, s, ...]; from 0.20, a single method makes all inputs.
 
     Returns:
         q, k, v, decay, and beta or erase and write, each [s, b, ...]; and the gate [b, s, h, w].
@@ -161,8 +162,8 @@ def _one_gate(
 ) -> dict[str, Any]:
     """Return q, k, v, decay and beta of the equivalent Kimi delta attention.
 
-    All are [s, b, h, d] except v and write [s, b, h, w], and beta [s, b, h]. A gate `erase` is at
-    least the square of the epsilon of decay's dtype, so that its logarithm is finite.
+    All are [s, b, h, d] except v and write [s, b, h, w], and beta [s, b, h]. `erase` is clamped to
+    eps^2 of decay's dtype, so that its logarithm is finite.
     """
     least = torch.finfo(decay.dtype).eps ** 2
     scale = erase.to(decay.dtype).clamp(min=least).log() / 2
@@ -202,9 +203,9 @@ _HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 
 
 def patch_heads(patches: PatchSet) -> None:
-    """Add to a set of patches the check of heads, which is skipped if BurstAttention is selected.
+    """Wrap `TransformerConfig.__post_init__`: skip the check of delta-net heads for BurstAttention.
 
-    Configurations may then have fewer heads of delta nets than ranks.
+    Configurations may then have fewer delta-net heads than ranks.
     """
     patches.wrap(TransformerConfig, "__post_init__", ["self"], _with_any_heads)
 
@@ -217,8 +218,9 @@ def _with_any_heads(original: Callable, self: Any) -> None:
         return original(self)
     keys, values = counts = [int(n) for n in heads.values() if n is not None]
     if keys < 1 or values % keys or any(n % tensor for n in counts):
-        return original(self)  # it raises, and names the original numbers
-    # Multiplied by the ranks, the heads pass Megatron's check, which is their only use here.
+        return original(self)  # raises an error with the unchanged numbers
+    # The product of heads and ranks passes Megatron's check, which is the only use of the heads in
+    # `__post_init__`.
     try:
         for name, count in heads.items():
             setattr(self, name, count * ranks)
@@ -237,7 +239,7 @@ def check_shared_heads(config: Any, tensor: int, ranks: int) -> None:
         ranks: context-parallel size.
 
     Raises:
-        ValueError: The heads do not divide.
+        ValueError: The number of heads is not divisible by tensor x ranks.
     """
     for name in _HEADS:
         heads = getattr(config, name)

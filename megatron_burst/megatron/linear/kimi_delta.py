@@ -2,9 +2,10 @@
 """Kimi delta attention (KDA) of Megatron-Bridge's Kimi K3, with its state passed between ranks.
 
 Bridge supports KDA on one context-parallel rank only. Here every rank keeps its rows and all heads:
-the layer is built as on one rank, and our forward replaces Bridge's. It uses the layer's own
-projections, gates and norm. Ranks exchange only rows of the convolutions and states. Parameters and
-checkpoints do not change. Layers of the same class with latent attention get our core attention.
+the layer is built as on one rank, and our forward replaces Bridge's. Our forward uses the layer's
+own projections, gates and norm. Ranks exchange only rows of the convolutions and states. Parameters
+and checkpoints do not change. Layers of the same class with latent attention get our core
+attention.
 
     S_t = (I - beta_t k_t k_t^T) D_t S_{t-1} + beta_t k_t v_t^T,
     D_t = diag(exp(bound sigmoid(exp(A) (gate_t + dt))))
@@ -32,16 +33,16 @@ from .state_layers import MixerKind, StateLayer, construct, forward, wide
 
 
 def enable(layer_class: type) -> None:
-    """Let Bridge's class `KimiK3Attention` train over several context-parallel ranks.
+    """Patch Bridge's class `KimiK3Attention` to train over several context-parallel ranks.
 
-    It takes effect if the configuration selects BurstAttention; for Megatron-Core 0.19 and newer.
-    Idempotent.
+    The patch has an effect if the configuration selects BurstAttention; for Megatron-Core 0.19 and
+    newer. Idempotent.
 
     Args:
         layer_class: the class.
 
     Raises:
-        RuntimeError: The class lacks a parameter that its patch needs.
+        RuntimeError: A method of the class lacks a required parameter.
     """
     name = f"layers, {layer_class.__name__}"
     if patching.installed(name) is None:
@@ -77,7 +78,7 @@ def _states(layer: Any, config: Any, groups: Any) -> StateLayer:
 def _forward(layer: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) -> torch.Tensor:
     """Return the output [s, b, width] for hidden [s, b, width].
 
-    Hidden has the rows of all tensor-parallel ranks.
+    `hidden` contains the rows of all tensor-parallel ranks.
     """
     heads = (layer.local_num_heads, layer.head_dim)
     mixed = [_only(projection(hidden)) for projection in (layer.q_proj, layer.k_proj, layer.v_proj)]
@@ -85,7 +86,7 @@ def _forward(layer: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) 
     beta = _only(layer.b_proj(hidden))
     beta = beta.to(wide(beta)).sigmoid()
     call = states.call(_shapes(mixed[0], heads), packed)
-    # One exchange of rows for three convolutions.
+    # One convolution over q, k and v, so that ranks exchange rows once.
     weights = [conv.weight for conv in (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d)]
     together = short_convolution(
         torch.cat(mixed, dim=-1), torch.cat(weights).squeeze(1), activation="silu", **call
@@ -103,7 +104,7 @@ def _forward(layer: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) 
 
 
 def _only(projected: Any) -> torch.Tensor:
-    """Return the output of a projection, which has no bias (`KimiK3Attention` makes none)."""
+    """Return the output of a projection; `KimiK3Attention` creates projections without bias."""
     out, _ = projected
     return out
 
@@ -115,7 +116,7 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shapes(mixed: torch.Tensor, heads: tuple[int, int]) -> dict[str, Any]:
-    """Return stand-ins for the inputs of `mb.linear_attention`, without their memory."""
+    """Return stand-ins for the inputs of `mb.linear_attention`: shapes and dtypes, no memory."""
     like = partial(rows_like, mixed)
     return {name: like(*heads) for name in ("q", "k", "v")} | {
         "decay": like(*heads, dtype=wide(mixed)),

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's Mamba-2 mixer, with its state passed from rank to rank.
 
-Megatron distributes the heads of a mixer by all-to-all, undoes zigzag and redoes it. Here every
-rank keeps its rows and all heads: the mixer is built as on one context-parallel rank, and our
-forward replaces Megatron's. It uses the mixer's own projections and norm. Ranks exchange only rows
-of the convolution and states. A mixer is linear attention with scalar decay: C are the queries, B
-the keys, x times its step dt the values, and the state decays by exp(A dt) per token. Parameters
-and checkpoints do not change.
+Megatron distributes the heads of a mixer by all-to-all and reorders the tokens from zigzag to
+sequence order and back. Here every rank keeps its rows and all heads: the mixer is built as on one
+context-parallel rank, and our forward replaces Megatron's. Our forward uses the mixer's own
+projections and norm. Ranks exchange only rows of the convolution and states. Parameters and
+checkpoints do not change.
+
+A mixer is linear attention with scalar decay: queries are C, keys are B, values are x dt, and the
+state decays by exp(A dt) per token.
 
 Shape letters: s local rows, b batch, h heads of width p, g groups of states of width n.
 """
@@ -32,7 +34,7 @@ _UNSUPPORTED = (("gated_delta_product", "GatedDeltaProductMixer"),)
 
 
 def patch(patches: PatchSet) -> None:
-    """Add to a set of patches the Mamba mixers that pass states; for 0.19 and newer."""
+    """Wrap Megatron's Mamba mixers, so that they pass states; for Megatron-Core 0.19 and newer."""
     names = ["config", "d_model", "layer_number", "pg_collection"]
     patches.wrap(MambaMixer, "__init__", names, partial(construct, KIND))
     names = ["hidden_states", "inference_context", "inference_params", "packed_seq_params"]
@@ -54,7 +56,7 @@ def _states(mixer: Any, config: Any, groups: Any) -> StateLayer:
 def _forward(mixer: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) -> Any:
     """Return (output, bias) for hidden [s, b, width].
 
-    With sequence parallelism, hidden has a tensor-parallel rank's share of the rows.
+    With sequence parallelism, `hidden` contains only the rows of this tensor-parallel rank.
     """
     projected, _ = mixer.in_proj(hidden)
     inner, groups, heads = mixer.d_inner_local_tp, mixer.ngroups_local_tp, mixer.nheads_local_tp
@@ -83,7 +85,7 @@ def _forward(mixer: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) 
 
 
 def _shapes(mixer: Any, mixed: torch.Tensor) -> dict[str, Any]:
-    """Return stand-ins for the inputs of `mb.linear_attention`, without their memory."""
+    """Return stand-ins for the inputs of `mb.linear_attention`: shapes and dtypes, no memory."""
     like = partial(rows_like, mixed)
     keys = like(mixer.ngroups_local_tp, mixer.d_state)
     return {

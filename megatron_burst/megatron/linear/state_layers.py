@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Common parts of linear-attention layers over context-parallel ranks: plans, wrapped methods.
+"""Common code of linear-attention layers over context-parallel ranks: plans, wrapped methods.
 
-Megatron's layer keeps its whole parameters and computes its own rows, built as on one
-context-parallel rank. A `StateLayer` holds the other parts: the grid, the layout of the rows, the
-documents of a packed batch, and the plan of its calls. Plans are made and looked up by the rule of
-`attention.plan_book`: the lowest layer of each kind on this rank makes the plan, in every forward,
-as a collective of the context-parallel group; the other layers look it up. This module decides
-which values determine a plan, and in which layers our forward may replace Megatron's.
+Megatron's layer is built as on one context-parallel rank: it has all its parameters and computes
+the rows of this rank. A `StateLayer` adds the grid, the layout of the rows, the documents of a
+packed batch, and the plan of the layer's calls. Plans are shared as in `attention.plan_book`: the
+leader of each kind makes or compares the plan in every forward, a collective of the
+context-parallel group; other layers look the plan up. This module decides which values determine a
+plan, and in which layers our forward may replace Megatron's.
 """
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ class StateCall(TypedDict):
 
 
 class StateLayer:
-    """The part of one layer in the plans of its context-parallel group.
+    """Access of one layer to the plans of its context-parallel group.
 
-    The first layer over a group makes its grid, a collective.
+    The first layer on a group creates the grid of the group, a collective.
 
     Args:
         config: a `TransformerConfig` after `configure`.
         pg_collection: Megatron's groups, with all context-parallel ranks.
-        layer_number: of the layer, from 1.
+        layer_number: layer number, from 1.
         form: see `LinearKind`.
         sizes: see `LinearKind`.
         scale: see `LinearKind`.
@@ -123,7 +123,7 @@ class StateLayer:
         self.leads = self.book.join(self.kind, self.label)
 
     def call(self, inputs: dict[str, Any], packed_seq_params: Any) -> StateCall:
-        """Return plan and label for the calls of one forward; a collective if this layer leads.
+        """Return the plan and label for one forward; a collective if this layer is a leader.
 
         Args:
             inputs: q, k, v, decay and beta of `mb.linear_attention`; only shapes, dtypes and device
@@ -131,7 +131,7 @@ class StateLayer:
             packed_seq_params: Megatron's argument of the layer, or None.
 
         Raises:
-            ValueError: Arguments are not supported; on all ranks if this layer leads.
+            ValueError: Arguments are not supported; raised on all ranks if this layer is a leader.
         """
         with self.book.shared_errors(self.leads):
             pack = self._pack(len(inputs["q"]), packed_seq_params)
@@ -154,7 +154,7 @@ class StateLayer:
 
 
 def wide(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype of steps and decays for inputs like x: at least fp32."""
+    """Return the dtype of step sizes and decays for inputs x: the dtype of x, at least fp32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -163,16 +163,16 @@ _ALTERNATIVE = "use --burst-linear megatron or --context-parallel-algo megatron"
 
 
 class MixerKind(NamedTuple):
-    """A kind of layers that pass states.
+    """A class of layers that pass states, and the functions that adapt it.
 
     Attributes:
         layer_class: The class of the layers.
         methods: The methods of `layer_class` that `forward` replaces.
         states: Makes the `StateLayer` of a layer from (layer, config, process groups).
-        forward: Returns the layer's output from (layer, `StateLayer`, hidden states, parameters of
-            a packed batch).
-        check_shared: Raises if heads cannot be shared by Megatron's all-to-all, from (config,
-            tensor-parallel size, context-parallel size).
+        forward: Returns the layer's output from (layer, `StateLayer`, hidden states,
+            `PackedSeqParams` or None).
+        check_shared: Called with (config, tensor-parallel size, context-parallel size) if states
+            are not passed. Raises if Megatron's all-to-all cannot divide the heads.
     """
 
     layer_class: Any
@@ -190,7 +190,7 @@ def states_passed(config: Any, groups: Any) -> bool:
 
 
 def construct(kind: MixerKind, original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Run the constructor of a layer, which sees one context-parallel rank if states are passed."""
+    """Run the constructor of a layer; if states are passed, with a group of one rank as `cp`."""
     bound = bound_to(original, (self, *args), kwargs)
     config, groups = bound.arguments["config"], bound.arguments.get("pg_collection")
     if not states_passed(config, groups):
@@ -233,7 +233,7 @@ def refuse_states(name: str, original: Callable, self: Any, *args: Any, **kwargs
 
 
 def _refuse_other(layer: Any, kind: MixerKind) -> None:
-    """Raise `ValueError` for a class that overrides methods which our forward replaces."""
+    """Raise `ValueError` if the class of a layer overrides a method that our forward replaces."""
     supported, actual = kind.layer_class, type(layer)
     overridden = [
         name

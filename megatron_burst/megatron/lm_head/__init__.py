@@ -12,6 +12,6 @@ def startup_line() -> str | None:
     """Return the log line of the fused loss in the first forward of this process.
 
     Returns:
-        The line; None before it, or without the fused loss.
+        The line; None before the first forward, or without the fused loss.
     """
     return patching.notes().get(STARTUP)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's LM head and loss as one operation: `--burst-lm-head-loss`.
 
-If the options select it, the output layer of a model (GPTModel or HybridModel) returns `LazyLogits`
-instead of logits while labels are known. `compute_language_model_loss` computes the loss from them
-without materializing the full logits; any other use computes the logits. This module decides when
-logits stay lazy and which loss mask belongs to which head, and fulfils Megatron's contract for the
-gradient of a weight; `linear_cross_entropy` computes.
+With this option, the output layer of a model (GPTModel or HybridModel) returns `LazyLogits` instead
+of logits if the forward has labels. `compute_language_model_loss` computes the loss from
+`LazyLogits` without materializing the full logits; any other use computes the logits.
+
+This module decides when logits are lazy and which loss mask belongs to which head. It also handles
+the gradient of a weight with `main_grad` as Megatron requires. `linear_cross_entropy` computes the
+loss.
 
 Shape letters: s tokens of this context-parallel rank, b batch, v vocabulary rows of this
 tensor-parallel rank.
@@ -38,21 +40,21 @@ HeadMask = tuple[bool, torch.Tensor | None]  # (whether it is an MTP head, its l
 
 
 def patch(patches: patching.PatchSet) -> None:
-    """Add to a set of patches the fused loss of models that select it."""
+    """Wrap Megatron's output layer, loss and model forward, so that they can use the fused loss."""
     patches.wrap(LanguageModule, "setup_embeddings_and_output_layer", ["self"], _with_lazy_head)
     names = ["labels", "logits"]
     patches.wrap(LanguageModule, "compute_language_model_loss", names, _fusing)
     for model in _models():
         patches.wrap(model, "forward", ["labels", "loss_mask", "packed_seq_params"], _binding)
-    # Newer versions count correct predictions of MTP heads from their logits. The fused loss has
-    # computed the argmax before.
+    # Newer versions count correct predictions of MTP heads from logits. Here the argmax of the
+    # fused loss is used.
     name = "_compute_mtp_acceptance_counts"
     if hasattr(mtp, name):
         patches.wrap(mtp, name, ["mtp_logits", "mtp_labels", "loss_mask"], _counting)
 
 
 def _models() -> tuple[type, ...]:
-    """Return the models whose loss is one operation; hybrid models from 0.19."""
+    """Return the model classes that support the fused loss; HybridModel from 0.19."""
     home = "megatron.core.models.hybrid"
     if core_version() < OLDEST or importlib.util.find_spec(home) is None:
         return (GPTModel,)
@@ -85,9 +87,10 @@ def _check_model(model: Any, mode: str) -> None:
 
 
 def check_output(layer: Any, user: str) -> None:
-    """Raise an error unless logits are a product with the layer's weight.
+    """Raise an error unless the layer's output is exactly the product of its input and weight.
 
-    Models of Bridge change the class of their output layer after it was built.
+    This is also checked in forward, because models of Bridge change the class of their output layer
+    after construction.
 
     Args:
         layer: the output layer.
@@ -107,7 +110,7 @@ def check_output(layer: Any, user: str) -> None:
 
 
 def _binding(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a model's forward; its output layer is lazy meanwhile, if the model has labels."""
+    """Run a model's forward; if it gets labels, the output layer returns lazy logits."""
     head = getattr(getattr(self, "output_layer", None), "forward", None)
     arguments = given_to(original, (self, *args), kwargs)
     if not isinstance(head, LazyHead) or arguments.get("labels") is None:
@@ -117,11 +120,11 @@ def _binding(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _masks(model: Any, arguments: dict[str, Any]) -> Iterator[HeadMask]:
-    """Yield (whether it is an MTP head, its loss mask [b, s]) for each head, MTP heads first.
+    """Yield (whether the head is an MTP head, loss mask [b, s]) for each head, MTP heads first.
 
     The i-th head of multi-token prediction predicts the i-th token after the next one, so its mask
-    is shifted i times. This is a generator because the shift communicates: each shift runs when
-    Megatron computes the loss of that head.
+    is shifted i times. This is a generator because a shift communicates: the shift for a head runs
+    when Megatron computes the loss of that head.
     """
     mask = arguments.get("loss_mask")
     full_mask = torch.ones_like(arguments["labels"]) if mask is None else mask
@@ -136,7 +139,7 @@ def _masks(model: Any, arguments: dict[str, Any]) -> Iterator[HeadMask]:
 
 
 class LazyHead:
-    """A replacement of `forward` of one output layer."""
+    """Replacement for the `forward` of an output layer; returns `LazyLogits` inside `bound`."""
 
     def __init__(self, layer: Any, mode: str) -> None:
         self.layer, self.mode = layer, mode
@@ -144,7 +147,7 @@ class LazyHead:
 
     @contextmanager
     def bound(self, masks: Iterator[HeadMask]) -> Iterator[None]:
-        """Make logits lazy inside the context; each loss uses the next of these masks."""
+        """Make logits lazy inside the context; each computed loss takes the next mask."""
         self._masks = masks
         try:
             yield
@@ -157,7 +160,7 @@ class LazyHead:
         weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[Any, None]:
-        """Return (logits, no bias); the logits are lazy only inside `bound`."""
+        """Return (logits, None for the bias); the logits are lazy only inside `bound`."""
         if self._masks is None or runtime_gather_output or patching.installed("burst") is None:
             return type(self.layer).forward(self.layer, input_, weight, runtime_gather_output)
         check_output(self.layer, f"{LM_HEAD} {self.mode}")
@@ -189,7 +192,7 @@ class LazyHead:
             labels.transpose(0, 1).contiguous(),
             loss_mask=None if mask is None else mask.transpose(0, 1).contiguous(),
             logit_scale=logits.scale,
-            return_argmax=is_mtp,  # to count its correct predictions
+            return_argmax=is_mtp,  # to count the correct predictions of the MTP head
             sink=MainGrad(weight, fused) if hasattr(weight, "main_grad") else None,
             **choices,
         )
@@ -237,7 +240,8 @@ class LazyLogits:
         scale: the factor of the logits.
 
     Attributes:
-        argmax: The most likely vocabulary row of each token [s, b]; None until it is known.
+        argmax: The most likely vocabulary row of each token [s, b]; None until the loss of an MTP
+            head was computed.
     """
 
     def __init__(
@@ -259,7 +263,7 @@ class LazyLogits:
         return self.materialise() * factor
 
     def materialise(self) -> torch.Tensor:
-        """Return the logits, computed by the output layer's own forward."""
+        """Compute and return the logits with the output layer's own forward."""
         logits = self.forward(self.hidden, self.weight)
         return logits if self.scale == 1.0 else logits * self.scale
 
@@ -278,12 +282,12 @@ class LazyLogits:
 
 
 class MainGrad:
-    """A weight whose gradient Megatron's data parallelism keeps in `main_grad`.
+    """A weight whose gradient Megatron's data parallelism accumulates in `main_grad`.
 
-    With gradient-accumulation fusion a flag tells Megatron that `main_grad` already contains the
-    gradient, as in its own layers. Megatron then ignores autograd's gradient, or requires zeros if
-    the weight has other uses (`zero_out_wgrad`). Without fusion Megatron adds autograd's gradient
-    to `main_grad`, so autograd gets zeros.
+    With gradient-accumulation fusion, `grad_added_to_main_grad` marks that `main_grad` already
+    contains the gradient, as in Megatron's layers. Megatron then ignores autograd's gradient, or
+    requires zeros if the weight has other uses (`zero_out_wgrad`). Without fusion Megatron adds
+    autograd's gradient to `main_grad`, so autograd gets zeros.
 
     Args:
         weight: the parameter.
@@ -297,7 +301,7 @@ class MainGrad:
         return self.weight.main_grad
 
     def done(self) -> torch.Tensor:
-        """Return the gradient for autograd; never None, which overlapped reduction refuses."""
+        """Return the gradient for autograd, a tensor: overlapped reduction does not accept None."""
         weight = self.weight
         if not self.fused:
             return torch.zeros_like(weight)

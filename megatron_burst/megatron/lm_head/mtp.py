@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-token prediction: average losses over whole sequences instead of over each rank's part.
+"""Multi-token prediction: average losses over whole sequences instead of over each rank's tokens.
 
-Megatron divides the loss of an MTP head by the tokens of one rank and then averages over ranks.
-With uneven masks the loss and its gradient depend on how a sequence is split: even with a mask of
-ones, the last token counts on one rank only. This module replaces the counts of a rank by the
-counts of the context-parallel group, so the result equals the result of one rank with the whole
-sequence. It changes nothing in a Megatron that counts over the group itself, which `_counts_groups`
-detects.
+Megatron divides the loss of an MTP head by the token count of one rank and then averages over
+ranks. With uneven masks the loss and its gradient depend on how a sequence is split. Masks are
+always uneven: the shift masks the last token, which only one rank holds. This module replaces the
+counts of a rank by the counts of the context-parallel group, so the result equals the result of one
+rank with the whole sequence. If Megatron itself counts over the group (see `_counts_groups`), this
+module changes nothing.
 
 Shape letters: s tokens of this context-parallel rank, b batch.
 """
@@ -30,7 +30,7 @@ _NOTE = "mtp counts of groups"
 
 
 def patch(patches: patching.PatchSet) -> None:
-    """Add the counts of context-parallel groups to a set of patches."""
+    """Wrap Megatron's MTP loss, so that it uses the token counts of context-parallel groups."""
     if not hasattr(mtp, "process_mtp_loss"):  # up to 0.16 this code is in GPTModel
         roll = require_function(gpt_model, "roll_tensor", ["tensor", "cp_group"])
         patches.replace(gpt_model, "roll_tensor", functools.partial(_counting, roll))
@@ -46,12 +46,12 @@ def head_masks(
     """Yield the loss masks [b, s] of MTP heads; each step communicates.
 
     Args:
-        mask: the loss mask of the model, which is shifted by one more token for each head.
+        mask: the loss mask of the model; each head gets the mask shifted by one more token.
         times: number of heads.
         group: the ranks that hold the sequence.
         packed: a `PackedSeqParams`, or None.
         inputs: `mtp_input_mask` [b, s] of Megatron-LM after 0.20, the tokens that a head may read.
-            Head k reads the next k tokens, and its loss counts if all of them are valid.
+            Head k reads the next k tokens; its mask is 1 only where all of them are valid.
 
     Yields:
         The masks.
@@ -75,11 +75,11 @@ def _next(mask: torch.Tensor, group: Any, packed: Any) -> torch.Tensor:
 def _normalized(original: Callable, *args: Any, **named: Any) -> Any:
     """Run process_mtp_loss with the counts of the group.
 
-    Megatron divides each head's loss by the rank's own count, clamped to 1. The factor own count /
-    group's count undoes this division, and the factor group size undoes the average over ranks.
-    With `calculate_per_token_loss` Megatron also multiplies by the rank's count before rolling,
-    which may be 0 when the rolled count is not 0. It therefore gets a configuration without this
-    option, whose scaling factor contains the group's count.
+    Megatron divides each head's loss by the rank's own count, clamped to 1. The factor (rank's
+    count / group's count) replaces this division, and the factor (group size) undoes the average
+    over ranks. With `calculate_per_token_loss` Megatron also multiplies by the rank's count before
+    the shift, which may be 0 when the count after the shift is not 0. Megatron therefore gets a
+    configuration without this option, and the scaling factor contains the group's count.
 
     The factors are fp64 scalars, so that they do not round the losses of fp64 models. Losses keep
     their own dtype.
@@ -118,15 +118,15 @@ def _normalized(original: Callable, *args: Any, **named: Any) -> Any:
 def _counts_groups(original: Callable, arguments: dict[str, Any], group: Any) -> bool:
     """Return whether process_mtp_loss itself divides by the counts of the group.
 
-    The first call for a group is a collective: process_mtp_loss computes the gradients of two
-    counted rows on the first rank and of one on the others. If it divides by the counts of the
-    rank, the gradients of every rank have the same sum.
+    The first call for a group is a collective. It calls process_mtp_loss with a mask of two tokens
+    on the first rank and of one token on other ranks. If process_mtp_loss divides by the count of
+    the rank, the sum of the gradients is the same on every rank.
 
-    The probe is necessary because no way of setting the counts works in every Megatron. Counts
-    returned by `roll_tensor` are not read if heads also have an input mask, and are summed again by
-    a Megatron that reduces them over the group (pull request 7498). Code in place of
-    `process_mtp_loss` would omit loss terms and logging that later versions add to it. Version
-    numbers do not identify a branch or a patched copy.
+    This test is necessary, because no method of setting the counts works in every version. Counts
+    that `roll_tensor` returns are ignored if heads also have an input mask, and versions that
+    reduce counts over the group would sum them twice (pull request 7498). A replacement of
+    `process_mtp_loss` would omit loss terms and logging of later versions. Version numbers do not
+    identify a branch or a patched copy.
     """
     results = patching.notes().setdefault(_NOTE, [])
     for probed, counts_groups in results:
@@ -164,13 +164,14 @@ def _counts_groups(original: Callable, arguments: dict[str, Any], group: Any) ->
 
 
 def _unmoved(tensor: Any, *args: Any, **named: Any) -> Any:
-    """Return a tensor unshifted, with its sum, in place of roll_tensor; lists get no sums."""
+    """Stand in for `roll_tensor`, without a shift; return (tensor, sum), or a list unchanged."""
     return (tensor, tensor.sum()) if isinstance(tensor, torch.Tensor) else tensor
 
 
 def _counting(original: Callable, *args: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run roll_tensor, and return the count of the whole group divided by its size."""
-    moved, count = mtp.roll_tensor(*args, **named)  # by name, because a layout replaces it
+    """Run roll_tensor; return (shifted tensor, count of the group / group size)."""
+    # Looked up in the module, because `slicing_patches` replaces it.
+    moved, count = mtp.roll_tensor(*args, **named)
     group = given_to(original, args, named).get("cp_group")
     if group is None or group.size() == 1 or not splits_attention(group):
         return moved, count

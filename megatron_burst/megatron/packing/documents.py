@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents of a data loader's batches, sent between data-parallel ranks, as micro-batches.
+"""Exchange of documents between data-parallel ranks, and micro-batches of these documents.
 
-A document is a dict of tensors of equal length, one per sequence of the batch (tokens, labels, loss
+A document is a dict of tensors of equal length, one per entry of the batch (tokens, labels, loss
 mask, position ids). Rows are moved and never changed, so every loss stays the same. Rows after the
 last row with a loss are omitted: they are the padding of a data loader, and with causal attention
-nothing depends on them.
+no earlier row depends on them.
 
 Ranks first exchange the lengths in one small all-gather. Every rank then computes the same packing.
 The documents are exchanged in one all-to-all of bytes.
@@ -29,8 +29,8 @@ def documents_of(batch: dict[str, Any]) -> list[Document]:
     """Return the documents of a batch, in order, without documents that have no loss.
 
     Args:
-        batch: tensors [1, tokens]; `cu_seqlens` (and `cu_seqlens_padded`) [1, n] state the
-            documents.
+        batch: tensors [1, tokens] by name; `cu_seqlens` (and `cu_seqlens_padded`) [1, n] are the
+            boundaries of the documents.
 
     Raises:
         ValueError: The batch has another form.
@@ -73,19 +73,20 @@ def documents_of(batch: dict[str, Any]) -> list[Document]:
 
 
 def names_of(batch: dict[str, Any]) -> Document:
-    """Return empty tensors with the names and dtypes of a batch's sequences."""
+    """Return empty CPU tensors with the names and dtypes of the entries of a batch."""
     return {name: batch[name][0, :0].cpu() for name in _NAMES if batch.get(name) is not None}
 
 
 def micro_batch(documents: Sequence[Document], like: Document, total: int) -> dict[str, Any]:
-    """Concatenate documents, padded to `total` tokens, as a batch of a data loader.
+    """Concatenate documents to a batch in the format of the data loader, padded to `total` tokens.
 
-    Padding has no loss. It is cut into short documents, because Megatron's rotary embeddings
-    require `cu_seqlens` to end with the pack, and because attention over short documents is fast.
+    Padding has no loss. Padding is part of `cu_seqlens`, because Megatron's rotary embeddings
+    require `cu_seqlens` to end with the pack. It consists of short documents, over which attention
+    is fast.
 
     Args:
         documents: the documents.
-        like: names and dtypes, for a micro-batch without documents.
+        like: result of `names_of`, which defines the entries.
         total: tokens of the micro-batch.
     """
     batch: dict[str, Any] = {}
@@ -108,14 +109,14 @@ _FIRST = 1024  # numbers per rank in the first exchange; a second exchange sends
 
 
 def gather(numbers: Sequence[int] | None, group: Any) -> list[list[int]]:
-    """Return the numbers of every rank of the group, in the order of ranks.
+    """All-gather a list of numbers of any length per rank, and return the lists in rank order.
 
     Args:
-        numbers: of this rank; None if its data are unusable.
-        group: the ranks.
+        numbers: the numbers of this rank; None if its data are unusable.
+        group: the process group.
 
     Raises:
-        ValueError: A rank has None; raised on every rank.
+        ValueError: A rank passed None; raised on every rank.
     """
     if group.size() == 1:
         return [_usable(numbers, 0)]
@@ -154,19 +155,20 @@ def route(
     like: Document,
     group: Any,
 ) -> dict[int, Document]:
-    """Send documents to the ranks that train on them, and return the documents of this rank.
+    """Send documents to the ranks that train on them, and return the documents for this rank.
 
-    Numbers count the documents of rank 0, then of rank 1, and so on.
+    Documents are numbered from 0 over all ranks: first the documents that rank 0 read, then those
+    that rank 1 read, and so on.
 
     Args:
         own: documents that this rank read.
-        homes: numbers of the documents that each rank trains on.
-        lengths: of all documents, by the rank that read them.
-        like: names and dtypes of a document.
-        group: the ranks.
+        homes: for each rank, the numbers of the documents that it trains on.
+        lengths: for each rank, the lengths in tokens of the documents that it read.
+        like: result of `names_of`, which defines the entries of a document.
+        group: the process group.
 
     Returns:
-        Documents by their numbers.
+        Documents that this rank trains on, by number.
     """
     firsts = [sum(map(len, lengths[:rank])) for rank in range(len(lengths))]
     me = group.rank()
@@ -215,7 +217,7 @@ def _document(data: torch.Tensor, like: Document, length: int) -> Document:
 
 
 def device_of(group: Any) -> torch.device:
-    """Return the device of tensors that the group exchanges."""
+    """Return the device on which tensors must be for collectives of the group."""
     if "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

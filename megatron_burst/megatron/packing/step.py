@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Repacking of the documents of each training step, between the data loader and the schedule.
 
-A step reads exactly the samples that it would read without repacking, so consumed samples, the
-sampler and checkpoints are not affected: no state passes from step to step. Only the number of
-micro-batches that Megatron's schedule runs changes. Evaluation keeps the batches of the data
-loader, because some of its losses are means per micro-batch.
+A step reads the same samples as without repacking and keeps none for the next step, so consumed
+samples, the sampler and checkpoints are not affected. Only the number of micro-batches of the step
+changes. Evaluation uses the batches of the data loader, because some evaluation losses are means
+per micro-batch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def packs_steps(burst: BurstConfig) -> bool:
 
 
 def patch(patches: PatchSet) -> None:
-    """Add to a set of patches the packed micro-batches of Megatron's schedules."""
+    """Wrap Megatron's schedules, so that training steps use packed micro-batches."""
     wrap_steps(patches, functools.partial(_packed, patches))
 
 
@@ -86,14 +86,15 @@ def step(
     """Return iterators over packed micro-batches in place of the data loader's iterators.
 
     Args:
-        iterators: one per model chunk, all over the same batches; None if the rank reads nothing.
-        count: batches of a step.
+        iterators: one per model chunk, all over the same batches; an entry is None if the chunk
+            reads no data.
+        count: number of batches in a step.
         total: tokens of a micro-batch.
-        work: the cost of tokens and pairs.
+        work: the cost of a token and of a query-key pair.
         multiple: the number of micro-batches must be a multiple of this.
 
     Returns:
-        The iterators, and the packing; None on a rank that reads nothing.
+        The iterators, and the packing (None on a rank that reads no data).
 
     Raises:
         ValueError: Batches or documents cannot be packed; raised on every rank that reads.
@@ -149,7 +150,7 @@ def _repacked(
 
 
 def _numbers(samples: Iterable[Iterable[dict[str, torch.Tensor]]]) -> list[int]:
-    """Return two times the length of each document, plus 1 for the first document of a sample."""
+    """Encode each document as 2 x length, plus 1 if it is the first document of a sample."""
     return [
         2 * len(document["tokens"]) + (index == 0)
         for sample in samples
@@ -158,7 +159,7 @@ def _numbers(samples: Iterable[Iterable[dict[str, torch.Tensor]]]) -> list[int]:
 
 
 def _samples(numbers_by_rank: Iterable[Iterable[int]]) -> list[list[int]]:
-    """Return the documents of each sample, by their numbers in the batch."""
+    """Return the indices of each sample's documents, counted over all ranks."""
     samples: list[list[int]] = []
     for index, number in enumerate(number for numbers in numbers_by_rank for number in numbers):
         if number & 1:
@@ -171,7 +172,11 @@ _FAILED = -1
 
 
 def _agreed(number: int) -> int:
-    """Return the number of micro-batches, from the model-parallel ranks that read data."""
+    """Return the number of micro-batches on all model-parallel ranks; a collective.
+
+    Args:
+        number: the number on this rank; 0 if it reads no data, `_FAILED` after an error.
+    """
     group: Any = parallel_state.get_model_parallel_group()
     if group.size() == 1:
         return number
@@ -190,9 +195,9 @@ _NO_BOUND = 2**40
 
 
 def _data_group() -> Any:
-    """Return the data-parallel ranks, on the CPU if Megatron made such a group.
+    """Return the data-parallel group: its gloo group if Megatron made one.
 
-    They read different data and hold the same part of each sequence.
+    Its ranks read different data and hold the same part of each sequence.
     """
     with contextlib.suppress(AssertionError):
         return parallel_state.get_data_parallel_group_gloo()
@@ -200,9 +205,10 @@ def _data_group() -> Any:
 
 
 def work_of(config: Any) -> Work:
-    """Return the FLOPs of attention and of linear layers of a `TransformerConfig`.
+    """Return the FLOPs per token and per query-key pair of a model, without the LM head.
 
-    The LM head is not included.
+    Args:
+        config: a `TransformerConfig`.
     """
     heads, width = config.num_attention_heads, config.hidden_size
     key_width, value_width = head_sizes(config)
@@ -216,7 +222,7 @@ def work_of(config: Any) -> Work:
 
 
 def _mlp_width(config: Any) -> int:
-    """Return the total number of columns of an MLP's matrices, over all experts of a token."""
+    """Return the sum of the hidden widths of an MLP's matrices, over the experts of one token."""
     matrices = 3 if getattr(config, "gated_linear_unit", False) else 2
     hidden = config.ffn_hidden_size
     if getattr(config, "num_moe_experts", None):
