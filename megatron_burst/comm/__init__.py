@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between ranks: process groups of a grid, transports, messages, and checks that ranks agree."""
+"""Communication between ranks: process groups, transport, messages, comparison of arguments."""

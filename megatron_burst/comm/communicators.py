@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process groups of a grid's rings: which are reused, which are made, and when.
+"""Process groups for the channels of a grid: reuse of existing groups, creation of new groups.
 
-A communicator is made when a plan first needs its channel, on all ranks in the same order.
-Activations use a reused group if it has exactly the ranks of their ring. Gradients must overlap
-with activations, so they never share a communicator with them.
+A process group is made when a plan first needs its channel, on all ranks in the same order. An
+existing group (argument `reuse`) carries the activations of a ring if it has exactly the ranks of
+the ring. Gradients overlap with activations, so they always have a separate communicator.
 
 Process groups are referenced weakly. `torch.distributed` owns them until `destroy_process_group()`,
-which joins a group's threads only if nothing else references the group. gloo's threads need the
-interpreter's lock to free the tensors of their last collective. If they do this while the
-interpreter ends, they abort the process (pytorch issue 190489). Plans and autograd graphs, which
-reference `Groups`, often live until then.
+which joins the threads of a group only if nothing else references the group. gloo's threads need
+the interpreter lock to free the tensors of their last collective. If they do this while the
+interpreter exits, they abort the process (pytorch issue 190489). Strong references from plans and
+autograd graphs often live until then.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .transport import Channel
 
 
 class GridPlace(NamedTuple):
-    """A rank in its grid.
+    """Position of this rank in the grid.
 
     Attributes:
         topology: Topology of the grid.
@@ -68,7 +68,7 @@ class Communicators:
 
     Args:
         place: This rank in its grid.
-        parent: Process group whose backends and timeout new groups have.
+        parent: Process group from which new groups take backends and timeout.
         name: Name of the new control group.
         reuse: Process groups that may carry activations.
         max_ctas: Maximum thread blocks of NCCL's kernels on new groups; None for NCCL's choice.
@@ -99,7 +99,7 @@ class Communicators:
         self._reusable = WeakValueDictionary(
             {
                 _key(dist.get_process_group_ranks(process_group(group, "reuse"))): group
-                for group in reversed(reuse)  # the first of equal groups remains
+                for group in reversed(reuse)  # the first of several groups with equal ranks remains
             }
         )
         self._made: MutableMapping[tuple[tuple[int, ...], bool, str], dist.ProcessGroup] = (
@@ -111,7 +111,7 @@ class Communicators:
 
     @property
     def control(self) -> dist.ProcessGroup:
-        """Return a gloo process group of all ranks of the grid, for the host."""
+        """Return a gloo process group of all ranks of the grid, for collectives on the host."""
         control = self._control()
         assert control is not None, "the process groups were destroyed"
         return control
@@ -136,7 +136,7 @@ class Communicators:
             device: Device of the tensors.
 
         Raises:
-            ValueError: Ranks need different channels or reuse different groups. All ranks raise it.
+            ValueError: Channels or reused groups differ between ranks. All ranks raise the error.
         """
         needed = dict.fromkeys(channels)
         missing = [
@@ -159,7 +159,10 @@ class Communicators:
             self._taken = (self._taken or 0) + after - before
 
     def _agree(self, missing: list[Channel], device: torch.device) -> str:
-        """Return a name for new groups; ValueError on all ranks if they differ."""
+        """Return a name for new groups, equal on all ranks.
+
+        Raises ValueError on all ranks if missing channels or reused groups differ between ranks.
+        """
         reused = {channel: self._reused(channel, device) for channel in missing}
         groups = {self.place.members(c): g.group_name for c, g in reused.items() if g is not None}
         text = f"{_names(missing)}, given groups for {_names(c for c in missing if reused[c])}"
@@ -177,7 +180,7 @@ class Communicators:
         return rank_arguments[0].name
 
     def describe(self) -> str:
-        """Return the groups of the rings as text, with their memory if the device is a GPU."""
+        """Return a line about new and reused groups, with their memory if the device is a GPU."""
         own = set(self._made.values())
         made, reused = (
             list(dict.fromkeys(c for (c, _), g in self.groups.items() if (g in own) == is_own))
@@ -198,9 +201,9 @@ class Communicators:
         return group if group is not None and device.type in backends(group) else None
 
     def _own(self, channel: Channel, device: torch.device, name: str) -> dist.ProcessGroup:
-        """Return the group made for these ranks; two rings over the same ranks share it.
+        """Return the new group of a channel, which channels with the same ranks share.
 
-        Rings of other ranks of the grid have the same name but other first members.
+        Several groups of the grid are made under one `name`, so the lowest rank is appended.
         """
         members, backend = self.place.members(channel), self.moves[device.type]
         key = _key(members), channel.gradient, backend
@@ -214,8 +217,8 @@ class Communicators:
 def nccl_options(timeout: Any, max_ctas: int | None) -> Any:
     """Return the options of a communicator whose kernels run beside attention kernels.
 
-    Its stream has high priority: if launches wait in one queue per priority, NCCL's kernels would
-    start only when an attention grid that fills the device has drained.
+    The stream has high priority. Otherwise NCCL's kernels could start only after an attention
+    kernel that fills the device, because kernels of one priority are scheduled in order.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if timeout is not None:
@@ -228,7 +231,7 @@ def nccl_options(timeout: Any, max_ctas: int | None) -> Any:
 def memory_taken(device: torch.device) -> int | None:
     """Return the bytes of a GPU in use outside torch's allocator; None for the CPU.
 
-    NCCL's buffers are there.
+    NCCL's buffers are part of these bytes.
     """
     if device.type != "cuda":
         return None
@@ -237,7 +240,7 @@ def memory_taken(device: torch.device) -> int | None:
 
 
 def _key(members: Iterable[int]) -> tuple[int, ...]:
-    """Return the members as a key; the order of ranks does not matter for two of them."""
+    """Return the sorted members, because the order is irrelevant for point-to-point messages."""
     return tuple(sorted(members))
 
 

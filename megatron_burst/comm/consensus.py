@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparison of what all ranks of a grid must agree on before an exchange starts.
+"""Comparison of facts (shapes, settings, calls) between all ranks before they exchange tensors.
 
 Ranks with different shapes or settings would hang or, worse, silently receive a short message into
-a long buffer. So a plan begins with one all-gather of a fixed-size header on the host
-(`HEADER_BYTES` per rank). A rank whose own arguments are wrong takes part too and sends its error,
-so every rank raises the same ValueError.
-
-The caller names the facts that must agree.
+a long buffer. So planning begins with one all-gather of a fixed-size header on the host
+(`HEADER_BYTES` per rank). A rank with invalid arguments takes part too and sends its error, so
+every rank raises the same ValueError.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ Arguments = ParamSpec("Arguments")
 def attempt(
     make: Callable[Arguments, T], *args: Arguments.args, **named: Arguments.kwargs
 ) -> T | ValueError:
-    """Return the result of a call, or its error as a ValueError, for `agree` to send."""
+    """Return the result of `make`, or its error as a ValueError that `agree` can send."""
     try:
         return make(*args, **named)
     except ValueError as error:
@@ -45,9 +43,9 @@ def agree(facts: Facts | ValueError, gather: Callable[[torch.Tensor], list[torch
     """Raise the same ValueError on every rank unless all ranks have the same facts.
 
     Args:
-        facts: Name -> value of this rank, with the same names in the same order on all ranks, at
-            most 31; or the ValueError of its arguments.
-        gather: Returns the headers of all ranks for the header of this rank.
+        facts: Name -> value, at most 31, with the same names in the same order on all ranks; or the
+            ValueError of this rank.
+        gather: Function that all-gathers the header of this rank and returns all headers.
 
     Raises:
         ValueError: A rank has an error, or facts differ.
@@ -105,7 +103,7 @@ def _pack(fact: Facts | ValueError) -> torch.Tensor:
 
 
 def _short(text: str) -> str:
-    """Return the text on one line; of a long value both ends."""
+    """Return the text on one line; cut the middle of a long text."""
     text = " ".join(text.split())
     return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]}...{text[-LONGEST // 2 :]}"
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grid of ranks, which a user makes from process groups.
+"""`Groups`: the grid of context-parallel ranks, which a user makes from process groups.
 
-This module decides which ranks form a grid, and ranks agree on it before anything else.
-`communicators` owns the process groups of rings and makes them when plans need them. This module
-also counts the calls on a grid: ranks that skip a call, or call in another order or with another
-plan, would exchange wrong tensors. On the CPU every message contains the number of its call, so an
-error follows at once. On every device, ranks compare their counts when they make a plan.
+Ranks first agree on the grid. `communicators` makes the process groups of rings when plans need
+them.
+
+This module also counts the calls on a grid. Ranks that skip a call, or call in another order or
+with another plan, would exchange wrong tensors. On the CPU every message contains the number of its
+call, so a wrong message raises an error. On every device, ranks compare their calls when they make
+a plan.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from .process_groups import (
 from .recent import RecentCache
 from .transport import Channel, Counters, Endpoint, ProcessEndpoint
 
-INNER = __name__.partition(".")[0] + ".", "torch."  # modules between a user's line and this one
+INNER = __name__.partition(".")[0] + ".", "torch."  # frames of these modules are no user code
 CALLS = "calls so far"  # name of the fact that ranks compare
 
 
@@ -56,16 +58,17 @@ class CallCounter:
     backwards: int = 0
     order: int = 0
     warns: bool = False
-    _unlabelled: set[tuple[int, str]] = field(default_factory=set)  # since the last backward
+    # (plan, line) of calls without a label since the last backward
+    _unlabelled: set[tuple[int, str]] = field(default_factory=set)
 
     def forward(self, plan: int, label: object, sink: bool, host: bool = False) -> CallTag:
         """Count a forward call and return the tag of its messages and of its backward.
 
         Args:
             plan: Digest of the plan.
-            label: Label of the call. None: the caller's line of code.
-            sink: True if the call has a sink, which is no part of a plan.
-            host: True if the call has host memory for keys, which is no part of a plan.
+            label: Label of the call. None: file and line of the calling code.
+            sink: True if the call has a sink, which is not part of the plan.
+            host: True if the call has host memory for keys, which is not part of the plan.
 
         Raises:
             ValueError: The label is invalid, see `check_label`.
@@ -86,17 +89,17 @@ class CallCounter:
         self.order = crc32(f"backward {tag}".encode(), self.order)
 
     def _calling_line(self, plan: int) -> str:
-        """Return the line of code outside this package and torch, the same on every rank.
+        """Return "file:line" of the innermost caller outside this package and torch.
 
-        Warns once if a line calls a plan a second time before any backward, as a loop over layers
-        does: ranks that skip different iterations would exchange wrong tensors. An evaluation has
-        no backward, so its repeated calls do not warn.
+        Warns once if a line calls a plan a second time before any backward, as in a loop over
+        layers: ranks that skip different iterations would exchange wrong tensors. Calls without
+        gradients do not warn, because an evaluation has no backward.
         """
         frame = sys._getframe(2)
         while frame.f_back and frame.f_globals.get("__name__", "").startswith(INNER):
             frame = frame.f_back
         file, number = frame.f_code.co_filename, frame.f_lineno
-        if file.startswith("<"):  # generated code may have other names on each rank
+        if file.startswith("<"):  # generated code may have a different file name on each rank
             file = "<made>"
         line = f"{file.replace(os.sep, '/').rpartition('/')[2]}:{number}"
         if not (self.warns and torch.is_grad_enabled()):
@@ -116,10 +119,10 @@ class CallCounter:
 
 
 def check_label(label: object) -> None:
-    """Check that a label has the same representation on all ranks.
+    """Check that the `repr` of a label is equal in all processes.
 
     Raises:
-        ValueError: It is no string, integer or tuple of them.
+        ValueError: The label is not a string, an integer, a tuple of them, or None.
     """
     if not _plain(label):
         raise ValueError(
@@ -129,7 +132,7 @@ def check_label(label: object) -> None:
 
 
 def _plain(label: object) -> bool:
-    """Return True if the representation is the same in every process."""
+    """Return True if the `repr` of the label is equal in all processes."""
     if isinstance(label, tuple):
         return all(map(_plain, label))
     return label is None or isinstance(label, (str, int))
@@ -139,7 +142,7 @@ def check_groups(groups: object) -> None:
     """Check that `groups` is a `mb.Groups`.
 
     Raises:
-        ValueError: It is not.
+        ValueError: `groups` is not a `mb.Groups`.
     """
     if not isinstance(groups, Groups):
         raise ValueError(f"groups must be made with mb.Groups, got {groups!r:.100}")
@@ -158,16 +161,17 @@ class Groups:
         intra: Process group of this rank's node; index 0 of Megatron's hierarchical groups.
         inter: Process group of the ranks with this rank's index on all nodes; index 1 of Megatron's
             hierarchical groups.
-        ulysses: Number of ranks that share heads by all-to-all, with rings over the others.
+        ulysses: Size of the groups of ranks that share heads by all-to-all (head parallelism).
+            Rings connect these groups.
         placement: "head_first" if neighbouring ranks share heads, "context_first" if they form a
             ring.
-        reuse: Process groups, the same on every rank, that may carry the activations of a ring with
-            exactly their ranks. All ranks must use them in the same order.
+        reuse: Existing process groups, equal on all ranks. A group with exactly the ranks of a ring
+            carries the activations of the ring. All ranks must use the groups in the same order.
         nccl_max_ctas: Maximum thread blocks of a kernel on new NCCL communicators; each takes a
             multiprocessor from attention. Default: NCCL's choice.
 
     Raises:
-        ValueError: The ranks form no grid, or they have different arguments.
+        ValueError: The ranks do not form a grid, or arguments differ between ranks.
 
     Example:
         >>> import megatron_burst as mb
@@ -178,11 +182,11 @@ class Groups:
     topology: Topology
     rank: int
     backend: str
-    devices: tuple[str, ...]  # types that `backend` sends; empty without process groups
-    ring: Endpoint  # rank: index in the ring
-    ulysses: Endpoint  # rank: index among the ranks that share heads
-    grid: Endpoint  # rank: this rank
-    ulysses_links: tuple[str, ...]  # link class to each rank that shares heads
+    devices: tuple[str, ...]  # device types that `backend` sends; empty without process groups
+    ring: Endpoint  # `ring.rank` is the index in the ring
+    ulysses: Endpoint  # `ulysses.rank` is the index among the ranks that share heads
+    grid: Endpoint  # `grid.rank` is `rank`
+    ulysses_links: tuple[str, ...]  # link class to each rank of the ulysses group
     cache: dict[str, Any]  # used by planning only
     calls: CallCounter
     _failure: str | None = None
@@ -220,7 +224,7 @@ class Groups:
             ulysses: As in `Groups`.
 
         Raises:
-            ValueError: `group` is no process group of this rank, or arguments differ between ranks.
+            ValueError: `group` is not a process group of this rank, or arguments differ.
         """
         return cls.from_topology(group, intra=process_group(group).size(), ulysses=ulysses)
 
@@ -246,7 +250,7 @@ class Groups:
             nccl_max_ctas: As in `Groups`.
 
         Raises:
-            ValueError: The ranks form no grid, or arguments differ between ranks.
+            ValueError: The ranks do not form a grid, or arguments differ between ranks.
         """
         arguments = f"{intra=}, {arguments_text(ulysses, placement, reuse, nccl_max_ctas)}"
         ranks = agreed_ranks(rank_arguments := gather_arguments(process_group(group), arguments))
@@ -257,10 +261,11 @@ class Groups:
 
     @classmethod
     def by_host(cls, group: dist.ProcessGroup, **options: Any) -> Groups:
-        """Make a grid with the ranks of `group` on one host as a node. A collective call.
+        """Make a grid in which the ranks of each host are a node. A collective call.
 
-        A host is a host name and a boot id: machines whose containers have the same host name are
-        different nodes. Warns if the launcher's LOCAL_WORLD_SIZE contradicts the hosts.
+        A host is identified by host name and boot id, so machines whose containers have the same
+        host name are different nodes. Warns if the launcher's LOCAL_WORLD_SIZE contradicts the
+        hosts.
 
         Args:
             group: Process group of the context-parallel ranks.
@@ -270,7 +275,7 @@ class Groups:
             ValueError: Hosts have different numbers of ranks, or the ranks of a host are not
                 consecutive.
         """
-        from .hosts import ranks_per_host  # needed here only
+        from .hosts import ranks_per_host
 
         return cls.from_topology(group, intra=ranks_per_host(process_group(group)), **options)
 
@@ -345,7 +350,7 @@ class Groups:
         agree(facts_and_calls, self.gather)
 
     def recent(self, name: str, most: int) -> RecentCache:
-        """Return the cache of this name, which keeps at most `most` values."""
+        """Return the cache with the given name, which keeps at most `most` values."""
         return self.cache.setdefault(name, RecentCache(most))
 
     def connect(self, channels: Iterable[Channel], device: torch.device) -> None:
@@ -356,31 +361,31 @@ class Groups:
             device: Device of the tensors.
 
         Raises:
-            ValueError: Groups cannot be made, or ranks differ. All ranks raise it.
+            ValueError: Channels or reused groups differ between ranks. All ranks raise the error.
         """
         self._communicators.connect(channels, device)
 
     @property
     def communicators(self) -> str:
-        """Return the communicators of the rings as text; empty without any."""
+        """Return a line about the process groups of rings; empty without process groups."""
         return self._communicators.describe() if self.devices and self.size > 1 else ""
 
     @property
     def carriers(self) -> Mapping[tuple[Channel, str], dist.ProcessGroup]:
-        """Return (channel, device type) -> process group of the rings."""
+        """Return a mapping from (channel, device type) to process group."""
         return self._communicators.groups if self.devices and self.size > 1 else {}
 
     def expect(self, message: int) -> None:
-        """Reserve receive buffers for messages of `message` bytes."""
+        """Make receive buffers on the CPU at least `message` bytes large."""
         for end in (self.ring, self.ulysses, self.grid):
             end.room = max(end.room, message)
 
     @contextmanager
     def running(self, device: str = "cpu") -> Iterator[None]:
-        """Return a context for a call on these groups.
+        """Return a context manager for a call on these groups.
 
-        If an error ends the call, `check` refuses later calls, because ranks may be out of step.
-        Autocast is off for this device type, because the plan defines the precision.
+        If the call raises an error, `check` refuses later calls, because ranks may be out of step.
+        Autocast is disabled for the device type, because the plan defines the precision.
         """
         on = torch.is_autocast_enabled(device)
         try:
@@ -400,7 +405,7 @@ class Groups:
         existing = dist.distributed_c10d._world.pg_map
         if not all(used() in existing for used in self._communicators.used):
             raise ValueError(
-                "groups: the process groups they were made of were destroyed "
+                "groups: the process groups of this mb.Groups were destroyed "
                 "(torch.distributed.destroy_process_group); make new mb.Groups"
             )
         if self._failure is not None:
@@ -418,7 +423,7 @@ class Groups:
         reuse: Sequence[dist.ProcessGroup],
         max_ctas: int | None,
     ) -> None:
-        """Initialize the grid. `ranks` are global ranks, node by node; `name` names the grid."""
+        """Initialize the grid. `ranks` are global ranks, node by node; `name` is unique."""
         unbind_default_arguments()
         self.topology, self.rank = topology, ranks.index(dist.get_rank())
         self.cache, self.calls, counters = {}, CallCounter(warns=len(ranks) > 1), Counters()
@@ -438,7 +443,7 @@ class Groups:
         self._place(end)
 
     def _place(self, end: Callable[[list[int]], Endpoint]) -> None:
-        """Make this rank's endpoints. `end` returns this rank's endpoint for the given members."""
+        """Make this rank's endpoints. `end` returns an endpoint for a list of members."""
         topology, me = self.topology, self.rank
         sharing = topology.ulysses_group(me)
         self.ring, self.ulysses = end(topology.ring(me)), end(sharing)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host of a rank, and the number of ranks per host.
+"""Detection of hosts, and the number of ranks per host.
 
-A host is a host name and the boot id of the kernel. Machines whose containers have the same host
-name are different hosts, and so are containers with different host names on one machine. NCCL uses
-the same rule: it connects ranks over NVLink or shared memory only if name and boot id are equal.
+A host is identified by host name and boot id of the kernel. Machines whose containers have the same
+host name are different hosts, and so are containers with different host names on one machine. NCCL
+has the same rule: it connects ranks over NVLink or shared memory only if name and boot id are
+equal.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def this_host() -> HostIdentity:
 
 
 def host_labels(hosts: Sequence[HostIdentity]) -> list[str]:
-    """Return a text for each host: its name, with the boot id if several hosts have this name."""
+    """Return the name of each host, with the boot id if several hosts have the same name."""
     boots: dict[str, set[str]] = {}
     for host in hosts:
         boots.setdefault(host.name, set()).add(host.boot_id)
@@ -87,7 +88,7 @@ def launcher_warning(
     """Return a warning if hosts contradict LOCAL_WORLD_SIZE, otherwise None.
 
     Args:
-        ranks: Global ranks. A launcher gives consecutive ranks to a node.
+        ranks: Global ranks. A launcher assigns consecutive ranks to a node.
         hosts: The host of each rank.
         local_world_sizes: LOCAL_WORLD_SIZE of each rank, empty if the variable is not set.
     """
@@ -99,8 +100,8 @@ def launcher_warning(
     if len(set(zip(nodes, hosts, strict=True))) == len(set(nodes)) == len(set(hosts)):
         return None
     return (
-        f"ranks {list(ranks)} have nodes by host name and boot id: {len(set(hosts))} "
-        f"({', '.join(dict.fromkeys(host_labels(hosts)))}), by LOCAL_WORLD_SIZE={size}: "
-        f"{len(set(nodes))}; if the hosts are wrong, give the ranks per node: "
+        f"ranks {list(ranks)} have {len(set(hosts))} node(s) by host name and boot id "
+        f"({', '.join(dict.fromkeys(host_labels(hosts)))}), but LOCAL_WORLD_SIZE={size} implies "
+        f"{len(set(nodes))}; if the hosts are wrong, set the number of ranks per node: "
         "mb.Groups.from_topology(group, intra=N), or --burst-intra-size N"
     )

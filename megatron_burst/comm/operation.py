@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The steps between a call and its plan: check, agree, build, cache.
 
-Attention, linear attention, sparse attention and the loss describe the call of one rank as an
-`Operation`. `prepared` makes its plan together with all ranks. `derived` caches the plan of an
-operation that follows from a plan on which all ranks agreed.
+Attention, linear attention, sparse attention and the LM head loss describe the call of one rank as
+an `Operation`. `prepared` compares the call between ranks and makes the plan. `derived` makes and
+caches a plan without communication, if the call depends only on a plan on which ranks agreed.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, Generic, TypeVar
 from .consensus import Facts, attempt, identity
 from .recent import RecentCache
 
-# Both have a dict `facts`, which must be equal on all ranks.
+# Request and plan have a dict `facts`, which must be equal on all ranks.
 Request = TypeVar("Request", bound=Any)
 Plan = TypeVar("Plan", bound=Any)
 
 
 class Operation(ABC, Generic[Request, Plan]):
-    """A call of one rank, and the steps to its plan."""
+    """A call on one rank, with the steps that make its plan."""
 
     @abstractmethod
     def check(self) -> Request:
@@ -32,7 +32,7 @@ class Operation(ABC, Generic[Request, Plan]):
 
     @abstractmethod
     def agree(self, facts: Facts | ValueError) -> None:
-        """Raise the same ValueError on every rank if a rank has one, or if facts differ."""
+        """Raise the same ValueError on every rank if facts differ or a rank passed an error."""
 
     @property
     def measures(self) -> bool:
@@ -52,9 +52,9 @@ class Operation(ABC, Generic[Request, Plan]):
 
 
 def prepared(operation: Operation[Request, Plan]) -> Plan:
-    """Return the plan of an operation, on which all ranks agree. A collective call.
+    """Make the plan of an operation, on which all ranks agree. A collective call.
 
-    A rank with an error sends it in `agree`, so that all ranks raise it and none waits.
+    A rank with an error sends the error in `agree`, so that all ranks raise it and no rank hangs.
 
     Raises:
         ValueError: A rank has an error, or facts differ.
@@ -72,11 +72,11 @@ def prepared(operation: Operation[Request, Plan]) -> Plan:
 
 
 def derived(operation: Operation[Request, Plan], plans: RecentCache) -> Plan:
-    """Return the plan of an operation that follows from a plan on which all ranks agreed.
+    """Return the plan of an operation that depends only on a plan on which all ranks agreed.
 
-    No communication, so layers do not wait for the host. The facts contain the identity of the
-    agreed plan, and messages contain the identity of the derived plan, so ranks that are out of
-    step get an error.
+    There is no communication, so layers do not wait for the host. The facts contain the identity of
+    the agreed plan, and messages contain the identity of the derived plan. So a rank with another
+    plan causes an error.
 
     Args:
         operation: The operation.

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages: several tensors in one buffer, with an envelope at its end.
 
-gloo accepts a short message where a long one is expected, without an error, and any message of the
-same size for any other. So on the CPU, tensors are sent as one message with an envelope (MPI's
-term). The envelope has the length of the message, its plan and call, and its content. A rank that
-is out of step gets an error instead of wrong numbers. A receive buffer has room for the longest
-message of the grid, because gloo ends the process if a message is longer than the buffer.
+gloo raises no error if a message is shorter than the receive buffer, or if another message of the
+same size arrives. So on the CPU, tensors are sent as one message with an envelope (MPI's term). The
+envelope contains the length of the message, its plan and call, and a digest of its content. A rank
+that is out of step gets an error instead of wrong numbers. A receive buffer has room for the
+longest message of the grid, because gloo aborts the process if a message is longer than the buffer.
 
-On other devices there is no envelope, because reading it would block the device at every hop;
-`calls` compares ranks there. A rank sends its own tensors in one batch, one by one and without a
-copy. Tensors that it forwards, and sums, are one message, which halves the time on the host.
+On other devices there is no envelope, because reading it would block the device at every hop. With
+these devices, ranks compare calls only when they make a plan, or in `Groups.compare_calls`. A rank
+sends its own tensors without a copy, as separate operations of one batch. Forwarded tensors, and
+sums, are one message, which halves the time on the host.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class CallTag(NamedTuple):
     Attributes:
         plan: Digest of the plan.
         call: Number of the call on its groups.
-        label: Digest of the label, and of whether there is a sink and host memory.
+        label: Digest of the label and of two flags: the call has a sink, has host memory.
     """
 
     plan: int = 0
@@ -58,8 +59,8 @@ class Message(NamedTuple):
 
     Attributes:
         flat: The message, uint8; None if it is never sent.
-        tensors: Views of `flat`.
-        room: Buffer that starts with `flat`.
+        tensors: Views of `flat`, or separate tensors if `flat` is None.
+        room: Buffer whose first bytes are `flat`, or None.
     """
 
     flat: torch.Tensor | None
@@ -112,7 +113,7 @@ def room_size(layout: MessageLayout, device: torch.device, least: int = 0) -> in
 
 
 def carve(buffer: torch.Tensor, layout: MessageLayout) -> Message:
-    """Return a message at the beginning of a buffer."""
+    """Return a message whose tensors are views of the beginning of a buffer."""
     length = layout.length + ENVELOPE if buffer.is_cpu else layout.length
     flat = buffer if length == buffer.numel() else buffer[:length]
     tensors = [
@@ -132,7 +133,7 @@ def pack(tensors: Sequence[torch.Tensor], envelope: Envelope) -> Message:
 
 
 def write_envelope_(message: Message, envelope: Envelope) -> None:
-    """Write the envelope at the end of the message."""
+    """Write the envelope at the end of a message on the CPU; do nothing on other devices."""
     if message.flat is not None and message.flat.device.type == "cpu":
         message.flat[-ENVELOPE:] = _bytes(message.flat, envelope)
 

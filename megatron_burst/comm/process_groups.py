@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Comparison of arguments before process groups are made, and creation of a process group.
 
-Making groups is collective. Ranks with different grids would wait for each other until the timeout.
-So ranks first compare their arguments over an existing group, and an error on every rank names the
-rank that differs. Only the members of a group take part in making it, under a name on which they
-agree, because other ranks of the training job may be in another number of groups (for example if
-every micro-batch has its own context-parallel groups).
+Creating a group is a collective call. Ranks with different grids would wait for each other until
+the timeout. So ranks first compare their arguments over an existing group, and all ranks raise an
+error that names the differing rank. Only members take part in the creation of a group, under a name
+on which they agreed. Other ranks of the job may create another number of groups, for example if
+every micro-batch has its own context-parallel groups.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class GridArguments(NamedTuple):
 
     Attributes:
         rank: Global rank.
-        name: Name for the groups, used if this is the first rank of the grid; no other groups have
-            it.
-        arguments: Arguments as text.
-        reused: Ranks and name of each process group that the rank may reuse.
+        name: Unique name. Groups of the grid get the name from the first rank.
+        arguments: `Groups` arguments of this rank, serialized by `arguments_text`; or channels that
+            the rank needs.
+        reused: (ranks, name) of each process group that this rank will reuse.
     """
 
     rank: int
@@ -40,14 +40,14 @@ class GridArguments(NamedTuple):
 
 
 def process_group(group: dist.ProcessGroup, name: str = "group") -> dist.ProcessGroup:
-    """Return `group` if this rank can make a grid from it.
+    """Check that `group` is a process group of this rank, and return it.
 
     Args:
         group: Value of an argument.
         name: Name of the argument, for the message.
 
     Raises:
-        ValueError: `group` is no process group of this rank.
+        ValueError: `group` is not a process group of this rank.
     """
     if not isinstance(group, dist.ProcessGroup):
         before = (
@@ -60,7 +60,7 @@ def process_group(group: dist.ProcessGroup, name: str = "group") -> dist.Process
 
 
 def arguments_text(ulysses: int, placement: str, reuse: object, nccl_max_ctas: int | None) -> str:
-    """Return the arguments of a grid as text, the same on all ranks with the same arguments."""
+    """Serialize the arguments of `Groups` as text, for the comparison between ranks."""
     reuse_text = f"no list but {type(reuse).__name__}"
     if isinstance(reuse, (list, tuple)):
         sizes = [
@@ -74,14 +74,14 @@ def arguments_text(ulysses: int, placement: str, reuse: object, nccl_max_ctas: i
 def gather_arguments(
     group: dist.ProcessGroup, arguments: str, reused: tuple = ()
 ) -> list[GridArguments]:
-    """Return the arguments of each rank of `group`. A collective call."""
+    """All-gather the arguments of each rank of `group`. A collective call."""
     return gather_objects(
         GridArguments(dist.get_rank(), f"burst-{uuid.uuid4().hex}", arguments, reused), group
     )
 
 
 def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
-    """Return the `value` of every rank of `group`. A collective call.
+    """All-gather a Python object from every rank of `group`. A collective call.
 
     Raises:
         RuntimeError: A rank did not take part.
@@ -92,7 +92,7 @@ def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     except RuntimeError as error:
         ranks = dist.get_process_group_ranks(group)
         raise RuntimeError(
-            f"groups: not all of the ranks {ranks} made them: a rank raised an error, died, or "
+            f"groups: not all of the ranks {ranks} took part: a rank raised an error, died, or "
             f"passed another process group; {error}"
         ) from error
     return gathered
@@ -101,12 +101,12 @@ def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
 def gather_nodes(
     intra: dist.ProcessGroup, inter: dist.ProcessGroup, arguments: str
 ) -> list[GridArguments]:
-    """Return the arguments of each rank of a grid, node by node. A collective call.
+    """All-gather the arguments of each rank of a grid, node by node. A collective call.
 
     Args:
-        intra: Ranks of this rank's node.
-        inter: Ranks with this rank's index on all nodes.
-        arguments: Arguments as text.
+        intra: Process group of the ranks of this rank's node.
+        inter: Process group of the ranks with this rank's index on all nodes.
+        arguments: `Groups` arguments of this rank, serialized by `arguments_text`.
 
     Raises:
         ValueError: Nodes have different numbers of ranks.
@@ -123,10 +123,10 @@ def gather_nodes(
 
 
 def agreed_ranks(arguments_of_ranks: list[GridArguments]) -> list[int]:
-    """Return the global ranks of a grid.
+    """Check that all ranks have equal arguments, and return their global ranks.
 
     Raises:
-        ValueError: Ranks have different arguments. All ranks raise it.
+        ValueError: Arguments differ between ranks. All ranks raise the error.
     """
     for rank, rank_arguments in enumerate(arguments_of_ranks):
         if rank_arguments.arguments != arguments_of_ranks[0].arguments:
@@ -140,7 +140,7 @@ def agreed_ranks(arguments_of_ranks: list[GridArguments]) -> list[int]:
 def unbind_default_arguments() -> None:
     """Replace the default process group by None in the default arguments of torch.distributed.nn.
 
-    None has the same meaning there. If `torch.distributed.nn` is imported after
+    None means the default process group. If `torch.distributed.nn` is imported after
     `init_process_group`, its functions reference the default process group even after
     `destroy_process_group`. They also keep gloo's threads alive, which can abort the process at its
     end (pytorch issue 190489). torch imports `torch.distributed.nn` when an optimizer is made. This
@@ -156,27 +156,27 @@ def unbind_default_arguments() -> None:
 
 
 def join(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Run a collective on a group, for tensors of this device type.
+    """Create the communicator of a group by a small all-reduce on `device`.
 
-    NCCL makes a communicator in the first call of a group, in which all members must take part. Not
-    all ranks have something to send at every boundary of every schedule, so the communicator and
-    NCCL's buffers must exist before the first message.
+    NCCL creates a communicator in the first call on a group, in which all members must take part.
+    In a schedule, some ranks send nothing at some boundaries. So the communicator and NCCL's
+    buffers must exist before the first message.
     """
     dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Return device type -> backend of `group` that sends tensors of this type between two ranks.
+    """Return a dict from device type to the backend of `group` for point-to-point messages.
 
-    A group made without a backend, or with "cpu:gloo,cuda:nccl", has one for each type. torch also
-    registers gloo for CUDA, but gloo sends CPU tensors only.
+    A group made without a backend, or with "cpu:gloo,cuda:nccl", has one backend per device type.
+    torch also registers gloo for CUDA, but gloo sends only CPU tensors.
     """
     pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
     return {device: name for device, name in pairs if name != "gloo" or device == "cpu"}
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Return the timeout of `group`, so that rings have the same one."""
+    """Return the timeout of `group`, for new groups; None if the backend has none."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     return getattr(options, "_timeout", None)
 
@@ -188,18 +188,18 @@ def new_group(
     name: str,
     options: Any = None,
 ) -> dist.ProcessGroup:
-    """Make a process group of these global ranks. Only its members take part.
+    """Make a process group of the given global ranks. Only its members take part.
 
     Ranks of other model-parallel groups and pipeline stages without attention need not call it. If
-    `init_process_group(device_id=...)` binds a device, torch would split the communicator off the
-    world's communicator, which waits for every rank of the job. So the world has no bound device
-    meanwhile.
+    `init_process_group(device_id=...)` has bound a device, torch would split the communicator off
+    the world's communicator, which waits for every rank of the job. So the bound device of the
+    world is unset during the call.
 
     Args:
         ranks: Global ranks.
         backend: Backend.
         timeout: Timeout, or None for torch's default.
-        name: Name that no other group of these ranks ever has, the same on all of them.
+        name: Unique name, equal on all members.
         options: Options of the backend.
     """
     world = dist.distributed_c10d._get_default_group()
@@ -223,12 +223,12 @@ def new_group(
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Name the process group that is made meanwhile.
+    """Set the name of a process group that is made inside the context.
 
-    torch names a locally made group after a count of groups that a rank has made or is in,
-    depending on torch's version. Members with different counts would wait for each other until the
-    timeout. Ranks that are no members would count one group less than the others when all of them
-    make the next one.
+    By default, torch derives the name from the number of groups that a rank made or is in,
+    depending on the version of torch. Members with different counts would wait for each other until
+    the timeout. Ranks outside the group would later have a lower count than its members, when all
+    of them make a group.
     """
     home = dist.distributed_c10d
     stock = home._process_group_name

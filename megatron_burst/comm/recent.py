@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache of recently used values."""
+"""A cache with least-recently-used eviction."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 
 class RecentCache(dict[Any, Any]):
-    """A dictionary with the `most` recently used values."""
+    """A dict that keeps at most `most` values and evicts the least recently used one."""
 
     def __init__(self, most: int):
         super().__init__()
         self.most = most
 
     def find(self, key: Any) -> Any:
-        """Return the value of a key and mark it as used; None if there is none."""
+        """Return the value of a key and mark it as used; None if the key is missing."""
         return self.keep(key, self[key]) if key in self else None
 
     def keep(self, key: Any, value: Any) -> Any:
-        """Add a value and return it; if there are too many, remove the least recently used."""
+        """Add a value and return it. Evicts the least recently used value if the cache is full."""
         self.pop(key, None)
         while len(self) >= self.most:
             del self[next(iter(self))]
@@ -27,5 +27,5 @@ class RecentCache(dict[Any, Any]):
         return value
 
     def of(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the value of a key; if there is none, add the result of `make`."""
+        """Return the value of a key; if the key is missing, add the result of `make`."""
         return self.keep(key, self[key] if key in self else make())

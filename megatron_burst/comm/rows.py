@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchange of rows between any ranks, and of their gradients in the other direction.
+"""Differentiable exchange of rows between any ranks; backward sends gradients of rows back.
 
-A `Route` says which rows move where. This module decides that all rows for one rank are one
-message. A row that was copied to several ranks gets the sum of their gradients in float32 (float64
-for float64). Gradients are sent in the dtype of their rows.
+A `Route` lists the rows that a rank sends to and receives from each rank. All rows for one rank are
+one message. If a row was sent to several ranks, its gradients are summed in float32 (float64 for
+float64). Gradients are sent in the dtype of their rows.
 
 Shape letters: s local rows; r rows of the result.
 """
@@ -28,11 +28,11 @@ GRID = Channel("grid", False)
 
 
 class DeviceRoute(NamedTuple):
-    """A `Route` with its row numbers on a device, int64.
+    """A `Route` with row numbers on a device, int64.
 
     Attributes:
-        sends: Row numbers that this rank sends, for each rank.
-        receives: Row numbers of the result that this rank receives, for each rank.
+        sends: For each rank, numbers of this rank's rows that are sent to it.
+        receives: For each rank, numbers of the rows of the result that are received from it.
         rows: Number of rows of the result.
     """
 
@@ -42,7 +42,7 @@ class DeviceRoute(NamedTuple):
 
 
 def route_on_device(route: Route | DeviceRoute, device: torch.device) -> DeviceRoute:
-    """Return the route with its row numbers on the device."""
+    """Return the route with row numbers on the device."""
 
     def move(all_numbers: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         return tuple(
@@ -62,15 +62,15 @@ def exchange_rows(
 ) -> tuple[torch.Tensor, ...]:
     """Exchange rows (dimension 0) of several tensors by a route, with one message per rank.
 
-    A collective call of all ranks of the grid, as is its backward. It can be differentiated any
-    number of times. The caller must have called `groups.connect([GRID], device)` and
-    `groups.expect` with the longest message.
+    Forward and backward are collective calls of all ranks of the grid. Gradients of any order are
+    supported. The caller must have called `groups.connect([GRID], device)` and `groups.expect` with
+    the longest message.
 
     Args:
         tensors: Tensors of this rank, [s, ...] each, of any dtypes.
-        route: Route of this rank. `route_on_device` saves a copy per call.
+        route: Route of this rank. A `DeviceRoute` avoids a copy to the device per call.
         groups: Groups of the ranks.
-        identity: Digest of what the ranks agreed on.
+        identity: Digest of the facts on which the ranks agreed.
         label: As in `mb.attention`.
 
     Returns:
@@ -93,7 +93,7 @@ def over_grid(
     call: CallTag,
     label: str,
 ) -> dict[int, Tensors]:
-    """Send tensors to ranks of the grid, and return what was received from each rank.
+    """Send tensors to ranks of the grid, and return a dict from rank to received tensors.
 
     Args:
         groups: Groups of the ranks.
@@ -123,7 +123,7 @@ class _RankExchange:
         groups: Groups of the ranks.
         route: Rows that this rank sends and receives.
         call: Tag of the call.
-        home: Rows of the shard that receives gradients; None in the forward exchange.
+        home: Number of rows of the shard in a backward exchange; None in a forward exchange.
     """
 
     groups: Groups
@@ -132,7 +132,7 @@ class _RankExchange:
     home: int | None = None
 
     def reversed(self, rows: int) -> _RankExchange:
-        """Return the exchange in the other direction, which sends the gradients of this one."""
+        """Return the exchange in the other direction, which sends the gradients of the result."""
         forward_route, home = self.route, rows if self.home is None else None
         return replace(
             self, route=DeviceRoute(forward_route.receives, forward_route.sends, rows), home=home
@@ -178,7 +178,7 @@ def _move(exchange: _RankExchange, tensors: Sequence[torch.Tensor]) -> list[torc
 def _exchange(
     exchange: _RankExchange, parts: list[list[torch.Tensor]], row_counts: list[int]
 ) -> list[Sequence[torch.Tensor]]:
-    """Return what was received from each rank: rows of each tensor, or nothing."""
+    """Exchange `parts`, and return for each rank the received rows of each tensor."""
     me = exchange.groups.rank
     own, peers = parts[me], [peer for peer in range(len(parts)) if peer != me]
     shapes = {
@@ -187,7 +187,7 @@ def _exchange(
         if row_counts[peer]
     }
     sent = {peer: parts[peer] for peer in peers if len(parts[peer][0])}
-    title = "rows there" if exchange.home is None else "gradients of rows home"
+    title = "rows" if exchange.home is None else "gradients of rows"
     arrived = over_grid(exchange.groups, sent, shapes, own[0].device, exchange.call, title)
     nothing = [t[:0] for t in own]
     return [own if peer == me else arrived.get(peer, nothing) for peer in range(len(parts))]

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transport of tensors between the ranks of a grid, and counters of what was sent.
 
-`Endpoint` is one rank's end of a transport. This module has the endpoint for torch.distributed. It
-uses one process group for each ring, each kind of traffic and each device type. Activations and
-gradients need separate communicators, otherwise results are wrong (BurstEngine section 3.1). The
-plugin `testing` has an endpoint for ranks in one process.
-
-This module decides what an exchange is, and the text of its errors.
+An exchange is a batch of sends and receives on one channel. `Endpoint` is the interface of one rank
+to a transport. `ProcessEndpoint` implements it with torch.distributed. It uses one process group
+for each ring, each kind of traffic and each device type. Activations and gradients need separate
+communicators, otherwise results are wrong (BurstEngine section 3.1). The plugin `testing` has an
+endpoint for ranks in one process.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ class Receive(NamedTuple):
 
     Attributes:
         peer: Member of the channel that sends them.
-        tensors: Tensors that are filled.
-        message: Message that contains them, if they are received as one message.
+        tensors: Tensors to fill.
+        message: Message that contains the tensors, if they are received as one message.
         envelope: Envelope that the message must have.
     """
 
@@ -94,8 +93,9 @@ class AllToAll(NamedTuple):
 class Pending(Protocol):
     """A started exchange.
 
-    `wait` returns when everything was received and all sent tensors may be reused. With NCCL this
-    holds for later operations of the current stream; torch up to 2.7 frees such buffers later.
+    `wait` returns when all tensors were received and all sent tensors may be reused. With NCCL,
+    this guarantee is for later operations on the current stream, and the host does not block. torch
+    up to 2.7 frees the buffers later.
     """
 
     def wait(self) -> None: ...
@@ -121,10 +121,10 @@ class Counters:
 
 
 class Endpoint(Protocol):
-    """One rank's end of a transport.
+    """Interface of one rank to a transport.
 
     `rank` and peers are indices in the ring, ulysses group or grid. `exchange` starts transfers and
-    does not block. Errors contain the string of `label`. `all_to_all` returns when everything was
+    does not block. Errors contain `str(label)`. `all_to_all` returns when all tensors were
     received. `released` declares that this rank does not read the tensors again before they are
     overwritten.
     """
@@ -201,9 +201,9 @@ def all_to_all_by_messages(endpoint: Endpoint, trade: AllToAll) -> None:
 
 @dataclass
 class _PendingWorks:
-    """Works of torch.distributed and their errors.
+    """Works of torch.distributed, with the data for error messages.
 
-    It never uses `is_completed`, which may stay False forever with gloo.
+    `is_completed` is not used, because it may stay False forever with gloo.
     """
 
     works: list[dist.Work]
@@ -231,7 +231,7 @@ class _PendingWorks:
 
 @dataclass
 class ProcessEndpoint:
-    """An endpoint of torch.distributed.
+    """Endpoint that uses torch.distributed.
 
     Attributes:
         rank: Index of this rank.
@@ -239,7 +239,7 @@ class ProcessEndpoint:
         channels: (channel, device type) -> process group.
         counters: Counters of sent bytes.
         room: Minimum bytes of a receive buffer on the CPU.
-        clock: Measures waits, or None.
+        clock: Clock that measures waits, or None.
     """
 
     rank: int
@@ -276,10 +276,10 @@ class ProcessEndpoint:
         return started if self.clock is None else self.clock.timed(started, example.is_cpu)
 
     def all_to_all(self, trade: AllToAll) -> None:
-        """Use messages on the CPU, because their envelopes detect ranks that are out of step."""
+        """Use a collective on CUDA, and messages with envelopes on the CPU."""
         example = trade.into[0]
         group = self.channels[trade.channel, example.device.type]
-        # A collective uses the rank order of its group, which torch sorts.
+        # A collective uses the rank order of the process group, which is sorted.
         if example.is_cpu or dist.get_process_group_ranks(group) != list(self.ranks):
             all_to_all_by_messages(self, trade)
         else:
@@ -307,7 +307,7 @@ class ProcessEndpoint:
 
 
 def _operations(ops: Sequence[dist.P2POp]) -> str:
-    """Describe the operations; none means a collective."""
+    """Describe operations for an error message. An empty sequence means a collective."""
     return (
         ", ".join(
             f"{'receiving from' if op.op is dist.irecv else 'sending to'} rank {op.peer}"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time that a rank waits for transfers, for measurements.
+"""Measurement of the time that a rank waits for transfers.
 
-On the CPU this is the time that the host was blocked. On a GPU a wait blocks the stream, so it is
-the time between two CUDA events around the wait. Events are read only after they have passed;
-neither the host nor the stream waits for them.
+On the CPU this is the time that the host is blocked. On a GPU a wait blocks the stream, so it is
+the time between two CUDA events around the wait. Events are read only after they have completed, so
+the measurement blocks neither the host nor the stream.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Waitable(Protocol):
 
 @dataclass
 class WaitClock:
-    """The waits of one rank. Pass it to an endpoint, and call `take` regularly."""
+    """Total wait time of one rank. Set as `clock` of endpoints, and call `take` regularly."""
 
     _seconds: float = 0.0
     _open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=deque)
     _spare: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     def timed(self, pending: Waitable, on_host: bool) -> Waitable:
-        """Return the same exchange with a measured wait. `on_host`: the wait blocks the host."""
+        """Wrap an exchange to measure its wait. `on_host`: the wait blocks the host."""
         return _TimedWait(self, pending, on_host)
 
     def take(self) -> float:

@@ -20,7 +20,7 @@ from ..comm.groups import Groups
 from ..schedule.cost import Sizes
 from .validate import WIRE, Request
 
-CHOICES_KEPT = 64  # per grid: kinds of layers times batches with different documents
+CHOICES_KEPT = 64  # cached choices per grid, for kinds of layers and batches of documents
 
 
 def resolve(request: Request, groups: Groups, rates: Rates | None) -> Request | ValueError:
@@ -59,13 +59,13 @@ def rates_of(request: Request, groups: Groups, rates: Rates | None) -> Rates:
 
 
 def _choice(request: Request, groups: Groups, rates: Rates) -> Choice:
-    """Return the choice that is predicted to be fastest on these groups."""
+    """Return the predicted fastest choice, with the wire dtype if `grad_wire_dtype` is "auto"."""
     options = request.options
     choice = _fastest(request, request.sizes, groups, rates)
     if options.grad_wire_dtype != "auto" or request.wire_dtype == torch.float64:
         return choice
     if request.tensors[0].dtype == torch.bfloat16:
-        # Rounding at every hop must pay off, so a tie keeps unrounded sums.
+        # bf16 rounds sums at every hop, so use it only if it is faster by more than a tie.
         sizes = replace(request.sizes, wire_itemsize=torch.bfloat16.itemsize)
         narrow = _fastest(request, sizes, groups, rates)
         if narrow.seconds < choice.seconds * (1 - TIE):
@@ -84,7 +84,7 @@ def _fastest(request: Request, sizes: Sizes, groups: Groups, rates: Rates) -> Ch
 
 
 def fastest(workload: Workload, fixed: FixedSettings, groups: Groups, rates: Rates) -> Choice:
-    """Return the choice that is predicted to be fastest, and cache it. No communication.
+    """Return the predicted fastest choice, and cache it. No communication.
 
     Args:
         workload: Sizes, mask and layout.

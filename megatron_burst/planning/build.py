@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of one rank, made from a schedule, with the place of every row in every buffer.
+"""Construction of the `RankPass` of one rank from the schedule of all ranks.
 
-If the chunks of a pair were received in parts, the pair is computed part by part. Everything that a
-plan can compute is computed here, so the loop in `ring` only reads it.
+Positions of rows in buffers, kernel plans and exchanges are computed here once per plan, so the
+loop in `ring` does no planning. If the chunks of a pair are received in several parts, each
+combination of a query part and a key part is a kernel call.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ OWN = "kv", "query"
 
 
 class KernelWorkCache:
-    """Kernel plans for pairs of spans, each made once; shared by the passes of a plan.
+    """Cache of kernel plans by (query spans, key spans), shared by the passes of a plan.
 
     Args:
         kernel: Local attention kernel.
@@ -72,15 +73,15 @@ def make_pass(
     device: torch.device,
     deferred: bool = True,
 ) -> RankPass:
-    """Return the pass of one rank.
+    """Make the pass of one rank from the schedule of all ranks.
 
     Args:
         name: Name in envelopes, errors and profiles.
         schedule: Schedule of all ranks.
         rank: Rank in the ring.
-        works: Kernel plans.
-        device: Device of row numbers.
-        deferred: Also make the steps that compute own pairs last.
+        works: Cache of kernel plans.
+        device: Device of index tensors.
+        deferred: Also make `RankPass.deferred`.
     """
     program = schedule.program(rank)
     hops = [hop for boundary in program for hop in boundary.posts]
@@ -113,15 +114,15 @@ def make_pass(
 
 @dataclass(frozen=True)
 class _PassRows:
-    """Buffers of one rank in one pass, and the places of rows in them.
+    """Chunks of one rank in one pass, and the positions of rows in their buffers.
 
     Attributes:
         name: Name of the pass.
         rank: Rank in the ring.
-        copies: Chunks that this rank holds: its own, then the received ones.
-        received: Received chunks.
-        totals: Result of `totals_of`.
-        maps: Places of rows.
+        copies: Chunks of queries and keys on this rank: its own chunks, then the received chunks.
+        received: Received chunks of queries and keys.
+        totals: Result of `totals_of`: (family, owner) -> chunk of partial results.
+        maps: Positions of rows.
     """
 
     name: str
@@ -132,7 +133,7 @@ class _PassRows:
     maps: RowMaps
 
     def target(self, chunk: Chunk, rows: int) -> Target:
-        """Return where partial results of these rows of a chunk are added."""
+        """Return the target for partial results of the given rows of a chunk."""
         total = self.totals[chunk[:2]]
         all_rows = self.maps.place(total, total.rows)
         return Target(total, all_rows.count, rows, self.maps.place(total, chunk.rows))
@@ -151,7 +152,7 @@ class _PassRows:
         return KernelCall(call.pair, call.queries, call.keys, call.work, targets)
 
     def payload(self, hop: Hop) -> Payload:
-        """Return what a hop sends: rows of a partial result, or of a held chunk."""
+        """Return the payload of a hop: rows of a partial result, or of a chunk on this rank."""
         chunk = hop.chunk
         target = source = None
         if chunk.accumulated:
@@ -164,7 +165,7 @@ class _PassRows:
         return Payload(hop, self._count(chunk), digest, packed, target, source)
 
     def longest(self, hops: Sequence[Hop]) -> dict[str, int]:
-        """Return family -> largest number of rows of a sent or received chunk."""
+        """Return a dict from family to the largest number of rows of a sent or received chunk."""
         longest: dict[str, int] = defaultdict(int)
         for hop in hops:
             family = hop.chunk.family
@@ -178,7 +179,7 @@ class _PassRows:
 def _calls(
     schedule: Schedule, works: KernelWorkCache, copies: Sequence[Chunk], pair: Pair
 ) -> tuple[KernelCall, ...]:
-    """Return one kernel call for every two parts of the chunks of a pair that attend."""
+    """Return one kernel call per (query part, key part) of a pair with visible keys."""
     part_pairs = product(
         parts_of(copies, "query", pair.query, pair.query_rows),
         parts_of(copies, "kv", pair.key, pair.key_rows),
@@ -213,11 +214,10 @@ def _step(
 
 
 class RowMaps:
-    """Number of some rows of a chunk, and their position in a buffer of the chunk.
+    """Positions of rows in the buffers of chunks.
 
     Rows in a buffer have the order of `schedule.bundles`. Call `place` for all rows first, then
-    `finish`: positions that are no slice become indices, and all indices go to the device in one
-    copy.
+    `finish`, which copies all index arrays to the device at once.
     """
 
     def __init__(self, tables: Tables):
@@ -226,8 +226,8 @@ class RowMaps:
         self._sorted: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
 
     def place(self, chunk: Chunk, rows: int) -> RowPlace:
-        """Return the position of these rows in a buffer of the chunk."""
-        # Families of the same rows share their places.
+        """Return the position of the given rows in a buffer of the chunk."""
+        # "kv" and "dkv" have the same rows, and so have all other families.
         key = chunk.family in ("kv", "dkv"), chunk.owner, chunk.rows, rows
         if key not in self._places:
             if rows == chunk.rows:  # the usual case
@@ -239,7 +239,7 @@ class RowMaps:
         return self._places[key]
 
     def finish(self, device: torch.device) -> None:
-        """Copy the indices of all places to the device."""
+        """Copy the index arrays of all positions to the device."""
         index_places = [place for place in self._places.values() if not isinstance(place.at, slice)]
         if index_places:
             together = to_device(np.concatenate([place.at for place in index_places]), device)
@@ -248,9 +248,9 @@ class RowMaps:
                 place.at = index
 
     def _among(self, chunk: Chunk, rows: int, key: Any) -> tuple[slice | np.ndarray, int]:
-        """Return the position of some rows of a chunk in its buffer, and their number.
+        """Return the position of some rows in the buffer of a chunk, and the number of rows.
 
-        `key` identifies the sorted order of the chunk in the cache.
+        `key` is the cache key for the sorted rows of the chunk.
         """
         at = wanted_rows = self._row_numbers(chunk._replace(rows=rows))
         if chunk.rows != ALL:
@@ -265,6 +265,6 @@ class RowMaps:
         return (slice(first, first + len(at)) if consecutive else at), len(at)
 
     def _row_numbers(self, chunk: Chunk) -> np.ndarray:
-        """Return the rows of a chunk in its owner's shard, in buffer order."""
+        """Return the row numbers of a chunk in the shard of its owner, in buffer order."""
         ranges = self._tables.bundles(chunk.family).ranges(chunk.owner, chunk.rows)
         return np.concatenate([np.arange(0), *starmap(np.arange, ranges)])

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages between a checked request and the passes of one rank, in the order of this file.
+"""The three stages from a checked request to the passes of one rank, in the order of this file.
 
-`demands` computes which queries attend when, and which rows must be where for that. `schedules`
-computes the transfers and pairs of all ranks, as tables. `programs` computes what one rank does. A
-call has one or several row chunks, which run one after the other. Each has a forward and a
-backward. If a store keeps some results, it also has a second forward of the other rows, whose
-smaller ring sends only the keys that these rows see.
+`demands` computes the queries of each pass and the keys that they see. `schedules` computes tables
+with the transfers and pairs of all ranks. `programs` computes the passes of one rank. A call has
+one or several row chunks, which run one after the other. Each row chunk has a forward and a
+backward. If a store keeps some results, the row chunk also has a forward for recomputing the other
+rows. This forward sends only the keys that these rows see.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from .validate import Request
 
 
 class PlannedPasses(NamedTuple):
-    """The passes of one rank in a ring; equal in every micro-batch with equal options.
+    """The passes of one rank in a ring. They depend only on the arguments of `passes`.
 
     Attributes:
-        schedules: Forward and backward of every row chunk.
+        schedules: (forward, backward) of every row chunk.
         chunks: Plans of row chunks.
         recomputes: Recomputation of every row chunk, if a store keeps results.
         order: As in `RankPlan.order`.
@@ -75,7 +75,7 @@ class RingRequest:
 
     @property
     def grid(self) -> Grid:
-        """Return the nodes and ranks of the ring."""
+        """Return the grid of nodes and ranks per node of the ring."""
         return Grid(self.groups.topology.inter_size, self.groups.topology.intra_size)
 
     @property
@@ -89,12 +89,12 @@ class RingRequest:
         return self.request.tensors[0].shape[0] * self.groups.size
 
     def visibility(self, queries: Shards, joined: bool | None = None) -> Visibility:
-        """Return which keys these queries see.
+        """Return which keys the given queries see.
 
         Args:
             queries: Query spans of each rank of the ring.
-            joined: As in `Visibility`. Kernels that define `joins` ignore it: sparse attention
-                joins the pairs of a step.
+            joined: As in `Visibility`. The attribute `joins` of the kernel replaces it; kernels of
+                sparse attention have this attribute.
         """
         request = self.request
         return visibility_of(
@@ -115,7 +115,7 @@ def passes(request: Request, groups: Groups, sizes: Sizes, keys: Shards) -> Plan
     return programs(ring, schedules(ring, demands(ring)))
 
 
-# --- demand: which rows attend when, and what must be where --------------------------------------
+# --- demands: the queries of each pass and the keys that they see --------------------------------
 
 
 class RecomputeDemand(NamedTuple):
@@ -135,14 +135,14 @@ class RecomputeDemand(NamedTuple):
 
 
 class RowDemand(NamedTuple):
-    """The rows and keys that the passes of one row chunk need.
+    """The queries and keys of the passes of one row chunk.
 
     Attributes:
         rows: Row numbers in this rank's shard; None for all rows.
         queries: Query spans on each rank of the ring.
-        members: Query spans of each rank that shares heads with this rank, before they share them.
-        visible: Rows that must be sent.
-        host: The same for a forward that receives the keys for all row chunks into host memory.
+        members: Query spans of each rank of the ulysses group, before ranks share heads.
+        visible: Keys that the queries see.
+        host: `visible` for the forward that receives the keys for all row chunks into host memory.
             None with one row chunk, and for algorithms that send more than keys in forward.
         recompute: Rows that the store does not keep; None without a store.
     """
@@ -156,7 +156,7 @@ class RowDemand(NamedTuple):
 
 
 def demands(ring: RingRequest) -> list[RowDemand]:
-    """Return the demand of each row chunk."""
+    """Return the queries and keys of each row chunk."""
     groups, mask, layout = ring.groups, ring.request.mask, ring.request.layout
     options, length = ring.request.options, ring.seq_len
     ranks = groups.topology.ulysses_group(groups.rank)
@@ -197,7 +197,7 @@ def _recompute_demand(
     """Return the rows to recompute.
 
     `own` are the query spans of this rank before ranks share heads. `kept` and `dropped` are
-    positions.
+    intervals of positions.
     """
     missing = tuple(rows_in(spans, dropped) for spans in queries)
     ring_kept, own_kept = (
@@ -207,11 +207,11 @@ def _recompute_demand(
     return RecomputeDemand(missing, ring_kept, own_kept, visible)
 
 
-# --- tables: the transfers and pairs of all ranks -------------------------------------------------
+# --- schedules: the transfers and pairs of all ranks ----------------------------------------------
 
 
 class RowSchedules(NamedTuple):
-    """The schedules of the passes of one row chunk."""
+    """The schedules of one row chunk. None: the row chunk has no such pass."""
 
     demand: RowDemand
     forward: Schedule
@@ -221,11 +221,10 @@ class RowSchedules(NamedTuple):
 
 
 def schedules(ring: RingRequest, demands: Sequence[RowDemand]) -> list[RowSchedules]:
-    """Return the schedules of each row chunk, with the side chosen by bytes if it is "auto".
+    """Return the schedules of each row chunk.
 
-    All row chunks have the same side in backward: the side with fewer bytes over all of them. On
-    side "kv", keys are sent once per row chunk. On side "query", all row chunks together send as
-    much as one pass.
+    All row chunks have the same side in backward. Side "auto" picks the side with fewer bytes over
+    all row chunks: "kv" sends keys once per row chunk, "query" sends each query once.
     """
     name, grid, sizes, options = ring.algorithm, ring.grid, ring.sizes, ring.request.options
     backward = cost.backward_schedules(
@@ -244,7 +243,7 @@ def schedules(ring: RingRequest, demands: Sequence[RowDemand]) -> list[RowSchedu
     ]
 
 
-# --- program: what this rank does -----------------------------------------------------------------
+# --- programs: the passes of this rank ------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -252,7 +251,7 @@ class RecomputePlan:
     """The recomputation of a row chunk whose results are partly kept.
 
     Attributes:
-        keep: Fraction of outputs that are kept.
+        keep: Fraction of the outputs that the store keeps.
         schedule: Schedule of all ranks.
         run: Pass of this rank.
         mask: Mask of the call.
@@ -284,7 +283,7 @@ class RecomputePlan:
 
 
 def imbalance(recomputes: Sequence[RecomputePlan]) -> float:
-    """Return `RecomputePlan.imbalance` of all row chunks together."""
+    """Return the visible pairs of the busiest rank divided by the mean, over all row chunks."""
     work = [
         sum(work_by_chunk)
         for work_by_chunk in zip(*(recompute.work() for recompute in recomputes), strict=True)
@@ -293,12 +292,12 @@ def imbalance(recomputes: Sequence[RecomputePlan]) -> float:
 
 
 def without_tables(schedule: Schedule) -> Schedule:
-    """Return a copy that makes its tables when needed, so that a plan does not keep them."""
+    """Return a copy without cached tables, which are recomputed on demand, to keep plans small."""
     return replace(schedule, visibility=replace(schedule.visibility))
 
 
 def programs(ring: RingRequest, scheduled: Sequence[RowSchedules]) -> PlannedPasses:
-    """Return what this rank runs of the schedules."""
+    """Return the passes of this rank, made from the schedules of all ranks."""
     chunks, recomputes, order = [], [], None
     if ring.groups.topology.ulysses > 1:
         ranks = ring.groups.topology.ulysses_group(ring.groups.rank)
@@ -345,7 +344,7 @@ def programs(ring: RingRequest, scheduled: Sequence[RowSchedules]) -> PlannedPas
 
 
 def _row_chunk(ring: RingRequest, scheduled: RowSchedules, title: str) -> RowChunk:
-    """Return the passes of a row chunk. `title` is its suffix in messages."""
+    """Return the passes of a row chunk. `title` is the suffix of their names."""
     (rows, queries, members, *_, demand), forward, backward, host, recompute = scheduled
     rank, kernel, mask = ring.groups.ring.rank, ring.request.kernel, ring.request.mask
     works = KernelWorkCache(kernel, mask, queries, ring.keys, ring.sizes)
@@ -373,7 +372,7 @@ def _row_chunk(ring: RingRequest, scheduled: RowSchedules, title: str) -> RowChu
 
 
 def _order(ring: RingRequest, members: Shards) -> torch.Tensor | None:
-    """Return the row order of the ranks that share heads, as in `RankPlan.order`."""
+    """Return the row order of the ulysses group, as in `RankPlan.order`."""
     order = shared_order(members)
     return None if order is None else to_device(order, ring.request.tensors[0].device)
 
@@ -381,7 +380,7 @@ def _order(ring: RingRequest, members: Shards) -> torch.Tensor | None:
 def _recompute_pass(
     demand: RecomputeDemand, rank: int, run: RankPass, device: torch.device
 ) -> RecomputePass:
-    """Return the recomputation of this rank, with its row numbers on the device in one copy."""
+    """Return the recomputation of this rank; all row numbers are copied to the device at once."""
     rows = demand.kept, demand.queries[rank].rows, demand.own_kept
     numbers = to_device(np.concatenate(rows), device).split(
         [len(numbers_of) for numbers_of in rows]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Plan`: what runs, for which calls it was made, and what it costs.
+"""`Plan`: the passes of one rank, the calls for which they are valid, and their costs.
 
-`prepare` makes plans and `attention` runs them. This module makes no decisions.
+`prepare` makes plans and `attention` runs them.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ class Plan:
     """A plan for `mb.attention` on one rank, made by `mb.prepare`.
 
     Attributes:
-        groups: Groups for which it was made.
+        groups: Groups of the plan.
         options: `AttentionOptions` in which every "auto" and default is resolved.
-        layout: Layout for which it was made.
-        mask: Mask for which it was made.
+        layout: Layout of q, k and v.
+        mask: Attention mask.
         signature: (shape, dtype, device) of q, k and v.
         sizes: Sizes of this rank in its ring.
-        passes: Schedules of forward and backward, for every row chunk.
+        passes: Schedules (forward, backward) of every row chunk.
         facts: Facts on which all ranks agreed.
         identity: Digest of the facts.
         digest: Digest of the tables of the schedules.
-        rank_plan: What this rank executes.
-        recomputes: What every row chunk recomputes; empty without a store.
-        choice: The decision of algorithm "auto" and its reason; None with another algorithm.
+        rank_plan: Endpoints, kernel and passes of this rank.
+        recomputes: Recomputation of every row chunk; empty without a store.
+        choice: Choice of algorithm "auto" and the reason; None with another algorithm.
         host_forward: Schedule of the forward that receives the keys for all row chunks into host
             memory, or None.
     """
@@ -106,7 +106,7 @@ class Plan:
     def check(
         self, q: Any, k: Any, v: Any, sink: torch.Tensor | None, max_logits: torch.Tensor | None
     ) -> None:
-        """Check that the plan was made for a call with these tensors.
+        """Check that the plan is valid for a call with these tensors.
 
         Args:
             q: As in `mb.attention`.
@@ -116,7 +116,7 @@ class Plan:
             max_logits: As in `mb.attention`.
 
         Raises:
-            ValueError: The plan does not fit.
+            ValueError: The plan was made for other tensors, or its kernel refuses the call.
         """
         if not all(isinstance(t, torch.Tensor) for t in (q, k, v)):
             check_shapes(q, k, v)
@@ -155,7 +155,7 @@ class Plan:
             )
 
     def store_entry(self, store: AttentionStore | None, label: object) -> StoredResults | None:
-        """Return the store entry of the call with this label; None if nothing is kept.
+        """Return the entry of a call in the store of a checkpoint; None if nothing is kept.
 
         Args:
             store: Store of the checkpoint around the call, or None.
@@ -177,7 +177,7 @@ class Plan:
         return StoredResults(store, (self.call, label))
 
     def with_kernel(self, kernel: Kernel) -> Plan:
-        """Return the same plan with another kernel that accepts the same work; for measurements."""
+        """Return a copy with another kernel for the same kernel plans, for measurements."""
         return replace(self, rank_plan=replace(self.rank_plan, kernel=kernel))
 
     def chunked(
@@ -202,8 +202,8 @@ class Plan:
                 forward receives the keys that its row chunk sees.
 
         Returns:
-            The call. It sends the bytes that `traffic` returns. If ranks share heads and backward
-            belongs to another call object, that object sends k and v again.
+            The call. It sends the bytes that `traffic` returns. If ranks share heads, every call
+            object sends k and v once, so a separate object for backward sends them again.
 
         Raises:
             ValueError: A tensor has another shape, dtype or device, or the plan has a
@@ -220,7 +220,7 @@ class Plan:
         """
         self.groups.check()
         check_keys(k, v, *self.signature[1:])
-        q = k.new_empty(1).expand(self.signature[0][0])  # shape of the queries of all row chunks
+        q = k.new_empty(1).expand(self.signature[0][0])  # only its shape, dtype and device are used
         self._check_kernel(q, k, v, sink, max_logits)
         if host is not None and self.host_refusal is not None:
             raise ValueError(f"host: {self.host_refusal}; or leave host out")
@@ -245,7 +245,7 @@ class Plan:
 
     @property
     def algorithm(self) -> str:
-        """Return the algorithm."""
+        """Return the algorithm, with "auto" resolved."""
         return self.options.algorithm
 
     @property
@@ -255,12 +255,12 @@ class Plan:
 
     @property
     def needs_grad(self) -> NeedsGrad:
-        """Return for q, k and v whether backward computes a gradient."""
+        """Return whether backward computes the gradients of q, k and v."""
         return self.rank_plan.needs_grad
 
     @property
     def schedules(self) -> tuple[Schedule, Schedule]:
-        """Return the schedules of forward and backward, of the first row chunk."""
+        """Return the schedules (forward, backward) of the first row chunk."""
         return self.passes[0]
 
     @property
@@ -270,9 +270,9 @@ class Plan:
 
     @property
     def row_chunks(self) -> tuple[np.ndarray, ...]:
-        """Return the rows of every row chunk: int64, ascending, the same on every rank.
+        """Return the row numbers of every row chunk: int64, ascending, equal on all ranks.
 
-        Together they are all rows of dimension 0 of q.
+        Every row of q (dimension 0) is in exactly one row chunk.
         """
         rows, options = self.signature[0][0][0], self.options
         return row_chunks(self.layout, rows, options.sequence_chunks, options.row_blocks)
@@ -315,11 +315,11 @@ class Plan:
 
     @property
     def channels(self) -> list[Channel]:
-        """Return the channels of the plan's messages; process groups are made in this order."""
+        """Return the channels of the plan, in the order in which process groups are made."""
         schedules = [*chain(*self.passes), *(schedule.schedule for schedule in self.recomputes)]
         if self.host_forward is not None:
             schedules.append(self.host_forward)
-        if not self.mask.cacheable:  # documents: the next batch may take the other route
+        if not self.mask.cacheable:  # documents: the plan of the next batch may use another route
             schedules = [
                 replace(schedule, route=route) for schedule in schedules for route in ROUTES
             ]
@@ -331,17 +331,17 @@ class Plan:
 
     @property
     def call(self) -> tuple[object, ...]:
-        """Return what identifies an attention call in a checkpoint: tensors, mask and layout."""
+        """Return (signature, mask, layout), which identifies an attention call in a checkpoint."""
         return self.signature, self.mask, self.layout
 
     @property
     def side(self) -> str:
-        """Return the tensors that are sent in backward: "kv" or "query"."""
+        """Return which tensors are sent in backward: "kv" or "query"."""
         return self.schedules[1].side
 
     @property
     def held_bytes(self) -> int:
-        """Return the peak bytes of chunks of other ranks and of their partial results."""
+        """Return the peak bytes of chunks of other ranks, including their partial results."""
         rank, sizes = self.groups.ring.rank, self.sizes
         summed = replace(sizes, wire_itemsize=sizes.stat_itemsize)
         return max(
@@ -375,7 +375,10 @@ class Plan:
         return max(sizes, default=0) + tensors * packing.ALIGNMENT + packing.ENVELOPE
 
     def describe(self) -> str:
-        """Return one line with choices, bytes per layer and rank, and bytes of the other side."""
+        """Return one line with choices, bytes per layer and rank, and bytes of the other side.
+
+        The other side is "kv" if the plan's side is "query", and vice versa.
+        """
         return described(self)
 
     @property
@@ -385,7 +388,7 @@ class Plan:
 
     @property
     def store_bytes(self) -> int:
-        """Return the bytes of the attention store of this call."""
+        """Return the bytes that one call keeps in the store of a checkpoint."""
         sizes = self.sizes
         row_bytes = sizes.value_width * sizes.itemsize + sizes.stat_itemsize
         return (

@@ -2,7 +2,7 @@
 """`mb.prepare`: make a plan for attention on which all ranks agree.
 
 `AttentionOperation` describes the call, and `comm/operation.py` runs the steps. `validate` checks
-arguments, `automatic` resolves "auto", `pipeline` makes what each rank runs.
+arguments, `automatic` resolves "auto", and `pipeline` makes the passes of this rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .validate import NeedsGrad, Request, check, signature
 if TYPE_CHECKING:
     from ..autotune.rates import Rates
 
-WORKS_KEPT = 8  # per grid: kinds of layers with masks that stay the same in all micro-batches
+WORKS_KEPT = 8  # cached passes per grid, for kinds of layers with masks that depend on no batch
 
 
 def prepare(
@@ -105,7 +105,7 @@ def prepare(
 
 
 class RingOperation(Operation[Request, Plan]):
-    """A call on one rank that runs in the ring of attention."""
+    """Base of operations that run in an attention ring: softmax and sparse attention."""
 
     groups: Groups
 
@@ -176,13 +176,13 @@ class AttentionOperation(RingOperation):
         return self.options.algorithm == "auto"
 
     def choose(self, request: Request) -> Request | ValueError:
-        from .automatic import resolve  # with the simulator, which no other call needs
+        from .automatic import resolve  # imports the simulator, which only "auto" needs
 
         return resolve(request, self.groups, self.rates)
 
 
 def _passes(request: Request, groups: Groups, sizes: Sizes, spans: Shards) -> PlannedPasses:
-    """Return the passes of this rank, from the cache if the mask stays the same."""
+    """Return the passes of this rank, from a cache if the mask does not depend on the batch."""
     if not request.mask.cacheable:
         return passes(request, groups, sizes, spans)
     options = request.options

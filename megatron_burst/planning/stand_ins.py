@@ -32,7 +32,7 @@ class TensorShapes:
 def of_shape(
     tensors: Sequence[Any], shapes: TensorShapes
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q, k, v of one rank with these shapes.
+    """Return q, k and v with the given shapes, each a view of one element.
 
     Args:
         tensors: q, k and v of the caller; all must be None.
@@ -68,10 +68,10 @@ def of_shape(
 
 
 def rows_like(x: torch.Tensor, *sizes: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a tensor [s, b, *sizes] with the rows of x [s, b, ...], without memory of its own.
+    """Return a view [s, b, *sizes] of one element, with s, b and the device of x [s, b, ...].
 
     Args:
-        x: Tensor with the rows and the device.
+        x: Tensor [s, b, ...].
         *sizes: Sizes of the other dimensions.
         dtype: Default: dtype of x.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of one rank's arguments, and their defaults, before ranks communicate.
 
-This module decides which arguments are not supported and what works instead. It reads shapes,
-dtypes and devices. It must not communicate or compute, so that every rank reaches the comparison of
+This module refuses unsupported arguments with a message that suggests an alternative. It reads only
+shapes, dtypes and devices. It must not communicate, so that every rank reaches the comparison of
 arguments.
 
 Shape letters: s local rows, b batch, h query heads, k key/value heads, d width, w value width.
@@ -60,8 +60,8 @@ class Request:
         scoring: Scale and softcap.
         wire_dtype: dtype in which gradients are sent.
         needs_grad: Whether q, k and v need a gradient.
-        facts: What all ranks must agree on.
-        choice: The decision of algorithm "auto" and its reason, or None.
+        facts: Values by name that must be equal on all ranks.
+        choice: Choice of algorithm "auto" and the reason, or None.
     """
 
     tensors: QKV
@@ -168,7 +168,7 @@ def check(
 
 
 def _wire_dtype(options: AttentionOptions, q: torch.Tensor) -> torch.dtype:
-    """Return the requested dtype; for "auto" the default, which `automatic` may replace."""
+    """Return the requested wire dtype; for "auto" the default, which `automatic` may replace."""
     requested: object = options.grad_wire_dtype
     if requested == "auto" and options.algorithm != "auto":
         raise ValueError(
@@ -247,7 +247,7 @@ def _check_rates(rates: Rates, algorithm: str) -> None:
 
 
 def _check_custom(mask: Mask, seq_len: int, groups: Groups) -> None:
-    """Check the parts of a mask that are not from the package, once per mask and length."""
+    """Check the user-defined parts of a mask, once per part and sequence length."""
     parts = custom_parts(mask)
     if not parts:
         return
@@ -317,11 +317,11 @@ def _layout(layout: str | Layout, groups: Groups, rows: int) -> Layout:
     return layout
 
 
-# --- tensors, for a plan and for its calls: shapes, dtypes and devices alone ---------------------
+# --- checks of tensors for plans and calls: only shapes, dtypes and devices ----------------------
 
 
 def signature(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Signature:
-    """Return shape, dtype and device of q, k and v: what a plan depends on."""
+    """Return (shape, dtype, device) of q, k and v. A plan is valid for one signature."""
     return tuple(map(_described, (q, k, v)))
 
 
@@ -333,7 +333,7 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Check that q, k and v are tensors with matching shapes, dtypes and devices.
 
     Raises:
-        ValueError: They do not match.
+        ValueError: A shape, dtype or device is not supported, or does not match the other tensors.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if isinstance(tensor, (list, tuple)):
@@ -372,7 +372,7 @@ def check_sink(sink: torch.Tensor, q: torch.Tensor) -> None:
     """Check that `sink` has a logit for each head of q.
 
     Raises:
-        ValueError: It has not.
+        ValueError: `sink` has another shape or device, or is not a floating tensor.
     """
     tensor = isinstance(sink, torch.Tensor)
     expected = (q.shape[2],), q.device

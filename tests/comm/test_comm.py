@@ -246,7 +246,7 @@ def without_a_group():
 
 def test_ranks_whose_groups_another_does_not_make_are_told_so(ranks):
     first, second = ranks(2).run(without_a_group)
-    assert first.startswith("groups: not all of the ranks [0, 1] made them")
+    assert first.startswith("groups: not all of the ranks [0, 1] took part")
     assert second.startswith("group must be a process group that contains this rank, got None")
 
 

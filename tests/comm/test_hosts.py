@@ -53,8 +53,8 @@ def test_nodes_that_contradict_the_launcher_are_warned_of_on_one_rank(ranks, tmp
     assert others == [(4, [])] * 3
     per_node, ((line, file),) = first
     assert per_node == 4
-    assert "ranks [0, 1, 2, 3] have nodes by host name and boot id: 1 (a)" in line
-    assert "by LOCAL_WORLD_SIZE=2: 2;" in line
+    assert "ranks [0, 1, 2, 3] have 1 node(s) by host name and boot id (a)" in line
+    assert "but LOCAL_WORLD_SIZE=2 implies 2;" in line
     assert file == __file__
 
 

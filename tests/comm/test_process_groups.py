@@ -402,4 +402,4 @@ def test_nothing_outlives_destroy_process_group(ranks, tmp_path, nn_first):
         assert carriers == 2
         assert kept == []
         assert threads == 0
-        assert "the process groups they were made of were destroyed" in refused
+        assert "the process groups of this mb.Groups were destroyed" in refused
