@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forecast bands: by GPU, how much longer published steps took than their forecast.
+"""Forecast bands by GPU: the range of the ratio of published times to their forecasts.
 
-A band covers published steps and attention calls of one generation of GPUs, each divided by its
-forecast. It leaves out at most 10 % of them. If all forecasts are too short, the band begins at 1
-and leaves out the longest times. Otherwise it leaves out equally many of the longest and of the
-shortest. Its ends are rounded outwards to a hundredth.
+A band covers the published steps and attention calls of one GPU generation. It excludes at most 10
+% of their ratios. If all ratios are above 1, the band begins at 1 and excludes the largest ratios.
+Otherwise it excludes equally many of the largest and of the smallest ratios. The ends of a band are
+rounded outwards to a hundredth.
 
-PUBLISHED is for published rates. A100 and A800: LoongTrain's tables 2 and 4 (58 steps, without the
-four that repeat others, and 88 calls), BurstEngine's tables 2 and 5 (10 steps) and its attention
-benchmark (14 calls), EasyContext's README (5 steps). H100: runs with context parallelism of
-NVIDIA's NeMo (6), of torchtitan (6, at the rate of FlashAttention 2, the only kernel that they can
-use) and of TRL (1). B200: runs of NVIDIA's NeMo (6). The runs of NVIDIA and torchtitan have linear
-layers in FP8, which forecasts do not include, so steps in bf16 deviate more if these layers take
-much of the time. Torchtitan's H100 also have slower memory and a limit of 500 W.
+PUBLISHED has the bands of forecasts from published rates. A100 and A800: LoongTrain's tables 2 and
+4 (58 steps, without four duplicates, and 88 calls), BurstEngine's tables 2 and 5 (10 steps) and its
+attention benchmark (14 calls), EasyContext's README (5 steps). H100: runs with context parallelism
+of NVIDIA's NeMo (6), of torchtitan (6, at the rate of FlashAttention 2, the only kernel that these
+runs can use) and of TRL (1). B200: runs of NVIDIA's NeMo (6). The runs of NVIDIA and torchtitan
+have linear layers in FP8, which forecasts do not include, so steps in bf16 deviate more if these
+layers take much of the time. Torchtitan's H100 also have slower memory and a limit of 500 W.
 
-MEASURED is for rates fitted to the same clusters (LoongTrain's tables 2 and 4, BurstEngine's tables
-2 and 5). No run with rates of `megatron-burst calibrate` is published.
+MEASURED is the band of forecasts from rates fitted to the same clusters (LoongTrain's tables 2 and
+4, BurstEngine's tables 2 and 5). No run with rates of `megatron-burst calibrate` is published.
 
 `benchmarks/advise/band_cells.py` computes all ratios, and a test compares the bands with them.
 """
@@ -27,14 +27,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ForecastBand:
-    """The range of measured times over forecasts that contains 90 % of published steps.
+    """The range of measured time / forecast that contains 90 % of published times.
 
     Attributes:
         low: Lower end, as a multiple of the forecast.
         high: Upper end, as a multiple of the forecast.
         cells: Number of published times.
         gpus: GPUs of the published times, for messages.
-        provided: Condition of the forecasts, for messages.
+        provided: Condition under which the band applies, for messages.
     """
 
     low: float

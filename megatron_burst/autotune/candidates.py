@@ -36,8 +36,8 @@ from .simulator import IDLE, NOTHING, AccumulationTimes, PassTime
 HEAD_CHUNKS = (1, 2, 4, 8)
 WORSE = 0.002  # relative slowdown of more head chunks at which the search stops
 ROUNDING = 1e-9  # largest relative difference of two sums of the same floats
-MOST_RECEIVED = 24  # largest bytes of rows of others, as a multiple of the own queries or keys
-ROOM = 0.5  # fraction of the free memory that rows of others may use
+MOST_RECEIVED = 24  # largest bytes of received rows, as a multiple of own queries or keys
+ROOM = 0.5  # fraction of the free memory that rows of other ranks may use
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,10 @@ class Workload:
         layout: The layout.
         chunks: Number of row chunks, as `sequence_chunks` of a call.
         blocks: Blocks of rows, as `row_blocks` of a call.
-        attended: Largest number of keys to which a query attends. Only its rank knows them, so keys
-            are sent. None: a query attends to all visible keys.
-        latent: Whether values are columns of the keys, which are wider by these columns.
+        attended: Largest number of keys that sparse attention selects per query. Only the query's
+            rank knows the selection, so keys are sent. None: a query attends to all visible keys.
+        latent: Whether values are columns of the keys. Keys are then wider than `sizes.width` by
+            these columns.
     """
 
     sizes: Sizes
@@ -75,7 +76,7 @@ class FixedSettings:
 
     Attributes:
         algorithm: Algorithm of the ring, with or without ulysses groups.
-        side: Side of backward.
+        side: Side that is sent in backward.
         head_chunks: Number of head chunks.
     """
 
@@ -90,7 +91,7 @@ class Candidate:
 
     Attributes:
         algorithm: Name of the algorithm, as in `attention`.
-        side: Side of backward.
+        side: Side that is sent in backward.
         head_chunks: Number of head chunks.
         ulysses: Number of ranks that share heads.
         placement: Placement of ulysses groups, as in `Topology`.
@@ -110,7 +111,7 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds of one forward and one backward, each not shorter than its launches."""
+        """Predicted seconds of forward and backward, each at least the CPU time of its launches."""
         return sum(max(time.seconds, time.host) for time in (self.forward, self.backward))
 
     @property
@@ -144,7 +145,8 @@ def on_grid(
         topology: The grid.
         rates: Rates of each rank, with `compute`.
         fixed: Settings that are fixed.
-        nodes: Nodes whose NICs are shared, if rates are for a rank alone; default: `rates.shared`.
+        nodes: Nodes with shared NICs, if `rates` are for a rank alone on its NIC; default:
+            `rates.shared`.
     """
     work = GridWork.of(workload, topology, rates, fixed, nodes)
     left = work.algorithms()[::-1]
@@ -155,9 +157,9 @@ def on_grid(
 
 
 class GridSchedules:
-    """The part of a workload on a grid that depends neither on rates nor on the batch.
+    """Visibility and schedules of a workload on a grid, for any rates and batch size.
 
-    The schedules are the same for all numbers of heads in the same proportion.
+    The schedules depend on heads only by the ratio of query heads to key/value heads.
 
     Args:
         workload: The attention.
@@ -167,12 +169,12 @@ class GridSchedules:
     Attributes:
         visibility: Visibility of the whole shards.
         row_chunks: Visibility of each row chunk.
-        seen: Visible pairs, [G, G].
+        seen: Number of visible pairs of query chunk i and key chunk j, [G, G].
     """
 
     def __init__(self, workload: Workload, topology: Topology, nodes: Nodes | None = None):
         spans = cost.ring_spans(workload.layout, topology, workload.seq_len)
-        joined = workload.attended is not None or None  # else as the algorithm has it
+        joined = workload.attended is not None or None  # None: default of the algorithm
         self.visibility = visibility_of(workload.mask, spans, spans, joined)
         self.row_chunks = [self.visibility]
         if workload.chunks > 1:
@@ -225,7 +227,7 @@ class GridSchedules:
 
 
 def _fewest_heads(sizes: Sizes) -> Sizes:
-    """Return the sizes with a batch of one and the fewest heads in the same proportion."""
+    """Return the sizes with a batch of one and the fewest heads of the same ratio."""
     least = math.gcd(sizes.heads, sizes.kv_heads)
     heads, kv_heads = sizes.heads // least, sizes.kv_heads // least
     return replace(sizes, batch=1, heads=heads, kv_heads=kv_heads)
@@ -239,9 +241,9 @@ class PassWork:
     """The work of one pass, forward or backward, on one grid, for any algorithm.
 
     Attributes:
-        pair_seconds: [G, G], seconds of each rank with each chunk.
+        pair_seconds: [G, G], seconds to compute query chunk i with key chunk j.
         call_seconds: Smallest number of seconds of a kernel call.
-        adding: Memory traffic in addition to computation.
+        adding: Time of memory traffic in addition to computation.
         head_exchange: Time of the all-to-alls of ulysses groups.
     """
 
@@ -253,14 +255,14 @@ class PassWork:
 
 @dataclass(frozen=True, eq=False)
 class GridWork:
-    """A workload on one grid, as all algorithms see it.
+    """A workload on one grid, with the data that all algorithms share.
 
     Attributes:
         workload: The attention.
         topology: The grid.
         rates: Rates of each rank.
         fixed: Settings that are fixed.
-        sizes: Sizes of one rank, after ulysses groups shared the heads.
+        sizes: Sizes of one rank after the all-to-all of ulysses groups.
         schedules: Schedules of the workload.
         forward: Work of forward.
         backward: Work of backward.
@@ -320,7 +322,8 @@ class GridWork:
     def at_least(self) -> float:
         """Lower bound on the seconds of every candidate.
 
-        Ranks share the pairs evenly, and only all-to-alls take time to send.
+        The bound assumes that all ranks compute equally many pairs, and that only all-to-alls take
+        time to send.
         """
         rates, trained, row_chunks = self.rates, self.trained, self.schedules.row_chunks
         mean = self.forward.pair_seconds / self.schedules.grid.size
@@ -354,10 +357,10 @@ def pass_works(
 
     Args:
         topology: The grid.
-        sizes: Sizes of one rank after ulysses groups shared the heads.
+        sizes: Sizes of one rank after the all-to-all of ulysses groups.
         rates: Rates of one rank, with `compute`.
-        seen: Visible pairs of each rank with each chunk, [G, G].
-        row_chunks: Number of row chunks, which are balanced.
+        seen: Number of visible pairs of query chunk i and key chunk j, [G, G].
+        row_chunks: Number of row chunks, which are assumed to have equal work.
         nodes: Nodes whose NICs are shared, if any.
         sparse: Whether a query attends to selected keys only.
         latent: Whether values are columns of the keys.
@@ -391,7 +394,7 @@ class AlgorithmOnGrid:
 
     @property
     def at_least(self) -> float:
-        """Lower bound on the seconds of every candidate, with a launch of every call.
+        """Lower bound on the seconds of every candidate, including a launch per call.
 
         If the algorithm does not join calls, each pair of chunks is one call.
         """
@@ -467,7 +470,8 @@ class AlgorithmOnGrid:
             times = [candidate.seconds for candidate in candidates]
             # More head chunks hide more of the first hops and cost more messages. If the messages
             # cost more than WORSE of the hidden time, still more chunks are rarely faster. But with
-            # joined calls, eight are up to 1.3 times as fast in cases with two slower than one.
+            # joined calls, eight head chunks can be 1.3 times as fast as one if two are slower than
+            # one.
             worse = all(
                 new > previous * (1 + WORSE) for new, previous in zip(times, before, strict=True)
             )
@@ -505,13 +509,14 @@ def _algorithms(workload: Workload, topology: Topology, fixed: FixedSettings) ->
 def _few_rows(visibility: Visibility, own: Sizes, shared: Sizes, room: float) -> bool:
     """Return whether a rank can hold all rows of other ranks that it uses at once.
 
-    It must use at most half of all rows. Their memory (`held_of_row`) must be at most MOST_RECEIVED
-    times the bytes of the rank's own rows, and at most ROOM of the free memory.
+    It must use at most half of the rows of other ranks. The memory of these rows (`held_of_row`)
+    must be at most MOST_RECEIVED times the bytes of the rank's own rows, and at most ROOM of the
+    free memory.
 
     Args:
         visibility: Rows that ranks use.
-        own: Sizes before ranks share heads. If there are few heads, ranks take copies of them.
-        shared: Sizes after ranks share heads.
+        own: Sizes before ranks share heads.
+        shared: Sizes after ranks share heads, including copies of key/value heads.
         room: Bytes of free memory; math.inf if unknown.
     """
     keys = visibility.keys
@@ -523,11 +528,10 @@ def _few_rows(visibility: Visibility, own: Sizes, shared: Sizes, room: float) ->
 
 
 def held_of_row(sizes: Sizes) -> int:
-    """Return the most bytes that a rank holds at a time per received row of keys in one call.
+    """Return the peak bytes that a rank holds per received row of keys in one joined call.
 
-    This follows `execution.joined`. A rank holds the received row and its copy, then the copy and
-    gradients. Gradients are summed in one dtype, and held together with the gradients in the wire
-    dtype.
+    This follows `execution.joined`. A rank first holds the received row and its copy, then the copy
+    and the sums of gradients, then these sums and the gradients in the wire dtype.
     """
     keys, sent = sizes.backward.kv, sizes.backward.dkv
     sums = sent // sizes.wire_itemsize * sizes.stat_itemsize
@@ -568,16 +572,16 @@ def sharing(
 ) -> tuple[PassTime, PassTime]:
     """Return the times of the all-to-alls before and after the ring, in forward and in backward.
 
-    Nothing is computed at the same time. Both link classes and the copies are busy at the same
-    time. Launches are one exchange before and one after, each with the copies around it as one
-    call.
+    Ranks compute nothing at the same time. Transfers on both link classes and copies overlap with
+    each other. The CPU time counts one exchange and one call (for copies) before the ring, and the
+    same after it.
 
     Args:
         topology: The grid.
         sizes: Sizes on the ring.
         rates: Rates of each rank.
         resends_q: Whether backward sends queries again, as it does with row chunks.
-        per_nic: Number of ranks that send on one NIC at once.
+        per_nic: Number of ranks that send on one NIC at the same time.
     """
     links = [topology.link(0, peer) for peer in topology.ulysses_group(0)[1:]]
     if not links:
@@ -599,15 +603,15 @@ def sharing(
 
 
 def adding(sizes: Sizes, rate: float) -> tuple[AccumulationTimes, AccumulationTimes]:
-    """Return the memory traffic of dense attention in addition to computation, for each pass.
+    """Return the time of memory traffic of dense attention besides computation, for each pass.
 
-    A call reads its results in the dtype of q, and reads and writes the sums that they are added
-    to. Keys of several chunks are copied to one buffer. Gradients of such keys are zeroed, and read
-    and written again for each chunk (`execution.joined`).
+    A call reads its results in the dtype of q, and reads and writes the sums to which they are
+    added. Keys of several chunks are copied to one buffer. Gradients of such keys are zeroed, and
+    read and written again for each chunk (`execution.joined`).
 
     Args:
         sizes: Sizes on the ring.
-        rate: Bytes per second.
+        rate: Bytes per second that are read and written.
     """
     of_sums, batch = 2 * sizes.stat_itemsize + sizes.itemsize, sizes.batch / rate
     of_keys = batch * sizes.kv_heads * (sizes.width + sizes.value_width)
@@ -623,16 +627,16 @@ def adding(sizes: Sizes, rate: float) -> tuple[AccumulationTimes, AccumulationTi
 
 
 def reading(sizes: Sizes, memory: float, latent: bool) -> tuple[float, float]:
-    """Return the smallest number of seconds of a call of sparse attention, in forward and backward.
+    """Return the least seconds of a sparse attention call in forward and in backward.
 
-    Queries, results and gradients of all its rows pass through memory, even if a row has selected
-    few keys of the call. Forward reads q, and reads and writes out in the dtype of sums. Backward
-    reads q and the gradient of its output, and reads and writes dq in the dtype of sums.
+    Queries, results and gradients of all rows of the call pass through memory, even if a row has
+    selected few keys of the call. Forward reads q, and reads and writes out in the dtype of sums.
+    Backward reads q and the gradient of its output, and reads and writes dq in the dtype of sums.
 
     Args:
         sizes: Sizes on the ring.
         memory: Bytes per second of memory.
-        latent: Whether values are columns of the keys, which are wider by these columns.
+        latent: Whether values are columns of the keys, as in `Workload`.
     """
     rows = sizes.tokens * sizes.batch * sizes.heads
     out, itemsize, read_write = sizes.value_width, sizes.itemsize, 2 * sizes.stat_itemsize

@@ -48,7 +48,7 @@ class FileKey(NamedTuple):
 SECTIONS: Mapping[str, tuple[FileKey, ...]] = {
     "cluster": (
         FileKey("source", Cluster, "source", str, "origin of the values"),
-        FileKey("gpus", Cluster, "gpus", int, "of all nodes"),
+        FileKey("gpus", Cluster, "gpus", int, "GPUs of all nodes"),
         FileKey("per_node", Cluster, "per_node", int, "GPUs of a node"),
         FileKey("spread", Cluster, "spread", float, "largest spread of the rates below"),
     ),
@@ -58,9 +58,9 @@ SECTIONS: Mapping[str, tuple[FileKey, ...]] = {
         FileKey("reserve", Cluster, "reserve", int, "bytes that tensors cannot use"),
         FileKey("memory_rate", Gpu, "memory_rate", float, "bytes/s, read and written together"),
         FileKey("peak", Gpu, "peak", float, "dense bf16 FLOP/s"),
-        FileKey("linear", Gpu, "linear", float, "of the peak, large matrix products"),
+        FileKey("linear", Gpu, "linear", float, "fraction of the peak, matrix products"),
         FileKey("small", Gpu, "small", float, "rows that double a product's time"),
-        FileKey("attention", Gpu, "attention", float, "of the peak, long attention calls, forward"),
+        FileKey("attention", Gpu, "attention", float, "fraction of the peak, long forward calls"),
         FileKey("kernel", Gpu, "kernel", str, "kernel of the rate `attention`"),
         FileKey("compute", Rates, "compute", float, "FLOP/s of long attention calls, forward"),
         FileKey("launch", Rates, "launch", float, "seconds of an attention call without rows"),
@@ -71,7 +71,7 @@ SECTIONS: Mapping[str, tuple[FileKey, ...]] = {
     ),
     "links": (
         FileKey("nvlink", Gpu, "nvlink", float, "bytes/s within a node, one way, published"),
-        FileKey("nics", Cluster, "nics", int, "of a node, shared evenly by its GPUs"),
+        FileKey("nics", Cluster, "nics", int, "NICs of a node, shared evenly by its GPUs"),
         FileKey("nic_of", Cluster, "nic_of", str, "GPUs that share a NIC: neighbours or stride"),
         FileKey("nic_rate", Cluster, "nic_rate", float, "bytes/s of one NIC, one way"),
         FileKey("nic", Gpu, "nic", float, "bytes/s of a NIC of the vendor's node, one way"),
@@ -81,12 +81,12 @@ SECTIONS: Mapping[str, tuple[FileKey, ...]] = {
         FileKey("latency", Rates, "latency", float, "seconds per message, without its bytes"),
         FileKey("posting", Rates, "posting", float, "seconds to start an exchange"),
         FileKey("exchange", Rates, "exchange", float, "fraction of a link's rate, all-to-all"),
-        FileKey("exchange_start", Rates, "exchange_start", float, "seconds without bytes"),
+        FileKey("exchange_start", Rates, "exchange_start", float, "seconds per all-to-all"),
         FileKey("copying", Rates, "copying", float, "bytes/s of splitting and joining tensors"),
         FileKey("handling", Rates, "handling", float, "seconds of a rank per byte that it sends"),
         FileKey("start", Rates, "start", float, "seconds before a pass of a ring begins"),
         FileKey("overlap", Cluster, "overlap", float, "largest hidden part of gradient reduction"),
-        FileKey("slowdown", Rates, "slowdown", float, "of computation while links are busy"),
+        FileKey("slowdown", Rates, "slowdown", float, "of computation by busy links"),
     ),
     "host": (
         FileKey("memory", Cluster, "host_memory", int, "bytes of a node that may be used"),
@@ -100,7 +100,7 @@ SECTIONS: Mapping[str, tuple[FileKey, ...]] = {
         FileKey("plan", HostTime, "plan", float, "seconds to plan for a new pack of documents"),
     ),
 }
-_WORDS = {str: "a text", int: "a whole number", float: "a number"}
+_WORDS = {str: "a string", int: "an integer", float: "a number"}
 
 
 def read(path: str | Path) -> Cluster:
@@ -223,8 +223,8 @@ def _unfit(sections: Mapping[str, Any]) -> Iterator[str]:
 def _needed(key: FileKey, named: bool, measured: bool) -> bool:
     """Return whether a file requires a key.
 
-    A key with a default is optional, and so are the keys of a GPU of the table. Rates are required
-    only if the file states some.
+    A key with a default is optional. The keys of a GPU in `GPUS` are optional, except its name.
+    Rates are required only if the file states some.
     """
     field = next(field for field in fields(key.of) if field.name == key.field)
     if field.default is not MISSING:

@@ -29,10 +29,10 @@ from .host_time import ASSUMED, HostTime
 from .places import NIC_OF, Nodes
 from .rates import BACKWARD, Rates
 
-# Factors from published rates to rates of a run, if nothing is measured. NVLINK: nccl-tests report
-# a bus bandwidth of 230 to 250 of 300 GB/s on eight A100. NIC and SHARED: fraction of a NIC's rate
-# that one rank and several ranks reach. NIC, SHARED, HALF_ROWS and SLOWDOWN fit LoongTrain's table
-# 4 (64 A100).
+# Ratios of rates in a run to published rates, used if nothing is measured. NVLINK: nccl-tests
+# report a bus bandwidth of 230 to 250 of 300 GB/s on eight A100. NIC and SHARED: fraction of a
+# NIC's rate that one rank and several ranks reach. NIC, SHARED, HALF_ROWS and SLOWDOWN fit
+# LoongTrain's table 4 (64 A100).
 NVLINK, NIC, SHARED, HALF_ROWS, SLOWDOWN = 0.8, 0.82, 0.91, 488.0, 0.088
 # Assumed; `megatron-burst calibrate` measures them. Seconds, seconds, fraction.
 LATENCY, LAUNCH, EXCHANGE = 15e-6, 30e-6, 0.8
@@ -61,8 +61,8 @@ class Cluster:
             and writes.
         overlap: Largest fraction of the gradient reduction or the parameter all-gather that
             computation can hide.
-        host_time: Processor time of launches.
-        nic_of: GPUs that share a NIC, as in `Nodes`.
+        host_time: CPU time of kernel launches.
+        nic_of: Pattern of the GPUs that share a NIC, as in `Nodes`.
 
     Raises:
         ValueError: A value is impossible for a cluster.
@@ -89,7 +89,7 @@ class Cluster:
             object.__setattr__(self, "gpu", gpu(self.gpu))
         if not all(type(n) is int and n >= 1 for n in (self.gpus, self.per_node)):
             raise ValueError(
-                f"--gpus {self.gpus} --per-node {self.per_node}: both must be integers from 1"
+                f"--gpus {self.gpus} --per-node {self.per_node}: both must be integers >= 1"
             )
         if self.gpus > self.per_node and self.gpus % self.per_node:
             raise ValueError(
@@ -110,18 +110,18 @@ class Cluster:
         """Return an error message for each impossible value."""
         wrong = []
         if type(self.nics) is not int or self.nics < 0:
-            wrong.append(f"nics {self.nics!r} must be a whole number from 0")
+            wrong.append(f"nics {self.nics!r} must be an integer >= 0")
         if self.nic_of not in NIC_OF:
             wrong.append(f"nic_of {self.nic_of!r} must be one of {', '.join(NIC_OF)}")
         # infinite if nodes have no links
         if not is_finite(self.nic_rate) and self.nic_rate != math.inf:
-            wrong.append(f"nic_rate {self.nic_rate!r} must be a number from 0")
+            wrong.append(f"nic_rate {self.nic_rate!r} must be a number >= 0")
         for name in ("host_rate", "host_memory", "reserve", "spread"):
             value = getattr(self, name)
             if not is_finite(value):
-                wrong.append(f"{name} {value!r} must be a finite number from 0")
+                wrong.append(f"{name} {value!r} must be a finite number >= 0")
         if not is_finite(self.host_update) or self.host_update == 0:
-            wrong.append(f"host_update {self.host_update!r} must be a finite number above 0")
+            wrong.append(f"host_update {self.host_update!r} must be a finite number > 0")
         if not is_finite(self.overlap) or self.overlap > 1:
             wrong.append(f"overlap {self.overlap!r} must be a fraction from 0 to 1")
         return wrong
@@ -135,7 +135,7 @@ class Cluster:
         """Return the number of context-parallel ranks on one node.
 
         Args:
-            tp: Tensor-parallel size; the neighbours of a rank are on its node.
+            tp: Tensor-parallel size. The ranks of a tensor-parallel group are on one node.
             cp: Context-parallel size.
         """
         return min(cp, max(1, self.ranks_per_node // tp))
@@ -154,13 +154,13 @@ class Cluster:
     def link(self) -> float:
         """Bytes per second between one GPU and the host, in one direction.
 
-        If no rate was measured, it is half the bus while all GPUs copy, because two GPUs often
-        share a switch.
+        If it was not measured, it is half of `gpu.host_link`: all GPUs copy at the same time, and
+        two GPUs often share a switch.
         """
         return self.host_rate or self.gpu.host_link / 2
 
     def nodes(self, tp: int = 1) -> Nodes:
-        """Return the nodes and their NICs, with `tp` tensor-parallel neighbours."""
+        """Return the nodes and their NICs for tensor-parallel groups of `tp` ranks."""
         ranks = self.ranks_per_node
         return Nodes(ranks, min(self.nics, ranks), tp, self.nic_of)
 
@@ -176,7 +176,7 @@ class Cluster:
 
     @property
     def band(self) -> ForecastBand:
-        """Range of the times of steps over their forecast."""
+        """Range of the ratio of step times to their forecasts."""
         return band_of(self.gpu.name, self.kernels_measured)
 
     @property
@@ -193,7 +193,7 @@ class Cluster:
         )
 
     def rank_rates(self, documents: bool = False) -> Rates:
-        """Return the rates of one rank: measured, or published and reduced by the losses of a run.
+        """Return the rates of one rank: measured, or published and reduced to what runs reach.
 
         `inter` is the rate of a rank alone on its NIC. The simulator gets the sharing of NICs
         separately.
@@ -242,7 +242,7 @@ class Cluster:
     def run_rates(self, per_node: int) -> Rates:
         """Return the rates for `prepare`, with shared NICs and the memory of a GPU.
 
-        A run does not know which ranks share NICs. It measures free memory, but an estimate cannot.
+        A run cannot detect which ranks share NICs, and an estimate cannot measure free memory.
 
         Args:
             per_node: Context-parallel ranks of a group on each node; tensor-parallel ranks are

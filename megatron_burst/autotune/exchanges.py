@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages of a schedule as the simulator sends them: by exchange, then by wave.
+"""The messages of a schedule in the order of the simulator: by exchange, then by wave.
 
 Messages of one exchange with a common sender or receiver follow one another. This module decides
-their order: to the nearest rank first. So no two ranks wait for a third at the same time while
-others are free.
+their order: messages to the nearest rank first. So two ranks do not wait for the same third rank
+while other ranks are free.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class TimedExchange(NamedTuple):
 
     Attributes:
         waves: Waves of the messages.
-        ranks: Ranks that take part; some of them twice.
+        ranks: Ranks that take part: all senders and receivers, so a rank may be listed twice.
         land: Landing boundary of the messages.
     """
 
@@ -112,10 +112,11 @@ def exchanges(
 
 
 def _waves(transfers: Transfers, exchange: np.ndarray, grid: Grid) -> np.ndarray:
-    """Return the index of each message's wave in its exchange; columns are sorted by exchange.
+    """Return the index of each message's wave in its exchange; messages are sorted by exchange.
 
-    All messages are in one wave if that is possible. Otherwise the wave depends on the distance,
-    and messages between the same two ranks stay in the order of the table.
+    All messages are in one wave if no two have a sender or a receiver in common. Otherwise the wave
+    depends on the distance between sender and receiver, and messages between the same two ranks
+    stay in the order of the table.
     """
     clash = np.zeros(int(exchange[-1]) + 1, dtype=bool)
     for end in (transfers.src, transfers.dst):
@@ -139,7 +140,7 @@ def _waves(transfers: Transfers, exchange: np.ndarray, grid: Grid) -> np.ndarray
 
 
 def _grouped(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return a stable order of the columns of `keys`, and the group of each column in it."""
+    """Return a stable order of the columns of `keys`, and their groups in that order."""
     order = np.lexsort(keys[::-1])
     new = (np.diff(keys[:, order], axis=1) != 0).any(axis=0)
     return order, np.concatenate([[0], np.cumsum(new)])

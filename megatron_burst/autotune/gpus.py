@@ -15,10 +15,10 @@ FLOPS": A100 0.87, H100 0.80, B200 0.78). A backward of attention runs at 0.86 o
 (FlashAttention-2 on A100: up to 0.63 against 0.73 of the peak; FlashAttention-3: 561 against 648
 TFLOP/s).
 
-KERNELS has the same fraction by kernel. Forward on H100: FlashAttention-2 370 TFLOP/s, cuDNN 595,
-FlashAttention-3 648; cuDNN on H200 as above. On B200 FlashAttention-4 is up to 1.3 times as fast as
-cuDNN 9.13 (FlashAttention-4, abstract). DOCUMENTS has the rates of kernels on H100, forward and
-backward, over causal documents packed to 32K tokens. The first two are measured
+KERNELS has the fraction `attention` by kernel. Forward on H100: FlashAttention-2 370 TFLOP/s, cuDNN
+595, FlashAttention-3 648; cuDNN on H200 as above. On B200 FlashAttention-4 is up to 1.3 times as
+fast as cuDNN 9.13 (FlashAttention-4, abstract). DOCUMENTS has the rates of kernels on H100, forward
+and backward, over causal documents packed to 32K tokens. The first two are measured
 (docs/performance.md); FlashAttention 3 is from MagiAttention's blog.
 """
 
@@ -32,7 +32,7 @@ SLOWER = 0.86  # rate of an attention backward over the rate of a forward
 
 
 def is_finite(value: object) -> bool:
-    """Return whether a value is a finite number from 0."""
+    """Return whether a value is a finite number >= 0, and not a bool."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return 0 <= value < math.inf
@@ -86,9 +86,9 @@ class Gpu:
         for name in ("attention", "linear"):
             value = getattr(self, name)
             if not is_finite(value) or not 0 < value <= 1:
-                wrong.append(f"{name} is a fraction of the peak, above 0 and at most 1: {value!r}")
+                wrong.append(f"{name} must be a fraction of the peak (> 0, <= 1): {value!r}")
         if not is_finite(self.small):
-            wrong.append(f"small must be a finite number of rows from 0: {self.small!r}")
+            wrong.append(f"small must be a finite number of rows >= 0: {self.small!r}")
         if wrong:
             raise ValueError(f"gpu {self.name}: {'; '.join(wrong)}")
 
@@ -132,7 +132,10 @@ DOCUMENTS = {"aten": (284e12, 246e12), "aten_cudnn": (424e12, 350e12), "flash3":
 
 
 def table_entry(gpu: Gpu) -> Gpu | None:
-    """Return the GPU of the table with this name, else one that differs only in its memory."""
+    """Return the entry of `GPUS` for this GPU, or None.
+
+    It has the same name, or it differs only in name, memory, attention rate and kernel.
+    """
     if gpu.name in GPUS:
         return GPUS[gpu.name]
     changed = {name: getattr(gpu, name) for name in ("name", "memory", "attention", "kernel")}
@@ -152,7 +155,7 @@ def assumed_kernel(gpu: Gpu, documents: bool = False) -> str | None:
         documents: Whether attention is over packed documents, for which Hopper has other rates.
 
     Returns:
-        A name as in `--burst-kernel`, or text of a cluster file; None if the rate was stated
+        A name as in `--burst-kernel`, or the text in a cluster file; None if the rate was stated
         without a kernel.
     """
     if gpu.kernel is not None:
@@ -192,8 +195,8 @@ def with_kernel(gpu: Gpu, kernel: str | None) -> Gpu:
     entry = table_entry(gpu)
     fractions = {} if entry is None else KERNELS[entry.name]
     if kernel not in fractions:
-        remedy = f"take one of {', '.join(fractions)}" if fractions else "leave it out"
-        raise ValueError(f"--kernel {kernel}: no rate of it was published for {gpu.name}; {remedy}")
+        remedy = f"use one of {', '.join(fractions)}" if fractions else "omit it"
+        raise ValueError(f"--kernel {kernel}: it has no published rate on {gpu.name}; {remedy}")
     return replace(gpu, attention=fractions[kernel], kernel=kernel)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processor time of launches, which run ahead of a GPU until they take longer than its work.
+"""CPU time of kernel launches, which run ahead of the GPU unless they take longer than its work.
 
-A layer takes the longer of both. This module decides the values that are not measured, and the
-formula of a pass; `advise` adds the rest of a layer. The values are processor time without the
-driver's part of a launch, so their sum is a lower bound.
+The time of a layer is the larger of its launch time and its GPU time. This module decides the
+values that are not measured, and the formula of a pass; `advise` adds the rest of a layer. The
+values exclude the driver's part of a launch, so their sum is a lower bound.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ BACKWARD = 2.0  # backward adds three gradients, forward adds one result
 
 @dataclass(frozen=True)
 class HostTime:
-    """Seconds of the thread that launches; `megatron-burst calibrate` measures them.
+    """CPU seconds of the thread that launches kernels; `megatron-burst calibrate` measures them.
 
     The defaults fit the table of docs/performance.md, "Host time" (median error 7 %, largest 30 %).
     `layer` is the time of a Megatron-Core layer with local modules and without its core attention,
-    at 8 rows, less the slowdown of the plain ring loop on that day compared to the table. `plan` is
-    the time of layout and plan on 8 ranks with 100 documents in layout balanced, rounded down (11
-    ms; 18, 19 and 48 ms on 16, 64 and 256 ranks). No value is from the host of a GPU.
+    at 8 rows. It is corrected by the ratio of the table to the time of the plain ring loop on the
+    same day. `plan` is the time of layout and plan on 8 ranks with 100 documents in layout
+    balanced, rounded down (11 ms; 18, 19 and 48 ms on 16, 64 and 256 ranks). No value was measured
+    on a host with a GPU.
 
     Attributes:
         call: Seconds of one attention call of forward, including the addition of its result. A call
@@ -33,7 +34,7 @@ class HostTime:
         plan: Seconds to plan for a new pack of documents, before the first layer launches.
 
     Raises:
-        ValueError: A value is not a finite number from 0. The message names it.
+        ValueError: A value is not a finite number >= 0. The message names the value.
     """
 
     call: float = 25e-6
@@ -47,7 +48,7 @@ class HostTime:
             value = getattr(self, name)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not number or not 0 <= value < math.inf:
-                raise ValueError(f"host: {name} must be seconds, 0 or more, got {value!r}")
+                raise ValueError(f"host: {name} (seconds) must be finite and >= 0, got {value!r}")
 
     def of_pass(
         self, calls: int, exchanges: int, head_chunks: int = 1, backward: bool = False

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measurement of links by sending messages, and of kernels by running them.
 
-`measure_rates`, `links` and `kernel_speed` are collective and return the same on all ranks: they
-gather the measurements and take the slowest link and the median device. They take about a second,
-once per grid. `calibrate`, the doctor and its GPU report use the parts: `peers`, `ring_peers`,
-`starter`, `exchange_seconds`, `long_enough`, `rate_of`, `link_speeds`, `local_calls` and `seconds`.
+`measure_rates`, `links` and `kernel_speed` are collective and return equal results on all ranks:
+they gather the measurements and take the slowest link and the median device. They take about a
+second, once per grid. `calibrate`, the doctor and its GPU report use the lower-level functions:
+`peers`, `ring_peers`, `starter`, `exchange_seconds`, `long_enough`, `rate_of`, `link_speeds`,
+`local_calls` and `seconds`.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from .host_time import ASSUMED
 from .rates import BACKWARD, Rates
 
 SMALL = 64  # bytes of a message whose time is latency
-FIRST = 2**18  # bytes of the first guess
-LONG = 0.2  # seconds of a transfer that hide bursts and latency
+FIRST = 2**18  # bytes of the first message of a search
+LONG = 0.2  # seconds of a transfer, long enough to hide bursts and latency
 LARGEST = 2**27  # bytes of the largest message
 POSTS = 9  # exchanges whose start is timed
 TILE = 0.01  # seconds that a kernel should run
@@ -48,7 +49,7 @@ class Peers(NamedTuple):
     Attributes:
         endpoint: Endpoint of the rank.
         channel: The channel.
-        pairs: Pairs of ranks: it sends to the first and receives from the second.
+        pairs: (destination, source) of each pair of messages.
     """
 
     endpoint: Endpoint
@@ -77,8 +78,8 @@ def measure_rates(
     Args:
         groups: Process groups whose links are measured.
         like: (q, k, v) as for `attention`, each [s, b, heads, width]; only shapes, dtype and device
-            are read. If given, the kernel's speed is measured too, on a tile without hidden pairs,
-            and `compute` is stated.
+            are read. If given, the kernel's speed is measured too, on a tile without hidden pairs.
+            The result then has `compute`.
         kernel: Kernel as for `attention`.
         mask: Mask as for `attention`; default: causal. It decides the kernel of "auto", as in
             `prepare`.
@@ -87,7 +88,7 @@ def measure_rates(
         The rates of the slowest link and the median device.
 
     Raises:
-        ValueError: An argument is invalid; the same error on every rank.
+        ValueError: An argument is invalid. Every rank raises the same error.
 
     Example:
         >>> rates = mb.measure_rates(groups, like=(q, k, v))
@@ -129,7 +130,10 @@ def _like(like: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def links(groups: Groups, device: torch.device) -> Rates:
-    """Return rates without `compute` for messages of a kind of device; kept in `groups`."""
+    """Measure the links for messages on `device`; the rates have no `compute`.
+
+    They are kept in `groups.cache`.
+    """
     if groups.size == 1:
         groups.cache["rates"] = rates = Rates(math.inf, math.inf)
         return rates
@@ -151,7 +155,7 @@ def links(groups: Groups, device: torch.device) -> Rates:
         memory=memory,
         adding=memory,
         room=max(room, 1.0),
-        host=ASSUMED if device.type == "cuda" else None,  # else in `posting` and `launch`
+        host=ASSUMED if device.type == "cuda" else None,  # on a CPU, part of `posting` and `launch`
     )
     return rates
 
@@ -179,7 +183,7 @@ def peers(groups: Groups, link: str) -> Peers | None:
 
 
 def ring_peers(groups: Groups, ring: str, device: torch.device) -> Peers | None:
-    """Return `peers` on the channel of a ring's own messages, connected; collective."""
+    """Return `peers` on the connected channel of a ring's messages; collective."""
     neighbours = peers(groups, ring)
     if neighbours is None:
         return None
@@ -227,7 +231,7 @@ def exchange_seconds(
 def link_speeds(
     groups: Groups, peers: Peers | None, device: torch.device
 ) -> tuple[float, list[float]]:
-    """Measure the links of all ranks to their peers at once; collective.
+    """Measure the links of all ranks to their peers at the same time; collective.
 
     Returns:
         Seconds per message of the slowest rank, and bytes per second of every rank; (0, inf) if no
@@ -284,8 +288,8 @@ def rate_of(size: float, total: float, latency: float) -> float:
 def _posting(groups: Groups, peers: Peers | None, device: torch.device) -> float:
     """Return the seconds until `exchange` returns while all ranks exchange with their peers.
 
-    It is the median of each rank, and the maximum over ranks. On a GPU the host starts exchanges
-    while the device works, so it is 0.
+    The result is the largest median of a rank. On a GPU it is 0, because the host starts exchanges
+    while the device works.
     """
     if device.type == "cuda":
         return 0.0
@@ -305,7 +309,7 @@ def _memory_rate(device: torch.device) -> float:
 
 
 def _room(device: torch.device) -> float:
-    """Return the bytes of a GPU without tensors; inf on a CPU, whose memory ranks share."""
+    """Return the free bytes of a GPU; inf on a CPU, whose memory ranks share."""
     if device.type != "cuda":
         return math.inf
     free, _ = torch.cuda.mem_get_info(device)
@@ -332,7 +336,7 @@ def seconds(
     Args:
         call: The call.
         device: The device.
-        before: Starts work that runs at the same time, on an idle device.
+        before: Called before the call on the idle device; starts work that runs at the same time.
     """
     settle(device)
     if device.type != "cuda":
@@ -411,20 +415,20 @@ def local_calls(
     rows: int,
     knows_out: bool = False,
 ) -> LocalCalls:
-    """Return the calls of one pair of random tensors.
+    """Return the forward and the backward call of a kernel on random q, k and v.
 
-    Queries, keys and values have equal positions.
+    Queries and keys have equal positions.
 
     Args:
         kernel: The kernel.
         scoring: Scale and softcap.
         mask: The mask.
-        like: q, k, v, of which only heads, widths, dtype and device are read.
+        like: q, k and v; only their heads, widths, dtype and device are read.
         rows: Rows of queries and of keys.
         knows_out: Whether backward gets the output, as it does if queries stay on their rank.
 
     Raises:
-        Exception: The kernel raises it.
+        Exception: The kernel has failed.
     """
     q, k, v = (torch.rand((rows, 1, *t.shape[2:]), device=t.device).to(t.dtype) for t in like)
     spans = [Span(0, 1, rows)]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts of the visible pairs between all shards of a ring, for the simulator.
 
-Counts are exact if the mask shows all, nothing or a band, within documents too. Otherwise they are
-estimated from a sample of positions, because this runs for large grids.
+Counts are exact if a query span sees all of a key span, nothing or a band, also within documents.
+Otherwise they are estimated from a sample of positions, because exact counts are too slow for large
+grids.
 `schedule.cost.visible_pairs` counts one pair of shards exactly.
 """
 
@@ -44,7 +45,7 @@ def pairs_attended(mask: Mask, shards: Sequence[Sequence[Span]], most: int) -> n
     """Return `pairs_seen` for queries that attend to at most `most` of their visible keys.
 
     The selected keys are assumed to be evenly distributed over the visible keys. All queries of a
-    span are assumed to see equally many.
+    span are assumed to see equally many keys.
     """
     pieces = [(span,) for shard in shards for span in shard]
     owner = np.repeat(np.arange(len(shards)), [len(shard) for shard in shards])
@@ -61,7 +62,7 @@ def pairs_attended(mask: Mask, shards: Sequence[Sequence[Span]], most: int) -> n
 def _counted(mask: Mask, q: Spans, k: Spans) -> np.ndarray:
     """Return the visible pairs of each pair of spans."""
     rows, columns = q.length, k.length
-    if max(rows.max(initial=0), columns.max(initial=0)) > LONGEST:  # whose products leave int64
+    if max(rows.max(initial=0), columns.max(initial=0)) > LONGEST:  # products overflow int64
         rows, columns = rows.astype(float), columns.astype(float)
     covers, bands = mask.covers(q, k), mask.bands(q, k)
     count = _below(bands.right, rows, columns) - _below(-bands.left - 1, rows, columns)
@@ -79,7 +80,7 @@ def _below(limit: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarr
     limit = np.clip(limit, -rows - 1, columns)
 
     def summed(t: np.ndarray) -> np.ndarray:
-        """1 + 2 + ... + t, no summand above `columns`."""
+        """1 + 2 + ... + t, each term capped at `columns`."""
         t = np.maximum(t, 0)
         low = np.minimum(t, columns)
         return low * (low + 1) // 2 + (t - low) * columns

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places of the ranks of rings: their nodes, their NICs, and other ranks on the same NIC.
+"""Nodes and NICs of the ranks of rings, and the number of messages that share a NIC.
 
-Rings that share only NICs run the same schedule at the same time: the rings of other members of a
-ulysses group, and the rings of tensor-parallel neighbours. This module decides how many messages
-cross a NIC together. One ring is simulated for all.
+Several rings run the same schedule at the same time and share only NICs. They are the rings of the
+other members of a ulysses group, and the rings of tensor-parallel neighbours. This module decides
+how many messages cross a NIC together. Only one ring is simulated.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class RankPlaces:
         return node[transfers.src] != node[transfers.dst]
 
     def load(self, src: np.ndarray, dst: np.ndarray) -> np.ndarray:
-        """Return the number of messages on the NIC of each message of the first ring.
+        """Return, for each message of the first ring, the number of messages on its busier NIC.
 
-        Messages of all rings that start together count, including the message itself, at its busier
-        end. The number is 1 within a node.
+        It counts the messages of all rings that start together, including the message itself. It is
+        1 for a message within a node.
         """
         crosses = self.node[:, src] != self.node[:, dst]
         load = np.ones(len(src))
@@ -58,15 +58,15 @@ NIC_OF = ("neighbours", "stride")
 
 
 class Nodes(NamedTuple):
-    """Nodes of `per_node` GPUs that share `nics` NICs evenly; extra NICs of a GPU do not count.
+    """Nodes of `per_node` GPUs that share `nics` NICs evenly; at most one NIC per GPU is used.
 
     Attributes:
         per_node: GPUs of a node.
         nics: NICs of a node.
-        tp: Tensor-parallel neighbours of each rank of a grid, with consecutive numbers, each in a
-            separate ring.
-        nic_of: GPUs that share a NIC. With 8 GPUs and 4 NICs, "neighbours" means 0 and 1, 2 and 3;
-            "stride" means 0 and 4, 1 and 5.
+        tp: Tensor-parallel size. The ranks of a tensor-parallel group have consecutive numbers, and
+            each is in a separate ring.
+        nic_of: Pattern of the GPUs that share a NIC. With 8 GPUs and 4 NICs, "neighbours" means 0
+            and 1, 2 and 3; "stride" means 0 and 4, 1 and 5.
     """
 
     per_node: int
@@ -75,7 +75,7 @@ class Nodes(NamedTuple):
     nic_of: str = "neighbours"
 
     def nic(self, gpus: np.ndarray) -> np.ndarray:
-        """Return the number of each GPU's NIC, over all nodes."""
+        """Return the index of each GPU's NIC among the NICs of all nodes."""
         nics = min(self.nics, self.per_node)
         node, at = np.divmod(gpus, self.per_node)
         own = at % nics if self.nic_of == "stride" else at * nics // self.per_node
@@ -93,7 +93,7 @@ class Nodes(NamedTuple):
 
 
 def places(topology: Topology, nodes: Nodes) -> RankPlaces:
-    """Return the places of the ranks of the rings of a grid."""
+    """Return the nodes and NICs of the ranks of all rings of a grid."""
     rings = [topology.ring(topology.rank_at(index, 0)) for index in range(topology.ulysses)]
     gpus = np.array(rings)[:, None, :] * nodes.tp + np.arange(nodes.tp)[:, None]
     gpus = gpus.reshape(-1, topology.ring_size)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a simulation that depend on the schedule only, computed once.
+"""Quantities of a simulation that depend only on the schedule and the links, computed once.
 
-A search simulates the same schedule with other heads and rates, and then repeats only the
-arithmetic of the simulation.
+A search simulates one schedule for several numbers of heads and rates. Only the arithmetic of the
+simulation is then repeated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .exchanges import ONE_NIC, TimedExchange, Wires, exchanges, ports_of
 
 @dataclass(frozen=True, eq=False)
 class PreparedSchedule:
-    """A schedule on its wires.
+    """A schedule on the links between ranks, with cached quantities for simulations.
 
     Arrays over transfers and over pairs are in the order of the tables.
     """
@@ -76,7 +76,8 @@ class PreparedSchedule:
     def calls(self) -> tuple[np.ndarray, np.ndarray]:
         """First pair of every kernel call, and number of the call of each pair, int.
 
-        They match `execution.joined`: own keys are a separate call unless the kernel always joins.
+        They match `execution.joined`: a rank's own keys are a separate call unless the kernel
+        always joins.
         """
         pairs, joins = self.schedule.tables.pairs, self.schedule.visibility.joined
         call = np.arange(len(pairs.rank))
@@ -97,10 +98,10 @@ class PreparedSchedule:
     def added(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Rows of queries, rows of keys and copied rows of each pair, float.
 
-        Rows of queries and keys count if the pair's results are added to other results of its own
-        rank. These are the rows of two ranks that see each other. Rows are copied if they are keys
-        of a call with several pairs. A call adds once to each row of its queries, which counts with
-        its first pair.
+        Rows of queries and of keys count if the pair's results for them are added to results of
+        another pair. These are the rows that attend to a chunk of another rank. Rows of keys are
+        copied if their call has several chunks. A call adds to each row of its queries once; these
+        rows count with its first pair.
         """
         visibility, pairs = self.schedule.visibility, self.schedule.tables.pairs
         queries, keys = (_rows_used(bundles) for bundles in (visibility.queries, visibility.keys))
@@ -119,10 +120,11 @@ class PreparedSchedule:
 
     @property
     def _received_keys(self) -> tuple[np.ndarray, np.ndarray]:
-        """Number of received chunks and rows of each owner's keys, for each rank.
+        """Number of chunks and number of rows of each owner's keys that each rank receives.
 
-        Both are int64 [rank, owner]. Only chunks count with some of whose rows the rank computes.
-        Their rows include rows that the rank only relays.
+        Both are int64 [rank, owner]. A received chunk counts if the rank computes with some of its
+        rows. Its rows then include rows that the rank only relays. A rank's own keys count as one
+        chunk.
         """
         tables, keys = self.schedule.tables, self.schedule.visibility.keys
         used = np.zeros((keys.size, keys.size), dtype=np.int64)
@@ -159,10 +161,10 @@ def _rows_used(bundles: Bundles) -> np.ndarray:
 
 
 def pair_shares(tables: Tables) -> np.ndarray:
-    """Return the share of each pair in the visible pairs of its chunks, float.
+    """Return the share of each pair in the computation of its query chunk and key chunk, float.
 
-    It is 1 if the two chunks meet once. If they meet in parts, a part's share is in proportion to
-    its rows.
+    It is 1 if these two chunks are computed in one pair. If they are computed in several pairs, the
+    share is in proportion to a pair's query rows times its key rows.
     """
     pairs = tables.pairs
     meeting = pairs.query.astype(np.int64) * tables.keys.size + pairs.key

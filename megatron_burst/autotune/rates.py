@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rates of a rank's links and device, measured by `measure` or stated by the user.
 
-They are plain numbers, which the simulator reads.
+They are plain numbers, so the simulator needs no torch.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Rates:
             forward and five in backward, visible pairs only. math.inf if it takes no time, None to
             measure it with the plan's kernel.
         launch: Seconds of each call of the local attention, in addition to its FLOPs.
-        posting: Seconds of a rank's own time to start an exchange, during which it computes
-            nothing; 0 if the host runs ahead of a device.
+        posting: Seconds that a rank needs to start an exchange, during which it computes nothing; 0
+            if the host runs ahead of a device.
         backward: Time of a backward over the time of its forward, at equal rows.
         half_rows: Rows of a chunk with which a kernel reaches half of `compute`; 0 if it always
             reaches all of it.
@@ -45,17 +45,17 @@ class Rates:
         exchange_start: Seconds of each all-to-all, in addition to its messages.
         copying: Bytes per second at which an all-to-all's tensors are split and joined while its
             messages travel.
-        handling: Seconds of a rank's own time per byte that it sends on a ring; 0 if links fetch
-            the bytes themselves.
-        memory: Bytes per second that a device reads and writes in its memory. Sparse attention uses
-            it: its calls read all queries and add to all results.
+        handling: Seconds per byte sent on a ring during which the sender computes nothing; 0 if
+            links read the bytes by DMA.
+        memory: Bytes per second that a device reads and writes in its memory. It limits sparse
+            attention, whose calls read all queries and add to all results.
         adding: Bytes per second at which a call of dense attention adds its results to other
             results; math.inf if `compute` and `half_rows`, measured on whole calls, include it.
         room: Bytes of a device's memory that remain for rows of other ranks, measured or stated;
             math.inf if unknown.
         shared: Nodes on which ranks share NICs; `inter` is then the rate of a rank alone. None if
             every rank gets `inter`.
-        host: Processor time of launches; None if launches do not run ahead of a device.
+        host: CPU time of kernel launches; None if launches do not run ahead of a device.
 
     Raises:
         ValueError: A rate has an impossible value. The message names the rate.
@@ -114,7 +114,7 @@ class Rates:
             value = getattr(self, name)
             if not _is_number(value) or not 0 <= value < math.inf:
                 unit = {"half_rows": "rows", "slowdown": "a fraction"}.get(name, "seconds")
-                raise ValueError(f"rates: {name} must be {unit}, 0 or more, got {value!r}")
+                raise ValueError(f"rates: {name} ({unit}) must be finite and >= 0, got {value!r}")
 
     def between(self, load: float | np.ndarray) -> float | np.ndarray:
         """Return the bytes per second of each of `load` messages that share a NIC to another node.

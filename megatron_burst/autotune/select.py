@@ -34,9 +34,9 @@ from .places import Nodes
 from .rates import Rates, check_rates
 
 OPEN = FixedSettings()
-# Predictions that differ by less are a tie. The simplest candidate with the fewest bytes is taken.
+# Predictions that differ by at most this fraction tie, and the simplest candidate is taken.
 TIE = 0.015
-FASTEST = 1e30  # FLOP/s with which computing takes no time
+FASTEST = 1e30  # FLOP/s that replace math.inf
 PLACES = 64  # more than the number of candidates of one algorithm on a grid
 BUSY = {
     "compute": "compute",
@@ -55,7 +55,7 @@ class Choice:
         others: The other candidates, by predicted time.
         rates: Rates of the prediction.
         per_node: Ranks per node.
-        wire: Wire dtype of gradients, if the choice was left open.
+        wire: Chosen wire dtype of gradients; None if it was not chosen.
     """
 
     taken: Candidate
@@ -118,7 +118,7 @@ def choose(
     mask: Mask | None = None,
     layout: str | Layout = "zigzag",
 ) -> Choice:
-    """Return the fastest way to run attention on `ranks` ranks, before groups exist.
+    """Return the fastest settings for attention on `ranks` ranks; needs no process groups.
 
     Ulysses and hybrid are tried if ranks can share these heads.
 
@@ -187,7 +187,7 @@ def best(
     fixed: FixedSettings = OPEN,
     nodes: Nodes | None = None,
 ) -> Choice:
-    """Return the choice with the shortest predicted time; the simplest candidate within TIE of it.
+    """Return the simplest candidate whose predicted time is within TIE of the shortest.
 
     Args:
         workload: The attention.
@@ -225,9 +225,9 @@ def fastest(
 ) -> Candidate:
     """Return the candidate that `best` takes, without simulating candidates that cannot be taken.
 
-    A candidate is not simulated if its lower bound exceeds a tie with the fastest so far. Nor is it
-    simulated if a simpler candidate is certain to tie with the fastest so far and with the bounds
-    of all others.
+    A candidate is not simulated if its lower bound exceeds the shortest time so far by more than
+    TIE. It is also not simulated if a simpler candidate is certain to tie with the shortest time so
+    far and with all remaining lower bounds.
 
     Args:
         workload: The attention.
@@ -272,14 +272,14 @@ def fastest(
 
 
 def row_cost(sizes: Sizes, rates: Rates) -> tuple[float, float] | None:
-    """Return how many pairs a rank computes while one row of another rank is on its link.
+    """Return how many pairs a rank computes in the time in which one row is sent to it.
 
-    Layout balanced uses the result. A row is its key and value in both passes, and its gradients in
-    backward. All ranks of a node send at once.
+    Layout balanced uses the result. The time of a row includes its key and value in both passes,
+    and its gradients in backward. All ranks of a node are assumed to send at the same time.
 
     Returns:
-        The pairs for a rank of the same node and of another node; None if `rates` have no
-        `compute`.
+        Number of pairs for a row from a rank of the same node, and for a row from another node;
+        None if `rates` have no `compute`.
     """
     if rates.compute is None:
         return None
@@ -300,8 +300,8 @@ class _PendingCandidates:
     Attributes:
         index: Index of the next candidate among all candidates.
         open: Whether more candidates are tried.
-        at_least: Lower bound on the weighed seconds of the candidates.
-        scheduled: Whether the schedules, which have a better bound, exist.
+        at_least: Lower bound on the seconds of the candidates, multiplied by the handicap.
+        scheduled: Whether the schedules exist, from which `at_least` is tighter.
     """
 
     def __init__(self, algorithm_on_grid: AlgorithmOnGrid, index: int):

@@ -49,7 +49,7 @@ class PassTime(NamedTuple):
         compute: Busy seconds of the busiest rank's device.
         intra: Busy seconds of the busiest rank's links within its node.
         inter: Busy seconds of the busiest rank's links between nodes.
-        host: Seconds of processor time for launches, which run at the same time.
+        host: CPU seconds spent launching kernels; overlaps with device time.
     """
 
     seconds: float
@@ -69,12 +69,12 @@ IDLE = PassTime(0.0, 0.0, 0.0, 0.0)
 
 
 class AccumulationTimes(NamedTuple):
-    """Seconds per row of memory traffic, for all heads.
+    """Seconds of memory traffic per row, for all heads.
 
     Attributes:
-        queries: Adding a row of results of queries.
-        keys: Adding a row of gradients of keys.
-        joined: Copying a row of received keys into a call for several chunks.
+        queries: Seconds to add a row of outputs or of query gradients.
+        keys: Seconds to add a row of key and value gradients.
+        joined: Seconds to copy a row of received keys into a joined call.
     """
 
     queries: float = 0.0
@@ -86,7 +86,7 @@ NOTHING = AccumulationTimes()
 
 
 class _Clocks:
-    """Times until which every rank and every port of its links is occupied.
+    """The clocks of a simulation: the time until which each rank and each port is occupied.
 
     Attributes:
         free: Time until which each rank and each port is occupied.
@@ -94,7 +94,7 @@ class _Clocks:
         busy: Time until which each rank's links are busy as sender and as receiver; only with a
             slowdown.
         taken: Seconds of each transfer.
-        handled: Seconds of its sender's own time for each transfer.
+        handled: Seconds during which each transfer occupies its sender; None for no time.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class _Clocks:
         self.handled, self.together = handled, prepared.wires.together
 
     def start(self, exchange: TimedExchange) -> None:
-        """Add the ranks' own time to start an exchange."""
+        """Add the time that ranks need to start an exchange."""
         self.clock[exchange.ranks] += self.posting  # added once to ranks that are listed twice
         if self.handled is not None:
             for wave in exchange.waves:
@@ -130,7 +130,7 @@ class _Clocks:
         done[wave.ends] = np.maximum(done[wave.ends], end)
 
     def share(self, exchanges: Sequence[TimedExchange], landing: dict[int, np.ndarray]) -> None:
-        """Let messages that started together end together, with the last one at their ports."""
+        """Let messages that started together end together, when their ports become free."""
         for exchange in exchanges:
             done = landing[exchange.land]
             for wave in exchange.waves:
@@ -138,9 +138,9 @@ class _Clocks:
                 done[wave.ends] = np.maximum(done[wave.ends], end)
 
     def compute(self, seconds: np.ndarray) -> None:
-        """Add computation, given in seconds of each rank without traffic.
+        """Add the seconds that each rank computes.
 
-        Traffic multiplies these seconds by 1 + slowdown.
+        While a rank's links are busy, its computation takes 1 + slowdown times as long.
         """
         if self.slowdown:
             until = self.busy.reshape(2, -1).max(axis=0)
@@ -149,7 +149,7 @@ class _Clocks:
         self.clock += seconds
 
     def run(self, program: Sequence[GridBoundary]) -> Generator[None, None, None]:
-        """Run the pass of one head chunk; yields where the executor does, which staggers passes."""
+        """Run the pass of one head chunk; yields at each boundary, for staggered passes."""
         landing: dict[int, np.ndarray] = {}
 
         def land(index: int) -> None:
@@ -222,7 +222,7 @@ def pass_time(
 def host_seconds(
     prepared: PreparedSchedule, seconds: np.ndarray, rates: Rates, head_chunks: int = 1
 ) -> float:
-    """Return the processor time of the busiest rank's launches; arguments as in `pass_time`."""
+    """Return the CPU seconds of the busiest rank's launches; arguments as in `pass_time`."""
     if rates.host is None:
         return 0.0
     pairs, transfers = prepared.schedule.tables.pairs, prepared.schedule.tables.transfers
@@ -327,7 +327,7 @@ def _staggered(runs: Sequence[Generator[None, None, None]]) -> None:
 
 
 def _program(prepared: PreparedSchedule, seconds: np.ndarray, own_last: bool) -> list[GridBoundary]:
-    """Return `Schedule.program` of all ranks at once.
+    """Return the boundaries of all ranks, as `Schedule.program` does for one rank.
 
     Args:
         prepared: The schedule.

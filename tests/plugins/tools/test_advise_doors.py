@@ -39,17 +39,17 @@ def test_figures_that_no_gpu_has(name, value):
            "overlap"], [math.nan, -1, math.inf, True]),
 )  # fmt: skip
 def test_figures_that_no_cluster_has(name, value):
-    with pytest.raises(ValueError, match=f"^cluster: {name} {value!r} must be a "):
+    with pytest.raises(ValueError, match=f"^cluster: {name} {value!r} must be an? "):
         replace(Cluster("h100", 8), **{name: value})
 
 
 @pytest.mark.parametrize(
     ("figures", "said"),
     [({"host_update": 0.0, "overlap": 1.5},
-      "host_update 0.0 must be a finite number above 0; overlap 1.5 must be a fraction"),
+      "host_update 0.0 must be a finite number > 0; overlap 1.5 must be a fraction"),
      ({"nic_of": "neighbour"}, "nic_of 'neighbour' must be one of neighbours, stride"),
-     ({"gpus": 8.0}, "--gpus 8.0 --per-node 8: both must be integers from 1"),
-     ({"per_node": 0}, "--gpus 8 --per-node 0: both must be integers from 1")],
+     ({"gpus": 8.0}, "--gpus 8.0 --per-node 8: both must be integers >= 1"),
+     ({"per_node": 0}, "--gpus 8 --per-node 0: both must be integers >= 1")],
 )  # fmt: skip
 def test_all_figures_of_a_cluster_are_named(figures, said):
     with pytest.raises(ValueError, match=said):

@@ -105,7 +105,7 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path):
     with pytest.raises(ValueError, match=r"mine\.toml: ") as raised:
         cluster_file.read(path)
     for part in (
-        "gpu.memory must be a whole number, got 80000000000.0",
+        "gpu.memory must be an integer, got 80000000000.0",
         "gpu.peak must be a number, got 'fast'",
         "gpu.launch must be a number, got True",
         "links.latancy is unknown; keys of [links]: nvlink, nics",
@@ -124,7 +124,7 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path):
         ('[cluster]\ngpus=8\n[gpu]\nname="h100"\n[host]\nupdate=0.0\n', "host_update 0.0 must"),
         ("[gpu", "not a TOML file"),
         ('[cluster]\ngpus=9\n[gpu]\nname="h100"\n', "--gpus 9 is not a multiple of --per-node"),
-        ('[cluster]\ngpus=8\n[gpu]\nname="h100"\nlinear=7.0\n', "linear is a fraction"),
+        ('[cluster]\ngpus=8\n[gpu]\nname="h100"\nlinear=7.0\n', "linear must be a fraction"),
         ('[cluster]\ngpus=8\n[gpu]\nname="h100"\n[links]\nnic_rate=-1\n', "nic_rate -1"),
         ('[cluster]\ngpus=8\n[gpu]\nname="h100"\n[links]\nintra=nan\ninter=1\n', "intra must be"),
     ],

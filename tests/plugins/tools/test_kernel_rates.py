@@ -222,10 +222,10 @@ def test_a_kernel_that_no_run_takes_is_no_flag():
 
 @pytest.mark.parametrize(
     ("words", "reason"),
-    [(["--kernel", "triton"], "--kernel triton: no rate of it was published for h100; take one of "
+    [(["--kernel", "triton"], "--kernel triton: it has no published rate on h100; use one of "
       "aten, aten_cudnn, flash3"),
-     (["--kernel", "aten", "--gpu", "b200"], "--kernel aten: no rate of it was published for b200; "
-      "take one of aten_cudnn, flash4")],
+     (["--kernel", "aten", "--gpu", "b200"], "--kernel aten: it has no published rate on b200; "
+      "use one of aten_cudnn, flash4")],
 )  # fmt: skip
 def test_kernels_without_a_rate_are_refused(capsys, words, reason):
     assert main(["advise", "--model", "llama3-8b", "--gpus", "8", "--seq", "64K", *words]) == 2
