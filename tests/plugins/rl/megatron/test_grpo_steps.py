@@ -42,7 +42,7 @@ def test_samples_branch_and_are_marked_right(found):
         right = sorted(sample.tokens[first - 5 : first - 1])
         arguments = [sample.tokens[at : at + 4] for at in (first, second)]
         rights = [[a == b for a, b in zip(each, right, strict=True)] for each in arguments]
-        assert sample.rights == [*map(sum, rights)]
+        assert sample.correct == [*map(sum, rights)]
         assert sample.tokens[first + 4 : second] == [12 if each else 13 for each in rights[0]] + [
             14
         ]
