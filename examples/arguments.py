@@ -1,4 +1,4 @@
-"""Command line of `pretrain_gpt.py`: Megatron's flags and those of the package.
+"""Command line of `pretrain_gpt.py`: Megatron's flags and the flags of this package.
 
 Owns names and defaults of the Megatron flags that these examples use, and the checks that need only
 flags and the number of processes.

@@ -1,9 +1,9 @@
-"""A hybrid stack trained on several ranks: three gated delta layers, then one of softmax attention.
+"""Training of a hybrid stack on several ranks: three gated delta layers, one softmax layer.
 
     torchrun --nproc-per-node 4 examples/hybrid_stack.py
 
-Every rank holds a part of the sequence. Then each trains the same model alone, on all of it; the
-losses printed are the same. torch and this package are all it needs.
+Every rank has a part of the sequence. Then each rank trains the same model on the whole sequence,
+and the losses are equal. The example requires only torch and this package.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DeltaLayer(nn.Module):
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        self.number = number  # by which ranks tell calls apart
+        self.number = number  # label of the calls, the same on all ranks
         self.norm = nn.LayerNorm(HIDDEN)
         self.mixed = nn.Linear(HIDDEN, 4 * HIDDEN + 2 * HEADS, bias=False)
         self.taps = nn.Parameter(torch.randn(3 * HIDDEN, TAPS) / TAPS)
@@ -33,14 +33,14 @@ class DeltaLayer(nn.Module):
         self.out = nn.Linear(HIDDEN, HIDDEN, bias=False)
 
     def forward(self, x: torch.Tensor, plans: Plans) -> torch.Tensor:
-        """x [s, b, HIDDEN], with s the rows of this rank."""
+        """Apply the layer to x [s, b, HIDDEN]; s is the number of rows of this rank."""
         sizes = (3 * HIDDEN, HIDDEN, HEADS, HEADS)
         qkv, gate, decay, beta = self.mixed(self.norm(x)).split(sizes, dim=-1)
         qkv = mb.short_convolution(
             qkv, self.taps, activation="silu", plan=plans.states, label=self.number
         )
         q, k, v = qkv.unflatten(-1, (3, HEADS, WIDTH)).unbind(2)
-        q, k = (nn.functional.normalize(each, dim=-1) for each in (q, k))
+        q, k = (nn.functional.normalize(rows, dim=-1) for rows in (q, k))
         decay = -self.log_rate.exp() * nn.functional.softplus(decay)  # a logarithm, below 0
         out = mb.linear_attention(
             q, k, v, decay=decay, beta=beta.sigmoid(), plan=plans.states, label=self.number
@@ -53,7 +53,7 @@ class AttentionLayer(nn.Module):
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        self.number = number  # by which ranks tell calls apart
+        self.number = number  # label of the calls, the same on all ranks
         self.norm = nn.LayerNorm(HIDDEN)
         self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False)
         self.out = nn.Linear(HIDDEN, HIDDEN, bias=False)
@@ -66,7 +66,7 @@ class AttentionLayer(nn.Module):
 
 
 class Plans:
-    """What the layers of one micro-batch share: a plan for each kind of layer."""
+    """Plans of one micro-batch, one for each kind of layer."""
 
     def __init__(self, rows: int, groups: mb.Groups, layout: mb.layout.Layout) -> None:
         like = torch.empty(rows, 1, HEADS, WIDTH, requires_grad=True)  # only its shape is read
@@ -78,7 +78,15 @@ class Plans:
 
 
 def train(groups: mb.Groups, group: dist.ProcessGroup) -> list[float]:
-    """The loss of every step. groups: the ranks that share the sequence, in `group`."""
+    """Train the stack.
+
+    Args:
+        groups: The ranks that share the sequence.
+        group: Process group of the same ranks.
+
+    Returns:
+        The loss of every step.
+    """
     layout = mb.layout.make("zigzag", cp_size=groups.size)
     torch.manual_seed(0)  # every rank makes the same weights, and the same data
     tokens = torch.randint(VOCABULARY, (LENGTH + 1, 1)).sort(0).values
@@ -94,7 +102,7 @@ def train(groups: mb.Groups, group: dist.ProcessGroup) -> list[float]:
         for layer in layers:
             x = layer(x, plans)
         loss = nn.functional.cross_entropy(head(x).flatten(0, 1), labels.flatten(), reduction="sum")
-        loss = loss / LENGTH  # of the whole sequence, so that the ranks' losses add up
+        loss = loss / LENGTH  # the sum over ranks is the mean over the sequence
         optimizer.zero_grad()
         loss.backward()
         for parameter in model.parameters():
@@ -107,11 +115,11 @@ def train(groups: mb.Groups, group: dist.ProcessGroup) -> list[float]:
 
 
 def compare() -> tuple[list[float], list[float]]:
-    """Losses of all ranks together, and of this rank alone."""
-    everybody: Any = dist.group.WORLD
-    together = train(mb.Groups.by_host(everybody), everybody)
-    mine: Any = dist.new_subgroups(1)[0]
-    return together, train(mb.Groups.flat(mine), mine)
+    """Return the losses of all ranks together, and of this rank alone."""
+    world: Any = dist.group.WORLD
+    together = train(mb.Groups.by_host(world), world)
+    single: Any = dist.new_subgroups(1)[0]
+    return together, train(mb.Groups.flat(single), single)
 
 
 def main() -> None:

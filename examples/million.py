@@ -1,14 +1,13 @@
 """One training step on a million tokens of real text, as one sequence, on four CPU ranks.
 
-    make million                          # prints beforehand how long attention will take
+    make million                          # prints the expected time of attention first
     make million ARGS="--tokens 256K"     # a shorter sequence
     make million ARGS="--ranks 2"         # on two ranks: the same loss and gradient norm
 
-A small Llama-style GPT of Megatron-Core, most of whose layers see a sliding window and a few the
-whole sequence. Says beforehand what the memory account predicts and how long attention will take;
-then runs `million_step.py` on every rank, compares what it counted with the account, and the loss
-with that of an earlier run on another number of ranks. Owns what is said and what counts as
-the same.
+Trains a small Llama-style GPT of Megatron-Core. Most of its layers have a sliding window, and a few
+have full attention. The example prints the predicted memory and the time of attention, and runs
+`million_step.py` on every rank. Then it compares the measured memory with the prediction, and the
+loss with earlier runs on other numbers of ranks. Owns the output and the tolerances.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from megatron_burst.units import byte_size, duration, tokens_of
 
 STEP = Path(__file__).with_name("million_step.py")
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-ROOM = 24 << 30  # bytes that all ranks together may take
+MEMORY_LIMIT = 24 << 30  # bytes of all ranks together
 # Relative difference of loss and gradient norm on other numbers of ranks. In bf16 each rank rounds
 # its share of a weight's gradient before the shares are added.
 TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3}
@@ -43,14 +42,23 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3}
 
 @dataclass
 class Run:
-    """What the ranks of one run found, and what was predicted of them."""
+    """Results of one run.
+
+    Attributes:
+        ranks: Number of ranks.
+        found: Report of each rank, from `million_step.run`.
+        seconds: Duration, including the start of processes and the construction of the model.
+        predicted: Bytes that the memory account predicts.
+        text: Description of the data.
+        agrees: Largest relative difference to each earlier run, by its number of ranks.
+    """
 
     ranks: int
     found: list[dict[str, Any]]
-    seconds: float  # with starting and building
+    seconds: float
     predicted: dict[str, int]
     text: str
-    agrees: dict[str, float] = field(default_factory=dict)  # relative differences, by quantity
+    agrees: dict[str, float] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -66,17 +74,17 @@ class Run:
 
     @property
     def peak(self) -> int:
-        """Bytes of live tensors besides weights and gradients, on the rank that has most."""
+        """Largest bytes of live tensors of a rank, without weights and gradients."""
         return max(max(rank["peaks"].values()) for rank in self.found)
 
     @property
     def layers_peak(self) -> int:
-        """The same, while layers run backward."""
+        """Largest bytes of live tensors of a rank during the backward of layers."""
         return max(rank["peaks"]["backward"] for rank in self.found)
 
     @property
     def resident(self) -> int:
-        """Bytes of memory of all ranks together, each at its most."""
+        """Sum of the peak resident memory of all ranks, in bytes."""
         return sum(rank["resident"]["peak"] for rank in self.found)
 
 
@@ -91,112 +99,124 @@ def speed(width: int) -> tuple[float, float]:
     from megatron_burst.kernels.operators import CpuFlash, TileVisibility
 
     torch.set_num_threads(1)
-    operator, shown = CpuFlash(), TileVisibility()
+    operator, all_pairs = CpuFlash(), TileVisibility()
     q, k, v, dout = torch.randn(4, 1, 1, 2048, width).unbind()
-    out, lse = operator.forward(q, k, v, shown, 1.0)
+    out, lse = operator.forward(q, k, v, all_pairs, 1.0)
     calls = (
-        lambda: operator.forward(q, k, v, shown, 1.0),
-        lambda: operator.backward(dout, q, k, v, out, lse, shown, 1.0),
+        lambda: operator.forward(q, k, v, all_pairs, 1.0),
+        lambda: operator.backward(dout, q, k, v, out, lse, all_pairs, 1.0),
     )
     rates = []
     for call in calls:
-        taken = []
+        times = []
         for _ in range(5):
             start = time.process_time()
             call()
-            taken.append(time.process_time() - start)
-        rates.append(2048 * 2048 / sorted(taken)[2])
+            times.append(time.process_time() - start)
+        rates.append(2048 * 2048 / sorted(times)[2])
     return rates[0], rates[1]
 
 
 def announce(job: Job, ranks: int, console: Console) -> None:
-    """What will run, how long attention takes, and what the account says of its memory."""
+    """Print the settings, the expected time of attention, and the predicted memory."""
     forward, backward = speed(job.width)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    at_once = min(cores or 1, ranks)
-    attention = job.pairs * (1 / forward + 1 / backward) / at_once
-    mine, plain = job.account(ranks), job.account(ranks, plain=True)
+    busy_cores = min(cores or 1, ranks)
+    attention = job.pairs * (1 / forward + 1 / backward) / busy_cores
+    account, plain = job.account(ranks), job.account(ranks, plain=True)
     console.print(
-        f"  {job.layers} layers, every {job.full_every}th sees all tokens and the others "
-        f"{job.window:,}; {job.pairs:.2e} pairs of attention\n"
-        f"  kernel aten: {forward:.1e} pairs/s forward, {backward:.1e} backward on a core: "
-        f"attention will take about {duration(attention)} on {at_once} cores\n"
-        f"  memory account: {byte_size(mine.activations)} of activations per rank, "
-        f"{byte_size(mine.host_bytes)} in the host tier; without offload, chunks and tiles "
+        f"  {job.layers} layers, every {job.full_every}th with full attention and the "
+        f"others with a window of {job.window:,}; {job.pairs:.2e} attention pairs\n"
+        f"  kernel aten: {forward:.1e} pairs/s forward, {backward:.1e} backward on a core; "
+        f"attention will take about {duration(attention)} on {busy_cores} cores\n"
+        f"  memory account: {byte_size(account.activations)} of activations per rank, "
+        f"{byte_size(account.host_bytes)} in the host tier; without offload, chunks and tiles "
         f"{byte_size(plain.activations)}",
         markup=False,
     )
 
 
 def run(job: Job, ranks: int, prefix: str, text: str, folder: Path) -> Run:
-    """The step on so many ranks. Raises `launch.RunFailed`."""
+    """Run the step on `ranks` processes.
+
+    Args:
+        job: The model and its sizes.
+        ranks: Number of ranks.
+        prefix: Path of the dataset without its ending.
+        text: Description of the data.
+        folder: Folder for reports and logs.
+
+    Raises:
+        launch.RunFailed: A rank failed.
+    """
     report, start = folder / f"found-{ranks}", time.perf_counter()
     flags = [*job.flags(prefix, ranks), "--report", str(report)]
     launch.train(f"ranks-{ranks}", ranks, flags, folder, STEP, keep_memory=False)
-    found = [json.loads(Path(f"{report}.{rank}").read_text()) for rank in range(ranks)]
+    reports = [json.loads(Path(f"{report}.{rank}").read_text()) for rank in range(ranks)]
     predicted = job.account(ranks)
     states = sum(predicted.states.values())
     layers = max(m.bytes for m in predicted.peaks if "layer" in m.phase) - states
     return Run(
-        ranks, found, time.perf_counter() - start,
+        ranks, reports, time.perf_counter() - start,
         {"activations": predicted.activations, "host": predicted.host_bytes, "layers": layers,
          "plain": job.account(ranks, plain=True).activations},
         text,
     )  # fmt: skip
 
 
-def compare(mine: Run, other: Run) -> dict[str, float]:
-    """Relative differences of loss and gradient norm."""
+def compare(run: Run, reference: Run) -> dict[str, float]:
+    """Return the relative differences of loss and gradient norm."""
     return {
-        key: abs(getattr(mine, key) - getattr(other, key)) / abs(getattr(other, key))
+        key: abs(getattr(run, key) - getattr(reference, key)) / abs(getattr(reference, key))
         for key in ("loss", "grad_norm")
     }
 
 
 def digits(difference: float) -> str:
-    """How far two numbers agree, in words."""
+    """Return the number of equal digits in words."""
     return "all digits" if difference == 0 else f"{-math.log10(difference):.1f} digits"
 
 
-def summary(job: Job, mine: Run, others: list[Run], console: Console) -> bool:
-    """What was found, in a table; did all checks pass?"""
+def summary(job: Job, run: Run, references: list[Run], console: Console) -> bool:
+    """Print the results in a table; return True if all checks pass."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    phases = mine.found[0]["seconds"]
+    phases = run.found[0]["seconds"]
     times = ", ".join(f"{name} {duration(phases[name])}" for name in ("forward", "backward"))
-    table.add_row("loss", f"{mine.loss:.6f} nats per token; gradient norm {mine.grad_norm:.6f}")
-    table.add_row("time", f"{mine.step_seconds / 60:.1f} minutes: {times}; "
-                  f"{job.seq_length / mine.step_seconds:,.0f} tokens/s")  # fmt: skip
-    off = mine.peak / mine.predicted["activations"] - 1
-    table.add_row("live tensors", f"{byte_size(mine.peak)} at the peak of a rank; the account "
-                  f"predicted {byte_size(mine.predicted['activations'])} ({off:+.1%}); without "
-                  f"offload, chunks and tiles {byte_size(mine.predicted['plain'])}")  # fmt: skip
-    layers, told = mine.layers_peak, mine.predicted["layers"]
+    table.add_row("loss", f"{run.loss:.6f} nats per token; gradient norm {run.grad_norm:.6f}")
+    table.add_row("time", f"{run.step_seconds / 60:.1f} minutes: {times}; "
+                  f"{job.seq_length / run.step_seconds:,.0f} tokens/s")  # fmt: skip
+    error = run.peak / run.predicted["activations"] - 1
+    table.add_row("live tensors", f"{byte_size(run.peak)} at the peak of a rank; the account "
+                  f"predicted {byte_size(run.predicted['activations'])} ({error:+.1%}); without "
+                  f"offload, chunks and tiles {byte_size(run.predicted['plain'])}")  # fmt: skip
+    layers, predicted = run.layers_peak, run.predicted["layers"]
     table.add_row("", f"{byte_size(layers)} in the backward of layers; the account predicted "
-                  f"{byte_size(told)} ({layers / told - 1:+.1%})")  # fmt: skip
-    host = max(rank["host"] for rank in mine.found)
+                  f"{byte_size(predicted)} ({layers / predicted - 1:+.1%})")  # fmt: skip
+    host = max(rank["host"] for rank in run.found)
     table.add_row("host tier", f"{byte_size(host)} per rank; the account predicted "
-                  f"{byte_size(mine.predicted['host'])}")  # fmt: skip
-    table.add_row("resident", f"{byte_size(mine.resident)} of {byte_size(ROOM)}, all ranks, each "
-                  "at its most")  # fmt: skip
-    passed = mine.resident <= ROOM and math.isfinite(mine.loss)
-    for other in others:
-        apart = mine.agrees[str(other.ranks)] = max(compare(mine, other).values())
-        passed = passed and apart <= TOLERANCE[job.dtype]
-        table.add_row(f"beside {other.ranks} ranks", ", ".join(
+                  f"{byte_size(run.predicted['host'])}")  # fmt: skip
+    table.add_row("resident", f"{byte_size(run.resident)} of {byte_size(MEMORY_LIMIT)}, the sum of "
+                  "the peaks of all ranks")  # fmt: skip
+    passed = run.resident <= MEMORY_LIMIT and math.isfinite(run.loss)
+    for reference in references:
+        differences = compare(run, reference)
+        largest = run.agrees[str(reference.ranks)] = max(differences.values())
+        passed = passed and largest <= TOLERANCE[job.dtype]
+        table.add_row(f"compared with {reference.ranks} ranks", ", ".join(
             f"{key.replace('grad_norm', 'gradient norm')} equal to {digits(value)}"
-            for key, value in compare(mine, other).items()))  # fmt: skip
+            for key, value in differences.items()))  # fmt: skip
     console.print(table)
     return passed
 
 
 def earlier(job: Job, ranks: int, text: str, folder: Path) -> list[Run]:
-    """Runs of the same step on other numbers of ranks, from their files."""
-    found = []
+    """Return runs of the same step on other numbers of ranks, from their files."""
+    runs = []
     for path in sorted(folder.glob("ranks-*.json")):
-        kept = json.loads(path.read_text())
-        if kept["job"] == asdict(job) and kept["run"]["text"] == text:
-            found.append(Run(**kept["run"]))
-    return [run for run in found if run.ranks != ranks]
+        saved = json.loads(path.read_text())
+        if saved["job"] == asdict(job) and saved["run"]["text"] == text:
+            runs.append(Run(**saved["run"]))
+    return [run for run in runs if run.ranks != ranks]
 
 
 def tokens(text: str) -> int:
@@ -236,21 +256,21 @@ def main() -> int:
         )
         data = prepare_data.prepare(args.data, folder.parent / "data", job.seq_length, console)
         announce(job, args.ranks, console)
-        mine = run(job, args.ranks, data.prefix, data.source, folder)
+        result = run(job, args.ranks, data.prefix, data.source, folder)
     except (ValueError, launch.RunFailed) as error:
         console.print(f"\nmillion stopped. {error}", markup=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:
         console.print("\nmillion interrupted")
         return 130
-    others = earlier(job, args.ranks, mine.text, folder)
-    passed = summary(job, mine, others, console)
-    kept = {"job": asdict(job), "run": asdict(mine)}
-    (folder / f"ranks-{args.ranks}.json").write_text(json.dumps(kept, indent=1) + "\n")
-    million_plot.draw(folder / "million.png", job, mine)
+    references = earlier(job, args.ranks, result.text, folder)
+    passed = summary(job, result, references, console)
+    saved = {"job": asdict(job), "run": asdict(result)}
+    (folder / f"ranks-{args.ranks}.json").write_text(json.dumps(saved, indent=1) + "\n")
+    million_plot.draw(folder / "million.png", job, result)
     console.print(f"  {folder}/million.png, ranks-{args.ranks}.json", markup=False)
     if args.docs:
-        million_plot.document(DOCS, job, [mine, *others])
+        million_plot.document(DOCS, job, [result, *references])
     return 0 if passed else 1
 
 

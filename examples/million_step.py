@@ -1,10 +1,10 @@
-"""One rank of `million.py`: a training step of `pretrain_gpt.py`'s model, watched.
+"""One rank of `million.py`: a step of `pretrain_gpt.py` with counters of memory and time.
 
     torchrun --nproc-per-node 4 examples/million_step.py --report FILE [flags of pretrain_gpt.py]
 
-Trains as `pretrain_gpt.py` does, inside a counter of live tensors, and leaves in FILE.N what rank N
-found: bytes at the peak of each phase and over time, seconds and processor seconds. Global rank 0
-shows how far the step is. Owns what is measured and the screen.
+Trains as `pretrain_gpt.py` does, inside a counter of live tensors. Rank N writes FILE.N with the
+bytes at the peak of each phase and over time, seconds and processor seconds. Global rank 0 shows
+the progress. Owns the measurements and the screen.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # for benchmarks, which no package holds
+sys.path.insert(0, str(ROOT))  # for benchmarks, which are not in a package
 
 import arguments  # noqa: E402
 import pretrain_gpt  # noqa: E402
@@ -39,8 +39,8 @@ from megatron_burst.plugins.longseq.offload.tier import tier_of  # noqa: E402
 from megatron_burst.plugins.testing import cpu  # noqa: E402
 from megatron_burst.units import byte_size  # noqa: E402
 
-BACKWARD = 2.2  # what a pair of backward weighs, in pairs of forward: about the kernel's ratio
-SHOWN = 8  # kinds of tensors at the peak that are written down
+BACKWARD = 2.2  # weight of a pair in backward relative to forward, about the kernel's ratio
+REPORTED = 8  # kinds of tensors at the peak that the report lists
 # The operators of attention on a CPU; the backward ones take dout before q.
 OPERATORS = {
     "_scaled_dot_product_flash_attention_for_cpu": 0,
@@ -51,18 +51,19 @@ OPERATORS = {
 def main() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--report", type=Path, required=True)
-    mine, rest = parser.parse_known_args()
-    args = arguments.parse_args(rest)
+    own_args, words = parser.parse_known_args()
+    args = arguments.parse_args(words)
     cpu.enable()
     pretrain_gpt.join_processes(args)
     rank = torch.distributed.get_rank()
-    found = run(args, show=rank == 0)
-    mine.report.with_name(f"{mine.report.name}.{rank}").write_text(json.dumps(found))
+    report = run(args, show=rank == 0)
+    path = own_args.report.with_name(f"{own_args.report.name}.{rank}")
+    path.write_text(json.dumps(report))
     torch.distributed.destroy_process_group()
 
 
 def run(args: Namespace, show: bool) -> dict[str, Any]:
-    """`pretrain_gpt.run`, watched; what this rank found."""
+    """Run `pretrain_gpt.run` with counters, and return the report of this rank."""
     burst.install(layout=args.burst_layout)
     config = model_config(args)
     choice = flags.burst_config(args)
@@ -95,25 +96,25 @@ def run(args: Namespace, show: bool) -> dict[str, Any]:
 
 
 def resident() -> int:
-    """The most bytes of memory that this process has had."""
+    """Return the peak resident memory of this process in bytes."""
     kilo = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilo
 
 
 def pairs(args: Namespace) -> float:
-    """(query, key) pairs of all heads of the step on this rank, those of backward weighted."""
+    """Return the (query, key) pairs of this rank over all heads, with backward weighted."""
     n, every = args.seq_length, args.window_attn_skip_freq
     left = n if args.window_size is None else args.window_size[0]
     total = 0
     for layer in range(1, args.num_layers + 1):
         reach = n if every and layer % every == 0 else min(left, n)
-        outside = n - reach  # positions that the last one does not see
+        outside = n - reach  # positions that the last token does not attend to
         total += (n * (n + 1) - outside * (outside + 1)) // 2
     return total * args.num_attention_heads / args.context_parallel_size * (1 + BACKWARD)
 
 
 class Screen:
-    """How far the step is, on a terminal; elsewhere a line for each layer; mute on other ranks."""
+    """Progress of the step: a bar on a terminal, otherwise a line per layer; only on rank 0."""
 
     def __init__(self, active: bool, total: float):
         columns = (
@@ -134,7 +135,7 @@ class Screen:
         self._bar.stop()
 
     def layer(self, text: str, live: int) -> None:
-        """A layer begins."""
+        """Show the start of a layer."""
         self._bar.update(self._task, description=text, at=f"{byte_size(live)} live")
         if self._lines:
             seconds = time.perf_counter() - self._start
@@ -145,17 +146,17 @@ class Screen:
 
 
 class Watch(LiveTensors):
-    """Live tensors of a step by phase and second; seconds by phase; attention by pairs."""
+    """Counter of live tensors by phase and second, of seconds by phase, and of attention pairs."""
 
     def __init__(self, states: list[torch.Tensor], screen: Screen):
         self._screen, self._start, self._clocks = screen, time.perf_counter(), clocks()
-        self.seconds: Counter[str] = Counter()  # of the wall
-        self.processor: Counter[str] = Counter()  # of this process's threads
-        self.timeline: list[list[float]] = []  # second, most device bytes in it, host bytes
+        self.seconds: Counter[str] = Counter()  # wall time
+        self.processor: Counter[str] = Counter()  # processor time of all threads
+        self.timeline: list[list[float]] = []  # second, its peak device bytes, host bytes
         super().__init__(states, host=in_host_memory)
 
     def follow(self, model: torch.nn.Module, optimizer: Any) -> None:
-        """Let the phases and layers of this model be known."""
+        """Register hooks that report the phases and layers of a model."""
         layers = [m for m in model.modules() if isinstance(m, TransformerLayer)]
         for layer in layers:
             layer.register_forward_pre_hook(self._layer)
@@ -178,7 +179,7 @@ class Watch(LiveTensors):
         super().begin(phase)
 
     def largest(self) -> list[dict[str, Any]]:
-        """What the highest peak consisted of: kinds of tensors, most bytes first."""
+        """Return the kinds of tensors at the highest peak, by descending bytes."""
         total: Counter[tuple] = Counter()
         count: Counter[tuple] = Counter()
         for block in self.peak.blocks:
@@ -189,7 +190,7 @@ class Watch(LiveTensors):
         names = "operator", "shape", "dtype", "phase"
         return [
             dict(zip(names, key, strict=True)) | {"count": count[key], "bytes": size}
-            for key, size in total.most_common(SHOWN)
+            for key, size in total.most_common(REPORTED)
         ]
 
     def _layer(self, layer: TransformerLayer, _: Any) -> None:
@@ -198,21 +199,21 @@ class Watch(LiveTensors):
         self._screen.layer(text, self.bytes["device"])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = super().__torch_dispatch__(func, types, args, kwargs)
+        output = super().__torch_dispatch__(func, types, args, kwargs)
         name = func.name().partition("::")[2].partition(".")[0]
         if name in OPERATORS:
             self._screen.advance(self._work(name, args))
-        return found
+        return output
 
     @staticmethod
     def _work(name: str, args: tuple) -> float:
-        """Count the pairs of a call of attention: of a triangle if it is causal, else all."""
+        """Return the weighted pairs of an attention call: a triangle if it is causal, else all."""
         backward = OPERATORS[name]
         q, k = args[backward : backward + 2]
         causal = args[7 if backward else 4]
         s, t = q.shape[2], k.shape[2]
-        seen = s * (s + 1) // 2 if causal else s * t
-        return seen * q.shape[0] * q.shape[1] * (BACKWARD if backward else 1)
+        visible = s * (s + 1) // 2 if causal else s * t
+        return visible * q.shape[0] * q.shape[1] * (BACKWARD if backward else 1)
 
     def _add(self, kind: Any, size: int) -> None:
         super()._add(kind, size)
@@ -230,7 +231,7 @@ def clocks() -> tuple[float, float]:
 
 
 def host_memory() -> HostMemory | None:
-    """The host tier of `--burst-offload`."""
+    """Return the host memory of `--burst-offload`; None without offload."""
     patches = patching.installed("burst")
     tier = tier_of(patches) if patches else None
     return tier.host if tier else None

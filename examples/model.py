@@ -1,6 +1,6 @@
-"""The model that `pretrain_gpt.py` trains, from its flags: Megatron-Core's own parts.
+"""Model and optimizer of `pretrain_gpt.py`, from parts of Megatron-Core.
 
-Owns: which flag becomes which field of Megatron's configurations.
+Owns the assignment of flags to fields of Megatron's configurations.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 
 def model_config(args: Namespace) -> TransformerConfig:
-    """Llama's shape: RMSNorm, SwiGLU, no biases, no dropout."""
-    latent, fields = TransformerConfig, {}
+    """Return the configuration of a Llama model: RMSNorm, SwiGLU, no biases, no hidden dropout."""
+    config_class, fields = TransformerConfig, {}
     if args.multi_latent_attention:
-        latent, fields = MLATransformerConfig, _latent_fields(args)
-    return latent(
+        config_class, fields = MLATransformerConfig, _latent_fields(args)
+    return config_class(
         **fields,
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -57,7 +57,7 @@ def model_config(args: Namespace) -> TransformerConfig:
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=args.num_virtual_stages_per_pipeline_rank,
         microbatch_group_size_per_vp_stage=args.pipeline_model_parallel_size,
-        # Batched, two interleaved stages would take each other's gradients for activations.
+        # With batched transfers, two interleaved stages would swap gradients and activations.
         batch_p2p_comm=args.num_virtual_stages_per_pipeline_rank is None,
         overlap_p2p_comm=args.num_virtual_stages_per_pipeline_rank is not None,
         context_parallel_size=args.context_parallel_size,
@@ -67,7 +67,7 @@ def model_config(args: Namespace) -> TransformerConfig:
         recompute_method=args.recompute_method,
         recompute_num_layers=args.recompute_num_layers,
         recompute_modules=args.recompute_modules,
-        # Without it each context-parallel rank divides by its own number of tokens.
+        # Without it each context-parallel rank divides its loss by its own number of tokens.
         calculate_per_token_loss=True,
         bf16=args.bf16,
         params_dtype=torch.bfloat16 if args.bf16 else torch.float32,
@@ -95,17 +95,26 @@ def _latent_fields(args: Namespace) -> dict[str, Any]:
 
 
 def build_model(args: Namespace, config: TransformerConfig) -> list[DistributedDataParallel]:
-    """This rank's stages of the model, each wrapped in Megatron's data parallelism: one, or as
-    many as an interleaved pipeline has per rank."""
+    """Return the model stages of this rank, each wrapped in Megatron's data parallelism.
+
+    An interleaved pipeline has several stages per rank.
+    """
     virtual = args.num_virtual_stages_per_pipeline_rank
     return [_stage(args, config, i) for i in (range(virtual) if virtual else [None])]
 
 
 def build_gpt(
-    args: Namespace, config: TransformerConfig, virtual: int | None = None, **more: Any
+    args: Namespace, config: TransformerConfig, virtual: int | None = None, **options: Any
 ) -> GPTModel:
-    """This rank's stage, not wrapped. more: of GPTModel."""
-    which: dict[str, Any] = {"vp_stage": virtual}
+    """Return a model stage of this rank.
+
+    Args:
+        args: Arguments of `arguments.parse_args`.
+        config: Configuration of the model.
+        virtual: Number of the virtual stage; None without an interleaved pipeline.
+        **options: Further arguments of `GPTModel`.
+    """
+    stage: dict[str, Any] = {"vp_stage": virtual}
     local = args.transformer_impl == "local"
     kind = {
         "qk_layernorm": args.qk_layernorm,
@@ -115,23 +124,25 @@ def build_gpt(
         layers = get_gpt_layer_local_spec(normalization=config.normalization, **kind)
     else:
         layers = get_gpt_layer_with_transformer_engine_spec(**kind)
-    further = None
+    mtp_block = None
     if args.mtp_num_layers:
-        further = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=not local, **which)
+        mtp_block = get_gpt_mtp_block_spec(
+            config, layers, use_transformer_engine=not local, **stage
+        )
     multiple = args.make_vocab_size_divisible_by
     return GPTModel(
         config,
         layers,
         vocab_size=-(-args.vocab_size // multiple) * multiple,
         max_sequence_length=args.seq_length,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **which),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **which),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **stage),
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type="rope",
         rotary_base=args.rotary_base,
-        mtp_block_spec=further,
-        **which,
-        **more,
+        mtp_block_spec=mtp_block,
+        **stage,
+        **options,
     ).to(torch.cuda.current_device(), config.params_dtype)
 
 
@@ -150,7 +161,7 @@ def _stage(
 def build_optimizer(
     args: Namespace, config: TransformerConfig, stages: list[DistributedDataParallel]
 ):
-    """AdamW with warm-up and cosine decay over the whole run."""
+    """Return AdamW, and a schedule with warm-up and cosine decay over the run."""
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",

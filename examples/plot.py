@@ -1,6 +1,6 @@
-"""The picture `make quickstart` leaves: the loss of both runs and how far they are apart.
+"""Picture of `make quickstart`: the losses of the runs and their differences.
 
-Owns the look of that picture and nothing else: everything it shows arrives as arguments.
+Owns the style of the pictures of all examples. All data are arguments.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ STYLE = {
     "legend.edgecolor": "white",
     "legend.framealpha": 1.0,
 }
-FLOOR = 1e-9  # differences below it, 0 among them, are drawn on it, and it is labelled 0
+FLOOR = 1e-9  # smaller differences, including 0, are drawn here; the tick label is 0
 
-WINDOW = 11  # steps; each step sees one text, and texts differ more than the model learns in a step
+WINDOW = 11  # steps; texts differ more from each other than the model learns in a step
 
 Curve = Mapping[int, float]  # step -> value
 
@@ -54,10 +54,15 @@ def draw(
 ) -> None:
     """Write the PNG.
 
-    losses       "burst", "one_rank" and "resumed": nats per token by step
-    differences  label -> relative difference by step; labels start with the run they belong to
-    entropy      the data's unigram entropy, nats per token
-    tolerance    the largest relative difference that passes
+    Args:
+        path: The PNG.
+        losses: Nats per token by step, for "burst", "one_rank" and "resumed".
+        differences: Relative differences by step; labels begin with the name of the run.
+        entropy: Unigram entropy of the data in nats per token.
+        tolerance: Largest relative difference that passes.
+        title: Title.
+        subtitle: Line below the title.
+        caption: Text below the panels.
     """
     with plt.rc_context(STYLE):
         figure, (top, bottom) = plt.subplots(
@@ -82,7 +87,7 @@ def _loss_panel(axes: Axes, losses: Mapping[str, Curve], entropy: float) -> None
     axes.axhline(entropy, color=GREY, linewidth=1.1, linestyle=(0, (5, 3)), zorder=1)
     burst = losses["burst"]
     smooth = {"color": BURST, "alpha": 0.22, "linewidth": 5, "solid_capstyle": "round"}
-    axes.plot(*_points(_smoothed(burst)), **smooth, label=f"its mean over {WINDOW} steps")
+    axes.plot(*_points(_smoothed(burst)), **smooth, label=f"mean over {WINDOW} steps")
     axes.plot(*_points(burst), color=BURST, linewidth=1.3, label="BurstAttention, 4 ranks as 2 x 2")
     ring = {"linestyle": "none", "marker": "o", "markersize": 6, "markerfacecolor": "white"}
     axes.plot(
@@ -111,7 +116,7 @@ def _loss_panel(axes: Axes, losses: Mapping[str, Curve], entropy: float) -> None
     )
     axes.set_ylabel("loss, nats per token")
     handles, labels = axes.get_legend_handles_labels()
-    order = [1, 0, 2, 3]  # the run, its mean, then what is compared with it
+    order = [1, 0, 2, 3]  # the run, its mean, then the runs that are compared with it
     axes.legend(
         [handles[i] for i in order],
         [labels[i] for i in order],
@@ -158,7 +163,7 @@ def _difference_panel(axes: Axes, differences: Mapping[str, Curve], tolerance: f
 
 
 def _smoothed(curve: Curve) -> dict[int, float]:
-    """The mean over WINDOW steps around each step that has as many on both sides."""
+    """Return centered means over WINDOW steps; steps at the ends have none."""
     half = WINDOW // 2
     return {
         step: sum(curve[step + i] for i in range(-half, half + 1)) / WINDOW
@@ -168,12 +173,12 @@ def _smoothed(curve: Curve) -> dict[int, float]:
 
 
 def _power(value: float) -> str:
-    """1e-4 as people write it, with a raised exponent."""
+    """Return a power of ten with a raised exponent."""
     return f"$10^{{{round(math.log10(value))}}}$"
 
 
 def _shorten(text: str, length: int) -> str:
-    """`text`, without its middle where it is longer than the picture is wide."""
+    """Return `text`, without its middle if it is longer than `length`."""
     half = (length - 5) // 2
     return text if len(text) <= length else f"{text[:half]} ... {text[-half:]}"
 

@@ -1,16 +1,16 @@
-"""Turn text into a Megatron indexed dataset (PREFIX.bin, PREFIX.idx) with Megatron-Core's builder.
+"""Converter of text to a Megatron indexed dataset (PREFIX.bin and PREFIX.idx).
 
-Used by `make quickstart`, and alone:
+`make quickstart` uses it. It also runs alone:
 
     python examples/prepare_data.py                          # source files of the standard library
     python examples/prepare_data.py --data ~/notes           # your own text: a folder or one file
     python examples/prepare_data.py --data corpus/my_prefix  # an existing .bin/.idx, linked
-    python examples/prepare_data.py --definitions            # every function and class by itself
+    python examples/prepare_data.py --definitions            # a document per function or class
 
-Owns the decision what a token is: one byte (0 to 255), and 256 at the end of each document. Beside
-the dataset it writes PREFIX.json (documents, tokens, vocabulary size, unigram entropy in nats per
-token). PREFIX carries a fingerprint of the source, so an unchanged source is not built again and
-Megatron's own index cache never outlives a change.
+Owns the tokens: one per byte (0 to 255), and 256 at the end of each document. PREFIX.json contains
+the numbers of documents and tokens, the vocabulary size, and the unigram entropy in nats per token.
+PREFIX contains a fingerprint of the source. So an unchanged source is not built again, and
+Megatron's index cache is never used for a changed source.
 """
 
 from __future__ import annotations
@@ -34,15 +34,23 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 EOD = 256  # end of document; bytes are 0 to 255
-FORMAT = 1  # part of the fingerprint: a change in how datasets are written builds them anew
-# Where a definition at the top level of a Python file begins, with its decorators.
+FORMAT = 1  # part of the fingerprint, so that a new format builds all datasets again
+# The start of a definition at the top level of a Python file, with its decorators.
 DEFINITION = re.compile(rb"^(?:(?:@.*\n)*(?:async def|def|class)\b)", re.MULTILINE)
 STDLIB_SKIPS = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where tokens come from: `files` to be read as documents, or an existing `prefix`."""
+    """Source of tokens.
+
+    Attributes:
+        name: Name for the dataset's files.
+        title: Description for messages.
+        files: Files to read as documents; empty for an existing dataset.
+        prefix: Path of an existing dataset without its ending, or None.
+        skipped: Number of empty or binary files that are not read.
+    """
 
     name: str
     title: str
@@ -51,7 +59,7 @@ class Source:
     skipped: int = 0
 
     def fingerprint(self) -> str:
-        """Eight hex digits that change when a file's path, size or modification time does."""
+        """Return eight hex digits of the paths, sizes and modification times of the files."""
         parts = self.files or tuple(Path(f"{self.prefix}{end}") for end in (".bin", ".idx"))
         digest = hashlib.sha256(str(FORMAT).encode())
         for path in parts:
@@ -62,7 +70,16 @@ class Source:
 
 @dataclass(frozen=True)
 class Dataset:
-    """What was prepared. `prefix` is Megatron's --data-path; the rest is in PREFIX.json."""
+    """A prepared dataset; PREFIX.json contains all fields but the prefix.
+
+    Attributes:
+        prefix: Value of Megatron's --data-path.
+        source: Description of the source.
+        documents: Number of documents.
+        tokens: Number of tokens, including those at the ends of documents.
+        vocab_size: The largest token plus one, at least 257.
+        unigram_entropy_nats: Entropy of the token frequencies in nats per token.
+    """
 
     prefix: str
     source: str
@@ -73,9 +90,13 @@ class Dataset:
 
 
 def find_source(data: str | None) -> Source:
-    """Say what `data` (DATA, --data) names; None is the standard library's own source files.
+    """Return the source that a path names.
 
-    Raises ValueError when it names nothing that exists or nothing that holds text.
+    Args:
+        data: Value of DATA or --data; None for the source files of Python's standard library.
+
+    Raises:
+        ValueError: The path does not exist or contains no text.
     """
     if data is None:
         return _standard_library()
@@ -89,30 +110,30 @@ def find_source(data: str | None) -> Source:
     if path.is_dir():
         return _folder(path.resolve())
     raise ValueError(
-        f"DATA (--data) is {data!r}, which does not exist: name a folder of text files, one file, "
+        f"DATA (--data) is {data!r}, which does not exist; name a folder of text files, one file, "
         "or a Megatron prefix with both PREFIX.bin and PREFIX.idx"
     )
 
 
 def _existing(prefix: Path) -> Source:
-    """A Megatron dataset somebody else wrote, told by the first bytes of its index."""
+    """Return the source of an existing Megatron dataset; check the first bytes of its index."""
     with Path(f"{prefix}.idx").open("rb") as index:
         if not index.read(9).startswith(b"MMIDIDX"):
             raise ValueError(
-                f"DATA (--data) is {str(prefix)!r}, but {prefix}.idx is not a Megatron index: "
+                f"DATA (--data) is {str(prefix)!r}, but {prefix}.idx is not a Megatron index; "
                 "write it with Megatron's preprocess_data, or name the text itself"
             )
     return Source(prefix.name, f"the Megatron dataset {prefix}", prefix=prefix)
 
 
 def _standard_library() -> Source:
-    """The .py files of the running interpreter's standard library, in sorted order."""
+    """Return the .py files of this interpreter's standard library, in sorted order."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [p for p in sorted(root.rglob("*.py")) if not STDLIB_SKIPS & set(p.parts)]
     files = [p for p in files if p.is_file() and p.stat().st_size]
     if not files:
         raise ValueError(
-            f"DATA (--data) is not given and this Python has no source files under {root}: "
+            f"DATA (--data) is not given and this Python has no source files under {root}; "
             "name a folder of text files or one file with DATA"
         )
     version = ".".join(map(str, sys.version_info[:3]))
@@ -121,7 +142,10 @@ def _standard_library() -> Source:
 
 
 def _folder(root: Path) -> Source:
-    """Every file below `root` that is neither hidden, empty nor binary (a NUL byte early on)."""
+    """Return the files below `root` that are not hidden, empty or binary.
+
+    A file is binary if its first 8192 bytes contain a NUL byte.
+    """
     visible = (
         p
         for p in sorted(root.rglob("*"))
@@ -138,25 +162,30 @@ def _folder(root: Path) -> Source:
     if not files:
         raise ValueError(
             f"DATA (--data) is {str(root)!r}, a folder without text files ({skipped} empty or "
-            "binary files were passed over): name a folder that holds text, or one file"
+            "binary files were skipped); name a folder that contains text, or one file"
         )
     return Source(root.name or "root", f"the folder {root}", tuple(files), skipped=skipped)
 
 
 def unigram_entropy(counts: np.ndarray) -> float:
-    """Entropy in nats of the distribution `counts` (integers, any shape) describes.
+    """Return the entropy of token frequencies in nats.
 
-    It is the loss of the best model that knows how often each token occurs and nothing else.
+    It is the lowest loss of a model that uses only the frequency of each token.
+
+    Args:
+        counts: Number of occurrences of each token, of any shape.
     """
     share = counts[counts > 0] / counts.sum()
     return float(-(share * np.log(share)).sum())
 
 
 def documents(files: tuple[Path, ...], definitions: bool = False) -> Iterator[np.ndarray]:
-    """The tokens of each document: its bytes, then EOD; int32 [bytes + 1].
+    """Yield the tokens of each document: its bytes, then EOD; int32 [bytes + 1].
 
-    A document is a file; with `definitions` each function or class at the top level of a file, and
-    what stands before the first: many short ones and some long ones.
+    Args:
+        files: Files to read.
+        definitions: If False, a document is a file. If True, each function or class at the top
+            level of a file is a document, and so is the text before the first one.
     """
     for path in files:
         text = path.read_bytes()
@@ -168,7 +197,7 @@ def documents(files: tuple[Path, ...], definitions: bool = False) -> Iterator[np
 
 
 def import_indexed_dataset() -> ModuleType:
-    """Megatron-Core's module, without what it warns of on machines that lack Apex and TE."""
+    """Import Megatron-Core's module without its warnings about absent Apex and TE."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core.datasets import indexed_dataset
@@ -176,7 +205,7 @@ def import_indexed_dataset() -> ModuleType:
 
 
 def build(source: Source, prefix: Path, console: Console, definitions: bool = False) -> None:
-    """Write `source.files` as PREFIX.bin and PREFIX.idx; a half-written pair is never left."""
+    """Write `source.files` as PREFIX.bin and PREFIX.idx; a failure leaves neither of them."""
     import torch
 
     indexed_dataset = import_indexed_dataset()
@@ -184,8 +213,8 @@ def build(source: Source, prefix: Path, console: Console, definitions: bool = Fa
     builder = indexed_dataset.IndexedDatasetBuilder(f"{partial}.bin", dtype=np.uint16)
     columns = (TextColumn("  tokens"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     try:
-        shown = console.is_terminal
-        with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
+        hidden = not console.is_terminal
+        with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
             bar = progress.add_task("", total=sum(p.stat().st_size for p in source.files))
             for tokens in documents(source.files, definitions):
                 builder.add_document(torch.from_numpy(tokens), [len(tokens)])
@@ -199,7 +228,7 @@ def build(source: Source, prefix: Path, console: Console, definitions: bool = Fa
 
 
 def link(source: Source, prefix: Path) -> None:
-    """Let PREFIX.bin and PREFIX.idx point to the user's own dataset, which stays untouched."""
+    """Link PREFIX.bin and PREFIX.idx to the user's dataset, which is not changed."""
     for end in (".bin", ".idx"):
         place = Path(f"{prefix}{end}")
         place.unlink(missing_ok=True)
@@ -207,7 +236,7 @@ def link(source: Source, prefix: Path) -> None:
 
 
 def measure(source: Source, prefix: Path) -> Dataset:
-    """Count what PREFIX holds; the vocabulary is the largest token plus one, at least 257."""
+    """Count the documents and tokens of PREFIX."""
     index = import_indexed_dataset().IndexedDataset(str(prefix)).index
     tokens = np.memmap(f"{prefix}.bin", dtype=index.dtype, mode="r")
     counts = np.zeros(EOD + 1, dtype=np.int64)
@@ -232,11 +261,21 @@ def prepare(
     console: Console,
     definitions: bool = False,
 ) -> Dataset:
-    """Build or reuse the dataset of `data` in `folder` and return it.
+    """Build or reuse a dataset.
 
-    definitions: see `documents`; an existing Megatron dataset keeps its own documents.
-    Raises ValueError when `data` names no text, or too little for one sequence of `seq_length`
-    tokens (which needs seq_length + 1: the last token is only predicted).
+    Args:
+        data: Same as in `find_source`.
+        folder: Folder for the dataset.
+        seq_length: Tokens of one sequence.
+        console: Output.
+        definitions: Same as in `documents`; ignored for an existing Megatron dataset.
+
+    Returns:
+        The dataset.
+
+    Raises:
+        ValueError: There is no text, or not enough for one sequence. A sequence requires
+            `seq_length` + 1 tokens, because the last token is only a label.
     """
     source = find_source(data)
     kind = "-definitions" if definitions and source.files else ""
@@ -254,12 +293,12 @@ def prepare(
         dataset = measure(source, prefix)
         summary.write_text(json.dumps(asdict(dataset), indent=1) + "\n")
     if source.skipped:
-        console.print(f"  passed over {source.skipped} empty or binary files")
+        console.print(f"  skipped {source.skipped} empty or binary files")
     if dataset.tokens < seq_length + 1:
         raise ValueError(
-            f"DATA (--data): {dataset.source} holds {dataset.tokens:,} tokens, one sequence of "
-            f"--seq-length {seq_length} needs {seq_length + 1:,}: give more text with DATA "
-            "or a smaller --seq-length"
+            f"DATA (--data): {dataset.source} contains {dataset.tokens:,} tokens, but one "
+            f"sequence of --seq-length {seq_length} requires {seq_length + 1:,}; give more text "
+            "with DATA, or use a smaller --seq-length"
         )
     return dataset
 
@@ -268,7 +307,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data", help="folder, file or .bin/.idx prefix (default: Python's own)")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/data"))
-    parser.add_argument("--seq-length", type=int, default=4096, help="refuse less text than this")
+    parser.add_argument("--seq-length", type=int, default=4096, help="smallest number of tokens")
     parser.add_argument(
         "--definitions", action="store_true", help="documents are functions and classes, not files"
     )

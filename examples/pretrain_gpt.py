@@ -1,12 +1,12 @@
-"""Train a Llama-style GPT on Megatron-Core with its sequence split over ranks by BurstAttention.
+"""Training script of a Llama-style GPT on Megatron-Core with BurstAttention.
 
     torchrun --nproc-per-node 4 examples/pretrain_gpt.py --data-path data/text \
         --seq-length 4096 --context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2
 
-Everything is Megatron-Core's own (GPTModel, GPTDataset, DistributedDataParallel, optimizer,
-pipeline schedules, distributed checkpoints) except two calls, both in `main`: `install` teaches
-Megatron-Core the attention, `configure` chooses it for one model. Runs with any number of
-processes, one included; without a GPU it uses gloo on the CPU.
+All parts are Megatron-Core's own (GPTModel, GPTDataset, DistributedDataParallel, optimizer,
+pipeline schedules, distributed checkpoints) except two calls in `run`. `install` adds the attention
+to Megatron-Core, and `configure` selects it for one model. The script runs with any number of
+processes; without a GPU it uses gloo on the CPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,11 @@ def main() -> None:
 
 
 def run(args: Namespace) -> list[dict[str, float]]:
-    """Build the model that the flags describe and train it; what was reported of each step."""
+    """Build the model of the flags and train it.
+
+    Returns:
+        The metrics of each step.
+    """
     burst.install(layout=args.burst_layout)
     config = model_config(args)
     choice = flags.burst_config(args)
@@ -61,10 +65,10 @@ def run(args: Namespace) -> list[dict[str, float]]:
 
 
 def join_processes(args: Namespace) -> None:
-    """Meet the other processes that torchrun started. One process needs no launcher."""
-    for name, alone in {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0",
+    """Join the process group of torchrun; a single process requires no launcher."""
+    for name, default in {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0",
                         "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():  # fmt: skip
-        os.environ.setdefault(name, alone)
+        os.environ.setdefault(name, default)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group(
         "nccl" if torch.cuda.is_available() else "gloo",
@@ -73,7 +77,7 @@ def join_processes(args: Namespace) -> None:
 
 
 def make_groups(args: Namespace) -> None:
-    """Megatron's process groups, and the random numbers that weights are drawn from."""
+    """Create Megatron's process groups, and seed the generators of the weights."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -89,29 +93,32 @@ def make_groups(args: Namespace) -> None:
 
 
 def forward_step(batches: Iterator[dataset.Batch], model: torch.nn.Module):
-    """One micro-batch, as Megatron's pipeline schedules want it."""
+    """Run one micro-batch in the form that Megatron's pipeline schedules require."""
     batch = next(batches)
     losses = model(
         batch["tokens"],
         batch["position_ids"],
         attention_mask=batch.get("attention_mask"),
         labels=batch["labels"],
-        loss_mask=batch["loss_mask"],  # further heads and a fused loss need it
+        loss_mask=batch["loss_mask"],  # multi-token prediction and the fused loss need it
         packed_seq_params=dataset.packed_seq_params(batch),
     )
     return losses, partial(sum_of_losses, batch["loss_mask"])
 
 
 def sum_of_losses(loss_mask: torch.Tensor, losses: torch.Tensor):
-    """(sum to differentiate, tokens in it, what to report) of this rank's tokens."""
+    """Return the loss sum of this rank, its number of tokens, and both for the report."""
     total = (losses.float() * loss_mask).sum()
     tokens = loss_mask.sum()
     return total, tokens.to(torch.int), torch.stack([total.detach(), tokens])
 
 
 def mean_over_all_tokens(reports: list[torch.Tensor]) -> float:
-    """Loss per token of the global batch, on every rank; ``reports`` is empty but on the last
-    pipeline stage."""
+    """Return the loss per token of the global batch, on every rank. Collective.
+
+    Args:
+        reports: Reports of `sum_of_losses`; empty on all pipeline stages but the last.
+    """
     pair = torch.stack(reports).sum(dim=0) if reports else torch.zeros(2).cuda()
     for group in (
         parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -122,7 +129,7 @@ def mean_over_all_tokens(reports: list[torch.Tensor]) -> float:
 
 
 def train(args, stages, optimizer, schedule, iteration: int, consumed: int):
-    """Step until --exit-interval; global rank 0 reports, all ranks save."""
+    """Train until --exit-interval, and return the metrics of each step on rank 0. Collective."""
     samples = dataset.build(args)
     run_schedule = get_forward_backward_func()
     rank = torch.distributed.get_rank()
@@ -134,7 +141,7 @@ def train(args, stages, optimizer, schedule, iteration: int, consumed: int):
             optimizer.zero_grad()
             reports = run_schedule(
                 forward_step_func=forward_step,
-                # every stage reads the batches for itself
+                # each stage reads the batches independently
                 data_iterator=[dataset.micro_batches(samples, args, consumed) for _ in stages],
                 model=stages,
                 num_microbatches=args.global_batch_size

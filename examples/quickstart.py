@@ -1,12 +1,12 @@
-"""Train a small GPT on four ranks, show that one rank learns the same, leave a picture of it.
+"""Demonstration that a small GPT on four ranks has the same losses as on one rank.
 
     make quickstart                 # or: python examples/quickstart.py --data FOLDER
-    make quickstart ARGS=--packed   # many documents per sequence, none sees another
+    make quickstart ARGS=--packed   # many documents per sequence, attention within each
 
-Drives `pretrain_gpt.py` three times (4 ranks with BurstAttention; the first steps on 1 rank with
-Megatron's own attention; the last steps again on 2 ranks from the checkpoint) and compares what
-the runs wrote. Owns the settings of this demonstration and what counts as "the same". Must not
-know how the model or the attention is made: it sees command lines and metrics only.
+Runs `pretrain_gpt.py` three times: on 4 ranks with BurstAttention; the first steps on 1 rank with
+Megatron's own attention; the last steps on 2 ranks from the checkpoint. Then it compares losses and
+gradient norms, and draws them. Owns the settings and the tolerances of this demonstration. It uses
+only command lines and metrics, not the code of the model.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from rich.markup import escape
 from rich.table import Table
 
 TOLERANCE = 1e-4  # largest relative difference in loss and in gradient norm, fp32
-MARGIN = 0.5  # nats the loss has to end below the unigram entropy of the default text
-LAST = 10  # steps whose mean is called the final loss
-# Weights start at 1/sqrt(hidden size): at Megatron's 0.02 such a short run would learn little.
+MARGIN = 0.5  # nats between the unigram entropy of the default text and the final loss
+LAST = 10  # steps; their mean is the final loss
+# The standard deviation of weights is about 1/sqrt(hidden size); at Megatron's 0.02 such a short
+# run would learn little.
 MODEL = (
     "--num-layers 2 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 "
     "--num-query-groups 2 --init-method-std 0.09 --micro-batch-size 1 "
@@ -45,7 +46,7 @@ QUANTITIES = {"loss": "loss", "grad_norm": "gradient norm"}
 
 @dataclass
 class Check:
-    """One thing the quickstart claims, what was measured, and whether the claim holds."""
+    """A claim, the measurement, and whether the claim is true."""
 
     claim: str
     measured: str
@@ -54,7 +55,7 @@ class Check:
 
 @dataclass
 class Results:
-    """Everything the summary, the picture and metrics.json are made from."""
+    """Data for the summary, the picture and metrics.json."""
 
     data: prepare_data.Dataset
     packed: bool = False
@@ -63,41 +64,47 @@ class Results:
 
 
 def relative_differences(run: Run, reference: Run, key: str) -> dict[int, float]:
-    """|run - reference| / |reference| at each step of `run`; NaN counts as infinitely far.
+    """Return |run - reference| / |reference| at each step of `run`; NaN counts as infinity.
 
-    Raises ValueError when `reference` lacks one of those steps.
+    Args:
+        run: The run.
+        reference: The run to compare with.
+        key: Name of the metric.
+
+    Raises:
+        ValueError: `reference` does not have all steps of `run`.
     """
-    ours, theirs = run.curve(key), reference.curve(key)
-    if missing := sorted(set(ours) - set(theirs)):
-        raise ValueError(f"steps {missing} of one run have no counterpart in the other")
-    apart = {step: abs(ours[step] - theirs[step]) / abs(theirs[step]) for step in ours}
-    return {step: math.inf if math.isnan(value) else value for step, value in apart.items()}
+    values, expected = run.curve(key), reference.curve(key)
+    if missing := sorted(set(values) - set(expected)):
+        raise ValueError(f"steps {missing} are absent from the reference run")
+    errors = {step: abs(values[step] - expected[step]) / abs(expected[step]) for step in values}
+    return {step: math.inf if math.isnan(error) else error for step, error in errors.items()}
 
 
 def compare(title: str, run: Run, reference: Run) -> list[Check]:
-    """Does `run` repeat `reference` in loss and gradient norm, at every step it made?"""
+    """Return checks that `run` has the losses and gradient norms of `reference` at its steps."""
     checks = []
     for key, word in QUANTITIES.items():
-        apart = relative_differences(run, reference, key)
-        worst = max(apart, key=lambda step: apart[step])
+        errors = relative_differences(run, reference, key)
+        largest = max(errors.values())
         checks.append(
             Check(
-                f"{title}: same {word} in steps {min(apart)} to {max(apart)}",
-                f"{apart[worst]:.1e} apart, relatively (allowed {TOLERANCE:.0e})",
-                apart[worst] <= TOLERANCE,
+                f"{title}: same {word} in steps {min(errors)} to {max(errors)}",
+                f"relative difference {largest:.1e} (allowed {TOLERANCE:.0e})",
+                largest <= TOLERANCE,
             )
         )
     return checks
 
 
 def final_loss(run: Run) -> float:
-    """Mean loss of the last LAST steps, nats per token."""
+    """Return the mean loss of the last LAST steps in nats per token."""
     last = sorted(run.steps)[-LAST:]
     return sum(run.steps[step]["loss"] for step in last) / len(last)
 
 
 def learned(run: Run, entropy: float, required: bool) -> Check:
-    """Does the loss end well below what knowing the frequency of each token alone would give?"""
+    """Return a check that the final loss is below the unigram entropy by MARGIN."""
     below = entropy - final_loss(run)
     return Check(
         "learned more than the frequency of each byte",
@@ -108,7 +115,7 @@ def learned(run: Run, entropy: float, required: bool) -> Check:
 
 
 def run_all(args: argparse.Namespace, console: Console) -> Results:
-    """The four stages, each under a headline; returns what they measured."""
+    """Run the four stages, and return their results."""
     folder, saved = args.out.resolve(), args.steps - args.resume_steps
     clear(folder)
     headline(console, "1/4  text to a Megatron dataset")
@@ -126,10 +133,10 @@ def run_all(args: argparse.Namespace, console: Console) -> Results:
     common += ["--train-iters", str(args.steps), *["--packed"] * args.packed]
     layout = " --burst-layout balanced" if args.packed else ""
 
-    def train(name: str, ranks: int, title: str, flags: str, *more: str) -> Run:
+    def train(name: str, ranks: int, title: str, flags: str, *words: str) -> Run:
         headline(console, title)
         console.print(f"  starting {ranks} process{'es' * (ranks > 1)} (10 to 30 seconds)")
-        run = launch.train(name, ranks, [*common, *flags.split(), *more], folder)
+        run = launch.train(name, ranks, [*common, *flags.split(), *words], folder)
         results.runs[name] = run
         return run
 
@@ -167,7 +174,7 @@ def headline(console: Console, text: str) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Remove what an earlier quickstart left in `folder`, and nothing else."""
+    """Remove the outputs of an earlier quickstart from `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("checkpoint", "logs"):
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -176,7 +183,7 @@ def clear(folder: Path) -> None:
 
 
 def write_picture(path: Path, results: Results, seq_length: int) -> None:
-    """The losses of the three runs, and how far they are apart."""
+    """Draw the losses of the three runs and their differences."""
     runs = results.runs
     same = all(check.passed for check in results.checks)
     plot.draw(
@@ -199,7 +206,7 @@ def write_picture(path: Path, results: Results, seq_length: int) -> None:
 
 
 def write_metrics(path: Path, results: Results, seconds: float) -> None:
-    """Everything measured, as one JSON object."""
+    """Write all measurements as one JSON object."""
     speeds = sorted(results.runs["burst"].curve("tokens_per_s").values())
     summary = {
         "passed": all(check.passed for check in results.checks),
@@ -217,28 +224,28 @@ def write_metrics(path: Path, results: Results, seconds: float) -> None:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """What is installed; a package that runs from a source tree has no version to tell."""
-    found = {"python": platform.python_version()}
+    """Return the versions of installed packages; a package in a source tree has no version."""
+    by_name = {"python": platform.python_version()}
     for name in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            by_name[name] = importlib.metadata.version(name)
+    return by_name
 
 
 def summarize(results: Results, folder: Path, seconds: float, console: Console) -> None:
-    """The last thing on the screen: each claim with its measure, then where to look."""
+    """Print each claim with its measurement, and the paths of the outputs."""
     headline(console, f"results, after {seconds:.0f} seconds")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     for check in results.checks:
         mark = "[green]passed[/]" if check.passed else "[bold red]FAILED[/]"
         table.add_row(mark, check.claim, check.measured)
     files = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    for name, what in (
-        ("loss.png", "the loss of the runs and how far they are apart"),
-        ("metrics.json", "everything measured, every step"),
-        ("checkpoint", "resumes under any context-parallel size and layout (--load)"),
+    for name, description in (
+        ("loss.png", "the losses of the runs and their differences"),
+        ("metrics.json", "all measurements of all steps"),
+        ("checkpoint", "resumes with any context-parallel size and layout (--load)"),
     ):
-        files.add_row(f"{folder / name}", what)
+        files.add_row(f"{folder / name}", description)
     for block in (table, escape(results.runs["burst"].startup), files):
         console.print(block)
         console.print()
@@ -253,16 +260,20 @@ def parse_args() -> argparse.Namespace:
     add(
         "--packed",
         action="store_true",
-        help="functions and classes as documents that do not see each other, layout balanced",
+        help="documents are functions and classes, with attention within each; layout balanced",
     )
     add("--steps", type=int, default=120, help="optimizer steps of the run on 4 ranks")
-    add("--compare-steps", type=int, default=6, help="of these, repeated on 1 rank")
-    add("--resume-steps", type=int, default=5, help="the last so many, repeated from a checkpoint")
+    add("--compare-steps", type=int, default=6, help="first steps that 1 rank repeats")
+    add(
+        "--resume-steps", type=int, default=5, help="last steps that are repeated from a checkpoint"
+    )
     args = parser.parse_args()
     for flag in ("compare_steps", "resume_steps"):
         if not 1 <= getattr(args, flag) < args.steps:
             name = "--" + flag.replace("_", "-")
-            parser.error(f"{name} is {getattr(args, flag)}: 1 to --steps - 1 ({args.steps - 1})")
+            parser.error(
+                f"{name} is {getattr(args, flag)}; use 1 to --steps - 1 ({args.steps - 1})"
+            )
     return args
 
 

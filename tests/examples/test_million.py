@@ -91,11 +91,11 @@ def stand_in(monkeypatch, tmp_path):
 @pytest.mark.megatron
 def test_another_number_of_ranks_is_compared(stand_in, monkeypatch, tmp_path, capsys):
     assert main(monkeypatch, tmp_path) == 0
-    assert "beside" not in capsys.readouterr().out
+    assert "compared with" not in capsys.readouterr().out
     stand_in["loss"] = 5.0 * (1 + 1e-6)
     assert main(monkeypatch, tmp_path, "--ranks", "2") == 0
     said = capsys.readouterr().out
-    assert "beside 4 ranks" in said
+    assert "compared with 4 ranks" in said
     assert "loss equal to 6.0 digits, gradient norm equal to all digits" in said
     stand_in["loss"] = 5.0 * (1 + 1e-3)  # no longer the same
     assert main(monkeypatch, tmp_path, "--ranks", "2") == 1
@@ -137,5 +137,5 @@ def test_the_step_itself_on_four_and_two_ranks(monkeypatch, tmp_path, capfd):
     assert "memory account:" in said
     assert "at the peak of a rank; the account predicted" in said
     assert main(monkeypatch, tmp_path, "--ranks", "2") == 0
-    assert "beside 4 ranks  loss equal to" in capfd.readouterr().out
+    assert "compared with 4 ranks  loss equal to" in capfd.readouterr().out
     assert len(list((tmp_path / "million").glob("ranks-*.json"))) == 2

@@ -39,7 +39,7 @@ def test_one_document_per_file_in_order_bytes_then_eod(tmp_path, console):
         [120, 256],
     ]
     assert (found.documents, found.tokens, found.vocab_size) == (3, 10, 257)
-    assert "passed over 2 empty or binary files" in console.file.getvalue()
+    assert "skipped 2 empty or binary files" in console.file.getvalue()
 
 
 def test_unigram_entropy_by_hand():
@@ -97,7 +97,7 @@ def test_too_little_text_names_data_and_the_fix(tmp_path, console):
     text = tmp_path / "t.txt"
     text.write_text("a" * 63)
     assert prepare_data.prepare(str(text), tmp_path / "out", 63, console).tokens == 64
-    with pytest.raises(ValueError, match=r"DATA .*holds 64 tokens.*64 needs 65.*more text"):
+    with pytest.raises(ValueError, match=r"DATA .*contains 64 tokens.*64 requires 65.*more text"):
         prepare_data.prepare(str(text), tmp_path / "out", 64, console)
 
 

@@ -166,4 +166,4 @@ def test_parts_longer_than_the_run_are_refused(monkeypatch, capsys, flag):
     monkeypatch.setattr(sys, "argv", ["quickstart", "--steps", "9", flag, "9"])
     with pytest.raises(SystemExit):
         quickstart.parse_args()
-    assert f"{flag} is 9: 1 to --steps - 1 (8)" in capsys.readouterr().err
+    assert f"{flag} is 9; use 1 to --steps - 1 (8)" in capsys.readouterr().err

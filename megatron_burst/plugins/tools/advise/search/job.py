@@ -52,11 +52,11 @@ JOB = """\
 #!/usr/bin/env bash
 # {summary}; a step is predicted to take {step}.
 #     MEGATRON_LM=/path/to/Megatron-LM sbatch FILE --data-path PREFIX ...
-{missing}# Submitted again or requeued, the job goes on from the latest checkpoint in CHECKPOINTS.
+{missing}# Submitted again or requeued, the job continues from the latest checkpoint in CHECKPOINTS.
 #SBATCH --job-name={name}
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node=1
-# {cpus_each} for each GPU: take fewer if your nodes have fewer.
+# {cpus_each} for each GPU; use fewer if your nodes have fewer.
 #SBATCH --cpus-per-task={cpus}
 #SBATCH --gpus-per-node={per_node}
 #SBATCH --exclusive
