@@ -124,7 +124,7 @@ def clock(axes: Axes, end: float, title: str = "") -> float:
     """Make the axis below the lanes a time axis from 0 to `end` seconds.
 
     Args:
-        axes: The axes.
+        axes: Axes to draw on.
         end: End in seconds.
         title: Title of the axes.
 
@@ -157,7 +157,7 @@ def legend(
     """Draw the legend of bars in one line above the right end of the axes.
 
     Args:
-        axes: The axes.
+        axes: Axes to draw on.
         entries: Pairs (colour, label).
         alphas: Opacities by label.
         above: Distance from the axes, as a fraction of their height.
@@ -191,7 +191,7 @@ def bars(
     """Draw the bars of one lane.
 
     Args:
-        axes: The axes.
+        axes: Axes to draw on.
         top: Upper edge of the lane.
         high: Height of the lane.
         spans: Start and stop of each bar.
@@ -221,7 +221,7 @@ def work_bars(
     """Draw the work of each rank beside its lane, and the mean as a dashed line.
 
     Args:
-        axes: The axes.
+        axes: Axes to draw on.
         places: Positions of the lanes.
         work: Work of each rank.
         colours: Colours of the bars.
@@ -258,7 +258,7 @@ def arrow(
     """Draw an arrow that is filled at some shares of its length.
 
     Args:
-        axes: The axes.
+        axes: Axes to draw on.
         place: Its place in the coordinates of the axes.
         look: Its look.
         shares: Pairs (first, stop) from 0 to 1.

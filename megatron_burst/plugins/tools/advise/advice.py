@@ -44,8 +44,8 @@ class Advice:
     """Result of `mb.advise`.
 
     Attributes:
-        model: The model.
-        cluster: The cluster.
+        model: Shape of the model.
+        cluster: Cluster of GPUs.
         want: Goal of the search: tokens per sequence and step, and fixed settings.
         ranked: Best configuration for each choice of parallel sizes (TP, PP, CP, DP) that fits. The
             recommended one is first; the rest is ordered by time.

@@ -80,7 +80,7 @@ def cluster_of(
     """Return the cluster that the flags describe.
 
     Args:
-        arguments: The parsed flags.
+        arguments: Parsed flags.
         cluster: Cluster whose fields the flags replace; None for the published values of `--gpu`.
         kernel: Attention kernel whose published rate the forecast uses; None for the fastest
             kernel.

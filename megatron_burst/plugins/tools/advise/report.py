@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advice as tables (ranking, time, memory, flags) and as JSON."""
+"""Output of `advise`: tables (ranking, time, memory, flags), and JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .settings import ENDS, Settings, selection_text, stage_layers
 from .shapes.layer_kinds import CHUNKED, FULL, MIXER, WINDOW
 from .shapes.model import Model
 
-# Columns that a narrow terminal may leave out, least important first.
+# Columns of the ranking that may be omitted on a narrow terminal, least important first.
 LEAST = ("EP", "DP", "PP", "batches", "bottleneck", "MFU", "tokens/s/GPU", "GPU memory")
 COLUMNS = (
     "TP", "PP", "EP", "CP = per node x nodes", "DP", "batches", "attention", "memory saved by",
@@ -34,7 +34,7 @@ COLUMNS = (
 
 
 def show(advice: Advice, command: Sequence[str] = ()) -> None:
-    """Print the advice. `command` is the Megatron command that described the model, if any."""
+    """Print the advice; `command` is the Megatron command that described the model, if any."""
     console = wrapped()
     console.print(Text(headline(advice)))
     if set(advice.model.kinds) != {FULL}:
@@ -103,10 +103,10 @@ def headline(advice: Advice) -> str:
 
 
 def step_text(configuration: Configuration, cluster: Cluster) -> str:
-    """Return a step's time and the range of its actual time.
+    """Return the predicted time of a step with its uncertainty, in words.
 
-    No range is stated without context parallelism, because the published steps behind the range
-    have it.
+    Without context parallelism no range is stated, because all published measurements used for the
+    range have context parallelism.
     """
     seconds = configuration.seconds
     if configuration.run.cp == 1:
@@ -119,7 +119,7 @@ def step_text(configuration: Configuration, cluster: Cluster) -> str:
 
 
 def ranking(advice: Advice) -> Table:
-    """Return a table with a row for each configuration."""
+    """Return the table of configurations, one per row."""
     table = Table(box=None, pad_edge=False)
     for name in COLUMNS:
         number = name in COLUMNS[8:12]
@@ -138,7 +138,7 @@ def ranking(advice: Advice) -> Table:
 
 
 def stages_text(model: Model, run: Settings) -> str:
-    """Return the pipeline and virtual stages, or the layers of each: "4 of 15, 2 x 16, 14"."""
+    """Return numbers of stages and virtual stages, or layers per stage: "4 of 15, 2 x 16, 14"."""
     first, *middle, last = stage_layers(model, run) * (2 if run.pp == 1 else 1)
     if len({first, *middle, last}) > 1:
         between = f"{len(middle)} x {middle[0]}, " if middle else ""
@@ -147,9 +147,9 @@ def stages_text(model: Model, run: Settings) -> str:
 
 
 def fitting(table: Table, console: Console) -> tuple[Table, list[str]]:
-    """Return the table with the columns that fit the console, and the names of the others.
+    """Return the table with the columns that fit the console, and the names of omitted columns.
 
-    Columns with equal cells are removed first, then the least important ones.
+    Columns whose cells are all equal are omitted first, then the least important columns.
     """
 
     def equal_cells(column: Column) -> bool:
@@ -165,7 +165,7 @@ def fitting(table: Table, console: Console) -> tuple[Table, list[str]]:
 
 
 def _least_width(table: Table) -> int:
-    """Return the minimum width in characters: texts may wrap at spaces."""
+    """Return the minimum width of a table in characters, if cells wrap at spaces."""
     widths = [
         max(len(word) for cell in (column.header, *column.cells)
             for word in (str(cell).split() if column.justify == "left" else [str(cell)]))
@@ -175,7 +175,7 @@ def _least_width(table: Table) -> int:
 
 
 def grid_text(run: Settings) -> str:
-    """Return "16 = 8 x 2" for ranks per node x nodes, and the ranks that share heads."""
+    """Return the context-parallel grid as "16 = 8 x 2" (per node x nodes), and shared heads."""
     intra = run.intra or run.cp
     text = str(run.cp)
     if 1 < intra < run.cp:
@@ -186,13 +186,13 @@ def grid_text(run: Settings) -> str:
 
 
 def batches_text(run: Settings) -> str:
-    """Return the micro-batches of a rank, and the sequences of each."""
+    """Return the number of micro-batches of a rank, and of sequences per micro-batch."""
     count = str(run.micro_batches)
     return f"{count} x {run.micro_batch}" if run.micro_batch > 1 else count
 
 
 def attention_text(run: Settings, cut: str = "") -> str:
-    """Return the attention settings of a run in words. `cut` is the layout of packs."""
+    """Return the attention settings of a run in words; `cut` is the layout of packed documents."""
     if run.cp == 1:
         return "on one rank"
     parts = [run.algorithm, run.side, cut or run.layout]
@@ -205,7 +205,7 @@ def attention_text(run: Settings, cut: str = "") -> str:
 
 
 def options_text(run: Settings) -> str:
-    """Describe what a run recomputes and moves to save memory."""
+    """Return the settings that save memory (recompute, offload, chunks, tiles) in words."""
     parts = ["no recompute"] if run.recompute == "none" else [f"store {run.store:g}"]
     if run.offload:
         parts.append(f"offload {run.offload:g}")
@@ -230,7 +230,7 @@ def _show_time(console: Console, advice: Advice) -> None:
 
 
 def memory_table(account: Account, cluster: Cluster, title: str) -> Table:
-    """Return the peak of an account by item, with the available memory."""
+    """Return a table of the bytes at an account's peak by item, and of the available memory."""
     peak = account.peak
     table = Table(Column(title), Column("bytes per GPU", justify="right"),
                   Column("share", justify="right"), box=None, pad_edge=False)  # fmt: skip
@@ -296,10 +296,10 @@ def _show_flags(console: Console, advice: Advice, command: Sequence[str]) -> Non
 
 
 def launched(cluster: Cluster, script: str) -> list[str]:
-    """Return the first lines of the command that starts a run on all GPUs of a cluster.
+    """Return the first lines of the shell command that starts training on all GPUs of a cluster.
 
     Args:
-        cluster: The cluster.
+        cluster: Cluster of GPUs.
         script: Script of Megatron-LM.
     """
     nodes, per_node = nodes_and_gpus(cluster)
@@ -312,7 +312,7 @@ def launched(cluster: Cluster, script: str) -> list[str]:
 
 
 def _vocabulary(advice: Advice, command: Sequence[str]) -> str:
-    """Return the assumed vocabulary if the command states none."""
+    """Return a note on the assumed vocabulary if the command has no --vocab-size."""
     if any(word.split("=")[0] == "--vocab-size" for word in command):
         return ""
     return (
@@ -321,7 +321,7 @@ def _vocabulary(advice: Advice, command: Sequence[str]) -> str:
 
 
 def facts(advice: Advice, command: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the advice as plain data: bytes, seconds."""
+    """Return the advice as plain data for JSON, in bytes and seconds."""
     cluster = advice.cluster
     return {
         "model": advice.model.name,
@@ -352,7 +352,7 @@ def _flags(advice: Advice, command: Sequence[str]) -> list[str]:
 
 
 def configuration_facts(configuration: Configuration, cluster: Cluster) -> dict[str, Any]:
-    """Return one configuration as plain data."""
+    """Return one configuration as plain data for JSON."""
     run, time, peak = configuration.run, configuration.time, configuration.account.peak
     names = ("tp", "pp", *ENDS, "vpp", "ep", "cp", "dp", "micro_batch", "micro_batches")
     return {

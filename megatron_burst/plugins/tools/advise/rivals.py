@@ -1,31 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's own context parallelism for a run: time and memory of its four kinds.
+"""Predicted time and memory of Megatron's own context parallelism, for comparison.
 
-Each kind of `--cp-comm-type` is timed by the simulator, with the same rates and kernels as our
-algorithms. The model follows Transformer Engine's `context_parallel.py` (2.20.0.dev0, commit
-d0067d0d, August 2026):
+There are four kinds (`--cp-comm-type`). The simulator predicts their times, with the same rates and
+kernels as for our algorithms. The model follows Transformer Engine's `context_parallel.py`
+(2.20.0.dev0, commit d0067d0d, August 2026):
 
-- `p2p`: one ring over all ranks in the order of their numbers. Whole chunks of keys and values are
-  sent whatever the mask hides, and gradients after them, all in the dtype of the keys. Buffers of
-  all ranks' chunks and the partial results of all steps remain until forward ends.
-- `a2a`: q, k and v are sent to the ranks of their heads, results back. Ranks must divide the query
-  heads and the key/value heads.
-- `a2a+p2p`: ranks of a node share heads; the other ranks form the ring.
-- `all_gather`: keys and values of the whole sequence are gathered on every rank before computing,
-  in forward and again in backward. Gradients of the whole sequence are reduce-scattered. It is the
-  only kind of sparse attention (Megatron-Core 0.19, `dsa.py`): index keys and latents are gathered
-  in forward, latents are saved for backward, and the same pairs are computed as in ours.
+- `p2p`: one ring over all ranks in rank order. Whole chunks of keys and values are sent, even if
+the mask hides them; in backward also their gradients. All messages have the dtype of the keys. The
+chunks of all ranks and the partial results of all steps stay allocated until forward ends. - `a2a`:
+an all-to-all sends q, k and v to the ranks that compute their heads, and the results back. The
+number of ranks must divide the query heads and the key/value heads. - `a2a+p2p`: ranks of a node
+share heads; the other ranks form the ring. - `all_gather`: keys and values of the whole sequence
+are gathered on every rank before computing, in forward and again in backward. Gradients of the
+whole sequence are reduce-scattered. It is the only kind that supports sparse attention
+(Megatron-Core 0.19, `dsa.py`): index keys and latents are gathered in forward, and latents are
+saved for backward. It computes the same pairs as our sparse attention.
 
-All kinds cut zigzag and pad every document of a pack to a multiple of 2 x CP. Sliding windows run
-with `a2a` and `all_gather` only, sinks with `a2a` only. Layers that carry a state exchange heads.
-Transformer Engine 2.20.2 refuses the same except packs in FP8 (pull request 2994: B200, all four
-kinds, not MXFP8). Two of its options are not counted: FP8, and `NO_LOAD_BALANCE` (pull request
-3221, experimental), in which `all_gather` accepts contiguous packs and the last rank has the most
-pairs.
+All kinds use the zigzag layout and pad every document of a pack to a multiple of 2 x CP. Sliding
+windows require `a2a` or `all_gather`, sinks require `a2a`. Layers with linear attention exchange
+heads. Transformer Engine 2.20.2 has the same limits, but supports packed documents in FP8 (pull
+request 2994: B200, all four kinds, not MXFP8). Two options of Transformer Engine are not modelled:
+FP8, and `NO_LOAD_BALANCE` (pull request 3221, experimental), with which `all_gather` accepts the
+contiguous layout and the last rank has the most pairs.
 
-Doubts count in Megatron's favour. Copies that reorder gathered rows take no time. A kernel loses
-nothing on pieces of a few rows of a document. Padding is never attended to. All packs of a step are
-equal.
+Where details are unknown, the estimate favours Megatron. Copies that reorder gathered rows take no
+time. Kernels are not slower on short pieces of documents. Padding is not attended to. All packs of
+a step are equal.
 """
 
 from __future__ import annotations
@@ -70,29 +70,30 @@ from .shapes.model import Model
 
 Kind = Literal["p2p", "a2a", "a2a+p2p", "all_gather"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-# Megatron's recomputation of a layer: none, all but attention (`--recompute-modules mlp
-# layernorm`), or all. The second is timed like full recompute with stored attention results.
+# Recomputation in Megatron: none, all except attention (`--recompute-modules mlp layernorm`), or
+# full. The second is predicted like full recomputation with stored attention results.
 RECOMPUTE = ("none", "selective", "full")
-# Choices of the user that also apply to Megatron's own context parallelism.
+# Fixed settings that also apply to Megatron's own context parallelism.
 _OPTIMIZER = "optimizer_offload", "optimizer_bytes", "distributed_optimizer", "gradients"
 KEPT_CHOICES = *GROUPS, *_OPTIMIZER
-RINGS = 8  # cached schedules: both passes of the kinds and settings of a few groups
+RINGS = 8  # cached schedules of rings
 RingOf = Callable[[Topology, Nodes, int, bool], PreparedSchedule]
 
 
 @dataclass(frozen=True)
 class Rival:
-    """One kind of Megatron's context parallelism for a run.
+    """Estimate for one kind of Megatron's context parallelism.
 
     Attributes:
         kind: Value of `--cp-comm-type`.
-        refused: The reason why it does not run; "" if it does. The other fields are then set.
-        run: Its settings.
-        recompute: Its recomputation, a name of `RECOMPUTE`.
-        time: Time of a step.
-        attention: Time of one call of a layer with full attention.
-        bytes: Bytes of the peak.
-        fits: The peak fits the cluster.
+        refused: Reason why the kind is not supported; "" if it is supported. The following fields
+            are set only in this case.
+        run: Settings of the run with this kind.
+        recompute: Recomputation, a key of `RECOMPUTE`.
+        time: Predicted time of a step.
+        attention: Predicted time of one call of full attention.
+        bytes: Peak of GPU memory in bytes.
+        fits: Whether the peak fits into the memory of a GPU.
     """
 
     kind: Kind
@@ -108,15 +109,15 @@ class Rival:
 def rivals(
     model: Model, cluster: Cluster, run: Settings, lengths: Sequence[int] = ()
 ) -> list[Rival]:
-    """Return every kind with the parallel sizes of a run.
+    """Return estimates of all kinds with the parallel sizes of a run.
 
-    Without context parallelism all kinds are the same and one is returned.
+    Without context parallelism all kinds are equal, so one estimate is returned.
 
     Args:
-        model: The model.
-        cluster: The cluster.
-        run: The run.
-        lengths: Lengths of the documents of a pack.
+        model: Shape of the model.
+        cluster: Cluster of GPUs.
+        run: Settings of the run.
+        lengths: Lengths of the documents of a pack; () without packed documents.
     """
     kinds = KINDS if run.cp > 1 else KINDS[:1]
     return [rival(kind, model, cluster, run, lengths) for kind in kinds]
@@ -125,9 +126,9 @@ def rivals(
 def rival(
     kind: Kind, model: Model, cluster: Cluster, run: Settings, lengths: Sequence[int] = ()
 ) -> Rival:
-    """Return one kind with the fastest recomputation that fits.
+    """Return the estimate for one kind, with the fastest recomputation that fits.
 
-    If none fits, it has the recomputation that needs the least memory.
+    If none fits, the recomputation with the least memory is taken.
     """
     if reason := refused(kind, model, cluster, run):
         return Rival(kind, reason)
@@ -143,7 +144,7 @@ def _timed(
     kind: Kind, model: Model, cluster: Cluster, run: Settings, lengths: Sequence[int],
     ring: RingOf | None = None,
 ) -> list[Rival]:  # fmt: skip
-    """Return a kind with each recomputation, the fastest first, without bytes."""
+    """Return estimates of a kind with each recomputation, fastest first; `bytes` is not set."""
     own = settings(kind, model, cluster, run, lengths)
     calls = cache(lambda window: attention(kind, model, cluster, own, window, lengths, ring))
     timed = []
@@ -156,7 +157,7 @@ def _timed(
 
 
 def _fitted(estimate: Rival, model: Model, cluster: Cluster) -> Rival:
-    """Return the rival with its bytes."""
+    """Return the estimate with `bytes` and `fits` set."""
     assert estimate.run is not None
     size = peak_bytes(estimate.kind, model, estimate.run, estimate.recompute)
     return replace(estimate, bytes=size, fits=size <= cluster.room)
@@ -166,16 +167,16 @@ def fastest(
     model: Model, cluster: Cluster, goal: TrainingGoal, kinds: Sequence[Kind] = KINDS,
     lengths: Sequence[int] = (),
 ) -> Rival | None:  # fmt: skip
-    """Return the fastest of these kinds that fits, with any parallel sizes; None if none fits.
+    """Search kinds and parallel sizes; return the fastest that fits, None if none fits.
 
-    The user's fixed sizes of groups and settings of the optimizer are kept.
+    Parallel sizes and optimizer settings that the user has fixed are kept.
 
     Args:
-        model: The model.
-        cluster: The cluster.
-        goal: The goal.
+        model: Shape of the model.
+        cluster: Cluster of GPUs.
+        goal: Goal of the search.
         kinds: Kinds to try.
-        lengths: Lengths of the documents of a pack.
+        lengths: Lengths of the documents of a pack; () without packed documents.
     """
     pinned = {name: groups for name, groups in goal.pinned.items() if name in KEPT_CHOICES}
     goal = replace(
@@ -209,7 +210,7 @@ def fastest(
 
 
 def _may_fit(model: Model, cluster: Cluster, run: Settings) -> bool:
-    """Return whether states, inputs of layers and logits may fit into memory."""
+    """Return whether a lower bound on memory fits: states, inputs of layers, and logits."""
     logits = run.rows * model.vocabulary / run.tp * run.logits_bytes
     states = least_bytes(model, replace(run, recompute="full"))
     return states <= cluster.room and logits <= cluster.room
@@ -221,7 +222,7 @@ def _seconds(timed: Rival) -> float:
 
 
 def refused(kind: Kind, model: Model, cluster: Cluster, run: Settings) -> str:
-    """Return the reason why a kind does not run with these parallel sizes; "" if it does."""
+    """Return the reason why a kind does not support these parallel sizes; "" if it does."""
     if run.cp == 1:
         return ""
     if model.indexer is not None and kind != "all_gather":
@@ -245,9 +246,9 @@ def refused(kind: Kind, model: Model, cluster: Cluster, run: Settings) -> str:
 
 
 def shared(model: Model, cluster: Cluster, run: Settings) -> int:
-    """Return the ranks that share heads in `a2a+p2p`.
+    """Return the number of ranks that share heads in `a2a+p2p`.
 
-    It is the largest number of ranks of a node that divides the heads and is less than CP.
+    This is the largest number of ranks on a node that divides the heads and is less than CP.
     """
     heads, kv_heads = model.heads // run.tp, max(1, model.kv_heads // run.tp)
     here = cluster.cp_per_node(run.tp, run.cp)
@@ -260,10 +261,10 @@ def shared(model: Model, cluster: Cluster, run: Settings) -> int:
 def settings(
     kind: Kind, model: Model, cluster: Cluster, run: Settings, lengths: Sequence[int] = ()
 ) -> Settings:
-    """Return the settings of Megatron with the parallel sizes of a run.
+    """Return settings of Megatron's own context parallelism with a run's parallel sizes.
 
-    Megatron computes its own loss after the LM head and offloads no rows. Padding of documents
-    makes the sequence longer.
+    Megatron computes the loss separately from the LM head and does not offload activations. Padding
+    of documents increases `seq`.
     """
     seq = sum(padded(length, run.cp) for length in lengths) if lengths else run.seq
     ulysses = {"a2a": run.cp, "a2a+p2p": shared(model, cluster, run)}.get(kind, 1)
@@ -284,13 +285,13 @@ def attention(
     """Return the time of one attention call.
 
     Args:
-        kind: The kind.
-        model: The model.
-        cluster: The cluster.
-        run: The settings, from `settings`.
+        kind: Kind of `--cp-comm-type`.
+        model: Shape of the model.
+        cluster: Cluster of GPUs.
+        run: Result of `settings`.
         window: Tokens that a query attends to, 0: all before it.
         lengths: Lengths of documents without padding.
-        ring: Returns schedules, for example from a cache.
+        ring: Function that returns schedules, for example a cached one.
     """
     rates, topology = cluster.rank_rates(documents=bool(lengths)), topology_of(cluster, run)
     if model.indexer is not None:
@@ -301,7 +302,7 @@ def attention(
     flops = 2.0 * sizes.heads * sizes.batch * (sizes.width + sizes.value_width)
     ranks = topology.ring_size
     seconds = pairs(lengths or (run.seq,), ranks, window) * (flops / rates.compute)
-    # A call on two ranks' chunks computes half of the queries or half of the keys.
+    # A kernel call on chunks of two ranks computes half of the queries or half of the keys.
     loss_at_half = 1 + 2 * rates.half_rows / sizes.tokens, 1 + rates.half_rows / sizes.tokens
     seconds[~np.eye(ranks, dtype=bool)] *= loss_at_half[0] / loss_at_half[1]
     passes = []
@@ -315,7 +316,7 @@ def attention(
 
 
 def _ring(topology: Topology, nodes: Nodes, tokens: int, forward: bool) -> PreparedSchedule:
-    """Return the schedule of a pass of a ring in which every rank sends all its rows around."""
+    """Return the schedule of forward or backward in which every rank's rows go around the ring."""
     grid = Grid(topology.inter_size, topology.intra_size)
     want = all_visible(topology.ring_size, tokens)
     schedule = (
@@ -329,11 +330,12 @@ def _ring(topology: Topology, nodes: Nodes, tokens: int, forward: bool) -> Prepa
 def pairs(lengths: Sequence[int], ranks: int, window: int = 0) -> np.ndarray:
     """Return the visible pairs of each rank's queries and each rank's keys, float [G, G].
 
-    Zigzag cuts every document: rank i has pieces i and 2 G - 1 - i of 2 G. With every other rank
-    two squares of pieces are visible, with itself a square and two triangles.
+    Zigzag cuts every document: rank i has pieces i and 2 G - 1 - i of 2 G. Between different ranks
+    two full squares of pieces are visible. On the diagonal one square and two triangles are
+    visible.
 
     Args:
-        lengths: Lengths of the documents.
+        lengths: Lengths of documents in tokens.
         ranks: Ranks of the ring.
         window: Tokens that a query attends to, 0: all before it.
     """
@@ -348,10 +350,10 @@ def pairs(lengths: Sequence[int], ranks: int, window: int = 0) -> np.ndarray:
 def _gathered(
     cluster: Cluster, run: Settings, model: Model, seconds: np.ndarray, forward: bool
 ) -> PassTime:
-    """Return the time of a pass of `all_gather`.
+    """Return the time of forward or backward of `all_gather`.
 
-    It gathers all keys and values and launches two kernels. Backward also reduce-scatters all
-    gradients. Nothing overlaps.
+    Each pass gathers all keys and values and launches two kernels. Backward also reduce-scatters
+    all gradients. Communication does not overlap with compute.
     """
     rates, x = cluster.rank_rates(), LayerSizes.of(model, run)
     moved = ring_seconds(cluster, run.cp, run.tp, whole_bytes(x, run)) * (1 if forward else 2)
@@ -365,10 +367,10 @@ def _gathered(
 
 
 def _sparse(cluster: Cluster, run: Settings, model: Model) -> AttentionTime:
-    """Return the time of sparse attention.
+    """Return the time of Megatron's sparse attention.
 
     Forward gathers index keys, selects keys, gathers latents and computes attention. Backward
-    computes attention and a reduce-scatter. Nothing overlaps.
+    computes attention and reduce-scatters gradients. Communication does not overlap with compute.
     """
     rates, sizes, index = cluster.rank_rates(), sizes_of(model, run), index_sizes(model, run)
     assert model.indexer is not None
@@ -395,7 +397,7 @@ def _sparse(cluster: Cluster, run: Settings, model: Model) -> AttentionTime:
 
 
 def whole_bytes(x: LayerSizes, run: Settings) -> int:
-    """Return the bytes of the keys and values of the whole sequence, heads of one rank."""
+    """Return the bytes of keys and values of the whole sequence for one rank's heads."""
     return run.seq * run.micro_batch * x.kv * B
 
 
@@ -405,8 +407,7 @@ def whole_bytes(x: LayerSizes, run: Settings) -> int:
 def peak_bytes(kind: Kind, model: Model, run: Settings, recompute: str) -> int:
     """Return the bytes at the peak of the rank that needs the most memory.
 
-    Selective recompute saves attention's results, queries, keys and values and the input of the MLP
-    half.
+    Selective recomputation saves q, k, v, results of attention, and the input of the MLP half.
     """
     peak_account = account(model, run, every=False, core_of=partial(core, kind))
     if recompute != "selective":
@@ -423,12 +424,13 @@ def peak_bytes(kind: Kind, model: Model, run: Settings, recompute: str) -> int:
 
 
 def core(kind: Kind, x: LayerSizes, run: Settings) -> Core:
-    """Return the memory of one layer's core attention, of the rank that needs the most.
+    """Return the memory of one layer's core attention on the rank with the most.
 
-    It follows the source in the module docstring. p2p: chunks of all ranks and a partial result of
-    each step; backward has two buffers of keys, values and their gradients. all_gather: forward has
-    keys and values of the whole sequence, and half of them again while they are reordered; backward
-    has keys and values and the sums of their gradients, in addition to the gradients of the kernel.
+    Source: see the module docstring. p2p: forward allocates chunks of all ranks and a partial
+    result of each step; backward allocates two buffers of keys, values and their gradients.
+    all_gather: forward allocates keys and values of the whole sequence, and half of them again for
+    reordering. Backward allocates keys and values, sums of their gradients, and the gradients that
+    the kernel returns.
     """
     if x.indexer is not None:
         y = x.absorbed
@@ -455,7 +457,7 @@ def core(kind: Kind, x: LayerSizes, run: Settings) -> Core:
 
 
 def facts(estimate: Rival) -> dict[str, Any]:
-    """Return a kind as plain data: seconds, bytes."""
+    """Return an estimate as plain data for JSON, in seconds and bytes."""
     if estimate.run is None or estimate.time is None or estimate.attention is None:
         return {"kind": estimate.kind, "refused": estimate.refused}
     sizes = {name: getattr(estimate.run, name) for name in GROUPS}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings that a run's memory and time depend on: sizes of groups, and flags."""
+"""Settings of a run on which memory and time depend: parallel sizes and options."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .field_types import problem_of
 from .shapes.layer_kinds import CHUNKED, WINDOW
 from .shapes.models import Model
 
-# The modules of a layer: Megatron's local ones on a CPU (torch's norms in fp32, unfused rope and
-# SwiGLU), or Transformer Engine's on a GPU.
+# Modules of a layer: Megatron's local modules for a CPU (torch's norms in fp32, unfused rope and
+# SwiGLU), or Transformer Engine's modules for a GPU.
 Path = Literal["gpu", "cpu"]
 Recompute = Literal["none", "full"]
 Loss = Literal["off", "single_pass", "recompute"]
 Dtype = Literal["fp32", "bf16"]
 Route = Literal["auto", "ring", "direct"]
-# The algorithm of layers that carry a state: a scan of states, or Megatron's exchange of heads.
+# Algorithm of linear-attention layers: a scan of states, or Megatron's exchange of heads.
 Linear = Literal["auto", "all_gather", "scan", "two_level", "ring", "megatron"]
 BYTES = {"fp32": 4, "bf16": 2}
 ENDS = ("first_layers", "last_layers")
@@ -31,23 +31,25 @@ ENDS = ("first_layers", "last_layers")
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a run. A field that is annotated with a text has a flag of the same name.
+    """Settings of a run. Fields annotated with a help text have a flag of the same name.
 
     Attributes:
         seq: Tokens of a sequence, over all context-parallel ranks.
-        logits_bytes: Bytes of each logit if the loss is separate from the LM head (lm_head_loss
-            "off"): in bf16, and two copies in fp32.
-        window_algorithm: Algorithm of layers with a window, None: `algorithm`. A run chooses it
-            with `--context-parallel-algo auto`.
-        chunk_algorithm: The same for chunked attention.
-        kernel: Attention kernel if it was stated, None: the fastest one.
-        rope_local: Rotary tables have the rows of this rank only, not of the whole sequence.
-        intra: Ranks of a node, None: as in the cluster.
-        inner: Ranks of an inner ring, None: the ranks of a node.
-        route: "auto" is the route of a run; "ring" forwards chunks even if few rows are needed.
-        gathered: Number of layers whose parameters are gathered at a time with `fsdp` (ZeRO-3).
-        chunks_on_host: Queries, keys, values and results of all row chunks but two are in host
-            memory (FPDT; no flag of this package does that).
+        logits_bytes: Bytes per logit if the loss is not fused (lm_head_loss "off"): one bf16 and
+            two fp32 copies.
+        window_algorithm: Algorithm of sliding-window layers; None for `algorithm`. Training chooses
+            it with `--context-parallel-algo auto`.
+        chunk_algorithm: Like `window_algorithm`, for layers with chunked attention.
+        kernel: Attention kernel; None for the fastest one.
+        rope_local: Whether rotary tables have only this rank's rows, instead of the whole sequence.
+        intra: Context-parallel ranks per node; None to derive the number from the cluster.
+        inner: Ranks of an inner ring; None for the ranks of a node.
+        route: "auto" as in training; "ring" forwards chunks along the ring even if few rows are
+            needed.
+        gathered: Number of layers whose parameters are gathered at the same time with `fsdp`
+            (ZeRO-3).
+        chunks_on_host: Whether queries, keys, values and results of all row chunks but two are in
+            host memory. This models FPDT; the package has no such flag.
     """
 
     seq: int
@@ -108,34 +110,34 @@ class Settings:
 
     @property
     def gpus(self) -> int:
-        """GPUs of all groups together."""
+        """Number of GPUs: product of the parallel sizes."""
         return self.tp * self.cp * self.pp * self.dp
 
     @property
     def rows(self) -> int:
-        """Rows of a context-parallel rank, of all sequences of a micro-batch."""
+        """Rows of a context-parallel rank, over all sequences of a micro-batch."""
         return self.seq // self.cp * self.micro_batch
 
     @property
     def by_kind(self) -> dict[str, str]:
-        """Algorithms of the kinds of layers that have their own, by kind."""
+        """Kind of layers -> algorithm, for kinds whose algorithm differs from `algorithm`."""
         own = {WINDOW: self.window_algorithm, CHUNKED: self.chunk_algorithm}
         return {kind: algorithm for kind, algorithm in own.items() if algorithm is not None}
 
     @property
     def keys_on_host(self) -> bool:
-        """True if keys of other ranks are in host memory between the row chunks of a forward."""
+        """True if keys of other ranks are in host memory between row chunks of a forward."""
         ring = ALGORITHMS.get(ring_algorithm(self.algorithm))
         offloaded = self.offload > 0 and ring is not None and ring.keeps
         return offloaded and self.sequence_chunks > 1 and self.cp > self.ulysses
 
     def uniform(self) -> Settings:
-        """Return the same settings with one algorithm in all layers."""
+        """Return the settings with `algorithm` in all kinds of layers."""
         return replace(self, window_algorithm=None, chunk_algorithm=None)
 
     @property
     def uneven(self) -> bool:
-        """True if the first or the last stage has its own number of layers."""
+        """True if the number of layers of the first or the last stage is set."""
         return self.first_layers is not None or self.last_layers is not None
 
     @property
@@ -145,7 +147,7 @@ class Settings:
 
 
 def selection_text(model: Model, run: Settings) -> str | None:
-    """Describe the selection of sparse attention and the bytes that each rank sends.
+    """Return a sentence on sparse attention and the bytes that each rank sends.
 
     Returns:
         One sentence, or None without sparse attention.
@@ -167,11 +169,11 @@ def check(model: Model, run: Settings) -> None:
     """Raise ValueError for settings that are impossible for a model.
 
     Args:
-        model: The model.
-        run: The run.
+        model: Shape of the model.
+        run: Settings of the run.
 
     Raises:
-        ValueError: A setting is impossible; the message names a value that works.
+        ValueError: A setting is impossible; the message contains a value that works.
     """
     check_fields(run)
     if model.heads % run.tp:
@@ -215,11 +217,11 @@ def stage_layers(model: Model, run: Settings) -> list[int]:
     """Return the number of layers of each pipeline stage.
 
     Args:
-        model: The model.
-        run: The run.
+        model: Shape of the model.
+        run: Settings of the run.
 
     Raises:
-        ValueError: The stages do not divide the layers.
+        ValueError: The layers cannot be divided into these stages.
     """
     ends = [n for n in (run.first_layers, run.last_layers) if n is not None]
     if not ends and model.layers % (run.pp * run.vpp) == 0:
@@ -243,7 +245,7 @@ def stage_layers(model: Model, run: Settings) -> list[int]:
 
 
 def uneven_rounds(run: Settings) -> str:
-    """Return the reason why virtual stages cannot run the micro-batches; "" if they can."""
+    """Return the reason why the number of micro-batches does not fit virtual stages, or ""."""
     if run.vpp == 1 or run.micro_batches % run.pp == 0:
         return ""
     return (
@@ -253,13 +255,13 @@ def uneven_rounds(run: Settings) -> str:
 
 
 def uneven_ends(layers: int, stages: int) -> tuple[int, int] | None:
-    """Return the layers of the first and the last stage if both have fewer than the others.
+    """Choose numbers of layers for the first and the last stage, fewer than for other stages.
 
-    The embedding and the loss are on these stages. None if there are too few layers.
+    These stages also have the embedding and the loss. None if there are too few layers.
 
     Args:
-        layers: Layers of the model.
-        stages: Pipeline stages.
+        layers: Number of layers of the model.
+        stages: Number of pipeline stages.
     """
     most = -(-layers // stages)
     ends = layers - most * (stages - 2)
@@ -267,12 +269,12 @@ def uneven_ends(layers: int, stages: int) -> tuple[int, int] | None:
 
 
 def _one_of(numbers: Sequence[int]) -> str:
-    """Return the possible values of a flag in words: "4", or "one of 1, 2, 4"."""
+    """Return possible values in words: "4", or "one of 1, 2, 4"."""
     return f"{'one of ' if len(numbers) > 1 else ''}{', '.join(map(str, numbers))}"
 
 
 def check_experts(model: Model, ep: int) -> None:
-    """Raise ValueError unless expert-parallel ranks divide the experts."""
+    """Raise ValueError if the expert-parallel size does not divide the number of experts."""
     if ep > 1 and not model.experts:
         raise ValueError(f"--ep {ep} requires experts, and {model.name} has none; remove --ep")
     if model.experts and model.experts % ep:
@@ -283,7 +285,7 @@ def check_experts(model: Model, ep: int) -> None:
 
 
 def check_carried(model: Model, layout: str) -> None:
-    """Raise ValueError for a layout in which ranks cannot carry a state."""
+    """Raise ValueError if the layout does not support the model's linear-attention layers."""
     if model.mixers and "striped" in layout:
         raise ValueError(
             f"--layout {layout}: {model.name} has layers that carry a state from row to row, and "
@@ -292,7 +294,7 @@ def check_carried(model: Model, layout: str) -> None:
 
 
 def check_fields(run: Settings) -> None:
-    """Raise ValueError for fields whose values do not fit their types."""
+    """Raise ValueError if a field has a value of the wrong type."""
     wrong = []
     for name, kind in _TYPES.items():
         problem = problem_of(kind, getattr(run, name), 0 if name.endswith("_bytes") else 1)
@@ -305,12 +307,12 @@ _TYPES = get_type_hints(Settings)
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a field in `advise` and `memory`."""
+    """Return the flag of `advise` and `memory` for a field."""
     return f"--{name.replace('_', '-')}"
 
 
 def _check_heads(model: Model, run: Settings) -> None:
-    """Raise ValueError unless shared heads and head chunks divide the heads of a rank."""
+    """Raise ValueError if a rank's heads are not divisible by `ulysses` or `head_chunks`."""
     heads, kv_heads = model.heads // run.tp, max(1, model.kv_heads // run.tp)
 
     def fits(ranks: int) -> bool:
@@ -356,7 +358,7 @@ def _check_heads(model: Model, run: Settings) -> None:
 
 
 def _check_kind(model: Model, run: Settings, kind: str, algorithm: str) -> None:
-    """Raise ValueError unless layers of a kind can have their own algorithm."""
+    """Raise ValueError if layers of this kind cannot have their own algorithm."""
     name = {WINDOW: "window_algorithm", CHUNKED: "chunk_algorithm"}[kind]
     field_text = f"{name} {algorithm}"
     if algorithm not in ALGORITHMS:
@@ -373,10 +375,10 @@ def _check_kind(model: Model, run: Settings, kind: str, algorithm: str) -> None:
 
 
 def _check_mixer(model: Model, run: Settings) -> None:
-    """Raise ValueError unless ranks divide a mixer's heads.
+    """Raise ValueError if the number of ranks does not divide the heads of a mixer.
 
-    Context-parallel ranks must divide them only in Megatron's exchange; a scan of states works with
-    any number.
+    The context-parallel size matters only for Megatron's exchange of heads; a scan of states
+    supports any size.
     """
     mixer, shared = model.mixer, run.linear == "megatron" and run.cp > 1
     if mixer is None or model.carried(run.tp, run.cp if shared else 1):

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mb.simulate`: the predicted time of one attention call, one layer or one step.
+"""`mb.simulate`: predict the time of one attention call, one layer or one step.
 
-It is the public function of the time model. `advise` and the fits of the documentation use the same
-code.
+This is the public interface to the forecast that `advise` also uses.
 """
 
 from __future__ import annotations
@@ -34,16 +33,14 @@ def simulate(
     """Predict the time of a part of a run.
 
     Args:
-        model: A name, the path of a Hugging Face `config.json`, or `mb.Model`.
-        cluster: The name of a GPU (as many GPUs as the run needs, 8 per node), the path of a
-            cluster file, or `mb.Cluster`.
-        run: The settings of the run.
-        part: "attention" (one call of one layer, forward and backward: `AttentionTime`), "layer" or
-            "step".
+        model: Name of a model, path of a Hugging Face `config.json`, or `mb.Model`.
+        cluster: Name of a GPU (8 per node, as many as the run needs), path of a cluster file, or
+            `mb.Cluster`.
+        run: Settings of the run.
+        part: "attention" (one call, forward and backward), "layer" or "step".
 
     Returns:
-        The time. It has `seconds`, `bottleneck` and `kernel`: the attention kernel whose published
-            rate is assumed, None if the rate was measured or stated.
+        `AttentionTime`, `LayerTime` or `StepTime`, with `seconds`, `bottleneck` and `kernel`.
 
     Raises:
         ValueError: The settings are impossible, or the cluster has too few GPUs.

@@ -28,8 +28,8 @@ class Account:
     """Memory account of one rank over one step.
 
     Attributes:
-        model: The model.
-        run: The run.
+        model: Shape of the model.
+        run: Settings of the run.
         states: Bytes by item of parameters, gradients and optimizer, which exist during the whole
             step.
         moments: Snapshots of the memory during a step, including `states`.
@@ -86,8 +86,8 @@ def account(model: Model, run: Settings, every: bool = True, core_of: CoreOf = c
     """Return the account of the rank that needs the most memory.
 
     Args:
-        model: The model.
-        run: The run.
+        model: Shape of the model.
+        run: Settings of the run.
         every: Keep all moments and simulate all layers. False keeps the peak of each phase and
             skips layers that cannot set a new peak, which suffices for a search.
         core_of: Function that returns the memory of core attention.

@@ -115,8 +115,8 @@ class LayerSizes:
         """Return the sizes of a layer of a model.
 
         Args:
-            model: The model.
-            run: The run.
+            model: Shape of the model.
+            run: Settings of the run.
             sparse: Whether the layer has experts; None if all layers are alike.
         """
         heads = model.heads // run.tp

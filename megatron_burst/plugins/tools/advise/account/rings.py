@@ -39,7 +39,7 @@ def core_of(
 
     Args:
         x: Sizes of the layer.
-        run: The run.
+        run: Settings of the run.
         buffers_of: Function to call instead of `ring_held`, for example a cached one.
         window: Tokens that a query attends to (sliding window); 0 for full causal attention.
 
@@ -108,7 +108,7 @@ def visiting_rows(run: Settings, window: int = 0) -> int:
     """Return an upper bound on the rows of other ranks that a rank's queries attend to.
 
     Args:
-        run: The run.
+        run: Settings of the run.
         window: Tokens that a query attends to (sliding window); 0 for full causal attention.
     """
     ring = run.cp // run.ulysses
@@ -134,7 +134,7 @@ def side_by_bytes(run: Settings, sizes: RowSizes) -> str:
     Each row chunk of queries sends the keys around the ring once.
 
     Args:
-        run: The run.
+        run: Settings of the run.
         sizes: Sizes of one rank's tensors on the ring.
     """
     if run.side != "auto":
@@ -153,7 +153,7 @@ def room_bytes(
 
     Args:
         x: Sizes of a layer on the ring.
-        run: The run.
+        run: Settings of the run.
         of: Sizes of rows on the ring.
         side: Side that is sent in backward.
     """

@@ -237,8 +237,8 @@ class TrainingStep:
     """Simulation of one training step of one pipeline stage.
 
     Args:
-        model: The model.
-        run: The run.
+        model: Shape of the model.
+        run: Settings of the run.
         stage: The pipeline stage.
         core_of: Function that returns the memory of core attention.
         every: Simulate all layers and keep all moments. False keeps the peak of each phase and

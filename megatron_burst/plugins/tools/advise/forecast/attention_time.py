@@ -120,8 +120,8 @@ def topology_of(cluster: Cluster, run: Settings) -> Topology:
     """Return the topology of the context-parallel ranks.
 
     Args:
-        cluster: The cluster.
-        run: The run.
+        cluster: Cluster of GPUs.
+        run: Settings of the run.
 
     Raises:
         ValueError: The context-parallel size is not a multiple of the ranks per node or of a group.
@@ -133,9 +133,9 @@ def ring_of(model: Model, cluster: Cluster, run: Settings, window: int = 0) -> R
     """Return the cache key of the rings of a run.
 
     Args:
-        model: The model.
-        cluster: The cluster.
-        run: The run.
+        model: Shape of the model.
+        cluster: Cluster of GPUs.
+        run: Settings of the run.
         window: Tokens that a query attends to (sliding window); 0 for full causal attention.
 
     Raises:
@@ -272,9 +272,9 @@ def attention_time(
     Forward of sparse attention includes the selection, without the indexer's loss.
 
     Args:
-        model: The model.
-        cluster: The cluster.
-        run: The run.
+        model: Shape of the model.
+        cluster: Cluster of GPUs.
+        run: Settings of the run.
         rings: `ring_passes`, or a cached version of it.
         window: Tokens that a query attends to (sliding window); 0 for full causal attention.
 

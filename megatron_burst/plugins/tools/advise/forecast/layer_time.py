@@ -219,7 +219,7 @@ def state_operations(scan: Mixer, rows: int) -> float:
 
 
 def memory_traffic(x: LayerSizes, scan: Mixer, rows: int) -> float:
-    """Return the bytes that forward reads and writes; about the same for each product of backward.
+    """Return the bytes that one pass over the rows reads and writes (for outputs, or for states).
 
     Counted are arguments, results, and the states of chunks, which are written and read.
     """
@@ -312,9 +312,9 @@ def layer_time(
     """Return the time of one layer.
 
     Args:
-        model: The model.
-        cluster: The cluster.
-        run: The run.
+        model: Shape of the model.
+        cluster: Cluster of GPUs.
+        run: Settings of the run.
         part: Layer from `parts_of`; None for the last layer.
         attention: Function that predicts the time of core attention; a search passes a cached one.
         states: Function that predicts the time in which ranks exchange states.

@@ -31,7 +31,7 @@ def ring_seconds(cluster: Cluster, size: int, stride: int, total: float) -> floa
     each rank sends it.
 
     Args:
-        cluster: The cluster.
+        cluster: Cluster of GPUs.
         size: Number of ranks of the group.
         stride: Difference between adjacent global ranks of the group.
         total: Bytes of the gathered tensor.
@@ -47,7 +47,7 @@ def all_to_all_seconds(cluster: Cluster, size: int, stride: int, sent: float) ->
     """Return the seconds of an all-to-all. Both link classes are used at the same time.
 
     Args:
-        cluster: The cluster.
+        cluster: Cluster of GPUs.
         size: Number of ranks of the group.
         stride: Difference between adjacent global ranks of the group.
         sent: Bytes that each rank sends to all ranks of the group, including itself.

@@ -49,8 +49,8 @@ def scan_seconds(
     heads: the input projection is sent to the ranks of the heads, and results are sent back.
 
     Args:
-        cluster: The cluster.
-        run: The run.
+        cluster: Cluster of GPUs.
+        run: Settings of the run.
         x: Sizes of the layer.
         timed: `scan_time`, or a cached version of it.
     """

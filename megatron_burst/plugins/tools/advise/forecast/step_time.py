@@ -50,8 +50,8 @@ def over_ranks(cluster: Cluster, run: Settings, dense: float, experts: float) ->
     """Return the seconds of one all-gather or reduce-scatter of all parameters of a rank.
 
     Args:
-        cluster: The cluster.
-        run: The run.
+        cluster: Cluster of GPUs.
+        run: Settings of the run.
         dense: Bytes of dense parameters, over data- and context-parallel ranks.
         experts: Bytes of expert parameters, over ranks with equal experts.
     """
@@ -69,8 +69,8 @@ def states_seconds(
     """Return seconds by part of gradient reduction and parameter gathers in one step.
 
     Args:
-        cluster: The cluster.
-        run: The run.
+        cluster: Cluster of GPUs.
+        run: Settings of the run.
         rank_parameters: Dense and expert parameters of a rank, from `memory.parameters`.
         hiding: Seconds of forward and backward of one micro-batch on this stage, which hide at most
             the fraction `Cluster.overlap` of transfers.
@@ -177,9 +177,9 @@ def step_time(
     """Return the time of one step of a run.
 
     Args:
-        model: The model.
-        cluster: The cluster.
-        run: The run.
+        model: Shape of the model.
+        cluster: Cluster of GPUs.
+        run: Settings of the run.
         attention: Function that predicts the time of core attention; a search passes a cached one.
         states: Function that predicts the time in which ranks exchange states of a layer.
         bound: Return a lower bound that also holds if layers are slower, so that another stage is
@@ -229,7 +229,7 @@ def model_operations(model: Model, seq: int) -> float:
     recurrence: a state is written and read once per token, and read twice with delta rules.
 
     Args:
-        model: The model.
+        model: Shape of the model.
         seq: Tokens of a sequence.
     """
     widths = model.heads * (model.head_dim + model.value_dim)

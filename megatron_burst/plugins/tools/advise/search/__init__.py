@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search for the settings of a run."""
+"""Search for the fastest settings of a run that fit into memory."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention settings of a run and their predicted time, cached for a search.
+"""Choice of attention settings and their predicted times, with caches for a search.
 
-This module decides nothing itself: `autotune.select` chooses, as it does for
-`--context-parallel-algo auto` in a run. So a run and the advice agree.
+The choice is made by `autotune.select`, as for `--context-parallel-algo auto` in training, so that
+both agree.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from ..settings import Settings
 from ..shapes.layer_kinds import CHUNKED, SOFTMAX, WINDOW
 from ..shapes.models import Model
 
-# Fields that the time of an attention call depends on.
+# Fields of `Settings` on which the time of an attention call depends.
 TIME_INPUTS = (
     "seq", "tp", "cp", "micro_batch", "sequence_chunks", "algorithm", "layout", "side", "wire",
     "intra", "ulysses", "placement", "inner", "head_chunks",
 )  # fmt: skip
 CHOICE_OUTPUTS = ("algorithm", "side", "head_chunks", "ulysses", "placement")
-# Fields that the choice without row chunks depends on.
+# Fields of `Settings` on which the choice without row chunks depends.
 _NO_INPUTS = *CHOICE_OUTPUTS, "sequence_chunks"
 CHOICE_INPUTS = tuple(name for name in TIME_INPUTS if name not in _NO_INPUTS)
-CACHED_GRIDS = 24  # grids with cached schedules; one number of ranks has fewer grids
-LARGEST_RING = 128  # ranks; larger rings are tried only if ranks cannot share heads
+CACHED_GRIDS = 24  # grids with cached schedules; a number of ranks has fewer grids than this
+LARGEST_RING = 128  # ranks of a ring; larger rings are tried only if no smaller ring is possible
 
 
 class AttentionForecast:
-    """The attention of one model on one cluster.
+    """Attention settings and times of one model on one cluster, cached.
 
     Args:
-        model: The model.
-        cluster: The cluster.
-        pinned: Fields of `Settings` that the user has fixed. Algorithm "hybrid" or "ulysses"
-            requires that ranks share heads.
+        model: Shape of the model.
+        cluster: Cluster of GPUs.
+        pinned: Fields of `Settings` that the user has fixed. With algorithm "hybrid" or "ulysses",
+            only grids in which ranks share heads are tried.
     """
 
     def __init__(self, model: Model, cluster: Cluster, pinned: Mapping[str, Any] | None = None):
@@ -72,7 +72,7 @@ class AttentionForecast:
 
     @cached_property
     def core_of(self) -> CoreOf:
-        """The memory of core attention, cached."""
+        """Cached function that returns the memory of core attention."""
         return cached_core_of()
 
     def on(self, cluster: Cluster) -> AttentionForecast:
@@ -93,7 +93,7 @@ class AttentionForecast:
         return step_time(self.model, self.cluster, run, self.at_least, self.states, True)
 
     def settled(self, run: Settings) -> Settings:
-        """Return the run with the fastest predicted attention settings, the same in all layers."""
+        """Return the run with the fastest predicted attention settings, equal in all layers."""
         if run.cp == 1:
             return run
         key = tuple(getattr(run, name) for name in CHOICE_INPUTS)
@@ -106,8 +106,8 @@ class AttentionForecast:
     def by_kind(self, run: Settings) -> Settings:
         """Return the run with the fastest predicted algorithm for each kind of layers.
 
-        `--context-parallel-algo auto` makes the same choice. All kinds share the run's side, head
-        chunks and groups. A pinned algorithm applies to all layers.
+        `--context-parallel-algo auto` makes the same choice. All kinds of layers use the run's
+        side, head chunks and groups. An algorithm in `pinned` applies to all layers.
         """
         kinds = [kind for kind in SOFTMAX if kind in self.model.kinds]
         pinned = self.pinned.get("algorithm", "auto") != "auto"
@@ -120,7 +120,7 @@ class AttentionForecast:
         return replace(run, **own) if any(own.values()) else run
 
     def _of_kind(self, run: Settings, kind: str) -> str | None:
-        """Return the fastest algorithm of a kind of layers, None if it is the run's algorithm."""
+        """Return the fastest algorithm for a kind of layers; None if it is the run's algorithm."""
         window = self.model.window_of(kind, run.seq)
         if kind not in self.model.kinds or not window:
             return None
@@ -136,7 +136,7 @@ class AttentionForecast:
         return None if own == ring_algorithm(run.algorithm) else own
 
     def _in_chunks(self, run: Settings) -> Settings:
-        """Return the run with the side that suits row chunks: keys are sent once per row chunk."""
+        """Return the run with the fastest side, given that keys are sent once per row chunk."""
         key = self._key(run)
         if key not in self._choices:
             sides = [self.pinned["side"]] if "side" in self.pinned else SIDES
@@ -156,7 +156,7 @@ class AttentionForecast:
         return self._times[key]
 
     def timed(self, run: Settings, window: int = 0) -> AttentionTime:
-        """Return the time of a run without the cache."""
+        """Compute the time of an attention call, without the cache."""
         return attention_time(self.model, self.cluster, run, rings=self.rings, window=window)
 
     def at_least(
@@ -164,7 +164,7 @@ class AttentionForecast:
     ) -> AttentionTime:
         """Return a lower bound of `time`.
 
-        Nothing is sent, all ranks compute equally much, and one kernel is launched.
+        It assumes no communication, perfect balance, and a single kernel launch.
         """
         alone = replace(run, cp=1, ulysses=1, algorithm="burst", head_chunks=1, sequence_chunks=1,
                         intra=1, inner=None, side="kv", layout="contiguous")  # fmt: skip
@@ -179,7 +179,7 @@ class AttentionForecast:
         return *(getattr(run, name) for name in TIME_INPUTS), run.keys_on_host
 
     def candidate(self, run: Settings) -> Candidate:
-        """Return the choice of `select.fastest` for this run's rows, heads and nodes."""
+        """Return the fastest candidate (`select.fastest`) for this run's rows, heads and nodes."""
         work = Workload(sizes_of(self.model, run), self.mask(run), self.layout(run))
         if (index := self.model.indexer) is not None:
             work = replace(work, attended=index.top_k, latent=True)
@@ -192,7 +192,7 @@ class AttentionForecast:
     ) -> GridSchedules:
         """Return the schedules of a workload on a grid.
 
-        The last ones are cached, because the next runs often have others of the same rows.
+        Recent schedules are cached, because successive runs often share them.
         """
         key, cached = (layout, workload.seq_len, topology, nodes), self._schedules
         schedules = cached.pop(key, None) or GridSchedules(workload, topology, nodes)
@@ -203,7 +203,7 @@ class AttentionForecast:
         return schedules
 
     def rates(self) -> Rates:
-        """Return the rates of a rank for this attention."""
+        """Return the compute and link rates of a rank."""
         return self.cluster.rank_rates()
 
     def mask(self, run: Settings) -> Mask:
@@ -224,9 +224,9 @@ class AttentionForecast:
         )
 
     def _grids(self, run: Settings, sizes: Sizes) -> list[Topology]:
-        """Return the grids that have the fixed groups.
+        """Return the grids of ranks that are compatible with the fixed settings.
 
-        Rings larger than `LARGEST_RING` are left out if there are others.
+        Rings larger than `LARGEST_RING` are excluded if there are smaller ones.
         """
         all_grids = grids(run.cp, self.cluster.cp_per_node(run.tp, run.cp), sizes)
         size = {"ulysses": run.cp}.get(self.pinned.get("algorithm", ""))
@@ -242,7 +242,9 @@ class AttentionForecast:
             and (grid.ulysses == 1 or placement in (None, grid.placement))
         ]
         if self.pinned.get("algorithm", "auto") not in ("auto", "ulysses") and size is None:
-            chosen = [grid for grid in chosen if grid.ulysses < max(2, run.cp)]  # a ring is left
+            chosen = [
+                grid for grid in chosen if grid.ulysses < max(2, run.cp)
+            ]  # a ring of several ranks remains
         if self.pinned.get("algorithm") == "hybrid" and size is None:
             chosen = [grid for grid in chosen if 1 < grid.ulysses < run.cp]
         parts = self.pinned.get("head_chunks", 1)

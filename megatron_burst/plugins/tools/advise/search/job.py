@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run as a script for Slurm's sbatch: `advise --sbatch`.
+"""Script for Slurm's sbatch that trains with the settings of a run (`advise --sbatch`).
 
-The scripts of examples/slurm/ also contain `LAUNCH` and `DIRECTIVES`; a test compares them.
+The scripts in examples/slurm/ contain copies of `LAUNCH` and `DIRECTIVES`; a test compares them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..shapes.model import Model
 from .model_flags import lacking, script_of
 from .pasted import DOCUMENTS, flags_of, left_to_the_user
 
-CPUS = 8  # per GPU: two threads of Python, NCCL's, and workers of the data loader
+CPUS = 8  # CPUs per GPU: two Python threads, NCCL's threads, and workers of the data loader
 START = 30 * 60  # seconds to start a job, run the doctor, build the model and save
 SAVE = 10 * 60  # seconds that Megatron-LM has to save before the time limit
 BETWEEN = 30 * 60  # seconds between checkpoints
@@ -30,7 +30,7 @@ DIRECTIVES = """\
 set -euo pipefail
 """
 
-# Needs GPUS, the number per node.
+# Requires the shell variable GPUS, the number of GPUs per node.
 LAUNCH = """\
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export GPUS RENDEZVOUS="${hosts[0]}:${PORT:-29500}"
@@ -92,19 +92,19 @@ def job_of(
     model: Model, run: Settings, nodes: int, per_node: int, summary: str, cut: str,
     step: tuple[float, float], train_iters: int | None = None,
 ) -> str:  # fmt: skip
-    """Return a script for sbatch that runs `flags_of`.
+    """Return a script for sbatch that trains with `flags_of(model, run, cut)`.
 
     Arguments of the script are passed on as further flags.
 
     Args:
-        model: The model.
+        model: Shape of the model.
         run: The settings of the run.
         nodes: Nodes of the job.
         per_node: GPUs of each node.
         summary: Description of the job in one line.
-        cut: The layout of packs, "" without them.
-        step: Seconds of a step: the forecast, and the upper end of its range.
-        train_iters: Steps of the whole run; None leaves the time limit to the user.
+        cut: Layout of packed documents; "" without packed documents.
+        step: Predicted seconds of a step, and the upper end of the range of the prediction.
+        train_iters: Training steps, for the time limit; None to let the user set the time limit.
     """
     included = ["checkpoints"] + ["--train-iters"] * (train_iters is not None)
     missing = [left_to_the_user(model, included), *lacking(model)]
@@ -138,14 +138,14 @@ def job_of(
 
 
 def job_name(model: str) -> str:
-    """Return the name of a job and of its folder: the last part of a model's name or path."""
+    """Return the name of a job and of its checkpoint folder, from a model's name or path."""
     path = PurePath(model)
     last = path.parent.name if path.name == "config.json" else path.name
     return re.sub(r"[^\w.-]+", "-", last, flags=re.ASCII).strip("-.") or "burst"
 
 
 def _time(longest: float, train_iters: int | None) -> Iterator[str]:
-    """Yield the lines of the time limit. `longest` is the upper limit of the seconds of a step."""
+    """Yield the lines on the time limit; `longest` is the maximum seconds of a step."""
     if train_iters is None:
         yield f"# SET_ME: the number of steps x {duration(longest)}, the upper end of the forecast,"
         yield f"# and {duration(START)} to start and save. sbatch refuses the file until it is set."

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The longest sequence that any run of a search can train.
+"""Search for the longest sequence that fits into memory.
 
-`mb.advise(seq="longest")` and `memory --longest` use it. For every way to divide the GPUs into
-groups, the runs that need the least memory are tried, whatever their time, with the attention
-settings that `auto` would choose at such a length. The search then finds the fastest run of that
+`mb.advise(seq="longest")` and `memory --longest` use it. For each choice of parallel sizes, the
+settings with the least memory are tried, regardless of their speed. Attention settings are the ones
+that `auto` would choose at this length. `advise` then searches the fastest settings for this
 length.
 """
 
@@ -29,21 +29,21 @@ from .search_space import (
     options_of,
 )
 
-EVEN = 1 << 15  # rows of a rank; all sizes of groups divide this number
-NEAR = 0.6  # minimum length relative to the longest run with other attention settings
-FULL = 64  # micro-batches that keep every stage of a pipeline busy
+EVEN = 1 << 15  # rows of a rank that all sizes of groups divide
+NEAR = 0.6  # minimum length to try with chosen attention settings, relative to the first result
+FULL = 64  # micro-batches of a step that keep all pipeline stages busy
 GRANULE = 1 << 15  # tokens; sequences are multiples of this and of 2 x cp
 
 
 @dataclass(frozen=True)
 class Longest:
-    """The longest sequence of a run on a cluster.
+    """Longest sequence that a run can train on a cluster.
 
     Attributes:
-        run: The run at that length.
-        account: Its memory.
-        left: The unused memory.
-        binds: The memory that the next longer sequence exceeds.
+        run: Settings with `seq` set to the longest length.
+        account: Memory account at this length.
+        left: Unused memory at this length.
+        binds: Description of the memory that the next longer sequence would exceed.
     """
 
     run: Settings
@@ -55,13 +55,13 @@ class Longest:
 def longest_of(
     model: Model, cluster: Cluster, run: Settings, core_of: CoreOf | None = None
 ) -> Longest:
-    """Return the longest sequence of a run.
+    """Return the longest sequence that fits into memory with the settings of a run.
 
     Args:
-        model: The model.
-        cluster: The cluster.
-        run: The run. Its own length is ignored.
-        core_of: Returns the memory of core attention, from a cache of the caller.
+        model: Shape of the model.
+        cluster: Cluster of GPUs.
+        run: The run. `seq` is ignored.
+        core_of: Function that returns the memory of core attention, such as a cached one.
 
     Raises:
         ValueError: Not even the shortest length fits; the message names a remedy.
@@ -92,8 +92,8 @@ def best(
     """Return the run with the longest sequence; runs that do not fit are skipped.
 
     Args:
-        model: The model.
-        cluster: The cluster.
+        model: Shape of the model.
+        cluster: Cluster of GPUs.
         runs: The runs.
         core_of: Same as in `longest_of`.
 
@@ -117,7 +117,7 @@ def best(
                 candidate = longest_of(model, cluster, run, core_of)
                 if longest is None or candidate.run.seq > longest.run.seq:
                     longest = candidate
-        except ValueError as error:  # no such run
+        except ValueError as error:  # a run with impossible settings
             refused = error
     if longest is None and last is not None:
         return longest_of(model, cluster, last, core_of)
@@ -127,13 +127,13 @@ def best(
 
 
 def _unit(run: Settings) -> int:
-    """Return the unit of the lengths of a run."""
+    """Return the number of tokens of which the lengths to try are multiples."""
     even = evenly(run)
     return even * -(-GRANULE // even)
 
 
 def evenly(run: Settings) -> int:
-    """Return the shortest length that ranks, chunks and tiles of rows divide evenly."""
+    """Return the tokens of which sequences are multiples, so that ranks and chunks are equal."""
     return 2 * run.cp * run.tp * math.lcm(run.sequence_chunks, run.mlp_tiles)
 
 
@@ -141,17 +141,17 @@ def layouts_of(
     model: Model, cluster: Cluster, run: Settings, ep: int | None = None,
     documents: tuple[int, ...] = (),
 ) -> list[Settings]:  # fmt: skip
-    """Return the run with every tensor-parallel size, all other ranks context-parallel.
+    """Return the run with each possible tensor-parallel size; other ranks are context-parallel.
 
     Args:
-        model: The model.
-        cluster: The cluster.
-        run: The run, whose stages, virtual stages and micro-batch stay.
-        ep: Expert-parallel size; None: the largest that divides ranks and experts.
-        documents: Same as in `TrainingGoal`.
+        model: Shape of the model.
+        cluster: Cluster of GPUs.
+        run: Settings; stages, virtual stages and micro-batch size are kept.
+        ep: Expert-parallel size; None for the largest that divides ranks and experts.
+        documents: See `TrainingGoal.documents`.
 
     Raises:
-        ValueError: If there is no such size.
+        ValueError: No tensor-parallel size is possible.
     """
     ends = {name: size for name in ENDS if (size := getattr(run, name)) is not None}
     fixed = {"pp": run.pp, "vpp": run.vpp, "micro_batch": run.micro_batch, "dp": 1, **ends}
@@ -180,20 +180,21 @@ def longest(
     model: Model, cluster: Cluster, want: TrainingGoal, attention: AttentionForecast,
     micro_batches: int | None = None,
 ) -> Longest:  # fmt: skip
-    """Return the run with the longest sequence, at that length.
+    """Return the longest sequence over all choices of parallel sizes.
 
     Args:
-        model: The model.
-        cluster: The cluster.
-        want: The goal. Its length is ignored.
-        attention: The attention forecast.
-        micro_batches: Micro-batches of a step; None: enough to keep every stage of a pipeline busy.
+        model: Shape of the model.
+        cluster: Cluster of GPUs.
+        want: Goal of the search; `seq` is ignored.
+        attention: Forecast of attention for the model and the cluster.
+        micro_batches: Micro-batches of a step; None for enough to keep all pipeline stages busy.
 
     Raises:
         ValueError: The fixed settings contradict each other, or not even a short sequence fits.
     """
     check_fixed(want)
-    # Data-parallel ranks share no sequence, so one rank is tried first.
+    # Data-parallel ranks do not shorten sequences per rank, so a data-parallel size of 1 is tried
+    # first.
     for dp in ({"dp": 1}, {}):
         goal = replace(
             want, seq=EVEN * cluster.gpus, sequences=FULL * cluster.gpus,
@@ -214,23 +215,23 @@ def longest(
         check(model, groups[0])
     core_of = attention.core_of
     first = best(model, cluster, runs, core_of)
-    # The fastest attention settings depend on the length, and their memory limits the length.
+    # The fastest attention settings depend on the length, and the length depends on their memory.
     near = [_at(run, first.run.seq * NEAR) for run in runs]
     hopeful = (run for run in near if fit(account(model, run, False, core_of), cluster).fits)
     return best(model, cluster, map(attention.settled, hopeful), core_of)
 
 
 def _at(run: Settings, seq: float) -> Settings:
-    """Return the run at about this length, which its ranks, chunks and tiles divide."""
+    """Return the run with `seq` rounded down to a multiple of `evenly`."""
     step = evenly(run)
     return replace(run, seq=max(1, int(seq) // step) * step)
 
 
 def _smallest(groups: Settings, goal: TrainingGoal) -> Iterator[Settings]:
-    """Yield runs that recompute everything unless a setting is fixed.
+    """Yield the settings with the least memory for these groups.
 
-    Runs in row chunks with most on the host come first. Stores 0 and 0.5 are tried, because the
-    layout of a partial store may need less memory.
+    Row chunks with the largest offload come first. Attention stores of 0 and 0.5 are tried, because
+    the layout of a partial store may need less memory.
     """
     for chunked in (True, False):
         yield from options_of(groups, goal, chunked, STORES[:0:-1], (1.0, 0.5, 0.0))

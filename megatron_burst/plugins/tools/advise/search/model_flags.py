@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model as flags of Megatron-LM, and its properties without a flag.
+"""Flags of Megatron-LM that build a model, and properties without a flag.
 
-This module decides which script builds a model and which flags describe its shape.
-`tools.model_arguments` reads these flags, and tests compare.
+This module decides which script of Megatron-LM builds a model, with which flags.
+`tools.model_arguments` parses these flags; tests check the round trip.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from itertools import groupby
 from ..shapes.layer_kinds import MIXER
 from ..shapes.model import Family, Model
 
-HYBRID = "M*-"  # letters of layers with one half, as in Megatron's HybridModel
-# Megatron's own stack, which the script of a checkout requires.
+HYBRID = "M*-"  # letters of `Model.pattern` for layers with one half, as in Megatron's HybridModel
+# Spec of Megatron's hybrid stack, which the script requires.
 STACK = "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"
 DELTA_NET, MAMBA = "gated delta net", "Mamba-2"  # mixers of Megatron
-MAMBA_TAPS = 4  # rows of Megatron's short convolution, which no flag sets
+MAMBA_TAPS = 4  # width of Megatron's short convolution, which no flag sets
 
 
 def is_hybrid(model: Model) -> bool:
-    """Return whether Megatron builds the model as a HybridModel, from a pattern of layers."""
+    """Return whether the model is a Megatron HybridModel, which is built from a layer pattern."""
     return bool(set(model.letters) & set(HYBRID)) or _mamba_blocks(model)
 
 
@@ -32,13 +32,13 @@ def script_of(model: Model) -> str:
 
 
 def model_flags(model: Model, stages: int = 1) -> Iterator[str]:
-    """Yield the flags of the model's shape, quoted for a shell.
+    """Yield the flags for the model's shape, quoted for a shell.
 
     Each entry is one flag, or a few flags that belong together.
 
     Args:
-        model: The model.
-        stages: Parts of a hybrid pattern, one per pipeline stage.
+        model: Shape of the model.
+        stages: Number of stages that a hybrid pattern marks.
     """
     family = model.family or Family()
     hybrid, experts = is_hybrid(model), bool(model.experts)
@@ -95,7 +95,7 @@ def _latent(model: Model) -> Iterator[str]:
 
 
 def _layer_kinds(model: Model) -> Iterator[str]:
-    """Yield flags of windows, or of layers of linear attention, of a GPT."""
+    """Yield flags for sliding windows or linear-attention layers of a GPT."""
     if model.windows and not model.mixers:
         yield f"--window-size {model.window - 1},0"
         if model.windows < model.layers:
@@ -120,12 +120,12 @@ def _delta_net(model: Model) -> Iterator[str]:
 
 
 def hybrid_flags(model: Model, stages: int = 1) -> Iterator[str]:
-    """Yield flags of the layers of a HybridModel and of the sizes of its mixers.
+    """Yield flags for the layer pattern of a HybridModel and the sizes of mixers.
 
     Args:
-        model: The model.
-        stages: Pipeline stages. The pattern marks them, because Megatron accepts no flag for them
-            together with a pattern.
+        model: Shape of the model.
+        stages: Number of pipeline stages, which the pattern marks. Megatron accepts no flag for
+            stages together with a pattern.
     """
     per_stage = model.layers // stages
     signs = [_signs(model, index) for index in range(model.layers)]
@@ -141,7 +141,7 @@ def hybrid_flags(model: Model, stages: int = 1) -> Iterator[str]:
 
 
 def _signs(model: Model, index: int) -> str:
-    """Return Megatron's letters of a layer, one per half."""
+    """Return Megatron's pattern letters for a layer, one per half."""
     attention, mlp, sparse, _ = model.parts[index]
     first = ""
     if attention == MIXER:
@@ -162,9 +162,9 @@ def _experts(model: Model, hybrid: bool) -> Iterator[str]:
 
 
 def frequency(layers: Sequence[bool]) -> str:
-    """Return the layers with a window or linear attention in Megatron's notation.
+    """Return a layer selection (true entries) in Megatron's notation for layer frequencies.
 
-    It is N if all layers but each Nth have it, otherwise a quoted list of ones and zeros.
+    "N" if all layers except every Nth are selected, otherwise a quoted list of ones and zeros.
     """
     for every in range(2, len(layers) + 1):
         if all(has == bool((i + 1) % every) for i, has in enumerate(layers)):
@@ -173,13 +173,13 @@ def frequency(layers: Sequence[bool]) -> str:
 
 
 def layer_list(layers: Sequence[bool]) -> str:
-    """Return a list of ones and zeros, one per layer, as an expression quoted for a shell."""
+    """Return the layers as a Python list of ones and zeros, quoted for a shell."""
     runs = [(int(has), len([*run])) for has, run in groupby(layers)]
     return shlex.quote("(" + "+".join(f"[{has}]*{count}" for has, count in runs) + ")")
 
 
 def lacking(model: Model) -> list[str]:
-    """Return a sentence for each property of the model without a flag of Megatron-LM."""
+    """Return sentences on properties of the model for which Megatron-LM has no flag."""
     sentences, mixer = [], _name(model)
     for words in model.family.lacking if model.family is not None else ():
         sentences.append(f"Megatron-LM has no flag for {words}.")
@@ -215,12 +215,12 @@ def lacking(model: Model) -> list[str]:
 
 
 def carries_state(model: Model) -> bool:
-    """Return whether the flags build layers that carry a state from row to row."""
+    """Return whether the flags build linear-attention layers, which carry a state."""
     return bool(model.mixers) and _name(model) in (DELTA_NET, MAMBA)
 
 
 def _mamba_blocks(model: Model) -> bool:
-    """Return whether the model has Mamba-2 layers, which a GPT cannot have."""
+    """Return whether the model has Mamba-2 layers, which require a HybridModel."""
     return bool(model.mixers) and _name(model) == MAMBA
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed documents for the advice: their lengths, and the time of attention to them.
+"""Packed documents in the forecast: lengths of documents, and time of attention.
 
-A pack holds as many tokens as a sequence. All packs of a step count as the one that is timed.
-`--burst-pack documents` makes packs equal, as far as the documents allow.
+A pack has as many tokens as a sequence. The forecast assumes that all packs of a step are equal;
+`--burst-pack documents` approximates this.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ SHORTEST = 16  # minimum tokens of a random document
 
 
 class LogNormalLengths(NamedTuple):
-    """Log-normal lengths of documents.
+    """Log-normal distribution of document lengths.
 
     Attributes:
         median: Median in tokens.
         sigma: Standard deviation of the logarithm.
-        most: Upper limit in tokens.
+        most: Maximum length in tokens.
     """
 
     median: int
@@ -57,7 +57,7 @@ class LogNormalLengths(NamedTuple):
     most: int
 
 
-# Lengths of the forecast of packed documents (docs/concepts/packing.md).
+# Distributions of lengths by name (docs/concepts/packing.md).
 NAMED: Mapping[str, LogNormalLengths] = {
     "1k-to-32k": LogNormalLengths(1 << 10, 1.0, 1 << 15),
     "2k-to-512k": LogNormalLengths(1 << 11, 1.8, 1 << 19),
@@ -70,12 +70,12 @@ def lengths_of(stated: str | Sequence[int], seq: int) -> tuple[int, ...]:
     """Return the lengths of the documents of one pack; the last one is cut off.
 
     Args:
-        stated: A name of `NAMED`, lengths such as "8K,32K,128K", or a file with lengths. Lengths
-            repeat in this order until the pack is full.
+        stated: Key of `NAMED`, lengths such as "8K,32K,128K", or the path of a file with lengths.
+            Lengths are repeated in this order until the pack is full.
         seq: Tokens of a pack.
 
     Raises:
-        ValueError: There is no length, or one exceeds `seq`.
+        ValueError: `stated` contains no length, or a length exceeds `seq`.
     """
     if isinstance(stated, str) and stated in NAMED:
         kind, random = NAMED[stated], np.random.default_rng(0)
@@ -106,15 +106,15 @@ def lengths_of(stated: str | Sequence[int], seq: int) -> tuple[int, ...]:
 
 
 def packed_pins(pinned: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fixed settings of runs with packs: one pack per micro-batch, no row chunks.
+    """Return the fixed settings with those for packs added: one pack per micro-batch, no chunks.
 
-    The layout is left out; it belongs to the forecast.
+    `layout` is removed, because it is an attribute of the forecast (`cut`).
 
     Args:
         pinned: The settings that the user has fixed.
 
     Raises:
-        ValueError: A setting is impossible with packs.
+        ValueError: A fixed setting is not supported with packs.
     """
     cut_of(pinned)
     if pinned.get("sequence_chunks", 1) != 1:
@@ -132,13 +132,13 @@ def packed_pins(pinned: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cut_of(pinned: Mapping[str, Any]) -> Cut:
-    """Return the layout of packs.
+    """Return the layout of packs from the fixed settings.
 
     Args:
         pinned: The settings that the user has fixed.
 
     Raises:
-        ValueError: Packs with this layout are not timed.
+        ValueError: The forecast does not support packs with this layout.
     """
     layout = pinned.get("layout", "balanced")
     if layout not in get_args(Cut):
@@ -161,15 +161,15 @@ def _words(stated: str) -> list[str]:
 
 
 class PackedForecast(AttentionForecast):
-    """The attention of packs of documents on one cluster.
+    """Attention settings and times for packed documents of one model on one cluster.
 
     Args:
-        model: The model.
-        cluster: The cluster.
+        model: Shape of the model.
+        cluster: Cluster of GPUs.
         pinned: Fields of `Settings` that the user has fixed.
         lengths: Lengths of the documents of a pack in tokens.
-        cut: Layout over several ranks. Zigzag cuts every document, as Megatron does, and pads it to
-            a multiple of 2 x CP.
+        cut: Layout over several ranks. "zigzag" cuts every document, as Megatron does, and pads
+            each to a multiple of 2 x CP.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class PackedForecast(AttentionForecast):
         self._buffers: dict[Any, tuple[HeldBuffers, HeldBuffers]] = {}
 
     def step(self, run: Settings) -> StepTime:
-        """Return the time of a step of a run. Its tokens and MFU exclude padding."""
+        """Return the time of a step of a run. Tokens and MFU exclude padding."""
         time, tokens = super().step(run), sum(self.lengths)
         share = model_operations(self.model, round(self.effective)) / model_operations(
             self.model, run.seq
@@ -197,14 +197,14 @@ class PackedForecast(AttentionForecast):
         )
 
     def account_of(self, run: Settings, every: bool = False) -> Account:
-        """Return the account of a run of these packs, with the padding of its ranks.
+        """Return the memory account of a run with these packs, including padding.
 
         Args:
-            run: The run.
-            every: Same as in `account`.
+            run: Settings of the run.
+            every: See `account`.
 
         Raises:
-            ValueError: The run cannot have packs.
+            ValueError: The settings do not support packs.
         """
         packed_pins({"sequence_chunks": run.sequence_chunks, "micro_batch": run.micro_batch})
         documents = self.lengths if self.cut == "zigzag" else ()
@@ -213,7 +213,7 @@ class PackedForecast(AttentionForecast):
 
     @cached_property
     def core_of(self) -> CoreOf:
-        """The memory of core attention, which depends on the mask of these documents."""
+        """Function that returns the memory of core attention for these documents."""
         return self._core_of
 
     def _core_of(self, x: LayerSizes, run: Settings, window: int = 0) -> Core:
@@ -224,7 +224,7 @@ class PackedForecast(AttentionForecast):
         side: str, wire: bool, packed: bool, joined: bool | None, _before: int | None,
         _host: bool,
     ) -> tuple[HeldBuffers, HeldBuffers]:  # fmt: skip
-        """Return `ring_held` of the rank that needs the most memory; all ranks differ."""
+        """Return ring buffers like `ring_held`, for the mask and layout of these documents."""
         key = (run.tp, run.cp, run.ulysses, run.placement, window, algorithm, side, wire, packed)
         if key not in self._buffers:
             topology, sizes = topology_of(self.cluster, run), sizes_of(self.model, run)
@@ -245,9 +245,9 @@ class PackedForecast(AttentionForecast):
     def at_least(
         self, model: Model, cluster: Cluster, run: Settings, window: int = 0
     ) -> AttentionTime:
-        """Return a lower bound of `time`, with padding of the pack only.
+        """Return a lower bound of `time`; padding of documents is not counted.
 
-        Settings that are fixed for several ranks do not apply to the one rank of the bound.
+        The bound is computed for one rank, to which fixed settings for several ranks do not apply.
         """
         if not self.pinned:
             return super().at_least(model, cluster, run, window=window)
@@ -255,21 +255,21 @@ class PackedForecast(AttentionForecast):
 
     @cached_property
     def _free(self) -> PackedForecast:
-        """The same forecast without fixed settings."""
+        """Forecast for the same documents without fixed settings."""
         return PackedForecast(self.model, self.cluster, None, self.lengths, self.cut)
 
     @property
     def effective(self) -> float:
-        """The length of a sequence with the same average number of keys per query, in tokens."""
+        """Length in tokens of one sequence with the same average number of keys per query."""
         lengths = np.array(self.lengths, dtype=float)
         return float((lengths**2).sum() / lengths.sum())
 
     def rates(self) -> Rates:
-        """Return the rates of a rank for attention to documents."""
+        """Return the compute and link rates of a rank for packed documents."""
         return self.cluster.rank_rates(documents=True)
 
     def bounds(self, run: Settings) -> np.ndarray:
-        """Return the bounds of documents with their padding, starting with 0.
+        """Return the cumulative lengths of padded documents, starting with 0.
 
         Padding of the pack counts as one more document.
         """
@@ -281,12 +281,12 @@ class PackedForecast(AttentionForecast):
         return np.concatenate([[0], np.cumsum(lengths)])
 
     def mask(self, run: Settings) -> Mask:
-        """Return the mask: causal within documents."""
+        """Return the mask, causal within documents."""
         bounds = self.bounds(run)
         return Documents(bounds, range(len(self.lengths), len(bounds) - 1)) & Causal()
 
     def layout(self, run: Settings) -> Layout:
-        """Return the layout over the ranks and nodes of the run."""
+        """Return the layout of a pack over the ranks and nodes of the run."""
         if run.cp == 1:
             return make("contiguous", cp_size=1)
         if self.cut == "zigzag":
@@ -299,11 +299,11 @@ class PackedForecast(AttentionForecast):
         return self._layouts[key]
 
     def by_kind(self, run: Settings) -> Settings:
-        """Return the run unchanged: all algorithms have the same estimate for window layers."""
+        """Return the run unchanged; estimates for windows do not depend on the algorithm."""
         return run
 
     def timed(self, run: Settings, window: int = 0) -> AttentionTime:
-        """Return the time of the chosen candidate, or an estimate from it for a window."""
+        """Compute the time of an attention call; for a window, estimate it from full attention."""
         if window:
             return windowed(self.time(self.model, self.cluster, run), window, round(self.effective))
         taken = self.candidate(run)
@@ -317,13 +317,13 @@ class PackedForecast(AttentionForecast):
 
 
 def windowed(core: AttentionTime, window: int, seq: int) -> AttentionTime:
-    """Return the estimated time of a layer with a window.
+    """Estimate the time of sliding-window attention from the time of full attention.
 
-    The estimate scales the time of full attention by visible pairs. It ignores the imbalance of the
-    layout and the keys that are no longer sent.
+    The estimate is proportional to the number of visible pairs. It ignores imbalance between ranks,
+    and keys that need not be sent.
 
     Args:
-        core: The time of full attention.
+        core: Time of full attention.
         window: Tokens that a query attends to.
         seq: Tokens of the sequence.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run as flags to paste: Megatron-LM's flags and ours.
+"""Settings of a run as command-line flags of Megatron-LM and of this package.
 
-This module decides which flags express `Settings`; `model_flags` decides it for the model.
-`tools.model_arguments` reads the flags, and tests compare.
+This module converts `Settings` to flags; `model_flags` converts the model. `tools.model_arguments`
+parses the flags; tests check the round trip.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from .model_flags import (
 
 
 def flags_of(model: Model, run: Settings, cut: str = "") -> list[str]:
-    """Return the flags of `script_of(model)` under `megatron-burst pretrain`, quoted for a shell.
+    """Return all flags for `megatron-burst pretrain SCRIPT`, quoted for a shell.
 
-    Each entry is one flag with its values. `model_flags.lacking` names the properties of the model
-    that have no flag.
+    SCRIPT is `script_of(model)`. Each entry is one flag with its values. `model_flags.lacking`
+    lists properties of the model that have no flag.
     """
     return [*model_flags(model, run.pp * run.vpp), *_beside(model, run, cut)]
 
 
 def run_flags(model: Model, run: Settings, cut: str = "") -> list[str]:
-    """Return the flags without the model: lengths, groups, batches, memory, and our flags.
+    """Return the flags that do not describe the model: lengths, groups, batches, memory, ours.
 
-    The pattern of a hybrid model is included if it marks stages of the pipeline.
+    The layer pattern of a hybrid model is included if it marks pipeline stages.
     """
     stages = run.pp * run.vpp
     marked = list(hybrid_flags(model, stages))[:1] if is_hybrid(model) and stages > 1 else []
@@ -43,15 +43,15 @@ def run_flags(model: Model, run: Settings, cut: str = "") -> list[str]:
 
 
 def _beside(model: Model, run: Settings, cut: str) -> list[str]:
-    token_loss = ["--calculate-per-token-loss"] * bool(cut)  # ranks hold unequal numbers of tokens
-    # Fused rope assumes its own layout of rows for latent attention and for documents.
+    token_loss = ["--calculate-per-token-loss"] * bool(cut)  # ranks have unequal numbers of tokens
+    # For latent attention and for documents, fused rope assumes Megatron's layout of rows.
     unfused_rope = ["--no-rope-fusion"] * (model.latent is not None or cut != "")
     groups = group_flags(model, run)
     own_flags = burst_flags(run, cut, carries_state(model))
     return [*groups, *training_flags(run), *unfused_rope, *token_loss, *own_flags]
 
 
-# Further needs of packs by their layout.
+# Layout of packs -> what the user must add.
 DOCUMENTS = {
     "balanced": "and a data loader that marks the ends of documents: --sft or "
     "--dataloader-inter-document-masking",
@@ -61,7 +61,7 @@ DOCUMENTS = {
 
 
 def left_to_the_user(model: Model, included: Sequence[str] = ()) -> str:
-    """Return what the flags leave out, in words, without what a script adds to them."""
+    """Return a sentence on flags that the user must add, except `included`."""
     names = ["data", "tokenizer", "learning rate", "--train-iters", "checkpoints"]
     names = [name for name in names if name not in included]
     if model.family is None:
@@ -72,9 +72,9 @@ def left_to_the_user(model: Model, included: Sequence[str] = ()) -> str:
 
 
 def group_flags(model: Model, run: Settings) -> Iterator[str]:
-    """Yield flags of lengths, groups and batches.
+    """Yield flags for sequence length, parallel sizes and batch sizes.
 
-    The pattern of a hybrid model marks its virtual stages.
+    Virtual stages of a hybrid model have no flag, because the layer pattern marks them.
     """
     yield f"--seq-length {run.seq} --max-position-embeddings {run.seq}"
     sequence = " --sequence-parallel" if run.tp > 1 else ""
@@ -95,10 +95,10 @@ def group_flags(model: Model, run: Settings) -> Iterator[str]:
 
 
 def _expert_groups(model: Model, run: Settings) -> Iterator[str]:
-    """Yield flags of expert-parallel ranks.
+    """Yield flags for expert parallelism.
 
-    Tensor-parallel ranks cannot split experts with biases. Whole experts are then divided among
-    both kinds of ranks, each of which holds as much as is counted.
+    Megatron cannot split experts with biases over tensor-parallel ranks. Such experts are then
+    distributed over tensor- and expert-parallel ranks together, with the same memory per rank.
     """
     biases = model.family.biases if model.family is not None else model.sinks
     ep = run.ep
@@ -110,7 +110,7 @@ def _expert_groups(model: Model, run: Settings) -> Iterator[str]:
 
 
 def training_flags(run: Settings) -> Iterator[str]:
-    """Yield flags of Megatron's own recomputation, sharding and offloading."""
+    """Yield flags for Megatron's own precision, recomputation, sharding and offloading."""
     yield "--bf16 --attention-dropout 0 --hidden-dropout 0"
     yield "--no-create-attention-mask-in-dataloader"
     if run.path == "cpu":
@@ -130,24 +130,25 @@ def training_flags(run: Settings) -> Iterator[str]:
 
 
 def burst_flags(run: Settings, cut: str = "", carries: bool = False) -> list[str]:
-    """Return our own flags."""
+    """Return the flags of this package."""
     return [f"{flag_of(name)} {value}" for name, value in choices(run, cut, carries).items()]
 
 
 def choices(run: Settings, cut: str = "", carries: bool = False) -> dict[str, Any]:
-    """Return the fields of `BurstConfig` that differ from their defaults, and a few others.
+    """Return fields of `BurstConfig` to set, by name: all that differ from the defaults.
 
-    The algorithm, head chunks, and the linear algorithm of a model with states are always included.
+    Always included are the algorithm, head chunks, and with `carries` the algorithm of linear
+    attention.
 
     Args:
-        run: The run.
-        cut: The layout of packs, "" without packs.
-        carries: The model has layers that carry a state.
+        run: Settings of the run.
+        cut: Layout of packed documents; "" without packed documents.
+        carries: Whether the model has linear-attention layers.
     """
     parallel = run.cp > 1
     fields: dict[str, Any] = {
         "algorithm": ("auto" if run.by_kind else run.algorithm) if parallel else "megatron",
-        # A cluster file may have words for the kernel.
+        # A cluster file may contain a description instead of the name of a kernel.
         "kernel": run.kernel if parallel and run.kernel in KERNELS else "auto",
         "layout": run.layout if parallel and not cut else FIELDS["layout"].default,
         "side": run.side if parallel else "auto",

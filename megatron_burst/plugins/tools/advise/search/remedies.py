@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes that make a run fit into memory.
+"""Changes of settings that make a run fit into memory, for error messages.
 
-A change costs no GPU and little time, or it needs more GPUs. Single changes are tried first, then
-several together. The groups of more GPUs are from `search_space.groups_of`.
+Changes on the same GPUs that cost little time are tried first: single ones, then several together.
+Then more GPUs are tried, with parallel sizes from `search_space.groups_of`.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from ..shapes.model import Model
 from .search_space import TrainingGoal, groups_of
 
 MOST = 3  # maximum of changes in a message
-DOUBLINGS = 6  # maximum, of the number of GPUs
-TRIALS = 12  # groups that are tried per number of GPUs, those with the fewest changes
-BUSY = 64  # micro-batches per GPU; all numbers of data-parallel ranks divide their sum
-IMPLIED = ("cp", "intra")  # fields that depend on the others
+DOUBLINGS = 6  # maximum number of times that the number of GPUs is doubled
+TRIALS = 12  # parallel sizes to try per number of GPUs, with the fewest changes first
+BUSY = 64  # micro-batches per GPU; the total is divisible by all data-parallel sizes
+IMPLIED = ("cp", "intra")  # fields that follow from other fields
 LARGEST = 1024  # context-parallel ranks; schedules of more ranks take minutes
-AccountOf = Callable[[Settings], Account]  # returns the account of a run
+AccountOf = Callable[[Settings], Account]  # from the settings of a run to its memory account
 
 
 class Remedy(NamedTuple):
-    """A change of a run.
+    """Change of settings that makes a run fit.
 
     Attributes:
-        run: The run after the change.
-        fields: The fields that the user has to change, with their values.
-        gpus: Number of GPUs if the change needs more.
+        run: Settings after the change.
+        fields: Fields of `Settings` that the user must change -> new values.
+        gpus: Required number of GPUs; None if unchanged.
     """
 
     run: Settings
@@ -43,7 +43,7 @@ class Remedy(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The flags to add, and the number of GPUs."""
+        """Text with the flags to add, and the number of GPUs."""
         flags = " ".join(map(flag_text, self.fields, self.fields.values()))
         if not self.gpus:
             return flags
@@ -51,7 +51,7 @@ class Remedy(NamedTuple):
 
 
 def flag_text(name: str, value: Any) -> str:
-    """Return a field of `Settings` as its flag with a value; None means without the flag."""
+    """Return the flag of a field with a value, or for None the text "without" and the flag."""
     if value is True:
         return flag_of(name)
     if value is None:
@@ -65,10 +65,11 @@ def changes(
     """Return single changes that make a run fit, the cheapest first.
 
     Args:
-        model: The model.
-        cluster: The cluster that the run does not fit.
-        run: The run.
-        account_of: Returns the account of a run of packed documents; None: sequences.
+        model: Shape of the model.
+        cluster: Cluster whose memory the run exceeds.
+        run: Settings of the run.
+        account_of: Function that returns the memory account of a run with packed documents; None
+            without packed documents.
     """
     steps = list(_steps(run, chunks=account_of is None and run.cp > 1))
     core_of = cached_core_of()
@@ -92,14 +93,15 @@ def changes(
 def does_not_fit(
     rank_account: Account, cluster: Cluster, account_of: AccountOf | None = None
 ) -> str:
-    """Return the error message of a run that does not fit.
+    """Return the error message for a run that does not fit.
 
-    It states the needed memory, the available memory and changes that make the run fit.
+    The message contains the required memory, the available memory, and changes that make the run
+    fit.
 
     Args:
-        rank_account: The account of the run.
-        cluster: The cluster.
-        account_of: Same as in `changes`.
+        rank_account: Memory account of the run.
+        cluster: Cluster of GPUs.
+        account_of: See `changes`.
     """
     left, run = fit(rank_account, cluster), rank_account.run
     if left.device < 0:
@@ -123,7 +125,7 @@ def does_not_fit(
 
 
 def _steps(run: Settings, chunks: bool) -> Iterator[dict[str, Any]]:
-    """Yield changes that cost no GPU, the cheapest first. `chunks` allows row chunks."""
+    """Yield changes that need no more GPUs, cheapest first; `chunks` allows row chunks."""
     pieces = {"sequence_chunks": 32, "mlp_tiles": 64} if chunks else {"mlp_tiles": 64}
     for step in (
         {"lm_head_loss": "single_pass"} if run.lm_head_loss == "off" else {},
@@ -140,7 +142,7 @@ def _steps(run: Settings, chunks: bool) -> Iterator[dict[str, Any]]:
 
 
 def _together(run: Settings, steps: list[dict[str, Any]]) -> Iterator[Remedy]:
-    """Yield the run with more and more of the steps."""
+    """Yield the run with the first step applied, with the first two steps, and so on."""
     fields: dict[str, Any] = {}
     for step in steps:
         fields = fields | step
@@ -150,9 +152,9 @@ def _together(run: Settings, steps: list[dict[str, Any]]) -> Iterator[Remedy]:
 def _more_gpus(
     model: Model, cluster: Cluster, run: Settings, beside: list[Settings], account_of: AccountOf
 ) -> Remedy | None:
-    """Return the run on the fewest GPUs on which it fits, in other groups.
+    """Return a change to the fewest GPUs on which the run fits, with other parallel sizes.
 
-    `beside` contains the run and the run with all changes that cost little.
+    `beside` contains the run, unchanged and with all changes that cost little time.
     """
     pinned = {"micro_batch": run.micro_batch, "vpp": run.vpp}
     for doubling in range(DOUBLINGS + 1):
@@ -175,7 +177,7 @@ def _more_gpus(
 
 
 def _regrouped(run: Settings, groups: Settings) -> Settings:
-    """Return a run in other groups."""
+    """Return a run with the parallel sizes of `groups`."""
     names = ("tp", "pp", "first_layers", "last_layers", "ep", "cp", "dp", "intra")
     return replace(run, **{name: getattr(groups, name) for name in names})
 
@@ -188,5 +190,5 @@ def _changed(run: Settings, after: Settings) -> dict[str, Any]:
 def _fits(cluster: Cluster, run: Settings, account_of: AccountOf) -> bool:
     try:
         return fit(account_of(run), cluster).fits
-    except ValueError:  # sizes that do not divide each other
+    except ValueError:  # impossible settings
         return False

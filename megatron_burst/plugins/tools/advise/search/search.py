@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fastest runs that fit a cluster: the ranking of `mb.advise`.
+"""Search for the fastest settings that fit into memory: the ranking of `mb.advise`.
 
-For each way to divide the GPUs into groups, options are tried in the order of their times until one
-fits into memory. A way is skipped if its time with attention that sends nothing exceeds the time of
-the runs found so far. Times are `step_time`'s, bytes `account`'s, attention settings
-`select.best`'s. Runs within TIE of the fastest are a tie, and the simplest of them is chosen.
+A `Way` is a choice of parallel sizes. For each way, options (recompute, store, offload, ...) are
+tried in order of predicted time until one fits. A way is skipped if a lower bound on its time
+exceeds the best times so far. The bound assumes that attention sends nothing. `step_time` predicts
+times, `account` memory, and `autotune.select` chooses attention settings. Runs within TIE of the
+fastest are ties; the simplest is chosen.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from .search_space import FRACTIONS, TrainingGoal, groups_of, options_of
 
 @dataclass(frozen=True)
 class Configuration:
-    """One run with its predicted time, its memory, and the unused memory of the cluster.
+    """Settings of a run with predicted time, memory account and unused memory.
 
     Attributes:
-        run: The run.
-        time: Its predicted time.
-        account: Its memory.
-        fit: The unused memory.
+        run: Settings of the run.
+        time: Predicted time of a step.
+        account: Memory account.
+        fit: Unused memory.
     """
 
     run: Settings
@@ -46,20 +47,20 @@ class Configuration:
 
     @property
     def seconds(self) -> float:
-        """Seconds of one step."""
+        """Predicted seconds of one step."""
         return self.time.seconds
 
     @property
     def lacks(self) -> float:
-        """Missing bytes of a run that does not fit, on the GPU and the host together."""
+        """Bytes by which the run exceeds GPU memory and host memory, added; 0 if it fits."""
         return -min(0.0, self.fit.device) - min(0.0, self.fit.host)
 
 
 def simplicity(run: Settings) -> tuple[float, ...]:
-    """Return the key that orders runs of a tie: the least key is the simplest run.
+    """Return the sort key for runs within a tie; the smallest key is the simplest run.
 
-    It consists of offload, pieces, stages, a partial store, recomputation, ranks that share heads,
-    and ranks that share experts. The fastest of equal keys is chosen.
+    The key contains offload, row chunks and tiles, stages, a partial store, recomputation, ranks
+    that share heads, and expert-parallel ranks.
     """
     return (
         run.optimizer_offload,
@@ -76,21 +77,22 @@ def simplicity(run: Settings) -> tuple[float, ...]:
 
 
 def plainest(groups: Settings) -> Settings:
-    """Return the simplest run with these groups.
+    """Return the simplest run with the groups of `groups`.
 
-    Its time with attention that sends nothing bounds the time of all other runs.
+    With attention that sends nothing, the time of this run is a lower bound for all runs with these
+    groups.
     """
     return replace(unbarred(groups), algorithm="burst", ulysses=1, head_chunks=1)
 
 
 def unbarred(run: Settings) -> Settings:
-    """Return the run with this attention if memory were unlimited."""
+    """Return the run without all settings that save memory; attention is unchanged."""
     return replace(run, recompute="none", store=0.0, offload=0.0, optimizer_offload=0.0,
                    sequence_chunks=1, mlp_tiles=1)  # fmt: skip
 
 
 def simplest_first(ranked: Sequence[Configuration]) -> tuple[Configuration, ...]:
-    """Return configurations by time, but the simplest of the tie with the fastest first."""
+    """Return configurations ordered by time, with the simplest of the fastest tie first."""
     if not ranked:
         return ()
     limit = min(entry.seconds for entry in ranked) * (1 + TIE)
@@ -100,19 +102,19 @@ def simplest_first(ranked: Sequence[Configuration]) -> tuple[Configuration, ...]
     return (taken, *(entry for entry in by_time if entry is not taken))
 
 
-Progress = Callable[[int, int], None]  # arguments: finished ways, all ways
+Progress = Callable[[int, int], None]  # arguments: number of finished ways, number of all ways
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The result of a search.
+    """Result of a search.
 
     Attributes:
-        ranked: The runs that fit, one for each way to divide the GPUs into groups. The chosen one
-            is first, the others are ordered by time.
+        ranked: Best configuration of each way that fits. The chosen one is first; the rest is
+            ordered by time.
         ways: Number of ways.
         tried: Number of ways that were not skipped.
-        closest: If no run fits, the run that lacks the fewest bytes.
+        closest: Configuration that exceeds memory the least, if none fits; otherwise None.
     """
 
     ranked: tuple[Configuration, ...]
@@ -122,12 +124,12 @@ class SearchResult:
 
 
 class Way(NamedTuple):
-    """A way to divide the GPUs into groups, or one variant of it.
+    """Choice of parallel sizes (TP, PP, CP, DP), or one variant of it.
 
     Attributes:
-        bound: Lower bound of its seconds.
-        simplest: Lower bound of the simplicity of its best run.
-        content: Its variants, or the groups of a variant.
+        bound: Lower bound on the seconds of a step.
+        simplest: Lower bound on `simplicity` of the best run.
+        content: List of variants (`Way`), or for a variant the settings with its groups.
     """
 
     bound: float
@@ -136,19 +138,19 @@ class Way(NamedTuple):
 
 
 class TimedRun(NamedTuple):
-    """A run with its time."""
+    """Settings of a run with predicted time."""
 
     time: StepTime
     run: Settings
 
     @property
     def order(self) -> tuple[float, tuple[float, ...]]:
-        """The sort key: seconds, then simplicity."""
+        """Sort key: seconds, then simplicity."""
         return self.time.seconds, simplicity(self.run)
 
 
 class Search:
-    """The search for one model, cluster and goal."""
+    """Search for the fastest settings for one model, cluster and goal."""
 
     def __init__(
         self, model: Model, cluster: Cluster, want: TrainingGoal, attention: AttentionForecast
@@ -158,18 +160,19 @@ class Search:
         self.core_of = attention.core_of
         self.closest: Configuration | None = None
         self.refused: ValueError | None = None
-        self._accounts: dict[Settings, Account] = {}  # of the current way
-        self._failed: list[Configuration] = []  # of the current way: runs that do not fit
-        self.least: tuple[float, Settings] | None = None  # of the runs that were skipped
+        self._accounts: dict[Settings, Account] = {}  # accounts for the current way
+        self._failed: list[Configuration] = []  # runs of the current way that do not fit
+        self.least: tuple[float, Settings] | None = None  # skipped run with the fewest bytes
         self.prune = True
 
     def run(self, top: int, progress: Progress | None = None, prune: bool = True) -> SearchResult:
-        """Return the `top` fastest runs.
+        """Search all ways and return the `top` fastest configurations.
 
         Args:
-            top: Number of runs.
-            progress: Called with the numbers of finished ways and of all ways.
-            prune: False tries all ways, which takes long and finds the same.
+            top: Number of configurations to return.
+            progress: Function of (finished, total), the numbers of ways.
+            prune: Skip ways that cannot be among the results. False tries all, for tests; it takes
+                long.
         """
         self.prune = prune
         variants: dict[tuple[int, ...], list[Way]] = {}
@@ -182,20 +185,20 @@ class Search:
         ]
         ranked, tried = self._explore(ways, top, self._best_variant, progress)
         if not ranked and self.closest is None and self.least is not None:
-            # No run had an account.
+            # Every run was skipped before its memory account was computed.
             self.closest = self._configuration(*self.timed([self.least[1]])[0])
         closer: list[Configuration] = []
         for candidate in simplest_first(ranked):
-            # After `top` runs, only runs that may be faster with unlimited memory are refined.
+            # Once there are `top` runs, refine only runs that unlimited memory would make faster.
             limit = min((finished.seconds for finished in closer), default=math.inf)
             if len(closer) < top or self.attention.step(unbarred(candidate.run)).seconds < limit:
                 closer.append(self.best_of(candidate.run, thorough=True) or candidate)
         return SearchResult(simplest_first(closer)[:top], len(ways), tried, self.closest)
 
     def _best_variant(self, variants: list[Way]) -> Configuration | None:
-        """Return the best run of one way.
+        """Return the best configuration of one way, over its variants.
 
-        Its variants differ in micro-batches, virtual stages and expert-parallel ranks.
+        Variants differ in micro-batch size, virtual stages and expert-parallel size.
         """
         ranked, _ = self._explore(variants, 1, self.best_of)
         return simplest_first(ranked)[0] if ranked else None
@@ -207,10 +210,10 @@ class Search:
         best: Callable[[Any], Configuration | None],
         progress: Progress | None = None,
     ) -> tuple[list[Configuration], int]:
-        """Return the best runs of the ways that may be ranked, and the number of tried ways.
+        """Return the best configurations of ways, and the number of ways that were tried.
 
-        A way may be ranked if it may be among the `top` fastest, or if it may tie with the fastest
-        and be simpler.
+        A way is tried if it may be among the `top` fastest, or may be simpler and tie with the
+        fastest.
         """
         ranked: list[Configuration] = []
         left = deque(sorted(ways, key=lambda way: (way.bound, way.simplest)))
@@ -243,10 +246,10 @@ class Search:
         return self.prune and len(ranked) >= top and way.bound > ranked[top - 1].seconds
 
     def at_least(self, groups: Settings) -> float:
-        """Return a lower bound of the time of all runs with these groups that may fit into memory.
+        """Return a lower bound on the time of all runs with these groups that may fit.
 
-        If the plain run certainly does not fit, all layers are recomputed or the optimizer is
-        offloaded.
+        If the simplest run certainly does not fit, the bound assumes full recomputation or an
+        offloaded optimizer.
         """
         candidates = []
         for moved in sorted(self.want.values("optimizer_offload", (0.0, 1.0))):
@@ -258,16 +261,16 @@ class Search:
             if least_bytes(self.model, full) <= self.cluster.room:
                 stored = 0.0 if groups.cp == 1 or self.want.selects else 1.0
                 candidates.append(replace(full, offload=0.0, store=stored))
-        # If nothing fits, the run that lacks the fewest bytes is still reported.
+        # Even if nothing fits, the search reports the run that exceeds memory the least.
         candidates = candidates or [plainest(groups)]
         return min(self.attention.step_at_least(run).seconds for run in candidates)
 
     def best_of(self, groups: Settings, thorough: bool = False) -> Configuration | None:
         """Return the fastest run with these groups that fits; None if none fits.
 
-        The simplest run of a tie counts. If none fits, or with `thorough` if memory excludes the
-        fastest run, further runs are tried: a partial store, which has its own layout, and halves
-        of layers in chunks. After these all tenths of the store and of the offload are tried.
+        Within a tie the simplest run is returned. More runs are tried if none fits, or with
+        `thorough` if memory excludes the fastest run. First these have a partial store (with layout
+        striped) or row chunks, then all tenths of store and offload.
         """
         self._accounts, self._failed = {}, []
         try:
@@ -291,19 +294,19 @@ class Search:
                 if best is not None or any(failure.fit.device >= 0 for failure in self._failed):
                     best = self._taken(self._finer(groups, best)) or best
             return best and self._by_kind(best)
-        except ValueError as error:  # the fixed settings exclude these groups
+        except ValueError as error:  # the fixed settings are impossible with these groups
             self.refused = error
             return None
 
     def _finer(self, groups: Settings, best: Configuration | None) -> list[TimedRun]:
-        """Return timed runs with tenths of store and offload that beat `best` by more than a tie.
+        """Return runs with tenths of store and offload that may be faster than `best` by over TIE.
 
-        Stores for which the GPU has no room in any run are left out.
+        Stores that exceed GPU memory with every offload are excluded.
         """
         other_options = attrgetter(
             "recompute", "optimizer_offload", "sequence_chunks", "mlp_tiles", "layout"
         )
-        # Runs that are equal except store and offload, by store.
+        # Group runs that differ only in store and offload, by store.
         by_options: dict[Any, dict[float, list[Settings]]] = {}
         for chunked in (False, True):
             for run in options_of(groups, self.want, chunked, FRACTIONS, FRACTIONS):
@@ -334,7 +337,7 @@ class Search:
         return [x for x in self.timed(possible) if x.time.seconds * (1 + TIE) < limit]
 
     def _taken(self, timed: Sequence[TimedRun]) -> Configuration | None:
-        """Return the fastest of these runs that fits, or the simplest run of the tie with it."""
+        """Return the fastest run that fits, or within the tie the simplest."""
         ordered = sorted(timed, key=attrgetter("order"))
         first = next(self._fitting(ordered), None)
         if first is None:
@@ -345,7 +348,7 @@ class Search:
         return next(self._fitting(tied), first)
 
     def _possible(self, runs: Iterable[Settings]) -> list[Settings]:
-        """Return the runs whose `least_bytes` fit."""
+        """Return the runs whose lower bound on memory (`least_bytes`) fits."""
         possible = []
         for run in runs:
             need = least_bytes(self.model, run)
@@ -356,15 +359,16 @@ class Search:
         return possible
 
     def timed(self, runs: Iterable[Settings]) -> list[TimedRun]:
-        """Return runs with their times, the fastest first."""
+        """Predict the times of runs and return them, fastest first."""
         settled = map(self.attention.settled, runs)
         times = [TimedRun(self.attention.step(run), run) for run in settled]
         return sorted(times, key=attrgetter("order"))
 
     def _by_kind(self, configuration: Configuration) -> Configuration:
-        """Return the configuration with an algorithm for each kind of layers.
+        """Return the configuration with the fastest algorithm for each kind of layers.
 
-        It is unchanged if the gain is within a tie or the result does not fit.
+        The configuration is returned unchanged if the gain is at most TIE or the result does not
+        fit.
         """
         run = self.attention.by_kind(configuration.run)
         if run is configuration.run:
@@ -374,7 +378,7 @@ class Search:
         return by_kind if gains and by_kind.fit.fits else configuration
 
     def _configuration(self, time: StepTime, run: Settings) -> Configuration:
-        """Return a run with its account, which is cached."""
+        """Return a run as a `Configuration`; the memory account is cached."""
         return Configuration(run, time, self._account_of(run), self.left(run))
 
     def _account_of(self, run: Settings) -> Account:
@@ -383,11 +387,11 @@ class Search:
         return self._accounts[run]
 
     def left(self, run: Settings) -> MemoryLeft:
-        """Return the memory that a run leaves unused, from the cached account."""
+        """Return the unused memory of a run, from the cached account."""
         return fit(self._account_of(run), self.cluster)
 
     def _fitting(self, timed: Sequence[TimedRun]) -> Iterator[Configuration]:
-        """Yield the configurations that fit, in order."""
+        """Yield the configurations that fit, in the given order."""
         possible = set(self._possible(run for _, run in timed))
         for time, run in timed:
             if run not in possible or any(_takes_more(run, failure) for failure in self._failed):
@@ -402,9 +406,9 @@ class Search:
 
 
 def _takes_more(run: Settings, failed: Configuration) -> bool:
-    """Return whether a run needs at least the memory that a failed run lacks.
+    """Return whether a run certainly exceeds memory because a failed run does.
 
-    The two may differ only in store and offload.
+    False if the runs differ in more than store and offload.
     """
     other_run = failed.run
     same = replace(other_run, store=run.store, offload=run.offload)

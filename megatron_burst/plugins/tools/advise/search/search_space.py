@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runs that a search tries: sizes of groups, then the options of each.
+"""Settings that a search tries: parallel sizes (groups), then options for each.
 
-This module decides which runs are tried, not which are good. It refuses settings that no way to
-divide the GPUs into groups can have. Groups: tensor-parallel ranks within a node; stages that
-divide the layers, or have fewer layers on the first and the last; context-parallel ranks that
-divide the rows; data-parallel ranks for the rest. Options: recompute, store, offload, row chunks
-and tiles, from short lists.
+This module enumerates settings; `search` compares them. It raises ValueError for fixed settings
+that are impossible with all groups. Groups are: tensor-parallel ranks within a node; stages with
+equally many layers, or fewer on the first and the last stage; context-parallel ranks with equally
+many rows; data-parallel ranks for the rest. Options are recompute, store, offload, row chunks and
+tiles, from short lists.
 """
 
 from __future__ import annotations
@@ -31,21 +31,24 @@ from ..settings import (
 )
 from ..shapes.model import Model
 
-STAGES = 16  # maximum of a pipeline
-# Numbers of stages that are tried with unequal layers, and the minimum of micro-batches per stage:
-# with fewer a fifth of a step would be bubble. Each number makes a search longer.
+STAGES = 16  # maximum number of pipeline stages
+# Numbers of stages that are tried with unequal numbers of layers, and the minimum number of
+# micro-batches per stage. With fewer micro-batches a fifth of a step would be pipeline bubble. Each
+# entry makes a search longer.
 UNEVEN, BUSY = (8, 16), 4
-VIRTUAL = (1, 2, 4)  # chunks of layers on each rank of a pipeline
-FEW_ROWS = 4096  # a rank with fewer rows may take several sequences at a time
-SEQUENCES = (1, 2, 4, 8)  # per micro-batch
+VIRTUAL = (1, 2, 4)  # virtual stages per pipeline rank
+FEW_ROWS = 4096  # with fewer rows per rank, micro-batches of several sequences are tried
+SEQUENCES = (1, 2, 4, 8)  # sequences per micro-batch
 STORES = (1.0, 0.5, 0.0)
 OFFLOADS = (0.0, 1.0)
-FRACTIONS = tuple(tenth / 10 for tenth in range(11))  # of store and offload, if memory limits them
-TILES = (1, 8)  # of the MLP half if the attention half runs whole
-CHUNKED = ((8, 32), (32, 64))  # sequence chunks and MLP tiles, if nothing else fits
-# Fields of `Settings` for groups; the others are options.
+FRACTIONS = tuple(
+    tenth / 10 for tenth in range(11)
+)  # values of store and offload, if memory limits them
+TILES = (1, 8)  # MLP tiles if the attention half runs whole
+CHUNKED = ((8, 32), (32, 64))  # pairs (sequence chunks, MLP tiles), if nothing else fits
+# Fields of `Settings` that are parallel sizes; other fields are options.
 GROUPS = ("tp", "pp", *ENDS, "vpp", "ep", "cp", "dp", "micro_batch")
-# Fields that a user may fix.
+# Fields of `Settings` that a user may fix.
 SEARCHED = (
     *GROUPS, "recompute", "store", "offload", "sequence_chunks", "mlp_tiles", "optimizer_offload",
     "lm_head_loss", "gradients", "optimizer_bytes", "distributed_optimizer", "algorithm", "layout",
@@ -55,17 +58,19 @@ SEARCHED = (
 
 @dataclass(frozen=True)
 class TrainingGoal:
-    """The training to find a run for.
+    """Goal of a search: batch, fixed settings, and limits that depend on the model.
 
     Attributes:
         seq: Tokens of a sequence.
-        sequences: Sequences of a step over all ranks.
+        sequences: Sequences per step over all ranks.
         pinned: Fields of `Settings` that the user has fixed.
-        carries: The model has layers that carry a state, which the striped layout does not allow.
-        hybrid: The model is Megatron's HybridModel, which does not support `--burst-offload`.
-        selects: Its attention is sparse and recomputed whole.
-        documents: Lengths of the documents of a pack that zigzag cuts one by one. Unpadded, they
-            fill a sequence.
+        carries: Whether the model has linear-attention layers, which do not support the striped
+            layout.
+        hybrid: Whether the model is Megatron's HybridModel, which does not support
+            `--burst-offload`.
+        selects: Whether attention is sparse; it then has no store and no row chunks.
+        documents: Lengths of the documents of a pack if zigzag cuts each document; otherwise ().
+            The sum of the lengths is `seq`.
     """
 
     seq: int
@@ -77,10 +82,10 @@ class TrainingGoal:
     documents: tuple[int, ...] = ()
 
     def rows(self, tp: int, cp: int) -> int:
-        """Return the tokens of a sequence over these ranks with padding.
+        """Return the tokens of a sequence including the padding for these parallel sizes.
 
-        Every document is padded, and the sequence is padded to equal rows of sequence-parallel
-        ranks.
+        Each document is padded, and then the sequence, so that sequence-parallel ranks have equal
+        rows.
         """
         if not self.documents:
             return self.seq
@@ -88,12 +93,12 @@ class TrainingGoal:
         return size + -size % (2 * cp * tp)
 
     def values(self, name: str, tried: Any) -> list[Any]:
-        """Return the values of a field to try: the fixed one, or `tried`."""
+        """Return the values to try for a field: the fixed value, or else `tried`."""
         return [self.pinned[name]] if name in self.pinned else list(tried)
 
 
 def padded(length: int, cp: int) -> int:
-    """Return the rows of a document that zigzag cuts: a multiple of 2 x CP."""
+    """Return the length of a document padded to a multiple of 2 x CP, as zigzag requires."""
     return -(-length // (2 * cp)) * 2 * cp if cp > 1 else length
 
 
@@ -104,7 +109,7 @@ def of_model(model: Model) -> dict[str, Any]:
 
 
 def groups_of(model: Model, cluster: Cluster, goal: TrainingGoal) -> Iterator[Settings]:
-    """Yield every way to divide the GPUs into groups, without options."""
+    """Yield settings with every choice of parallel sizes for the GPUs; options have defaults."""
     options = {k: v for k, v in goal.pinned.items() if k not in (*GROUPS, "micro_batches")}
     stages = stages_to_try(model, cluster, goal)
     sizes = goal.values("tp", tensor_sizes(model, cluster)), goal.values("pp", stages)
@@ -129,10 +134,10 @@ def groups_of(model: Model, cluster: Cluster, goal: TrainingGoal) -> Iterator[Se
 
 
 def stages_to_try(model: Model, cluster: Cluster, goal: TrainingGoal) -> list[int]:
-    """Return sizes of a pipeline.
+    """Return the pipeline-parallel sizes to try.
 
-    They divide the layers, or are in UNEVEN with fewer layers on the first and the last stage. The
-    pattern of a hybrid model is only cut into equal parts.
+    The sizes divide the number of layers. Sizes in UNEVEN are also tried with fewer layers on the
+    first and the last stage, except for hybrid models.
     """
     uneven = [pp for pp in UNEVEN if not goal.hybrid and uneven_ends(model.layers, pp) is not None]
     most = min(STAGES, cluster.gpus)
@@ -140,9 +145,9 @@ def stages_to_try(model: Model, cluster: Cluster, goal: TrainingGoal) -> list[in
 
 
 def _ends(model: Model, goal: TrainingGoal, pp: int) -> dict[str, int]:
-    """Return the layers of the first and the last stage.
+    """Return `first_layers` and `last_layers` as keyword arguments; {} if stages are equal.
 
-    They are the fixed ones, or the ones that a number of layers needs that stages do not divide.
+    The numbers are fixed by the user, or chosen if `pp` does not divide the layers.
     """
     fixed = {name: goal.pinned[name] for name in ENDS if name in goal.pinned}
     if fixed or model.layers % pp == 0 or goal.hybrid:
@@ -152,7 +157,7 @@ def _ends(model: Model, goal: TrainingGoal, pp: int) -> dict[str, int]:
 
 
 def _odd_stages(model: Model, run: Settings) -> str:
-    """Return the reason why stages cannot have equal layers; "" if they can."""
+    """Return the reason why stages cannot have equally many layers; "" if they can."""
     try:
         stage_layers(model, run)
     except ValueError as error:
@@ -163,8 +168,8 @@ def _odd_stages(model: Model, run: Settings) -> str:
 def tensor_sizes(model: Model, cluster: Cluster) -> list[int]:
     """Return the tensor-parallel sizes that Megatron-Core accepts.
 
-    They divide a node and the heads. They divide the key/value heads or are a multiple of them, in
-    which case Megatron copies heads.
+    The sizes divide the GPUs of a node and the query heads. They divide the key/value heads, or are
+    multiples of them, in which case Megatron replicates heads.
     """
     return [
         tp
@@ -178,9 +183,9 @@ def tensor_sizes(model: Model, cluster: Cluster) -> list[int]:
 
 
 def _rows_fit(cluster: Cluster, goal: TrainingGoal, tp: int, cp: int) -> bool:
-    """Return whether ranks get equal rows and nodes equal ranks.
+    """Return whether all ranks get equally many rows, and all nodes equally many ranks.
 
-    Zigzag and sequence parallelism both divide the rows.
+    Rows are divided by zigzag (2 x CP) and by sequence parallelism (TP x CP).
     """
     if (rows := goal.rows(tp, cp)) % (2 * cp) or rows % (cp * tp):
         return False
@@ -188,7 +193,7 @@ def _rows_fit(cluster: Cluster, goal: TrainingGoal, tp: int, cp: int) -> bool:
 
 
 def _micro_batches(model: Model, goal: TrainingGoal, base: Settings) -> Iterator[Settings]:
-    """Yield runs with every micro-batch size, number of virtual stages and expert-parallel size."""
+    """Yield `base` with every micro-batch size, virtual-stage number and expert-parallel size."""
     short = goal.seq // base.cp < FEW_ROWS
     for size in goal.values("micro_batch", SEQUENCES if short else SEQUENCES[:1]):
         count, remainder = divmod(goal.sequences, base.dp * size)
@@ -205,7 +210,7 @@ def _micro_batches(model: Model, goal: TrainingGoal, base: Settings) -> Iterator
 
 
 def _experts(model: Model, goal: TrainingGoal, base: Settings) -> list[int]:
-    """Return expert-parallel sizes, which divide the data- and context-parallel ranks."""
+    """Return the expert-parallel sizes that divide the data- and context-parallel ranks."""
     if not model.experts:
         return goal.values("ep", [1])
     sizes = goal.values("ep", divisors(model.experts))
@@ -222,12 +227,12 @@ def options_of(
     """Yield runs with these groups and all options of recompute, store and offload.
 
     Args:
-        run: The groups.
-        goal: The goal.
-        chunked: The attention half runs in row chunks, which requires several context-parallel
-            ranks.
-        stores: Fractions to try if the user has not fixed the store.
-        offloads: Fractions to try if the user has not fixed the offload.
+        run: Settings with the groups.
+        goal: Goal of the search.
+        chunked: Whether the attention half runs in row chunks, which requires several
+            context-parallel ranks.
+        stores: Values of `store` to try if the user has not fixed it.
+        offloads: Values of `offload` to try if the user has not fixed it.
     """
     moved = goal.values("optimizer_offload", OFFLOADS if run.distributed_optimizer else (0.0,))
     for optimizer in moved:
@@ -238,7 +243,7 @@ def options_of(
         if "full" not in goal.values("recompute", ["full"]):
             continue
         used_stores = goal.values("store", stores)
-        # Only BurstAttention over several ranks has a store, sparse attention has none.
+        # An attention store requires several context-parallel ranks and dense attention.
         if run.cp == 1 or goal.selects:
             used_stores = [store for store in used_stores if not store]
         used_offloads = goal.values("offload", OFFLOADS[:1] if goal.hybrid else offloads)
@@ -251,20 +256,20 @@ def options_of(
 
 
 def layout_of(goal: TrainingGoal, store: float) -> str:
-    """Return the default layout of `flags`: striped balances a partial store."""
+    """Return the layout of a run: the fixed one, striped for a partial store, or else zigzag."""
     striped = 0 < store < 1 and not goal.carries
     return goal.pinned.get("layout") or ("striped" if striped else "zigzag")
 
 
 def _plain(goal: TrainingGoal) -> bool:
-    """Return whether no setting is fixed that only recomputed layers have."""
+    """Return whether no fixed setting requires recomputation."""
     pinned = goal.pinned
     moved = any(pinned.get(name) for name in ("store", "offload"))
     return not moved and all(pinned.get(n, 1) == 1 for n in ("sequence_chunks", "mlp_tiles"))
 
 
 def _pieces(run: Settings, goal: TrainingGoal, chunked: bool) -> list[tuple[int, int]]:
-    """Pairs (sequence chunks, MLP tiles) to try."""
+    """Return the pairs (sequence chunks, MLP tiles) to try."""
     if goal.selects and chunked:
         return []
     pairs = CHUNKED if chunked else tuple((1, tiles) for tiles in TILES)
@@ -281,19 +286,19 @@ def _pieces(run: Settings, goal: TrainingGoal, chunked: bool) -> list[tuple[int,
     ]
 
 
-STEP = 4 * 2**20  # target of suggestions, in tokens of a step
+STEP = 4 * 2**20  # tokens of a step that error messages suggest
 
 
 def check_wanted(model: Model, cluster: Cluster, goal: TrainingGoal) -> None:
-    """Raise ValueError unless there is a way to divide the GPUs into groups.
+    """Raise ValueError if no choice of parallel sizes is possible.
 
     Args:
-        model: The model.
-        cluster: The cluster.
-        goal: The goal.
+        model: Shape of the model.
+        cluster: Cluster of GPUs.
+        goal: Goal of the search.
 
     Raises:
-        ValueError: There is no way; the message names settings that work.
+        ValueError: No choice is possible; the message contains settings that work.
     """
     check_fixed(goal)
     check_experts(model, goal.pinned.get("ep", 1))
@@ -363,11 +368,11 @@ def _reasons(model: Model, cluster: Cluster, goal: TrainingGoal) -> Iterator[str
 
 
 def _no_way(model: Model, cluster: Cluster, goal: TrainingGoal) -> str:
-    """Return the reason why there is no way although each fixed setting is possible by itself."""
+    """Return the error message if fixed settings are possible individually but not together."""
     tokens = goal.seq * goal.sequences
     odd = cluster.gpus // (
         cluster.gpus & -cluster.gpus
-    )  # the odd factor, which lengths of powers of two lack
+    )  # odd factor of the ranks, by which a power of two is not divisible
     step = max(1, round(STEP / (odd * goal.seq))) * odd * goal.seq
     if odd > 1 and not goal.pinned and step != tokens:
         nearer = replace(goal, sequences=step // goal.seq)
