@@ -1,8 +1,8 @@
-"""Entry point for tools that call setup.py; all but the compiled library is in pyproject.toml.
+"""Entry point for tools that call setup.py; pyproject.toml has all settings but the library.
 
     python setup.py build_csrc    # compile csrc/ into the package (csrc/README.md)
 
-The package works without; nothing is compiled unless that is asked for.
+The package works without the compiled library, and an installation compiles nothing.
 """
 
 import re
@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent
 
 
 class BuildCsrc(Command):
-    """`csrc/build.py` with its own defaults; call that for another place, compiler or GPU."""
+    """Command that runs `csrc/build.py` with its defaults; run that file for other settings."""
 
     description = "compile the operators of csrc/ into the package"
     user_options: ClassVar[list] = []
@@ -35,14 +35,14 @@ class BuildCsrc(Command):
 
 
 class Package(Distribution):
-    """Pure Python, unless the library has been built: then a wheel is for this platform."""
+    """Distribution in pure Python, or for this platform if the library has been built."""
 
     def has_ext_modules(self):
         return (HERE / "megatron_burst" / "kernels" / "libcsrc.so").exists()
 
 
 def readme() -> str:
-    """README.md for a package index, which has none of the files that relative links lead to."""
+    """Return README.md with absolute links, because a package index lacks the linked files."""
     project = (HERE / "pyproject.toml").read_text(encoding="utf-8")
     repository = re.search(r'^Repository = "(.+)"$', project, re.M)[1]
 

@@ -1,11 +1,11 @@
-"""Compile csrc/ into one library, which any torch from 2.10 on loads.
+"""Build of csrc/ into one library for torch 2.10 and later.
 
-    python setup.py build_csrc           # into the package, where it is found
-    python csrc/build.py --out FILE.so   # anywhere
+    python setup.py build_csrc           # into the package, which loads it
+    python csrc/build.py --out FILE.so   # into another file
 
-Needs a C++20 compiler and the headers that torch brings. Where nvcc is found too, the library has
-CUDA code besides, for the architectures named; no GPU is needed for that. Owns the flags. Imports
-neither torch nor the package: it only looks where torch is.
+The build requires a C++20 compiler and the headers in torch's package. If nvcc exists, the library
+also contains CUDA code for the given architectures; no GPU is required. Owns the compiler flags.
+Imports neither torch nor the package; it only searches for torch's folder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 PACKAGE = HERE.parent / "megatron_burst"
 LIBRARY = PACKAGE / "kernels" / "libcsrc.so"
 ARCHITECTURES = ("80", "90a", "100")
-OLDEST = (2, 10)  # of torch, whose stable ABI has all that is used
+OLDEST = (2, 10)  # the first torch whose stable ABI contains all functions that csrc/ uses
 TARGET = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 LANGUAGE = ("-std=c++20", "-O3", TARGET)
 HOST = (
@@ -56,9 +56,13 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=LIBRARY, help="default: in the package")
     parser.add_argument("--cxx", default="c++", help="the C++ compiler")
-    parser.add_argument("--nvcc", default=shutil.which("nvcc"), help="default: that on the PATH")
-    parser.add_argument("--cpu", action="store_true", help="without CUDA, even where nvcc is")
-    parser.add_argument("--arch", nargs="+", default=ARCHITECTURES, help="for nvcc: 80 90a 100")
+    parser.add_argument("--nvcc", default=shutil.which("nvcc"), help="default: the one on the PATH")
+    parser.add_argument(
+        "--cpu", action="store_true", help="build without CUDA, even if nvcc exists"
+    )
+    parser.add_argument(
+        "--arch", nargs="+", default=ARCHITECTURES, help="CUDA architectures, such as 80 90a 100"
+    )
     args = parser.parse_args(words)
     if args.cpu:
         args.nvcc = None
@@ -66,13 +70,20 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def build(out: Path, cxx: str, nvcc: str | None, arch: Sequence[str] = ARCHITECTURES) -> None:
-    """Compile and link; `out` is replaced when all went well.
+    """Compile and link; `out` is replaced only after success.
 
-    Raises ValueError where something that is needed is missing, CalledProcessError where a compiler
-    fails (it says itself why).
+    Args:
+        out: The library.
+        cxx: C++ compiler.
+        nvcc: CUDA compiler; None for a library without CUDA.
+        arch: CUDA architectures.
+
+    Raises:
+        ValueError: The compiler or torch does not exist, or torch is too old.
+        subprocess.CalledProcessError: A compiler failed; its own message is on stderr.
     """
     if shutil.which(cxx) is None:
-        raise ValueError(f"there is no C++ compiler {cxx}: install g++, or name one with --cxx")
+        raise ValueError(f"there is no C++ compiler {cxx}; install g++, or set --cxx")
     torch = torch_folder()
     sources = sorted([*HERE.glob("*.cpp"), *(HERE.glob("*.cu") if nvcc else ())])
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +102,11 @@ def build(out: Path, cxx: str, nvcc: str | None, arch: Sequence[str] = ARCHITECT
 
 
 def torch_folder() -> Path:
-    """Where torch is installed for this interpreter. ValueError if it is not, or too old."""
+    """Return the folder of this interpreter's torch.
+
+    Raises:
+        ValueError: torch is not installed, or too old.
+    """
     spec = importlib.util.find_spec("torch")
     places = spec.submodule_search_locations if spec else None
     if not places:
@@ -99,31 +114,31 @@ def torch_folder() -> Path:
     folder = Path(next(iter(places)))
     version = metadata.version("torch")
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
-        raise ValueError(f"torch {version} is too old: the library needs 2.10 or newer")
+        raise ValueError(f"torch {version} is too old; install 2.10 or newer")
     return folder
 
 
 def compiler(
     source: Path, cxx: str, nvcc: str | None, arch: Sequence[str], torch: Path
 ) -> list[str]:
-    """How this source is compiled, but for input and output."""
+    """Return the command that compiles a source, without input and output."""
     include = ["-isystem", str(torch / "include")]
     if source.suffix != ".cu":
         return [cxx, *LANGUAGE, *HOST, *["-DBURST_CUDA"] * bool(nvcc), *include]
     assert nvcc is not None
-    through = ",".join(flag for flag in HOST if flag.startswith("-f"))
-    return [nvcc, *LANGUAGE, "-ccbin", cxx, "-Xcompiler", through, *codes(arch), *include]
+    host_flags = ",".join(flag for flag in HOST if flag.startswith("-f"))
+    return [nvcc, *LANGUAGE, "-ccbin", cxx, "-Xcompiler", host_flags, *codes(arch), *include]
 
 
 def codes(arch: Sequence[str]) -> list[str]:
-    """Machine code for each architecture, and of the first what later GPUs compile themselves."""
-    each = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in arch]
-    return [*each, f"-gencode=arch=compute_{arch[0]},code=compute_{arch[0]}"]
+    """Return flags for machine code of each architecture, and for PTX of the first."""
+    machine_code = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in arch]
+    return [*machine_code, f"-gencode=arch=compute_{arch[0]},code=compute_{arch[0]}"]
 
 
 def linker(cxx: str, nvcc: str | None) -> list[str]:
-    """libtorch_cpu must be named in the library although nothing but torch itself will load it."""
-    if nvcc:  # the CUDA runtime goes in whole: a torch without CUDA has none
+    """Return the command that links; the library must name libtorch_cpu as a dependency."""
+    if nvcc:  # static, because a torch without CUDA has no CUDA runtime
         return [nvcc, "-shared", "-ccbin", cxx, "-cudart", "static", "-Xlinker", "--no-as-needed"]
     return [cxx, "-shared", "-Wl,--no-as-needed"]
 

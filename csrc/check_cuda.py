@@ -1,9 +1,9 @@
-"""Compile the CUDA code for each architecture and say what its kernels need; no GPU is asked.
+"""Compilation of the CUDA code for each architecture, with registers and spills; no GPU required.
 
     python csrc/check_cuda.py [--arch 80 90a 100] [--nvcc NVCC]
 
-Registers and spilled bytes are what ptxas reports. Exit status 1 if a kernel spills, or does not
-compile without a warning.
+ptxas reports registers and spilled bytes. The exit status is 1 if a kernel spills, or if the
+compiler reports a warning or an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HOLDS = ("logits", "capped", "exponentials")  # in the order of softmax_gradient
 
 
 class Kernel(NamedTuple):
-    """What ptxas says of one kernel."""
+    """Resources of one kernel, as ptxas reports them."""
 
     name: str
     arch: str
@@ -42,17 +42,17 @@ def main() -> int:
     parser.add_argument("--nvcc", default=shutil.which("nvcc"))
     args = parser.parse_args()
     if args.nvcc is None:
-        print("there is no nvcc on the PATH; name one with --nvcc", file=sys.stderr)
+        print("there is no nvcc on the PATH; set --nvcc", file=sys.stderr)
         return 2
     cases = [(args.nvcc, file, arch) for file in sorted(HERE.glob("*.cu")) for arch in args.arch]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = [kernel for kernels in pool.map(compiled, cases) for kernel in kernels]
-    show(found, args.arch)
-    return int(any(kernel.spilled for kernel in found))
+        kernels = [kernel for part in pool.map(compiled, cases) for kernel in part]
+    show(kernels, args.arch)
+    return int(any(kernel.spilled for kernel in kernels))
 
 
 def compiled(case: tuple[str, Path, str]) -> list[Kernel]:
-    """The kernels of one file for one architecture."""
+    """Compile one file for one architecture, and return its kernels."""
     nvcc, file, arch = case
     with tempfile.TemporaryDirectory() as folder:
         command = [nvcc, *LANGUAGE, f"-arch=sm_{arch}", "-cubin", "-Werror", "all-warnings"]
@@ -65,35 +65,35 @@ def compiled(case: tuple[str, Path, str]) -> list[Kernel]:
 
 
 def report(text: str, arch: str) -> list[Kernel]:
-    """What ptxas wrote, kernel by kernel."""
+    """Parse the output of ptxas."""
     parts = ENTRY.split(text)[1:]
     kernels = []
-    for name, rest in zip(parts[::2], parts[1::2], strict=True):
-        spills, registers = SPILL.search(rest), REGISTERS.search(rest)
-        assert spills is not None, f"ptxas says nothing of spills: {rest}"
-        assert registers is not None, f"ptxas says nothing of registers: {rest}"
+    for name, lines in zip(parts[::2], parts[1::2], strict=True):
+        spills, registers = SPILL.search(lines), REGISTERS.search(lines)
+        assert spills is not None, f"ptxas reports no spills: {lines}"
+        assert registers is not None, f"ptxas reports no registers: {lines}"
         spilled = sum(map(int, spills.groups()))
         kernels.append(Kernel(name, arch, int(registers.group(1)), spilled))
     return kernels
 
 
 def show(kernels: list[Kernel], architectures: list[str]) -> None:
-    """A table: a line for each kernel, registers (and what it spills) for each architecture."""
+    """Print a table with one line per kernel: registers and spilled bytes by architecture."""
     names = {kernel.name for kernel in kernels}
     plain = dict(zip(names, demangled(list(names)), strict=True))
     width = max(map(len, plain.values()))
     print(f"{'registers':{width}}", *(f"sm_{arch:<6}" for arch in architectures))
     for name in sorted(names, key=plain.__getitem__):
-        mine = {k.arch: k for k in kernels if k.name == name}
+        by_arch = {k.arch: k for k in kernels if k.name == name}
         cells = [f"{k.registers}{f' ({k.spilled} B spilled)' * bool(k.spilled)}" for k in
-                 (mine[arch] for arch in architectures)]  # fmt: skip
+                 (by_arch[arch] for arch in architectures)]  # fmt: skip
         print(f"{plain[name]:{width}}", *(f"{cell:<9}" for cell in cells))
     most, spills = max(k.registers for k in kernels), sum(k.spilled for k in kernels)
     print(f"{len(kernels)} kernels compiled, at most {most} registers, {spills} bytes spilled")
 
 
 def demangled(names: list[str]) -> list[str]:
-    """As a person would write them, where the tool is there that knows how."""
+    """Return the readable names of kernels if c++filt exists, else the names."""
     if shutil.which("c++filt") is None:
         return names
     written = subprocess.run(["c++filt"], input="\n".join(names), text=True, capture_output=True)

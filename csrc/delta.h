@@ -1,4 +1,4 @@
-// delta = rowsum(dout * out), which backward needs of every row.
+// delta = rowsum(dout * out), which backward requires for every row.
 #pragma once
 
 #include "team.h"

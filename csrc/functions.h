@@ -1,9 +1,10 @@
-// exp and tanh that a compiler can make vectors of, which it cannot of the library's; on CUDA exp of
-// floats is CUDA's own. NaN stays NaN; exp overflows to infinity and underflows by way of subnormals.
+// exp and tanh that a compiler can vectorize, in contrast to the functions of the C++ library. On CUDA
+// exp of floats is CUDA's own. NaN stays NaN; exp overflows to infinity, and underflows to subnormals
+// and then to 0.
 //
-// exp(x) = 2^n (1 + e) with n = round(x / ln 2), r = x - n ln 2, |r| <= 0.35, e = exp(r) - 1 by its
+// exp(x) = 2^n (1 + e) with n = round(x / ln 2), r = x - n ln 2, |r| <= 0.35, e = exp(r) - 1 as a
 // series. tanh |y| = -E / (2 + E) with E = exp(-2 |y|) - 1 = 2^n e + (2^n - 1), and its derivative
-// is 4 exp(-2 |y|) / (2 + E)^2: nothing cancels, as it would in 1 - tanh^2 and in 1 + E.
+// is 4 exp(-2 |y|) / (2 + E)^2. These forms avoid the cancellation in 1 - tanh^2 and in 1 + E.
 #pragma once
 
 #include <cmath>
@@ -22,7 +23,7 @@ struct Format<float> {
   static constexpr int mantissa = 23, bias = 127;
   static constexpr int terms = 7;  // 0.35^8 / 8! = 5e-9
   static constexpr float low = -104, high = 89;  // exp is 0 below, infinite above
-  // ln 2 in two parts; the first has so few bits that its product with n is exact
+  // ln 2 in two parts; the first has few bits, so its product with n is exact
   static constexpr float ln2 = 0x1.62e4p-1f, ln2_rest = 1.42860682e-06f;
   static constexpr float rounding = 0x1.8p23f;  // x + rounding has round(x) in its last bits
 };
@@ -52,7 +53,7 @@ BURST_BOTH F series(F r) {
   }
 }
 
-// 2^n, n given as n + rounding, while it is a normal number.
+// Returns 2^n for an argument n + rounding, if 2^n is a normal number.
 template <class F>
 BURST_BOTH F power_of_two(F shifted) {
   using Bits = typename Format<F>::Bits;
@@ -64,7 +65,7 @@ BURST_BOTH F power_of_two(F shifted) {
   return power;
 }
 
-// 1 / 2^k for a number x >= 0 of about 2^k; as near to that as there are normal numbers.
+// Returns 1 / 2^k for x >= 0 in [2^k, 2^(k+1)), limited to normal numbers.
 template <class F>
 BURST_BOTH F inverse(F x) {
   using Bits = typename Format<F>::Bits;
@@ -78,7 +79,7 @@ BURST_BOTH F inverse(F x) {
   return x;
 }
 
-// n (with rounding added) and e, as above.
+// n, n + rounding, and e; see the top of this file.
 template <class F>
 struct Split {
   F shifted, n, e;
@@ -103,7 +104,7 @@ BURST_BOTH F exponential(F x) {
   x = x < C::low ? C::low : x;
   x = x > C::high ? C::high : x;
   const Split<F> part(x);
-  // 2^n in two factors: it may lie outside the normal numbers where the result does not
+  // 2^n in two factors, because 2^n may be outside the normal numbers although the result is not
   const F half = part.n * F(0.5) + C::rounding;
   const F rest = (part.n - (half - C::rounding)) + C::rounding;
   return (1 + part.e) * power_of_two(half) * power_of_two(rest);
@@ -115,7 +116,7 @@ struct Tanh {
 
   explicit BURST_BOTH Tanh(F y) {
     F x = -2 * std::fabs(y);
-    x = x < -80 ? F(-80) : x;  // where tanh has long been 1
+    x = x < -80 ? F(-80) : x;  // tanh is 1 there
     const Split<F> part(x);
     const F power = power_of_two(part.shifted);
     const F less = power * part.e + (power - 1);

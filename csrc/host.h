@@ -1,4 +1,4 @@
-// Rows on the CPU: over torch's threads, in vectors as wide as this processor has.
+// Rows on the CPU, over torch's threads, with the vector width of this processor.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace burst {
 
-// The team of one lane.
+// A team of one lane.
 struct Lane {
   static constexpr int N = 1;
   static constexpr int64_t first() { return 0; }
@@ -26,7 +26,7 @@ struct Lane {
   }
 };
 
-// `op` is a copy of one's own: what the rows are written with may then not change it.
+// `op` is a local copy, so the compiler can assume that writes to rows do not change it.
 template <class Op>
 BURST_BOTH void each_row(const Op op, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
@@ -40,7 +40,7 @@ void each_row_plain(const Op& op, int64_t begin, int64_t end) {
 }
 
 #ifdef __x86_64__
-// The same once more for processors of the last ten years; the library must run on all.
+// A second copy of the code, for processors with AVX2; the library must run on all processors.
 template <class Op>
 __attribute__((target("avx2,fma"))) void each_row_wide(const Op& op, int64_t begin, int64_t end) {
   each_row(op, begin, end);
@@ -60,7 +60,7 @@ inline bool wide() {
 }
 #endif
 
-constexpr int64_t GRAIN = 1 << 15;  // numbers that are worth a thread
+constexpr int64_t GRAIN = 1 << 15;  // smallest number of elements per thread
 
 template <class Op>
 void on_cpu(const Op& op, int64_t rows) {

@@ -1,4 +1,4 @@
-// Online softmax: a part of a row's attention is merged into what the row has seen before.
+// Online softmax: merges a part of a row's attention into the result of earlier parts.
 #pragma once
 
 #include "functions.h"
@@ -23,10 +23,10 @@ struct Merge {
     Acc* const seen = lse.at(place);
     const Acc a = *seen, b = *part_lse.at(place);
     const Acc top = a > b ? a : b;
-    // exp(less - more); infinities have no difference
+    // exp(smaller - larger); equal infinities would give NaN
     const Acc ratio = a == b ? Acc(1) : exponential(-std::fabs(a - b));
     const Acc total = top + std::log1p(ratio);
-    const bool nothing = top == -Acc(INFINITY);  // neither saw anything: the row stays 0
+    const bool nothing = top == -Acc(INFINITY);  // no visible key in either part: the row stays 0
     const Acc more = nothing ? Acc(0) : 1 / (1 + ratio), less = more * ratio;
     const Acc keep = a > b ? more : less, take = a > b ? less : more;
     Acc* const to = out.at(place);
@@ -39,7 +39,7 @@ struct Merge {
       }
       store(to + i, sum);
     }
-    team.lock_step();  // all have read what is written now
+    team.lock_step();  // all lanes have read lse, which is written below
     if (team.leads()) {
       *seen = total;
     }

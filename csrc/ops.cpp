@@ -1,4 +1,4 @@
-// The table of operators: torch.ops.megatron_burst.*, and on which devices they run.
+// The table of operators, torch.ops.megatron_burst.*, and of their devices.
 #include "ops.h"
 
 #include <torch/csrc/stable/library.h>

@@ -1,4 +1,4 @@
-// The operators, as torch calls them; what each does is said in the header of its formula.
+// The operators that torch calls; the header of each formula describes it.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -16,8 +16,8 @@ void delta_out(Tensor dout, Tensor out, Tensor delta);
 // dout [s, b, h, w], delta [s, b, h] -> out [s, b, h, w] in the dtype of dout.
 void stand_in_out(Tensor dout, Tensor delta, Tensor out);
 
-// z [n, v] and its rows' index, lse and coefficients, each [n]; softcap 0: none. exponentials: z holds
-// exp(x - something) by now, which is in of_softmax too, and lse is not read.
+// z [n, v]; index, lse and coefficients of its rows [n]. softcap 0: none. exponentials: z contains
+// exp(x - shift), of_softmax contains the factor exp(shift - lse), and lse is not read.
 void softmax_gradient_(
     Tensor z, Tensor index, Tensor lse, Tensor of_softmax, Tensor of_label, Tensor of_all,
     int64_t real, double scale, double softcap, bool exponentials);

@@ -7,11 +7,11 @@ namespace burst {
 
 namespace {
 
-// One number for each of the n rows of z, side by side.
+// Returns the data of a contiguous tensor [n] with one number per row of z.
 template <class T>
 const T* column(const Tensor& x, const Tensor& z, const char* name) {
   BURST_CHECK(x.dim() == 1 && x.size(0) == z.size(0) && x.is_contiguous(),
-              name, " must be contiguous, one for each row of z");
+              name, " must be contiguous, with one number per row of z");
   BURST_CHECK(x.get_device_index() == z.get_device_index() && x.is_cuda() == z.is_cuda(),
               name, " is on another device");
   return numbers<const T>(x, name);
@@ -22,7 +22,8 @@ const T* column(const Tensor& x, const Tensor& z, const char* name) {
 void softmax_gradient_(
     Tensor z, Tensor index, Tensor lse, Tensor of_softmax, Tensor of_label, Tensor of_all,
     int64_t real, double scale, double softcap, bool exponentials) {
-  BURST_CHECK(z.dim() == 2 && (z.size(1) <= 1 || z.stride(1) == 1), "z must be rows of neighbours");
+  BURST_CHECK(z.dim() == 2 && (z.size(1) <= 1 || z.stride(1) == 1),
+              "z must have two dimensions and be contiguous in the last one");
   const int64_t n = z.size(0), v = z.size(1);
   BURST_CHECK(v <= 1 << 30, "z has more than 2^30 columns");
   BURST_CHECK(0 <= real && real <= v, "real must be 0 to ", v, ", got ", real);

@@ -1,7 +1,8 @@
-// The softmax-cross-entropy gradient of a tile of logits, in the tile's own place.
+// The gradient of softmax cross entropy for a tile of logits, written into the tile.
 //
-// A logit is x = scale * z, or cap * tanh(scale * z / cap). The gradient by z, up to `scale`, which
-// the coefficients hold, is (exp(x - lse) of_softmax - of_all, + of_label at the label) dx/dz / scale.
+// A logit is x = scale * z, or cap * tanh(scale * z / cap). The gradient with respect to z is
+// (exp(x - lse) of_softmax - of_all, + of_label at the label) dx/dz / scale. The coefficients of_*
+// contain the factor `scale`.
 // A row whose three coefficients are 0 becomes 0, even if it holds NaN.
 #pragma once
 
@@ -9,18 +10,18 @@
 
 namespace burst {
 
-// What a tile holds when the gradient is wanted.
+// The content of a tile before the gradient.
 enum class Holds { LOGITS, CAPPED, EXPONENTIALS };
 
 template <class Acc, class T, Holds HOLDS>
 struct SoftmaxGradient {
-  static constexpr int32_t CHUNK = 4096;  // columns of a row that one team takes
+  static constexpr int32_t CHUNK = 4096;  // columns of a row for one team
 
   T* z;  // [n, v]: read and written
   int64_t stride;
-  int32_t v, real;  // columns; those from `real` on are padding, and become 0
-  uint32_t chunks;  // of a row
-  const int64_t* index;  // [n], the column of each label; anything outside where it has none
+  int32_t v, real;  // columns; columns from `real` on are padding, and become 0
+  uint32_t chunks;  // per row
+  const int64_t* index;  // [n], the column of each label; outside [0, real) without a label
   const Acc *lse, *of_softmax, *of_label, *of_all;  // [n]
   Acc scale, cap;
 
@@ -44,8 +45,8 @@ struct SoftmaxGradient {
     for (int32_t i = begin + int32_t(team.first()); i < end; i += int32_t(team.step())) {
       auto x = load<Team::N>(line + i);
       for (int n = 0; n < Team::N; ++n) {
-        const Acc mine = i + n == label ? hit : Acc(0);
-        const Acc gradient = column(Acc(x.at[n]), log, softmax, all, mine);
+        const Acc label_term = i + n == label ? hit : Acc(0);
+        const Acc gradient = column(Acc(x.at[n]), log, softmax, all, label_term);
         x.at[n] = T(i + n < nonzero ? gradient : Acc(0));
       }
       store(line + i, x);

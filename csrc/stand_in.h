@@ -1,7 +1,9 @@
-// An O' with rowsum(dout * O') = delta, for attention operators that insist on an output: with m as
-// large as the largest |dout| of a row and n = dout / m, O' = n (delta / m / |n|^2), 0 where dout is 0.
-// Without m rows of tiny gradients lose all accuracy. It is a power of 2 here: nothing is rounded.
-// Where that is beyond float16, O' = sign(dout) (delta / |dout|_1), never larger than the output was.
+// An O' with rowsum(dout * O') = delta, for attention operators that require an output.
+//
+// With m near the largest |dout| of a row and n = dout / m: O' = n (delta / m / |n|^2), and 0 where
+// dout = 0. Without m, rows of tiny gradients would lose all accuracy. m is a power of 2, so the
+// division rounds nothing. If O' exceeds the range of float16, O' = sign(dout) (delta / |dout|_1),
+// which is never larger than the original output.
 #pragma once
 
 #include <type_traits>
@@ -40,7 +42,7 @@ struct StandIn {
     }
     squares = team.sum(squares);
     const Acc factor = squares == 0 ? Acc(0) : *delta.at(place) * per_m / squares;
-    if constexpr (std::is_same_v<T, c10::Half>) {  // others reach as far as their sums
+    if constexpr (std::is_same_v<T, c10::Half>) {  // other dtypes have the range of the accumulator
       if (!(std::fabs(m * per_m * factor) <= Acc(65504))) {
         return fill(team, from, to, *delta.at(place) / team.sum(sizes) * per_m);
       }
@@ -55,7 +57,7 @@ struct StandIn {
   }
 
  private:
-  // `even` with the signs of a row; 0 stays 0, and NaN is NaN.
+  // Fills a row with `even` and the signs of dout; 0 stays 0, and NaN stays NaN.
   template <class Team>
   BURST_BOTH void fill(Team team, const T* from, T* to, Acc even) const {
     for (int64_t i = team.first(); i < w; i += team.step()) {
@@ -68,7 +70,7 @@ struct StandIn {
     }
   }
 
-  // The largest magnitude of a row. A NaN is passed over: it comes back in the squares.
+  // Returns the largest magnitude of a row. It ignores NaN, which the sum of squares contains.
   template <class Team>
   BURST_BOTH Acc largest(Team team, const T* from) const {
     Acc m = 0;

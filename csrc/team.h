@@ -1,11 +1,14 @@
-// What the operators are written in: one row at a time, by a team of lanes, the same on both devices.
+// The interface of the operators: a team of lanes computes one row, with one code for both devices.
 //
-// On the CPU a team is one lane and the compiler makes vectors of its loops (host.h); on CUDA it is
-// a warp (warp.cuh). A team has N, how many neighbours a lane takes at once; first() and step(),
-// where its loop begins and how far it goes; sum(x), max(x) over all lanes; lock_step(), after which
-// every lane has done what stands before it; leads(), true for one lane.
+// On the CPU a team is one lane, and the compiler vectorizes its loops (host.h). On CUDA a team is a
+// warp (warp.cuh). A team has:
+//   N             consecutive numbers that a lane reads or writes at once
+//   first, step   start and step of a lane's loop
+//   sum, max      reductions over all lanes
+//   lock_step     a barrier of the lanes
+//   leads         true for one lane
 //
-// Must not know tensors, threads or torch; only its 16-bit numbers, which are headers alone.
+// This header does not use tensors, threads or torch, except torch's header-only 16-bit numbers.
 #pragma once
 
 #include <cstdint>
@@ -20,14 +23,14 @@
 #else
 #define BURST_BOTH inline __attribute__((always_inline))
 #define BURST_PRAGMA(text) _Pragma(#text)
-// The next loop may add up, or compare, in any order: else no vector could do it for floats.
+// The next loop may add or compare in any order. Otherwise loops over floats are not vectorized.
 #define BURST_ADDS(...) BURST_PRAGMA(omp simd reduction(+ : __VA_ARGS__))
 #define BURST_MAXIMISES(most) BURST_PRAGMA(omp simd reduction(max : most))
 #endif
 
 namespace burst {
 
-// N neighbours in memory, read or written at once.
+// N consecutive numbers in memory, read or written at once.
 template <class T, int N>
 struct alignas(sizeof(T) * N) Pack {
   T at[N];
@@ -43,7 +46,7 @@ BURST_BOTH void store(T* to, const Pack<T, N>& pack) {
   *reinterpret_cast<Pack<T, N>*>(to) = pack;
 }
 
-// Which of s x b x h rows.
+// The index of one of s x b x h rows.
 struct Place {
   uint32_t s, b, h;
 };
@@ -57,17 +60,17 @@ struct Shape {
   }
 };
 
-// A number, or a row of neighbours, for each place.
+// A number, or a row of consecutive numbers, for each place.
 template <class T>
 struct Grid {
   T* start;
-  int64_t s, b, h;  // how many numbers apart neighbours are
+  int64_t s, b, h;  // strides, in numbers
 
   BURST_BOTH T* at(const Place& place) const {
     return start + place.s * s + place.b * b + place.h * h;
   }
 
-  // Does every row begin where a pack of n may?
+  // Returns true if every row begins at the alignment of a pack of n numbers.
   bool aligned(int n) const {
     return reinterpret_cast<uintptr_t>(start) % (n * sizeof(T)) == 0 &&
         s % n == 0 && b % n == 0 && h % n == 0;

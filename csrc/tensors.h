@@ -1,6 +1,6 @@
-// From torch's tensors to what the operators work on, and on to the device: the only header that
-// knows both. What is wrong with a tensor is an exception here; whether an operator is called at all
-// is decided in megatron_burst/kernels/native.py.
+// Conversion of torch's tensors to the operators' arguments, and the launch on the device. Only this
+// header uses both. It throws an exception for an invalid tensor;
+// megatron_burst/kernels/native.py decides whether an operator is called at all.
 #pragma once
 
 #include <limits>
@@ -32,10 +32,10 @@ inline constexpr ScalarType KIND<c10::Half> = ScalarType::Half;
 template <>
 inline constexpr ScalarType KIND<int64_t> = ScalarType::Long;
 
-// Where the numbers are, after a look at what they are. T may be const.
+// Returns the data pointer after a check of the dtype. T may be const.
 template <class T>
 T* numbers(const Tensor& x, const char* name) {
-  BURST_CHECK(x.scalar_type() == KIND<std::remove_const_t<T>>, name, " has another dtype than its kind");
+  BURST_CHECK(x.scalar_type() == KIND<std::remove_const_t<T>>, name, " has a wrong dtype");
   if constexpr (std::is_const_v<T>) {
     return static_cast<T*>(x.const_data_ptr());
   } else {
@@ -43,14 +43,15 @@ T* numbers(const Tensor& x, const char* name) {
   }
 }
 
-// s, b, h of a tensor [s, b, h] or [s, b, h, w].
+// Returns s, b and h of a tensor [s, b, h] or [s, b, h, w].
 inline Shape shape(const Tensor& x) {
   constexpr int64_t limit = std::numeric_limits<int32_t>::max();
   BURST_CHECK(x.size(0) * x.size(1) * x.size(2) <= limit, "more rows than 2^31 - 1");
   return {uint32_t(x.size(0)), uint32_t(x.size(1)), uint32_t(x.size(2))};
 }
 
-// A tensor of `dims` dimensions with the leading sizes of `like`; its rows, if any, of neighbours.
+// Returns the grid of a tensor of `dims` dimensions with the leading sizes of `like`. Rows must be
+// contiguous.
 template <class T>
 Grid<T> grid(const Tensor& x, int64_t dims, const Tensor& like, const char* name) {
   BURST_CHECK(x.dim() == dims, name, " must have ", dims, " dimensions, got ", x.dim());
@@ -61,16 +62,16 @@ Grid<T> grid(const Tensor& x, int64_t dims, const Tensor& like, const char* name
   BURST_CHECK(x.get_device_index() == like.get_device_index() && x.is_cuda() == like.is_cuda(),
               name, " is on another device");
   const bool rows = dims == 4 && x.size(3) > 1;
-  BURST_CHECK(!rows || x.stride(3) == 1, name, " must have neighbours in its last dimension");
+  BURST_CHECK(!rows || x.stride(3) == 1, name, " must be contiguous in its last dimension");
   return {numbers<T>(x, name), x.stride(0), x.stride(1), x.stride(2)};
 }
 
-// f(accumulator, element), both zero, of the types of these tensors.
+// Calls f(accumulator, element) with zeros of the types of these tensors.
 template <class F>
 void with_types(const Tensor& accumulator, const Tensor& element, const F& f) {
   const ScalarType kind = element.scalar_type();
   if (accumulator.scalar_type() == ScalarType::Double) {
-    BURST_CHECK(kind == ScalarType::Double, "float64 accumulates float64 alone");
+    BURST_CHECK(kind == ScalarType::Double, "float64 accumulates only float64");
     return f(double{}, double{});
   }
   if (kind == ScalarType::Float) {
@@ -91,7 +92,7 @@ void on_cuda(const Op& op, int64_t rows, void* stream);  // instantiated in the 
 void* current_stream(int32_t device);
 #endif
 
-// All rows, on the device of `like`.
+// Runs an operator on all rows, on the device of `like`.
 template <class Op>
 void run(const Op& op, int64_t rows, const Tensor& like) {
   if (like.is_cpu()) {

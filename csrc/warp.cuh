@@ -1,4 +1,4 @@
-// Rows on CUDA: a warp each, 16 bytes of float at a time where every row is aligned for it.
+// Rows on CUDA: one warp per row, with loads of four numbers if every row is aligned for them.
 #pragma once
 
 #include <stdexcept>
@@ -11,7 +11,7 @@
 namespace burst {
 
 constexpr int WARP = 32, WARPS = 4;  // lanes of a warp, warps of a block
-constexpr unsigned EVERYBODY = 0xffffffffu;
+constexpr unsigned ALL_LANES = 0xffffffffu;
 
 template <int PACK>
 struct Warp {
@@ -23,22 +23,22 @@ struct Warp {
   __device__ static void lock_step() { __syncwarp(); }
   template <class F>
   __device__ static F sum(F x) {
-    for (int apart = WARP / 2; apart; apart /= 2) {
-      x += __shfl_xor_sync(EVERYBODY, x, apart);
+    for (int distance = WARP / 2; distance; distance /= 2) {
+      x += __shfl_xor_sync(ALL_LANES, x, distance);
     }
     return x;
   }
   template <class F>
   __device__ static F max(F x) {
-    for (int apart = WARP / 2; apart; apart /= 2) {
-      const F other = __shfl_xor_sync(EVERYBODY, x, apart);
+    for (int distance = WARP / 2; distance; distance /= 2) {
+      const F other = __shfl_xor_sync(ALL_LANES, x, distance);
       x = other > x ? other : x;
     }
     return x;
   }
 };
 
-// A whole warp has the same row, so that nobody leaves before the others of its team.
+// All lanes of a warp have the same row, so none of them returns before the others.
 template <int PACK, class Op>
 __global__ void __launch_bounds__(WARP* WARPS) each_row(const Op op, uint32_t rows) {
   const uint32_t row = blockIdx.x * WARPS + threadIdx.x / WARP;

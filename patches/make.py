@@ -1,7 +1,8 @@
-"""Write the patch series for a Megatron-LM tree: `python patches/make.py TREE FOLDER`.
+"""Writer of the patch series for a Megatron-LM tree: `python patches/make.py TREE FOLDER`.
 
-Marks each place of `megatron_burst.seam.PLACES` with its decorator, one patch per purpose, with
-one line of context, and says which places the tree does not have. TREE is only read.
+The patches add a decorator to each function of `megatron_burst.seam.PLACES`, one patch per purpose,
+with one line of context. The script raises `ValueError` if the tree lacks a function. It does not
+change TREE.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ SUBJECTS = {
 
 
 def with_seams(source: str, places: list[SeamPlace]) -> str:
-    """The source of a module with a decorator on each place, and the import of them."""
+    """Return the source of a module with a decorator on each function, and with their import.
+
+    Raises:
+        ValueError: The module does not have one of the functions.
+    """
     lines, tree = source.splitlines(keepends=True), ast.parse(source)
     inserted: dict[int, str] = {}
     for place in places:
@@ -34,17 +39,17 @@ def with_seams(source: str, places: list[SeamPlace]) -> str:
             raise ValueError(f"{place.file} has no {place.name}")
         first = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1
         inserted[first] = " " * node.col_offset + f"@{place.decorator}\n"
-    outside = [n for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom))]
-    at = next(
-        n for n in outside if ast.unparse(n).split()[1].split(".")[0] in ("torch", "megatron")
+    imports = [n for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom))]
+    first_import = next(
+        n for n in imports if ast.unparse(n).split()[1].split(".")[0] in ("torch", "megatron")
     )
     (decorator,) = {place.decorator for place in places}
-    inserted[at.lineno - 1] = f"from {HOMES[decorator]} import {decorator}\n"
+    inserted[first_import.lineno - 1] = f"from {HOMES[decorator]} import {decorator}\n"
     return "".join(inserted.get(i, "") + line for i, line in enumerate(lines))
 
 
 def series(tree: Path) -> dict[str, str]:
-    """{file name: patch} for a tree."""
+    """Return the patches for a tree, by file name."""
     patches = {}
     for number, (purpose, subject) in enumerate(SUBJECTS.items(), start=1):
         diff = ""

@@ -301,14 +301,21 @@ REFUSED = {
     "too few": ("merge_", (x4, x4, x4, x3), "lse must have 3 dimensions, got 4"),
     "of doubles": ("merge_", (x4, x3, x4.double(), x3), "float32 accumulates float32, bfloat16"),
     "in doubles": ("merge_", (x4.double(), x3.double(), x4, x3.double()), "float64 accumulates"),
-    "lse of another kind": ("merge_", (x4, x3.double(), x4, x3), "lse has another dtype"),
-    "columns": ("merge_", (x4.transpose(0, 3).contiguous().transpose(0, 3), x3, x4, x3), "neighb"),
-    "out of another kind": ("delta_out", (x4, x4.bfloat16(), x3), "out has another dtype"),
+    "lse of another kind": ("merge_", (x4, x3.double(), x4, x3), "lse has a wrong dtype"),
+    "columns": (
+        "merge_",
+        (x4.transpose(0, 3).contiguous().transpose(0, 3), x3, x4, x3),
+        "contiguous in",
+    ),
+    "out of another kind": ("delta_out", (x4, x4.bfloat16(), x3), "out has a wrong dtype"),
     "rows missing": ("stand_in_out", (x4, x3[:3], x4), "delta has another size in dimension 0"),
     "too many columns": (*softmax(real=7), "real must be 0 to 6, got 7"),
-    "labels of another kind": (*softmax(index=torch.zeros(4)), "index has another dtype"),
-    "rows of another number": (*softmax(lse=torch.zeros(3)), "lse must be contiguous, one for"),
-    "a tile of columns": (*softmax(z=torch.zeros(6, 4).t()), "z must be rows of neighbours"),
+    "labels of another kind": (*softmax(index=torch.zeros(4)), "index has a wrong dtype"),
+    "rows of another number": (
+        *softmax(lse=torch.zeros(3)),
+        "lse must be contiguous, with one number",
+    ),
+    "a tile of columns": (*softmax(z=torch.zeros(6, 4).t()), "z must have two dimensions"),
 }
 
 

@@ -290,6 +290,6 @@ def test_what_is_missing_is_named(tmp_path, command):
         [sys.executable, *words], env=nowhere, cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 1
-    assert "there is no C++ compiler c++: install g++, or name one with --cxx" in done.stderr
+    assert "there is no C++ compiler c++; install g++, or set --cxx" in done.stderr
     assert list(tmp_path.iterdir()) == []
     assert os.path.exists(native.FILE) == before
