@@ -4,8 +4,8 @@
     torchrun --nnodes 2 --nproc-per-node 8 ... -m megatron_burst calibrate --out cluster.toml
     megatron-burst calibrate                    # one GPU; prints which figures are not measured
 
-All ranks measure together, and rank 0 writes the file. The command is written for GPUs but tested
-only on CPU ranks. Exit status: 0 if the file is written, 2 for invalid input.
+All ranks measure together, and rank 0 writes the file. The command is meant for GPUs, but it is
+tested only with CPU ranks. Exit status: 0 if the file is written, 2 for invalid input.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All measurements of `calibrate`, in order, and the cluster that they describe.
+"""All measurements of `calibrate`, in order, and the resulting cluster file.
 
 A figure that cannot be measured gets the published value of the device or an assumed value. A
 comment in the file marks such figures.
@@ -28,7 +28,7 @@ from ..call_flags import check_place
 from . import kernels, launches, links
 from .ranks import Figures, Measurement, Ranks, joined, repeated
 
-FIGURES = 60  # number of repeated quantities, which share the time of --minutes
+FIGURES = 60  # number of repeated measurements, among which --minutes is divided
 COPIES = {"cuda": 5, "cpu": 3}  # repeats of a copy to the host
 NOT_MEASURED = "NOT MEASURED: published or assumed"
 
@@ -63,7 +63,7 @@ def calibrate(model: Model, arguments: Namespace) -> None:
 
 
 def _fault(arguments: Namespace) -> ValueError | None:
-    """Return the error of the flags on this machine, before any measurement."""
+    """Return the error if flags are invalid on this machine, otherwise None."""
     try:
         if arguments.gpu is not None and not torch.cuda.is_available():
             raise ValueError(f"--gpu {arguments.gpu}: torch finds no GPU here; remove --gpu")
@@ -74,7 +74,7 @@ def _fault(arguments: Namespace) -> ValueError | None:
 
 
 def missing(ranks: Ranks) -> str:
-    """Return the figures that cannot be measured on these ranks; empty if there are none."""
+    """Return a text on figures that cannot be measured with these ranks; "" if there are none."""
     lines = []
     if ranks.per_node < 2:
         lines.append("links within a node (start a rank on every GPU)")
@@ -86,7 +86,7 @@ def missing(ranks: Ranks) -> str:
 def measure_cluster(
     ranks: Ranks, model: Model, arguments: Namespace
 ) -> tuple[Cluster, Mapping[str, str]]:
-    """Return the cluster and the method of each figure; collective."""
+    """Measure all figures; collective. Return the cluster and the method of each figure."""
     figures = Figures()
     chunks = kernels.CHUNKS[ranks.device.type]
     ranks.report("matrix products and memory")
@@ -136,8 +136,8 @@ def host_links(ranks: Ranks) -> tuple[Measurement, Measurement]:
     """Measure bytes per second of a rank between device and host, in one direction; collective.
 
     Returns:
-        The rate while all ranks of a node copy, and the rate of one rank alone. Both are of the
-        slower direction and of the slowest rank.
+        The rate while all ranks of a node copy, and the rate of one rank alone, each for the slower
+        direction and the slowest rank.
     """
     longseq = registry.required("host_memory", "calibrate")
     # At most the available memory; a copy uses BYTES of it.
@@ -161,7 +161,7 @@ def host_links(ranks: Ranks) -> tuple[Measurement, Measurement]:
 
 
 def _links(figures: Figures, ranks: Ranks, model: Model, gpu: Gpu) -> None:
-    """Measure links, and add published or assumed values for the other links; collective."""
+    """Measure links, and add published or assumed values for links that are absent; collective."""
     measurement = links.links(ranks, figures)
     if measurement is not None:
         ranks.report("attention during transfers")
@@ -169,19 +169,19 @@ def _links(figures: Figures, ranks: Ranks, model: Model, gpu: Gpu) -> None:
     for name, value in unmeasured_links(gpu, ranks).items():
         if f"links.{name}" not in figures.values:
             figures.state(f"links.{name}", value, NOT_MEASURED)
-    if gpu.name not in GPUS:  # there are no published rates of its links
+    if gpu.name not in GPUS:  # no published link rates
         figures.state("links.nvlink", figures.values["links.intra"], "`intra`")
         figures.state("links.nic", figures.values["links.inter"], "`inter`")
 
 
 def stated_gpu(ranks: Ranks, name: str | None, best: float) -> Gpu:
-    """Return the published GPU of a name or of torch's device name.
+    """Return the published data of a GPU, by `name` or by torch's device name.
 
-    A GPU that is not published gets the best measured rate as peak.
+    For an unknown GPU, the best measured rate is used as the peak.
 
     Args:
         ranks: Ranks that measure.
-        name: Name of `--gpu`; None to use the device name.
+        name: Value of `--gpu`; None to use torch's device name.
         best: Highest measured operations per second.
     """
     if not ranks.cuda:
@@ -196,7 +196,7 @@ def stated_gpu(ranks: Ranks, name: str | None, best: float) -> Gpu:
 
 
 def stated_figures(gpu: Gpu, ranks: Ranks) -> dict[str, tuple[Any, str]]:
-    """Return figures that are not measured: key of a cluster file -> (value, note)."""
+    """Return figures that are not measured, as key of the cluster file -> (value, note)."""
     published = gpu.name in GPUS
     stated: dict[str, tuple[Any, str]] = {
         "gpu.name": (gpu.name, ""),
@@ -212,7 +212,7 @@ def stated_figures(gpu: Gpu, ranks: Ranks) -> dict[str, tuple[Any, str]]:
 
 
 def unmeasured_links(gpu: Gpu, ranks: Ranks) -> dict[str, float]:
-    """Return values of [links] without measurements: published rates, otherwise no limit."""
+    """Return values of [links] that were not measured: published rates, or no limit."""
     if gpu.name in GPUS:
         rates = {"intra": gpu.nvlink * NVLINK, "inter": gpu.nic * NIC}
     else:

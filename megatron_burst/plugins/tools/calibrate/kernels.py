@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measurements of one device: attention at several chunk sizes, matrix products, copies.
 
-All ranks measure at the same time, because clocks drop when all GPUs of a node draw power. The
-times are fitted to the formulas of the simulator.
+All ranks measure at the same time, because GPU clocks are lower when all GPUs of a node are busy.
+The formulas of the simulator are fitted to the times.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from ..advise.shapes.models import Model
 from .ranks import Measurement, Ranks, middle, repeated, worst
 
 CHUNKS = {"cuda": (1024, 2048, 4096, 8192, 16384), "cpu": (64, 128, 256, 512)}  # rows
-EMPTY = 8  # rows of a tile whose time is the launch
+EMPTY = 8  # rows of a tile so small that its time is the launch time
 PRODUCTS = {"cuda": (512, 1024, 2048, 4096, 8192), "cpu": (128, 256, 512, 1024)}  # rows
-WIDEST = {"cuda": 2**20, "cpu": 2048}  # limit of the other two sizes of a product
+WIDEST = {"cuda": 2**20, "cpu": 2048}  # limit of the inner size and the columns of a product
 COPY = {"cuda": 2**29, "cpu": 2**26}  # bytes
 HEADS = {"cuda": 2**20, "cpu": 4}  # limit of query heads
 
 
 def dtype(ranks: Ranks) -> torch.dtype:
-    """Return the dtype of measured products and attention calls."""
+    """Return the dtype in which products and attention are measured."""
     return torch.bfloat16 if ranks.cuda else torch.float32
 
 
 def heads(model: Model, ranks: Ranks) -> tuple[int, int]:
-    """Return query and key/value heads of measured calls: the model's heads, fewer on a CPU."""
+    """Return the numbers of query and key/value heads to measure: the model's, fewer on a CPU."""
     group = model.heads // model.kv_heads
     kv = max(1, min(model.kv_heads, HEADS[ranks.device.type] // group))
     return kv * group, kv
 
 
 def tile(ranks: Ranks, model: Model, rows: int) -> LocalCalls:
-    """Return calls with `rows` queries and keys, batch 1, and the kernel that "auto" selects."""
+    """Return attention calls of `rows` queries and keys, batch 1, with kernel "auto"."""
     (h, k), width = heads(model, ranks), model.head_dim
     like = {"device": ranks.device, "dtype": dtype(ranks)}
     q, keys, values = (torch.empty((rows, 1, n, width), **like) for n in (h, k, k))
@@ -52,13 +52,13 @@ def tile(ranks: Ranks, model: Model, rows: int) -> LocalCalls:
 
 
 def _median(ranks: Ranks, call: Callable[[], object]) -> tuple[float, float]:
-    """Return the median seconds of a call, and their spread."""
+    """Return the median seconds of repeated calls, and the spread."""
     seconds = repeated(ranks.repeats(call), "")
     return seconds.value, seconds.spread or 0.0
 
 
 def attention(ranks: Ranks, model: Model, rate: float) -> dict[str, Measurement]:
-    """Fit compute, launch, half_rows and backward of `Rates` to tiles of several sizes.
+    """Measure compute, launch, half_rows and backward of `Rates` with tiles of several sizes.
 
     Args:
         ranks: Ranks that measure.
@@ -101,7 +101,7 @@ def attention(ranks: Ranks, model: Model, rate: float) -> dict[str, Measurement]
 
 
 def _adding(ranks: Ranks, model: Model, rows: Sequence[int], rate: float) -> np.ndarray:
-    """Return seconds in which forward and backward of each size add their results [sizes, 2]."""
+    """Return the seconds [sizes, 2] of adding results, in forward and backward of each size."""
     (h, k), width, itemsize = heads(model, ranks), model.head_dim, dtype(ranks).itemsize
     sizes = Sizes(1, 1, h, k, width, width, itemsize, 4, 4, (True, True, True))
     per_row = np.array([adds.queries + adds.keys for adds in adding(sizes, rate)])
@@ -109,7 +109,7 @@ def _adding(ranks: Ranks, model: Model, rows: Sequence[int], rate: float) -> np.
 
 
 class KernelFit(NamedTuple):
-    """Constants of the time of a tile, see `fitted`; `off` is the largest relative error."""
+    """Fitted constants, see `fitted`; `off` is the largest relative error of the fit."""
 
     compute: float
     half_rows: float
@@ -123,8 +123,8 @@ def fitted(
 ) -> KernelFit:
     """Fit the constants of `Rates` by least squares of relative errors.
 
-    A forward takes launch + flops / compute * (1 + half_rows / rows). A backward takes launch plus
-    `backward` times the second term. The time of the first size is the launch.
+    Forward takes launch + flops / compute * (1 + half_rows / rows). Backward takes launch +
+    `backward` times the second term. The first size is so small that its time is `launch`.
 
     Args:
         rows: Rows of each size.
@@ -137,7 +137,7 @@ def fitted(
     first, second = (
         np.maximum(times[1:] - launch, times[1:] / 10) for times in (forward, backward)
     )
-    # A geometric mean, because both passes have the same form.
+    # A geometric mean, because forward and backward have the same formula.
     ratio = float(np.exp(np.mean(np.log(second / first))))
     flop_rates = np.concatenate([work / first, work * ratio / second])
     rate, per_row, off = _two_constants(flop_rates, 1 / np.tile(size, 2))
@@ -159,7 +159,7 @@ def _two_constants(flop_rates: np.ndarray, overhead: np.ndarray) -> tuple[float,
 
 
 def products(ranks: Ranks, model: Model) -> tuple[Measurement, Measurement]:
-    """Fit FLOP/s of large matrix products and `Gpu.small` to products of the MLP's sizes."""
+    """Measure FLOP/s of large matrix products and `Gpu.small`, with the sizes of the MLP."""
     kind = ranks.device.type
     inner, outer = (min(WIDEST[kind], size) for size in (model.hidden, model.ffn))
     sizes = [(rows, inner, outer) for rows in PRODUCTS[kind]]
@@ -191,8 +191,8 @@ def memory(ranks: Ranks, model: Model) -> tuple[Measurement, Measurement, Measur
     """Measure bytes per second of a device's memory, reads and writes together.
 
     Returns:
-        The rates of plain copies, of copies that distribute heads to ranks, and of results that are
-        added to fp32 sums.
+        The rates of plain copies, of copies that reorder heads for an all-to-all, and of adding
+        results to fp32 sums.
     """
     size, (count, _) = COPY[ranks.device.type], heads(model, ranks)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements of the host's time per launch, the fields of `HostTime`.
+"""Measurements of CPU time per launch: the fields of `HostTime`.
 
-The time of the launching thread is measured until a call returns. On a GPU this is wall-clock time,
-because the thread does not wait for an idle device. On a CPU it is the thread's own time, without
-waits. Tensors are small, because the launch of a large tensor takes the same time.
+The time of the launching thread is measured until a call returns. On a GPU this is wall-clock time;
+the device is idle at the beginning, so the thread does not wait for it. On a CPU it is the CPU time
+of the thread. Tensors are small, because launch times do not depend on tensor sizes.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .ranks import Measurement, Ranks, middle, repeated
 
 WIDTH, HEADS = 64, 4  # hidden size and heads of the layer
 ROWS = 64  # rows per rank of the attention call
-DOCUMENTS, LENGTH = 100, 1024  # documents of a planned pack, and its rows per rank
+DOCUMENTS, LENGTH = 100, 1024  # documents of a pack, and rows per rank
 
 
 def launches(ranks: Ranks, model: Model) -> dict[str, Measurement]:
-    """Measure the fields of `HostTime`; collective. One rank alone has no exchange and no plan."""
+    """Measure the fields of `HostTime`; collective. One rank measures no exchange and no plan."""
     forward, backward, layer = middle(ranks.locally("launches", lambda: _alone(ranks, model)))
     ring = repeated(ranks.rounds(_ring(ranks, model)), "")
     start_method = f"an attention call on {ranks.size} ranks, minus its kernel calls and exchanges"
@@ -53,7 +53,7 @@ def launches(ranks: Ranks, model: Model) -> dict[str, Measurement]:
 
 
 def _taken(ranks: Ranks, call: Callable[[], object]) -> float:
-    """Return the seconds of the launching thread in one call that begins on an idle device."""
+    """Return the seconds of the launching thread for one call; the device is idle before."""
     settle(ranks.device)
     clock = time.perf_counter if ranks.cuda else time.thread_time
     begun = clock()
@@ -62,7 +62,7 @@ def _taken(ranks: Ranks, call: Callable[[], object]) -> float:
 
 
 def _alone(ranks: Ranks, model: Model) -> list[float]:
-    """Return seconds of forward and backward of a kernel call, and of both passes of a layer."""
+    """Return seconds of a kernel's forward and backward together, and of a layer's."""
     calls = tile(ranks, model, EMPTY)
     launched = calls.forward, calls.backward, _Layer(ranks).passes
     return [median(ranks.times(partial(_taken, ranks, call))) for call in launched]
@@ -85,7 +85,7 @@ class _Layer:
         shape, x = (WIDTH,), self.x
         qkv = linear(layer_norm(x, shape, self.gain), into).view(EMPTY, 3, HEADS, -1)
         q, k, v = (self._turned(qkv[:, 0]), self._turned(qkv[:, 1]), qkv[:, 2])
-        x = x + linear((q + k + v).reshape(EMPTY, WIDTH), out)  # where attention would be
+        x = x + linear((q + k + v).reshape(EMPTY, WIDTH), out)  # in place of attention
         gate, value = linear(layer_norm(x, shape, self.gain), up).chunk(2, dim=-1)
         x = x + linear(silu(gate) * value, down)
         x.backward(torch.ones_like(x))
@@ -97,7 +97,7 @@ class _Layer:
 
 
 def _ring(ranks: Ranks, model: Model) -> Callable[[], float]:
-    """Return a function that times the forward of a ring of all ranks with an existing plan."""
+    """Return a function that times a ring forward over all ranks, with an existing plan."""
     like = {"device": ranks.device, "dtype": dtype(ranks)}
     h, n = heads(model, ranks)
     q, k, v = (torch.zeros((ROWS, 1, count, model.head_dim), **like) for count in (h, n, n))
@@ -106,7 +106,7 @@ def _ring(ranks: Ranks, model: Model) -> Callable[[], float]:
 
 
 def _planning(ranks: Ranks, model: Model) -> Callable[[], float]:
-    """Return a function that times layout and plan of a pack with new lengths at each call."""
+    """Return a function that times layout and planning of a pack, with new lengths at each call."""
     (h, n), drawn = heads(model, ranks), np.random.default_rng(0)
     seq = ranks.size * LENGTH
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements of links: hops of each link class, all-to-all, NICs, and slowdown of computation.
+"""Measurements of links: messages, all-to-all, sharing of NICs, and slowdown of compute.
 
-Hops are measured with one rank alone and with all ranks at once, through the endpoints of the
-rings. Every rank that takes part sends and receives the same number of bytes. If all ranks of a
-node together get less per rank than one rank alone, they share NICs. The ratio gives the number of
-NICs, and hops of two ranks at once show which ranks share a NIC.
+A hop is one message to the next rank, through the endpoints that rings use. Hops are measured with
+one rank alone and with all ranks at once. If the rate per rank is lower with all ranks of a node,
+they share NICs. The ratio of the rates gives the number of NICs, and hops of two ranks at once show
+which ranks share a NIC.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .ranks import Figures, Measurement, Ranks, repeated
 
 LARGEST = {"cuda": 2**28, "cpu": 2**22}  # limit of bytes of a message
 LONG = 0.05  # target seconds of a message
-CHAIN = 8  # number of consecutive small messages whose mean time is the latency
-SHARED = 1.4  # two hops share a NIC if a hop is this factor slower during the other
-PAIRS = 7  # limit of ranks of a node that are tried in pairs with the first
-UNLIKE = 1.25  # factor from the forecast above which a warning is printed
+CHAIN = 8  # number of consecutive small messages, whose mean time is the latency
+SHARED = 1.4  # two ranks share a NIC if simultaneous hops are slower by this factor
+PAIRS = 7  # maximum number of ranks of a node that are measured in pairs with the first rank
+UNLIKE = 1.25  # ratio of measurement and forecast above which a warning is printed
 LONGER = 2.0  # time of a message divided by the time of the computation that it overlaps
 
 Pairs = Sequence[tuple[int, int]]  # ranks to send to and receive from; empty if a rank is idle
@@ -40,8 +40,8 @@ class LinkMeasurement(NamedTuple):
     """Measurement of one link class.
 
     Attributes:
-        latency: Seconds of a message without bytes.
-        pairs: Pairs of this rank while all ranks send.
+        latency: Seconds of a very small message.
+        pairs: Peers of this rank while all ranks send.
         rate: Bytes per second of each rank while all ranks send.
     """
 
@@ -51,7 +51,7 @@ class LinkMeasurement(NamedTuple):
 
 
 def links(ranks: Ranks, figures: Figures) -> LinkMeasurement | None:
-    """Measure all link classes of these ranks and add the figures of [links]; collective.
+    """Measure links within and between nodes and add the figures of [links]; collective.
 
     Returns:
         The measurement within nodes, or between nodes if a node has one rank; None without links.
@@ -130,8 +130,9 @@ def _nics(
 ) -> tuple[Measurement, str]:
     """Return the number of NICs of a node, and the entry of `NIC_OF` that fits best.
 
-    The number follows from the `share` of its rate that a rank gets while all ranks send. The entry
-    must predict with which ranks the first rank shares its NIC.
+    The number is derived from `share`: the rate of a rank while all ranks of the node send, divided
+    by its rate alone. The entry of `NIC_OF` must predict which ranks share a NIC with the first
+    rank.
     """
     count = max(1, round(share * ranks.per_node))
     with_first = []
@@ -176,7 +177,7 @@ def _by_inner_size(
 def _all_to_all(
     ranks: Ranks, members: str, pairs: Pairs, rate: float, latency: Measurement
 ) -> tuple[Measurement, Measurement]:
-    """Measure the fraction of a link's rate that an all-to-all gets, and its time without bytes."""
+    """Measure an all-to-all: its rate relative to a hop, and its startup time."""
     peers = len(pairs)
     if peers == 1:
         return (
@@ -193,8 +194,8 @@ def _all_to_all(
 
 
 def _sized(ranks: Ranks, pairs: Pairs) -> tuple[Measurement, int]:
-    """Return seconds of a message without bytes, and the size of a message of about `LONG`."""
-    _rounds(ranks, pairs, SMALL)  # makes the connections
+    """Return the latency of a message, and the size of a message that takes about `LONG` s."""
+    _rounds(ranks, pairs, SMALL)  # opens the connections
     small = repeated(_rounds(ranks, pairs, SMALL, CHAIN), "")
     latency = small._replace(value=small.value / CHAIN)
     largest = LARGEST[ranks.device.type]
@@ -205,7 +206,7 @@ def _sized(ranks: Ranks, pairs: Pairs) -> tuple[Measurement, int]:
 
 
 def _rate(ranks: Ranks, senders: str, pairs: Pairs, size: int, latency: Measurement) -> Measurement:
-    """Measure bytes per second that each sending rank sends, and receives."""
+    """Measure bytes per second of each sending rank, in one direction."""
     seconds = repeated(_rounds(ranks, pairs, size), f"{senders}, {size} bytes a message")
     return seconds._replace(value=measure.rate_of(size, seconds.value, latency.value))
 
@@ -217,7 +218,7 @@ def _rounds(ranks: Ranks, pairs: Pairs, size: int, times: int = 1) -> list[float
 
 
 def _exchange(ranks: Ranks, pairs: Pairs, size: int, times: int = 1) -> tuple[float, float]:
-    """Return seconds of this rank until exchanges have started and ended; 0 without pairs."""
+    """Return this rank's seconds until all exchanges are started, and until all have ended."""
     if not pairs:
         return 0.0, 0.0
     return measure.exchange_seconds(_starter(ranks, pairs, size), ranks.device, times)
@@ -234,7 +235,7 @@ def around(ranks: Ranks, link: str, members: Sequence[int] | None = None) -> Pai
     Args:
         ranks: Ranks that measure.
         link: "intra" or "inter".
-        members: Local ranks that send; default: all of a node. Other ranks get no pairs.
+        members: Local ranks that send; default: all ranks of a node. Other ranks get an empty list.
     """
     if members is not None and ranks.local not in members:
         return []
@@ -245,15 +246,15 @@ def around(ranks: Ranks, link: str, members: Sequence[int] | None = None) -> Pai
 def slowdown(ranks: Ranks, model: Model, link: LinkMeasurement) -> Measurement:
     """Measure `Rates.slowdown`; collective.
 
-    It is the time of local attention during an exchange that lasts longer, divided by its time
-    alone, minus 1. The exchange is within nodes if there are such links.
+    The slowdown is the time of local attention during a longer exchange, divided by the time
+    without exchange, minus 1. The exchange is within nodes if a node has several ranks.
     """
     _, pairs, rate = link
     rows = CHUNKS[ranks.device.type][-2]
     calls = tile(ranks, model, rows)
     once = max(ranks.gathered(measure.seconds(calls.forward, ranks.device)))
     most = LARGEST[ranks.device.type]
-    # Long enough for the resolution of clocks, short enough for one message.
+    # Long enough for the clock resolution, and short enough to overlap with one message.
     times = max(1, min(100, round(most / rate / LONGER / once)))
     size = int(max(2**16, min(most, LONGER * times * once * rate)))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that measure together, and figures from repeated measurements.
+"""Synchronized measurements on several ranks, and figures with their spread.
 
 A figure is the median of its repeats. Its spread is half the interquartile range divided by the
 median. The time of a collective operation is the time of the slowest rank. An error of one rank is
@@ -27,17 +27,17 @@ from ....comm.consensus import Facts, agree
 from ....comm.groups import Groups
 
 LIMIT = timedelta(seconds=120)
-# Short times, which vary and matter less; they do not count for the spread of the file.
+# Figures with short times, which vary more and matter less; excluded from the spread in the file.
 TIMES = ("gpu.launch", "links.latency", "links.posting", "links.exchange_start", "host.call",
          "host.exchange", "host.start", "host.layer", "host.plan")  # fmt: skip
-REPEATS = 5, 25  # minimal and maximal repeats of a figure
+REPEATS = 5, 25  # minimum and maximum number of repeats of a figure
 
 
 class Measurement(NamedTuple):
     """Measured figure.
 
     Attributes:
-        value: Value.
+        value: Median of the repeats.
         spread: Spread as a fraction of the value; None if the measurement was not repeated.
         method: Description of the measurement.
     """
@@ -48,19 +48,19 @@ class Measurement(NamedTuple):
 
     @property
     def note(self) -> str:
-        """Comment in the cluster file."""
+        """Text of the comment in the cluster file."""
         return self.method if self.spread is None else f"{self.method}; spread {self.spread:.1%}"
 
 
 def repeated(samples: Sequence[float], method: str) -> Measurement:
-    """Return the figure of repeated measurements of one quantity."""
+    """Return the median and the spread of repeated measurements of one quantity."""
     low, middle, high = quantiles(samples, n=4, method="inclusive")
     return Measurement(middle, (high - low) / 2 / middle, f"{method}; median of {len(samples)}")
 
 
 @dataclass
 class Figures:
-    """Figures and notes by "section.key" of a cluster file, and the spreads of measurements."""
+    """Values and comments of a cluster file, by "section.key", and spreads of measurements."""
 
     values: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Ranks that measure together.
+    """Ranks of a synchronized measurement.
 
     Attributes:
         groups: Groups of all ranks, with `groups.topology.intra_size` ranks per node.
@@ -129,7 +129,7 @@ class Ranks:
             print(f"calibrate: {line}", file=sys.stderr, flush=True)
 
     def gathered(self, value: float) -> list[float]:
-        """Return the value of every rank; waits for all ranks."""
+        """Return the value of every rank; collective."""
         own = torch.tensor([value], dtype=torch.float64)
         return [gathered.item() for gathered in self.groups.gather(own)]
 
@@ -137,7 +137,7 @@ class Ranks:
         """Repeat a measurement that all ranks begin together.
 
         Args:
-            once: Function that measures once and returns seconds, 0 on an idle rank.
+            once: Function that measures once and returns seconds; 0 on an idle rank.
 
         Returns:
             Seconds of the slowest rank for every repeat but the first, equal on all ranks.
@@ -149,7 +149,7 @@ class Ranks:
         return self._together(lambda: seconds(call, self.device))
 
     def repeats(self, call: Callable[[], object]) -> list[float]:
-        """Return seconds of repeats on this rank alone, without the first, which may compile."""
+        """Return seconds of repeated calls on this rank, without the first, which may compile."""
         return self.times(lambda: seconds(call, self.device))
 
     def _together(self, once: Callable[[], float]) -> float:
@@ -157,7 +157,7 @@ class Ranks:
         return max(self.gathered(once()))
 
     def times(self, once: Callable[[], float]) -> list[float]:
-        """Return seconds of repeats of `once`, which times itself, without the first."""
+        """Call `once` repeatedly and return its results (seconds), without the first."""
         once()
         samples: list[float] = []
         while len(samples) < REPEATS[0] or (
@@ -167,7 +167,7 @@ class Ranks:
         return samples
 
     def locally(self, name: str, measure: Callable[[], Sequence[float]]) -> list[list[float]]:
-        """Return the figures that every rank measures by itself, all at the same time.
+        """Measure on every rank independently and return the figures of all ranks.
 
         Args:
             name: Name of the measurement, for errors.
@@ -193,12 +193,12 @@ class Ranks:
 
 
 def middle(of_ranks: Sequence[Sequence[float]]) -> list[float]:
-    """Return the median over ranks of every figure."""
+    """Return the median over ranks for each figure."""
     return [median(values) for values in zip(*of_ranks, strict=True)]
 
 
 def worst(of_ranks: Sequence[Sequence[float]]) -> float:
-    """Return the largest difference of a rank from the median, as a fraction of the median."""
+    """Return the largest relative deviation of a rank from the median over ranks."""
     return max(
         (abs(value / mid - 1) for figures in of_ranks
          for value, mid in zip(figures, middle(of_ranks), strict=True) if mid),
@@ -207,14 +207,14 @@ def worst(of_ranks: Sequence[Sequence[float]]) -> float:
 
 
 def first_line(error: Exception) -> str:
-    """Return the type of an error with the first line of its message."""
+    """Return the type of an error and the first line of its message."""
     first = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first[:200]}"
 
 
 @contextmanager
 def joined(per_node: int | None, budget: float, device: torch.device) -> Iterator[Ranks]:
-    """Yield the ranks that torchrun started, or this process alone.
+    """Yield the ranks of this torchrun job, or this process alone as one rank.
 
     Args:
         per_node: Ranks per node; None to group ranks by host.
@@ -244,7 +244,7 @@ def joined(per_node: int | None, budget: float, device: torch.device) -> Iterato
 
 
 def _check(per_node: int | None) -> None:
-    """Raise ValueError unless all ranks got the same --per-node and it divides their number."""
+    """Raise ValueError if --per-node differs among ranks or does not divide the number of ranks."""
     size = dist.get_world_size()
     of_ranks: list[int | None] = [per_node] * size
     dist.all_gather_object(of_ranks, per_node)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations and models of transformers, without a network and without code of a repository.
+"""Configurations and models of Hugging Face transformers, offline and without remote code.
 
-`config_of` makes the configuration of a language model. `built` builds the model on torch's meta
-device, which allocates nothing, and describes it.
+`config_of` creates the configuration of a language model. `built` instantiates the model on torch's
+meta device, which allocates nothing, and reads parameters, windows and norms.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-# Fields that describe how weights are stored or run.
+# Fields on storage and execution of weights, which do not describe the shape.
 NOT_SHAPES = (
     "quantization_config", "auto_map", "torch_dtype", "dtype", "attn_implementation",
     "_attn_implementation", "_attn_implementation_internal", "transformers_version", "model_type",
 )  # fmt: skip
-# Errors of transformers' type checks that values of older releases cause.
+# Error of transformers' type checks for values that older releases accepted.
 OLD_VALUE = re.compile(r"Field '(\w+)' expected .{1,200}?, got (int|NoneType)\b")
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config", "language_model_config")
 
 
 def _transformers(part: str = "") -> Any:
-    """Import transformers, or a part of it."""
+    """Import transformers, or the submodule `part`."""
     try:
         return importlib.import_module(f"transformers{part}")
     except ImportError as error:
@@ -48,17 +48,17 @@ def version() -> str:
 
 
 def config_of(fields: dict[str, Any], name: str) -> tuple[Any, bool]:
-    """Make the configuration of the language model that fields of a known model type describe.
+    """Create transformers' configuration of the language model in a config.json.
 
     Args:
         fields: The fields of a `config.json`.
         name: Name of the file, for errors.
 
     Returns:
-        The configuration, and whether it is a part of a multimodal one.
+        The configuration, and whether it is nested in a multimodal configuration.
 
     Raises:
-        ValueError: transformers refuses the fields, or the model is no decoder.
+        ValueError: transformers rejects the fields, or the model is not a decoder.
     """
     transformers = _transformers()
     kind = fields["model_type"]
@@ -82,9 +82,9 @@ def config_of(fields: dict[str, Any], name: str) -> tuple[Any, bool]:
 
 
 def _made(transformers: Any, kind: str, fields: dict[str, Any]) -> Any:
-    """Make a configuration with the value types of older releases of transformers.
+    """Create a configuration; convert value types that only older releases accepted.
 
-    These did not check types. Files contain null, and whole numbers for booleans.
+    Older releases did not check types, so files contain null values, and integers for booleans.
     """
     while True:
         try:
@@ -98,7 +98,7 @@ def _made(transformers: Any, kind: str, fields: dict[str, Any]) -> Any:
 
 
 def _retyped(fields: dict[str, Any], key: str, kind: str) -> dict[str, Any]:
-    """Return the fields without a null, or with a boolean for a whole number, at any depth."""
+    """Remove nulls of a key, or convert integers of a key to booleans, at any depth."""
     retyped = {}
     for name, value in fields.items():
         if isinstance(value, dict):
@@ -111,7 +111,7 @@ def _retyped(fields: dict[str, Any], key: str, kind: str) -> dict[str, Any]:
 
 
 def _stated_tie(fields: dict[str, Any]) -> bool | None:
-    """Return `tie_word_embeddings` of the file; the whole model's value precedes its part's."""
+    """Return `tie_word_embeddings`; a top-level value takes precedence over nested values."""
     if fields.get("tie_word_embeddings") is not None:
         return bool(fields["tie_word_embeddings"])
     parts = (fields[key] for key in NESTED if isinstance(fields.get(key), dict))
@@ -126,7 +126,7 @@ def _generates(kind: str, text: Any) -> bool:
 
 
 def _shapes(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that describe shapes, also in the parts of a multimodal configuration."""
+    """Return the fields that describe the shape, at the top level and in nested `*_config`."""
     shapes = {key: value for key, value in fields.items() if key not in NOT_SHAPES}
     for key, value in shapes.items():
         if isinstance(value, dict) and key.endswith("_config"):
@@ -136,7 +136,7 @@ def _shapes(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def values_of(config: Any) -> dict[str, Any]:
-    """Return the values of a configuration by their names in its class."""
+    """Return the values of a configuration, by the attribute names of its class."""
     values = dict(config.to_dict())
     for key in ("layer_types", "layers_block_type"):
         if key not in values and getattr(config, key, None) is not None:
@@ -147,12 +147,13 @@ def values_of(config: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class BuiltLayer:
-    """A layer of a model on the meta device.
+    """Properties of one layer of a model on the meta device.
 
     Attributes:
         parameters: Number of parameters.
-        sparse: It has experts.
-        window: Its window; 0: none; None: its modules do not have one.
+        sparse: Whether the layer has experts.
+        window: Sliding window in tokens; 0 for full attention; None if the modules have no such
+            attribute.
     """
 
     parameters: int
@@ -162,15 +163,15 @@ class BuiltLayer:
 
 @dataclass(frozen=True)
 class Built:
-    """A model on the meta device.
+    """Properties of a model on the meta device.
 
     Attributes:
         parameters: Number of parameters.
-        layers: Its layers.
-        names: Shapes of parameters by their name within a layer, over all layers.
-        ends: Shapes of parameters outside the layers.
-        norms: Names of the classes of norms.
-        buffers: Last parts of the names of buffers.
+        layers: Properties of each layer.
+        names: Parameter name within a layer -> shape, merged over all layers.
+        ends: Parameter name -> shape, for parameters outside the layers.
+        norms: Class names of norms.
+        buffers: Names of buffers, without the path of the module.
     """
 
     parameters: int
@@ -182,12 +183,12 @@ class Built:
 
 
 def built(config: Any, name: str, layers: int) -> Built:
-    """Build the language model of a configuration on the meta device.
+    """Instantiate the language model of a configuration on the meta device.
 
     Args:
-        config: A configuration of `config_of`.
+        config: Configuration from `config_of`.
         name: Name of the file, for errors.
-        layers: Its number of layers.
+        layers: Number of layers of the model.
 
     Returns:
         The model.
@@ -225,7 +226,7 @@ def built(config: Any, name: str, layers: int) -> Built:
 
 
 def _text_model(config_class: type) -> Any:
-    """Return the class of a language model that no automatic class of transformers lists."""
+    """Return the class of a language model that transformers' auto classes do not list."""
     pretrained = _transformers().PreTrainedModel
     name = config_class.__module__.replace("configuration_", "modeling_")
     for model_class in vars(importlib.import_module(name)).values():
@@ -240,9 +241,9 @@ def _text_model(config_class: type) -> Any:
 
 
 def _stack(model: Any, layers: int) -> str:
-    """Return the name of the list of layers.
+    """Return the name of the module list that contains the layers.
 
-    It is the list of this length with the most parameters.
+    This is the module list of length `layers` with the most parameters.
     """
     from torch import nn
 
@@ -270,7 +271,7 @@ def _layer(layer: Any) -> BuiltLayer:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the log lines of transformers about fields and kernels."""
+    """Suppress transformers' log messages in this context."""
     logging = _transformers().logging
     before = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -284,7 +285,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _refused(name: str, kind: str) -> Iterator[None]:
-    """Turn an error of transformers into a ValueError in one line."""
+    """Convert errors of transformers to ValueError with a one-line message."""
     try:
         yield
     except Exception as error:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-LM's flags for the properties of a configuration that are not sizes.
+"""Megatron-LM's flags for properties of a configuration that are not sizes.
 
-Biases, norms of heads, extra norms and sinks are read from transformers' model on the meta device.
-Other properties are read from the fields or follow from the model type.
+Biases, norms and sinks are read from transformers' model on the meta device. Other properties are
+read from fields of the config.json, or follow from the model type.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ ZERO_CENTERED = (
     "qwen3_5_moe_text", "nemotron",
 )  # fmt: skip
 NO_ROPE_IN_FULL = ("cohere2", "cohere2_moe", "exaone4", "exaone_moe", "afmoe")
-SIGMOID = (  # model types whose scores of experts are sigmoids
+SIGMOID = (  # model types whose router applies a sigmoid
     "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4v_moe_text", "glm4_moe_lite", "glm_moe_dsa",
     "dots1", "kimi_linear", "nemotron_h", "minimax_m2", "mimo_v2_flash", "exaone_moe",
     "solar_open", "hy_v3", "afmoe", "llama4", "llama4_text",
 )  # fmt: skip
 SCORES = "scoring_func", "score_function", "score_func", "moe_router_activation_func"
 SCALES = "routed_scaling_factor", "route_scale"
-# Factors that are 1 in a model without them.
+# Fields with factors that have no effect if they are 1.
 FACTORS = (
     "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
     "logit_scale", "scale_emb", "scale_depth", "attn_logit_softcapping",
@@ -42,18 +42,18 @@ FACTORS = (
 
 
 class Structure(NamedTuple):
-    """Parts of a layer in addition to its matrices.
+    """Biases, norms, gates and sinks in the layers of a model.
 
     Attributes:
-        qkv_bias: Queries, keys and values have biases.
-        out_bias: Attention's output has a bias.
+        qkv_bias: Projections to queries, keys and values have biases.
+        out_bias: The output projection of attention has a bias.
         mlp_bias: The matrices of the MLP have biases.
-        head_norms: Norms of queries and keys: "head" for each head, "all" over all heads, or "".
-        layer_norm: Norms subtract the mean.
+        head_norms: Norms of queries and keys: "head" (per head), "all" (over all heads), or "".
+        layer_norm: Norms are LayerNorm instead of RMSNorm.
         norm_bias: Norms have a bias.
-        norms: Number of norms of hidden states in a layer.
-        after: Norms are behind each half of a layer, none is before.
-        expert_bias: The router has a bias for balance.
+        norms: Number of norms of hidden states per layer.
+        after: Norms are applied to the output of each half of a layer, instead of the input.
+        expert_bias: The router has a bias per expert for load balancing.
         shared_gate: The shared experts have a gate.
         sinks: Attention has sinks.
     """
@@ -72,16 +72,16 @@ class Structure(NamedTuple):
 
 
 def family_of(model: Model, fields: Fields, kind: str, made: Built) -> tuple[Family, bool]:
-    """Return the flags of a model that are not sizes, and whether its attention has sinks.
+    """Return flags of Megatron-LM except sizes, and whether attention has sinks.
 
     Args:
-        model: Its sizes.
-        fields: Its configuration.
-        kind: Its model type.
-        made: transformers' model.
+        model: Shape of the model.
+        fields: Fields of the config.json.
+        kind: Model type.
+        made: Properties of transformers' model.
     """
     structure = _of_model(made, model)
-    fields.accept("add_swa_attention_sink_bias")  # the model has its sinks
+    fields.accept("add_swa_attention_sink_bias")  # sinks are read from the model
     numerics, rotary = _numerics(fields, model.head_dim)
     flags = [*_attention_flags(model, structure), *_norm_flags(kind, structure)]
     flags += _router_flags(fields, kind, structure) if model.experts else []
@@ -175,7 +175,7 @@ def _norm_flags(kind: str, structure: Structure) -> Iterator[str]:
 
 
 def _router_flags(fields: Fields, kind: str, structure: Structure) -> Iterator[str]:
-    """Yield the flags of the router. Scores are a softmax over the selected experts by default."""
+    """Yield the flags of the router; Megatron's default is a softmax over selected experts."""
     sigmoid = _scores_by_sigmoid(fields, kind)
     if sigmoid:
         yield "--moe-router-score-function sigmoid"
@@ -198,7 +198,7 @@ def _scores_by_sigmoid(fields: Fields, kind: str) -> bool:
 
 
 def _no_rope(model: Model, fields: Fields, kind: str) -> list[str]:
-    """Return the flag of layers without rotary positions."""
+    """Return the flag for layers without rotary positions."""
     fields.accept("no_rope_layer_interval")
     without = [not rotary for rotary in fields.items_of("no_rope_layers", int)]
     if kind in NO_ROPE_IN_FULL and 0 < model.windows < model.layers:
@@ -213,7 +213,7 @@ def _act(fields: Fields) -> str:
 
 
 def _activation(fields: Fields, gated: bool) -> tuple[str, list[str]]:
-    """Return the flag of a gated MLP, and an activation without a flag, in words."""
+    """Return the flag of a gated MLP, and descriptions of activations that have no flag."""
     act = _act(fields)
     if not gated:
         return "--swiglu", [] if act.startswith(("gelu", "relu2")) else [f"activation {act!r}"]
@@ -276,7 +276,7 @@ def _lacking(model: Model, fields: Fields, kind: str, structure: Structure) -> I
 
 # --- norms and positions ---------------------------------------------------------------------
 
-# Constants of Megatron-LM: of Llama 3's scaling, and of YaRN in latent attention.
+# Constants of Megatron-LM for Llama 3's rope scaling, and for YaRN in latent attention.
 LENGTH = "original_max_position_embeddings"
 LLAMA3 = {LENGTH: 8192.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {LENGTH: 4096.0, "beta_fast": 32.0, "beta_slow": 1.0}
@@ -285,7 +285,7 @@ EPSILONS = "rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon
 
 
 def _numerics(fields: Fields, head_dim: int) -> tuple[str, list[str]]:
-    """Return flags for the epsilon of norms and rotary positions, and properties without a flag."""
+    """Return flags for norm epsilon and rotary positions, and properties without a flag."""
     flags = [f"--norm-epsilon {fields.number(key):g}" for key in EPSILONS if key in fields][:1]
     rope = fields.object_of("rope_parameters")
     rope = rope if len(rope) else fields.object_of("rope_scaling")
@@ -318,7 +318,7 @@ def _numerics(fields: Fields, head_dim: int) -> tuple[str, list[str]]:
 
 
 def _scaled(kind: str, rope: Fields, latent: bool) -> str:
-    """Return scaled rotary positions as flags of Megatron-LM; "" if they have no flag."""
+    """Return flags of Megatron-LM for rope scaling; "" if Megatron-LM does not support it."""
     factor = rope.number("factor") if "factor" in rope else 0.0
     if kind == "linear" and not latent and 0 < factor == int(factor):
         return f"--rotary-seq-len-interpolation-factor {int(factor)}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of a `config.json`, with checks of their types and a record of the fields that were read.
+"""Fields of a `config.json`: type checks, and a record of which fields are read.
 
-An unread field that describes layers would silently give a wrong model, so `Fields.check_unread`
-refuses it.
+Ignoring a field that describes layers would silently give a wrong model. So `Fields.check_unread`
+raises ValueError for such fields if no code has read them.
 """
 
 from __future__ import annotations
@@ -12,35 +12,36 @@ from collections.abc import Mapping
 from typing import Any
 
 MOST = 10**9  # maximum of a width or a count
-LARGEST = 10**15  # maximum of other numbers; rotary bases of a million tokens are above 10**9
-# Names of fields that may describe layers: experts, windows, chunks, patterns, per-layer values.
+LARGEST = 10**15  # maximum of other numbers; rotary bases for long contexts exceed 10**9
+# Pattern of field names that may describe layers: experts, windows, chunks, patterns, per-layer
+# values.
 SUSPECT = re.compile(
     r"expert|moe|window|chunk|pattern|block|layer_type|per_layer|layers|interleave|interval|period"
     r"|_freq|_every|hybrid|mamba|ssm|conv|^linear_|^local|^global|sparse|compress|^index_|^indexer"
     r"|loop|recurren|altup|laurel|^swa_|^mtp|sink|^use_cla|layer_group|attn_(type|layer|ind)|idxs$"
     r"|mixer"
 )
-# Parts of such names whose values change no shape.
+# Pattern within such names if the value does not affect the shape.
 HARMLESS = re.compile(
     r"aux_loss|z_loss|_coef$|capacity|drop|jitter|renorm|_dtype$|kernel$|kernels$|feed_forward"
     r"|norm_min|scaling_factor|fp32|overlap|rope|rotary|router|_mode$|use_mixed_mlp|order_of_interleaved|use_parallel|_act$|initializer|predict_layers$"
     r"|inference|cache|expert_bias|_group$|score|combine|fused|tensor_parallel|^num_hidden_layers$"
     r"|scale$|_multiplier|^linear_(a_log|dt_|allow)|^mamba_dt|^mtp_|^moe_gate$|aux_free"
 )
-OF_EXPERTS = re.compile(r"expert|moe")  # names within an object, such as DBRX's ffn_config
+OF_EXPERTS = re.compile(r"expert|moe")  # names within nested objects, such as DBRX's ffn_config
 
 
 class Missing(ValueError):
-    """A required field of the shape is absent."""
+    """Raised if a required field is absent."""
 
 
 class Fields(Mapping[str, Any]):
-    """Fields of a configuration without those that are null.
+    """Fields of a config.json, without null values; records which fields are read.
 
     Args:
         values: Values by name.
         name: Name of the file, for errors.
-        aliases: Standard names of fields that have another name in the configuration's class.
+        aliases: Standard field name -> name in the configuration class of the model type.
     """
 
     def __init__(
@@ -70,9 +71,10 @@ class Fields(Mapping[str, Any]):
         return key in self.values_by_name or self.aliases.get(str(key)) in self.values_by_name
 
     def size(self, *keys: str) -> int:
-        """Return the first of these fields that is not 0, a whole number; 0 if there is none.
+        """Return the integer in one of several alternative fields; 0 if none is set.
 
-        A list counts as its value if all its numbers are equal.
+        A list of equal numbers counts as one number. Raises ValueError if the fields contradict
+        each other.
         """
         size = 0
         for key in keys:
@@ -94,13 +96,13 @@ class Fields(Mapping[str, Any]):
         return size
 
     def needed(self, *keys: str) -> int:
-        """Return `size`; raise `Missing` if no such field exists."""
+        """Return `size(*keys)`; raise `Missing` if none of the fields exists."""
         if not any(key in self for key in keys):
             raise Missing(f"{self.name}: has no {keys[0]!r}, which the shape depends on")
         return self.size(*keys)
 
     def number(self, key: str) -> float:
-        """Return a number from 0 to `LARGEST`; the field must exist."""
+        """Return the number in a required field as a float, from 0 to `LARGEST`."""
         number = self[key]
         if type(number) not in (int, float) or not 0 <= number <= LARGEST:
             raise ValueError(
@@ -109,22 +111,22 @@ class Fields(Mapping[str, Any]):
         return float(number)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Return a boolean."""
+        """Return the boolean in a field."""
         return self._of(key, self.get(key, default), bool, "true or false")
 
     def text(self, key: str, default: str = "") -> str:
-        """Return a text."""
+        """Return the string in a field."""
         return self._of(key, self.get(key, default), str, "a text")
 
     def items_of(self, key: str, kind: type) -> list[Any]:
-        """Return a list whose items are of a kind; empty if there is no such field."""
+        """Return the list of `kind` (int or str) in a field; [] if the field is absent."""
         value = self.get(key, [])
         entries = list(value) if type(value) is tuple else self._of(key, value, list, "a list")
         expected = {int: "whole numbers from 0", str: "texts"}[kind]
         return [self._of(key, item, kind, f"a list of {expected}") for item in entries]
 
     def object_of(self, key: str) -> Fields:
-        """Return a field that is an object; empty if it is absent or false."""
+        """Return the nested object in a field; empty if the field is absent or false."""
         value = self.get(key) or {}
         if not isinstance(value, dict):
             raise ValueError(f"{self.name}: {key!r} must be an object, got {value!r:.60}")
@@ -136,11 +138,11 @@ class Fields(Mapping[str, Any]):
         return value
 
     def accept(self, *keys: str) -> None:
-        """Mark fields as read, for example because another field contains the same."""
+        """Mark fields as read, for example if another field has the same information."""
         self._read.update(keys, (self.aliases.get(key, key) for key in keys))
 
     def unread(self, layers: int) -> list[str]:
-        """Return the unread fields that may describe layers."""
+        """Return the fields that may describe layers and have not been read."""
         unread = []
         for key, value in self.values_by_name.items():
             per_layer = isinstance(value, (list, tuple, dict)) and len(value) == layers > 4
@@ -152,7 +154,7 @@ class Fields(Mapping[str, Any]):
         return unread
 
     def check_unread(self, layers: int) -> None:
-        """Raise ValueError naming the fields that `unread` returns."""
+        """Raise ValueError with the fields that `unread` returns, if any."""
         if wrong := self.unread(layers):
             listed = ", ".join(f"{key!r} ({self.values_by_name[key]!r:.60})" for key in wrong)
             raise ValueError(
@@ -163,7 +165,7 @@ class Fields(Mapping[str, Any]):
 
 
 def _neutral(value: Any) -> bool:
-    """Return whether a value has no effect."""
+    """Return whether a value (such as false or 0) has no effect on the shape."""
     if isinstance(value, (list, tuple, dict, str)):
         return not value
     return value is False or (value is not True and value in (0, 1))

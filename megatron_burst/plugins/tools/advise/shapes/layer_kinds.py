@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds of layers of a decoder: attention halves, and mixers by kind.
+"""Kinds of layers of a decoder: attention halves, and mixers.
 
-This module decides which form of linear attention a mixer computes, and its parameters.
+This module also contains the sizes and the form of linear attention of each kind of mixer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from .....linear_attention.forms import FORMS
 
-# Attention half and whether there is an MLP half, by the letter of `Model.pattern`.
+# Letter of `Model.pattern` -> (kind of the attention half, whether there is an MLP half).
 FULL, WINDOW, CHUNKED, MIXER = "full", "window", "chunked", "mixer"
 SOFTMAX = FULL, WINDOW, CHUNKED  # attention halves with softmax attention
 KINDS: dict[str, tuple[str | None, bool]] = {
@@ -26,13 +26,13 @@ KINDS: dict[str, tuple[str | None, bool]] = {
 
 
 class LayerPart(NamedTuple):
-    """The halves of a layer.
+    """Kinds of the halves of one layer.
 
     Attributes:
         attention: Kind of its attention half: "full", "window", "chunked", "mixer" or None.
-        mlp: It has an MLP half.
-        sparse: Its MLP half has experts.
-        algorithm: Algorithm of its attention if its kind has its own; None: `Settings.algorithm`.
+        mlp: Whether the layer has an MLP half.
+        sparse: Whether the MLP half has experts.
+        algorithm: Attention algorithm of this kind of layers; None for `Settings.algorithm`.
     """
 
     attention: str | None
@@ -47,8 +47,9 @@ class Latent:
 
     Attributes:
         kv_rank: Width of the latent from which keys and values are projected.
-        rope: Width of the part of a head with rotary positions. All heads share this part of a key.
-        q_rank: Width of the latent from which queries are projected; 0: the hidden states.
+        rope: Width of the rotary part of a head. All heads share the rotary part of a key.
+        q_rank: Width of the latent from which queries are projected; 0 if queries are projected
+            from hidden states.
     """
 
     kv_rank: int
@@ -58,12 +59,12 @@ class Latent:
 
 @dataclass(frozen=True)
 class Indexer:
-    """The selection of keys in sparse latent attention (DeepSeek-V3.2).
+    """Indexer that selects keys in sparse latent attention (DeepSeek-V3.2).
 
     Attributes:
-        heads: Heads that score all keys that a query may attend to.
-        width: Width of a head, and of the one index key per row.
-        top_k: Number of keys with the highest scores that a query attends to.
+        heads: Number of index heads, which compute a score for each visible key.
+        width: Width of an index head, and of the single index key per row.
+        top_k: Number of keys that a query attends to.
     """
 
     heads: int
@@ -73,22 +74,23 @@ class Indexer:
 
 @dataclass(frozen=True)
 class Mixer:
-    """A layer that mixes rows without softmax attention (Mamba-2, gated delta net).
+    """Sizes of a layer's linear attention or state-space model (Mamba-2, gated delta net, ...).
 
     Attributes:
-        name: Its name, for output.
-        into: Width of its projections from hidden states.
-        out: Width of its projection to hidden states.
-        heads: Heads, which tensor-parallel ranks divide.
-        others: Its other parameters (convolution, decay).
-        form: Form of linear attention, one of `FORMS`; "": only its projections are counted.
-        key_heads: Heads of queries and keys, which value heads share.
-        width: Width of a key head. The state of a head has width x value_width numbers.
+        name: Name for output.
+        into: Total width of the projections from hidden states.
+        out: Input width of the output projection.
+        heads: Number of value heads, which are split over tensor-parallel ranks.
+        others: Number of other parameters (convolution, decay).
+        form: Form of linear attention, one of `FORMS`; "" to count only the projections.
+        key_heads: Number of heads of queries and keys, each shared by several value heads.
+        width: Width of a key head. The state of a head has shape [width, value_width].
         value_width: Width of a value head.
-        taps: Rows of the short convolution of queries, keys and values; 0: no convolution.
+        taps: Width of the short convolution of queries, keys and values, in rows; 0 for no
+            convolution.
 
     Raises:
-        ValueError: The form does not exist, or the sizes do not fit each other.
+        ValueError: The form does not exist, or sizes are inconsistent.
     """
 
     name: str
@@ -115,7 +117,7 @@ class Mixer:
             )
 
     def on_rank(self, tp: int) -> Mixer:
-        """Return the part of one of `tp` tensor-parallel ranks."""
+        """Return the sizes on one of `tp` tensor-parallel ranks."""
         keys = max(1, self.key_heads // tp) if self.form else 0
         return replace(
             self, into=self.into // tp, out=self.out // tp, heads=self.heads // tp, key_heads=keys
@@ -123,7 +125,7 @@ class Mixer:
 
     @property
     def values(self) -> int:
-        """Elements of a row's values, and of its results."""
+        """Elements of a row's values, and equally of a row's output."""
         return self.heads * self.value_width
 
     @property
@@ -138,12 +140,12 @@ class Mixer:
 
     @property
     def state(self) -> int:
-        """Elements of a sequence's state."""
+        """Elements of the state of one sequence, over all heads."""
         return self.heads * self.width * self.value_width
 
     @property
     def decay(self) -> Literal["none", "scalar", "vector"]:
-        """The kind of decay of a state, from `FORMS`."""
+        """Kind of decay of the state, from `FORMS`."""
         return FORMS[self.form].decay
 
     @property
@@ -153,18 +155,18 @@ class Mixer:
 
     @property
     def delta(self) -> bool:
-        """True if it writes by a delta rule, which makes the transition of a state a matrix."""
+        """True if the state is updated by a delta rule, so that the transition is a matrix."""
         return FORMS[self.form].delta if self.form else False
 
     def shares(self, tp: int, cp: int = 1) -> bool:
-        """Return whether ranks can share its heads.
+        """Return whether the heads can be divided among ranks.
 
-        The ranks must divide the heads of values and of keys. Mamba's groups of keys are copied if
-        they are fewer than context-parallel ranks.
+        The number of ranks must divide the value heads and the key heads. Mamba's key groups are
+        replicated if there are fewer groups than context-parallel ranks.
 
         Args:
             tp: Tensor-parallel ranks.
-            cp: Context-parallel ranks of Megatron's exchange of heads.
+            cp: Context-parallel ranks that exchange heads; 1 if they exchange states.
         """
         keys, ranks = self.key_heads or self.heads, tp * cp
         if self.heads % ranks or keys % tp:
@@ -172,7 +174,7 @@ class Mixer:
         return keys % ranks == 0 or (not self.delta and cp % (keys // tp) == 0)
 
 
-# Names and defaults of the arguments of `gated_delta_net` in Hugging Face and Megatron.
+# Arguments of `gated_delta_net`: names in Hugging Face and Megatron, and Megatron's defaults.
 DELTA_NET = {
     "linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
     "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
@@ -182,7 +184,7 @@ DELTA_NET = {
 def gated_delta_net(heads: int, key_heads: int, width: int, value_width: int, taps: int) -> Mixer:
     """Return the mixer of Qwen3-Next (arXiv 2412.06464).
 
-    It projects to q, k, v and a gate, and to beta and decay of each head.
+    The projections are q, k, v and a gate, and beta and decay of each head.
     """
     keys, values = key_heads * width, heads * value_width
     return Mixer("gated delta net", 2 * keys + 2 * values + 2 * heads, values, heads,
@@ -193,8 +195,8 @@ def gated_delta_net(heads: int, key_heads: int, width: int, value_width: int, ta
 def mamba2(heads: int, groups: int, width: int, value_width: int, taps: int) -> Mixer:
     """Return the mixer of Nemotron-H (arXiv 2405.21060).
 
-    It projects to a gate, x (values), B and C (keys and queries, in groups) and dt of each head.
-    `others` are the convolution with its bias, A, D, the bias of dt, and a norm.
+    The projections are a gate, x (values), B and C (keys and queries, in groups) and dt of each
+    head. `others` counts the convolution with bias, A, D, the bias of dt, and a norm.
     """
     inner, states = heads * value_width, 2 * groups * width
     return Mixer("Mamba-2", 2 * inner + states + heads, inner, heads,
@@ -205,8 +207,8 @@ def mamba2(heads: int, groups: int, width: int, value_width: int, taps: int) -> 
 def kimi_delta(heads: int, width: int, taps: int) -> Mixer:
     """Return the mixer of Kimi Linear (arXiv 2510.26692).
 
-    It projects to q, k, v and beta, and to decay and gate through `width` numbers each. `others`
-    contain the second matrices of decay and gate.
+    The projections are q, k, v, beta, and low-rank projections (rank `width`) to decay and gate.
+    `others` includes the second matrices of decay and gate.
     """
     inner = heads * width
     return Mixer("Kimi delta attention", 3 * inner + heads + 2 * width, inner, heads,
@@ -217,7 +219,7 @@ def kimi_delta(heads: int, width: int, taps: int) -> Mixer:
 def lightning(heads: int, width: int) -> Mixer:
     """Return the mixer of MiniMax-01 (arXiv 2501.08313).
 
-    It projects to q, k, v and a gate. The decay is constant per head; there is no convolution.
+    The projections are q, k, v and a gate. The decay is constant per head; there is no convolution.
     """
     inner = heads * width
     return Mixer("lightning attention", 4 * inner, inner, heads, inner, "scalar_decay", heads,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of a model from Megatron's own names: arguments of a command, or a TransformerConfig.
+"""Shape of a model from Megatron's arguments or from a TransformerConfig.
 
-Both have the same names (`num_layers`, `window_size`, `kv_lora_rank`, ...). The caller that parsed
-them provides a function that returns a value by its name, None if it is absent.
-`megatron.model_shape` defines the kinds of layers.
+Both use the same names (`num_layers`, `window_size`, `kv_lora_rank`, ...). The caller passes a
+function that returns a value by name, or None. `megatron.model_shape` determines the kinds of
+layers.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from .model import Model
 DSA = 64, 128, 2048  # DeepSeek-V3.2: index heads, their width, selected keys
 Get = Callable[[str], Any]
 NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
-# Megatron's symbols of a hybrid pattern that are counted: M is Mamba-2, G a gated delta net, +
-# latent attention; E has experts.
+# Supported symbols of a hybrid pattern: M is Mamba-2, G a gated delta net, + latent attention, E an
+# MLP with experts.
 SYMBOLS = "MG*+-E"
-# Letters of `layer_kinds.KINDS` by kinds of layers in `ModelShape`, with one half and with both.
+# Kind of layer in `ModelShape` -> letter of `layer_kinds.KINDS`, for layers with one half and with
+# both halves.
 ONE_HALF = {"softmax": "*", "delta_net": "M", "mamba": "M", "none": "-"}
 BOTH_HALVES = {"softmax": "F", "sparse": "F", "delta_net": "L"}
 
 
 class _Values:
-    """A configuration whose values a function returns."""
+    """Object whose attributes are the results of a function of the name."""
 
     def __init__(self, get: Get) -> None:
         self._get = get
@@ -39,14 +40,14 @@ class _Values:
 def model_from(
     get: Get, name: str, *, gated: bool, tied: bool, flag: Callable[[str], str]
 ) -> Model:
-    """Return the model.
+    """Return the model that Megatron's arguments describe.
 
     Args:
-        get: Returns a value by its name.
+        get: Function that returns a value by name, or None.
         name: Name of the model, for output.
-        gated: The MLP has three matrices.
-        tied: The LM head is the embedding.
-        flag: Returns a value's name as the user wrote it.
+        gated: Whether the MLP is gated (three matrices).
+        tied: Whether embedding and LM head share weights.
+        flag: Function that converts a name to the user's notation, for messages.
 
     Raises:
         ValueError: A value is missing or not supported.
@@ -59,7 +60,7 @@ def model_from(
     # Imported late, because it imports torch, which takes seconds.
     from .....megatron.model_shape import ModelShape
 
-    kinds = (ModelShape.of(_Values(get)).attention or ())[:layers]  # without further heads
+    kinds = (ModelShape.of(_Values(get)).attention or ())[:layers]  # without multi-token prediction
     pattern, window = _pattern(get, kinds, layers, name, flag)
     also = ("the head that predicts several tokens",) if get("mtp_num_layers") else ()
     fields: dict[str, Any] = {
@@ -100,9 +101,9 @@ def _latent(get: Get, heads: int) -> dict[str, Any]:
 
 
 def _mlp(get: Get, pattern: str, gated: bool) -> dict[str, Any]:
-    """Return the fields of the MLP.
+    """Return the fields of `Model` on the MLP.
 
-    Megatron's default width is 4 x hidden, or two thirds of it in multiples of 64 with a gate.
+    Megatron's default width is 4 x hidden. With a gate it is 8/3 x hidden, in multiples of 64.
     """
     hidden, experts = get("hidden_size"), get("num_moe_experts") or get("num_experts") or 0
     ffn = get("ffn_hidden_size") or (int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden)
@@ -125,9 +126,9 @@ def _mlp(get: Get, pattern: str, gated: bool) -> dict[str, Any]:
 def _pattern(
     get: Get, kinds: Sequence[str], layers: int, name: str, flag: Callable[[str], str]
 ) -> tuple[str, int]:
-    """Return a letter for each layer, and the window.
+    """Return `Model.pattern` and `Model.window`.
 
-    The letters are "" if all layers have full attention and an MLP.
+    The pattern is "" if all layers have full attention and an MLP.
     """
     hybrid = _hybrid(get)
     if set(hybrid) - set(SYMBOLS) or (hybrid and len(hybrid) != layers):
@@ -164,18 +165,18 @@ def _pattern(
 
 
 def _hybrid(get: Get) -> str:
-    """Return the pattern of a hybrid model without pipeline stages and prediction heads."""
+    """Return a hybrid pattern without the symbols for stages and multi-token prediction."""
     text = get("hybrid_override_pattern") or get("hybrid_layer_pattern") or ""
     return text.split("/")[0].replace("|", "")
 
 
 def _layers(frequency: Any, layers: int, *, every_is: bool) -> list[bool]:
-    """Return the layers that a frequency of Megatron marks.
+    """Expand a Megatron layer frequency (integer or list) to one bool per layer.
 
-    N marks one layer in N, or leaves it out. A list has an entry for each layer.
+    An integer N sets one layer in N to `every_is`, and the other layers to its negation.
     """
     if isinstance(frequency, int):
-        # Experts are in the first layer of N, full attention is in the last.
+        # The layer with experts is the first of N, the layer with full attention is the last of N.
         at = 0 if every_is else frequency - 1
         return [(layer % frequency == at) is every_is for layer in range(layers)]
     if len(frequency) != layers:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of a model: the layers of a decoder and their parameters.
+"""Shape of a decoder model: layers, sizes, and numbers of parameters.
 
-A layer has an attention half (softmax attention, or a mixer such as Mamba) and an MLP half, or only
-one of them. `models` has shapes by name, `model_config` reads a `config.json`.
+A layer has an attention half (softmax attention, or a mixer such as Mamba), an MLP half, or both.
+`models` contains shapes by name; `model_config` reads a `config.json`.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ from .layer_kinds import (
 )
 
 NORMS = "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
-# Flags that a description by sizes alone does not determine.
+# Flags that cannot be derived from sizes alone.
 STRUCTURE = "--qk-layernorm and biases, if it has them"
 POSITIONS = "--norm-epsilon, --rotary-base and rope scaling"
 
 
 class Family(NamedTuple):
-    """Properties of a model that change neither time nor memory, as flags of Megatron-LM.
+    """Flags of Megatron-LM for properties of a model that affect neither time nor memory.
 
     Attributes:
         flags: Flags of the architecture, such as `--qk-layernorm`.
         numerics: Flags for the epsilon of norms and for rotary positions.
         norms: Flags for the kind of norms, for biases and for the type of positions.
         gate: Flag of a gated MLP.
-        lacking: Properties without a flag, in words.
-        biases: Experts have biases, which Megatron does not split over tensor-parallel ranks.
-        left: Flags that the description of the model does not determine, in words.
+        lacking: Descriptions of properties that have no flag.
+        biases: Whether experts have biases, which Megatron does not split over tensor-parallel
+            ranks.
+        left: Text on flags that cannot be derived from the description of the model.
     """
 
     flags: str = ""
@@ -55,42 +56,41 @@ class Family(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """The shape of a decoder, in elements.
+    """Shape of a decoder; widths are in elements.
 
     Attributes:
-        name: Its name, for output.
+        name: Name for output.
         layers: Number of layers.
         hidden: Width of hidden states.
         heads: Query heads.
         kv_heads: Key/value heads.
         ffn: Width of the MLP, or of one expert.
-        vocabulary: Vocabulary with padding.
-        head_dim: Width of a query or key head; 0: hidden / heads.
-        gated: The MLP has three matrices.
-        tied: The LM head is the embedding.
-        experts: Number of experts, 0 for a dense model.
+        vocabulary: Size of the vocabulary, including padding.
+        head_dim: Width of a query or key head; 0 for hidden / heads.
+        gated: Whether the MLP is gated (three matrices).
+        tied: Whether embedding and LM head share weights.
+        experts: Number of experts; 0 for a dense model.
         top_k: Number of experts that process a token.
-        shared: Width of the shared experts, which process every token.
+        shared: Total width of the shared experts.
         moe_layers: Number of layers with experts.
-        dense_ffn: Width of the MLP of the other layers.
-        value_dim: Width of a value head; 0: `head_dim`.
-        latent: Latents of multi-head latent attention.
-        output_gate: Attention's result is multiplied by a gate as wide as the queries.
-        pattern: A letter of `KINDS` for each layer; "": all "F".
-        window: Tokens that a query of a "W" layer attends to, itself included.
-        mixer: The mixer of "L" and "M" layers.
-        sinks: Attention has a learned sink per head.
-        also: Parts outside the decoder that are not counted, in words.
-        indexer: Indexer of sparse attention over latents. All layers have it, and all heads share
-            the latents.
-        family: Flags of the model; None if only its sizes are known.
-        chunk: Tokens of a chunk of "C" layers. A query attends to the earlier tokens of its own
-            chunk.
-        expert_pattern: "1" or "0" for each layer with an MLP: it has experts or not. "": the last
-            `moe_layers` have experts.
+        dense_ffn: MLP width of layers without experts, in a model with experts.
+        value_dim: Width of a value head; 0 for `head_dim`.
+        latent: Sizes of multi-head latent attention; None without.
+        output_gate: Whether attention's result is multiplied by a gate as wide as the queries.
+        pattern: One letter of `KINDS` per layer; "" for "F" in all layers.
+        window: Tokens that a query of a "W" layer attends to, including itself.
+        mixer: Mixer of "L" and "M" layers.
+        sinks: Whether attention has a learned sink per head.
+        also: Descriptions of parts outside the decoder, which are not counted.
+        indexer: Indexer of sparse attention over latents, in all layers; None for dense attention.
+        family: Flags of the model; None if only sizes are known.
+        chunk: Tokens of a chunk of "C" layers. A query attends to itself and the earlier tokens of
+            its chunk.
+        expert_pattern: "1" (experts) or "0" (dense) for each layer with an MLP; "" if the last
+            `moe_layers` layers have experts.
 
     Raises:
-        ValueError: The sizes are impossible.
+        ValueError: Sizes are impossible or inconsistent.
     """
 
     name: str
@@ -148,7 +148,7 @@ class Model:
         self._check_pattern()
 
     def _check_kinds(self) -> None:
-        """Raise ValueError for sizes, switches and texts of wrong types."""
+        """Raise ValueError for fields of wrong types."""
         kinds = {"int": int, "bool": bool, "str": str}
         wrong = []
         for field in fields(self):
@@ -190,12 +190,12 @@ class Model:
 
     @property
     def letters(self) -> str:
-        """A letter of `KINDS` for each layer."""
+        """One letter of `KINDS` per layer."""
         return self.pattern or "F" * self.layers
 
     @cached_property
     def parts(self) -> tuple[LayerPart, ...]:
-        """The halves of each layer."""
+        """Kinds of halves of each layer."""
         parts, mlps = [], 0
         for letter in self.letters:
             attention, mlp = KINDS[letter]
@@ -205,7 +205,7 @@ class Model:
 
     @cached_property
     def experts_at(self) -> tuple[bool, ...]:
-        """True for each layer with an MLP that has experts."""
+        """For each layer with an MLP, whether it has experts."""
         if self.expert_pattern:
             return tuple(sign == "1" for sign in self.expert_pattern)
         return tuple(at >= self.mlps - self.moe_layers for at in range(self.mlps))
@@ -226,12 +226,12 @@ class Model:
         return self.number_of(CHUNKED)
 
     def window_of(self, kind: str | None, seq: int) -> int:
-        """Return the window by which a kind of attention half is counted, 0 for full attention.
+        """Return the window with which a kind of attention is predicted; 0 for full attention.
 
-        Chunked attention counts as a window of half a chunk, which has as many pairs.
+        Chunked attention is approximated by a window of half a chunk, which has as many pairs.
 
         Args:
-            kind: Kind of attention half, None for a layer without attention.
+            kind: Kind of the attention half; None for a layer without attention.
             seq: Tokens of the whole sequence.
         """
         if kind == CHUNKED:
@@ -240,21 +240,21 @@ class Model:
 
     @property
     def kinds(self) -> dict[str, int]:
-        """Number of layers by their attention half; "none": layers with an MLP alone."""
+        """Kind of the attention half -> number of layers; "none" for layers with only an MLP."""
         count = Counter(part.attention or "none" for part in self.parts)
         return {kind: count[kind] for kind in (*SOFTMAX, MIXER, "none") if count[kind]}
 
     @property
     def mixers(self) -> int:
-        """Number of layers with a mixer instead of attention."""
+        """Number of layers with a mixer instead of softmax attention."""
         return self.number_of(MIXER)
 
     def carried(self, tp: int, cp: int = 1) -> bool:
-        """Return whether ranks can share the heads of its mixers, if it has any.
+        """Return whether the heads of the mixer, if any, can be divided among ranks.
 
         Args:
             tp: Tensor-parallel ranks.
-            cp: Context-parallel ranks of Megatron's exchange of heads.
+            cp: Context-parallel ranks that exchange heads; 1 if they exchange states.
         """
         return self.mixer is None or not self.mixers or self.mixer.shares(tp, cp)
 
@@ -264,12 +264,12 @@ class Model:
         return sum(self.letters.count(letter) for letter, (_, mlp) in KINDS.items() if mlp)
 
     def number_of(self, kind: str) -> int:
-        """Return the number of layers with a kind of attention half."""
+        """Return the number of layers whose attention half is of a kind."""
         return sum(self.letters.count(letter) for letter, (of, _) in KINDS.items() if of == kind)
 
     @property
     def uncounted(self) -> tuple[str, ...]:
-        """Parts that neither time nor memory counts, in words."""
+        """Descriptions of parts that the forecast does not count."""
         mixers = ()
         if self.mixer is not None and self.mixers and not self.mixer.form:
             mixers = (f"scans and states of {self.mixers} {self.mixer.name} layers",)
@@ -315,7 +315,7 @@ class Model:
 
     @cached_property
     def by_layer(self) -> tuple[tuple[int, int, int], ...]:
-        """Parameters of each layer: those that tensor-parallel ranks share, norms, experts."""
+        """Parameters per layer: (split over tensor-parallel ranks, norms, experts)."""
         of = {part: self._of_part(part) for part in set(self.parts)}
         return tuple(of[part] for part in self.parts)
 
@@ -332,8 +332,8 @@ class Model:
         """Return the parameters of the MLP half of a layer.
 
         Args:
-            part: The layer.
-            ep: Expert-parallel ranks, one of which is counted.
+            part: Kinds of the halves of the layer.
+            ep: Expert-parallel size; experts are counted for one rank.
         """
         if part.sparse:
             return self.dense_parameters + self.expert_parameters / ep
@@ -350,12 +350,12 @@ class Model:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that multiply a token: only its experts, and no embedding."""
+        """Parameters that process a token: `top_k` of the experts, and no embedding."""
         unseen = (self.experts - self.top_k) * self.expert_parameters // max(1, self.experts)
         embedding = 0 if self.tied else self.hidden * self.vocabulary
         return self.parameters - self.moe_layers * unseen - embedding
 
 
 def padded(model: Model, multiple: int) -> Model:
-    """Return the model with its vocabulary padded to a multiple."""
+    """Return the model with the vocabulary padded to a multiple."""
     return replace(model, vocabulary=-(-model.vocabulary // multiple) * multiple)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of a model from the fields of a Hugging Face `config.json`.
+"""Shape of a model from a Hugging Face `config.json`.
 
-transformers' configuration class of the model type defines names, defaults and kinds of layers.
-The number of parameters and the layers with experts or windows are compared with transformers'
-model on torch's meta device. A model type that transformers does not have is refused.
+transformers' configuration class of the model type defines names, defaults and kinds of layers. As
+a check, the number of parameters and the layers with experts or windows are compared with
+transformers' model on torch's meta device. Model types unknown to transformers raise ValueError.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from .layer_kinds import (
 )
 from .model import Model
 
-TOLERANCE = 0.03  # relative, of the number of parameters; biases and small norms are not counted
+TOLERANCE = (
+    0.03  # relative difference of the number of parameters; biases and small norms are not counted
+)
 KV_HEADS = "num_key_value_heads", "num_kv_heads"
 HEAD_DIM = "head_dim", "attention_head_dim", "kv_channels"
 FFN = "intermediate_size", "ffn_hidden_size", "ffn_dim"
@@ -36,7 +38,7 @@ TOP_K = "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "mo
 OF_EXPERT = "moe_intermediate_size", "expert_ffn_hidden_size"
 SHARED_WIDTH = "shared_expert_intermediate_size", "shared_intermediate_size"
 SHARED = "n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert"
-# Letters of `layer_kinds.KINDS` by transformers' kinds of layers, with both halves and with one.
+# transformers' kind of layer -> letter of `layer_kinds.KINDS`, with both halves and with one half.
 LAYER_TYPES = {
     "full_attention": "F", "attention": "F", "indexed_attention": "F", "sliding_attention": "W",
     "chunked_attention": "C", "linear_attention": "L", "mamba": "L",
@@ -46,10 +48,10 @@ HALVES = {
     "moe": "-",
 }  # fmt: skip
 ONE_HALF = ("nemotron_h",)
-ALL_WINDOWS = (  # model types in which a window without a list of layers is in all layers
+ALL_WINDOWS = (  # model types in which a window without a list of layers applies to all layers
     "mistral", "mixtral", "starcoder2", "phi3", "phimoe", "qwen3_moe", "moshi", "ministral3",
 )  # fmt: skip
-# Model types with another kind of attention, which no field names.
+# Unsupported model types -> description of their attention, which no field describes.
 OTHER_ATTENTION = {"diffllama": "differential attention"}
 # Model types without attention.
 STATES_ALONE = ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm")
@@ -58,13 +60,13 @@ UNGATED = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2"
 GATED = ("bitnet", "gemma", "recurrent_gemma", "vaultgemma", "glm4v", "diffusion_gemma")
 NO_POSITIONS = ("nemotron_h", "kimi_linear", "jamba", "zamba")
 GATED_OUTPUT = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "afmoe")
-# Sizes of layers with a window and of other layers, which must be equal.
+# Fields with sizes of layers with a window -> fields for other layers; both must be equal.
 OF_WINDOWS = {
     "swa_head_dim": "head_dim",
     "swa_v_head_dim": "v_head_dim",
     "swa_num_attention_heads": "num_attention_heads",
 }
-# Fields that classes of transformers convert to `layer_types` and `mlp_layer_types`.
+# Fields that transformers converts to `layer_types` and `mlp_layer_types`.
 OF_LAYER_TYPES = (
     "sliding_window_pattern", "_sliding_window_pattern", "max_window_layers", "use_sliding_window",
     "full_attention_interval", "global_attn_every_n_layers", "hybrid_override_pattern",
@@ -78,12 +80,12 @@ OF_MLP_TYPES = (
 
 
 class Source(NamedTuple):
-    """A language model's configuration.
+    """Configuration of a language model.
 
     Attributes:
-        fields: Its fields, by their names in its class.
-        config: Its configuration in transformers.
-        nested: It is a part of a multimodal configuration.
+        fields: Values of the configuration, by the attribute names of its class.
+        config: Configuration object of transformers.
+        nested: Whether it is nested in a multimodal configuration.
     """
 
     fields: Fields
@@ -92,23 +94,23 @@ class Source(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Its model type."""
+        """Model type."""
         return self.config.model_type
 
 
 def from_config(config: dict[str, Any], name: str = "config.json") -> Model:
-    """Return the model of a configuration.
+    """Return the model that a config.json describes.
 
     Args:
-        config: The fields of a `config.json`.
+        config: Content of a `config.json`.
         name: Name of the file, for errors.
 
     Returns:
         The shape of its language model.
 
     Raises:
-        ValueError: a field is missing, has a wrong type or no known meaning, or the number of
-            parameters differs from transformers' model by more than 3 %.
+        ValueError: A field is missing, unknown or has a wrong type, or the number of parameters
+            differs from transformers' model by more than 3 %.
     """
     source = _source(config, name)
     fields = source.fields
@@ -171,7 +173,7 @@ def _source(config: dict[str, Any], name: str, nested: bool = False) -> Source:
 
 
 def _as_layer_types(config: dict[str, Any]) -> dict[str, Any]:
-    """Convert lists of 0 and 1 to transformers' own fields, which its classes expect."""
+    """Convert lists of 0 and 1 to `layer_types` and `mlp_layer_types`, as transformers does."""
     made = dict(config)
     kinds = ("hybrid_layer_pattern", "layer_types", ("full_attention", "sliding_attention"))
     mlps = ("moe_layer_freq", "mlp_layer_types", ("dense", "sparse"))
@@ -231,9 +233,9 @@ def _size(fields: Fields, *keys: str) -> int:
 
 
 def _check_positions(source: Source) -> None:
-    """Raise ValueError unless the model has rotary positions or none.
+    """Raise ValueError if the model has position embeddings other than rotary ones.
 
-    Other positions end at a maximum length.
+    Other position embeddings have a maximum length.
     """
     fields = source.fields
     if fields.flag("alibi") or fields.object_of("attn_config").flag("alibi"):
@@ -259,7 +261,7 @@ def _check_positions(source: Source) -> None:
 
 
 def _check_windows(fields: Fields) -> None:
-    """Check that layers with a window have heads of the same width and number as other layers."""
+    """Raise ValueError if heads of layers with a window differ from those of other layers."""
     for key, full_key in OF_WINDOWS.items():
         if (size := fields.size(key)) != fields.size(full_key) and size:
             raise ValueError(
@@ -274,14 +276,14 @@ def _kv_heads(source: Source, heads: int) -> int:
         fields.accept(*KV_HEADS)
         return 1 if fields.flag("multi_query") else heads
     kv_heads = fields.size(*KV_HEADS) or heads
-    if kind == "mimo_v2_flash":  # layers with a window have twice this number
+    if kind == "mimo_v2_flash":  # layers with a window have twice this number of heads
         fields.accept("swa_num_key_value_heads")
         return 2 * kv_heads
     return max(kv_heads, fields.size("swa_num_key_value_heads"))
 
 
 def _gated(source: Source) -> bool:
-    """Return whether the MLP has three matrices: with silu, and with gelu in some families."""
+    """Return whether the MLP is gated (silu, and gelu in some families)."""
     fields = source.fields
     key = next((key for key in ACTIVATIONS if key in fields), "")
     act = fields.text(key) if key else "silu"
@@ -291,7 +293,7 @@ def _gated(source: Source) -> bool:
 def _latent(fields: Fields, heads: int) -> dict[str, Any]:
     """Return the fields of multi-head latent attention with expanded heads.
 
-    It has one key head per query head.
+    There is one key head per query head.
     """
     if not fields.size("kv_lora_rank"):
         return {}
@@ -315,12 +317,12 @@ def _latent(fields: Fields, heads: int) -> dict[str, Any]:
 
 
 def _mlp(source: Source, pattern: str, with_mlp: int, hidden: int) -> dict[str, Any]:
-    """Return the fields of the MLP halves: dense, or experts in some layers."""
+    """Return the fields of `Model` on MLPs: dense, or experts in some layers."""
     fields, kind = source.fields, source.kind
     ffn = fields.size(*FFN)
     ffn = ffn or 4 * hidden  # the default of GPT-2 and its descendants
     experts, of_expert = fields.size(*EXPERTS), fields.size(*OF_EXPERT)
-    if kind == "granitemoehybrid" and not experts:  # only the shared MLP is left
+    if kind == "granitemoehybrid" and not experts:  # only the shared MLP remains
         return {"ffn": fields.needed(*SHARED_WIDTH)}
     if experts <= 1:
         fields.accept(*TOP_K, *OF_EXPERT)
@@ -349,7 +351,7 @@ def _mlp(source: Source, pattern: str, with_mlp: int, hidden: int) -> dict[str, 
 
 
 def _experts_at(source: Source, pattern: str, with_mlp: int) -> list[bool]:
-    """Return for each layer with an MLP whether it has experts."""
+    """Return whether each layer with an MLP has experts."""
     fields = source.fields
     every = range(with_mlp)
     types = fields.items_of("layers_block_type", str)
@@ -392,7 +394,7 @@ def _is_sparse(fields: Fields, kind: str) -> bool:
 
 
 def _pattern(source: Source, layers: int) -> str:
-    """Return a letter for each layer."""
+    """Return `Model.pattern`, one letter per layer."""
     fields = source.fields
     for key in ("layer_types", "layers_block_type"):
         if types := fields.items_of(key, str):
@@ -418,25 +420,25 @@ def _pattern(source: Source, layers: int) -> str:
 
 
 def _one_half(source: Source, types: list[str]) -> bool:
-    """Return whether each layer is only attention, a mixer or an MLP."""
+    """Return whether layers have only one half: attention, a mixer or an MLP."""
     return source.kind in ONE_HALF or bool({"mlp", "moe"} & set(types))
 
 
 def _windows(source: Source, layers: int) -> str:
-    """Return the letters of layers with a window if no list of `layer_types` names them."""
+    """Return the pattern of windows for configurations without `layer_types`."""
     fields = source.fields
     if source.kind not in ALL_WINDOWS:
-        return "F" * layers  # `check_unread` refuses the window
+        return "F" * layers  # `check_unread` raises for the field of the window
     used = fields.size("sliding_window") and fields.flag("use_sliding_window", True)
     fields.accept("max_window_layers")
     return ("W" if used else "F") * layers
 
 
 def _mixer(source: Source) -> Mixer:
-    """Return the mixer of linear attention or state-space layers.
+    """Return the mixer of linear-attention or state-space layers.
 
-    It is Mamba-2, Qwen3-Next's gated delta net, Kimi Linear's delta attention, or MiniMax's
-    lightning attention.
+    Supported are Mamba-2, Qwen3-Next's gated delta net, Kimi Linear's delta attention, and
+    MiniMax's lightning attention.
     """
     fields, kind = source.fields, source.kind
     if "linear_num_value_heads" in fields:
@@ -469,7 +471,7 @@ def _mixer(source: Source) -> Mixer:
 
 
 def _compare(model: Model, made: Built, source: Source) -> None:
-    """Raise ValueError if transformers' model has other parameters, experts or windows."""
+    """Raise ValueError if parameters, experts or windows differ from transformers' model."""
     name, kind = source.fields.name, source.kind
     unread = source.fields.unread(model.layers)
     why = f"; fields without a known meaning: {', '.join(unread)}" if unread else ""

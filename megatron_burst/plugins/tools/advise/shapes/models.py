@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of models by name, from the config.json files that their makers publish on Hugging Face.
+"""Shapes of models by name, from the official config.json files on Hugging Face.
 
-Only decoders are counted. Vision towers and heads that predict several tokens are named as not
-counted.
+Only the decoder is described. `Model.also` lists other parts (vision, multi-token prediction).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def _moe(layers: int, **fields: Any) -> dict[str, Any]:
 def _gemma3(name: str, layers: int, hidden: int, heads: int, kv: int, ffn: int, dim: int) -> Model:
     """Return a Gemma 3 model.
 
-    Five layers with a window of 1,024 tokens precede each layer with full attention (Gemma 3
+    Each layer with full attention follows five layers with a window of 1,024 tokens (Gemma 3
     report).
     """
     pattern = ("WWWWWF" * layers)[:layers]
@@ -36,7 +35,7 @@ def _gemma3(name: str, layers: int, hidden: int, heads: int, kv: int, ffn: int, 
 def _gpt_oss(name: str, layers: int, experts: int) -> Model:
     """Return a gpt-oss model.
 
-    Every other layer has a window of 128 tokens, and attention has sinks (gpt-oss model card).
+    Alternate layers have a window of 128 tokens, and attention has sinks (gpt-oss model card).
     """
     return Model(name, hidden=2880, heads=64, kv_heads=8, ffn=2880, vocabulary=201088, head_dim=64,
                  pattern="WF" * (layers // 2), window=128, sinks=True,
@@ -119,7 +118,7 @@ _V3 = Family(
 )
 _LLAMA3 = "--rotary-base 500000"
 _LLAMA31 = f"{_LLAMA3} --use-rope-scaling --rope-scaling-factor 8"
-# By prefix of a name in `NAMED`; the longest matching prefix counts.
+# Prefix of a name in `NAMED` -> `Family`; the longest matching prefix is used.
 FAMILIES = {
     "llama2": Family(),
     "llama3": Family(numerics=_LLAMA3),
@@ -170,14 +169,14 @@ NAMED: dict[str, Model] = {
 
 
 def named(name: str, vocabulary_multiple: int = 1) -> Model:
-    """Return a model by its name, or from a `config.json` or the folder that contains it.
+    """Return a model by name, or from a `config.json` or its folder.
 
     Args:
-        name: Name or path.
-        vocabulary_multiple: The vocabulary is padded to a multiple of this, as Megatron does.
+        name: Name in `NAMED`, or path.
+        vocabulary_multiple: The vocabulary is padded to a multiple of this number, as in Megatron.
 
     Raises:
-        ValueError: There is no such model; the message contains the nearest name, or all names.
+        ValueError: The name is unknown; the message contains the most similar name, or all names.
     """
     if name.lower() in NAMED:
         return padded(NAMED[name.lower()], vocabulary_multiple)
@@ -194,7 +193,7 @@ def named(name: str, vocabulary_multiple: int = 1) -> Model:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the fields of a config.json.
+    """Read the content of a config.json.
 
     Raises:
         ValueError: The file cannot be read.
