@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .pieces import Chains, Piece, chains
     from .routes import Route, preceding, relayout, successors
 
-# A plain call does not need these names, so their modules are imported at the first use.
+# Most calls do not need these names, so their modules are imported at the first use.
 _LATE = {
     "Balanced": "balanced",
     "Chains": "pieces",

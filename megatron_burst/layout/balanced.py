@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layout `balanced`: packed documents of mixed lengths, with equal tokens and nearly equal work.
 
-This module decides the places of documents in a pack and on nodes, and the shares of documents that
-each rank gets. Most documents are whole on one rank.
+This module assigns documents, and shares of documents, to nodes and ranks. Most documents are whole
+on one rank.
 
-The solver: in *mirror order* a document's tokens are taken from both ends in turn: 0, l - 1, 1, l -
-2, ... A run of a causal document in mirror order has half the document's length of visible keys per
-token, at any place. So it has a constant density, and a rank must be filled to the mean density of
-the batch. Documents are sorted by density. Every rank takes a run from the dense end and a run from
-the sparse end. The lengths of the two runs follow from one equation in one unknown, so ranks have
-equal work. A document is cut only where a run ends. Nodes are filled first, then the ranks of each
-node. Runs are cut by integers alone, so that every process computes the same layout.
+In *mirror order*, the tokens of a document are taken from both ends in turn: 0, l - 1, 1, l - 2,
+... Take a run of tokens of a causal document in mirror order. Each token of such a run sees on
+average l / 2 keys, wherever the run is. So a document has a constant density (visible pairs per
+token).
 
-Ranks with equal work cut a document at nearly every boundary between ranks, and ranks exchange its
-rows. If links are slow, unequal ranks with whole documents are faster. `row_cost` is the cost of a
-row, and with it less equal ranks are tried.
+The solver fills each rank to the mean density of the pack. Documents are sorted by density. Every
+rank takes a run of tokens from the dense end and a run from the sparse end. The lengths of the two
+runs follow from one equation in one unknown, so ranks have equal work. A document is cut only where
+a run ends. Nodes are filled first, then the ranks of each node. Runs are cut by integer arithmetic,
+so every process computes the same layout.
+
+If ranks have equal work, nearly every boundary between ranks cuts a document, and ranks exchange
+its rows. If links are slow, ranks with unequal work and whole documents are faster. Such
+assignments are tried if `row_cost`, the cost of sending a row, is given.
 """
 
 from __future__ import annotations
@@ -40,16 +43,16 @@ from .layouts import (
 
 Window = tuple[int | None, int | None]  # visible keys before a query, and after it; None: all
 CAUSAL: Window = (None, 0)
-# Relative error of a bin's pairs that is allowed to keep a document whole. The second value is for
-# slow links.
+# Largest relative error of the pairs of a bin (a node or a rank) that is accepted to keep a
+# document whole. The second value is for slow links.
 SLACK, MORE_SLACK = 1 / 64, 1 / 4
-# Ranks are even if the busiest has at most this multiple of the mean.
+# Work is balanced if the busiest rank has at most this multiple of the mean.
 EVEN = 1.05
 # Windows can make the ends of a document lighter than its middle. The document is then cut into
-# parts of nearly constant density, at these places of mirror order, in window lengths. Later
-# entries are tried only if the earlier ones do not make ranks even.
+# parts of nearly constant density, at these offsets in mirror order, in multiples of the window.
+# Later entries are tried only if earlier entries do not balance the work.
 PARTS = ((), (2.0,), (1.0, 2.0), (0.5, 1.0, 1.5, 2.0))
-# Uneven ranks must take less than this fraction of the estimated time of even ranks.
+# Shares with unequal work must take less than this fraction of the estimated time of equal work.
 CLEARLY = 0.8
 LONGEST = 1 << 28  # longest document whose pairs, summed over many kinds of layers, fit int64
 
@@ -63,14 +66,14 @@ class DocumentShare(NamedTuple):
 
 
 class DocumentCosts:
-    """Visible pairs of documents: of all their tokens, or of those before a place in mirror order.
+    """Visible pairs of documents: of all tokens, or of the first tokens in mirror order.
 
     Args:
         lengths: Lengths of the documents.
-        windows: (left, right) of each kind of layer; None for no limit.
+        windows: Window (left, right) of each kind of layer; None for no limit.
         padding: Indices of documents without visible pairs.
-        bases: For segments of a tree: number of ancestors of the first token of each. All tokens of
-            a segment see these ancestors. Default: none.
+        bases: For segments of a tree: number of ancestors of each segment's first token. All tokens
+            of the segment see these ancestors. Default: 0.
     """
 
     def __init__(
@@ -132,7 +135,7 @@ def document_pairs(
     Args:
         lengths: Lengths of the documents.
         window: (left, right) of the layer; None for no limit.
-        bases: Number of tokens before the first token of each document that its tokens also see.
+        bases: Number of tokens before each document that all tokens of the document also see.
 
     Returns:
         int64 array. If a document has more than `LONGEST` tokens, it holds Python integers, which
@@ -154,13 +157,13 @@ def _reached_all(n: np.ndarray, reach: int | None) -> np.ndarray:
 def mix(
     shares: Sequence[DocumentShare], bins: int, costs: DocumentCosts, slack: float = SLACK
 ) -> list[list[DocumentShare]]:
-    """Return the shares in `bins` with equal tokens and nearly equal pairs.
+    """Divide shares among `bins` bins with equal tokens and nearly equal pairs.
 
     Args:
-        shares: Shares, whose tokens are a multiple of `bins`.
-        bins: Number of bins.
+        shares: Shares; their total number of tokens is a multiple of `bins`.
+        bins: Number of bins (nodes or ranks).
         costs: Pairs of documents.
-        slack: Relative error of a bin's pairs that is allowed to keep a document whole.
+        slack: Largest relative error of a bin's pairs that is accepted to keep a document whole.
     """
     pool = _Pool(shares, costs, slack)
     room = pool.left // bins
@@ -168,9 +171,10 @@ def mix(
 
 
 class _Pool:
-    """Shares sorted by density, with runs at both ends already taken.
+    """Shares sorted by density, from which bins take runs of tokens at both ends.
 
-    A place counts tokens in this order. Tokens before `low` and from `high` on are taken.
+    Offsets count tokens in density order; tokens before `low` and from `high` on are already
+    assigned.
     """
 
     def __init__(self, shares: Sequence[DocumentShare], costs: DocumentCosts, slack: float):
@@ -190,16 +194,16 @@ class _Pool:
 
     @property
     def pairs(self) -> int:
-        """Pairs of the shares that are not taken."""
+        """Pairs of the tokens that are not assigned yet."""
         return self._before(self.high) - self._before(self.low)
 
     def take(self, room: int, need: int) -> list[DocumentShare]:
-        """Take `room` tokens with about `need` pairs."""
+        """Assign `room` tokens with about `need` pairs, and return their shares."""
         goal = need - self.pairs
 
         def excess(dense: int) -> int:
-            """Return the pairs beyond `need` with `dense` tokens from the dense end."""
-            # All remaining pairs less those that stay, between the two runs.
+            """Return how many pairs exceed `need` with `dense` tokens from the dense end."""
+            # Pairs of the two runs: all unassigned pairs minus the pairs between the runs.
             return self._before(self.low + room - dense) - self._before(self.high - dense) - goal
 
         dense = self._whole(room, _root(excess, room), excess, int(need * self.slack))
@@ -209,7 +213,7 @@ class _Pool:
         return taken
 
     def _before(self, place: int) -> int:
-        """Return the pairs of all tokens before a place."""
+        """Return the pairs of all tokens before offset `place`."""
         index = bisect_right(self.starts, place) - 1
         if index == len(self.shares):
             return self.sums[-1]
@@ -225,9 +229,9 @@ class _Pool:
         )
 
     def _whole(self, room: int, dense: int, excess: Callable[[int], int], tolerance: int) -> int:
-        """Return `dense`, or a close number with which a run does not cut a document.
+        """Return `dense`, or a close number of tokens with which a run ends between documents.
 
-        The dense end is tried first, then the sparse end.
+        The run at the dense end is tried first, then the run at the sparse end.
         """
         for end in (self.high, self.low + room):
             place = bisect_left(self.starts, end - dense)
@@ -239,7 +243,7 @@ class _Pool:
         return dense
 
     def _between(self, first: int, stop: int) -> list[DocumentShare]:
-        """Return the shares of the tokens from one place to another."""
+        """Return the shares of the tokens from offset `first` to `stop`."""
         shares, index = [], bisect_right(self.starts, first) - 1
         while first < stop:
             document, begin, _ = self.shares[index]
@@ -278,9 +282,10 @@ def _root(excess: Callable[[int], int], top: int) -> int:
 def keep_whole(costs: DocumentCosts, ranks: int, per_node: int) -> list[list[DocumentShare]]:
     """Return shares with equally many tokens per rank, and documents whole if possible.
 
-    The costliest document is first. The rank with the fewest pairs that has room for all of it gets
-    it. A document longer than a rank's share fills empty ranks, of one node if possible. A document
-    that fits nowhere in one piece is placed last, in the largest gaps, which are short.
+    Documents are assigned in descending order of pairs. Each goes to the rank with the fewest pairs
+    among the ranks that have room for it. A document longer than a rank's share fills empty ranks,
+    of one node if possible. Documents that fit on no rank are assigned last, in parts, to the ranks
+    with the most room.
     """
     lengths, room = costs.lengths, sum(costs.lengths) // ranks
     free, pairs, node = np.full(ranks, room), np.zeros(ranks), np.arange(ranks) // per_node
@@ -288,7 +293,7 @@ def keep_whole(costs: DocumentCosts, ranks: int, per_node: int) -> list[list[Doc
     late = []
 
     def give(rank: int, document: int, first: int) -> int:
-        """Give a rank as much of a document as fits, and return the place where that ends."""
+        """Assign as much of a document as fits to a rank; return the end of this share."""
         share = DocumentShare(document, first, min(lengths[document], first + int(free[rank])))
         shares[rank].append(share)
         free[rank] -= share.stop - first
@@ -323,8 +328,8 @@ def keep_whole(costs: DocumentCosts, ranks: int, per_node: int) -> list[list[Doc
 class Balanced(Layout):
     """Layout of packed documents with equal tokens and nearly equal visible pairs on every rank.
 
-    The longest documents are spread in mirrored shares over neighbouring ranks, of one node if they
-    fit. Nearly all others are whole on one rank. Spans are in the order of positions.
+    The longest documents are divided into mirrored shares of neighbouring ranks, of one node if
+    they fit. Nearly all other documents are whole on one rank. Spans are sorted by position.
 
     Args:
         cp_size: Number of ranks.
@@ -332,16 +337,16 @@ class Balanced(Layout):
             of `cp_size`.
         per_node: Ranks per node, for placement only; default: the greatest common divisor of
             `cp_size` and 8.
-        windows: (left, right) of every kind of layer, as in `masks.Window`, within a document.
-            Their pairs are summed. (None, 0) is causal, (None, None) sees all. Default: causal,
-            within the tree's own window.
+        windows: Window (left, right) of every kind of layer, as in `masks.Window`, within a
+            document. The pairs of all kinds are summed. (None, 0) is causal; with (None, None) a
+            token sees its whole document. Default: causal, or the window of the tree.
         padding: Indices of documents that are padding and attend to nothing.
         tree: Prefix tree in place of `cu_seqlens` and `padding`: the result of `mb.trees.pack`, or
             a `masks.Tree`. Its segments are laid out like documents, each token also sees the
             ancestors of its segment, and windows are (left, 0).
-        row_cost: Pairs that a rank computes while one row of another rank is on its link: for a row
-            of the same node, and for a row of another node. If given, ranks may be less even, if
-            whole documents are estimated to be faster. Not for trees.
+        row_cost: Cost of sending a row to a rank, in pairs that the rank computes in the same time:
+            (from its node, from another node). If given, ranks may have unequal work if keeping
+            documents whole is estimated to be faster. Not supported for trees.
 
     Raises:
         ValueError: An argument is invalid.
@@ -403,7 +408,7 @@ class Balanced(Layout):
             )
         self.row_cost = None if row_cost is None else _row_cost(row_cost)
         if tree is not None and row_cost is not None:
-            raise ValueError("row_cost: only for documents, but a tree was given; leave it out")
+            raise ValueError("row_cost: only for documents, but a tree was given; remove row_cost")
 
     def _per_node(self, per_node: int | None) -> int:
         if per_node is None:
@@ -422,8 +427,8 @@ class Balanced(Layout):
         )
 
     def describe(self) -> str:
-        """Return the name, the pairs of the busiest rank over the mean, and why they differ."""
-        why = "" if self._taken[0] else ", which leaves documents whole"
+        """Return the name, and the busiest rank's pairs divided by the mean."""
+        why = "" if self._taken[0] else ", to keep documents whole"
         return f"{self.name} (busiest rank {self.balance:.2f} x the mean{why})"
 
     def check(self, seq_len: int) -> None:
@@ -437,7 +442,7 @@ class Balanced(Layout):
 
     @property
     def balance(self) -> float:
-        """Pairs of the busiest rank over the mean; 1 if there are no pairs."""
+        """Pairs of the busiest rank divided by the mean; 1 if there are no pairs."""
         pairs = self.pairs
         return max(pairs) * len(pairs) / (sum(pairs) or 1) or 1.0
 
@@ -454,7 +459,7 @@ class Balanced(Layout):
 
     @cached_property
     def _taken(self) -> tuple[bool, tuple[list[DocumentShare], ...]]:
-        """True if ranks are even, and the shares of each rank."""
+        """Whether the shares have equal work, and the shares of each rank."""
         tried = self._evenly()
         even = min(tried, key=lambda shares: max(self._pairs(shares)))
         if self.row_cost is None or self.cp_size == 1:
@@ -462,14 +467,14 @@ class Balanced(Layout):
         # Documents that are cut into parts send more rows than whole documents.
         busy, even = self._least_busy([even] if even is tried[0] else [even, tried[0]])
         limit = CLEARLY * busy
-        if max(self._pairs(even)) >= limit:  # even without rows, it would take too long
+        if max(self._pairs(even)) >= limit:  # computation alone takes too long
             return True, even
         whole_documents = tuple(keep_whole(self._costs, self.cp_size, self.per_node))
         busy, uneven = self._least_busy([self._mixed(MORE_SLACK), whole_documents])
         return (False, uneven) if busy < limit else (True, even)
 
     def _evenly(self) -> list[tuple[list[DocumentShare], ...]]:
-        """Return shares of documents, cut into more and more parts until ranks are even."""
+        """Return assignments with equal work; each cuts documents into more parts than the last."""
         windowed = any(left is not None for left, _ in self.windows)
         limit, tried = EVEN * sum(self._costs.whole), []
         for parts in PARTS if windowed else PARTS[:1]:
@@ -495,7 +500,7 @@ class Balanced(Layout):
     def _least_busy(
         self, candidates: Iterable[tuple[list[DocumentShare], ...]]
     ) -> tuple[float, tuple[list[DocumentShare], ...]]:
-        """Return the shares with the least `_busy`, the first of equal ones, after that value."""
+        """Return the least `_busy` of all candidates, and the first candidate with this value."""
         return min(
             ((self._busy(shares), shares) for shares in candidates), key=lambda entry: entry[0]
         )
@@ -503,9 +508,9 @@ class Balanced(Layout):
     def _busy(self, shares: Sequence[Sequence[DocumentShare]]) -> float:
         """Return an estimate of the time of these shares, in pairs.
 
-        It is the pairs of the busiest rank plus the rows on the busiest links. Overlap of the two
-        is ignored. A row that ranks of a node need is sent to the node once, over the links of all
-        its ranks.
+        It is the pairs of the busiest rank plus the cost of the rows on the busiest links. Overlap
+        of computation and communication is ignored. A row that several ranks of a node need is sent
+        to the node once. The links of all ranks of the node share these rows.
         """
         assert self.row_cost is not None
         within, between = self.row_cost
@@ -521,9 +526,9 @@ class Balanced(Layout):
         return tuple(sum(map(self._costs.of, rank_shares)) for rank_shares in shares)
 
     def _rows(self, shares: Iterable[DocumentShare]) -> int:
-        """Return the number of rows of others that these shares see, summed over `windows`.
+        """Return the number of rows outside these shares that they see, summed over `windows`.
 
-        Two shares of one document count separately.
+        Several shares of one document are counted separately.
         """
         rows, lengths, padding = 0, self._costs.lengths, self._costs.padding
         for document, first, stop in shares:
@@ -541,7 +546,7 @@ class Balanced(Layout):
         starts, stops, owners = self._pieces()
         order = np.lexsort((starts, owners))
         starts, stops, owners = starts[order], stops[order], owners[order]
-        new = np.ones(len(starts), dtype=bool)  # false for pieces that continue the one before
+        new = np.ones(len(starts), dtype=bool)  # false for pieces that continue the previous piece
         new[1:] = (starts[1:] != stops[:-1]) | (owners[1:] != owners[:-1])
         last = np.append(np.flatnonzero(new)[1:], len(starts)) - 1
         starts, stops, owners = starts[new], stops[last], owners[new]
@@ -552,7 +557,7 @@ class Balanced(Layout):
         )
 
     def _pieces(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return start, stop and rank of the pieces at the two ends of every share."""
+        """Return start, stop and rank of the two runs of positions of every share."""
         owners = np.repeat(
             np.arange(self.cp_size), [len(rank_shares) for rank_shares in self.shares]
         )
@@ -586,7 +591,7 @@ def _row_cost(row_cost: object) -> tuple[float, float]:
         isinstance(cost, (int, float)) and 0 <= cost < math.inf for cost in costs
     ):
         raise ValueError(
-            "row_cost must hold two numbers from 0 on, the pairs of a row of the same node and of "
+            "row_cost must be two numbers >= 0, the cost of a row from the same node and from "
             f"another node, got {row_cost!r}"
         )
     return float(costs[0]), float(costs[1])
@@ -599,7 +604,7 @@ def _window(window: object) -> Window:
     )
     if not right:
         raise ValueError(
-            "windows must hold (left, right) of each kind of layer, integers from 0 on or None for "
+            "windows must hold (left, right) of each kind of layer, integers >= 0 or None for "
             f"no limit, got {window!r}"
         )
     return sides  # pyright: ignore[reportReturnType]

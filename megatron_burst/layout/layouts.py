@@ -73,7 +73,7 @@ class Spans(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Columns of spans of shards, or of pieces of spans.
+    """Spans of shards, or pieces of these spans, as columns.
 
     Attributes:
         owner: Rank of the shard.
@@ -186,7 +186,7 @@ def padding_documents(padding: Iterable[int], documents: int) -> tuple[int, ...]
 
 
 class Layout:
-    """Base of all layouts: the positions that each of `cp_size` ranks holds.
+    """Base class of layouts: the positions that each of `cp_size` ranks holds.
 
     Subclasses define `name`, `pieces_per_rank` and `_spans`.
 
@@ -194,7 +194,7 @@ class Layout:
         cp_size: Number of ranks.
 
     Raises:
-        ValueError: `cp_size` is not an integer from 1.
+        ValueError: `cp_size` is not an integer >= 1.
     """
 
     name: str
@@ -324,7 +324,7 @@ class BlockStriped(Striped):
         block: Number of positions of a block.
 
     Raises:
-        ValueError: The ranks do not divide a block.
+        ValueError: `cp_size` does not divide `block`.
 
     Example:
         >>> mb.layout.make("block_striped", cp_size=2, block=4).positions(0, 8)
@@ -363,7 +363,7 @@ class DocumentZigzag(Layout):
             `cp_size` positions.
 
     Raises:
-        ValueError: There is no position, or a document has an invalid length.
+        ValueError: All documents are empty, or a document has an invalid length.
 
     Example:
         >>> mb.layout.make("zigzag", cp_size=2, cu_seqlens=[0, 4, 8]).positions(0, 8)

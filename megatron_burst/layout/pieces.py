@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chains: the pieces of each document in the order of their positions, on any ranks.
+"""Chains: the pieces of each document over all ranks, in the order of their positions.
 
 A state that is carried along a document passes from piece to piece. In a prefix tree it passes from
 the end of a segment to all segments that continue it. This module decides what a piece is: the
 longest run of rows of one rank with consecutive positions of one document, or of one segment of a
-tree. Contiguous gives every rank one piece of each of its documents. Zigzag gives it two pieces,
-and one at the turn, where both are adjacent.
+tree. Layout contiguous gives a rank one piece of each of its documents. Layout zigzag gives it
+two pieces. The last rank has one piece, because its two runs are adjacent.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Chains:
 
     @property
     def before(self) -> np.ndarray:
-        """Piece that each piece continues, -1 for none, int64 [pieces]."""
+        """Index of the piece that each piece continues, -1 for none, int64 [pieces]."""
         if self.parents is not None:
             return self.parents
         return np.where(self.begins, -1, np.arange(-1, len(self) - 1))
@@ -101,7 +101,7 @@ class Chains:
         return order
 
     def of(self, rank: int) -> np.ndarray:
-        """Return the numbers of the pieces that `rank` holds, in the order of its rows."""
+        """Return the indices of the pieces that `rank` holds, in the order of its rows."""
         own = np.flatnonzero(self.rank == rank)
         return own[np.argsort(self.table[own, 1], kind="stable")]
 
@@ -199,7 +199,7 @@ def _table(shards: Sequence[tuple[Span, ...]], bounds: np.ndarray) -> np.ndarray
 
 
 def rows_before(rank: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """Return the rows of the same rank before each run of rows, int64 [runs]; sorted by rank."""
+    """Return the number of rows of the same rank before each run; runs are sorted by rank."""
     row = np.cumsum(length) - length
     opens = np.append(True, rank[1:] != rank[:-1])
     return row - row[opens][np.cumsum(opens) - 1]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes: the rows of every shard that are sent to each rank, and their places there.
+"""Routes: the rows of a shard that are sent to each rank, and their rows in the result there.
 
-Rows of other ranks are needed for pieces that look back a few positions (`preceding`), and for work
-that needs another layout than the rows have (`relayout`). This module decides the order of rows
-between two ranks, so that sender and receiver agree without communication. It works on runs, not on
-positions.
+`preceding` returns routes of the rows before each piece, such as for a convolution. `relayout`
+returns routes from one layout to another. This module decides the order of rows between two ranks,
+so that sender and receiver agree without communication. Routes are computed from runs of positions,
+not from single positions.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Route(NamedTuple):
     """One rank's part of an exchange of rows.
 
     Attributes:
-        sends: For each rank, int64 rows of this rank's shard that are sent there. The own rank is
-            included, and a row is repeated if it is needed several times.
-        receives: For each rank, int64 rows of the result that come from it, in the order of
-            sending.
+        sends: For each rank, int64 rows of this rank's shard that are sent to that rank. This rank
+            itself is included, and a row is repeated if it is needed several times.
+        receives: For each rank, int64 rows of the result that are received from that rank, in the
+            order of sending.
         rows: Number of rows of the result. Rows that no rank sends are zero.
     """
 
@@ -43,7 +43,7 @@ class Route(NamedTuple):
     rows: int
 
     def leaving(self, rank: int, per_node: int) -> tuple[int, int]:
-        """Return the rows that `rank` sends to others of its node, and to other nodes.
+        """Return the number of rows sent to other ranks of the node, and to other nodes.
 
         Args:
             rank: Rank of this route.
@@ -78,7 +78,7 @@ def preceding(chains: Chains, width: int, rank: int) -> Route:
 
 
 def preceding_and_most(chains: Chains, width: int, rank: int) -> tuple[Route, int]:
-    """Return `preceding`, and the rows of the longest message between any two ranks."""
+    """Return `preceding`, and the number of rows of the longest message between two ranks."""
     moves = _preceding(chains, width)
     _check_rank(rank, chains.ranks)
     pairs = (moves.source * chains.ranks + moves.destination)[moves.source != moves.destination]
@@ -110,12 +110,12 @@ def _preceding(chains: Chains, width: int) -> _RowMoves:
 
 
 class Lineage(NamedTuple):
-    """The data that one rank needs to follow a tree of pieces to its own pieces.
+    """The paths of a tree of pieces from the roots to the pieces of one rank.
 
     Attributes:
-        pieces: int64, the rank's pieces and all that they continue, in order.
+        pieces: int64, the rank's pieces and all their ancestors, in order.
         route: Route of one row for each of `pieces`. Rows are sent in the order of a rank's pieces.
-        parents: int64, index in `pieces` of the piece that each continues, -1 for none.
+        parents: int64, for each of `pieces`, index in `pieces` of its parent; -1 for none.
         own: int64, indices in `pieces` of the rank's pieces, in the order of its rows.
         longest: Rows of the longest message between any two ranks.
     """
@@ -128,7 +128,7 @@ class Lineage(NamedTuple):
 
 
 def lineage(chains: Chains, rank: int) -> Lineage:
-    """Return the pieces that `rank` needs: its own, and those before them on their paths.
+    """Return the pieces that `rank` needs: its own pieces and their ancestors.
 
     Args:
         chains: Chains of the sequence.
@@ -170,8 +170,8 @@ def relayout(source: Layout, target: Layout, seq_len: int, rank: int) -> Route:
         rank: The rank.
 
     Raises:
-        ValueError: An argument is no layout, the layouts have different numbers of ranks, one of
-            them cannot split `seq_len`, or `rank` is invalid.
+        ValueError: An argument is not a layout, the layouts have different numbers of ranks, a
+            layout cannot split `seq_len`, or `rank` is invalid.
 
     Example:
         >>> source, target = (mb.layout.make(name, cp_size=2) for name in ("contiguous", "zigzag"))
@@ -214,7 +214,7 @@ class _RowMoves(NamedTuple):
     landing: np.ndarray
 
     def route(self, rank: int, ranks: int, rows: int) -> Route:
-        """Return the moves of one rank; rows between two ranks are in the order of landing."""
+        """Return the route of one rank; rows between two ranks are sorted by `landing`."""
         out, into = self.source == rank, self.destination == rank
         sends = _split(self.destination[out], self.landing[out], self.row[out], ranks)
         return Route(
@@ -248,7 +248,7 @@ def _of(runs: Pieces, rank: int) -> Pieces:
 
 
 def _one_by_one(runs: Pieces) -> Pieces:
-    """Return the same rows as runs of one row."""
+    """Split runs into runs of one row each."""
     index = np.repeat(np.arange(len(runs.owner)), runs.span.length)
     owner, first, (start, stride, _) = runs.at(index)
     nth, ones = counted(0, runs.span.length), np.ones_like(index)
@@ -272,7 +272,7 @@ class _RunOverlaps(NamedTuple):
 
 
 def _overlaps(sources: Pieces, targets: Pieces) -> _RunOverlaps:
-    """Return the overlaps of runs. Strides above 1 must be the same on both sides."""
+    """Return the overlaps of runs. Strides above 1 must be equal on both sides."""
     i, j = _pairs(sources, targets)
     a, b = sources.span.at(i), targets.span.at(j)
     stride = np.maximum(a.stride, b.stride)
@@ -304,7 +304,7 @@ def _pairs(sources: Pieces, targets: Pieces) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _grouped(rank: np.ndarray, rows: np.ndarray, ranks: int) -> tuple[np.ndarray, ...]:
-    """Return, for each rank, the rows of its overlaps in their order."""
+    """Return, for each rank, the rows of its overlaps, in order."""
     order = np.argsort(rank, kind="stable")
     first, step, count = rows[order].T
     flat = np.repeat(first, count) + np.repeat(step, count) * counted(0, count)
@@ -315,11 +315,12 @@ def _grouped(rank: np.ndarray, rows: np.ndarray, ranks: int) -> tuple[np.ndarray
 def successors(
     layout: Layout, cu_seqlens: Sequence[int] | np.ndarray, rank: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return where each row of a shard finds the next token: (sent, taken), int64 [n] and [s].
+    """Return indices with which each row gets the next token: (sent, taken), int64 [n] and [s].
 
-    Every rank sends its rows `sent`, n rows on each rank; the last row is repeated to fill up.
-    `taken` indexes the concatenation of the s rows of `rank`, the cp_size * n sent rows in the
-    order of ranks, and one row of zeros. The last token of a document takes the row of zeros.
+    Every rank sends its rows `sent`. These are n rows on every rank, padded with copies of the last
+    row. `taken` is the index of each row's next token in a concatenation: the s rows of `rank`, the
+    cp_size * n sent rows in the order of ranks, and one row of zeros. The last token of a document
+    gets the row of zeros.
 
     Args:
         layout: The layout.
@@ -344,7 +345,7 @@ def successors(
     sent = np.pad(rows, (0, most - len(rows)), mode="edge")
 
     taken = np.arange(1, len(positions) + 1)
-    elsewhere = np.append(rows[1:], len(positions)) - 1  # the next row has another token
+    elsewhere = np.append(rows[1:], len(positions)) - 1  # their next token is not in the next row
     number = np.empty(total + 1, dtype=np.int64)  # index of each sent token
     for source, (row, position) in enumerate(firsts):
         number[position] = source * most + np.arange(len(row))

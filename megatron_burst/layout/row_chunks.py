@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row chunks: parts of every shard whose queries attend one after another.
+"""Row chunks: parts of every shard whose attention is computed one after another.
 
-This module decides the rows of each chunk. They are the same on every rank, so that exchanges among
-ranks that share heads stay even. If a layout mirrors early and late positions, a chunk has equally
-many of both, so that chunks are as balanced as the whole shard.
+This module decides the rows of each chunk. They are the same on every rank, so that all-to-alls
+among ranks that share heads have messages of equal size. If a layout mirrors early and late
+positions, a chunk has equally many of both, so that chunks are as balanced as the whole shard.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def row_chunks(layout: Layout, rows: int, count: int, blocks: int = 1) -> tuple[
 
     The shard has `blocks` equal runs of rows, one per rank of sequence parallelism. A chunk has
     equally many rows of each run. Chunks differ by at most one row per block. If there are more
-    chunks than rows, some are empty. With a zigzag layout a chunk takes the c-th piece of the early
-    half and the c-th piece from the end of the late half.
+    chunks than rows, some are empty. With a zigzag layout, chunk c takes the c-th part of the early
+    half of a shard, and the c-th part from the end of the late half.
 
     Args:
         layout: The layout.
@@ -45,7 +45,7 @@ def rows_of(runs: Sequence[Run]) -> np.ndarray:
 def chunk_runs(layout: Layout, rows: int, count: int, blocks: int = 1) -> list[list[Run]]:
     """Return the chunks of `row_chunks` as ascending runs of rows.
 
-    The time is independent of the length of the runs.
+    The time to compute them is independent of the length of the runs.
     """
     parts = [0, *accumulate(_mirrored(layout, rows))]
     block_rows = rows // blocks
@@ -64,7 +64,7 @@ def chunk_runs(layout: Layout, rows: int, count: int, blocks: int = 1) -> list[l
 
 
 def _mirrored(layout: Layout, rows: int) -> list[int]:
-    """Return the rows of each part of a shard that mirrors early and late positions.
+    """Return the number of rows of each part of a shard with mirrored early and late positions.
 
     In such a part the first row is as early as the last row is late, and so on inwards. The parts
     are documents or the sequence; the list is empty if the layout has no such parts.
@@ -97,7 +97,7 @@ def _progress(parts: Sequence[int], first: int, end: int, turns: int) -> _BlockP
     pair. A part begins when the part before it is finished.
 
     Args:
-        parts: First row of each part, and the number of rows.
+        parts: First row of each part, then the number of all rows.
         first: First row of the block.
         end: End of the block.
         turns: Number of rows that are taken.
@@ -108,9 +108,9 @@ def _progress(parts: Sequence[int], first: int, end: int, turns: int) -> _BlockP
     part = max(0, bisect_left(parts, row) - 1)
     begin, stop = parts[part], parts[part + 1]
     middle = (begin + stop) // 2
-    left, right = max(first, begin), min(end, stop)  # its rows in this block
+    left, right = max(first, begin), min(end, stop)  # the part's rows in this block
     early, late = max(0, min(end, middle) - left), max(0, right - max(first, middle))
-    # If the block has both halves: number of pairs by which the late rows begin farther inwards.
+    # If the block has rows of both halves: by how many rows the late half starts farther inwards.
     inwards = (stop - right) - (left - begin)
     taken = row - left
     of_early = min(max((taken + inwards + 1) // 2, taken - late, 0), early, taken)

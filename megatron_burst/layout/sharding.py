@@ -2,8 +2,8 @@
 """Functions that cut a tensor into the shards of a layout, and join shards.
 
 They are for inputs and results: attention works on shards and never calls them. This module decides
-how row numbers reach a device. It sends none if a few slices are equivalent, and otherwise sends
-them without a wait of the host.
+how row numbers are copied to a device. None are copied if a few slices are equivalent. Otherwise
+the copy does not block the host.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from .layouts import Layout
 
-SLICES = 8  # up to this many spans, slices are joined and no row numbers are sent to the device
+SLICES = 8  # largest number of spans whose slices are joined, without row numbers on the device
 
 
 def shard(x: torch.Tensor, layout: Layout, rank: int, *, dim: int = 0) -> torch.Tensor:

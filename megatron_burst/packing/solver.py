@@ -39,7 +39,7 @@ class Packing:
 
     @property
     def imbalance(self) -> float:
-        """Work of the busiest micro-batch over the mean."""
+        """Work of the busiest micro-batch divided by the mean."""
         mean = float(self.loads.mean())
         return float(self.loads.max()) / mean if mean else 1.0
 
@@ -69,8 +69,8 @@ def pack(
         ranks: Number of ranks; all get the same number of micro-batches.
         capacity: Tokens of a micro-batch.
         multiple: Divisor of the number of micro-batches per rank.
-        original: Documents of each micro-batch before packing. This assignment is the fallback if
-            the solver finds no other one with the same number of micro-batches.
+        original: Documents of each micro-batch before packing. This assignment is used if the
+            solver finds no other assignment with that number of micro-batches.
 
     Raises:
         ValueError: A document is longer than the capacity, or an argument is invalid.
@@ -130,9 +130,9 @@ class _Bins:
     def fill(self, original: Sequence[Sequence[int]]) -> bool:
         """Assign every document to a bin. Return False if no assignment fits.
 
-        First each document is placed into the least busy bin with room, longest processing time
-        first. If a document has no room, each is placed into the fullest bin with room, longest
-        first. The last attempt is the original assignment.
+        The first attempt places each document into the least busy bin with room, longest processing
+        time first. If a document fits in no bin, the second attempt places each document into the
+        fullest bin with room, longest first. The last attempt is the original assignment.
         """
         return (
             self._place(fullest=False)
@@ -173,8 +173,8 @@ class _Bins:
         """Move or exchange documents while that makes the busiest bin less busy.
 
         Each round chooses the move after which the busier of the two bins has the least work. It
-        tries the idlest bins first, and all bins if those do not help. The sorted loads decrease,
-        so the rounds end. They also end if the busiest bin is within 0.1 % of the mean.
+        tries the least busy bins first, and all bins if these do not help. The search ends if no
+        move helps, after `_ROUNDS` rounds, or if the busiest bin is within 0.1 % of the mean.
         """
         enough = int(self.busy.sum()) // self.count * 1001 // 1000
         for _ in range(_ROUNDS):
@@ -188,7 +188,7 @@ class _Bins:
     def _improve(self, top: int, candidates: np.ndarray) -> bool:
         own = _sample(np.flatnonzero(self.of == top), 64)
         foreign = _sample(np.flatnonzero(np.isin(self.of, candidates[candidates != top])), 2048)
-        # The last columns exchange a document for none: the document moves.
+        # The last columns exchange a document for nothing: the document moves.
         target = np.concatenate([self.of[foreign], candidates])
         empty = np.zeros(len(candidates), np.int64)
         attention, tokens = (
@@ -224,7 +224,7 @@ _IDLEST = 8  # micro-batches that a round tries first
 def _dealt(bins: _Bins, ranks: int, linear: int) -> Packing:
     """Distribute bins over ranks, the busiest first.
 
-    The direction alternates, so that the ranks get equal sums too.
+    The order of the ranks alternates, so that the sums of the ranks are nearly equal too.
     """
     documents: list[list[int]] = [[] for _ in range(bins.count)]
     for index, target in enumerate(bins.of.tolist()):

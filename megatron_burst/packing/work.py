@@ -24,7 +24,7 @@ class Work:
     """Work of a model per document, in pairs.
 
     Attributes:
-        token: Work per token that is not attention, in pairs. Padding has this work too.
+        token: Linear work per token, in pairs. Padding has this work too.
         windows: One (left, right, layers) per kind of layer. left and right limit how many earlier
             and later tokens of its document a token sees; None means no limit.
         pair_flops: FLOPs of a pair in forward: 2 x (d + d_v) x heads.
@@ -62,7 +62,7 @@ class Work:
             windows: Attention window of each layer.
 
         Raises:
-            ValueError: `pair_flops` is no positive integer.
+            ValueError: `pair_flops` is not a positive integer.
         """
         if type(pair_flops) is not int or pair_flops < 1:
             raise ValueError(f"work: pair_flops must be an integer from 1 on, got {pair_flops!r}")

@@ -266,7 +266,7 @@ def test_documents_stay_whole_where_rows_take_long():
     assert cuts(even) > 0 == cuts(whole)
     assert sorted(pairs_of_ranks(even)) == [22, 22]
     assert sorted(pairs_of_ranks(whole)) == [20, 24]
-    assert "1.09 x the mean, which leaves documents whole)" in whole.describe()
+    assert "1.09 x the mean, to keep documents whole)" in whole.describe()
     assert "whole" not in even.describe()
 
 
@@ -406,12 +406,12 @@ REFUSED = [
     ({"padding": 1}, "padding must hold indices of documents, got 1"),
     ({"padding": [0.5]}, "padding must be an integer, got 0.5"),
     ({"padding": [False]}, "padding must be an integer, got False"),
-    ({"row_cost": 3.0}, "row_cost must hold two numbers from 0 on, .*, got 3.0"),
-    ({"row_cost": (1,)}, r"row_cost must hold two numbers .*, got \(1,\)"),
-    ({"row_cost": (1, -1)}, r"row_cost must hold two numbers .*, got \(1, -1\)"),
-    ({"row_cost": (1, float("inf"))}, "row_cost must hold two numbers"),
-    ({"row_cost": (1, float("nan"))}, "row_cost must hold two numbers"),
-    ({"row_cost": ("1", True)}, "row_cost must hold two numbers"),
+    ({"row_cost": 3.0}, "row_cost must be two numbers >= 0, .*, got 3.0"),
+    ({"row_cost": (1,)}, r"row_cost must be two numbers .*, got \(1,\)"),
+    ({"row_cost": (1, -1)}, r"row_cost must be two numbers .*, got \(1, -1\)"),
+    ({"row_cost": (1, float("inf"))}, "row_cost must be two numbers"),
+    ({"row_cost": (1, float("nan"))}, "row_cost must be two numbers"),
+    ({"row_cost": ("1", True)}, "row_cost must be two numbers"),
     ({"cp_size": 0}, "cp_size must be at least 1, got 0"),
     ({"cp_size": "4"}, "cp_size must be an integer, got '4'"),
     ({"block": 4}, "block requires layout block_striped, got balanced with block=4"),

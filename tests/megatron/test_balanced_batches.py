@@ -45,7 +45,7 @@ def test_slow_links_leave_documents_whole_and_the_log_says_so(four, slow_links):
     cut = {}
     for name, choices in (("even", {}), ("whole", slow_links)):
         lines, rows = zip(*four(packed_ranks.said, choices), strict=True)
-        assert ("which leaves documents whole" in lines[0]) == (name == "whole"), lines[0]
+        assert ("to keep documents whole" in lines[0]) == (name == "whole"), lines[0]
         assert [sum(mine) for mine in rows] == [60] * 4
         held = zip(packed_ranks.ROOM, zip(*rows, strict=True), strict=False)
         cut[name] = sum(sum(n > 0 for n in each) > 1 for room, each in held if room <= 60)
