@@ -149,7 +149,7 @@ def mismatch(flat: torch.Tensor, envelope: Envelope) -> str | None:
     length, plan, call, label, _ = flat[-ENVELOPE:].clone().view(torch.int64).tolist()
     expected = envelope.call
     if length != flat.numel():
-        difference = f"the received message does not have the expected {flat.numel()} bytes"
+        difference = f"received a message of another size than the expected {flat.numel()} bytes"
     elif call != expected.call:
         difference = f"call {expected.call} of this rank received a message of call {call}"
     elif plan != expected.plan:

@@ -341,9 +341,12 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
                 f"{name} must be one tensor, the shard of this rank, got a list of {len(tensor)}; "
                 "call the function once on each rank"
             )
-        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name} must be a tensor, got {tensor!r:.100}")
+        if tensor.layout != torch.strided:
             raise ValueError(
-                f"{name} must be a tensor with layout torch.strided, got {tensor!r:.100}"
+                f"{name} must be a dense tensor, got a sparse one ({tensor.layout}); use "
+                f"{name}.to_dense()"
             )
         if tensor.dim() != 4 or 0 in tensor.shape:
             raise ValueError(f"{name} must be [s, b, heads, width], got {tuple(tensor.shape)}")

@@ -88,16 +88,16 @@ def test_every_wait_is_needed(case, name, monkeypatch):
 @pytest.mark.parametrize("case", SIDES, ids=lambda case: f"{case.algorithm}-{case.side}")
 def test_a_buffer_given_back_while_it_is_read_is_seen(case, monkeypatch):
     """The next receive reuses it, so its content is overwritten at any time."""
-    land = Ring._land
+    finish = Ring._finish
 
     def early(self, boundary):
-        arriving = [m for f in self._flights.get(boundary, ()) for m in f.arriving]
-        land(self, boundary)
+        arriving = [m for f in self._pending.get(boundary, ()) for m in f.arriving]
+        finish(self, boundary)
         for payload, message in arriving:
             if self.me == RANK and payload.target is None:
                 self.buffers.give(payload.hop.chunk.family, message)
 
-    monkeypatch.setattr(Ring, "_land", early)
+    monkeypatch.setattr(Ring, "_finish", early)
     assert found(case, monkeypatch)
 
 
@@ -108,7 +108,7 @@ def test_a_gradient_given_back_before_it_left_is_seen(case, monkeypatch):
     def early(self, exchange, boundary):
         post(self, exchange, boundary)
         if self.me == RANK:
-            for payload, message in self._flights[exchange.land][-1].leaving:
+            for payload, message in self._pending[exchange.land][-1].leaving:
                 if payload.target is not None:
                     self.buffers.give(self._wire[payload.hop.chunk.family], message)
 

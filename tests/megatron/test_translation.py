@@ -83,7 +83,7 @@ def test_recipes_have_an_argument_for_each_flag_and_no_other():
     """Except for --burst-pack, which was not tested with recipes."""
     with pytest.raises(ValueError, match="nonsense is not an argument of apply_burst") as raised:
         apply_burst(None, nonsense=1)
-    arguments = str(raised.value).split(" takes ")[1].split(", ")
+    arguments = str(raised.value).split(" use ")[1].split(", ")
     assert sorted(arguments) == sorted(
         translated(MODEL, flag.name) for flag in FLAGS if flag.name != "--burst-pack"
     )
