@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of a pair of shards by stock operators.
+"""Attention of a pair of shards by unmodified operators of torch or of FlashAttention packages.
 
 There is one operator call per tile, or one for many consecutive tiles if the operator supports
-sequences of different lengths. This module decides how a tile becomes the arguments of such a call.
-`operators` and `flash` have the operators.
+sequences of different lengths. This module converts tiles to the arguments of operators. The
+operators are defined in `operators`, `operators_cuda` and `flash`.
 
-Stock backward operators need the attention output. On side "query" it is not sent, so a stand-in is
-computed from what is sent (see `stand_in`), and no operator needs a patch. An operator with a delta
-argument gets delta directly.
+Most backward operators require the attention output. On side "query" the output is not sent, so
+`stand_in` computes a substitute from dout and delta. An operator with a delta argument gets delta
+directly.
 
 Shape letters as in `base`. The operators use [b, h, s, d], which are views of our tensors.
 """
@@ -31,7 +31,7 @@ from .operators import Lengths, Operator, TileVisibility, Widths, Window
 
 
 class AtenKernel:
-    """The kernel for one operator. `name` is its name in `registry.KERNELS`."""
+    """Kernel that calls one operator. `name` is the name in `registry.KERNELS`."""
 
     softcaps = False
     maximum = False  # the operators return lse only
@@ -56,7 +56,7 @@ class AtenKernel:
         return operator.unfit(q.device, self._widths(q, v))
 
     def _widths(self, q: torch.Tensor, v: torch.Tensor) -> Widths:
-        """Return the widths of keys and values after padding; equal if the operator needs that."""
+        """Return the widths of keys and values, padded if the operator requires equal widths."""
         widths = q.shape[-1], v.shape[-1]
         if widths[0] == widths[1] or self.operator.unfit(q.device, widths) is None:
             return widths
@@ -79,7 +79,7 @@ class AtenKernel:
     def _tile_work(self, tile: Tile) -> _TileWork:
         if tile.table is None:
             return _TileWork(tile, None, None)
-        key = id(tile.table)  # equal edges of a window are the same array
+        key = id(tile.table)  # tiles at the edges of a window share one array
         if key not in self._tables:
             hidden = torch.from_numpy(~tile.table)
             blind = hidden.all(dim=1)
@@ -155,14 +155,14 @@ class AtenKernel:
 
 
 class _TileWork(NamedTuple):
-    """Input of one operator call besides tensors.
+    """Plan of one operator call.
 
     Attributes:
         tile: The tile, or the rows and columns that enclose joined tiles.
         hidden: bool [rows, columns]: pairs that the table hides; None without a table.
         blind: bool [rows]: rows that see nothing; None if every row sees something.
         lengths: Lengths of joined tiles, or None.
-        separate: The same for each joined tile, if they are computed one by one.
+        separate: Plans of the joined tiles, for computing them one by one.
     """
 
     tile: Tile
@@ -172,7 +172,7 @@ class _TileWork(NamedTuple):
     separate: tuple[_TileWork, ...] = ()
 
     def visibility(self, q: torch.Tensor) -> TileVisibility:
-        """Return the arguments of the operator. `q` has the dtype and device of the computation."""
+        """Return the visibility argument of the operator, with a bias in the dtype of q."""
         return TileVisibility(self.tile.triangle, self._bias(q), self._window(), self.lengths)
 
     def _window(self) -> Window | None:
@@ -199,9 +199,9 @@ class _TileWork(NamedTuple):
 
 
 def _calls(work: Sequence[_TileWork], batch: int) -> Iterator[_TileWork]:
-    """Yield the work of each call.
+    """Yield the plan of each operator call.
 
-    Sequences of different lengths need batch size 1. With larger batches, every tile is computed
+    Sequences of different lengths require batch size 1. With larger batches, every tile is computed
     separately.
     """
     for work_item in work:
@@ -212,13 +212,15 @@ def _calls(work: Sequence[_TileWork], batch: int) -> Iterator[_TileWork]:
 
 
 def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """Return an output O' with rowsum(dout * O') = delta, for operators whose backward needs one.
+    """Return a substitute O' for the attention output, with rowsum(dout * O') = delta.
 
-    Operators use the output for this sum only (FlashAttention-2, arXiv 2307.08691, Algorithm 2).
-    With m the largest |dout| of a row and n = dout / m: O' = n * (delta / m / |n|^2), and 0 if dout
-    is 0. Without the scaling by m, rows of tiny gradients lose all accuracy. If that exceeds
-    float16, O' = sign(dout) * (delta / |dout|_1): it is never larger than the output, but all
-    elements are rounded in the same direction, so errors do not average out.
+    Backward operators use the output only for this sum (FlashAttention-2, arXiv 2307.08691,
+    Algorithm 2). With m the largest |dout| of a row and n = dout / m: O' = n * (delta / m / |n|^2),
+    and 0 if dout is 0. Without the scaling by m, rows of tiny gradients lose all accuracy.
+
+    If O' exceeds the range of float16, O' = sign(dout) * (delta / |dout|_1) is used. It is never
+    larger than the output, but all elements are rounded in the same direction, so errors do not
+    average out.
 
     Args:
         dout: [s, b, h, w].

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Guards for operations with a handwritten backward.
 
-They refuse second derivatives and torch.func transforms, and break torch.compile's graph. torch's
-`once_differentiable` raises only if the incoming gradient requires a gradient itself; otherwise it
-drops second-order terms silently. Here a backward that is called with create_graph=True raises.
+The guards refuse second derivatives and torch.func transforms, and break torch.compile's graph.
+torch's `once_differentiable` raises an error only if the incoming gradient requires a gradient;
+otherwise it drops second-order terms silently. Here, every backward with create_graph=True raises
+an error.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def first_order_only(
     """Return a decorator for the static `backward` of an autograd function.
 
     The decorated backward raises RuntimeError if torch builds a graph of the backward pass
-    (`create_graph=True`): only then does torch's engine enable gradients in it.
+    (`create_graph=True`). This is detected by grad mode, which the engine enables only then.
 
     Args:
         operation: Public name of the operation; None if the forward sets `ctx.operation`.
@@ -62,10 +63,10 @@ def refuse_transforms(operation: str) -> None:
 
 
 def outside_graphs(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorate `function` so that torch.compile breaks its graph there and does not compile it.
+    """Decorate `function` so that torch.compile breaks the graph at calls and does not compile it.
 
-    torch's own decorator would import the compiler with this package. Here the compiler is used
-    only if it was imported before.
+    torch's own decorator would import the compiler when this package is imported. This decorator
+    uses the compiler only if it was already imported.
     """
     eager = torch._disable_dynamo(function)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol of kernels: local attention of one pair of shards on one device.
+"""Interface of kernels: local attention of one pair of shards on one device.
 
-A pair is given as spans of positions and a mask, so one kernel serves every layout, schedule and
-side.
+A pair is described by spans of positions and a mask, so a kernel does not depend on layout,
+schedule and side.
 
 Shape letters: s query rows, t key rows, b batch, h query heads, k key/value heads (k divides h), d
 width of queries and keys, w width of values.
@@ -51,10 +51,10 @@ class Kernel(Protocol):
         name: Name in `registry.KERNELS`.
         passed_over: For each kernel that "auto" would have preferred, the reason why it was not
             chosen.
-        softcaps: True if it supports a softcap.
-        maximum: True if its forward can return the largest scores.
-        deterministic: True if it returns the same bits every time when
-            torch.use_deterministic_algorithms is on.
+        softcaps: True if the kernel supports a softcap.
+        maximum: True if `forward` can return the largest scores.
+        deterministic: True if results are bitwise reproducible with
+            torch.use_deterministic_algorithms.
     """
 
     name: str
@@ -64,13 +64,13 @@ class Kernel(Protocol):
     deterministic: bool
 
     def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
-        """Return why these tensors are not supported, or None, by shape, dtype and device."""
+        """Return why shape, dtype or device of the tensors are not supported; None if they are."""
         ...
 
     def work_for(self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -> Any:
-        """Return what `forward` and `backward` need for a pair of shards besides tensors.
+        """Plan `forward` and `backward` for a pair of shards. Called once per plan.
 
-        It is made once per plan; None if nothing is visible.
+        The result is passed to `forward` and `backward` as `work`. None: no query sees a key.
 
         Raises:
             ValueError: The kernel does not support the mask.

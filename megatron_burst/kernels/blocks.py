@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block sizes of the Triton kernels by device and width, in one table.
 
-No kernel is tuned during training. A missing entry is replaced by the entry of the next older
-device and the next larger width. Hopper's entries were chosen by time on an H100 (except backward
-of width 256), with Triton 3.6, by `benchmarks/gpu.sh --parts blocks`, which prints the table. Other
-entries were chosen by registers and spills that the compiler reports (`python -m
-benchmarks.triton_compile`).
+There is no autotuning during training. A missing entry is replaced by the entry of the next older
+device and the next larger width. Entries for Hopper were measured on an H100 with Triton 3.6
+(`benchmarks/gpu.sh --parts blocks`), except backward of width 256. Other entries were chosen by the
+registers and spills that the compiler reports (`python -m benchmarks.triton_compile`).
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ BLOCKS: dict[tuple[int, str, int], BlockSizes] = {
     (100, "backward", 128): BlockSizes(64, 64, 8, 2),
     (100, "backward", 256): BlockSizes(64, 32, 8, 1),
 }
-# sm_120 has as little shared memory as the smallest sm_80 device.
+# sm_120 has no more shared memory than the smallest device of the sm_80 generation.
 BLOCKS |= {(120, way, width): size for (old, way, width), size in BLOCKS.items() if old == 80}
-# For float32, on any device: tensor cores do not compute its products, so blocks can be small.
+# For float32, on any device: products do not use tensor cores, so blocks can be small.
 FLOAT32_BLOCKS = {
     ("forward", 64): BlockSizes(32, 32, 4, 1),
     ("forward", 128): BlockSizes(32, 32, 4, 1),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlashAttention 3 and 4 as operators of `AtenKernel`: `flash3` and `flash4`.
 
-This module decides how our tensors become arguments of these packages, which widths and devices
+This module converts tensors to arguments of these packages. It defines which widths and devices
 they support, and how many multiprocessors they leave to NCCL. `flash_packages` has the parameters
 of each release.
 
@@ -14,11 +14,11 @@ the output in backward, or its stand-in. Version 4 subtracts dlse from rowsum(do
 = 0 and dlse = -delta it uses delta, so no stand-in is needed. Windows are aligned to the last row
 and column, as in `operators`.
 
-Versions 3 and 4 take many sequences end to end, [s, h, d] with lse [h, s], by the bounds of each.
-For rows without columns, 3 writes out 0 and lse -inf. Version 4 does the same on sm_100; on sm_90
-it attends to keys of a neighbour, so its result for these rows is not used. Both write gradients 0
-for columns without rows and rows without columns. FlashAttention 2 is the kernel in torch: use
-`aten`.
+Both versions accept many concatenated sequences in one call: tensors [s, h, d], lse [h, s], and the
+bounds of the sequences. For rows without columns, version 3 writes out 0 and lse -inf. Version 4
+does the same on sm_100. On sm_90 it attends to keys of a neighbouring sequence, so the result for
+these rows is not used. Both versions write gradients 0 for columns without rows and rows without
+columns. FlashAttention 2 is the kernel in torch: use `aten`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from .operators import ONE_WIDTH, TileVisibility, Widths
 from .operators_cuda import heads_first, rows_first, stats_of
 
 # The forward of FlashAttention 3 launches one thread block per multiprocessor, each with a fixed
-# share of a rectangle. A block whose multiprocessor runs an NCCL kernel starts after others have
-# ended, so the time doubles. Leaving multiprocessors free costs only their share. From the
-# sources, not measured.
+# share of the work. If NCCL occupies a multiprocessor, one block starts only after other blocks
+# have ended, so the time doubles. Leaving multiprocessors free costs only their share. This is
+# from the sources, not measured.
 RING_MULTIPROCESSORS = 16
 MLA = (192, 128)  # widths of keys and values
 
@@ -87,7 +87,7 @@ class Flash:
         return dq, dk, dv
 
     def _arguments(self, q, k, v, visibility: TileVisibility, scale: float) -> dict[str, Any]:
-        """Return the arguments of both functions, under our names; tensors are views."""
+        """Return the arguments that forward and backward share, by our names; tensors are views."""
         q, k, v = (rows_first(x, visibility.lengths) for x in (q, k, v))
         arguments = {"q": q, "k": k, "v": v, "softmax_scale": scale, "causal": visibility.causal}
         unlimited = self.package.unlimited
@@ -119,7 +119,7 @@ def kernel(name: str, beside_rings: bool = False) -> AtenKernel:
         beside_rings: True if tensors are sent while it runs.
 
     Raises:
-        ValueError: The package is missing or does not fit, see `load`.
+        ValueError: The package is missing or its functions are unknown, see `load`.
     """
     return AtenKernel(name, Flash(name, PACKAGES[name], load(name), beside_rings))
 
@@ -136,8 +136,8 @@ def unfit(
         major: Major compute capability.
         widths: Widths of keys and of values.
         deterministic: Gradients must be deterministic.
-        newer: For FlashAttention 3, True since December 2025: windows have two parameters, and
-            backward supports values of another width than keys.
+        newer: True for FlashAttention 3 since December 2025, in which windows have two parameters
+            and backward supports different widths of keys and values.
     """
     first, last = {"flash3": (8, 9), "flash4": (9, 12)}[name]
     if not first <= major <= last:

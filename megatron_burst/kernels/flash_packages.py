@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The installed FlashAttention packages: the functions that are called, and their arguments.
 
-This module decides which constants are passed besides the tensors of a call, and maps our names to
-the names in releases. It needs no torch.
+This module defines the constant arguments of calls, and maps our argument names to the names in
+releases. It does not import torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .packages import FittedFunction, Package, Signature, function_of
 FORWARD = ("q", "k", "v", "softmax_scale", "causal")
 BACKWARD = ("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv", "softmax_scale", "causal",
             "deterministic")  # fmt: skip
-# Optional in a release: without them it is not used for windows, or for many sequences at once.
+# Optional parameters. A release without them is not used for windows, or for many sequences.
 WINDOW = ("window_size_left", "window_size_right")
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 ALIASES = {"causal": "is_causal", "lse": "softmax_lse"}  # names in some releases
@@ -33,8 +33,8 @@ class FlashFunction(NamedTuple):
 
     Attributes:
         name: Name of the function.
-        constants: Arguments of every call.
-        unused: Arguments that are None if they have no default.
+        constants: Name -> value of constant arguments.
+        unused: Parameters that get None if they are required.
     """
 
     name: str
@@ -47,10 +47,10 @@ class FlashPackage(Package):
     """A FlashAttention package.
 
     Attributes:
-        modules: Modules that may have its functions; the first existing one is used.
+        modules: Modules that may contain the functions; the first existing one is used.
         forward: Forward function.
         backward: Backward function.
-        unlimited: Value for a side of a window without limit.
+        unlimited: Argument for a side of a window without limit.
         takes_delta: As in `operators.Operator`.
     """
 
@@ -89,13 +89,13 @@ PACKAGES = {
 
 
 class FlashFunctions(NamedTuple):
-    """Both functions of a package.
+    """Forward and backward function of an installed package.
 
     Attributes:
         forward: Forward function.
         backward: Backward function.
-        windows: True if both support windows.
-        joins: True if both support many sequences.
+        windows: True if both functions support windows.
+        joins: True if both functions support many sequences in one call.
         deterministic: True if gradients can be deterministic.
     """
 
@@ -114,8 +114,8 @@ def load(name: str) -> FlashFunctions:
 
     Raises:
         NotInstalled: The package is not installed.
-        ValueError: It cannot be imported, or its functions have other parameters. The message says
-            what to install.
+        ValueError: The package cannot be imported, or its functions have unknown parameters. The
+            message names a supported release.
     """
     package = PACKAGES[name]
     with package.blamed(name, "kernel='auto' (--burst-kernel auto)"):
@@ -130,7 +130,7 @@ def load(name: str) -> FlashFunctions:
 def fitted(
     package: FlashPackage, place: str, forward: Callable, backward: Callable
 ) -> FlashFunctions:
-    """Return the functions of a package with the arguments of each.
+    """Check the parameters of forward and backward, and map our argument names to them.
 
     Raises:
         ValueError: A parameter is missing or unknown, see `fit`.
@@ -141,21 +141,22 @@ def fitted(
     windows, joins = (
         [set(optional) <= set(names) for names in all_names] for optional in (WINDOW, LENGTHS)
     )
-    # FlashAttention 3 without them (before December 2025) may not clear the locks of dk and dv.
+    # Without the window parameters (before December 2025), backward of FlashAttention 3 may not
+    # clear the locks of dk and dv.
     return FlashFunctions(first, second, all(windows), all(joins), deterministic=windows[1])
 
 
 def fit(
     place: str, function: Callable, flash_function: FlashFunction, names: Sequence[str]
 ) -> FittedFunction:
-    """Return how to call a function with arguments of our names.
+    """Check the parameters of a function, and map our argument names to them.
 
-    WINDOW and LENGTHS are included if the function has them.
+    WINDOW and LENGTHS are included if the function has these parameters.
 
     Args:
-        place: Name of its module.
+        place: Name of the function's module.
         function: The function.
-        flash_function: Its name and constants.
+        flash_function: Name and constant arguments of the function.
         names: Our names of the arguments.
 
     Raises:

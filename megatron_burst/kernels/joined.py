@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several tiles as sequences of different lengths in one operator call.
 
-FlashAttention computes many sequences of different lengths in one call, given by their first rows.
-Consecutive tiles become the sequences of one call, with the rows and columns between them as
-sequences without columns or rows. So a pair of shards takes one or a few calls, for any number of
-documents. `joined` decides which tiles share a call.
+FlashAttention computes many sequences of different lengths in one call, given by cumulative
+lengths. Consecutive tiles become the sequences of one call. The rows and columns between tiles
+become sequences without columns or rows. So a pair of shards takes one or a few calls, for any
+number of documents. `joined` decides which tiles share a call.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .operators import Lengths
 
 # Kinds of tiles of one call: triangles and bands along the diagonal; or fully visible tiles.
 DIAGONAL, SQUARE = "diagonal", "square"
-# Maximum rows or columns between two tiles of one call: merging as many takes about as long as a
-# separate call (4096 rows of 32 heads of width 128: 200 MB read and written).
+# Maximum number of rows or columns between two tiles of one call. Merging 4096 unused rows takes
+# about as long as a separate call (32 heads of width 128: 200 MB read and written).
 GAP = 4096
 
 
@@ -29,8 +29,9 @@ class JoinedTiles(NamedTuple):
 
     Attributes:
         tiles: The tiles.
-        span: Rows and columns that enclose them. If it is a triangle, so is every tile; if it has a
-            band, every tile has this band, with the right edge on its diagonal.
+        span: Rows and columns that enclose the tiles. If it is a triangle, every tile is a
+            triangle. If it has a band, every tile has this band, with the right edge on the
+            diagonal of the tile.
         lengths: Rows and columns of the tiles, and of the gaps between them.
     """
 
@@ -40,8 +41,8 @@ class JoinedTiles(NamedTuple):
 
 
 def joined(tiles: Sequence[Tile]) -> list[Tile | JoinedTiles]:
-    """Return the tiles; consecutive tiles of one kind are joined."""
-    # A tile with one row and one column is a triangle and a square: choose the kind of the others.
+    """Join consecutive tiles of one kind, and return joined and single tiles sorted by rows."""
+    # A tile of one row and one column is a triangle and a square: use the kind of other tiles.
     single_kind = DIAGONAL if any(tile.triangle or tile.band for tile in tiles) else SQUARE
     chains: dict[str | None, list[_Chain]] = {DIAGONAL: [], SQUARE: [], None: []}
     for tile in sorted(tiles, key=lambda tile: (tile.rows.start, tile.columns.start)):
@@ -83,7 +84,7 @@ class _Chain:
         return (a.rows.start, a.columns.start) < (b.rows.start, b.columns.start)
 
     def extend(self, tile: Tile) -> bool:
-        """Add a tile and return True, if it follows closely and can share the call."""
+        """Add a tile if it follows closely and can share the call; return whether it was added."""
         last = self.tiles[-1]
         if not 0 <= tile.rows.start - last.rows.stop <= GAP:
             return False

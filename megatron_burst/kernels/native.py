@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled operators of `csrc/`, if they were built.
 
-This module decides whether they support given tensors. `online_softmax`, `aten` and
+This module checks whether the operators support given tensors. `online_softmax`, `aten` and
 `linear_cross_entropy.rows` call these functions first and use torch if they return False or None.
 The library is in the same folder (`python setup.py build_csrc`) and is loaded at first use.
 `megatron-burst doctor` reports whether it is used.
@@ -37,7 +37,7 @@ ACCUMULATORS = {
 
 @functools.cache  # torch never unloads a library
 def load(file: str) -> frozenset[str]:
-    """Return the device types that the library supports: cpu, cuda; empty without a library.
+    """Load the library, and return the device types that it supports; empty without a library.
 
     Warns if the library exists but cannot be loaded.
     """
@@ -64,7 +64,7 @@ def _open(file: str) -> str | None:
 
 
 def _registered(key: str) -> bool:
-    """Return True if all operators exist with these arguments, for this dispatch key."""
+    """Return True if all `OPERATORS` exist with these arguments for a dispatch key."""
     defined = torch._C._dispatch_get_all_op_names()
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     for name, arguments in OPERATORS.items():
@@ -85,7 +85,7 @@ def serves(device: str) -> bool:
 def merge_(
     out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
 ) -> bool:
-    """Do `online_softmax.merge_`; return False if the tensors are not supported.
+    """Compute `online_softmax.merge_`; return False if the tensors are not supported.
 
     Args:
         out: [s, b, h, w].
@@ -136,17 +136,20 @@ def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor | None:
 
 
 class LogitGradient(NamedTuple):
-    """The gradient that replaces a tile of logits z [n, v].
+    """Coefficients of the gradient that replaces a tile of products z [n, v].
 
-    With logits x, it is (exp(x - lse) of_softmax - of_all, plus of_label in `column`) dx/dz /
-    scale. A row becomes 0 if its three factors are 0, even if it contains NaN.
+    x = scale * z is a logit, or x = cap * tanh(scale * z / cap) with a softcap. An element becomes
+    exp(x - lse) * of_softmax - of_all, plus of_label in the column of the label. With a softcap it
+    is multiplied by 1 - (x / cap)^2. A row becomes 0 if its three factors are 0, even if it
+    contains NaN.
 
     Attributes:
         column: int64 [n], column of the label.
-        lse: [n]; None if z already contains exp(x - constant), and `of_softmax` the missing factor.
-        of_softmax: [n].
-        of_label: [n].
-        of_all: [n].
+        lse: [n]. None if z contains exp(x - c) for a constant c per row; `of_softmax` then includes
+            the factor exp(c - lse).
+        of_softmax: [n], factor of the softmax.
+        of_label: [n], summand in the column of the label.
+        of_all: [n], subtracted in all columns.
     """
 
     column: torch.Tensor
@@ -159,13 +162,13 @@ class LogitGradient(NamedTuple):
 def softmax_gradient_(
     z: torch.Tensor, gradient: LogitGradient, real: int, scale: float, softcap: float | None
 ) -> bool:
-    """Replace logits z by their gradient; return False if the tensors are not supported.
+    """Replace products z by their gradient; return False if the tensors are not supported.
 
     Args:
-        z: [n, v].
-        gradient: The gradient.
-        real: Number of real columns; the columns after them become 0.
-        scale: Divisor of the gradient.
+        z: Products [n, v].
+        gradient: Coefficients of the gradient.
+        real: Number of columns without padding; the columns after them become 0.
+        scale: Factor of the logits.
         softcap: Softcap of the logits, or None.
     """
     index, lse, *of = gradient
@@ -182,16 +185,16 @@ def softmax_gradient_(
 
 
 def _supported(*tensors: torch.Tensor) -> bool:
-    """Return True if these are plain tensors that the library supports."""
+    """Return True if the tensors are `plain` and the library supports their device."""
     return plain(*tensors) and tensors[0].device.type in load(FILE)
 
 
 def plain(*tensors: torch.Tensor) -> bool:
-    """Return True if these are ordinary tensors on one device, outside autograd and torch.compile.
+    """Return True for ordinary tensors on one device, outside autograd and torch.compile.
 
-    torch.compile cannot trace a custom operator.
+    torch.compile cannot trace these custom operators.
     """
-    if torch.compiler.is_compiling():  # it cannot trace the tests below
+    if torch.compiler.is_compiling():  # the checks below cannot be traced
         return False
     device, grad = tensors[0].device, torch.is_grad_enabled()
     return all(type(t) is torch.Tensor and t.device == device for t in tensors) and not (

@@ -47,11 +47,11 @@ def merge_(
     tensors = out, lse, out_new, lse_new
     if native.merge_(*tensors):
         return
-    # Triton runs on a GPU, and on a CPU if its interpreter was imported.
+    # Triton kernels run on a GPU, or on the CPU in Triton's interpreter.
     if (out.device.type == "cuda" or "triton" in sys.modules) and rowwise.merge_(*tensors):
         return
     new = lse_new.to(lse.dtype)
-    # Weight of the new part: 0 if neither part has visible keys, because -inf minus a number.
+    # Weight of the new part. The clamp avoids -inf - -inf, so the weight is 0 without visible keys.
     share = (new - lse.clamp_min(torch.finfo(lse.dtype).min)).sigmoid_()
     out.lerp_(out_new.to(out.dtype), share.unsqueeze(-1))
     torch.logaddexp(lse, new, out=lse)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol of flash attention operators, and torch's operator for CPUs.
+"""Interface of flash attention operators, and torch's operator for CPUs.
 
 `operators_cuda` has torch's operators for GPUs, `flash` the operators of FlashAttention packages.
-These modules decide which widths and dtypes each operator supports, and convert a tile to its
+These modules define which widths and dtypes each operator supports, and convert a tile to operator
 arguments. Windows are aligned to the last row and column, as in FlashAttention.
 """
 
@@ -18,14 +18,14 @@ from ..layout.sharding import to_device
 
 
 class Lengths:
-    """Rows and columns of many sequences, copied to each device once.
+    """Numbers of rows and columns of many sequences, copied to each device once.
 
     Args:
-        sizes: (rows, columns) of each sequence; one of them may be 0.
+        sizes: (rows, columns) of each sequence; one of the two may be 0.
 
     Attributes:
-        idle: True if there are rows without columns.
-        longest: Largest rows and columns.
+        idle: True if a sequence has rows but no columns.
+        longest: Maximum number of rows, and maximum number of columns.
     """
 
     def __init__(self, sizes: Sequence[tuple[int, int]] | np.ndarray):
@@ -33,14 +33,14 @@ class Lengths:
         rows, columns = lengths.max(axis=0).tolist()
         self._idle = np.repeat(lengths[:, 1] == 0, lengths[:, 0])  # bool [rows]
         self.idle = bool(self._idle.any())
-        # If the longest has one row, FlashAttention 2 assumes that all have one.
+        # If the maximum is one row, FlashAttention 2 assumes that every sequence has one row.
         self.longest = (rows if lengths[:, 0].all() else max(rows, 2)), columns
         zero = np.zeros((1, 2), dtype=np.int32)
         self._ends = np.concatenate([zero, np.cumsum(lengths, axis=0, dtype=np.int32)])
         self._by_device: dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return cumulative rows and columns, int32 [n + 1], and bool [rows]: no columns."""
+        """Return cumulative rows and columns (int32 [n + 1] each), and idle rows (bool [rows])."""
         if device not in self._by_device:
             ends = np.ascontiguousarray(self._ends.T).view(np.uint8).ravel()
             packed = to_device(np.concatenate([ends, self._idle.view(np.uint8)]), device)
@@ -67,8 +67,8 @@ class TileVisibility(NamedTuple):
         causal: Lower triangle.
         bias: [s, t], or None.
         window: (left, right), or None.
-        lengths: Lengths of many sequences end to end in one batch entry (b = 1); the rules above
-            hold for each of them.
+        lengths: Lengths of many sequences that are concatenated in one batch entry (b = 1). The
+            rules above hold for each sequence.
     """
 
     causal: bool = False
@@ -78,19 +78,19 @@ class TileVisibility(NamedTuple):
 
 
 class Operator(Protocol):
-    """A pair of stock operators on [b, h, s, d] with lse [b, h, s].
+    """Forward and backward operator on tensors [b, h, s, d] with lse [b, h, s].
 
     With many sequences, some may have no rows or no columns. Rows without columns get gradients 0,
-    any finite out and any lse. Columns without rows get gradients 0.
+    an arbitrary finite out and an arbitrary lse. Columns without rows get gradients 0.
 
     Attributes:
         device: Device type.
         dtypes: Supported dtypes.
         multiple: Widths must be a multiple of this.
         limits: Limits of `masks.tiling.Cutter`; tables are passed as a bias.
-        windows: True if it supports a window.
-        joins: True if it computes many sequences of different lengths in one call.
-        deterministic: True if it can be deterministic.
+        windows: True if the operator supports a window.
+        joins: True if the operator computes many sequences of different lengths in one call.
+        deterministic: True if results are reproducible with torch.use_deterministic_algorithms.
         takes_delta: True if backward takes delta [b, h, s] instead of out.
     """
 
@@ -106,7 +106,7 @@ class Operator(Protocol):
     def unfit(self, device: torch.device, widths: Widths) -> str | None:
         """Return why a device does not support these widths of keys and values, or None.
 
-        Different widths are tested first as they are, and then padded to the larger one.
+        The caller first passes the actual widths. If these are unfit, it pads to the larger width.
         """
         ...
 
@@ -125,7 +125,7 @@ class CpuFlash:
     device = "cpu"
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     multiple = 1
-    limits: tuple[int | None, int | None] = (192, 256)  # it skips little of a large triangle
+    limits: tuple[int | None, int | None] = (192, 256)  # of a large triangle, it skips too little
     windows = False
     deterministic = True
     takes_delta = False

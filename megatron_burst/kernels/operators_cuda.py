@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch's attention operators for CUDA: FlashAttention 2 and cuDNN.
 
-This module decides which widths and devices each supports, and converts a tile, or many sequences,
-to its arguments. It is imported only if tensors are on a GPU.
+This module defines which widths and devices each operator supports, and converts a tile, or many
+sequences, to operator arguments. It is imported only if tensors are on a GPU.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class CudaCudnn:
     def unfit(self, device: torch.device, widths: Widths) -> str | None:
         """Return why these widths are not supported, or None.
 
-        The rules are those on which torch's releases agree for backward: (192, 128) of MLA with
+        These limits hold for backward in all supported releases of torch: (192, 128) of MLA with
         cuDNN 9.11 or newer; 256 on Hopper with cuDNN 9.10 or newer.
         """
         if max(widths) <= 128:
@@ -86,7 +86,7 @@ class CudaCudnn:
 
     @functools.cached_property
     def stats_end(self) -> torch.Size:
-        """Return the dimensions after [b, h, s] of cuDNN's statistics: 1 since torch 2.9."""
+        """Return the shape of cuDNN's statistics after [b, h, s]; torch 2.9 added a dimension 1."""
         x = torch.empty(1, 1, 8, 8, dtype=torch.bfloat16, device="meta")
         return aten._scaled_dot_product_cudnn_attention(x, x, x, None, True, 0.0, True)[1].shape[3:]
 
@@ -97,8 +97,8 @@ class CudaCudnn:
         return result[0], result[1].reshape(q.shape[:3])
 
     def backward(self, dout, q, k, v, out, lse, visibility, scale):
-        # Some releases of torch cache a graph by q, k and v only, for the strides that out and dout
-        # have in the first call. So these strides must always be the same.
+        # Some releases of torch cache a graph by q, k and v only. A cached graph assumes the
+        # strides of out and dout in the first call, so these strides must never change.
         dout, out = (_dense(x) for x in (dout, out))
         seed = torch.empty((), dtype=torch.int64, device=q.device)  # no dropout: never read
         sizes = (None, None, q.shape[2], k.shape[2])
@@ -114,7 +114,7 @@ def prefers_cudnn(device: torch.device) -> bool:
     """Return True if cuDNN is the faster operator of torch on this device.
 
     This is torch's own rule: Hopper and Blackwell, with cuDNN newer than 9.15.0, which fixed
-    lengths that are no multiple of 128.
+    lengths that are not a multiple of 128.
     """
     capability = torch.cuda.get_device_capability(device)
     version = torch.backends.cudnn.version() or 0
@@ -131,23 +131,23 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 
 
 def rows_first(x: torch.Tensor, lengths: Lengths | None) -> torch.Tensor:
-    """Return a view [b, s, h, d] of [b, h, s, d], or [s, h, d] for many sequences end to end."""
+    """Return a view [b, s, h, d] of [b, h, s, d], or [s, h, d] for many sequences (b = 1)."""
     x = x.transpose(1, 2)
     return x if lengths is None else x.squeeze(0)
 
 
 def heads_first(x: torch.Tensor) -> torch.Tensor:
-    """Return the [b, h, s, d] view of a result of `rows_first`."""
+    """Return a view [b, h, s, d] of [b, s, h, d] or [s, h, d], the inverse of `rows_first`."""
     return (x if x.dim() == 4 else x.unsqueeze(0)).transpose(1, 2)
 
 
 def stats_of(x: torch.Tensor, lengths: Lengths | None) -> torch.Tensor:
-    """Return lse or delta [b, h, s] dense for FlashAttention; [h, s] for many sequences."""
+    """Return lse or delta [b, h, s] contiguous for FlashAttention; [h, s] for many sequences."""
     return (x if lengths is None else x.squeeze(0)).contiguous()
 
 
 def _lengths(q: torch.Tensor, k: torch.Tensor, visibility: TileVisibility) -> tuple:
-    """Return first rows and lengths of sequences, as torch's flash attention takes them."""
+    """Return cumulative rows and columns, and maximum rows and columns, for torch's operator."""
     if visibility.lengths is None:
         return None, None, q.shape[1], k.shape[1]
     rows, columns, _ = visibility.lengths.on(q.device)

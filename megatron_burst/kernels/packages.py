@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of installed packages: whether a release fits, and how it is called.
+"""Functions of optional packages: compatibility of the installed release, and calls by name.
 
-The signatures of its functions decide whether a release fits, never its version. A release that
-lacks a parameter that we pass, or requires an unknown one, is refused by name. Parameters in
-`**kwargs` count as missing, because some releases ignore unknown ones. Packages are imported when a
-kernel needs them. This module needs no torch.
+Compatibility is decided by the signatures of functions, never by the version of the package. If a
+release lacks a parameter that we pass, or requires an unknown one, an error names the parameter.
+Parameters in `**kwargs` count as missing, because some releases ignore unknown arguments. Packages
+are imported when a kernel needs them. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class NotInstalled(ValueError):
 
 @dataclass(frozen=True)
 class Package:
-    """An installed package.
+    """An optional package.
 
     Attributes:
-        title: Name for readers.
-        distribution: Name for installers.
-        fits: What to install.
+        title: Name in messages.
+        distribution: Name for pip.
+        fits: Supported releases, for messages.
     """
 
     title: str
@@ -46,12 +46,12 @@ class Package:
             return None
 
     def module(self, *names: str, root: str | None = None) -> ModuleType:
-        """Import the first of these modules that exists.
+        """Import the first existing module.
 
         Args:
-            *names: Modules to try.
-            root: Installed package in which a missing module is an error. Default: each module
-                itself.
+            *names: Modules to try, in this order.
+            root: Package whose absence means "not installed"; any other missing module is an
+                error. Default: the module itself.
 
         Raises:
             NotInstalled: None of the modules exists.
@@ -69,7 +69,7 @@ class Package:
 
     @contextmanager
     def blamed(self, kernel: str, remedy: str) -> Iterator[None]:
-        """Add the kernel, the installed version and a remedy to a ValueError that is raised inside.
+        """Add kernel, installed version and remedy to a ValueError that is raised in the context.
 
         Args:
             kernel: Name of the kernel.
@@ -87,7 +87,7 @@ class Package:
 class Signature:
     """The parameters of a function that can be passed by name.
 
-    For a result of `torch.library.custom_op`, the parameters of the wrapped function.
+    For a function from `torch.library.custom_op`, these are the parameters of the wrapped function.
 
     Args:
         place: Name of the function, for messages.
@@ -108,7 +108,7 @@ class Signature:
         """Check that the function has all passed parameters and requires no others.
 
         Raises:
-            ValueError: It lacks one, or requires another one.
+            ValueError: The function lacks a passed parameter, or requires another parameter.
         """
         missing = [name for name in passed if name not in self.named]
         if missing:
@@ -121,12 +121,12 @@ class Signature:
 
 
 class FittedFunction(NamedTuple):
-    """A function and the names of its arguments.
+    """A function of a package, called with arguments under our names.
 
     Attributes:
         function: The function.
         names: Our name of each argument -> name in the function.
-        constants: Arguments of every call.
+        constants: Name in the function -> value of constant arguments.
     """
 
     function: Callable

@@ -16,8 +16,8 @@ class Presence(NamedTuple):
     """Availability of a kernel.
 
     Attributes:
-        usable: True if the kernel can be used; None if it is not installed.
-        text: The same as text.
+        usable: True if the kernel can be used; None if its package is not installed.
+        text: Description for reports.
     """
 
     usable: bool | None
@@ -25,7 +25,7 @@ class Presence(NamedTuple):
 
 
 def package_presence(name: str) -> Presence:
-    """Check that the FlashAttention package of a kernel is installed and has known functions."""
+    """Return whether a FlashAttention package is installed and has known functions."""
     try:
         load(name)
     except NotInstalled:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reference kernel: dense attention by definition, for any dtype, device and mask.
 
-It computes in the accumulation dtype and materializes every score. It is slow and serves as the
-specification: tests compare every other kernel with it, and compare it with handwritten matrices.
+The kernel computes in the accumulation dtype and materializes all scores. It is slow and serves as
+the specification: tests compare every other kernel with it, and compare it with handwritten
+matrices.
 
 Shape letters as in `base`; g = h / k query heads share a key head.
 """
@@ -22,7 +23,7 @@ from .online_softmax import merge_
 
 
 class ReferenceWork:
-    """Visibility of local columns for local rows, copied to each device once."""
+    """Hidden pairs of rows and columns as dense tables, copied to each device once."""
 
     def __init__(self, table: np.ndarray):
         self.hidden = ~table  # bool [s, t]
@@ -39,7 +40,7 @@ class ReferenceWork:
 
 
 class ReferenceKernel:
-    """The kernel "reference"."""
+    """Dense attention kernel, selected by "reference"."""
 
     name = "reference"
     softcaps = True
@@ -114,7 +115,7 @@ def _to_accumulation(x: torch.Tensor) -> torch.Tensor:
 
 
 def _without_unseen(x: torch.Tensor, work: ReferenceWork) -> torch.Tensor:
-    """Return keys or values with 0 in unseen rows: 0 times NaN in padding would be NaN."""
+    """Return keys or values with 0 in rows that no query sees, because 0 * NaN would be NaN."""
     _, unseen = work.on(x.device)
     return _to_accumulation(x).masked_fill(unseen[:, None, None, None], 0.0)
 

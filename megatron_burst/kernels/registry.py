@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of kernels: `make` returns a kernel by name for given tensors.
 
-`KERNELS` has one line per kernel. This module decides which kernel "auto" chooses.
+`KERNELS` has one line per kernel. `automatic` defines the order in which "auto" tries kernels.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _reference(device: torch.device, beside_rings: bool) -> Kernel:
     return ReferenceKernel()
 
 
-# name -> function of the device, and of whether tensors are sent while the kernel runs
+# name -> function of (device, whether tensors are sent while the kernel runs)
 KERNELS: dict[str, Callable[[torch.device, bool], Kernel]] = {
     "aten": _aten,
     "aten_cudnn": _cudnn,
@@ -72,11 +72,11 @@ FASTEST = {(9, 0): "flash3", (10, 0): "flash4", (10, 3): "flash4"}
 def automatic(device: torch.device, mask: Mask) -> tuple[str, ...]:
     """Return the kernels that "auto" tries, in this order.
 
-    Flash attention comes first if few of its tiles describe the mask. On Hopper and Blackwell, that
-    is the package made for them, if it is installed, then torch's own operators, which always
-    exist. Other masks, and calls with a softcap, use the Triton kernel, which computes any mask in
-    one launch. cuDNN compiles for every shape, so it is omitted if a mask has other shapes in every
-    batch.
+    If few flash attention calls can express the mask, flash attention comes first. On Hopper and
+    Blackwell, this is the FlashAttention package made for the device, if it is installed, and then
+    torch's own operators. Other masks, and calls with a softcap, use the Triton kernel, which
+    supports any mask. cuDNN compiles a graph for every shape, so it is omitted if shapes of the
+    mask change with the batch.
 
     Args:
         device: Device of the tensors.
@@ -114,8 +114,9 @@ def make(
         v: Values.
         softcap: Softcap of the call, or None.
         mask: Mask of the call. Default: causal.
-        beside_rings: True if tensors are sent while it runs, so it may leave multiprocessors free.
-        maximum: True if it must return the largest scores.
+        beside_rings: True if tensors are sent while the kernel runs. The kernel may then leave
+            multiprocessors free.
+        maximum: True if the kernel must return the largest scores.
 
     Raises:
         ValueError: There is no such kernel, it does not support the call, or torch is too old.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merge, delta and stand-in output by one Triton launch each, without `csrc/`.
+"""Merge, delta and stand-in output by one Triton launch each, if `csrc/` is not built.
 
-This module decides whether Triton supports given tensors. `online_softmax` and `aten` call it if
-`native` returns nothing; otherwise they use several torch operators. `rowwise_code` has the
-kernels.
+This module checks whether Triton supports given tensors. `online_softmax` and `aten` call these
+functions if `native` does not support the tensors. If this module does not either, they use several
+torch operators. `rowwise_code` has the kernels.
 
 Shape letters: s query rows, b batch, h query heads, w value width.
 """
@@ -23,7 +23,7 @@ ELEMENTS = 2048  # per program, unless a row is wider
 
 def _code(device: str) -> Any:
     """Return the module of the kernels if they run on this device type, otherwise None."""
-    # On other devices only Triton's interpreter runs them, if Triton was imported before.
+    # On other devices only Triton's interpreter runs kernels. Use it only if Triton was imported.
     if device != "cuda" and "triton" not in sys.modules:
         return None
     if importlib.util.find_spec("triton") is None:
@@ -39,7 +39,7 @@ def _code(device: str) -> Any:
 def merge_(
     out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
 ) -> bool:
-    """Do `online_softmax.merge_`; return False if the tensors are not supported.
+    """Compute `online_softmax.merge_`; return False if the tensors are not supported.
 
     Args:
         out: [s, b, h, w].

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels for every row of an attention result: merge, delta, stand-in.
+"""Triton kernels over rows of an attention result: merge, delta, stand-in.
 
-A row is one position, batch entry and head. A program handles some rows with their full width, so
-every number is read once. The module is imported only if one of the kernels runs. The formulas are
-those of `online_softmax` and `aten.stand_in`.
+A row is one position, batch entry and head. A program processes some rows with their full width, so
+every number is read once. The module is imported only if a kernel is launched. The formulas are the
+same as in `online_softmax` and `aten.stand_in`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import triton.language as tl
 
 @triton.jit
 def _rows(count, batch, heads, R: tl.constexpr):
-    """Return position, batch entry and head of this program's rows, and which rows exist."""
+    """Return position, batch entry and head of this program's rows, and a mask of existing rows."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     return row // heads // batch, row // heads % batch, row % heads, row < count
 
 
 @triton.jit
 def _block(x, position, entry, head, row, batch, heads, W: tl.constexpr):
-    """Return addresses [R, W] of rows in a tensor with these strides."""
+    """Return the addresses [R, W] of rows in a tensor with strides (row, batch, heads, 1)."""
     at = position * row + entry * batch + head * heads
     return x + at[:, None] + tl.arange(0, W)[None, :]
 
@@ -88,7 +88,7 @@ def stand_in(
 ):  # fmt: skip
     """Compute target [rows, width, contiguous] with rowsum(dout * target) = delta.
 
-    LARGEST is the largest number of its dtype, or 0 without a limit.
+    LARGEST is the largest finite float16 if target is float16, otherwise 0.
     """
     position, entry, head, inside = _rows(count, batch, heads, R)
     visible = inside[:, None] & (tl.arange(0, W) < width)[None, :]

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pair of shards as a grid of equal tiles, for kernels that process tiles of one size.
 
-For every block of rows (or of columns), lists contain the blocks of the other side that it sees:
-fully visible ones and partly visible ones separately, the latter with a table of bits. Equal tiles
-share a table: the diagonal of a causal mask needs one, a window two. So bands, strides and
-documents need no code on the device. This module needs no torch.
+The grid lists the visible tiles of each block of rows, and of each block of columns. Fully visible
+and partly visible tiles are separate lists. A partly visible tile has a bit table of visible pairs.
+Equal tiles share a table: the diagonal of a causal mask needs one table, a window two. So kernels
+need no code for bands, strides and documents. This module does not import torch.
 
-Visibility is computed from bands, not from single positions. Spans are split where the description
-of the mask changes. For two pieces the mask returns a band, and arithmetic on bands gives fully
-visible tiles and the visible parts of the others, for all pairs of a plan at once. Packed documents
-have hundreds of pieces, different ones in every micro-batch. Pieces are compared by position, never
-all with all. Only if there is no band, the mask is evaluated position by position, tile by tile. A
-table is drawn row by row from intervals, 32 columns at a time, for one of all tiles with equal
-parts.
+Visibility is computed from bands, not from single positions. Spans are split into pieces at the
+positions where the definition of the mask changes (`Mask.breaks`). For a piece of queries and a
+piece of keys, the mask returns a band. Arithmetic on bands gives the fully visible tiles, and the
+visible parts of other tiles, for all pairs of a plan at once. Packed documents have hundreds of
+pieces that change with every micro-batch, so only pieces with nearby positions are compared. If the
+visibility of two pieces is not a band, the mask is evaluated at all positions of a tile. Tiles with
+equal parts share one table, which is filled row by row from intervals, 32 columns at a time.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from ..masks.base import FAR, FULL, PARTIAL
 from ..masks.seen import cut_at
 
 AT_ONCE = 1 << 20  # maximum pairs of pieces that are compared at once
-LEAST, PER_TILE = 1 << 12, 16  # always compared at once: this number, plus this number per tile
+LEAST, PER_TILE = 1 << 12, 16  # limit of pairs of pieces for small grids: LEAST + PER_TILE * tiles
 
 Pairs = Sequence[tuple[Sequence[Span], Sequence[Span]]]
 
 
 class TileNumbers:
-    """Numbers of the tiles of pairs of shards, by pair, then by rows, then by columns.
+    """Numbering of the tiles of several pairs of shards: by pair, row block, column block.
 
     Attributes:
         size: Rows and columns of a tile.
-        length: int64 [2, pairs], rows and columns of the shards.
-        blocks: int64 [2, pairs], number of tiles in rows and columns.
-        base: int64 [pairs + 1], first tile of each pair.
+        length: int64 [2, pairs], number of rows and of columns of each pair.
+        blocks: int64 [2, pairs], number of row blocks and of column blocks of each pair.
+        base: int64 [pairs + 1], number of the first tile of each pair.
     """
 
     def __init__(self, pairs: Pairs, rows: int, columns: int):
@@ -54,11 +54,11 @@ class TileNumbers:
         self.base = np.concatenate([[0], np.cumsum(self.blocks[0] * self.blocks[1])])
 
     def number(self, pair: np.ndarray, row: np.ndarray, column: np.ndarray) -> np.ndarray:
-        """Return the number of the tile at these blocks."""
+        """Return the numbers of tiles, given pair, row block and column block of each tile."""
         return self.base[pair] + row * self.blocks[1][pair] + column
 
     def place(self, tile: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return pair, block of rows and block of columns of tiles."""
+        """Return pair, row block and column block of tiles, given their numbers."""
         pair = np.searchsorted(self.base, tile, side="right") - 1
         return (pair, *np.divmod(tile - self.base[pair], self.blocks[1][pair]))
 
@@ -68,11 +68,11 @@ class TileNumbers:
 
 
 class TileRuns(NamedTuple):
-    """Runs of fully visible tiles.
+    """Runs of consecutive fully visible tiles in a row block.
 
     Attributes:
-        first: First tile of each run.
-        wide: Number of tiles side by side.
+        first: Number of the first tile of each run.
+        wide: Number of tiles of each run.
     """
 
     first: np.ndarray
@@ -80,9 +80,10 @@ class TileRuns(NamedTuple):
 
 
 class TileParts(NamedTuple):
-    """Visible parts of tiles; parts of a tile do not overlap.
+    """Visible parts of tiles, one array entry per part. Parts of a tile do not overlap.
 
-    Rows top <= a < bottom of a tile see columns begin <= b < end if low <= b - a <= high.
+    `tile` is the number of the tile. With a, b row and column in the tile: rows top <= a < bottom
+    see columns begin <= b < end if low <= b - a <= high.
     """
 
     tile: np.ndarray
@@ -98,10 +99,10 @@ class TileParts(NamedTuple):
 
 
 class _Bands(NamedTuple):
-    """Bands of pairs of shards.
+    """Bands in pairs of shards, one array entry per band.
 
-    Of `rows` rows from `row` on, the m-th row sees columns m - left to m + right of the `columns`
-    columns from `column` on.
+    A band covers `rows` rows from row `row` on, and `columns` columns from column `column` on. Its
+    row m sees its columns m - left to m + right, where m and the columns count from 0.
     """
 
     pair: np.ndarray
@@ -120,11 +121,11 @@ class TileCandidates(NamedTuple):
     """Pieces of queries and keys that may see each other.
 
     Attributes:
-        q: Pieces of queries; their owner is the pair.
-        k: Pieces of keys; their owner is the pair.
+        q: Pieces of queries; `owner` is the index of the pair of shards.
+        k: Pieces of keys; `owner` is the index of the pair of shards.
         begin: For each piece of keys, the first piece of queries that may see it.
-        met: For each piece of keys, the number of such pieces of queries.
-        many: True if they are too many to compare at once.
+        met: For each piece of keys, the number of consecutive pieces of queries that may see it.
+        many: True if these are too many pieces to compare at once.
     """
 
     q: Pieces
@@ -135,9 +136,10 @@ class TileCandidates(NamedTuple):
 
 
 def candidates(mask: Mask, pairs: Pairs, numbers: TileNumbers) -> TileCandidates:
-    """Return the pieces of the shards of each pair to compare.
+    """Return the pieces of queries and keys to compare, for all pairs.
 
-    With several pairs they may be too many.
+    If the result has `many` set, the caller splits `pairs`. For a single pair, neighbouring pieces
+    are merged instead, which is less precise but valid.
     """
     shards = [pieces_of([pair[side] for pair in pairs]) for side in (0, 1)]
     breaks = mask.breaks
@@ -148,19 +150,19 @@ def candidates(mask: Mask, pairs: Pairs, numbers: TileNumbers) -> TileCandidates
         too_many = count.sum() > min(AT_ONCE, LEAST + PER_TILE * numbers.base[-1])
         if not too_many or not len(breaks) or len(pairs) > 1:
             return TileCandidates(q, k, begin, count, bool(too_many))
-        # Merge neighbouring pieces, until there are few enough.
+        # Merge neighbouring pieces until few enough remain.
         breaks = breaks[1::2]
 
 
 def tile_parts(
     mask: Mask, near_pieces: TileCandidates, numbers: TileNumbers
 ) -> tuple[TileRuns, TileParts, np.ndarray]:
-    """Return the tiles that see something.
+    """Return the visible tiles of all pairs.
 
     Args:
         mask: The mask.
         near_pieces: Result of `candidates`.
-        numbers: Numbers of the tiles.
+        numbers: Numbering of the tiles.
 
     Returns:
         Runs of fully visible tiles; visible parts of other tiles; and the numbers of tiles for
@@ -182,10 +184,10 @@ def tile_parts(
 
 
 def _nearby(mask: Mask, q: Pieces, k: Pieces) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for each piece of keys, the first piece of queries that may see it, and their number.
+    """Return `TileCandidates.begin` and `TileCandidates.met`.
 
-    Pieces of queries are sorted by pair and position. Every pair has its own range of numbers for
-    positions.
+    Pieces of queries are sorted by pair and position. Positions are shifted by pair, so that one
+    binary search handles all pairs.
     """
     viewers = mask.viewers(k.span)
     width = 1 + max(side.span.last.max(initial=0) for side in (q, k))
@@ -200,7 +202,7 @@ def _nearby(mask: Mask, q: Pieces, k: Pieces) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _bands_of(mask: Mask, q: Pieces, k: Pieces) -> tuple[_Bands, Pieces, Pieces]:
-    """Return the bands of pieces, one by one, and the pieces whose visibility is no band."""
+    """Return the bands of (q[i], k[i]) for all i, and the pieces whose visibility is no band."""
     covers = mask.covers(q.span, k.span)
     left = np.where(covers == FULL, FAR, -FAR)
     right, partly = left.copy(), np.flatnonzero(covers == PARTIAL)
@@ -225,7 +227,11 @@ def _cells(q: Pieces, k: Pieces, size: tuple[int, int]) -> tuple[Pieces, Pieces]
 
 
 def _blocks(pieces: Pieces, size: int) -> tuple[Pieces, np.ndarray, np.ndarray]:
-    """Split pieces at multiples of `size` rows; also return the number and first part of each."""
+    """Split pieces at multiples of `size` rows.
+
+    Returns the parts, the number of parts of each piece, and the index of the first part of each
+    piece.
+    """
     length = pieces.span.length
     low, high = pieces.first // size, (pieces.first + length - 1) // size + 1
     of, block = np.repeat(np.arange(len(low)), high - low), counted(low, high - low)
@@ -238,7 +244,7 @@ def _blocks(pieces: Pieces, size: int) -> tuple[Pieces, np.ndarray, np.ndarray]:
 
 
 def _spread(bands: _Bands, numbers: TileNumbers) -> tuple[TileRuns, TileParts]:
-    """Return the tiles of bands: runs of fully visible tiles, and visible parts of others."""
+    """Return runs of fully visible tiles, and the visible parts of other tiles, from bands."""
     (rows, columns), x = numbers.size, bands
     first = x.row + np.maximum(-x.right, 0)  # first row that sees something
     stop = x.row + np.minimum(x.rows, x.columns + x.left)
@@ -273,9 +279,9 @@ def _spread(bands: _Bands, numbers: TileNumbers) -> tuple[TileRuns, TileParts]:
 
 
 WORD = 32  # columns in one entry of a table
-PARTS = 64  # tiles with more parts are not compared: making their tables is faster
+PARTS = 64  # tiles with more parts are not compared with each other: making tables is faster
 DRAWN = 8  # intervals per row; with more, evaluating the mask at all positions is faster
-TABLES_AT_ONCE = 1024  # tables that are drawn together
+TABLES_AT_ONCE = 1024  # tables that are filled together
 
 
 class BitTables(NamedTuple):
@@ -298,12 +304,12 @@ def tables_of(
     Args:
         mask: The mask.
         pairs: Spans of queries and keys of each pair.
-        numbers: Numbers of the tiles.
+        numbers: Numbering of the tiles.
         parts: Visible parts of tiles.
         evaluated: Tiles for which the mask is evaluated position by position.
 
     Returns:
-        Sorted tiles, the table number of each, and the tables.
+        Sorted tile numbers, the index of each tile's table, and the tables.
     """
     tiles, tile_index = np.unique(parts.tile, return_inverse=True)
     drawn = np.bincount(tile_index, parts.bottom - parts.top)
@@ -323,9 +329,10 @@ def tables_of(
 def _equal_tiles(
     parts: TileParts, size: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray, TileParts]:
-    """Return the tiles, a number that equal tiles share, and the parts of one tile per number.
+    """Group tiles with equal parts.
 
-    The `tile` of these parts is the number.
+    Returns the tiles, the group of each tile, and the parts of one tile per group, whose field
+    `tile` is the group.
     """
     rows, columns = size
     fields = (*parts[1:5], parts.low + rows, parts.high + rows)
@@ -351,7 +358,7 @@ def _equal_tiles(
 
 
 def _drawn(parts: TileParts, size: tuple[int, int]) -> BitTables:
-    """Return the tables of these parts, in the order of `tile`."""
+    """Return one table per value of `parts.tile`, in this order."""
     tables = int(parts.tile.max(initial=-1)) + 1
     bits = np.zeros((tables, size[0], size[1] // WORD), dtype=np.int32)
     visible = np.zeros(tables, dtype=np.int64)
@@ -363,7 +370,7 @@ def _drawn(parts: TileParts, size: tuple[int, int]) -> BitTables:
 
 
 def _draw(parts: TileParts, bits: np.ndarray, visible: np.ndarray, low: int) -> None:
-    """Draw parts of the tables from `low` on, as intervals of every row."""
+    """Fill tables, the first of which has number `low`, from one interval per part and row."""
     (_, rows, words), high = bits.shape, parts.bottom - parts.top
     of, row = np.repeat(np.arange(len(high)), high), counted(parts.top, high)
     begin = np.maximum(parts.begin[of], row + parts.low[of])
@@ -381,7 +388,7 @@ def _draw(parts: TileParts, bits: np.ndarray, visible: np.ndarray, low: int) -> 
 
 
 def _looked_up(mask: Mask, pairs: Pairs, numbers: TileNumbers, tiles: np.ndarray) -> BitTables:
-    """Return the tables of these tiles, by evaluating the mask at all their positions."""
+    """Return the tables of tiles by evaluating the mask at all positions of the tiles."""
     rows, columns = numbers.size
     bits = np.zeros((len(tiles), rows, columns // WORD), dtype=np.int32)
     visible = np.zeros(len(tiles), dtype=np.int64)
@@ -401,12 +408,12 @@ def _looked_up(mask: Mask, pairs: Pairs, numbers: TileNumbers, tiles: np.ndarray
 
 
 class Worklist(NamedTuple):
-    """Programs and their tiles; int32.
+    """Programs of a kernel launch and their tiles; int32.
 
     Attributes:
-        programs: [n, 3]: a block, and the range of its tiles in `others`; programs with most tiles
-            first, so that the last ones are short.
-        others: [tiles]: the block on the other side.
+        programs: [n, 3]: (block, begin, end), where `others[begin:end]` are the tiles of the block.
+            Programs with many tiles come first, so that the last programs are short.
+        others: [tiles]: block on the other side: column block if `programs` has row blocks.
         tables: [tiles]: index in `TileGrid.bits`; empty for fully visible tiles.
     """
 
@@ -417,13 +424,13 @@ class Worklist(NamedTuple):
 
 @dataclass(frozen=True)
 class TileGrid:
-    """Tiles that see something, sorted by rows and then columns.
+    """Visible tiles of a pair of shards, sorted by row block and column block.
 
     Attributes:
         full: [tiles, 2]: row block and column block of fully visible tiles.
         partial: [tiles, 3]: row block, column block and table of partly visible tiles.
         bits: int32 [tables, rows, columns / 32]; column c of a row is bit c % 32 of entry c // 32.
-            Columns beyond the shard's end are invisible; rows beyond it are undefined.
+            Bits of columns beyond the end of the shard are 0; rows beyond the end are undefined.
     """
 
     full: np.ndarray
@@ -435,19 +442,22 @@ class TileGrid:
 
     @cached_property
     def by_rows(self) -> tuple[Worklist, Worklist]:
-        """Return fully and partly visible tiles of each block of rows."""
+        """Return the worklists of fully and partly visible tiles, one program per row block."""
         return _worklist(self.full, 0), _worklist(self.partial, 0)
 
     @cached_property
     def by_columns(self) -> tuple[Worklist, Worklist]:
-        """Return fully and partly visible tiles of each block of columns."""
+        """Return the worklists of fully and partly visible tiles, one program per column block."""
         return _worklist(self.full, 1), _worklist(self.partial, 1)
 
 
 def tile_grid(
     mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span], rows: int, columns: int
 ) -> TileGrid:
-    """Return the tiles of `rows` x `columns` (a multiple of 32) of a pair of shards."""
+    """Return the visible tiles of a pair of shards.
+
+    `rows` and `columns` are the size of a tile; `columns` is a multiple of 32.
+    """
     (grid,) = tile_grids(mask, [(q_spans, k_spans)], rows, columns)
     return grid
 
@@ -479,7 +489,7 @@ def tile_grids(mask: Mask, pairs: Pairs, rows: int, columns: int) -> list[TileGr
 
 
 def _full(numbers: TileNumbers, runs: TileRuns, tiles: np.ndarray) -> list[np.ndarray]:
-    """Return the fully visible tiles of each pair: those in runs, and others."""
+    """Return (row block, column block) of the fully visible tiles of each pair."""
     first = np.concatenate([runs.first, tiles])
     count = np.concatenate([runs.wide, np.ones_like(tiles)])
     order = np.argsort(first, kind="stable")
@@ -497,7 +507,7 @@ def _numbered(
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """Number the tables within each pair, in tile order, and return the bits of each pair.
 
-    Number 0 shows everything.
+    Table 0 of each pair has all bits set.
     """
     index: dict[bytes, int] = {}
     equal = np.array([index.setdefault(x.tobytes(), len(index)) for x in bits], dtype=np.int64)
@@ -518,7 +528,7 @@ def _numbered(
 
 def _worklist(tiles: np.ndarray, side: int) -> Worklist:
     """Group tiles by their block on one side (0: rows, 1: columns)."""
-    if side:  # tiles are sorted by rows; one stable sort of small numbers sorts them by columns
+    if side:  # tiles are sorted by rows, so a stable sort by column block suffices
         key = tiles[:, 1].astype(np.uint16 if tiles[:, 1].max(initial=0) < 1 << 16 else np.int32)
         tiles = tiles[np.argsort(key, kind="stable")]
     count = np.bincount(tiles[:, side])

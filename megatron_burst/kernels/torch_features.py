@@ -2,8 +2,8 @@
 """Features that this package needs from torch, detected in the imported torch.
 
 Version numbers are not reliable: NVIDIA's containers have development builds, and "2.9.0a0" may be
-from before or after a change. So each feature is tested in the imported torch, and the first
-release that certainly has it is named only as a remedy. Public functions use `refusal`; reports use
+from before or after a change. So each feature is tested in the imported torch. Error messages name
+the first release that certainly has the feature. Public functions use `refusal`; reports use
 `lacking`.
 """
 
@@ -23,11 +23,11 @@ class Feature(NamedTuple):
     """A feature of torch.
 
     Attributes:
-        part: The part of this package that needs it, or all of it.
-        present: Tests the imported torch.
+        part: Part of this package that needs the feature; `PACKAGE` for all of it.
+        present: Function that returns whether the imported torch has the feature.
         since: First release with the feature.
-        without: What happens without it.
-        refused: True if the part is refused without it.
+        without: What happens without the feature.
+        refused: True if the part is refused without the feature.
     """
 
     part: str
@@ -38,7 +38,7 @@ class Feature(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """Return what to install."""
+        """Return the required release of torch as text."""
         return f"torch {self.since} or newer"
 
 
@@ -55,7 +55,7 @@ def _wide_products() -> bool:
 def _shares_heads() -> bool:
     """Return True if torch's flash attention for CPUs supports shared key heads.
 
-    The operator itself cannot be tried: without support it writes outside its memory.
+    The operator cannot be called as a test: without support it writes out of bounds.
     """
     with (
         _disable_current_modes(),
@@ -75,7 +75,7 @@ def _shares_heads() -> bool:
 def adds_wide(device: torch.device) -> bool:
     """Return True if this device can add a product of bfloat16 matrices to a float32 matrix.
 
-    It is tried with small matrices.
+    The operator is called with small matrices as a test.
     """
     total = torch.zeros(16, 16, device=device)
     factor = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
@@ -121,7 +121,7 @@ def lacking() -> list[Feature]:
 
 
 def refusal(part: str) -> str | None:
-    """Return why the imported torch does not support a part, without the part's name; or None."""
+    """Return why the imported torch does not support a part, as a predicate; None if it does."""
     for feature in FEATURES:
         if feature.part == part and feature.refused and not feature.present():
             return f"needs {feature.remedy}, got {torch.__version__}, in which {feature.without}"

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a grid of tiles as Triton kernels: forward, and backward by keys or by queries.
 
-Every kernel processes a `tile_grid.Worklist`. Fully visible tiles have no mask code; partly visible
-tiles have a table of bits. Each kind has its own launch, because one loop for both spills
-registers. A launch continues where the previous one ended: forward loads (out, lse), the running
-softmax in normal form, and stores it again; backward adds to given sums. lse and delta cover the
-whole sequence, so one kernel serves both sides of the ring.
+Every kernel processes a `tile_grid.Worklist`. Fully visible tiles need no mask; partly visible
+tiles have a bit table. Fully and partly visible tiles have separate launches, because one loop for
+both spills registers. Launches accumulate: forward loads out and lse, which are normalized, updates
+and stores them; backward adds to given sums. In backward, lse and delta cover the whole sequence,
+so sides "query" and "kv" use the same kernels.
 
-The module is imported only when a Triton kernel is made. Masks and block sizes are lists and
-constants. Tensors are [b, heads, rows, width], as descriptors of one block of rows of one head;
-elements beyond their ends read as zero.
+The module is imported only when a Triton kernel is made. Masks are passed as worklists, block sizes
+as constants. Tensors are [b, heads, rows, width], passed as descriptors whose block is some rows of
+one head; elements beyond the end read as zero.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _logits(products, scale, CAP: tl.constexpr):
 def _visible(bits, table, M: tl.constexpr, N: tl.constexpr, BY_COLUMNS: tl.constexpr):
     """Return the visible pairs of a tile: bool [M, N], or [N, M] BY_COLUMNS.
 
-    A word is loaded once for its 32 columns and spread over them in registers.
+    A 32-bit word is loaded once and broadcast to its 32 columns in registers.
     """
     rows, words, columns = tl.arange(0, M), tl.arange(0, N // 32), tl.arange(0, N)
     at = bits + table.to(tl.int64) * (M * N // 32)
@@ -67,7 +67,7 @@ def _program(programs, heads, SIZE: tl.constexpr):
 def _offset(batch, head, of_batch, of_head):
     """Return the first element of one head of a batch entry, in 64 bits.
 
-    The product of two 32-bit numbers needs them in tensors with more than 2^31 elements.
+    In tensors with more than 2^31 elements, 32-bit products of index and stride would overflow.
     """
     return tl.cast(batch, tl.int64) * of_batch + tl.cast(head, tl.int64) * of_head
 
@@ -137,8 +137,8 @@ def _weights(products, stats, scale, visible, CAP: tl.constexpr, MASKED: tl.cons
 def _statistics(lse, delta, batch, head, start, M: tl.constexpr):
     """Return lse in base 2 and delta of a block of rows.
 
-    Rows without visible keys get lse inf. Rows beyond the end get 0 in both, because their queries
-    and gradients are 0 too.
+    Rows without visible keys get lse = inf, so their probabilities are 0. Rows beyond the end read
+    as 0; they add nothing, because their queries and gradients are 0 too.
     """
     stats = lse.load([batch, head, start]).reshape(M) * LOG2E
     mean = delta.load([batch, head, start]).reshape(M)
@@ -202,7 +202,7 @@ def backward_queries(
     CAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of one block of rows of one head, always in the same order."""
+    """Compute dq of one block of rows of one head, in a deterministic order."""
     batch, head, start, first, stop = _program(programs, heads, M)
     query = q.load([batch, head, start, 0]).reshape(M, D)
     gradient = dout.load([batch, head, start, 0]).reshape(M, W)

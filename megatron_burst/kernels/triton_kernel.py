@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our attention kernel for GPUs: any mask, lse and delta as inputs, sums in place.
+"""Attention by our own Triton kernels: any mask, lse and delta as inputs, sums in place.
 
-It carries (out, lse) from pair to pair in float32 and adds dq, dk and dv in place, so nothing is
-merged, zeroed or converted between two pairs of a ring. Sides "query" and "kv" run the same
-kernels. This module decides how a pair becomes launches. `triton_code` has the kernels, `tile_grid`
-the visited tiles, and `blocks` their size.
+The kernels update out and lse in float32 and add to dq, dk and dv in place, so nothing is merged,
+zeroed or converted between two pairs of a ring. Sides "query" and "kv" use the same kernels. This
+module launches the kernels for a pair of shards. `triton_code` defines the kernels, `tile_grid` the
+visible tiles, and `blocks` the tile sizes.
 
-Shape letters as in `kernels.base`. dq is added atomically, in any order, unless
-torch.use_deterministic_algorithms is on. Then a second kernel computes it, with a third more work
-(seven products instead of five).
+Shape letters as in `kernels.base`. dq is added atomically, in any order. With
+torch.use_deterministic_algorithms, a second kernel computes dq instead, so backward has seven
+matrix products per tile instead of five.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Inputs = tuple[tuple[Any, ...], Any, Any]  # descriptors of q, dout, k, v; of ls
 
 
 class MaskedPairs:
-    """Pairs of shards under one mask.
+    """All pairs of shards that were planned for one mask.
 
-    Grids are made at first use. Their lists are copied to a device together, so a plan needs one
-    copy per pass, not several per pair.
+    Tile grids are made at first use, for all pairs together. Their lists are copied to a device
+    together, so a plan needs one copy per pass, not several per pair.
     """
 
     def __init__(self, mask: Mask):
@@ -50,7 +50,7 @@ class MaskedPairs:
         self.lists: dict[tuple, list[list[Launch]]] = {}
 
     def tiles(self, rows: int, columns: int) -> list[TileGrid]:
-        """Return the tiles of `rows` x `columns` of every pair."""
+        """Return the tile grid of every pair, with tiles of `rows` x `columns`."""
         grids = self.grids.setdefault((rows, columns), [])
         grids += tile_grids(self.mask, self.spans[len(grids) :], rows, columns)
         return grids
@@ -65,7 +65,7 @@ class MaskedPairs:
 
 
 class PairWork(NamedTuple):
-    """One pair of several pairs of shards."""
+    """Kernel plan of one pair of shards: pair `number` of `pairs`."""
 
     pairs: MaskedPairs
     number: int
@@ -76,7 +76,7 @@ class PairWork(NamedTuple):
 
 
 class TritonKernel:
-    """The kernel "triton".
+    """Our attention kernel, selected by "triton".
 
     Args:
         size: Block sizes for both directions. Default: the table in `blocks`.
@@ -250,7 +250,7 @@ def _any_visible(mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -
 
 
 def _arrays(grid: TileGrid, by: str) -> list[tuple[np.ndarray, ...]]:
-    """Return the arguments of each launch of a pair."""
+    """Return the arrays of each launch of a pair: programs, others, tables, bits."""
     worklists = grid.by_rows if by == "rows" else grid.by_columns
     return [(*work, grid.bits) for work in worklists if len(work.programs)]
 
@@ -258,7 +258,7 @@ def _arrays(grid: TileGrid, by: str) -> list[tuple[np.ndarray, ...]]:
 def _on_device(
     pairs: Sequence[Sequence[tuple[np.ndarray, ...]]], device: torch.device
 ) -> list[list[Launch]]:
-    """Copy the arrays of all launches of some pairs to `device` at once; all are int32."""
+    """Copy the int32 arrays of all launches of several pairs to `device` at once."""
     arrays = {id(x): x for launches in pairs for launch in launches for x in launch}
     unit = ALIGNED // np.dtype(np.int32).itemsize  # aligned like separate tensors
     sizes = [x.size + -x.size % unit for x in arrays.values()]
@@ -272,7 +272,7 @@ def _on_device(
 
 
 def _launch(code: Any, q: torch.Tensor, programs: int, heads: int, size: BlockSizes) -> Any:
-    """Return a function that launches `code` for these programs and heads, on the device of q."""
+    """Return a function that launches `code` on a grid of programs and heads, on q's device."""
 
     def call(*args: Any, **constants: Any) -> None:
         options = {"num_warps": size.warps, "num_stages": size.stages}
@@ -297,8 +297,8 @@ def _inputs(rows: Rows, k: torch.Tensor, v: torch.Tensor, size: BlockSizes) -> I
 def _statistics(x: torch.Tensor, rows: int) -> Any:
     """Return a descriptor of lse or delta [s, b, h] for `rows` rows of one head.
 
-    It describes a copy in which the rows of a head are contiguous; without it, every thread loads
-    all rows that it needs.
+    The descriptor refers to a copy in which the rows of a head are contiguous. Without a
+    descriptor, every thread would load all rows that it needs.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor  # pyright: ignore
 
@@ -344,7 +344,7 @@ def _block(x: torch.Tensor, rows: int, width: int, output: bool = False) -> Any:
             raise ValueError(f"kernel triton: cannot write to a tensor with strides {x.stride()}")
         return _block(x.clone(memory_format=torch.contiguous_format), rows, width)
     # Rows and width are last: Triton loads a block as one matrix only if all other dimensions are 1
-    # and come first. Otherwise it keeps values in registers that the assembler (12.8 to 13.0)
-    # overwrites in a loop.
+    # and come first. Otherwise it keeps values in registers that ptxas (12.8 to 13.0) overwrites in
+    # a loop.
     (n, b, h, d), (of_row, of_batch, of_head) = x.shape, strides
     return TensorDescriptor(x, [b, h, n, d], [of_batch, of_head, of_row, 1], [1, 1, rows, width])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the options, tensors, labels and group of `linear_cross_entropy`.
 
-Each check yields its reasons, so that one error lists everything that is wrong with a call.
+Each check yields error messages, so that one ValueError lists all problems of a call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 @dataclass(frozen=True)
 class LossOptions:
-    """Options of a call; they must be equal on all ranks of its group."""
+    """Options of a call of `linear_cross_entropy`. They must be equal on all ranks of the group."""
 
     ignore_index: int = -100
     logit_scale: float = 1.0
@@ -46,9 +46,9 @@ class OptionRule(NamedTuple):
     """Requirement on an option.
 
     Attributes:
-        words: Requirement in words.
-        kind: Kind of number.
-        good: True for the valid numbers of that kind.
+        words: Requirement, for the error message.
+        kind: `numbers.Integral` or `numbers.Real`.
+        good: Function that returns True for a valid number of this kind.
         optional: True if None is valid too.
     """
 
@@ -60,11 +60,11 @@ class OptionRule(NamedTuple):
 
 RULES = {
     "ignore_index": OptionRule("an integer, -100 by default", Integral, lambda x: abs(x) < 2**63),
-    "logit_scale": OptionRule("a finite number, 1.0 for none", Real, math.isfinite),
+    "logit_scale": OptionRule("a finite number (1.0: no scaling)", Real, math.isfinite),
     "logit_softcap": OptionRule(
         "a positive number, or None for no cap", Real, lambda x: 0 < x < math.inf, True
     ),
-    "z_loss": OptionRule("a finite number from 0 on", Real, lambda x: 0 <= x < math.inf),
+    "z_loss": OptionRule("a finite number >= 0", Real, lambda x: 0 <= x < math.inf),
     "label_smoothing": OptionRule("a number from 0 to 1", Real, lambda x: 0 <= x <= 1),
     "vocab_size": OptionRule(
         "a positive integer, or None for all rows", Integral, lambda x: x >= 1, True
@@ -79,7 +79,7 @@ RULES = {
 
 
 def reasons(options: LossOptions) -> Iterator[str]:
-    """Yield the reasons to refuse the options, independent of the tensors."""
+    """Yield an error message for each invalid option, independent of the tensors."""
     for name, rule in RULES.items():
         value = getattr(options, name)
         if isinstance(value, torch.Tensor):
@@ -107,7 +107,7 @@ def _tensor_option(name: str, value: torch.Tensor, rule: OptionRule) -> str:
     device.
     """
     if name == "logit_scale":
-        remedy = "multiply hidden by it instead (hidden * logit_scale), which has its gradient"
+        remedy = "pass hidden * logit_scale instead, so that autograd computes its gradient"
     else:
         remedy = "pass a number; it gets no gradient"
     learnt = " that requires a gradient" if value.requires_grad else ""
@@ -115,7 +115,7 @@ def _tensor_option(name: str, value: torch.Tensor, rule: OptionRule) -> str:
 
 
 def plain(options: LossOptions) -> LossOptions:
-    """Return the options as Python's own numbers, so that ranks that pass 1 and 1.0 agree."""
+    """Convert the options to Python int and float, so that 1 and 1.0 are equal between ranks."""
     numbers = {}
     for name, rule in RULES.items():
         value = getattr(options, name)
@@ -125,7 +125,7 @@ def plain(options: LossOptions) -> LossOptions:
 
 
 def flag(name: str, value: Any) -> Iterator[str]:
-    """Yield a reason if `value` is no bool."""
+    """Yield an error message if `value` is not a bool."""
     if not isinstance(value, bool):
         yield f"{name} must be True or False, got {described(value)}"
 
@@ -155,15 +155,15 @@ class LossInputs(NamedTuple):
 
 
 def split_of(tp_group: Any, sequence_parallel: Any) -> Split:
-    """Return the distribution over the group of a call.
+    """Return the distribution of vocabulary and tokens over the group of a call.
 
     Args:
         tp_group: Tensor-parallel process group, or None.
-        sequence_parallel: Option of the call; a value that is no bool is refused later.
+        sequence_parallel: Option of the call; `checked` refuses a value that is not a bool.
 
     Raises:
-        ValueError: The group is invalid. Only this rank raises it: without a group the other ranks
-            cannot be informed.
+        ValueError: The group is invalid. Only this rank raises the error, because it cannot inform
+            other ranks without a valid group.
     """
     if tp_group is not None and not isinstance(tp_group, dist.ProcessGroup):
         hint = ""
@@ -179,16 +179,16 @@ def split_of(tp_group: Any, sequence_parallel: Any) -> Split:
             "tp_group: torch.distributed is not initialized: call "
             "dist.init_process_group before, and dist.destroy_process_group after the last call"
         )
-    # `checked` refuses a value that is no bool, and informs the other ranks.
+    # `checked` refuses a value that is not a bool, on all ranks.
     return Split(tp_group, sequence_parallel is True and tp_group is not None)
 
 
 @dataclass(frozen=True)
 class LossRequest:
-    """Checked call.
+    """Checked arguments of a call.
 
     Attributes:
-        inputs: Tensors, with labels in int64 and the mask in the accumulation dtype.
+        inputs: Tensors, with labels in int64 and loss_mask in the accumulation dtype.
         options: Options as Python numbers.
         facts: Facts on which all ranks of the group must agree.
     """
@@ -202,9 +202,9 @@ Checked = TypeVar("Checked", bound=Any)
 
 
 class HeadOperation(Operation[Checked, Checked]):
-    """Call of an operation of the LM head on one rank.
+    """Base of operations of the LM head, such as `LossOperation`.
 
-    The checked request is the plan, because the exchanges follow from the shapes.
+    The checked request is also the plan, because shapes and options determine the collectives.
     """
 
     split: Split
@@ -238,21 +238,21 @@ def checked(
     labelled: int | None = None,
     extra: Iterable[str] = (),
 ) -> LossRequest:
-    """Return the checked request of a call.
+    """Check the arguments of a call.
 
-    The facts decide in which exchanges a rank takes part. They include a checksum of the tensors
-    that the ranks of a group must share.
+    The facts of the result determine the collectives of the call. They include a checksum of the
+    tensors that must be equal on all ranks of a group.
 
     Args:
         inputs: Tensors of the call.
         options: Options of the call.
         sequence_parallel: Option of the call.
-        split: Distribution over the group.
-        labelled: Number of labels, if some rows have none.
-        extra: Further reasons to refuse the call.
+        split: Distribution of vocabulary and tokens over the group.
+        labelled: Required number of labels. Default: one label per row of hidden.
+        extra: Error messages of other checks.
 
     Raises:
-        ValueError: There are reasons to refuse the call; the message lists all of them.
+        ValueError: An argument is invalid. The message lists all problems.
     """
     problems = [*_kinds(inputs, sequence_parallel)]
     if not problems:
@@ -262,7 +262,7 @@ def checked(
         ]
     _raise([*problems, *reasons(options), *extra])
     hidden, weight, labels, mask, sink = inputs
-    # Cast before comparing: a narrow type cannot hold ignore_index or the vocabulary size.
+    # Cast before comparing: a narrow dtype may not represent ignore_index or the vocabulary size.
     labels = labels.to(torch.int64)
     mask = None if mask is None else mask.to(accumulation_dtype(hidden.dtype))
     options = plain(options)
@@ -289,7 +289,7 @@ _SPREAD = 0x1E3779B97F4A7C15  # odd, with ones spread over all bits
 def checksum(x: torch.Tensor) -> int:
     """Return a checksum of the bits of numbers of 4 or 8 bytes.
 
-    Each number is mixed with its index. A changed number or two exchanged numbers change the sum.
+    Each number is mixed with its index, so a changed number or two swapped numbers change the sum.
     """
     bits = x.contiguous().view(torch.int32 if x.element_size() == 4 else torch.int64).reshape(-1)
     mixed = bits + torch.arange(len(bits), device=x.device) * _SPREAD
@@ -305,7 +305,7 @@ def _raise(problems: list[str]) -> None:
 
 
 def _kinds(inputs: LossInputs, sequence_parallel: Any) -> Iterator[str]:
-    """Yield the arguments that are no tensors or have the wrong kind."""
+    """Yield an error message for each argument of a wrong type."""
     expected = {
         "hidden": "a torch.Tensor [..., d]",
         "weight": "a torch.Tensor [v, d]",
@@ -386,9 +386,9 @@ def _vocabulary(options: LossOptions, weight: torch.Tensor, split: Split) -> Ite
 def _labels(
     labels: torch.Tensor, mask: torch.Tensor | None, options: LossOptions, count: int
 ) -> list[str]:
-    """Return a reason for labels outside the vocabulary whose weight is not 0.
+    """Return an error message if a label with a weight other than 0 is outside the vocabulary.
 
-    On CUDA a device-side assertion checks them.
+    On CUDA a device-side assertion checks the labels, and no message is returned.
     """
     good = (labels == options.ignore_index) | ((labels >= 0) & (labels < count))
     if mask is not None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loss of a token as a function of statistics of its row of logits.
 
-This module owns the formula and the merging of the statistics of tensor-parallel ranks.
+This module defines the formula, and merges the statistics of tensor-parallel ranks.
 
 A logit is x = scale * h.w, or cap * tanh(scale * h.w / cap). Let y be the label, v the number of
 vocabulary rows and e the label smoothing. The loss is
@@ -59,14 +59,14 @@ class Stats(NamedTuple):
     """Statistics of n rows of logits over a subset of the vocabulary rows; all tensors are [n].
 
     Attributes:
-        lse: Log-sum-exp; -inf over no columns.
+        lse: Log-sum-exp; -inf if the subset is empty.
         target: Logit of the label; 0 if the label is not in the subset.
         total: Sum of the logits, or None if not requested.
         best: Largest logit, or None if not requested.
         winner: Lowest vocabulary row with the largest logit, as a float (exact up to 2^24), or
             None.
-        peak: If not None, the rows contain exp(logit - peak) instead of the logits. It describes
-            one rank's rows and is never merged.
+        peak: If not None, `row_stats` replaced the logits by exp(logit - peak). Only for the rows
+            of one rank: `merge` ignores it.
         entropy: Entropy of the softmax over the subset, or None if not requested.
     """
 
@@ -96,7 +96,7 @@ def merge(parts: list[Stats]) -> Stats:
         winner = winners.where(bests == best, torch.inf).amin(0)
     if parts[0].entropy is not None:
         own = torch.stack([part.entropy for part in parts if part.entropy is not None])
-        gap = lse - torch.stack([part.lse for part in parts])  # inf if a rank has no column
+        gap = lse - torch.stack([part.lse for part in parts])  # inf if a rank has no columns
         shares = gap.neg().exp_()
         entropy = (shares * (own + gap.where(shares > 0, 0))).sum(0)
     return Stats(lse, target, total, best, winner, entropy=entropy)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Autograd function of the LM head loss: what forward computes and saves, and how backward uses it.
 
-Single pass: forward computes the gradients of sum(weights * loss) while it has the logits. Backward
-then needs only a scalar if the incoming gradient is that scalar times the weights. Backward checks
-this, and recomputes the gradients for the incoming gradient if it is not so. The host has to choose
-between the two, so it reads one flag per backward. Meanwhile the device scales the gradients.
+Single pass: forward computes the gradients of sum(weights * loss) while it has the logits. If the
+incoming gradient is a scalar times the weights, backward only multiplies the gradients by this
+scalar. Otherwise backward computes the logits again. The host reads one flag per backward to choose
+between the two. Meanwhile the device scales the gradients.
 
-Recompute: forward saves one number per token, and backward computes the logits again. The host
-reads nothing.
+Recompute: forward saves one number per token, and backward computes the logits again, without
+synchronizing the host.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Gradients = tuple[torch.Tensor | None, torch.Tensor | None]  # of hidden and of 
 
 
 class Sink(Protocol):
-    """Destination of the weight gradient that replaces autograd, for backwards that need it."""
+    """Destination of the weight gradient instead of autograd, such as Megatron's `main_grad`."""
 
     def target(self) -> torch.Tensor:
         """Return the tensor to which the gradient is added, shaped like the weight."""
@@ -100,11 +100,11 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def _needs_weight_gradient(ctx: Any) -> bool:
-    """Return True if this backward leads to the weight; torch.autograd.grad(loss, hidden) does not.
+    """Return True if this backward computes the weight gradient.
 
-    `needs_input_grad` only shows that a gradient is possible, and torch could not drop what was
-    added to a sink. The engine gives no information about leaves, so the weight is passed as a
-    view.
+    torch.autograd.grad(loss, hidden) does not, but `needs_input_grad` is True then, and an addition
+    to a sink cannot be undone. The engine gives no information about leaves, so the weight is
+    passed as a view.
     """
     if not ctx.needs_input_grad[1]:
         return False
@@ -112,7 +112,7 @@ def _needs_weight_gradient(ctx: Any) -> bool:
 
 
 def _factor(dloss: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scalar c and a flag for dloss = c * weights up to a few roundings.
+    """Return a scalar c, and whether dloss = c * weights up to rounding errors.
 
     Both results are 0-d tensors on the device.
     """
@@ -120,7 +120,7 @@ def _factor(dloss: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, t
         return dloss.new_zeros(()), torch.ones((), dtype=torch.bool, device=dloss.device)
     dloss, weights = dloss.reshape(-1), weights.reshape(-1)
     at = weights.abs().argmax()
-    largest = weights.take(at)  # as an index, the host would read `at`
+    largest = weights.take(at)  # weights[at] would synchronize the host
     factor = torch.where(largest == 0, 0, dloss.take(at) / largest)
     expected = factor * weights
     near = (dloss - expected).abs() <= 4 * torch.finfo(dloss.dtype).eps * expected.abs()
@@ -128,7 +128,7 @@ def _factor(dloss: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def _scaled(dh: torch.Tensor | None, dw: torch.Tensor | None, factor: torch.Tensor) -> Gradients:
-    """Return the gradients of forward times `factor`, in place unless the graph is used again."""
+    """Multiply the gradients of forward by `factor`, in place unless the graph is retained."""
     if _keeps_graph():
         dh, dw = (g if g is None else g.mul(factor) for g in (dh, dw))
         return dh, dw
@@ -139,10 +139,7 @@ def _scaled(dh: torch.Tensor | None, dw: torch.Tensor | None, factor: torch.Tens
 def _grads_for_autograd(
     sink: Sink | None, dtype: torch.dtype, dh: torch.Tensor | None, dw: torch.Tensor | None
 ) -> Gradients:
-    """Return the gradients for autograd.
-
-    With a sink the gradient of the weight is added to the sink.
-    """
+    """Return the gradients for autograd; with a sink, add the weight gradient to the sink."""
     if dw is None or sink is None:
         return dh, dw if dw is None else dw.to(dtype)
     sink.target().add_(dw)
@@ -157,9 +154,9 @@ def _recomputed(
     needs_dh: bool,
     needs_dw: bool,
 ) -> Gradients:
-    """Return the gradients of sum(weights * loss).
+    """Return the gradients of sum(weights * loss) for autograd.
 
-    The gradient of the weight is accumulated directly in the sink if the dtypes agree.
+    With a sink of the accumulation dtype, the weight gradient is accumulated directly in the sink.
     """
     sink: Sink | None = ctx.sink if needs_dw else None
     dh = torch.empty_like(tokens.hidden) if needs_dh else None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of rows of logits, and their softmax gradient in place.
+"""Statistics of rows of logits, and softmax gradient of the rows in place.
 
-The torch implementation serves every device and dtype. On CUDA `triton_rows` replaces it if Triton
-is installed, and `csrc` computes the gradient if it was built. A tile is processed in blocks of
-rows that fit into a cache, so that no tensor of a tile's size is allocated here.
+The torch implementation supports every device and dtype. On CUDA `triton_rows` replaces it if
+Triton is installed, and `csrc` computes the gradient if it was built. A tile is processed in blocks
+of rows that fit into a cache, so no temporary tensor has the size of a tile.
 
 Shape letters: n rows, v vocabulary rows of this rank.
 """
@@ -26,7 +26,7 @@ class Columns(NamedTuple):
     """Vocabulary rows of this rank.
 
     Attributes:
-        first: Number of the first row.
+        first: Index of the first row in the complete vocabulary.
         real: Number of rows without padding.
     """
 
@@ -55,7 +55,7 @@ def row_stats(
         formula: Constants of the loss.
         dtype: Dtype of the statistics.
         argmax: Also return the largest logit and its vocabulary row.
-        consume: Allow to overwrite z if that saves time.
+        consume: Allow overwriting z, which saves time.
         entropy: Also return the entropy of the softmax over this rank's columns, 0 without columns.
             Not with `consume` or label smoothing.
     """
@@ -129,7 +129,8 @@ def largest(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the largest logits [n, count] of this rank's columns, and their vocabulary rows.
 
-    Vocabulary rows are floats, exact up to 2^24. Missing logits are -inf.
+    Vocabulary rows are floats, exact up to 2^24. If this rank has fewer than `count` columns, the
+    remaining logits are -inf.
     """
     values = z.new_full((len(z), count), -torch.inf, dtype=dtype)
     winners, available = torch.zeros_like(values), min(count, columns.real)
@@ -144,7 +145,7 @@ class LabelLogits(NamedTuple):
     """Logits of m labels in a tile, and their derivatives; all tensors are [m].
 
     Attributes:
-        place: Column of each label; any column for labels of other ranks.
+        place: Column of each label; an arbitrary column for labels of other ranks.
         logits: Logit of each label; 0 for labels of other ranks.
         slope: Derivative of the logit by h.w; 0 for labels of other ranks.
     """
@@ -194,11 +195,11 @@ def entropy_gradient_(
     columns: Columns,
     formula: Formula,
 ) -> None:
-    """Replace the products z [n, v] by a gradient of entropy and log-sum-exp by h.w.
+    """Replace the products z = h.w [n, v] by a gradient of entropy and log-sum-exp by z.
 
-    The gradient is of_entropy [n] times the derivative of the row's entropy, minus of_softmax [n]
-    times the derivative of its log-sum-exp. Rows with both factors 0 become 0 even if they contain
-    NaN.
+    The gradient is of_entropy [n] times the derivative of the entropy of a row, minus of_softmax
+    [n] times the derivative of the log-sum-exp of the row. Rows with both factors 0 become 0 even
+    if they contain NaN.
     """
     if _has_triton(z):
         from . import triton_rows
@@ -222,7 +223,7 @@ def entropy_gradient_(
 
 
 class LogitRows(NamedTuple):
-    """Rows of logits as products, with the constants that convert them into logits.
+    """Products h.w, with the constants that convert them to logits.
 
     Attributes:
         z: Products h.w [n, v].
@@ -312,7 +313,7 @@ def _row_stats(
 ) -> torch.Tensor:
     """Return [5, n]: lse, target, total or entropy, best, winner.
 
-    The last three are only computed if they are requested.
+    The last three are 0 unless they are requested.
     """
     lse, target, third, best, winner = out = z.new_zeros((5, len(z)), dtype=dtype)
     if not columns.real:  # all padding
@@ -385,15 +386,15 @@ def _softmax_gradient_(
 
 
 def _locate(index: torch.Tensor, real: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the column of each label, and a mask of the labels that have one.
+    """Return the column of each label, and a mask of labels with a column on this rank.
 
-    A label without a column gets some valid column.
+    A label without a column gets an arbitrary valid column.
     """
     return index.clamp(0, real - 1), (index >= 0) & (index < real)
 
 
 def _first_equal(x: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-    """Return the lowest column [n] that equals best [n].
+    """Return the lowest column [n] whose value equals best [n].
 
     Rows with a NaN get the first column.
     """

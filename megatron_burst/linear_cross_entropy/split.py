@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor-parallel group of the LM head: distribution of vocabulary and tokens, and collectives.
 
-With a group every rank holds an equal slice of the vocabulary, in rank order, and all labels. With
-sequence parallelism a rank also holds only its slice of the tokens. A tile then contains the same
-rows of every slice, so that one all-gather collects a tile and one reduce-scatter returns its
-gradient.
+With a group, every rank holds an equal slice of the vocabulary, in rank order, and all labels. With
+sequence parallelism, a rank also holds only its slice of the tokens. A tile then contains equal
+ranges of rows from every slice. So one all-gather collects a tile, and one reduce-scatter returns
+the gradient of the tile.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..comm.consensus import Facts, agree
 from .formula import Stats, merge
 
 LABEL = "exchange failed: LM head"
-# Collective -> its names in torch.distributed, newest first.
+# Collective -> names of the function in torch.distributed, newest first.
 CALLS = {
     "all_gather": ("all_gather_single", "all_gather_into_tensor"),
     "reduce_scatter": ("reduce_scatter_single", "reduce_scatter_tensor"),
@@ -29,7 +29,7 @@ CALLS = {
 
 @dataclass(frozen=True)
 class InFlight:
-    """Tensor that a collective fills."""
+    """Result of a collective that may still be running."""
 
     tensor: torch.Tensor
     work: dist.Work | None = None
@@ -47,7 +47,7 @@ class InFlight:
 
 @dataclass(frozen=True)
 class PendingFlag:
-    """Flag that is copied to the host."""
+    """Flag whose copy to the host may still be running."""
 
     flag: torch.Tensor
     ready: torch.cuda.Event | None = None
@@ -55,7 +55,7 @@ class PendingFlag:
     def read(self) -> bool:
         """Return the flag.
 
-        The host waits for the work that the device got before the copy, not for later work.
+        The host waits only for work that was launched before the copy.
         """
         if self.ready is not None:
             self.ready.synchronize()
@@ -97,7 +97,7 @@ class Split:
         return torch.device("cpu") if "cpu" in kinds else torch.empty(0, device=min(kinds)).device
 
     def gather(self, rows: torch.Tensor) -> InFlight:
-        """Start to gather these rows of every slice.
+        """Start an all-gather of rows of every slice.
 
         Args:
             rows: Rows [n, d] of this rank's slice.
@@ -111,11 +111,10 @@ class Split:
         return InFlight(out, _start("all_gather", out, rows, group=self.group))
 
     def reduce(self, partial: torch.Tensor) -> InFlight:
-        """Start to sum rows over the ranks.
+        """Start a sum of rows over the ranks.
 
         Args:
-            partial: Summands [parts * n, d]. They must not change until the result has been waited
-                for.
+            partial: Summands [parts * n, d], which must not be changed before `InFlight.wait`.
 
         Returns:
             The sum of the rows of this rank's slice.
@@ -153,7 +152,7 @@ class Split:
         return gathered.view(self.size, *own.shape)
 
     def all_true(self, flag: torch.Tensor) -> PendingFlag:
-        """Start to compute whether a 0-d flag is true on every rank."""
+        """Start a logical AND of a 0-d flag over all ranks."""
         all_ranks = flag.to(torch.int32)
         if self.size > 1:
             work = _start("all_reduce", all_ranks, op=dist.ReduceOp.MIN, group=self.group)

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loop over tiles of tokens: logits, loss, and the gradients if needed.
 
-This module owns the order of the work. The rows of the next tile are gathered while the current
-tile is computed. The input gradient of a tile is reduced over the ranks while its weight gradient
-and the next logits are computed. The byte budget for logits limits the tokens of a tile.
+The rows of the next tile are gathered while the current tile is computed. The input gradient of a
+tile is reduced over the ranks while the weight gradient of the tile and the next logits are
+computed. A byte budget for logits limits the number of tokens per tile.
 
-It also owns the dtype of logits. On CUDA logits have the dtype of the operands, for tensor cores,
-and sums are in fp32. On CPU low-precision operands are widened, the weight in panels, and
-multiplied in fp32. Without AMX a bf16 product of torch has a fifth to a hundredth of the speed of
-an fp32 product.
+On CUDA logits have the dtype of the operands, for tensor cores, and sums are in fp32. On CPU,
+operands of low precision are converted to fp32, the weight one panel at a time. Without AMX, torch
+computes a bf16 product 5 to 100 times slower than an fp32 product.
 
-The gradient of the weight always accumulates in the accumulation dtype. On CUDA one product adds to
-it. If torch is too old for that, panels of a product with an fp32 output are added.
+The weight gradient is summed in the accumulation dtype. On CUDA, one matrix product adds to it. If
+torch is too old for this, the product is computed in panels with fp32 output, which are added.
 
 Shape letters: n tokens of this rank's slice, p slices (1, or all ranks with sequence parallelism),
 d width, v vocabulary rows of this rank.
@@ -34,7 +33,7 @@ from .rows import Columns, row_stats, softmax_gradient_
 from .split import InFlight, Split
 
 PANEL_BYTES = 1 << 23  # size of a panel of widened weight
-SUMMAND_BYTES = 1 << 28  # size of a product that is added afterwards; its rows fill a GPU
+SUMMAND_BYTES = 1 << 28  # size of a panel in `_add_by_panels`, large enough to fill a GPU
 
 
 def logits_dtype(operand: torch.Tensor) -> torch.dtype:
@@ -65,7 +64,7 @@ def weight_gradient_(dw: torch.Tensor, z: torch.Tensor, hidden: torch.Tensor) ->
 
 
 def _add_by_panels(dw: torch.Tensor, z: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Add the product to dw in a second step, one panel at a time."""
+    """Compute the product z^T hidden one panel at a time, and add each panel to dw."""
     count = min(len(dw), max(1, SUMMAND_BYTES // (dw.shape[1] * dw.itemsize)))
     buffer = torch.empty_like(dw[:count])
     for start in range(0, len(dw), count):
@@ -76,7 +75,7 @@ def _add_by_panels(dw: torch.Tensor, z: torch.Tensor, hidden: torch.Tensor) -> N
 
 
 def _panels(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield the weight in `dtype`: as a whole if it has that dtype, otherwise in panels of rows."""
+    """Yield (rows, weight rows in `dtype`): all rows if no conversion is needed, else panels."""
     if weight.dtype == dtype:
         yield slice(0, len(weight)), weight
         return
@@ -93,9 +92,9 @@ class Tiling(NamedTuple):
     """Division of tokens into tiles.
 
     Attributes:
-        rows: Rows of this rank's slice per tile.
+        rows: Number of rows of this rank's slice per tile.
         tiles: Number of tiles.
-        row_bytes: Bytes of logits of a tile per row of this rank's slice.
+        row_bytes: Bytes of logits in a tile per row of this rank's slice.
     """
 
     rows: int
@@ -104,7 +103,7 @@ class Tiling(NamedTuple):
 
 
 def tiling(hidden: torch.Tensor, weight: torch.Tensor, split: Split, tile: int | None) -> Tiling:
-    """Return tiles of equal size, as far as possible, with at most `tile` bytes of logits.
+    """Divide tokens into tiles of about equal size, with at most `tile` bytes of logits each.
 
     Args:
         hidden: Hidden states [..., d].
@@ -133,10 +132,10 @@ def describe(
     Args:
         hidden: Hidden states [..., d].
         weight: Weight [v, d].
-        tp_group: As for `linear_cross_entropy`.
-        sequence_parallel: As for `linear_cross_entropy`.
-        tile: As for `linear_cross_entropy`.
-        mode: As for `linear_cross_entropy`.
+        tp_group: As in `linear_cross_entropy`.
+        sequence_parallel: As in `linear_cross_entropy`.
+        tile: As in `linear_cross_entropy`.
+        mode: As in `linear_cross_entropy`.
     """
     split = Split(tp_group, sequence_parallel and tp_group is not None)
     rows, tiles, row_bytes = tiling(hidden, weight, split, tile)
@@ -156,7 +155,7 @@ def describe(
 
 @dataclass(frozen=True)
 class Head:
-    """Options of a call and its sizes on this rank.
+    """Options and sizes of a call on this rank.
 
     Attributes:
         formula: Constants of the loss.
@@ -221,7 +220,7 @@ def losses(
         labelled = labels != head.ignore_index
         parts = (len(tokens.labels), -1)
         value, rows_weights = head.formula.loss(stats), weights[:, tile].reshape(-1)
-        # Users multiply the loss by the weights, and 0 * NaN is NaN.
+        # Tokens of weight 0 get a finite loss: users multiply by the weights, and 0 * NaN is NaN.
         counted = labelled & ((rows_weights != 0) | value.isfinite())
         loss[:, tile] = torch.where(counted, value, 0).view(parts)
         lse[:, tile] = stats.lse.view(parts)
@@ -254,9 +253,9 @@ def gradients(
 
 
 def tiles(head: Head, tokens: Tokens) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """Yield for each tile its rows of the slice, its hidden states and its logits.
+    """Yield (rows of this rank's slice, hidden states, products h.w) for each tile.
 
-    Hidden states and logits have the dtype of logits. All tiles share one buffer of logits.
+    Hidden states and products have the dtype of logits. All tiles share one buffer for products.
     """
     hidden, weight, _ = tokens
     dtype = logits_dtype(hidden)
@@ -277,10 +276,7 @@ def tiles(head: Head, tokens: Tokens) -> Iterator[tuple[slice, torch.Tensor, tor
 
 
 class GradientSum:
-    """Sum of the gradients of the tiles.
-
-    At most one reduction of an input gradient is in flight.
-    """
+    """Gradients summed over tiles. At most one reduction of an input gradient is in flight."""
 
     def __init__(
         self, head: Head, tokens: Tokens, dh: torch.Tensor | None, dw: torch.Tensor | None
@@ -301,7 +297,7 @@ class GradientSum:
         weights: torch.Tensor,
         peak: torch.Tensor | None = None,
     ) -> None:
-        """Turn the logits z of a tile into their gradient, and add the gradients of the tile."""
+        """Replace the products z of a tile by their gradient, and add the gradients of the tile."""
         if not self.needed:
             return
         softmax_gradient_(z, labels, lse, weights, self.head.columns, self.head.formula, peak)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of `rows`: one pass for the statistics, one for the gradient.
+"""Triton kernels of `rows`: one pass for the statistics, one pass for the gradient.
 
-The module is only imported if tensors are on a GPU and Triton is installed. With one pass each, a
-tile is read twice and written once between its products, and nothing is allocated.
+The module is only imported if tensors are on a GPU and Triton is installed. Between the matrix
+products, a tile is read twice and written once, and no temporary tensor of its size is allocated.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def _stats(
 ):  # fmt: skip
     """Compute the statistics of one row into out [5, n]: lse, target, total, best, winner.
 
-    With ENTROPY the entropy replaces the total, and the winner is 0, because registers hold no
-    more. Each lane keeps its own sums.
+    With ENTROPY the entropy replaces the total, and the winner is 0, because registers are scarce.
+    Each lane keeps its own sums.
     """
     row = tl.program_id(0).to(tl.int64)
     z += row * stride
@@ -148,8 +148,8 @@ def row_stats(
 
     Args:
         z: Products h.w [n, v].
-        index: Column of each label [n]; any number outside the columns if it has none.
-        first: Number of the first vocabulary row.
+        index: Column of each label [n]; outside 0 to real - 1 for labels of other ranks.
+        first: Index of the first vocabulary row of this rank.
         real: Number of columns without padding.
         scale: Factor of the logits.
         softcap: Cap of the logits, or None.
@@ -168,7 +168,7 @@ def row_stats(
 def softmax_gradient_(
     z: torch.Tensor, gradient: LogitGradient, real: int, scale: float, softcap: float | None
 ) -> None:
-    """Replace z [n, v] by the described gradient. Columns from `real` on become 0."""
+    """Replace z [n, v] by the gradient, see `LogitGradient`. Columns from `real` on become 0."""
     if z.numel():
         block = _block(z)
         _gradient[(len(z), triton.cdiv(z.shape[1], block))](

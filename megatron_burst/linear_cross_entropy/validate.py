@@ -40,9 +40,9 @@ def linear_cross_entropy(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Return the cross entropy of the logits hidden @ weight.T without materializing all logits.
 
-    The loss of each token is not multiplied by `loss_mask`. A token whose label is ignored or whose
-    weight is 0 adds nothing to the gradients, even if its hidden row contains NaN. If the loss of
-    such a token is not finite, 0 is returned for it. The result cannot be differentiated twice.
+    The loss of each token is not multiplied by `loss_mask`. A token with an ignored label or weight
+    0 adds nothing to the gradients, even if its hidden row contains NaN. If the loss of such a
+    token is not finite, 0 is returned instead. Double backward is not supported.
 
     Args:
         hidden: Hidden states [..., d] in float64, float32 or bfloat16.
@@ -50,15 +50,15 @@ def linear_cross_entropy(
         labels: Labels [...] of any signed integer type, uint8, uint16 or uint32. They are used as
             int64. A label must be in the vocabulary unless it is ignored or its weight is 0.
         loss_mask: Weights of the tokens, shaped like labels; None means ones. With "single_pass"
-            forward computes the gradients of the sum of loss_mask * loss. Backward accepts any
-            gradient. A gradient that is no multiple of loss_mask costs a second computation of the
-            logits and a warning.
+            forward computes the gradients of sum(loss_mask * loss). Backward accepts any incoming
+            gradient, but if it is not a multiple of loss_mask, backward computes the logits again
+            and warns.
         ignore_index: Label of tokens without a loss.
         tp_group: Tensor-parallel group. Its ranks hold equal slices of the vocabulary, in rank
             order, and equal labels and loss_mask, which a checksum verifies. The call is a
             collective.
-        sequence_parallel: True if hidden is this rank's slice of dimension 0. Labels are those of
-            all tokens. The gradient of hidden is this rank's slice too.
+        sequence_parallel: True if hidden is this rank's slice of dimension 0. Labels and loss_mask
+            are for all tokens. The gradient of hidden is this rank's slice too.
         logit_scale: Factor of the logits, a number. For a learnable factor pass hidden *
             logit_scale.
         logit_softcap: Cap of the logits: cap * tanh(logit / cap), after the scale.
@@ -67,22 +67,21 @@ def linear_cross_entropy(
         vocab_size: Number of rows of the complete weight that take part in the softmax. Later rows
             are padding and get no gradient. None uses all rows, as Megatron does.
         tile: Limit of the bytes of logits in memory; default 128 MiB, and 1 GiB on CUDA.
-        mode: "single_pass" keeps both gradients from forward on, the gradient of the weight in
-            float32. "recompute" keeps one number per token and computes the logits again in
-            backward.
+        mode: "single_pass" computes both gradients in forward and keeps them for backward, the
+            weight gradient in float32. "recompute" keeps one number per token and computes the
+            logits again in backward.
         return_argmax: Also return the most likely vocabulary row of each token.
-        sink: Destination of the gradient of weight that replaces weight.grad, see `function.Sink`.
+        sink: Destination of the weight gradient instead of weight.grad, see `function.Sink`.
 
     Returns:
         The loss of each token, shaped like labels, in float32 (float64 for float64). It is 0 if the
-        label is `ignore_index`. With `return_argmax` a pair of the loss and the most likely
-        vocabulary rows is returned. These are int64 and shaped like labels; among equal logits the
-        lowest row counts.
+        label is `ignore_index`. With `return_argmax`, a pair: the loss, and the most likely
+        vocabulary rows in int64, shaped like labels. Among equal logits the lowest row is returned.
 
     Raises:
         ValueError: Arguments are invalid or differ between ranks, or the call is inside torch.func.
-            The message lists all reasons, and all ranks raise it. A label outside the vocabulary
-            raises it on CPU and fails a device-side assertion on CUDA.
+            The message lists all problems, and all ranks raise the error. A label outside the
+            vocabulary raises the error on CPU and fails a device-side assertion on CUDA.
         RuntimeError: Backward with create_graph=True.
 
     Source: BurstEngine (arXiv 2509.19836), Algorithm 3.
@@ -123,7 +122,7 @@ def linear_cross_entropy(
 def head_of(
     hidden: torch.Tensor, weight: torch.Tensor, split: Split, options: LossOptions
 ) -> tiled_loop.Head:
-    """Return the options of a call and its sizes on this rank.
+    """Return the options and sizes of a call on this rank.
 
     Args:
         hidden: Hidden states [..., d].

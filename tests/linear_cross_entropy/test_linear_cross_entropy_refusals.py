@@ -19,12 +19,12 @@ def arguments(**others):
 
 LABELS = torch.ones(TOKENS).long()
 NOT_BYTES = "tile must be a positive number of bytes, an integer such as 1 << 30, or None"
-NOT_A_SCALE = "logit_scale must be a finite number, 1.0 for none, got"
+NOT_A_SCALE = "logit_scale must be a finite number (1.0: no scaling), got"
 HALVES = {"hidden": torch.ones(TOKENS, WIDTH).half(), "weight": torch.ones(3, WIDTH).half()}
 DTYPES = "hidden and weight must both be torch.float64, torch.float32, torch.bfloat16, got"
 RANGE = "labels must be in [0, 13) or ignore_index (-100), got"
 OTHER = f"{NOT_A_SCALE} a tensor [] of torch.float32"
-REMEDY = "multiply hidden by it instead (hidden * logit_scale)"
+REMEDY = "pass hidden * logit_scale instead"
 
 REFUSED = {
     "mode": ({"mode": "twice"}, "mode must be one of single_pass, recompute, got str 'twice'"),
@@ -44,7 +44,7 @@ REFUSED = {
         {"logit_scale": torch.tensor(2.0, requires_grad=True)},
         f"{OTHER} that requires a gradient: {REMEDY}",
     ),
-    "z-loss": ({"z_loss": -1.0}, "z_loss must be a finite number from 0 on, got float -1.0"),
+    "z-loss": ({"z_loss": -1.0}, "z_loss must be a finite number >= 0, got float -1.0"),
     "z-loss-tensor": ({"z_loss": torch.tensor(1.0)}, "pass a number; it gets no gradient"),
     "smoothing": ({"label_smoothing": 1.5}, "label_smoothing must be a number from 0 to 1, got"),
     "ignore": (
