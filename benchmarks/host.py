@@ -1,4 +1,6 @@
-"""Processor time of the thread that launches attention, beside a plain ring: `make bench-host`.
+"""Processor time of the thread that launches attention, compared with a plain ring.
+
+Run it with `make bench-host`.
 
 A GPU that waits for its host computes nothing, and a pair of 4K rows takes an H100 a quarter of a
 millisecond. So everything but the launches is timed: one rank of a large grid, on torch's fake

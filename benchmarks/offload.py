@@ -129,7 +129,7 @@ def measure(layers: int, link: float, args: argparse.Namespace) -> list[list[str
         moved = {host.bytes_out - before[0], host.bytes_back - before[1]}
         formula = layers * math.ceil(fraction * ROWS) * args.width
         if moved != {formula}:
-            raise SystemExit(f"offload: moved {moved} bytes, the formula says {formula}")
+            raise SystemExit(f"offload: moved {moved} bytes, expected {formula}")
         name = f"auto: {fraction} ({chosen.bound})" if fraction == chosen.fraction else fraction
         rows.append([layers, link, name, f"{ratios[fraction]:.3f}", f"{formula:,}"])
     best = min((f for f in FIXED), key=ratios.__getitem__)

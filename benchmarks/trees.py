@@ -42,8 +42,8 @@ from megatron_burst.units import byte_size, duration
 
 PARTS = ("counts", "emulated", "simulated")
 K = 1024
-# Of the lengths of 155,144 agent trajectories, as published in 2026: a fraction of them is at most
-# so long. The shortest was not published and is assumed.
+# (fraction, length) quantiles of 155,144 agent trajectories, published in 2026. The shortest length
+# was not published and is assumed.
 QUANTILES = ((0.0, 8 * K), (0.30, 32 * K), (0.50, 38 * K), (0.76, 49 * K), (0.925, 64 * K),
              (0.95, 71 * K), (0.993, 96 * K), (1.0, 184 * K))  # fmt: skip
 

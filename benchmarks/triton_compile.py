@@ -40,8 +40,8 @@ DEVICES = (80, 90, 100)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 KERNELS = "forward", "forward_maximum", "backward_keys", "backward_queries"
 HEADS = 32, 8  # of queries, of keys
-# What a thread may load of a tile's mask, bytes: its share of the bits, twice if there is little,
-# and which table it is. A word for every row and column would be 64 to 256.
+# Largest bytes that a thread loads of a tile's mask: its share of the bits, twice if that is small,
+# and the index of the table. One word per row and column would be 64 to 256.
 MASK_LOADS = 24
 WAITING = 100  # lines of a loop that only waits, at most
 
@@ -137,7 +137,7 @@ def build(launch: Launch) -> dict[bool, Made]:
 
 
 class Device:
-    """Replacement of the driver that Triton's JIT asks before a launch, for an absent device."""
+    """Replacement of the driver that Triton's JIT calls before a launch, for an absent device."""
 
     def __init__(self, capability: int):
         self.capability = capability
@@ -176,7 +176,7 @@ def _recorded(launch: Launch) -> list[tuple[Any, tuple, dict[str, Any]]]:
             largest = torch.empty(h) if launch.kernel == "forward_maximum" else None
             kernel.forward(q, keys, values, work, scoring, tensor(h, d), tensor(h), largest)
         else:
-            by_queries = launch.kernel == "backward_queries"  # alone where only dq is wanted
+            by_queries = launch.kernel == "backward_queries"  # alone if only dq is required
             sums = None if by_queries else tensor(k, d)
             given = Rows(q, dout, tensor(h), tensor(h)), keys, values, work, scoring
             kernel.backward(*given, tensor(h, d), sums, sums)

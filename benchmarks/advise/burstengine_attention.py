@@ -24,7 +24,7 @@ from megatron_burst.plugins.tools.advise.shapes.model import Model
 
 RANKS, HEADS, WIDTH = 32, 40, 128
 MODEL = Model("BurstEngine 14B", 40, HEADS * WIDTH, HEADS, HEADS, 13824, 120_000)
-NVLINK = 160 * GB  # four fifths of A800's 200, as of A100's 300 in the fit
+NVLINK = 160 * GB  # four fifths of A800's 200, the same fraction as of A100's 300 in the fit
 # Systems: rings of whole chunks, gradients in bf16. Eight ranks of USP share heads.
 SYSTEMS: dict[str, dict[str, Any]] = {
     "Megatron-CP": {"algorithm": "ring", "side": "kv"},

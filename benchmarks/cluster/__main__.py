@@ -136,7 +136,7 @@ def _check(arguments: Arguments) -> int:
 def _bench(arguments: Arguments) -> int:
     given = [f"--{name}" for name in (*SETTINGS, "repeats") if getattr(arguments, name) is not None]
     if arguments.full and given:
-        raise ValueError(f"--full says which cells and how often, got {', '.join(given)} too")
+        raise ValueError(f"--full sets the cells and repeats; remove {', '.join(given)}")
     arguments.repeats = arguments.repeats or (5 if arguments.full else 3)
     job = settings(FULL if arguments.full else EVERY, arguments)
 

@@ -243,7 +243,7 @@ def _predicted(cell: Cell, rival: Rival, rates: Rates) -> float | None:
 
 
 def _speed(cell: Cell, rival: Rival, works: Sequence[Work]) -> float | None:
-    """Return FLOP/s at which burst computes REGIMES[regime] times as long as its links are busy.
+    """Return the FLOP/s at which burst's compute time is REGIMES[regime] times its link time.
 
     The layout is the rival's. 0.0 means compute that takes no time, None real compute.
     """

@@ -23,7 +23,7 @@ NEW_MOUNTS, NEW_USERS, NEW_PIDS, NEW_NETWORK = 0x00020000, 0x10000000, 0x2000000
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-# One link of each kind that a cluster needs, with all that is asked of it.
+# One link of each kind that a cluster needs, with all its settings.
 TRIAL = """
 link add trial type bridge
 netns add trial

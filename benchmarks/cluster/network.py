@@ -128,7 +128,7 @@ class Network:
 
     def destroy(self) -> None:
         """Remove the network, so that another one can be built in the same enclosure."""
-        # Links first: those of a deleted namespace live on until the kernel comes round to it.
+        # Links first: the kernel removes links of a deleted namespace only later.
         for rank in range(self.size):
             pairs = [f"link del p{peer}" for peer in self.peers(rank) if peer > rank]
             run("ip", "-n", f"r{rank}", "-force", "-batch", "-", given="\n".join(pairs) + "\n")
@@ -199,10 +199,10 @@ class Network:
             elif peer != rank and self.link(rank, peer) == "intra":
                 lines.append(f"route add {self.address(peer)}/32 dev nv src {mine}")
         run("ip", "-n", f"r{rank}", "-batch", "-", given="\n".join(lines) + "\n")
-        # BBR paces two-level rings badly; Reno is in every kernel. An idle link stays ready. What a
-        # socket takes at once is copied by the rank's own thread, all the way to the receiver's
-        # socket: that would be half a millisecond of its time for half a megabyte, which no NIC
-        # takes from a rank. The rest is left to gloo's thread.
+        # BBR paces two-level rings badly; every kernel has Reno. No slow start after idle times. A
+        # rank's own thread copies all data that fit into the socket's buffer, up to the receiver's
+        # socket. For half a megabyte this takes half a millisecond, which a NIC would not take from
+        # a rank. So the buffer is small, and gloo's thread copies the remaining data.
         ahead = max(2 * PACKET, int(AHEAD * self.rates.intra / 8))
         settings = {
             "tcp_congestion_control": "reno",

@@ -33,8 +33,8 @@ MASKS = (
     f"causal, full, window N, blocks N, documents {'|'.join(DOCUMENTS)} seed N, tree NAME, "
     "trajectories NAME"
 )
-ROWS = 512  # of queries at once where a mask has to be given as a table
-SHOWN = 0.2  # of the pairs of blocks of a block-sparse mask, besides the diagonal
+ROWS = 512  # queries per call if the mask is a table
+SHOWN = 0.2  # fraction of the block pairs of a block-sparse mask, in addition to the diagonal
 
 
 class Rollouts(NamedTuple):
@@ -68,7 +68,7 @@ class Rollouts(NamedTuple):
         return made
 
 
-# As large as one core can compute once; a tenth, or an eighth, of what they stand for.
+# Small enough for one core: a tenth, or an eighth, of the size of real rollouts.
 TREES = {"samples": Rollouts((1600,) * 8, 1200), "agents": Rollouts((1600,) * 8, 200, 16)}
 
 
@@ -118,7 +118,7 @@ class _Piece(NamedTuple):
 
     rows: tuple[int, int]
     keys: tuple[int, int]
-    kind: str  # "full", "causal", or "table": only the mask says which
+    kind: str  # "full", "causal", or "table", which requires the mask
 
 
 def pieces(text: str, length: int) -> Iterator[_Piece]:

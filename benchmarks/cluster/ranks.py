@@ -2,7 +2,7 @@
 
 `Ranks(network)` starts them. `run(function, *args)` calls `function(state, *args)` on all of them
 and returns their results in rank order; `answers` also reports ranks that failed, died or hung.
-`state` is a dict that lives as long as the rank. No call waits longer than its limit.
+`state` is a dict that exists until the rank ends. No call waits longer than its limit.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Work(NamedTuple):
     Attributes:
         bytes: Payload by link.
         sent: Payload to every rank.
-        says: Its settings, or the choice of "auto" with the reason.
+        says: Settings of the rival, or the choice of "auto" with the reason.
         flops: FLOPs.
         messages: Messages by link.
         least: Minimum that all ranks together send between nodes.
@@ -134,13 +134,11 @@ def check(name: str, works: Sequence[Work], runs: Sequence[Run]) -> None:
             raise WrongRun(f"{name}: rank {rank} is off by {run.error:.3g}, allowed {run.most:.3g}")
         mine = formula([work])
         if run.counted not in (None, mine):
-            raise WrongRun(f"{name}: rank {rank} sent {run.counted}, the formula says {mine}")
+            raise WrongRun(f"{name}: rank {rank} sent {run.counted}, expected {mine}")
     for link, total in formula(works).items():
         if total < LARGE * _messages(works, link):
             continue
         sent = sum(run.sent[link] for run in runs)
-        # what barriers and the making of connections cost is a few KB, whatever is measured
+        # barriers and new connections add a few KB
         if abs(sent - total) > BYTES_WITHIN * total + 20_000 * len(runs):
-            raise WrongRun(
-                f"{name}: the kernel counted {sent} {link} bytes, the formula says {total}"
-            )
+            raise WrongRun(f"{name}: the kernel counted {sent} {link} bytes, expected {total}")

@@ -150,7 +150,7 @@ def start(state: State) -> None:
     """Start Megatron on the CPU and create the smaller groups, once per rank."""
     from megatron_burst.plugins.testing import cpu
 
-    os.environ["WORLD_SIZE"] = str(dist.get_world_size())  # as a launcher says it
+    os.environ["WORLD_SIZE"] = str(dist.get_world_size())  # as a launcher sets it
     cpu.enable()
     sys.path.insert(0, str(EXAMPLES))
     import pretrain_gpt  # noqa: F401  the slow import
@@ -218,7 +218,7 @@ def batches(shares: Sequence[Share], groups: dict[int, Any]) -> Iterator[dict[st
     """Return this rank's part of each micro-batch.
 
     Args:
-        groups: Groups of ranks by size, without those of one and of all ranks.
+        groups: Groups of ranks by size, except groups of one rank and of all ranks.
     """
     import megatron_burst.megatron as burst
     from megatron_burst.megatron.data.packed import params_of

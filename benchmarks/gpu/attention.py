@@ -33,7 +33,7 @@ class Cell(NamedTuple):
     case: Case
     heads: tuple[int, int]
     tokens: int
-    compiled: bool = False  # beside the rivals that compile, instead of the others
+    compiled: bool = False  # with the rivals that compile, instead of the others
 
     @property
     def name(self) -> str:
@@ -65,7 +65,7 @@ class Bench:
         self.sample = Sample(self.inputs, self.case)
         self.sums = [torch.zeros(x.shape, device=x.device) for x in (q, k_, v)]
         self.runs: dict[tuple[str, str], Run] = {}  # (who, pass) -> what to time
-        self.found: dict[tuple[str, str], Record] = {}  # likewise: error, extra
+        self.found: dict[tuple[str, str], Record] = {}  # same keys; error and extra fields
         self.refused: dict[str, str] = {}
         self.failed: dict[str, str] = {}
         self.statistics: Statistics | None = None

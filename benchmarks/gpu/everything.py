@@ -23,7 +23,7 @@ from .sizes import CPU, GPU, Sizes
 from .supervise import ROOT, Budget, follow, signals_raise
 
 Record = dict[str, Any]
-FILES = ("--out",)  # says nothing of what was measured
+FILES = ("--out",)  # does not affect measurements
 CLOSING = 12.0  # seconds, at most a tenth of the time, for the tables
 NO_TEST_LEFT = (0, 1, 5)  # pytest: all passed, some failed, none chosen
 
@@ -56,7 +56,7 @@ def main(args: argparse.Namespace, budget: Budget) -> int:
 def watch(args: argparse.Namespace, every: list[Stage], journal: Journal, budget: Budget) -> None:
     """Run one child after the other; tables are on disk after each cell."""
 
-    def told(name: str, record: Record) -> None:
+    def on_end(name: str, record: Record) -> None:
         faults = [f"; {who} FAILED: {text}" for who, text in record["failed"].items()]
         print(f"[{budget.spent:4.0f} s] {name}{''.join(faults)}", flush=True)
         (args.out / "tables.md").write_text(tables.markdown(journal.results()) + "\n")
@@ -68,7 +68,7 @@ def watch(args: argparse.Namespace, every: list[Stage], journal: Journal, budget
         command, fine = _worker(args, stage, mine), (0,)
         if stage.marks:
             command, fine = _pytest(args, stage, journal), NO_TEST_LEFT
-        follow(stage.name, command, journal, mine, args.limit, told, fine)
+        follow(stage.name, command, journal, mine, args.limit, on_end, fine)
     # what was left out since
     (args.out / "tables.md").write_text(tables.markdown(journal.results()) + "\n")
 

@@ -19,7 +19,7 @@ from typing import Any
 from .journal import Journal
 
 ROOT = Path(__file__).resolve().parents[2]
-AGAIN = 75  # exit status of a child that wants a new one to do the rest
+RESTART = 75  # exit status of a child that requests a new child for the remaining items
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PAUSE = 0.1  # seconds between two looks at a child
 Record = dict[str, Any]
@@ -47,8 +47,8 @@ class Budget:
 class Watch:
     """State of a child by the lines of the journal: its open item and that item's duration."""
 
-    def __init__(self, journal: Journal, budget: Budget, told: Callable[[str, Record], None]):
-        self.journal, self.budget, self.told = journal, budget, told
+    def __init__(self, journal: Journal, budget: Budget, on_end: Callable[[str, Record], None]):
+        self.journal, self.budget, self.on_end = journal, budget, on_end
         self.read = len(journal.lines())
         self.size = -1
         self.open: str | None = None
@@ -65,7 +65,7 @@ class Watch:
                 self.open, self.since = line["begin"], self.budget.spent
             elif "end" in line:
                 self.open, self.since, self.ended = None, self.budget.spent, self.ended + 1
-                self.told(line["end"], line["record"])
+                self.on_end(line["end"], line["record"])
         self.read = len(lines)
 
     @property
@@ -102,7 +102,7 @@ def follow(
     journal: Journal,
     budget: Budget,
     limit: float,
-    told: Callable[[str, Record], None],
+    on_end: Callable[[str, Record], None],
     fine: Sequence[int] = (0,),
 ) -> None:
     """Run `command` repeatedly until one run ends with a status in `fine`, or the time is spent.
@@ -110,15 +110,15 @@ def follow(
     Items that run when the time is spent have no end and are left out.
 
     Args:
-        limit: Seconds for one item, and for a child to begin its first.
-        told: Called with name and record of each ended item.
+        limit: Seconds for one item, and for the start of a child's first item.
+        on_end: Called with name and record of each ended item.
     """
     log = journal.path.with_name("log.txt")
     outside = f"{name}, outside its items"
     if budget.left > 0 and outside in journal.ended():
         journal.drop(outside)  # of an earlier call: it is tried again
     while budget.left > 0:
-        watch = Watch(journal, budget, told)
+        watch = Watch(journal, budget, on_end)
         with log.open("ab") as output:
             start = output.tell()
             child = subprocess.Popen(
@@ -132,7 +132,7 @@ def follow(
             journal.mend()
         if status in fine or budget.left <= 0:
             return
-        if status == AGAIN and watch.open is None:
+        if status == RESTART and watch.open is None:
             continue
         useless = watch.open is None and not watch.ended
         why = f"did not end within {limit:.0f} s" if status is None else _said(log, start, status)

@@ -14,7 +14,7 @@ import torch
 from .clock import forget
 from .jobs import Job, Record, Stage
 from .journal import Journal
-from .supervise import AGAIN, Budget
+from .supervise import RESTART, Budget
 
 
 def work(stage: Stage, journal: Journal, budget: Budget) -> int:
@@ -30,7 +30,7 @@ def work(stage: Stage, journal: Journal, budget: Budget) -> int:
         record = _outcome(job, journal.results(), budget)
         journal.end(job.name, record | {"took": time.monotonic() - begun})
         if record["failed"] and not _answers():
-            return AGAIN
+            return RESTART
     return 0
 
 

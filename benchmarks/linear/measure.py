@@ -101,7 +101,7 @@ def timed(state: State, rival: str, every: int = SOME) -> Run:
 def together() -> float:
     """Return at one time on all ranks, which share a clock, and return that time.
 
-    A barrier releases some ranks milliseconds earlier, as long as a small state takes.
+    A barrier releases some ranks milliseconds earlier, which is the time of a small state.
     """
     dist.barrier()
     begin = torch.tensor(time.perf_counter() + LATER, dtype=torch.float64)

@@ -37,7 +37,7 @@ def way(setting: Setting, algorithm: str, groups: mb.Groups, rates: mb.Rates | N
 def convolution(setting: Setting, groups: mb.Groups) -> Way:
     """Return the exchange of rows before each piece that the short convolution needs. Collective.
 
-    Tokens are so few that nothing else takes time.
+    The number of tokens is small, so only the exchange takes time.
     """
     short = setting._replace(tokens=CONVOLVED)
     size, rank = groups.size, groups.rank

@@ -83,7 +83,7 @@ class LiveTensors(TorchDispatchMode):
         for tensor in states:
             self._meet(tensor, "outside", "state")
 
-    # --- what is asked -----------------------------------------------------------------------
+    # --- queries -----------------------------------------------------------------------------
 
     @property
     def peak(self) -> Peak:

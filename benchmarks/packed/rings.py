@@ -66,7 +66,7 @@ class Ring:
         each = squares / (2 * self.size) ** 2
         pairs = np.full((self.size, self.size), 2 * each)
         pairs += np.eye(self.size) * tokens / 2
-        share = tokens / setting.tokens  # of a chunk's bytes: the links are faster by as much
+        share = tokens / setting.tokens  # of a chunk's bytes; the rates of links are divided by it
         links = {name: getattr(setting.rates, name) / share for name in ("intra", "inter")}
         rates = setting.rates.__class__(**{**vars(setting.rates), **links})
         forward, backward = (

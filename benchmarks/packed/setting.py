@@ -96,8 +96,8 @@ class Lengths:
         return np.array(lengths, dtype=np.int64)
 
 
-# Sigma: so that the busiest of 64 ranks with zigzag of the whole pack, and the rows that reach
-# other nodes, are near those of the prototype that the design was judged by.
+# Sigma is chosen so that two numbers are near the prototype's: the load of the busiest of 64 ranks
+# with zigzag of the whole pack, and the rows that are sent to other nodes.
 LENGTHS = (
     Lengths("median 1K, cap 32K", 1 << 10, 1.0, 1 << 15),
     Lengths("median 2K, tail to 512K", 1 << 11, 1.8, 1 << 19),

@@ -30,11 +30,11 @@ class Gathering:
         return "intra" if rank // self.per_node == self.rank // self.per_node else "inter"
 
     def _start(self, pairs: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> list[dist.Work]:
-        """(peer, what goes there, room for what comes from there) of each."""
+        """Start an exchange with each (peer, tensor to send, buffer to receive)."""
         works = []
-        for peer, there, here in pairs:
-            works += [dist.irecv(here, peer), dist.isend(there, peer)]
-            self.sent[self._link(peer)] += there.numel() * there.element_size()
+        for peer, outgoing, incoming in pairs:
+            works += [dist.irecv(incoming, peer), dist.isend(outgoing, peer)]
+            self.sent[self._link(peer)] += outgoing.numel() * outgoing.element_size()
         return works
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -47,7 +47,7 @@ class Gathering:
         if self.way == DIRECT:
             _wait(exchange(range(self.size)))
             return found
-        first = exchange(self.alike)  # across nodes, beside the own rows within the node
+        first = exchange(self.alike)  # across nodes, concurrently with the rows within the node
         beside = exchange(self.mine)
         _wait(first)
         for came in self.alike:

@@ -32,8 +32,8 @@ WIRE = 4  # bytes of an element of travelling gradients: fp32, the default
 MEMORY = 0.8 * 3.35e12  # bytes per second of an H100's memory that a pass over it reaches
 CALL, MESSAGE = 30e-6, 10e-6  # additional seconds of each call and of each message
 ELEMENT = 4 + 4 + 2  # bytes that adding a partial result in bf16 to one in fp32 moves
-# Bytes per element of keys, and of their gradients, that a call for several chunks moves besides:
-# copies in bf16, twice; in fp32 zeros, put in order and added.
+# Additional bytes per element of keys, and of their gradients, in a call for several chunks. Keys:
+# two copies in bf16. Gradients in fp32: zeros, reordering and addition.
 COPY, GRADIENT = 4 * 2, 6 * 4
 
 
@@ -157,8 +157,8 @@ def work(pack: Pack, row: float = ROW, together: bool = False) -> Work:
     def total(each: np.ndarray) -> np.ndarray:
         return np.bincount(where, each, ranks * ranks).reshape(ranks, ranks)
 
-    # Rows that take part in a pair of ranks, each once; but for a rank's own, what they come to is
-    # added to what is there already.
+    # Rows of each pair of ranks, each counted once. Results of other ranks are added to existing
+    # sums.
     queries = _Rows.of(pieces, ranks, i, owner[1], together)
     answers = _Rows.of(pieces, ranks, j, owner[0], False)
     rows_of, keys_of = queries.rows, answers.rows.T

@@ -119,7 +119,7 @@ def _gathered(
     within = (ranks - 1) * shard / fitted.intra
     between = (nodes - 1) * shard / fitted.inter
     piece = lengths / (2 * ranks)
-    # Of two mirrored pieces one sees as many keys more as the other fewer.
+    # The mean number of keys of two mirrored pieces.
     keys = lengths * (0.5 + 0.25 / ranks if causal else 1.0)
     work = 2 * float(kernel.rectangle(piece, keys).sum())
     return max(within, between) + fitted.start + work
