@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools around a training run: advice, memory estimates, pictures, traces, calibration."""
+"""Commands beside training: advise, memory, show, trace, calibrate, and the GPU report."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags that several commands share, and their checks, without torch.
+"""Command-line flags that several commands share, and checks of them; torch is not imported.
 
-A flag has the same name in all commands, such as `--tp` or `--per-node`. Megatron's long name is an
+A flag has one name in all commands, such as `--tp` or `--per-node`. Megatron's long name is an
 alias.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ...schedule.tables import SIDES
 
-# Name of a flag -> its aliases.
+# Name of a flag -> aliases.
 ALIASES = {
     "--seq": ("--seq-length",),
     "--per-node": ("--gpus-per-node",),
@@ -28,18 +28,18 @@ ALIASES = {
 
 
 def named(name: str) -> tuple[str, ...]:
-    """Return a flag and its aliases, for `add_argument`; the attribute has the flag's name."""
+    """Return the names of a flag for `add_argument`: the flag itself, then aliases."""
     return name, *ALIASES.get(name, ())
 
 
 def add_out(parser: argparse.ArgumentParser, picture: str, *, required: bool = False) -> None:
-    """Add `--out FILE`, whose help text names the picture."""
+    """Add `--out FILE` for a picture; `picture` describes it in the help text."""
     text = f"{picture}: file to write, with a name that ends in .png or .svg"
     parser.add_argument("--out", type=Path, required=required, metavar="FILE", help=text)
 
 
 def check_out(path: Path | None) -> None:
-    """Raise ValueError if the picture of `--out` cannot be written; None is valid."""
+    """Raise ValueError if the path of `--out` is not .png or .svg, or matplotlib is missing."""
     if path is None:
         return
     if path.suffix not in (".png", ".svg"):
@@ -73,7 +73,7 @@ def add_heads(parser: argparse.ArgumentParser, *, width: int, queries: bool = Tr
     Args:
         parser: Parser of the command.
         width: Default width of a head.
-        queries: Add `--heads`.
+        queries: Whether to add `--heads`.
     """
     defaults = {"heads": (8, "query heads"), "kv-heads": (8, "key/value heads"),
                 "width": (width, "width of a head")}  # fmt: skip
@@ -86,7 +86,7 @@ def add_heads(parser: argparse.ArgumentParser, *, width: int, queries: bool = Tr
 
 
 def check_positive(arguments: argparse.Namespace, names: Iterable[str]) -> None:
-    """Raise ValueError if one of these flags is set and below 1."""
+    """Raise ValueError if one of these flags is set to a number below 1."""
     for name in names:
         value = getattr(arguments, name, None)
         if value is not None and value < 1:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of bars and arrows in lanes over time, on figures with a title.
+"""Drawing of figures with a title, and of bars and arrows in horizontal lanes over time.
 
-`show`, `advise`, `memory` and `trace` decide what to draw; this module decides the appearance.
-Files are small and depend only on the picture and the version of matplotlib, so a generated
-document changes only with its content.
+`show`, `advise`, `memory` and `trace` use this module. Files are small and reproducible: they
+depend only on the picture and the version of matplotlib.
 """
 
 from __future__ import annotations
@@ -39,15 +38,19 @@ STYLE = {
     "svg.hashsalt": "megatron_burst",
 }
 DPI = 120
-# Units of a time axis: units per second, name, shortest time in seconds.
+# Units of a time axis: (units per second, name, shortest time in seconds).
 CLOCKS = (
     (1 / HOUR, "hours", 2 * HOUR), (1 / MINUTE, "minutes", 2 * MINUTE), (1.0, "seconds", 10),
     (1e3, "milliseconds", 0),
 )  # fmt: skip
-SHADES = 96  # colours of a file with flat areas and their smoothed edges
-ALL_SHADES = 256  # colours of a file in which a colour may fill a small area only
+SHADES = 96  # colours of a file with flat areas and antialiased edges
+ALL_SHADES = 256  # colours of a file in which some colours fill only a small area
 TIP = 0.09  # length of an arrow's tip, in units of time
-MEAN = {"color": INK, "linewidth": 0.9, "linestyle": (0, (4, 3))}  # the line of a mean
+MEAN = {
+    "color": INK,
+    "linewidth": 0.9,
+    "linestyle": (0, (4, 3)),
+}  # style of a line that marks a mean
 DASHED = {"edgecolor": "#9ca3af", "linewidth": 0.6, "linestyle": (0, (2, 2))}
 
 
@@ -56,7 +59,7 @@ DASHED = {"edgecolor": "#9ca3af", "linewidth": 0.6, "linestyle": (0, (2, 2))}
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Apply the style of all pictures while figures are made and saved."""
+    """Apply the matplotlib style of all pictures inside this context."""
     with style.context(["default", STYLE], after_reset=True):
         yield
 
@@ -64,12 +67,12 @@ def styled() -> Iterator[None]:
 def save(figure: Figure, path: Path, shades: int = SHADES) -> None:
     """Write a PNG with a palette, or an SVG if the name ends in .svg.
 
-    Files have no metadata, which differs between versions.
+    Files have no metadata, because metadata would differ between versions.
 
     Args:
-        figure: The figure.
-        path: The file.
-        shades: Colours of the palette.
+        figure: Figure to write.
+        path: Path of the file.
+        shades: Number of colours of the palette.
     """
     if path.suffix == ".svg":
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
@@ -91,8 +94,8 @@ def headed(
     Args:
         width: Width in inches.
         height: Height in inches.
-        title: The title.
-        subtitle: The subtitle.
+        title: Title at the top.
+        subtitle: Line below the title.
         lines: Lines of the caption.
     """
     figure = Figure(figsize=(width, height))
@@ -106,13 +109,13 @@ def headed(
 
 
 def box(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
-    """Return axes at this place and of this size, in inches from the lower left corner."""
+    """Add axes to a figure; position and size are in inches from the lower left corner."""
     w, h = figure.get_size_inches()
     return figure.add_axes((left / w, bottom / h, width / w, height / h))
 
 
 def inches(text: str, size: float) -> float:
-    """Return the width in inches of a text of this size in points; titles are bold."""
+    """Return the width in inches of a bold text; `size` is in points."""
     font = FontProperties(family="DejaVu Sans", weight="bold" if size > 12 else "normal")
     return TextPath((0, 0), text, size=size, prop=font).get_extents().width / 72
 
@@ -129,7 +132,7 @@ def clock(axes: Axes, end: float, title: str = "") -> float:
         title: Title of the axes.
 
     Returns:
-        The number of units (milliseconds to hours) per second. Bars are drawn in these units.
+        Units of the axis per second, for example 1000 for milliseconds. Draw bars in these units.
     """
     scale, unit = next((s, unit) for s, unit, least in CLOCKS if end >= least)
     axes.set_xlim(0, scale * end)
@@ -143,7 +146,7 @@ def clock(axes: Axes, end: float, title: str = "") -> float:
 
 
 def name_lanes(axes: Axes, places: Sequence[float], names: Sequence[str], depth: float) -> None:
-    """Name lanes on the left, the first one at the top; the last one ends at `depth`."""
+    """Write the names of lanes on the left, from top to bottom; the last lane ends at `depth`."""
     axes.set_ylim(depth, -0.1)
     axes.set_yticks(places, names)
 
@@ -154,7 +157,7 @@ def legend(
     alphas: Mapping[str, float] | None = None,
     above: float = -0.015,
 ) -> None:
-    """Draw the legend of bars in one line above the right end of the axes.
+    """Draw a legend of bar colours in one line, above the axes at the right.
 
     Args:
         axes: Axes to draw on.
@@ -195,9 +198,9 @@ def bars(
         top: Upper edge of the lane.
         high: Height of the lane.
         spans: Start and stop of each bar.
-        colours: Colour of each bar, or of all.
+        colours: Colour of each bar, or one colour for all bars.
         texts: Text in the middle of each bar; "" for none.
-        least: Length from which a bar has its text.
+        least: Minimum length of a bar for its text to be written.
         size: Size of the texts in points.
         edge: Colour of the lines around bars.
         width: Width of these lines in points.
@@ -218,12 +221,12 @@ def bars(
 def work_bars(
     axes: Axes, places: Sequence[float], work: Sequence[int], colours: Any, high: float, most: int
 ) -> None:
-    """Draw the work of each rank beside its lane, and the mean as a dashed line.
+    """Draw the work of each rank as a bar beside the rank's lane, and the mean as a dashed line.
 
     Args:
         axes: Axes to draw on.
         places: Positions of the lanes.
-        work: Work of each rank.
+        work: Work of each rank, in visible pairs.
         colours: Colours of the bars.
         high: Height of a bar.
         most: Maximum of the axis.
@@ -237,13 +240,13 @@ def work_bars(
 
 
 class ArrowLook(NamedTuple):
-    """The look of an arrow.
+    """Style of an arrow.
 
     Attributes:
         edge: Colour of the outline.
         width: Width of the outline in points.
-        filled: Colour of the filled shares.
-        stripes: Colour of stripes on them, or None.
+        filled: Colour of the filled parts of the arrow.
+        stripes: Colour of stripes on the filled parts, or None.
     """
 
     edge: str
@@ -255,16 +258,16 @@ class ArrowLook(NamedTuple):
 def arrow(
     axes: Axes, place: Bbox, look: ArrowLook, shares: Iterable[tuple[float, float]]
 ) -> list[Bbox]:
-    """Draw an arrow that is filled at some shares of its length.
+    """Draw an arrow with filled ranges along its length.
 
     Args:
         axes: Axes to draw on.
-        place: Its place in the coordinates of the axes.
-        look: Its look.
-        shares: Pairs (first, stop) from 0 to 1.
+        place: Bounding box in the coordinates of the axes.
+        look: Style of the arrow.
+        shares: Filled ranges (first, stop), as fractions of the length.
 
     Returns:
-        The filled places.
+        Bounding boxes of the filled ranges.
     """
     outline = axes.add_patch(_outline(place, facecolor="white", edgecolor="none"))
     filled = [Bbox.from_extents(place.x0 + place.width * first, place.y0,
@@ -286,7 +289,7 @@ def dashed_arrow(axes: Axes, place: Bbox) -> None:
 
 
 def _outline(place: Bbox, **looks: Any) -> Polygon:
-    """Return a bar with a point at its right end."""
+    """Return a bar with an arrow tip at the right end."""
     (left, top), (end, low) = place.get_points()
     right = end - min(TIP, (end - left) / 2)
     corners = [(left, top), (right, top), (end, (top + low) / 2), (right, low), (left, low)]

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that a command line describes, and the settings that it states.
+"""Model and settings from a command line: `--model`, or a Megatron command after `--`.
 
 `--model` accepts a name, a Hugging Face `config.json`, or the name of a Megatron-Bridge recipe as
-in `megatron-burst recipe`. A Megatron command follows `--`. Megatron-Bridge is imported only for a
-recipe.
+in `megatron-burst recipe`. Megatron-Bridge is imported only for a recipe.
 """
 
 from __future__ import annotations
@@ -19,23 +18,24 @@ from .advise.shapes import models
 from .advise.shapes.megatron_model import model_from
 from .advise.shapes.models import Model, padded
 
-# Counted values of choices that the run makes.
+# Option -> value that the forecast assumes for "auto".
 AUTO = {"offload": 1.0, "sequence_chunks": 32, "mlp_tiles": 64}
 HELP = "name of a model, config.json of Hugging Face, or name of a Megatron-Bridge recipe"
 
 
 def find(text: str | None, words: Sequence[str]) -> tuple[Model, dict[str, Any]]:
-    """Return the model, and the fields of `Settings` that its description contains.
+    """Return the model, and the fields of `Settings` that its description sets.
 
     Args:
         text: Value of `--model`.
-        words: Words of a Megatron command, empty without one.
+        words: Words of a Megatron command; empty if there is none.
 
     Returns:
-        The model and the fields, with "global_batch" for the sequences of a step.
+        The model and a dict of fields. The extra key "global_batch" is the number of sequences of a
+        step.
 
     Raises:
-        ValueError: There is no model, or both describe one.
+        ValueError: Neither `text` nor `words` describes a model, or both do.
     """
     words = [word for word in words if word != "--"]
     if text is not None and any(word.split("=")[0] == "--num-layers" for word in words):
@@ -66,7 +66,7 @@ def read_command(words: Sequence[str]) -> tuple[Model, dict[str, Any]]:
         words: The words of the command.
 
     Raises:
-        ValueError: A flag is missing or wrong; the message names it.
+        ValueError: A flag is missing or invalid; the message contains it.
     """
     command = parse(words)
     burst_flags, wrong = command.burst_arguments()
@@ -92,7 +92,7 @@ def read_command(words: Sequence[str]) -> tuple[Model, dict[str, Any]]:
 
 
 def _settled(command: MegatronCommand, burst_flags: Any) -> BurstConfig:
-    """Return the choices that a command states, with the layout that its run would have."""
+    """Return the `BurstConfig` of a command, with the layout that training would use."""
     # Imported late, because they import torch, which takes seconds.
     from ...megatron.checks.command_line import settings_of
     from ...megatron.layout_choice import complete_flags
@@ -112,7 +112,7 @@ def _command_run(command: MegatronCommand) -> dict[str, Any]:
         vpp = command.num_layers // pp // command.num_layers_per_virtual_pipeline_stage
     if (segments := (command.hybrid_layer_pattern or "").split("/")[0].count("|") + 1) > pp:
         vpp = segments // pp  # as Megatron derives it
-    # Experts count as divided among expert-parallel and tensor-parallel ranks.
+    # `Settings` split experts over expert- and tensor-parallel ranks; only the product matters.
     split = command.expert_tensor_parallel_size or command.tp
     run: dict[str, Any] = {
         "seq": command.seq_length,
@@ -140,22 +140,23 @@ def _command_run(command: MegatronCommand) -> dict[str, Any]:
 def choices_of(
     choices: BurstConfig, seq: int, cp: int, name_of: Callable[[str], str]
 ) -> dict[str, Any]:
-    """Return the fields of `Settings` that our own choices set.
+    """Return the fields of `Settings` that correspond to a `BurstConfig`.
 
     Args:
-        choices: Our choices.
+        choices: Options of this package.
         seq: Tokens of a sequence.
         cp: Context-parallel ranks.
-        name_of: Returns a choice's name as the user wrote it.
+        name_of: Function that converts an option's name to the user's notation, for messages.
 
     Raises:
-        ValueError: A choice of BurstAttention is set although Megatron's attention is chosen.
+        ValueError: An option that requires BurstAttention is set, but Megatron's attention is
+            selected.
     """
     # Imported late, because they import torch, which takes seconds.
     from ...megatron.checks.config import ulysses_size
     from ...recompute import tile_counts
 
-    # Pieces have at least the minimum of rows of a run.
+    # Row chunks and tiles have at least the minimum number of rows of training.
     fewest = {
         "sequence_chunks": tile_counts.MIN_CHUNK_ROWS,
         "mlp_tiles": tile_counts.MIN_TILE_TOKENS,
@@ -193,16 +194,16 @@ def choices_of(
 
 
 def _is_recipe(text: str) -> bool:
-    """Return whether a text is the name of a recipe: a function name that is no known model."""
+    """Return whether a text may name a recipe: an identifier that is not a model in `NAMED`."""
     exists = text.lower() in models.NAMED or text.endswith(".json") or Path(text).exists()
     return not exists and text.isidentifier() and ("_pretrain" in text or text.endswith("_config"))
 
 
 def recipe(name: str) -> Any:
-    """Return a recipe by its name.
+    """Return a recipe of Megatron-Bridge by name.
 
     Args:
-        name: The name.
+        name: Name of the recipe.
 
     Raises:
         ValueError: Megatron-Bridge is not installed, or has no such recipe.
@@ -217,12 +218,12 @@ def recipe(name: str) -> Any:
 
 
 def read_recipe(config: Any, name: str = "the recipe") -> tuple[Model, dict[str, Any]]:
-    """Return the model and the fields of `Settings` of a `ConfigContainer`.
+    """Return the model and the fields of `Settings` that a recipe sets.
 
-    Choices that `apply_burst` put into it are included.
+    Options that `apply_burst` has stored in the recipe are included.
 
     Args:
-        config: The `ConfigContainer`.
+        config: `ConfigContainer` of Megatron-Bridge.
         name: Name of the recipe, for messages.
     """
     provider = getattr(config.model, "transformer", None) or config.model
@@ -256,7 +257,7 @@ def read_recipe(config: Any, name: str = "the recipe") -> tuple[Model, dict[str,
     seq = get("seq_length") or _of(config, "dataset", "seq_length")
     if seq:
         run["seq"] = seq
-    # The choices of `apply_burst`, or defaults if the layer spec is not ours.
+    # Options of `apply_burst`, or defaults if the layer spec is not from this package.
     chosen = getattr(get("transformer_layer_spec"), "keywords", {})
     choices = BurstConfig(**{n: x for n, x in chosen.items() if n not in ("base", "before")})
     run |= choices_of(choices, seq or 1, cp, lambda name: name.replace("-", "_"))

@@ -4,9 +4,9 @@
     megatron-burst doctor --gpu-report report.md
     torchrun --nproc-per-node 8 -m megatron_burst doctor --gpu-report report.md    # overlap too
 
-The report contains the errors of every kernel against float64, its times, overlap on the real
-groups, versions, and the findings of the doctor. `--device cpu` is a dry run, which the report
-states.
+The report contains errors of every kernel against float64, times of kernels, overlap of
+communication and compute, versions, and the findings of the doctor. `--device cpu` is a dry run,
+and the report says so.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FORMAT = 1  # version of the JSON format
 
 
 def run(path: Path, device_name: str, quick: bool) -> int:
-    """Examine the device and write the report again after each section.
+    """Run all checks of the GPU report, and write the file after each section.
 
     Args:
         path: File of the report, which rank 0 writes.
@@ -55,7 +55,7 @@ def run(path: Path, device_name: str, quick: bool) -> int:
     measuring = times.overlap(device, facts["overlap"])
     if not writes:
         list(measuring)
-        return 0  # with another status torchrun would end rank 0, which reports the findings
+        return 0  # with a nonzero status torchrun would kill rank 0, which reports the findings
     sections: list[tuple[str, Iterable[Finding]]] = [
         ("", _device(facts)),
         ("measuring overlap", measuring),
@@ -81,7 +81,7 @@ def _write(path: Path, facts: document.Facts, shown: report.Report) -> None:
 
 
 def check(path: Path | None, device: str) -> None:
-    """Raise one ValueError with all problems; `path` is None on ranks that do not write."""
+    """Raise one ValueError with all reasons that prevent the report; `path` may be None."""
     problems = []
     if path is not None and (reason := _refused(path)):
         problems.append(f"--gpu-report {path}: {reason}; set a file that can be written")
@@ -98,7 +98,7 @@ def check(path: Path | None, device: str) -> None:
 
 
 def _refused(path: Path) -> str:
-    """Return the reason why the file cannot be written, empty if it can; change no file."""
+    """Return the reason why the file cannot be written, or ""; the file is not changed."""
     try:
         existed = path.exists()
         with path.open("ab"):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of every kernel against float64, compared with torch's own attention on the same input.
+"""Errors of every kernel against float64, relative to the errors of torch's attention.
 
-Each kernel runs in bf16 on the pairs of two ranks, with three masks and both sides. A kernel is
-wrong if its error is more than `BOUND` times the error of torch.
+Each kernel runs in bf16 on the same input as torch's attention, split over two ranks, with three
+masks and both sides. A result is wrong if the error exceeds `BOUND` times the error of torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Record = dict[str, Any]
 
 
 class Case(NamedTuple):
-    """Mask, and a handwritten function visible(row, column) of positions for it."""
+    """Mask, and an independent function visible(row, column) that defines it."""
 
     name: str
     mask: masks.Mask
@@ -46,13 +46,13 @@ CASES = (
 
 
 def kernels(device: torch.device, records: list[Record]) -> Iterator[Finding]:
-    """Yield a finding for each kernel, and one for the kernels that "auto" selects.
+    """Check all kernels; yield a finding per kernel, and one on the selection of "auto".
 
     Args:
         device: Device of the kernels.
-        records: List to which a record of each kernel, mask and side is added. "errors" and
-            "torch" are the largest errors of each part against float64; "refused" or "failed" has
-            the reason.
+        records: List to which a record per kernel, mask and side is appended. "errors" (kernel) and
+            "torch" are the largest errors per tensor (out, dq, ...) against float64. "refused" or
+            "failed" is the reason if there is no result.
     """
     problems = [(case, *_problem(case, device)) for case in CASES]
     for name in KERNELS:
@@ -86,7 +86,7 @@ def _finding(name: str, device: torch.device, records: Sequence[Record]) -> Find
 
 
 def ratio(record: Record) -> float:
-    """Return the largest ratio of the kernel's error and torch's error over all parts."""
+    """Return the error of a kernel divided by torch's error, for the worst tensor."""
     pairs = [(record["errors"][part], record["torch"][part]) for part in PARTS]
     return max(math.inf if error is None else error / max(stock, 1e-7) for error, stock in pairs)
 
@@ -103,7 +103,7 @@ def _judged(name: Any, case: Case, side: Any, inputs: Sequence[torch.Tensor], tr
 
 
 def _errors(got: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> Record:
-    """Return the largest error of each part; None, which JSON supports, if it is not finite."""
+    """Return the largest error per tensor; None if it is not finite (JSON has no NaN)."""
     errors: Record = {}
     for part, result, right in zip(PARTS, got, truth, strict=True):
         worst = (result.double() - right).abs().max().item()
@@ -112,7 +112,7 @@ def _errors(got: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> Recor
 
 
 def _problem(case: Case, device: torch.device) -> tuple[list[torch.Tensor], Any, Record]:
-    """Return the inputs, the results in float64, and the errors of torch's own attention."""
+    """Return inputs, reference results in float64, and errors of torch's attention."""
     draw, length = torch.Generator().manual_seed(2), LENGTH[device.type]
     heads = (HEADS[0], HEADS[1], HEADS[1], HEADS[0])
     inputs = [
@@ -127,7 +127,7 @@ def _problem(case: Case, device: torch.device) -> tuple[list[torch.Tensor], Any,
 
 
 def _stock(inputs: Sequence[torch.Tensor], seen: torch.Tensor) -> list[torch.Tensor]:
-    """Return out, dq, dk, dv of torch's own operator, for which keys and values are repeated."""
+    """Return out, dq, dk, dv of torch's attention, with keys and values repeated per query head."""
     group = HEADS[0] // HEADS[1]
     wide = [x if x.shape[2] == HEADS[0] else x.repeat_interleave(group, 2) for x in inputs]
     *leaves, dout = (x.permute(1, 2, 0, 3).contiguous() for x in wide)

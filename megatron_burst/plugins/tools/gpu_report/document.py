@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text of the GPU report: Markdown for readers, and the same facts as JSON at its end.
+"""Text of the GPU report: Markdown, and the same facts as JSON at the end.
 
-It contains versions, device types, figures and messages. Paths, addresses, host names and user
-names are removed if a pattern below matches them.
+The report contains versions, device types, figures and messages. Paths, addresses, host names and
+user names are removed if a pattern of this module matches them.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from ....units import duration, grid_of
 from .accuracy import BOUND, PARTS, ratio
 
 DRY = "A dry run on a CPU. Nothing in this file was run on a GPU; ignore all times in it."
-# An absolute path, whose last part stays. URLs and "and/or" do not match. A quoted path may have
-# blanks.
+# An absolute path; the last component is kept. URLs and "and/or" do not match. A quoted path may
+# contain spaces.
 PATH = re.compile(
     r"(?:\bfile:/+|(?<![\w/.:])(?:~|[A-Za-z]:)?[/\\]|(?<=:)[/\\](?![/\\]))"
     r"(?:[^\s'\",;()<>]*[/\\])([^\s'\",;()<>]*)"
 )
 QUOTED = re.compile(r"(['\"])(?:file:|~|[A-Za-z]:)?[/\\][^'\"\n]*[/\\]([^'\"\n/\\]*)\1")
-# A machine and its port, as torch and NCCL write them: [name]:1, (name, 29500), name<1>, a.b:1,
+# A host and a port, as torch and NCCL print them: [name]:1, (name, 29500), name<1>, a.b:1,
 # name:29500. A source file with a line number does not match.
 PORT = re.compile(
     r"\[[^\]\s]+\]:\d+|(?<=\()(?!\d+,)[\w.:-]+, \d{4,5}(?=\))|[\w.-]+<(?:[\w.:]+:)?\d{4,5}>|"
     r"(?<![\w.-])(?![\w.-]+\.(?:py|pyx|c|cc|cpp|cu|cuh|h|hpp|so):)"
     r"(?:[\w-]+(?:\.[\w-]+)+:\d|[\w-]+:\d{4})\d*\b"
 )
-# A candidate for an IPv4 or IPv6 address, with its network interface.
+# A possible IPv4 or IPv6 address, with an optional network interface.
 ADDRESS = re.compile(
     r"(?<![\w:.])(?:\d+(?:\.\d+){3}|[\da-fA-F]*:[\da-fA-F:.]*[\da-fA-F:])(?:%\w+)?(?!\w)"
 )
@@ -45,7 +45,7 @@ Facts = dict[str, Any]
 
 
 def text(facts: Facts) -> str:
-    """Return the text of the file, without private names, paths and addresses."""
+    """Return the text of the report, without private names, paths and addresses."""
     facts = impersonal(facts, names())
     parts = [
         "# GPU report of megatron-burst",
@@ -69,24 +69,24 @@ def text(facts: Facts) -> str:
 
 
 def names() -> set[str]:
-    """Return the names of this machine, of the machine of rank 0, and of the user.
+    """Return names to remove: of this machine, of rank 0's machine, and of the user.
 
-    Single letters, numbers (the beginning of an address) and root identify no person and are
+    Single letters, numbers (such as the beginning of an address) and "root" identify nobody and are
     skipped.
     """
     hosts = [socket.gethostname(), os.environ.get("MASTER_ADDR", "")]
     named = {*hosts, *(host.partition(".")[0] for host in hosts), Path.home().name}
-    with contextlib.suppress(KeyError, OSError):  # a container without an entry for its user
+    with contextlib.suppress(KeyError, OSError):  # a container may have no entry for the user
         named.add(getpass.getuser())
     plain = ("root", "localhost")
     return {name for name in named if len(name) > 1 and name not in plain and not name.isdigit()}
 
 
 def impersonal(value: Any, private: Iterable[str]) -> Any:
-    """Return a value whose texts have file names for paths, and no private names.
+    """Return a value in which paths are shortened to file names and private names are removed.
 
     Args:
-        value: Text, or nested lists and dictionaries of texts and other values.
+        value: String, or nested lists and dictionaries of strings and other values.
         private: Private names, which are replaced by "...".
     """
     if isinstance(value, dict):
@@ -97,7 +97,9 @@ def impersonal(value: Any, private: Iterable[str]) -> Any:
         return value
     value = PATH.sub(r"\1", QUOTED.sub(r"\1\2\1", value))
     value = ADDRESS.sub(_without_address, PORT.sub("...", value))
-    for name in sorted(private, key=len, reverse=True):  # a full name before its first part
+    for name in sorted(
+        private, key=len, reverse=True
+    ):  # a full host name before its first component
         value = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "...", value)
     return value
 

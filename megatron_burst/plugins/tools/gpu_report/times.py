@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of each kernel on this device, and overlap of communication and computation.
+"""Times of each kernel on this device, and overlap of communication and compute.
 
-Kernels run forward and backward of one causal pair. They run in turns, round by round, so that
-other load of the machine slows all of them equally. Overlap is measured under torchrun, for two
-cases: an exchange with the neighbour during local attention, and an exchange on the ring within
-nodes during one on the ring between nodes, in a grid of two halves. The result is hidden = (a + b -
-both) / min(a, b): 1 if the shorter adds no time, 0 if one waits for the other. Two rings of one
-node share its links, so a value below 1 is not a fault there.
+Each kernel runs forward and backward of one causal pair of chunks. The kernels alternate, so that
+other load on the machine affects all of them equally. Overlap is measured under torchrun for two
+pairs of activities. One is an exchange with the neighbour during local attention. The other is an
+exchange on the inner ring during an exchange on the outer ring; the two halves of the ranks count
+as nodes. With times a and b alone and `both` together, hidden = (a + b - both) / min(a, b). It is 1
+if the shorter activity adds no time, and 0 if the activities run one after the other. Two rings on
+one node share links, so that values below 1 are normal.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ..calibrate.ranks import Ranks, first_line, joined
 ROWS = {"cuda": (4096, 16384), "cpu": (64,)}
 HEADS = {"cuda": (32, 8), "cpu": (4, 2)}
 WIDTH = 128
-ROUNDS = 7  # measured rounds, after one round that does not count
+ROUNDS = 7  # measured rounds, after one round of warm-up
 MESSAGE = {"cuda": 2**27, "cpu": 2**20}  # bytes
 ONE_GPU = "one GPU: not measured; start the doctor under torchrun with two ranks or more"
 Record = dict[str, Any]
@@ -39,10 +40,10 @@ Start = Callable[[], Call]  # starts work and returns a function that waits for 
 
 
 def in_turn(runs: Mapping[Any, Call], measure: Callable[[Call], float]) -> dict[Any, list[float]]:
-    """Return the seconds of each call in rounds of all calls, without the first round.
+    """Run all calls in each of several rounds, and return the seconds of each call.
 
     Args:
-        runs: Calls by key.
+        runs: Key -> call.
         measure: Function that runs a call and returns its seconds.
     """
     times: dict[Any, list[float]] = {key: [] for key in runs}
@@ -64,18 +65,18 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def kernels(device: torch.device, records: list[Record]) -> Iterator[Finding]:
-    """Yield a finding for each size.
+    """Measure all kernels at several sizes; yield a finding per kernel and size.
 
     Args:
         device: Device of the kernels.
-        records: List to which a record of each kernel, size and pass is added, with the seconds of
+        records: List to which a record per kernel, size and direction is appended: seconds as in
             `spread`, and TFLOP/s on visible pairs at the median.
     """
     for rows in ROWS[device.type]:
         timed_calls = {}
         for name in KERNELS:
             if name == "reference" and device.type == "cuda":
-                continue  # it holds all scores at once
+                continue  # the kernel materializes all scores
             try:
                 timed_calls |= calls(name, rows, device)
             except ValueError:
@@ -97,7 +98,7 @@ def kernels(device: torch.device, records: list[Record]) -> Iterator[Finding]:
 
 
 def calls(name: Any, rows: int, device: torch.device) -> dict[tuple[str, str], Call]:
-    """Return a forward and a backward of a kernel, each run once."""
+    """Return calls of a kernel's forward and backward, each run once for warm-up."""
     h, k = HEADS[device.type]
     like = {"device": device, "dtype": torch.bfloat16}
     q, keys, values = (torch.empty(rows, 1, n, WIDTH, **like) for n in (h, k, k))
@@ -128,8 +129,8 @@ def overlap(device: torch.device, record: Record) -> Iterator[Finding]:
 
     Args:
         device: Device of this rank.
-        record: Dictionary to which "pairs" is added: for each pair of activities the seconds of
-            each alone, of both at once, and the hidden fraction. Times are of the slowest rank.
+        record: Dictionary to which "pairs" is added. An entry has the seconds of each activity
+            alone and of both together, and the hidden fraction, for the slowest rank.
     """
     record["pairs"] = {}
     size = machine.world_size()
@@ -161,9 +162,9 @@ def _pairs(ranks: Ranks, record: Record) -> Iterator[Finding]:
 
 
 def compared(ranks: Ranks, first: Start, second: Start) -> Record:
-    """Return median seconds of two activities alone and at once, and the hidden fraction.
+    """Return median seconds of two activities alone and together, and the hidden fraction.
 
-    Collective; the times are of the slowest rank.
+    Collective. Times are those of the slowest rank.
     """
 
     def at_once() -> None:
@@ -179,7 +180,7 @@ def compared(ranks: Ranks, first: Start, second: Start) -> Record:
 
 
 def _attention_and_exchange(ranks: Ranks) -> tuple[Start, Start]:
-    """Return an exchange, and local attention of about the same time.
+    """Return an exchange, and local attention that takes about as long.
 
     The exchange starts first, as in a ring.
     """
@@ -187,7 +188,7 @@ def _attention_and_exchange(ranks: Ranks) -> tuple[Start, Start]:
     forward = calls("auto", ROWS[device.type][0], device)["auto", "forward"]
     runs: list[Call] = [lambda: exchange()(), forward]
     for run in runs:
-        run()  # opens connections, compiles
+        run()  # opens connections and compiles
     long, once = map(ranks.slowest, runs)
     times = max(1, min(1000, round(long / once)))
 
@@ -200,7 +201,7 @@ def _attention_and_exchange(ranks: Ranks) -> tuple[Start, Start]:
 
 
 def _exchange(ranks: Ranks, ring: str) -> Start:
-    """Return an exchange with the next and the previous rank, on the ring's own channel."""
+    """Return an exchange with the next and the previous rank of a ring."""
     route = measure.ring_peers(ranks.groups, ring, ranks.device)
     assert route is not None  # every ring here has at least two ranks
     start = measure.starter(route, MESSAGE[ranks.device.type], ranks.device)

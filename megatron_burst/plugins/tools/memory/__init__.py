@@ -84,9 +84,9 @@ class MemoryEstimate(NamedTuple):
     Attributes:
         account: Memory account of the run.
         cluster: Cluster of the run.
-        binds: Limit of the longest sequence; None without `--longest`.
-        chosen_by: Criterion by which parallel sizes were chosen; empty if they were set.
-        searched: True if all settings that are not set were searched.
+        binds: Memory that limits the longest sequence; None without `--longest`.
+        chosen_by: Criterion by which parallel sizes were chosen, in words; "" if the user set them.
+        searched: True if all settings that the user did not set were searched.
         packs: Forecast of packed documents; None without them.
     """
 
@@ -104,7 +104,8 @@ class MemoryEstimate(NamedTuple):
     def time(self) -> StepTime | str:
         """Return the time of a step, or the reason why there is no prediction.
 
-        There is none if the run does not fit, or if rings need the same number of ranks per node.
+        There is no prediction if the run does not fit, or if nodes have unequal numbers of ranks of
+        a ring.
         """
         if not self.left.fits:
             return "the run does not fit"
@@ -128,7 +129,7 @@ class MemoryEstimate(NamedTuple):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the account.
+    """Run the command: print the memory account.
 
     Returns:
         The exit status.
@@ -178,8 +179,8 @@ def run(arguments: argparse.Namespace) -> int:
 def filled(run: settings.Settings) -> settings.Settings:
     """Return the run with the smallest number of micro-batches that fills its pipeline.
 
-    More micro-batches need more time but the same memory. Interleaved stages hold
-    pp * vpp + pp - 1 chunks of layers, and run rounds of pp micro-batches.
+    More micro-batches take more time, but no more memory. Interleaved stages have up to pp * vpp +
+    pp - 1 model chunks in flight, and run micro-batches in rounds of pp.
     """
     return replace(run, micro_batches=run.pp if run.vpp == 1 else 2 * run.pp)
 
@@ -187,9 +188,9 @@ def filled(run: settings.Settings) -> settings.Settings:
 def _settled(
     model: models.Model, cluster: clusters.Cluster, run: settings.Settings
 ) -> settings.Settings:
-    """Return the run with the predicted choice of `--context-parallel-algo auto` per layer kind.
+    """Replace algorithm "auto" by the predicted choice for each kind of layers.
 
-    A run that names an algorithm is returned unchanged. The groups stay.
+    Other runs are returned unchanged. Parallel sizes are kept.
     """
     if run.algorithm != "auto":
         return run
@@ -205,7 +206,7 @@ def _settled(
 
 
 def _searched(model: models.Model, cluster: clusters.Cluster, free: dict[str, Any]) -> Longest:
-    """Return the longest sequence; all settings that are not fixed are searched."""
+    """Search all settings that are not fixed, and return the longest sequence."""
     fixed = {name: value for name, value in free.items() if name != "micro_batches"}
     goal = TrainingGoal(1, 1, fixed, **of_model(model))
     forecast = AttentionForecast(model, cluster, fixed)
@@ -221,10 +222,10 @@ def _read(
     """Read the flags.
 
     Returns:
-        The cluster, the model, the run, whether its parallel sizes are set, the settings that are
-        fixed in a search, and the forecast of packed documents. The fixed settings are None if a
-        command or a recipe sets all, or sets one that a search cannot vary. The forecast is None
-        without packed documents.
+        (cluster, model, settings, whether parallel sizes are set, fixed settings of a search,
+        forecast of packed documents). The fixed settings are None if a command or a recipe sets all
+        settings, or sets one that a search cannot vary. The forecast is None without packed
+        documents.
     """
     model, described = model_arguments.find(arguments.model, arguments.megatron)
     batch = described.pop("global_batch", None)
@@ -261,9 +262,9 @@ def _read(
 
 
 def _with_batch(run: settings.Settings, batch: int) -> settings.Settings:
-    """Return the run with the number of micro-batches for a global batch of sequences.
+    """Return the run with `micro_batches` set for a global batch of `batch` sequences.
 
-    Raises ValueError if ranks would have different numbers.
+    Raises ValueError if `batch` is not divisible among data-parallel ranks and micro-batches.
     """
     unit = run.micro_batch * run.dp
     if batch % unit or batch < 1:
@@ -279,7 +280,7 @@ def _with_batch(run: settings.Settings, batch: int) -> settings.Settings:
 def _groups(
     base: settings.Settings, fixed: dict[str, Any], cluster: clusters.Cluster
 ) -> tuple[settings.Settings, bool]:
-    """Return the run with all GPUs in its groups, and false if the tensor-parallel size is open."""
+    """Complete the parallel sizes to all GPUs; return (`base`, False) if --tp and --cp are free."""
     if "tp" not in fixed and "cp" not in fixed:
         return base, False
     ranks = base.tp * base.pp * (base.cp if "cp" in fixed else base.dp)
@@ -344,7 +345,7 @@ def _step(time: StepTime | str, cluster: clusters.Cluster) -> str:
 
 
 def facts(estimate: MemoryEstimate) -> dict[str, Any]:
-    """Return the output of `show` as plain data, in bytes and seconds."""
+    """Return the output of `show` as plain data for JSON, in bytes and seconds."""
     (shown, cluster, binds, _, searched, packs), time = estimate, estimate.time()
     run = shown.run
     groups = {name: getattr(run, name) for name in ("tp", "cp", "pp", "vpp", "ep", "dp")}
@@ -370,7 +371,7 @@ def facts(estimate: MemoryEstimate) -> dict[str, Any]:
 
 
 def _batch(run: settings.Settings, chosen_by: str) -> str:
-    """Return a line with the sequences per step and the sizes that were chosen."""
+    """Return the output line on sequences per step and on parallel sizes that were chosen."""
     count = run.micro_batch * run.micro_batches * run.dp
     text = f"{count} sequence{'s' * (count > 1)} per step"
     if chosen_by:
@@ -380,7 +381,7 @@ def _batch(run: settings.Settings, chosen_by: str) -> str:
 
 
 def _packs(packs: PackedForecast, run: settings.Settings) -> str:
-    """Return a line with the number of documents, their layout and their padding."""
+    """Return the output line on packed documents: number, layout and padding."""
     count, padding = len(packs.lengths), run.seq - sum(packs.lengths)
     text = f"packs of {count} document{'s' * (count > 1)}, layout {packs.cut}"
     return text + f", {padding:,} tokens of padding" * (padding > 0)

@@ -17,7 +17,7 @@ ORDER = (
     "layer inputs", "attention store", "between layers", "weight gradients of a layer",
     "LM head and loss", "attention half", "MLP half", "ring buffers",
 )  # fmt: skip
-COLUMNS = 6  # limit of columns of a phase
+COLUMNS = 6  # maximum number of columns of a phase
 AFTER_HEAD = ("recompute", "backward")
 STATES = ("#c7ccd4", "#aab1bc", "#8d96a3", "#747d8b", "#5f6876", "#4b5461")
 
@@ -40,7 +40,7 @@ def draw(account: Account, cluster: Cluster, path: Path) -> None:
         places, moments, marks = _times(account)
         items = [item for item in ORDER if any(item in m.items for m in moments)]
         areas = [[m.items.get(item, 0) / GIB for m in moments] for item in items]
-        grey = iter(STATES)  # colours of items that stay over the step
+        grey = iter(STATES)  # colours of items that exist during the whole step
         colours = [MEANINGS.get(item) or next(grey) for item in items]
         axes.stackplot(places, areas, colors=colours, linewidth=0)
         axes.axhline(cluster.room / GIB, color=WARN, linewidth=1.2, linestyle=(0, (5, 3)))
@@ -60,8 +60,9 @@ def draw(account: Account, cluster: Cluster, path: Path) -> None:
 def _times(account: Account) -> tuple[list[float], list[Moment], dict[str, float]]:
     """Return (edges, moments, marks) of the areas.
 
-    A phase has width 1 and up to `COLUMNS` columns, which show their highest moment. Marks map the
-    name of repeated phases to a place.
+    A phase has width 1 and up to `COLUMNS` columns. A column shows the moment with the most bytes
+    among the moments that it covers. `marks` maps the name of a group of phases to the centre of
+    the group on the x axis.
     """
     places: list[float] = []
     moments: list[Moment] = []

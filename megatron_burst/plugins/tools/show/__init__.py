@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`megatron-burst show`: draw masks, layouts, schedules, scans of states and prefix trees.
 
-This module owns the flags and the size limits. `inputs` makes masks and layouts from flags.
+This module defines the flags and the size limits. `inputs` creates masks and layouts from flags.
 `scene`, `scans` and `trees` compute the content of a picture. `pictures` and `timeline` draw it
 with matplotlib, which is imported only then.
 """
@@ -25,7 +25,7 @@ from .trees import add_flags as add_tree
 from .trees import tree_scene
 from .words import Scene
 
-# Limits of a readable picture: positions of a matrix, ranks of a timeline.
+# Limits of a readable picture: positions of a matrix, and ranks of a timeline.
 POSITIONS, RANKS = 1024, 32
 PICTURES = {
     "mask": "the score matrix, coloured by the rank that computes each pair",
@@ -34,7 +34,7 @@ PICTURES = {
     "scan": "how ranks send states of linear attention to each other",
     "tree": "a prefix tree of trajectories: the rank of each part, and the mask",
 }
-STRIP = 4096  # limit of positions of a layout strip, which draws only runs
+STRIP = 4096  # maximum positions of a layout strip, which has one bar per range of positions
 
 EXAMPLES = {
     "mask": "--mask window --left 23 --layout striped --ranks 8 --out mask.png",
@@ -111,7 +111,7 @@ def scene_of(arguments: argparse.Namespace) -> Scene:
     """Return the scene that the flags describe.
 
     Raises:
-        ValueError: Flags do not fit together.
+        ValueError: Flags are inconsistent.
     """
     grid = _grid(arguments)
     check_positive(arguments, ("seq", "heads", "kv_heads", "width"))
@@ -139,7 +139,7 @@ def scene_of(arguments: argparse.Namespace) -> Scene:
 def _shards(
     arguments: argparse.Namespace, shown: inputs.ShownMask, name: str, grid: Grid, seq_len: int
 ) -> Shards:
-    """Return the sequence cut by the layout of this name."""
+    """Return the shards of the sequence under the layout `name`."""
     layout, text = inputs.layout_of(arguments, name, grid, shown.documents, shown.window)
     layout.check(seq_len)
     return Shards(shown.mask, layout, seq_len, shown.text, text)
@@ -151,7 +151,7 @@ def _layouts(arguments: argparse.Namespace, grid: Grid, seq_len: int) -> LayoutS
     if not arguments.layout and shown.documents is not None:
         names.append("balanced")
     if not arguments.mask and arguments.lengths is None:
-        shown = shown._replace(text="")  # the work of ranks is drawn only with a mask
+        shown = shown._replace(text="")  # without a mask, the work of ranks is not drawn
     rows = [_shards(arguments, shown, name, grid, seq_len) for name in names]
     return LayoutScene(tuple(rows))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imbalance of a layout: the cost of waiting for the busiest rank at every step."""
+"""Imbalance of a layout: busiest rank's work relative to the mean, over all steps."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ def imbalance(
     topology: Topology | None = None,
     algorithm: str = "ring",
 ) -> float:
-    """Return the busiest rank's work divided by the mean, summed over steps; 1.0 is perfect.
+    """Return (sum over steps of the busiest rank's work) / (sum of the mean work); 1.0 is ideal.
 
-    Every step waits for its slowest rank. The algorithm, the nodes and the ulysses groups decide
-    which pairs are computed at the same step, so all of them matter.
+    Work is counted in visible pairs. Every step waits for its slowest rank. The result depends on
+    the algorithm, the nodes and the ulysses groups, because they determine which pairs are computed
+    in the same step.
 
     Args:
         layout: Layout of the sequence.
@@ -36,7 +37,7 @@ def imbalance(
         algorithm: Name of the algorithm.
 
     Raises:
-        ValueError: The arguments do not fit together.
+        ValueError: The arguments are inconsistent.
     """
     size = layout.cp_size
     topology = topology or Topology(size, size)
@@ -48,7 +49,7 @@ def imbalance(
     spans = cost.ring_spans(layout, topology, seq_len)
     pairs = np.array([[cost.visible_pairs(mask, q, k) for k in spans] for q in spans])
     grid = Grid(topology.inter_size, topology.intra_size)
-    # The visible rows decide the direction of rings.
+    # The visible rows determine the direction of rings.
     schedule = rings.forward(algorithm, grid, visibility=visibility_of(mask, spans, spans))
     return imbalance_of(schedule, pairs)
 

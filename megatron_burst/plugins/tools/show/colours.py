@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Colours of pictures, which colour-blind readers can distinguish.
+"""Colours of pictures, distinguishable for colour-blind readers.
 
-Up to nine ranks use the "muted" scheme of Paul Tol's notes, ordered so that neighbours differ in
-lightness. More ranks use points of the perceptually uniform scale viridis. Computation, transfers
-and kinds of memory have the same colours in the pictures of all commands (`MEANINGS`).
+Up to nine ranks use Paul Tol's "muted" colour scheme, ordered so that adjacent ranks differ in
+lightness. More ranks use the perceptually uniform colour map viridis. Compute, transfers and kinds
+of memory have fixed colours in all commands (`MEANINGS`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ RANKS = (
     "#332288", "#88ccee", "#117733", "#ddcc77", "#882255", "#44aa99", "#cc6677", "#999933",
     "#aa4499",
 )  # fmt: skip
-# Nine points of viridis at equal distances.
+# Nine equidistant points of viridis.
 SCALE = (
     "#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30",
     "#fde725",
@@ -32,7 +32,7 @@ def of_rank(rank: int, ranks: int) -> str:
 
 
 def mixed(a: str, b: str, share: float) -> str:
-    """Return the mixture of colours `a` and `b` in which `b` has this share, from 0 to 1."""
+    """Return a mixture of two colours; `share` (0 to 1) is the fraction of `b`."""
     pairs = zip(channels(a), channels(b), strict=True)
     return "#" + "".join(f"{round(x + (y - x) * share):02x}" for x, y in pairs)
 
@@ -44,13 +44,13 @@ def channels(colour: str) -> tuple[int, int, int]:
 
 
 def ink_on(colour: str) -> str:
-    """Return the text colour with more contrast on `colour`: white or ink."""
+    """Return the text colour with more contrast on `colour`: white or `INK`."""
     red, green, blue = channels(colour)
     return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 150 else "#ffffff"
 
 
 COMPUTE, TRANSFER, WAIT = "#44aa99", "#88ccee", "#cc6677"
-# Colours by the names that traces and memory accounts use.
+# Name of a stream or of an item of memory -> colour.
 MEANINGS = {
     "compute": COMPUTE, "transfer": TRANSFER, "wait": WAIT,
     # items of memory

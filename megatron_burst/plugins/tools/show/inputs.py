@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks, layouts and documents that the flags of `show` describe.
 
-`--mask` names one of `MASKS`, whose numbers have their own flags, or MODULE:NAME: a mask, or a
-function without arguments that returns a mask. `--lengths` adds documents to any mask.
+`--mask` is a key of `MASKS`, or MODULE:NAME of a mask or of a function without arguments that
+returns a mask. Parameters of masks have their own flags. `--lengths` adds documents to any mask.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Window = tuple[int | None, int | None]
 
 
 class _Number(NamedTuple):
-    """Number of a mask.
+    """Integer parameter of a mask class, and the flag that sets it.
 
     Attributes:
-        flag: Flag that sets the number.
+        flag: Flag that sets the parameter.
         argument: Argument of the mask class.
         default: Value without the flag; None if the flag is required.
         text: Help text.
@@ -39,7 +39,7 @@ class _Number(NamedTuple):
     text: str
 
 
-# Name of a mask -> its class and its numbers.
+# Name of a mask -> (class, parameters).
 MASKS: dict[str, tuple[type[Mask], tuple[_Number, ...]]] = {
     "causal": (masks.Causal, ()),
     "full": (masks.Full, ()),
@@ -62,7 +62,7 @@ MASKS: dict[str, tuple[type[Mask], tuple[_Number, ...]]] = {
 
 
 def add_mask(parser: argparse.ArgumentParser, default: str | None) -> None:
-    """Add `--mask` and the flags of its numbers."""
+    """Add `--mask` and the flags of the parameters of masks."""
     absent = default or "no mask; the work of ranks is then not drawn"
     parser.add_argument(
         "--mask", default=default, metavar="MASK",
@@ -106,7 +106,7 @@ def add_per_document(parser: argparse.ArgumentParser) -> None:
 
 
 def lengths_of(text: str) -> list[int]:
-    """Return the lengths of documents.
+    """Parse the lengths of documents, such as "300,20,5".
 
     Raises:
         ValueError: The text is not a list of positive integers.
@@ -115,16 +115,16 @@ def lengths_of(text: str) -> list[int]:
 
 
 def least_seq(text: str | None, ranks: int) -> int:
-    """Return the smallest sequence length for these documents that all layouts can cut."""
+    """Return the smallest sequence length that contains the documents and suits all layouts."""
     return -(-sum(lengths_of(text)) // (2 * ranks)) * 2 * ranks if text else 0
 
 
 def bounds_of(text: str | None, seq_len: int) -> list[int]:
-    """Return the bounds of documents, from 0 to `seq_len`.
+    """Return the cumulative lengths of documents, from 0 to `seq_len`.
 
     Args:
         text: Lengths of documents; None for one document.
-        seq_len: Positions of the sequence. Positions after the last length are one more document.
+        seq_len: Number of positions. Positions after the last document are one more document.
 
     Raises:
         ValueError: The documents are longer than the sequence.
@@ -142,11 +142,11 @@ def bounds_of(text: str | None, seq_len: int) -> list[int]:
 
 
 class ShownMask(NamedTuple):
-    """Mask with its text for titles.
+    """Mask with a description for titles.
 
     Attributes:
         mask: The mask, including documents.
-        text: Text for titles.
+        text: Description of the mask for titles.
         documents: Bounds of the documents of `--lengths`; None without them.
         window: Window of a token within its document; None if causal.
     """
@@ -158,7 +158,7 @@ class ShownMask(NamedTuple):
 
 
 def mask_of(arguments: argparse.Namespace, seq_len: int) -> ShownMask:
-    """Return the mask of the flags; without `--mask` every pair attends.
+    """Return the mask that the flags describe; without `--mask` all pairs are visible.
 
     Args:
         arguments: Flags of `add_mask` and `add_lengths`.
@@ -168,7 +168,7 @@ def mask_of(arguments: argparse.Namespace, seq_len: int) -> ShownMask:
         ValueError: The mask does not exist or does not fit, or a flag belongs to another mask.
     """
     mask, text = named_mask(arguments, arguments.mask or "full")
-    window: Window | None = None  # window within a document; None: causal
+    window: Window | None = None  # window within a document; None for causal
     if isinstance(mask, masks.Window):
         window = mask.left, mask.right
     elif isinstance(mask, masks.Full):
@@ -185,7 +185,7 @@ def mask_of(arguments: argparse.Namespace, seq_len: int) -> ShownMask:
 
 
 def named_mask(arguments: argparse.Namespace, name: str) -> tuple[Mask, str]:
-    """Return the mask of `--mask`, without documents, and its text for titles."""
+    """Return the mask of `--mask` without documents, and a description for titles."""
     own = MASKS[name][1] if name in MASKS else ()
     for mask_name, (_, numbers) in MASKS.items():
         for number in numbers:
@@ -245,7 +245,7 @@ def imported_mask(path: str) -> Mask:
 
 
 class ShownLayout(NamedTuple):
-    """Layout with its text for titles."""
+    """Layout with a description for titles."""
 
     layout: Layout
     text: str
@@ -270,7 +270,7 @@ def layout_of(
         tree: Prefix tree, for layout balanced; replaces documents.
 
     Raises:
-        ValueError: Flags do not fit together.
+        ValueError: Flags are inconsistent.
     """
     if arguments.block is not None and name != "block_striped":
         raise ValueError(f"--block applies to --layout block_striped, got {name}")

@@ -72,7 +72,7 @@ def _matrix(axes: Axes, computers: np.ndarray, ranks: int) -> None:
 
 
 def _blocks(axes: Axes, scene: MaskScene) -> None:
-    """Draw lines between ranks, and the step of every pair of shards that is computed."""
+    """Draw lines between shards, and the step at which each pair of shards is computed."""
     shards, edges = scene.shards, scene.shards.edges
     middles, names = (edges[:-1] + edges[1:]) / 2, [str(rank) for rank in range(shards.size)]
     for rules, ticks in ((axes.hlines, axes.set_xticks), (axes.vlines, axes.set_yticks)):
@@ -86,7 +86,7 @@ def _blocks(axes: Axes, scene: MaskScene) -> None:
 
 
 def _step(axes: Axes, scene: MaskScene, pair: tuple[int, int]) -> None:
-    """Write the step number in the quarter of the pair with the fewest visible positions."""
+    """Write the step of a pair of shards in the quarter with the fewest visible positions."""
     order, edges = scene.shards.order, scene.shards.edges
     rows, columns = (order[edges[i] : edges[i + 1]] for i in pair)
     seen = scene.computers[np.ix_(rows, columns)] >= 0
@@ -102,7 +102,7 @@ def _step(axes: Axes, scene: MaskScene, pair: tuple[int, int]) -> None:
 
 
 def _work_of_mask(axes: Axes, scene: MaskScene) -> None:
-    """Draw the work of each rank beside its rows of the matrix."""
+    """Draw the work of each rank beside the rank's rows of the matrix."""
     shards, work, edges = scene.shards, scene.shards.work, scene.shards.edges
     middles, mean = ((edges[:-1] + edges[1:]) / 2).tolist(), sum(work) / len(work)
     axes.set_title("work", loc="left", fontsize=10)
@@ -140,7 +140,7 @@ def _layouts(scene: LayoutScene) -> Figure:
 
 
 def _strip(axes: Axes, holders: np.ndarray, ranks: int) -> None:
-    """Draw one bar per run of positions of a rank, with the rank's number if it fits."""
+    """Draw one bar per range of consecutive positions of a rank, labelled with the rank."""
     count, runs = len(holders), runs_of(holders)
     owners = [rank for *_, rank in runs]
     lanes.bars(axes, 0, 1, [run[:2] for run in runs], [of_rank(rank, ranks) for rank in owners],
@@ -170,14 +170,14 @@ LEFT, NARROW, BROAD = (
     1.9,
 )  # inches: width of rank names, of a round with few or many hops
 CHAIN = 0.5  # height of the chain in inches
-LABELS = 8  # limit of hops of a round for labels
+LABELS = 8  # maximum hops of a round for which labels are drawn
 MOST = 9.5  # target width of all rounds in inches; readable rounds may need more
 
 
 def _scan(scene: ScanScene) -> Figure:
-    """Draw the chain as a strip, and below it a column per round.
+    """Draw the chain of pieces as a strip, and below it one column per round of hops.
 
-    Ranks send at the left of a column and receive at its right.
+    Arrows lead from the sender at the left of a column to the receiver at the right.
     """
     rounds, ranks = max(1, scene.rounds), scene.grid.size
     busiest = max([int((scene.hops.round == n).sum()) for n in range(rounds)], default=0)
@@ -201,12 +201,12 @@ def _scan(scene: ScanScene) -> Figure:
 
 
 def _middle(scene: ScanScene, rank: int) -> float:
-    """Return the vertical middle of a rank's row, in units of rows."""
+    """Return the vertical centre of a rank's row, in units of rows."""
     return rank + GAP * (rank // scene.grid.intra)
 
 
 def _chain(axes: Axes, scene: ScanScene) -> None:
-    """Draw the pieces in the order of positions, with widths proportional to their rows."""
+    """Draw the pieces in the order of positions, with widths proportional to rows."""
     chain = scene.chains
     edges = np.cumsum([0, *(int(chain.table[i, 2]) for i in scene.pieces)]).tolist()
     colours = [of_rank(int(chain.rank[i]), chain.ranks) for i in scene.pieces]
@@ -224,7 +224,7 @@ def _chain(axes: Axes, scene: ScanScene) -> None:
 
 
 def _ranks(axes: Axes, scene: ScanScene, rounds: int, column: float) -> None:
-    """Draw a line per rank, with a dot between rounds; column: width of a round in inches."""
+    """Draw a line per rank with dots between rounds; `column`: width of a round in inches."""
     for rank in range(scene.grid.size):
         colour, y = of_rank(rank, scene.grid.size), _middle(scene, rank)
         axes.plot([0, rounds], [y, y], color=RULE, linewidth=0.7, zorder=0)
@@ -266,7 +266,7 @@ THICK = 0.72  # thickness of a bar, as a fraction of its lane
 
 
 def _tree(scene: TreeScene) -> Figure:
-    """Draw the segments, the mask beside them, and the rows and pairs of each rank."""
+    """Draw the segments of a tree, the mask, and the rows and visible pairs of each rank."""
     foot = 0.45 + 0.19 * len(words.caption(scene))
     figure = _headed(0.9 + PATHS + SIDE + 0.4, foot + COLUMNS + 0.85 + SIDE + 1.0, scene)
     bottom = foot + COLUMNS + 0.8
@@ -294,7 +294,7 @@ def _tree(scene: TreeScene) -> Figure:
 
 
 def _segments(axes: Axes, scene: TreeScene) -> None:
-    """Draw a bar per segment in its lane, and lines from segments to their children."""
+    """Draw one bar per segment, and lines from segments to their children."""
     segments, ranks = scene.segments, scene.grid.size
     runs = [scene.runs(segment) for segment in segments]
     width = 0.5 if sum(map(len, runs)) <= 256 else 0

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scene of a scan of states: the chain of pieces, and the hops of every round.
+"""Content of pictures of scans of states: chain of pieces, and hops of every round.
 
-This module owns the flags of scans. Its hops are the tables that training runs (`schedule.scans`).
+This module also defines the flags of `show scan`. The hops are those of training
+(`schedule.scans`).
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from ....schedule.topology import Topology
 from ..call_flags import check_positive
 from . import inputs
 
-PIECES = 128  # limit of pieces of a chain
+PIECES = 128  # maximum number of pieces of a chain
 
 
 @dataclass(frozen=True)
 class ScanScene:
-    """One pass over the chains of a sequence.
+    """Content of a picture of a scan: one pass over the chains of a sequence.
 
-    Backward runs on the reversed chains, so that piece 0 is the last piece of the sequence.
+    In backward the chains are reversed, so that piece 0 is the last piece of the sequence.
     """
 
     algorithm: str
@@ -45,19 +46,20 @@ class ScanScene:
 
     @cached_property
     def between(self) -> np.ndarray:
-        """Bool [hops], true for hops to another node."""
+        """Bool [hops], whether the hop leads to another node."""
         return self.hops.source // self.grid.intra != self.hops.destination // self.grid.intra
 
     @property
     def pieces(self) -> list[int]:
-        """Numbers of the pieces, in the order of positions."""
+        """Indices of the pieces, in the order of positions."""
         numbers = list(range(len(self.chains)))
         return numbers[::-1] if self.backward else numbers
 
     def name(self, hop: int) -> str:
         """Return the label of a hop.
 
-        s3 is the state that enters piece 3, m3-4 the map of pieces 3 and 4, s3.1 part 1 of s3.
+        s3 is the state that enters piece 3, m3-4 the map of states through pieces 3 and 4, s3.1
+        part 1 of s3.
         """
         first, last = int(self.hops.first[hop]), int(self.hops.last[hop])
         if self.hops.kind[hop] == MAP:
@@ -68,7 +70,7 @@ class ScanScene:
         return f"{label}.{block}" if block != ALL_BLOCKS and self.blocks > 1 else label
 
     def counts(self) -> list[str]:
-        """Return lines with the numbers of hops by link class, for states and maps."""
+        """Return caption lines: numbers of hops by link class, for states and for maps."""
         lines = []
         for link, chosen in (("intra", ~self.between), ("inter", self.between)):
             parts = []
@@ -96,10 +98,10 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 
 
 def scan_scene(arguments: argparse.Namespace, grid: Grid, seq_len: int) -> ScanScene:
-    """Return the scene of these flags.
+    """Return the scene that the flags describe.
 
     Raises:
-        ValueError: Flags do not fit together.
+        ValueError: Flags are inconsistent.
     """
     check_positive(arguments, ["blocks"])
     algorithm = arguments.algorithm

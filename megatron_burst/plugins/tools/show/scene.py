@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Content of pictures of masks, layouts and schedules.
 
-A scene contains numbers only; `pictures` and `timeline` draw them. Schedules are made by
-`cost`, like the schedules of plans. This module decides which hops count as left out, how many
-bytes a rank holds, and which options fit together.
+A scene contains data only; `pictures` and `timeline` draw it. `cost` creates the schedules, as for
+plans. Scenes also compute which hops a schedule omits, and how many bytes of chunks a rank holds.
 
 Shape letters: G ranks, S positions.
 """
@@ -30,13 +29,13 @@ from ....schedule.tables import ALL, FAMILIES, Chunk, Grid, Hop, Pair
 from . import balance
 
 KINDS = {"kv": "", "query": "", "dkv": "gradient", "dquery": "gradient", "out": "partial output"}
-COUNTED = 99  # a share of a chunk is written in rows up to this number of rows, then in percent
-Kind = tuple[str, str]  # link class, and content of a hop in the words of `KINDS`
+COUNTED = 99  # up to this number of rows, a part of a chunk is written as 4/8, otherwise in percent
+Kind = tuple[str, str]  # (link class, content of a hop from `KINDS`)
 
 
 @dataclass(frozen=True)
 class Shards:
-    """A sequence of `seq_len` positions cut over ranks, with its mask and texts for titles."""
+    """Sequence of `seq_len` positions that is divided among ranks, with mask and descriptions."""
 
     mask: Mask
     layout: Layout
@@ -55,12 +54,12 @@ class Shards:
 
     @cached_property
     def visibility(self) -> Visibility:
-        """Pairs of shards with visible position pairs, and the rows that take part."""
+        """Pairs of shards with visible position pairs, and the rows that are visible."""
         return visibility_of(self.mask, self.spans, self.spans)
 
     @cached_property
     def pairs(self) -> np.ndarray:
-        """Number of visible position pairs of each pair of shards, int64 [G, G]."""
+        """Visible position pairs of queries of shard i and keys of shard j, int64 [G, G]."""
         counts = [[cost.visible_pairs(self.mask, q, k) for k in self.spans] for q in self.spans]
         return np.array(counts, dtype=np.int64)
 
@@ -84,7 +83,7 @@ class Shards:
 
     @property
     def edges(self) -> np.ndarray:
-        """First index of each rank in shard order, and the end, int64 [G + 1]."""
+        """Cumulative numbers of positions of ranks, int64 [G + 1]."""
         return np.cumsum([0, *self.lengths])
 
     @property
@@ -97,7 +96,7 @@ class Shards:
 
     @property
     def spread(self) -> float:
-        """Work of the busiest rank divided by the mean, over all steps together."""
+        """Work of the busiest rank divided by the mean, for the sum over all steps."""
         return max(self.work) * self.size / (sum(self.work) or 1)
 
 
@@ -135,24 +134,24 @@ class LayoutScene:
 
     @cached_property
     def best(self) -> str | None:
-        """Layout with the least imbalance; among equal ones zigzag, which is Megatron's.
+        """Layout with the least imbalance; zigzag (Megatron's) if it is among the best.
 
         None for a single layout, and without a mask.
         """
         if len(self.rows) == 1 or not self.rows[0].mask_text:
             return None
-        # Rounding, so that tiny differences do not recommend another layout than Megatron's.
+        # Round, so that a tiny difference does not exclude zigzag.
         rows = sorted(self.rows, key=lambda shards: shards.layout_text != "zigzag")
         return min(rows, key=lambda shards: round(shards.spread, 3)).layout_text
 
 
 class Cell(NamedTuple):
-    """Pair that a rank computes at a step.
+    """Pair of chunks that a rank computes at a step.
 
     Attributes:
-        pair: Chunks of queries and keys.
-        cover: Part of their position pairs that is visible.
-        share: Visible position pairs divided by those of the busiest rank and step.
+        pair: Chunk of queries and chunk of keys.
+        cover: Whether all, some or none of the position pairs are visible.
+        share: Visible position pairs divided by the largest number of any rank and step.
     """
 
     pair: Pair
@@ -161,7 +160,7 @@ class Cell(NamedTuple):
 
 
 class Total(NamedTuple):
-    """Hops and bytes of one kind over all ranks, and the same if all pairs were visible."""
+    """Hops and bytes of one kind over all ranks; `*_of_all` if all position pairs were visible."""
 
     hops: int = 0
     bytes: int = 0
@@ -171,7 +170,7 @@ class Total(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduleScene:
-    """Schedule of one pass; `only` is the rank that is drawn, None for all ranks."""
+    """Schedule of forward or backward; `only` is the rank to draw, None for all ranks."""
 
     shards: Shards
     plan: Schedule
@@ -190,22 +189,22 @@ class ScheduleScene:
 
     @cached_property
     def steps(self) -> int:
-        """Number of steps before the remaining transfers drain."""
+        """Number of compute steps, without steps that only wait for transfers."""
         return max(self.plan.tables.steps, int(self.plan.tables.pairs.step.max(initial=-1)) + 1)
 
     @cached_property
     def end(self) -> int:
-        """Boundary at which all hops have landed and all pairs are computed."""
+        """Last boundary, at which all hops have arrived and all pairs are computed."""
         return max([self.steps, *(hop.land for hop in self.hops)])
 
     # --- computation -----------------------------------------------------------------------
 
     def owner(self, rank: int, pair: Pair) -> int:
-        """Return the owner of the chunk that `rank` received for a pair, of keys if it got two."""
+        """Return the owner of a pair's received chunk: of keys if received, else of queries."""
         return pair.key if pair.key != rank else pair.query
 
     def cells(self, rank: int, step: int) -> list[Cell]:
-        """Return the pairs that `rank` computes at `step`; empty if it waits."""
+        """Return the pairs that `rank` computes at `step`; empty if the rank waits."""
         return self._cells.get((rank, step), [])
 
     def most(self, rank: int) -> int:
@@ -214,7 +213,7 @@ class ScheduleScene:
 
     @cached_property
     def _counts(self) -> list[tuple[int, int, Pair, int]]:
-        """Rank, step, pair and its number of visible position pairs."""
+        """(rank, step, pair, number of visible position pairs) for all pairs."""
         columns = (column.tolist() for column in self.plan.tables.pairs)
         rows = [(rank, step, Pair(*pair)) for rank, step, *pair in zip(*columns, strict=True)]
         return [(rank, step, pair, self._visible(pair)) for rank, step, pair in rows]
@@ -243,18 +242,18 @@ class ScheduleScene:
     # --- transfers -------------------------------------------------------------------------
 
     def rows(self, chunk: Chunk) -> tuple[int, int]:
-        """Return the number of rows of a chunk, and of its owner."""
+        """Return (rows of a chunk, rows of the shard of the chunk's owner)."""
         bundles, owner = self.plan.tables.bundles(chunk.family), np.array([chunk.owner] * 2)
         rows, of = bundles.rows_of(owner, np.array([chunk.rows, ALL])).tolist()
         return rows, of
 
     def parts(self, pair: Pair) -> list[str]:
-        """Return the shares of the chunks of a pair, without chunks of all rows."""
+        """Return texts such as "4/8" for chunks of a pair that have only some rows of the shard."""
         chunks = Chunk("query", *pair[::2]), Chunk("kv", *pair[1::2])
         return [part for part in (share(*self.rows(chunk)) for chunk in chunks) if part]
 
     def partial(self, chunk: Chunk) -> bool:
-        """Return whether a chunk has only a part of its owner's rows."""
+        """Return whether a chunk has only some rows of the owner's shard."""
         rows, of = self.rows(chunk)
         return rows < of
 
@@ -272,22 +271,22 @@ class ScheduleScene:
 
     @cached_property
     def families(self) -> list[str]:
-        """Families of chunks that are sent, also if all pairs were visible."""
+        """Families of chunks that are sent, or would be sent if all pairs were visible."""
         sent = {hop.chunk.family for hop in [*self.hops, *self._full.hops]}
         return [family for family in FAMILIES if family in sent]
 
     @cached_property
     def _full(self) -> ScheduleScene:
-        """The same pass with all pairs visible."""
+        """Scene of the same pass with all position pairs visible."""
         rows = all_visible(self.size, self.shards.lengths[0])
         return replace(self, plan=replace(self.plan, visibility=rows))
 
     @cached_property
     def left_out(self) -> list[Hop]:
-        """Hops that the schedule omits because no row of them is visible.
+        """Hops that the schedule omits because none of their rows are visible.
 
-        Empty if the algorithm uses other routes for the visible rows, because its hops are then not
-        a subset of the hops with all pairs visible.
+        Empty if the algorithm chooses other routes for the visible rows. The hops are then not a
+        subset of the hops with all pairs visible.
         """
         made = {_way(hop) for hop in self.hops}
         missing = [hop for hop in self._full.hops if _way(hop) not in made]
@@ -295,7 +294,7 @@ class ScheduleScene:
 
     @property
     def totals(self) -> dict[Kind, Total]:
-        """Hops and bytes by link class and content."""
+        """(link class, content) -> hops and bytes."""
         sums: dict[Kind, Counter[str]] = defaultdict(Counter)
         for scene, of in ((self, ""), (self._full, "_of_all")):
             for hop in scene.hops:
@@ -304,7 +303,7 @@ class ScheduleScene:
 
     @property
     def once_per_node(self) -> int:
-        """Bytes between nodes if a row, and its gradient, is sent once per node that needs it."""
+        """Bytes between nodes if each row (and gradient) were sent once per node that needs it."""
         bundles, grid = self.plan.travelling, self.plan.grid
         nodes = np.logical_or.reduce(bundles.users.reshape(-1, *grid), axis=2)
         nodes[np.arange(len(nodes)), bundles.owner // grid.intra] = False
@@ -313,12 +312,12 @@ class ScheduleScene:
         return int((nodes.sum(axis=1) * bundles.rows).sum()) * row
 
     def released(self, rank: int) -> dict[int, list[Chunk]]:
-        """Return the received chunks that `rank` frees, by boundary."""
+        """Return boundary -> received chunks that `rank` frees there."""
         return {b.index: list(b.release) for b in self.plan.program(rank) if b.release}
 
     @cached_property
     def received_bytes(self) -> int:
-        """Largest number of bytes of received chunks that a rank holds."""
+        """Maximum bytes of received chunks that a rank holds at the same time."""
         row_bytes = self.plan.row_bytes
         return max(
             rows.get("kv", 0) * row_bytes.kv + rows.get("query", 0) * row_bytes.query
@@ -330,7 +329,7 @@ class ScheduleScene:
 
     @property
     def computed(self) -> int:
-        """Number of pairs of shards (of G x G) with a visible position pair."""
+        """Number of shard pairs (of G x G) with visible position pairs."""
         return int((self.shards.pairs > 0).sum())
 
     @cached_property
@@ -343,24 +342,24 @@ class ScheduleScene:
 
     @property
     def work(self) -> list[int]:
-        """Visible pairs that each rank computes."""
+        """Number of visible position pairs that each rank computes."""
         return self._work.sum(axis=0).tolist()
 
     @property
     def imbalance(self) -> float:
-        """Same as `balance.imbalance`, over the steps of this schedule."""
+        """Imbalance of this schedule, see `balance.imbalance_of`."""
         total = int(self._work.sum())
         return int(self._work.max(axis=1).sum()) * self.size / total if total else 1.0
 
 
 def runs_of(values: np.ndarray) -> list[tuple[int, int, int]]:
-    """Return (first, stop, value) of each run of equal values."""
+    """Return (first, stop, value) of each range of consecutive equal values."""
     edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
     return [(a, b, int(values[a])) for a, b in pairwise(edges)]
 
 
 def share(rows: int, of: int) -> str:
-    """Return the text of a share of a chunk, such as 4/8 or 50%; empty for all rows."""
+    """Return the text for `rows` of `of` rows, such as 4/8 or 50%; "" for all rows."""
     if rows == of:
         return ""
     return f"{rows}/{of}" if of <= COUNTED else f"{rows / of:.0%}"
@@ -372,7 +371,7 @@ def kind_of(hop: Hop) -> Kind:
 
 
 def in_order(kind: Kind) -> tuple[str, bool]:
-    """Return the sort key of a kind of hops."""
+    """Return the sort key by which kinds of hops are listed."""
     return kind[1], kind[0] != "intra"
 
 
@@ -391,7 +390,7 @@ def schedule_scene(
     route: str = "auto",
     only: int | None = None,
 ) -> ScheduleScene:
-    """Return the scene of one pass; "auto" is resolved by bytes, as in a plan.
+    """Return the scene of forward or backward; "auto" is resolved by bytes, as in a plan.
 
     Args:
         shards: Sequence, mask and layout.
@@ -401,10 +400,10 @@ def schedule_scene(
         backward: Draw backward.
         side: Side of backward, or "auto".
         route: Route of chunks, or "auto".
-        only: Rank that is drawn; None for all ranks.
+        only: Rank to draw; None for all ranks.
 
     Raises:
-        ValueError: Options do not fit together.
+        ValueError: Options are inconsistent.
     """
     if only is not None and not 0 <= only < grid.size:
         raise ValueError(f"--rank must be in 0..{grid.size - 1}, got {only}")

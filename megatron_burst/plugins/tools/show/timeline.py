@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Picture of a schedule: time runs to the right, and each rank has its steps above its hops.
+"""Picture of a schedule: time on the x axis; for each rank a row of steps, and hops below.
 
-A box is a step, with a line for each of its pairs. The bars in a box show the shares of visible
-pairs; the remaining width is waiting time. An arrow is a hop, from the boundary at which it is
-posted to the boundary at which it lands. Its length represents the whole chunk, with the first row
-on the left; rows that are sent are filled. Boxes and arrows have the colour of the owner of the
-sent chunk: copies in full colour, gradients lighter, partial outputs striped. A hop that blocks has
-a red edge.
+A box is a step, with one line per pair of chunks. A bar in a box is as long as the pair's number of
+visible position pairs; the remaining width is waiting time. An arrow is a hop (one message), from
+the boundary where it is posted to the boundary where it arrives. The arrow represents the shard of
+the owner, with the first row on the left; rows that are sent are filled. A box has the colour of
+the owner of the received chunk, an arrow the colour of the owner of the sent chunk. Copies have the
+full colour, gradients are lighter, partial outputs are striped. A hop that blocks compute has a red
+edge.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ from .words import FAMILIES, LETTERS, caption, name_of, subtitle, title
 
 UNIT = 0.3  # height of a box with one pair, in inches
 ROW = 0.62  # height of a pair in a box with several pairs, in units
-STEP, WIDEST_STEP = 1.05, 1.6  # minimal and maximal width of a step, in inches
+STEP, WIDEST_STEP = 1.05, 1.6  # minimum and maximum width of a step, in inches
 LANE, GAP, NODE_GAP = 0.5, 0.42, 0.55  # in units
-LABELS = 1.12  # minimal space left of step 0, in inches
+LABELS = 1.12  # minimum space left of step 0, in inches
 DRAIN = 0.58  # distance of boundaries after the last step, in steps
 SMALL = 6.4  # size of the text on arrows, in points
-NARROWEST = 7.6  # minimal width of a picture, in inches
+NARROWEST = 7.6  # minimum width of a picture, in inches
 LINE, COLUMN = 0.2, 3.4  # height of a line and width of a column of the legend, in inches
 
 
 class _HopLanes:
-    """Lanes below the boxes of each rank, in which its hops are drawn without overlap.
+    """Assignment of each rank's hops to lanes below the boxes, without overlap.
 
     Attributes:
-        of: Lane number of each hop, among the lanes of its sender.
-        names: For each rank, the names of groups of lanes by the number of their first lane.
-        count: Number of lanes of each rank.
+        of: Hop -> lane number, among the lanes of the sender.
+        names: Rank -> {number of the first lane of a group: name of the group}.
+        count: Rank -> number of lanes.
     """
 
     def __init__(self, hops: Iterable[Hop], ranks: Iterable[int]):
@@ -113,14 +114,14 @@ def draw(scene: ScheduleScene) -> Figure:
 
 
 def _x(boundary: int, steps: int) -> float:
-    """Return the horizontal place of a boundary; boundaries after the last step are closer."""
+    """Return the x coordinate of a boundary; boundaries after the last step are closer together."""
     return min(boundary, steps) + DRAIN * max(boundary - steps, 0)
 
 
 def _tops(
     scene: ScheduleScene, high: dict[int, float], lanes: _HopLanes
 ) -> tuple[dict[int, float], float]:
-    """Return the top of each rank's boxes, and the height of the picture, in units."""
+    """Return the y coordinate of the top of each rank's boxes, and the total height, in units."""
     tops, y = {}, 0.0
     for rank in high:
         if rank % scene.plan.grid.intra == 0 and y > 0:
@@ -131,7 +132,7 @@ def _tops(
 
 
 def _time(axes: Axes, steps: int, last: int, depth: float) -> None:
-    """Draw the boundaries as thin lines, with the names of steps above them."""
+    """Draw boundaries as thin lines, and the names of steps above."""
     for boundary in range(last + 1):
         x = _x(boundary, steps)
         axes.plot([x, x], [-0.1, depth], color=RULE, linewidth=0.6, zorder=0, clip_on=False)
@@ -147,7 +148,7 @@ def _time(axes: Axes, steps: int, last: int, depth: float) -> None:
 def _rank(
     axes: Axes, scene: ScheduleScene, rank: int, top: float, high: float, lanes: _HopLanes
 ) -> None:
-    """Draw the boxes of a rank, and the names of its lanes."""
+    """Draw the boxes of a rank and the names of the rank's lanes."""
     axes.text(-0.14, top + high / 2, f"rank {rank}", ha="right", va="center_baseline", fontsize=9.5)
     for lane, name in lanes.names[rank].items():
         axes.text(-0.14, top + high + LANE * (lane + 0.5) + 0.04, name,
@@ -157,7 +158,7 @@ def _rank(
 
 
 def _box(axes: Axes, scene: ScheduleScene, rank: int, step: int, top: float, high: float) -> None:
-    """Draw a step with a line per pair, or an outline if the rank is idle."""
+    """Draw the box of a step, with one line per pair; only an outline if the rank is idle."""
     cells = [cell for cell in scene.cells(rank, step) if cell.cover != Cover.EMPTY]
     if not cells:
         axes.add_patch(Rectangle((step + 0.03, top), 0.94, high, facecolor="white", edgecolor=RULE,
@@ -175,7 +176,7 @@ def _pair(
     axes: Axes, scene: ScheduleScene, rank: int, cell: Cell, place: tuple[float, float, float],
     done: float,
 ) -> None:  # fmt: skip
-    """Draw one pair; its bar begins at the end of the previous pair's bar."""
+    """Draw one pair; the bar begins where the previous pair's bar ends."""
     left, top, high = place
     query, key = (of_rank(owner, scene.size) for owner in cell.pair[:2])
     colour = of_rank(scene.owner(rank, cell.pair), scene.size)
@@ -197,7 +198,7 @@ def _pair(
 
 
 def _look(colour: str, family: str, blocks: bool) -> ArrowLook:
-    """Return the style of a hop of this family; colour: colour of the owner."""
+    """Return the arrow style for a family of chunks; `colour` is the owner's colour."""
     edge, width = (WARN, 1.3) if blocks else (colour, 0.7)
     if family in ("kv", "query"):
         return ArrowLook(edge, width, colour, None)
@@ -207,10 +208,10 @@ def _look(colour: str, family: str, blocks: bool) -> ArrowLook:
 
 
 def _hop(axes: Axes, scene: ScheduleScene, hop: Hop, y: float, inch: float, made: bool) -> None:
-    """Draw a hop: dashed if it is left out (not `made`), red if it blocks.
+    """Draw a hop: dashed if the schedule omits it (not `made`), red if it blocks.
 
-    A hop blocks if it lands at the boundary at which it is posted, without computation in between.
-    inch: width of a step in inches.
+    A hop blocks if it arrives at the boundary at which it is posted, without compute in between.
+    `inch` is the width of a step in inches.
     """
     blocks = hop.land == hop.post
     begin = _x(hop.post, scene.steps) + 0.03
@@ -250,7 +251,7 @@ def _freed_chunks(axes: Axes, scene: ScheduleScene, rank: int, y: float) -> None
 
 
 def _legend(figure: Figure, scene: ScheduleScene, missing: bool, columns: int) -> Legend:
-    """Draw the legend at the foot of the figure; missing: some hops are left out."""
+    """Draw the legend at the bottom; `missing`: the picture has omitted hops."""
     colour = of_rank(0, scene.size)
 
     def entry(family: str, text: str, blocks: bool = False) -> Patch:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scene of a prefix tree that is cut over ranks: segments, rows, work, and received bytes.
+"""Content of pictures of prefix trees on ranks: segments, rows, work, and received bytes.
 
-This module owns the flags of trees. Shape letters: S rows of the tree, with padding.
+This module also defines the flags of `show tree`. Shape letters: S rows of the tree, with padding.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from .. import call_flags
 from . import inputs
 from .scene import Shards, runs_of
 
-ROWS = 1 << 20  # limit of rows of a tree; only runs of rows are drawn
-SEGMENTS = 512  # limit of segments of a readable picture
-SAMPLED = 512  # limit of drawn rows and columns of the mask; a larger mask is sampled
+ROWS = 1 << 20  # maximum rows of a tree, of which only ranges are drawn
+SEGMENTS = 512  # maximum number of segments of a readable picture
+SAMPLED = 512  # maximum rows and columns of the drawn mask; larger masks are sampled
 BYTES = 2  # bytes of a bf16 number
 
 
 class TreeBar(NamedTuple):
-    """Segment of a tree: rows from `begin` to `stop` (exclusive) without a branch.
+    """Segment of a tree: rows without a branch, from `begin` to `stop` (exclusive).
 
     Attributes:
         begin: First row.
         stop: Row after the last.
         depth: Position of the first row on its path.
-        parent: Index of the segment that it continues; -1 for a root.
-        lane: Place of the segment across the paths; each leaf has its own lane.
+        parent: Index of the parent segment; -1 for a root.
+        lane: Vertical position of the segment in lanes. A leaf has a lane of its own; a parent is
+            centred between its children.
     """
 
     begin: int
@@ -47,9 +48,9 @@ class TreeBar(NamedTuple):
 
 @dataclass(frozen=True)
 class TreeScene:
-    """Tree on ranks; `key_heads` and `width` are the heads of keys and values and their width."""
+    """Tree divided among ranks; `key_heads` and `width` describe keys and values."""
 
-    tree: Any  # a `mb.trees.PrefixTree` of another plugin
+    tree: Any  # a `mb.trees.PrefixTree`, from another plugin
     shards: Shards
     grid: Grid
     key_heads: int
@@ -57,7 +58,7 @@ class TreeScene:
 
     @cached_property
     def segments(self) -> list[TreeBar]:
-        """Segments in the order of rows, without padding."""
+        """Segments in row order, without padding."""
         tree, first = self.tree, self.tree.mask.bounds
         begins = [a for a in first[:-1].tolist() if tree.out[a]]
         above = np.searchsorted(begins, tree.parents[begins], side="right") - 1
@@ -83,11 +84,11 @@ class TreeScene:
 
     @property
     def depth(self) -> int:
-        """Rows of the longest path."""
+        """Number of rows of the longest path."""
         return int(self.tree.positions.max()) + 1
 
     def runs(self, segment: TreeBar) -> list[tuple[int, int, int]]:
-        """Return (first position on the path, position after the last, rank) of each part."""
+        """Return (first, stop, rank) of each part of a segment, as positions on the path."""
         runs = runs_of(self.shards.holders[segment.begin : segment.stop])
         return [(segment.depth + a, segment.depth + b, rank) for a, b, rank in runs]
 
@@ -99,7 +100,7 @@ class TreeScene:
 
     @cached_property
     def work(self) -> list[int]:
-        """Visible pairs of each rank's queries."""
+        """Number of visible pairs of each rank's queries."""
         return self.shards.work
 
     @property
@@ -107,10 +108,11 @@ class TreeScene:
         return self.shards.spread
 
     def received(self, ranks: int) -> int:
-        """Return bytes of keys and values that groups of ranks receive from other groups.
+        """Return the bytes of keys and values that groups of ranks (such as nodes) receive.
 
         Args:
-            ranks: Ranks per group. Each row is counted once per group that needs it.
+            ranks: Ranks per group. A row is counted once per group that needs it and does not hold
+                it.
         """
         groups, rows = self.shards.holders // ranks, 0
         real = self.tree.out > 0
@@ -123,9 +125,9 @@ class TreeScene:
         return rows * 2 * self.key_heads * self.width * BYTES
 
     def sampled(self, most: int) -> tuple[np.ndarray, int]:
-        """Return the mask at every n-th row, with at most `most` rows, and n.
+        """Return the mask at every n-th row and column, with at most `most` rows, and n.
 
-        The mask is an int64 matrix with the rank that computes each pair, -1 if it is not visible.
+        The mask is an int64 matrix with the rank that computes each pair; -1 for invisible pairs.
         """
         step = -(-self.shards.seq_len // most)
         rows = np.arange(0, self.shards.seq_len, step)
@@ -144,13 +146,13 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 
 
 def tree_scene(arguments: argparse.Namespace, grid: Grid) -> TreeScene:
-    """Return the scene of these flags.
+    """Return the scene that the flags describe.
 
     Raises:
-        ValueError: The file is invalid, or flags do not fit together.
+        ValueError: The file is invalid, or flags are inconsistent.
     """
     path = arguments.trajectories
-    # Layout zigzag cuts two pieces per rank.
+    # Layout zigzag requires two pieces per rank.
     multiple = grid.size if arguments.layout == "balanced" else 2 * grid.size
     trees = registry.required("trees", "show trees")
     try:
@@ -176,7 +178,7 @@ def tree_scene(arguments: argparse.Namespace, grid: Grid) -> TreeScene:
 
 
 def _read(path: Path) -> list[Any]:
-    """Return the trajectories of a file."""
+    """Read trajectories from a file with one JSON list per line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

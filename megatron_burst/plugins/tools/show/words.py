@@ -12,7 +12,7 @@ from .scene import KINDS, LayoutScene, MaskScene, ScheduleScene, Shards
 from .trees import TreeScene
 
 Scene = MaskScene | LayoutScene | ScanScene | ScheduleScene | TreeScene
-LONGEST = 60  # limit of characters of a mask in a title
+LONGEST = 60  # maximum number of characters of a mask in a title
 COPIES = {"kv": "keys and values (K, V)", "query": "queries (Q)"}
 STATISTICS = "queries and their row statistics (Q, dO, delta, lse)"  # in backward
 FAMILIES = {
@@ -26,7 +26,7 @@ LETTERS = {"kv": "k", "query": "q", "dkv": "dk", "dquery": "dq", "out": "o"}
 
 
 def title(scene: Scene) -> str:
-    """Return the title of a scene, one line."""
+    """Return the title of a scene, in one line."""
     if isinstance(scene, TreeScene):
         paths = _counted(len(scene.tree.paths), "trajectory", "trajectories")
         return f"{paths} as a tree, {_grid(scene.grid)}: {_short(scene.shards.layout_text)}"
@@ -35,7 +35,7 @@ def title(scene: Scene) -> str:
         return f"{scene.algorithm}, {direction}, {_grid(scene.grid)}: {_short(scene.layout_text)}"
     if isinstance(scene, ScheduleScene):
         plan, grid = scene.plan, _grid(scene.plan.grid)
-        two_sides = {"kv", "query"} <= {*scene.families}  # then both sides are sent
+        two_sides = {"kv", "query"} <= {*scene.families}  # both sides are sent
         side = "" if two_sides else f", side {plan.side}"
         direction = f"backward{side}" if scene.backward else "forward"
         route = " with direct sends" if plan.route == "direct" else ""
@@ -48,7 +48,7 @@ def title(scene: Scene) -> str:
 
 
 def subtitle(scene: Scene) -> str:
-    """Return one line that explains how to read the scene."""
+    """Return one line that explains the picture of a scene."""
     if isinstance(scene, TreeScene):
         return "a bar is a run of tokens without a branch, in the colour of the rank that holds it"
     if isinstance(scene, ScanScene):
@@ -78,12 +78,12 @@ def _transfers(scene: ScheduleScene) -> str:
 
 
 def name_of(chunk: Chunk) -> str:
-    """Return the short name of a chunk: the letter of its family and its owner."""
+    """Return the short name of a chunk: letter of the family, and owner."""
     return f"{LETTERS[chunk.family]}{chunk.owner}"
 
 
 def caption(scene: Scene) -> list[str]:
-    """Return the lines with the numbers of the scene."""
+    """Return lines with numbers of hops, bytes and work."""
     if isinstance(scene, ScanScene):
         pieces, rounds = _counted(len(scene.chains), "piece"), _counted(scene.rounds, "round")
         return [f"{pieces}, {scene.seq_len} positions; {rounds}", *scene.counts()]

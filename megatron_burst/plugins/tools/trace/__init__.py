@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`megatron-burst trace`: record when every rank computes, sends and waits.
 
-The command runs one attention call on ranks of this machine, or reads files that torch's profiler
-wrote in an earlier run. It writes a picture, or a trace for Chrome's viewer or Perfetto. `record`
-extracts the events of a profile, and `picture` draws them.
+The command runs one attention call on local ranks, or reads traces of torch's profiler from an
+earlier run. It writes a picture, or a trace in Chrome's format (Perfetto). `record` extracts events
+from a profile, and `picture` draws them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ....schedule.algorithms import ALGORITHMS
 from .. import call_flags
 from . import record
 
-RANKS = 16  # limit of processes that this command starts
+RANKS = 16  # maximum number of processes that this command starts
 SIZES = ("nodes", "per_node", "tokens", "heads", "kv_heads", "width", "head_chunks")
 
 LOOPBACK = "the times are of this machine's CPU and loopback device, not of GPUs and a network"

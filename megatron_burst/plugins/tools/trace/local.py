@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trace of one attention call on ranks of this machine, with gloo on its CPU or NCCL on its GPUs.
+"""Trace of one attention call on local ranks, with gloo on a CPU or NCCL on GPUs.
 
-The order of events is real. On a CPU the durations of transfers are of the loopback device, not of
-a network.
+The order of events is as in training. On a CPU, transfers use the loopback device, so their times
+differ from a network's.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def title(call: Namespace) -> str:
 
 @contextmanager
 def profiled(path: Path) -> Iterator[None]:
-    """Profile the calls inside this context into a file that `record.load` reads."""
+    """Profile this context and write a file that `record.load` reads."""
     kinds = [ProfilerActivity.CPU]
     kinds += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     with profile(activities=kinds) as recorded:
@@ -65,7 +65,7 @@ def run(call: Namespace, limit: float = 120.0) -> Trace:
             f"--device cuda: {ranks} ranks require {ranks} GPUs, and torch finds "
             f"{torch.cuda.device_count()}; use fewer ranks or --device cpu"
         )
-    multiprocessing.set_forkserver_preload(["torch"])  # import torch only once
+    multiprocessing.set_forkserver_preload(["torch"])  # import torch once for all ranks
     with tempfile.TemporaryDirectory(prefix="trace-") as folder:
         processes = start_processes(
             _rank, (call, Path(folder)), ranks, join=False, start_method="forkserver"
@@ -115,7 +115,7 @@ def _trace(call: Namespace, device: torch.device, path: Path) -> None:
         q, k, v, groups=groups, algorithm=call.algorithm, side=call.side,
         head_chunks=call.head_chunks,
     )  # fmt: skip
-    attention(q, k, v, plan=plan).sum().backward()  # the first exchange also opens connections
+    attention(q, k, v, plan=plan).sum().backward()  # warm-up: the first exchange opens connections
     with profiled(path):
         dist.barrier()
         with _marked_pass("forward", device):

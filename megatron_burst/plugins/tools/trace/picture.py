@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Picture of a trace: time runs to the right, and each rank has one lane per stream.
+"""Picture of a trace: time on the x axis, and for each rank one lane per stream.
 
-Overlapping transfers share a lane; they are translucent, so that overlaps are darker. Waits are
-red, because a better schedule would save this time.
+Overlapping transfers are translucent, so that overlaps are darker. Waits are red, because a better
+schedule would save this time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OPACITY = {"compute": 1.0, "transfer": 0.55, "wait": 1.0}
 LANE = 0.13  # height of a lane in inches
 LEFT, WIDTH = 0.77, 8.8  # left edge and width of the time axis in inches
 HEAD, FOOT = 1.3, 0.42  # space above and below the lanes in inches
-# Style of a note at the right of the lanes.
+# Text style of notes at the right of the lanes.
 OUTSIDE = {"xycoords": ("axes fraction", "data"), "color": GREY, "annotation_clip": False}
 SHORTEST = 5e-5  # minimal seconds of a bar, so that it is visible
 
@@ -45,7 +45,7 @@ def _figure(trace: Trace) -> Figure:
     middles = [row * count + len(STREAMS) / 2 for row in range(len(trace.ranks))]
     lanes.name_lanes(axes, middles, [f"rank {rank}" for rank in trace.ranks], depth)
     _marks(axes, trace, depth, scale)
-    # Below the lanes: above them it could overlap the name of a short last pass.
+    # Below the lanes, because above them it could overlap the name of a short last pass.
     axes.annotate("share of the time", (1.01, depth + 0.6), **OUTSIDE, fontsize=7)
     entries = [(MEANINGS[stream], stream) for stream in STREAMS]
     lanes.legend(axes, entries, alphas=OPACITY, above=0.55 / (height - HEAD - FOOT))
@@ -53,7 +53,7 @@ def _figure(trace: Trace) -> Figure:
 
 
 def _lane(axes: Axes, trace: Trace, rank: int, stream: str, y: float, scale: float) -> None:
-    """Draw the bars of a stream, and at their right the share of the time in which it is busy."""
+    """Draw the bars of a stream, and at the right the fraction of time in which it is busy."""
     spans = [
         (scale * (event.begin - trace.begin),
          scale * (max(event.end, event.begin + SHORTEST) - trace.begin))
@@ -69,7 +69,7 @@ def _lane(axes: Axes, trace: Trace, rank: int, stream: str, y: float, scale: flo
 
 
 def _marks(axes: Axes, trace: Trace, depth: int, scale: float) -> None:
-    """Write name and duration of each pass above its begin, one level higher if names overlap."""
+    """Write name and duration above the start of each pass, higher if names would overlap."""
     room, level = -1.0, 0  # room: end of the last name, in inches from the left
     for name, begin, end in trace.marks:
         edges = [scale * (t - trace.begin) for t in (begin, end)]

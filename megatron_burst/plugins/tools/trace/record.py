@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events of attention in profiles of torch, as three streams per rank.
+"""Events of attention in traces of torch's profiler, as three streams per rank.
 
-The loop of `execution` marks every pair of chunks and every wait with `record_function`. So this
-module reads profiles of this command and profiles of training runs. Streams are compute (the kernel
-call of a pair, with its merge), transfer (a message, from its posting until the rank detects its
-end) and wait (the rank only waits). On a GPU, compute and transfer are device times, and wait is
-the gap between two pairs of one pass, because the host runs ahead of the device.
+`execution` marks every pair of chunks and every wait with `record_function`, so this module reads
+profiles of this command and of training runs. The streams are compute (kernel call of a pair, and
+merge of the result), transfer (from posting a message until the rank detects completion) and wait.
+On a GPU, compute and transfer are device times. A wait is then a gap between two pairs of one pass,
+because the host runs ahead of the device.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 STREAMS = ("compute", "transfer", "wait")
-PASS = "trace: "  # prefix of the name of a range that is a whole pass
-# Stream of a profiler range, by the pattern of its name.
+PASS = "trace: "  # prefix of the profiler range of a whole pass (forward or backward)
+# Pattern of the name of a profiler range -> stream.
 NAMES = {
     "compute": re.compile(r".*: queries of rank \d+, keys of rank \d+$"),
     "wait": re.compile(r".*: wait, boundary \d+$"),
@@ -31,7 +31,7 @@ NAMES = {
 
 
 class TraceEvent(NamedTuple):
-    """Event of a stream; `begin` and `end` are seconds of a clock that all processes share."""
+    """Event of a stream; `begin` and `end` are seconds on a clock common to all processes."""
 
     rank: int
     stream: str
@@ -42,7 +42,7 @@ class TraceEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """Events of all ranks on one clock.
+    """Events of all ranks, on one clock.
 
     Attributes:
         title: Title of the picture.
@@ -56,10 +56,10 @@ class Trace:
 
     @classmethod
     def of_ranks(cls, title: str, events: Iterable[TraceEvent]) -> Trace:
-        """Return a trace of events of all ranks.
+        """Create a trace from the events of all ranks.
 
-        Events of the stream "pass" become marks, from the first rank's begin to the last rank's
-        end.
+        Events of the stream "pass" become marks, from the earliest begin to the latest end over
+        ranks.
 
         Args:
             title: Title of the picture.
@@ -100,7 +100,7 @@ class Trace:
 
 
 def load(paths: Sequence[Path]) -> Trace:
-    """Return the trace in Chrome files.
+    """Read a trace from files in Chrome's format.
 
     Args:
         paths: One file of `save`, or one file of torch's profiler per rank.
@@ -125,12 +125,12 @@ def load(paths: Sequence[Path]) -> Trace:
 
 
 def _text_of(path: Path) -> str:
-    """Return the text of a file; Megatron-LM's profiler writes compressed files."""
+    """Return the text of a file, which may be gzipped as by Megatron-LM's profiler."""
     return gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
 
 
 def events_of(record: dict[str, Any]) -> Iterator[TraceEvent]:
-    """Yield the events of attention in a Chrome trace.
+    """Yield the attention events of one file in Chrome's format.
 
     Args:
         record: Content of a file of torch's profiler, or of `save`, which writes the rank as the
@@ -154,9 +154,9 @@ def events_of(record: dict[str, Any]) -> Iterator[TraceEvent]:
 
 
 def _stream(entry: dict[str, Any], on_gpu: bool) -> str | None:
-    """Return the stream of an entry.
+    """Return the stream to which a trace entry belongs.
 
-    None if the entry does not belong to attention, or is only a launch by the host.
+    None if the entry does not belong to attention, or is only a kernel launch on the host.
     """
     category, name = entry.get("cat"), entry["name"]
     if category in (*STREAMS, "pass"):
@@ -168,7 +168,7 @@ def _stream(entry: dict[str, Any], on_gpu: bool) -> str | None:
 
 
 def _gaps(compute: Sequence[TraceEvent]) -> Iterator[TraceEvent]:
-    """Yield a wait for each gap between two pairs of one pass on a device."""
+    """Yield a wait event for each gap between two pairs of one pass on a device."""
     for last, following in pairwise(sorted(compute, key=lambda event: event.begin)):
         name = last.name.partition(":")[0]
         if following.begin > last.end and following.name.partition(":")[0] == name:
@@ -176,7 +176,7 @@ def _gaps(compute: Sequence[TraceEvent]) -> Iterator[TraceEvent]:
 
 
 def save(trace: Trace, path: Path) -> None:
-    """Write a trace in Chrome's format: a process per rank, a thread per stream, microseconds."""
+    """Write a trace in Chrome's format: one process per rank, one thread per stream."""
     lanes = (*STREAMS, "pass")
     entries: list[dict[str, Any]] = []
     for rank in trace.ranks:
