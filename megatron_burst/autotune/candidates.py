@@ -603,7 +603,7 @@ def sharing(
 
 
 def adding(sizes: Sizes, rate: float) -> tuple[AccumulationTimes, AccumulationTimes]:
-    """Return the time of memory traffic of dense attention besides computation, for each pass.
+    """Return the time of memory traffic of dense attention, without computation, for each pass.
 
     A call reads its results in the dtype of q, and reads and writes the sums to which they are
     added. Keys of several chunks are copied to one buffer. Gradients of such keys are zeroed, and

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPUs by name: values that vendors publish, and published rates of kernels.
 
-Memory is the total capacity that torch reports, which is less than the name says. Rates are dense
-peaks. Rates of links are for one direction; a datasheet's NVLink rate is for both. Host links have
-the rate of pinned copies, not of the bus. The table excludes GPUs with a direct link to each other
-GPU of the node instead of a switch, because one rate does not describe a ring on them.
+Memory is the total capacity that torch reports, which is less than the number in the name. Rates
+are dense peaks. Rates of links are for one direction; a datasheet's NVLink rate is for both. Host
+links have the rate of pinned copies, not of the bus. The table excludes GPUs with a direct link to
+each other GPU of the node instead of a switch, because one rate does not describe a ring on them.
 
 Fractions of the peak: `attention` is for long calls, head width 128, bf16. Published values are up
 to 230 of 312 TFLOP/s on A100 (FlashAttention-2, 0.73), 648 of 989 on H100 (FlashAttention-3, 0.66),

@@ -223,7 +223,7 @@ def fastest(
     nodes: Nodes | None = None,
     schedules: SchedulesOf = GridSchedules,
 ) -> Candidate:
-    """Return the candidate that `best` takes, without simulating candidates that cannot be taken.
+    """Return the candidate that `best` selects, without simulating slower candidates.
 
     A candidate is not simulated if its lower bound exceeds the shortest time so far by more than
     TIE. It is also not simulated if a simpler candidate is certain to tie with the shortest time so

@@ -112,7 +112,7 @@ class MegatronCommand(argparse.Namespace):
         return self.cp > 1 and self.context_parallel_algo not in (None, flags.OFF)
 
     def given(self, *names: str) -> list[str]:
-        """Return those of `names` that the command sets: switches, or flags without a default."""
+        """Return the names that the command sets: switches, or flags without a default."""
         return [name for name in names if getattr(self, _attribute(name)) not in (None, False)]
 
     def burst_arguments(self) -> tuple[SimpleNamespace, list[str]]:

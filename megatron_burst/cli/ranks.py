@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A command on several ranks: one report of an error that all ranks raise, and a clean end.
 
-The ranks are those of the launcher (torchrun, srun), which sets RANK, WORLD_SIZE and the address of
-a store.
+The launcher (torchrun, srun) starts the ranks and sets RANK, WORLD_SIZE and the address of a store.
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ of each release.
 No kernel of these packages was run for this project: there was no GPU. Tests compare the arguments
 with the signatures of their releases (`tests/kernels/flash_signatures.json`); version 4 was also
 compiled for them (`tests/kernels/flash4_compiles.py`, 4.0.0b36, sm_90 and sm_100). The following
-facts come from the sources. Tensors are [b, s, h, d], with any strides except that of d. lse is [b,
-h, s], float32, natural logarithm. Gradients are written into the given dq, dk, dv. Version 3 needs
-the output in backward, or its stand-in. Version 4 subtracts dlse from rowsum(dout * out): with out
-= 0 and dlse = -delta it uses delta, so no stand-in is needed. Windows are aligned to the last row
-and column, as in `operators`.
+facts come from the sources. Tensors are [b, s, h, d], contiguous in d and with any other strides.
+lse is [b, h, s], float32, natural logarithm. Gradients are written into the given dq, dk, dv.
+Version 3 needs the output in backward, or its stand-in. Version 4 subtracts dlse from rowsum(dout *
+out): with out = 0 and dlse = -delta it uses delta, so no stand-in is needed. Windows are aligned to
+the last row and column, as in `operators`.
 
 Both versions accept many concatenated sequences in one call: tensors [s, h, d], lse [h, s], and the
 bounds of the sequences. For rows without columns, version 3 writes out 0 and lse -inf. Version 4

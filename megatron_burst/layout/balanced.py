@@ -282,10 +282,10 @@ def _root(excess: Callable[[int], int], top: int) -> int:
 def keep_whole(costs: DocumentCosts, ranks: int, per_node: int) -> list[list[DocumentShare]]:
     """Return shares with equally many tokens per rank, and documents whole if possible.
 
-    Documents are assigned in descending order of pairs. Each goes to the rank with the fewest pairs
-    among the ranks that have room for it. A document longer than a rank's share fills empty ranks,
-    of one node if possible. Documents that fit on no rank are assigned last, in parts, to the ranks
-    with the most room.
+    Documents are assigned in descending order of pairs. Each is assigned to the rank with the
+    fewest pairs among the ranks that have room for it. A document longer than a rank's share fills
+    empty ranks, of one node if possible. Documents that fit on no rank are assigned last, in parts,
+    to the ranks with the most room.
     """
     lengths, room = costs.lengths, sum(costs.lengths) // ranks
     free, pairs, node = np.full(ranks, room), np.zeros(ranks), np.arange(ranks) // per_node
@@ -459,7 +459,7 @@ class Balanced(Layout):
 
     @cached_property
     def _taken(self) -> tuple[bool, tuple[list[DocumentShare], ...]]:
-        """Whether the shares have equal work, and the shares of each rank."""
+        """Result of a search: True if shares have equal work, and the shares of each rank."""
         tried = self._evenly()
         even = min(tried, key=lambda shares: max(self._pairs(shares)))
         if self.row_cost is None or self.cp_size == 1:

@@ -386,7 +386,7 @@ def _fully_visible(tile: Tile) -> bool:
 
 
 def _joined_triangles(tiles: Iterable[Tile]) -> list[Tile]:
-    """Join a triangle, the square below it, and the triangle beside that square to one triangle.
+    """Join a triangle, the square below it, and the triangle next to the square to one triangle.
 
     These are pieces of one document on one rank, such as the halves of zigzag.
     """

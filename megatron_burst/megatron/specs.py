@@ -30,9 +30,9 @@ def burst_layer_spec(
 ) -> Any:
     """Return the layer spec of a model, with BurstAttention as core attention.
 
-    Without `choices`, the options are those of the command line, or the defaults of `BurstConfig`
-    if the command line does not have our flags. Algorithm "megatron" is then replaced by the
-    default algorithm, because the spec itself selects BurstAttention.
+    Without `choices`, the options of the command line apply, or the defaults of `BurstConfig` if
+    the command line does not have our flags. Algorithm "megatron" is then replaced by the default
+    algorithm, because the spec itself selects BurstAttention.
 
     Args:
         config: a `TransformerConfig`, or a model configuration with a `TransformerConfig` as

@@ -170,7 +170,7 @@ def _replaced(core: Any, stock: tuple[type, ...]) -> Any:
     if replacement is None and not isinstance(module, type):
         raise ValueError(
             f"the layer spec has {module!r:.100} in place of a core attention: install Transformer "
-            "Engine, which layers such as those of pretrain_hybrid.py require, or use "
+            "Engine, which layers of pretrain_hybrid.py require, or use "
             "--context-parallel-algo megatron"
         )
     if replacement is None:

@@ -15,7 +15,7 @@ recomputed in backward: the forward of that micro-batch has compared the plan.
 it is called with a batch.
 - Every plan assumes that q, k and v need gradients. One plan then serves forward and recomputation,
 in which layers run in another order, also with several micro-batches in flight. This costs little:
-q, k and v mostly come from one projection and need gradients together.
+one projection mostly computes q, k and v, so they need gradients together.
 - Packed batches have one plan per pack. The `PLANS_KEPT` most recently used plans are kept; the
 order of use is the same on all ranks.
 - While a CUDA graph captures a layer, ranks compare nothing, and replays run no Python: an earlier

@@ -2,8 +2,8 @@
 """Public function `mb.rl.logprobs`: trajectories over micro-batches, ranks and pipeline stages.
 
 Megatron's own schedule runs forward and backward for all parallel sizes. The caller passes the loss
-as a function of complete trajectories. Gradients are those of the sum of the loss over all
-micro-batches and data-parallel ranks. They do not depend on the distribution of trajectories.
+as a function of complete trajectories. The gradient is of the loss, summed over all micro-batches
+and data-parallel ranks. It does not depend on the distribution of trajectories.
 """
 
 from __future__ import annotations

@@ -39,9 +39,7 @@ def chosen(request: Request, groups: Groups) -> Request | ValueError:
     """
     kernel, (q, k, v) = request.kernel, request.tensors
     assert isinstance(kernel, PairKernel)
-    if (
-        kernel.of is not None
-    ):  # use the heads of one row in place of those of a unit's rows; the speed is equal
+    if kernel.of is not None:  # one row's heads, because the speed is equal to a whole unit's
         q = q[:, :, : q.shape[2] // kernel.of.block]
     if kernel.latent:  # widths that the computation of a pair has
         q, k = (torch.empty_like(t[..., :1]).expand(*t.shape[:3], t.shape[3] + v.shape[3])

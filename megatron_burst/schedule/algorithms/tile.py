@@ -2,10 +2,10 @@
 """Tiles: each rank computes the queries of its row of a rank grid with the keys of its column.
 
 Source: Attention2D (arXiv 2503.15758) and Mesh-Attention (arXiv 2512.20968). With b query chunks
-and a key chunks per rank, a * b = G, a chunk goes to b - 1 or a - 1 ranks instead of G - 1. Here,
-rows and columns have two levels: nodes, and ranks within nodes. A chunk crosses once to each node
-that uses it, to the rank with its owner's index, which relays it within the node. Partial results
-take the same route back and are summed in the node before they cross.
+and a key chunks per rank, a * b = G, a chunk is sent to b - 1 or a - 1 ranks instead of G - 1.
+Here, rows and columns have two levels: nodes, and ranks within nodes. A chunk crosses once to each
+node that uses it, to the rank with its owner's index, which relays it within the node. Partial
+results take the same route back and are summed in the node before they cross.
 
 A tile is slower than a ring if computation hides all hops of the ring, because no later pairs hide
 a tile's last partial results. It sends no fewer bytes than a ring between two nodes, or if few rows

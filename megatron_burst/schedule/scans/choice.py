@@ -153,7 +153,7 @@ class _Trials:
 
     @cached_property
     def _crosses(self) -> np.ndarray:
-        """True for runs whose state comes from another node, bool [runs]."""
+        """True for runs that receive their state from another node, bool [runs]."""
         node = self.runs.rank // self.topology.per_node
         return (self.runs.nth > 0) & np.append(False, node[1:] != node[:-1])
 

@@ -137,7 +137,7 @@ class FrameOrder:
     def _give_up(self, number: int) -> None:
         """Discard frames that were fetched ahead, because backward needs another frame.
 
-        A frame that did not exist at the time of the fetch comes from a recomputation. It does not
+        A frame that did not exist at the time of the fetch belongs to a recomputation. It does not
         show that the prediction is wrong.
         """
         for wrong in [n for n, count in self._ahead.items() if number < count]:

@@ -64,7 +64,7 @@ def uninstall() -> bool:
 
 
 def _configured(original: Callable[[Any], None], engine: Any) -> None:
-    """Run `MegatronEngine._build_tf_config`, then configure attention as the `burst` entry says."""
+    """Run `MegatronEngine._build_tf_config`, then configure attention by the `burst` entry."""
     settings = engine.engine_config
     overrides = settings.override_transformer_config
     entry = overrides.get(_ENTRY)

@@ -144,7 +144,7 @@ def product_seconds(gpu: Gpu, product: Product) -> float:
     """Return the seconds of one product.
 
     Operations run at the rate of large products, reduced if a dimension is small. The time is at
-    least that of reading and writing the three matrices.
+    least the time for reading and writing the three matrices.
     """
     m, k, n = product.rows, product.inner, product.columns
     lost = gpu.small * (1 / m + 1 / k + 1 / n)

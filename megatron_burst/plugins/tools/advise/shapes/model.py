@@ -205,7 +205,7 @@ class Model:
 
     @cached_property
     def experts_at(self) -> tuple[bool, ...]:
-        """For each layer with an MLP, whether it has experts."""
+        """True for each layer with experts, in the order of layers with an MLP."""
         if self.expert_pattern:
             return tuple(sign == "1" for sign in self.expert_pattern)
         return tuple(at >= self.mlps - self.moe_layers for at in range(self.mlps))

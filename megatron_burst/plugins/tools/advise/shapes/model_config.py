@@ -261,7 +261,7 @@ def _check_positions(source: Source) -> None:
 
 
 def _check_windows(fields: Fields) -> None:
-    """Raise ValueError if heads of layers with a window differ from those of other layers."""
+    """Raise ValueError if layers with a window have other heads than the other layers."""
     for key, full_key in OF_WINDOWS.items():
         if (size := fields.size(key)) != fields.size(full_key) and size:
             raise ValueError(
