@@ -37,7 +37,7 @@ class Map(NamedTuple):
         return Map(transition, self(first.increment))
 
     def part(self, slices: tuple[slice, slice, slice]) -> Map:
-        """Return the map of some heads, rows and columns of the states."""
+        """Return the map for a block of the states: some heads, rows and columns."""
         heads, rows, columns = slices
         transition = self.transition
         if transition is not None:

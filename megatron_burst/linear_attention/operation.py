@@ -55,7 +55,7 @@ def linear_attention(
     States and their gradients are sent and summed in float32 (float64 for float64). The loss is the
     sum of the ranks' losses. The rank with the first row of a document has the complete gradient of
     its initial_state, and the other ranks have zero. The result cannot be differentiated twice.
-    Either all ranks run its backward or none.
+    Either all ranks run backward, or none does.
 
     Args:
         q: Queries of this rank's shard [s, b, g, d].
@@ -114,7 +114,7 @@ def linear_attention(
         check_alone(plan, keywords)
         check_final(return_final_state)
         if plan.local is None:
-            raise ValueError("plan: made for mb.state_scan or mb.short_convolution alone")
+            raise ValueError("plan: it was made without q, k and v; use mb.prepare_linear")
         plan.check(tensors)
     out, final = _run(plan, tensors, initial_state, return_final_state, label)
     return (out, final) if return_final_state else out

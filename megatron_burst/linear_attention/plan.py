@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of operations on chains: made from a request, with one all-gather of facts over the ranks.
+"""Plans of operations on chains. Making a plan takes one all-gather of facts over the ranks.
 
 This module resolves algorithm "auto". `request` checks the arguments.
 """
@@ -69,7 +69,7 @@ class LinearPlan:
         device: Device of the tensors.
         signature: Shape and dtype of each tensor, by name.
         states: States that are sent; None if only rows of a convolution are sent.
-        local: Form, kernel and scale of linear attention; None means a plan of another operation.
+        local: Form, kernel and scale of linear attention; None if another operation made the plan.
         algorithm: Algorithm that runs.
         why: Reason for the algorithm if it was "auto", otherwise empty.
         job: Work of this rank in the scan, or None.
@@ -277,7 +277,7 @@ def prepare_linear(
 
 @dataclass(frozen=True, kw_only=True)
 class ChainOperation(Operation[ChainRequest, LinearPlan]):
-    """Call on chains on one rank.
+    """A call of an operation on chains, on one rank.
 
     Attributes:
         groups: Groups of the rank.
@@ -312,7 +312,7 @@ class ChainOperation(Operation[ChainRequest, LinearPlan]):
                 "digest of tables": chosen.tables.digest,
             }
         elif request.sequence.tree is not None and algorithm == "auto":
-            algorithm, why = "all_gather", "auto: the only one that supports trees"
+            algorithm, why = "all_gather", "auto: the only algorithm for trees"
         return LinearPlan(
             groups=self.groups, sequence=request.sequence, device=request.device,
             signature=request.signature, states=request.states, local=request.local,
@@ -326,7 +326,7 @@ class ChainOperation(Operation[ChainRequest, LinearPlan]):
 
 @dataclass(frozen=True, kw_only=True)
 class LinearAttentionOperation(ChainOperation):
-    """Call of `linear_attention` on one rank, with its arguments; `tensors` are by name."""
+    """A call of `linear_attention` on one rank, with its arguments; `tensors` is by name."""
 
     tensors: dict[str, Any]
     form: str
@@ -345,7 +345,7 @@ class LinearAttentionOperation(ChainOperation):
         heads, columns = v.shape[2:]
         if heads % key_heads:
             raise ValueError(
-                f"v: the {key_heads} heads of q and k must divide its heads, got {heads}"
+                f"v: the {key_heads} heads of q and k must divide the heads of v, got {heads}"
             )
         chosen_form = forms.select_form(decay, beta, self.form)
         per_head = (rows, batch, heads)
@@ -386,7 +386,7 @@ class _AlgorithmChoice(NamedTuple):
 
 
 def _choose_algorithm(request: ChainRequest, groups: Groups) -> _AlgorithmChoice | None:
-    """Return the algorithm of a request; None along a tree, or if no states are sent."""
+    """Return the algorithm of a request; None for a tree, or if no states are sent."""
     states, name, rates = request.states, request.options.algorithm, request.options.rates
     if states is None or request.sequence.tree is not None:
         return None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chains, tables and windows of a sequence, made once per grid, and one rank's part of the tables.
+"""Chains, tables of hops and convolution windows of a sequence, with one rank's part of the tables.
 
 All hops of a round between two ranks are one message, in the order of the table. Results are kept
-in the cache of `Groups` and share its lifetime. This module owns the number of cached results.
+in the cache of `Groups` and share its lifetime. This module decides how many results are kept.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ..schedule.scans.hops import ALL_BLOCKS, MAP, Hops, Task
 from ..schedule.scans.sizes import Form, ScanSizes
 from .maps import shape_of
 
-CACHE_SIZE = 32  # results: a few kinds of layers, documents of a few micro-batches
+CACHE_SIZE = 32  # results: enough for a few kinds of layers and a few micro-batches
 
 
 class PackedSequence(NamedTuple):
-    """Sequence from which chains are made.
+    """A sequence with its layout and documents, from which chains are made.
 
     Attributes:
         layout: Layout of the positions over the ranks.
@@ -46,10 +46,10 @@ class PackedSequence(NamedTuple):
 
 
 class Directions(NamedTuple):
-    """Tables of an algorithm for both directions, and the part of this rank.
+    """Tables of hops of an algorithm for both directions, and the part of this rank.
 
     Attributes:
-        hops: Tables of forward and backward.
+        hops: Tables of forward and backward, over all ranks.
         programs: Part of this rank in forward and backward.
     """
 
@@ -71,9 +71,10 @@ class ConvolutionWindow(NamedTuple):
 
     Attributes:
         paths: Routes of the rows for x [s, ...].
-        order: Index that places the rows of x and the received rows so that each piece follows the
-            rows before it.
-        ends: Windows that end at a row of x, in the order of its rows, counted by their first row.
+        order: Index into the rows of x and the received rows that puts the preceding rows directly
+            before each piece.
+        ends: For each row of x, the first row in that order of the window that ends at the row of
+            x.
         longest: Rows of the longest message between any two ranks.
     """
 
@@ -88,8 +89,8 @@ class TreeLevel(NamedTuple):
 
     Attributes:
         pieces: Pieces, int64 [n].
-        above: Pieces that they continue, without duplicates.
-        nth: Index in `above` of the piece that each piece continues, int64 [n].
+        above: Parents of these pieces, without duplicates.
+        nth: Index in `above` of the parent of each piece, int64 [n].
     """
 
     pieces: torch.Tensor
@@ -98,12 +99,12 @@ class TreeLevel(NamedTuple):
 
 
 class TreeWalk(NamedTuple):
-    """Exchange of maps along a tree, up to the pieces of one rank.
+    """Exchange of maps along a tree, from the roots to the pieces of one rank.
 
     Attributes:
-        paths: Routes of the maps of the rank's pieces and of all pieces above them, in order.
+        paths: Routes of the maps of the rank's pieces and of all their ancestors, in order.
         levels: Levels of these pieces below the roots, from top to bottom.
-        own: Which of these pieces belong to this rank, in the order of its rows.
+        own: Indices of this rank's pieces among these pieces, in the order of its rows.
         longest: Pieces in the longest message between any two ranks.
         sent: Number of pieces that this rank sends within its node, and to other nodes.
     """
@@ -145,9 +146,9 @@ def directions(
 def choice_of(
     groups: Groups, sequence: PackedSequence, sizes: ScanSizes, algorithm: str, rates: Any
 ) -> ScanChoice | int:
-    """Choose the algorithm "auto", or the number of blocks of another algorithm.
+    """Return the choice of algorithm "auto", or the number of blocks of another algorithm.
 
-    "auto" is the algorithm with the fastest forecast at these rates, or at nominal rates for None.
+    "auto" takes the algorithm with the shortest predicted time at these rates; None: nominal rates.
     """
     cache, key = groups.recent("linear", CACHE_SIZE), ("choice", sequence, sizes, algorithm, rates)
     choice = cache.find(key)
@@ -161,7 +162,7 @@ def choice_of(
 def window(
     groups: Groups, sequence: PackedSequence, width: int, device: torch.device
 ) -> ConvolutionWindow:
-    """Return the windows of `width` rows that end at each row."""
+    """Return the windows of `width` rows that end at the rows of this rank."""
     cache, key = groups.recent("linear", CACHE_SIZE), ("window", sequence, width, device)
     cached = cache.find(key)
     if cached is not None:
@@ -211,7 +212,7 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
 
 
 class StateHop(NamedTuple):
-    """Row of `Hops`: the state that enters piece `first`, or the map of `first` to `last`."""
+    """One hop of `Hops`: the state that enters piece `first`, or the map of `first` to `last`."""
 
     kind: int
     first: int
@@ -256,7 +257,7 @@ class States(NamedTuple):
 
 
 class Program(NamedTuple):
-    """Part of one rank in a table.
+    """The hops of one rank in a table, and the rank's pieces.
 
     Attributes:
         rounds: Rounds in which the rank sends or receives.
@@ -277,7 +278,7 @@ class Program(NamedTuple):
     def shapes(self, hop: StateHop, states: States) -> list[torch.Size]:
         """Return the shapes of the tensors of a hop, in order.
 
-        A map has a transition, if maps have one, before its state.
+        A map has its transition, if the form has one, before its increment.
         """
         heads, rows, columns = self.blocks.sizes if hop.block == ALL_BLOCKS else self.blocks.shape
         shapes = [torch.Size((states.batch, heads, rows, columns))]
@@ -288,7 +289,7 @@ class Program(NamedTuple):
 
 
 def program(hops: Hops, chains: Chains, rank: int, blocks: StateBlocks) -> Program:
-    """Return the part of `rank` in a table."""
+    """Return the hops of `rank` in a table, by round and message."""
     own_rows = np.flatnonzero((hops.source == rank) | (hops.destination == rank))
     by_round: dict[int, tuple[dict[int, list[StateHop]], dict[int, list[StateHop]]]] = {}
     for row in zip(*(column[own_rows].tolist() for column in hops), strict=True):
@@ -311,7 +312,7 @@ def _messages(way: dict[int, list[StateHop]]) -> tuple[RankMessage, ...]:
 
 
 def longest_message(hops: Hops, blocks: StateBlocks, states: States) -> tuple[int, int]:
-    """Return the bytes of the longest message of a table, and the most tensors in one."""
+    """Return the bytes of the longest message of a table, and the most tensors of a message."""
     if not len(hops):
         return 0, 0
     key = np.stack([hops.round, hops.source, hops.destination])

@@ -73,9 +73,9 @@ def _fits(shape: tuple[int, ...], sizes: tuple[int | None, ...]) -> bool:
 
 
 def sequence_of_rows(groups: Groups, x: torch.Tensor, options: Options) -> PackedSequence:
-    """Return `sequence_of` the rows of x [s, b, ...].
+    """Return the sequence of which x [s, b, ...] is a shard, as `sequence_of` does.
 
-    If the batch fits as the rows, the error mentions that the batch may come first.
+    If the sizes are valid with rows and batch swapped, the error message mentions it.
     """
     try:
         return sequence_of(groups, options, x.shape[0] * groups.size)
@@ -137,7 +137,7 @@ def check_rates(rates: Any) -> None:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or value < 0 or (least == "positive" and not value):
             raise ValueError(
-                f"rates: give mb.Rates, whose {name} is a number, {least}; got {rates!r}"
+                f"rates must be mb.Rates, with {name} a number ({least}), got {rates!r}"
             )
 
 
@@ -145,7 +145,7 @@ def sequence_of(groups: Groups, options: Options, seq_len: int) -> PackedSequenc
     """Return the layout, the length, and the documents or the tree of a call.
 
     Raises:
-        ValueError: They do not fit one another.
+        ValueError: Layout, length, documents and tree do not match.
     """
     layout, cu_seqlens, tree = options.layout, options.cu_seqlens, options.tree
     if tree is not None:
@@ -281,7 +281,7 @@ class ChainRequest:
 
 
 def spread(decay: torch.Tensor | None, v: torch.Tensor) -> torch.Tensor | None:
-    """Return the decay of every row; a decay [h] is the same for all rows."""
+    """Return the decay of every row; a decay [h] is expanded to all rows."""
     if decay is None or decay.dim() > 1:
         return decay
     return decay.expand(*v.shape[:2], -1)

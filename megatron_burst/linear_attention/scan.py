@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """State scan: a table of hops run on one rank, forward and backward, as an autograd function.
 
-A hop carries a received state, or the state of an earlier piece after known maps, or the map of a
-piece or of a run of pieces. Algorithms are therefore tables. A round is one exchange, so that NCCL
-runs one batch per round on every rank.
+A hop carries a state or a map. A state was received, or is computed from an earlier state and known
+maps. A map is of one piece or of a run of pieces. Algorithms are therefore tables of hops. A round
+is one exchange, so that NCCL runs one batch per round on every rank.
 
-Only the rank of the first piece of a document knows its initial state, as part of the map of that
-piece. One exchange sends final states from the rank of a document's last piece to all ranks.
-Another exchange returns their gradients, which are added in the order of the ranks. Every rank
-passes on the initial state of a document without positions by itself.
+The initial state of a document is part of the map of the document's first piece. One exchange sends
+final states from the rank of a document's last piece to all ranks. Another exchange returns their
+gradients, which are added in the order of the ranks. The final state of a document without
+positions is its initial state, which every rank has.
 
 Backward runs the same algorithm on the reversed chains, with transposed transitions. The gradients
 of the entering states are its increments.
@@ -59,7 +59,7 @@ class StateTable:
                 self._runs[block, piece + 1] = {piece: part}
 
     def receive(self, hop: StateHop, received: list[torch.Tensor]) -> None:
-        """Store the tensors that a hop delivered."""
+        """Store the tensors that were received by a hop."""
         for block in self._blocks_of(hop.block):
             parts = Map(received[0] if len(received) > 1 else None, received[-1])
             if hop.block == ALL_BLOCKS and self._blocks.number > 1:
@@ -110,9 +110,10 @@ class StateTable:
         return runs[first]
 
     def _path(self, end, block, is_start, least=0) -> list[tuple[int, Map]]:
-        """Return known runs, each with its first piece, that lead from a start to piece `end`.
+        """Return a path of known runs, each with its first piece, from a start to piece `end`.
 
-        `is_start` is true for pieces at which the path may start. Long runs are tried first.
+        `is_start` is true for pieces at which the path may start. Long runs are tried first. No run
+        begins before piece `least`.
         """
         after: dict[int, int] = {end: end}  # piece -> piece at which its run ends
         open_ = [end]
@@ -406,8 +407,8 @@ class ScanCall(NamedTuple):
 class StateScan(torch.autograd.Function):
     """State scan of one rank.
 
-    Inputs are decay, increment and initial state. The output are the entering states, with
-    `call.leaving` a pair of entering states and final states.
+    Inputs are decay, increment and initial state. The output is the entering states. If
+    `call.leaving` is true, it is the entering states and the final states.
     """
 
     @staticmethod
@@ -483,10 +484,10 @@ def _backward(
 
 
 def scan_before(first: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-    """Return `first`, ordered in backward before the gradients of `inputs`.
+    """Return `first`, with a dependency on `inputs` for autograd.
 
-    The backward of operations on the result runs if any of the tensors needs a gradient, and runs
-    before the backward of the operations that made `inputs`.
+    The backward of operations on the result then runs if any of these tensors needs a gradient. It
+    runs before the backward of the operations that made `inputs`.
     """
     return _ScanBefore.apply(first, *inputs)  # pyright: ignore[reportReturnType]
 

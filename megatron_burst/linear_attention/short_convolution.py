@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Public operation `short_convolution`: a causal convolution over a sequence split over ranks.
 
-One exchange sends each piece the rows before it from the ranks that hold them. The piece is then
-convolved as if the rank held these rows.
+In one exchange, each rank receives the rows before its pieces. Each piece is then convolved as if
+the rank held these rows.
 
 Shape letters: s local rows, b batch, c channels.
 """
@@ -51,9 +51,9 @@ def short_convolution(
 ) -> Any:
     """Compute a causal depthwise convolution over a sequence that is split over ranks.
 
-    The rows before a document are zeros. The rows before a piece come from all ranks that hold some
-    of its width - 1 predecessors. The gradients of weight and bias belong to this rank's rows;
-    their sum over ranks is the gradient of the sequence.
+    The rows before a document are zeros. The width - 1 rows before a piece are received from all
+    ranks that hold some of them. The gradients of weight and bias belong to this rank's rows; their
+    sum over ranks is the gradient of the sequence.
 
     Args:
         x: Rows of this rank [s, b, c].
@@ -67,8 +67,8 @@ def short_convolution(
         tree: Prefix tree instead of cu_seqlens. A row follows the previous rows on its path.
         plan: Plan of `mb.prepare_linear` for the same rows, which replaces the keywords above.
             Without a plan the call is also a collective of the hosts, which compares x, width,
-            activation and the presence of a bias. With a plan, ranks in which these differ are out
-            of step.
+            activation and the presence of a bias. With a plan, these must be the same on all ranks,
+            otherwise ranks are out of step.
         label: As for `mb.attention`.
 
     Returns:
@@ -106,7 +106,7 @@ def short_convolution(
 
 @dataclass(frozen=True, kw_only=True)
 class ConvolutionOperation(ChainOperation):
-    """Call of `short_convolution` on one rank, with its arguments."""
+    """A call of `short_convolution` on one rank, with its arguments."""
 
     x: Any
     weight: Any

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Public operation `state_scan`: the states that enter the pieces of every rank.
 
-It finds or makes the plan of a call, and passes the plan to autograd.
+The operation makes a plan if none is given, and runs the scan as an autograd function.
 
 Shape letters: p pieces of this rank, b batch, h heads, d rows (keys), w columns (values).
 """
@@ -61,7 +61,7 @@ def state_scan(
 
     The loss is the sum of the ranks' losses. The rank with the first piece of a document has the
     complete gradient of its initial_state, and the other ranks have zero. The result cannot be
-    differentiated twice. Either all ranks run its backward or none.
+    differentiated twice. Either all ranks run backward, or none does.
 
     Args:
         decay: Decays of this rank's pieces in the order of its rows: factors of the state [p, b,
@@ -79,7 +79,7 @@ def state_scan(
         return_final_state: Also return the states after all documents.
         algorithm: "all_gather" (LASP-2, arXiv 2502.07563), "scan" (All-Scan of ZeCO, arXiv
             2507.01004), "two_level", "ring" (LASP, arXiv 2404.02882), or "auto" (default), the
-            algorithm with the fastest forecast at `rates`.
+            algorithm with the shortest predicted time at `rates`.
         rates: `mb.Rates` for "auto"; None means nominal rates.
         plan: Plan of `mb.prepare_linear`, which replaces the keywords above. Without a plan the
             call is also a collective of the hosts. With a plan, initial_state and
@@ -117,7 +117,7 @@ def state_scan(
 
 @dataclass(frozen=True, kw_only=True)
 class StateScanOperation(ChainOperation):
-    """Call of `state_scan` on one rank, with its arguments."""
+    """A call of `state_scan` on one rank, with its arguments."""
 
     decay: Any
     increment: Any
@@ -175,7 +175,7 @@ def scanned(
 
 
 def check_alone(plan: object, keywords: dict[str, object]) -> None:
-    """Raise ValueError if `plan` is no plan, or if keywords of a plan are given too."""
+    """Raise ValueError if `plan` is not a `LinearPlan`, or if it is given with other keywords."""
     if not isinstance(plan, LinearPlan):
         raise ValueError(f"plan must be made by mb.prepare_linear, got {plan!r:.100}")
     present = sorted(name for name, value in keywords.items() if value is not None)
@@ -187,7 +187,7 @@ def _check_states(plan: LinearPlan, decay: Any, increment: Any) -> None:
     """Raise ValueError unless the plan was made for maps of these shapes and this precision."""
     states, pieces = plan.states, len(plan.chains.of(plan.groups.rank))
     if states is None:
-        raise ValueError("plan: made for a convolution; make one with mb.prepare_linear")
+        raise ValueError("plan: it was made for a convolution; make one with mb.prepare_linear")
     batch, sizes = states.batch, states.sizes
     check_tensor("increment", increment, {"p, b, h, d, w": (pieces, batch, *sizes)})
     if accumulation_dtype(increment.dtype) != states.dtype:
@@ -204,5 +204,6 @@ def _check_states(plan: LinearPlan, decay: Any, increment: Any) -> None:
         check_together({"increment": increment, "decay": decay}, dtype=False)
     elif decay is not None:
         raise ValueError(
-            f"decay: the plan is for maps without, got a {type(decay).__name__}; give None"
+            "decay must be None: the plan was made for maps without decay; got a "
+            f"{type(decay).__name__}"
         )

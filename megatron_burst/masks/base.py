@@ -2,11 +2,11 @@
 """The interface of masks, and the combination of masks.
 
 `visible` is exact, for arrays of positions. `cover` is conservative, for two spans: PARTIAL is
-always allowed, EMPTY and FULL are promises. A custom mask needs `visible`. `cover` saves
-computation and messages, and `check` compares it with `visible`. `bands` and `breaks` describe more
-exactly which rows must be sent, and cut a partly visible rectangle into fewer tiles. `modulus` is
-for masks of residue classes. `viewers` only makes plans faster; if a mask does not define it, it is
-derived from `covers` (`seen.viewers_of`).
+always correct, EMPTY and FULL are promises. A custom mask must define `visible`. `cover` saves
+computation and messages, and `check` compares it with `visible`. With `bands` and `breaks`, fewer
+rows are sent, and a partly visible rectangle is cut into fewer tiles. `modulus` is for masks of
+residue classes, such as `Dilated`. `viewers` makes plans faster; if a mask does not define it, it
+is derived from `covers` (`seen.viewers_of`).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class SpanBands(NamedTuple):
 
 
 class Viewers(NamedTuple):
-    """The positions that see keys of spans, as arrays.
+    """The query positions that see keys of each span, as arrays.
 
     Attributes:
         first: First query that may see keys of the span.
@@ -88,14 +88,14 @@ class Viewers(NamedTuple):
     exact: np.ndarray
 
     def holds(self, others: Viewers) -> np.ndarray:
-        """Return a bool array that is true if these see all that the others may see."""
+        """Return bool, true if these viewers see all keys that viewers `others` may see."""
         wider = (self.first <= others.first) & (self.last >= others.last)
         return wider & (self.left >= others.left) & (self.right >= others.right) & self.exact
 
     def reached(self, keys: Spans) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the (first, last) queries that may see some of `keys`, and that may see all.
+        """Return two ranges (first, last): queries that may see some keys, and all keys of `keys`.
 
-        If `exact`, the queries of the second range see all keys.
+        If `exact` is true, the queries of the second range do see all keys.
         """
         return [
             (np.maximum(self.first, x - self.right), np.minimum(self.last, y + self.left))
@@ -104,11 +104,11 @@ class Viewers(NamedTuple):
 
 
 class Mask:
-    """Base of all masks. A custom mask defines `visible`, and usually `cover`.
+    """Base class of masks. A custom mask defines `visible`, and usually `cover`.
 
     Attributes:
-        modulus: The mask depends on distances modulo this number only, so residue classes are cut
-            apart; 1 for most masks.
+        modulus: If above 1, the mask depends only on distances modulo this number, and tiles are
+            cut by residue class. 1 for most masks.
         flash_compatible: Whether a few rectangles and lower triangles describe the mask, as flash
             attention kernels require.
 
@@ -125,7 +125,7 @@ class Mask:
 
     @property
     def cacheable(self) -> bool:
-        """True if plans may keep what they made for this mask, for masks with an equal repr.
+        """True if plans may reuse their results for masks with an equal repr.
 
         This requires that the mask is the same in every batch and that its repr describes it
         completely. By default only masks of this package are cacheable.
@@ -145,8 +145,8 @@ class Mask:
         """Return how much of `q_span` x `k_span` is visible.
 
         EMPTY and FULL are promises, PARTIAL is always correct. The default is the result of
-        `covers` if a mask defines it. Otherwise it is PARTIAL, with which every key is sent to
-        every rank.
+        `covers` if a mask defines it. Otherwise it is PARTIAL, so that every key is sent to every
+        rank.
 
         Args:
             q_span: Span of queries.
@@ -200,7 +200,7 @@ class Mask:
         return type(self).viewers is not Mask.viewers
 
     def viewers(self, k_spans: Spans) -> Viewers:
-        """Return the positions that see keys of spans.
+        """Return the query positions that see keys of each span.
 
         This method is optional. The default allows all positions, which `covers` then restricts.
 
@@ -224,10 +224,10 @@ class Mask:
         """Raise ValueError unless the mask is valid for sequences of `seq_len` positions."""
 
     def narrowed(self, other: Mask) -> Mask | None:
-        """Return the pairs that both masks show, if `other` has another meaning under this mask.
+        """Return the combination with `other` (&), if `other` has another meaning under this mask.
 
-        That is so for `Tree`: windows count along its paths and not in positions. Most masks return
-        None.
+        `Tree` defines this method: under a tree, windows count along paths and not in positions.
+        Most masks return None.
 
         Args:
             other: The other mask.
@@ -254,7 +254,7 @@ class Mask:
 
 
 class VectorMask(Mask):
-    """Base of masks that compute `covers` for arrays; `cover` uses it."""
+    """Base class of masks that compute `covers` for arrays; `cover` uses it."""
 
     def covers(self, q_spans: Spans, k_spans: Spans) -> np.ndarray:
         raise NotImplementedError

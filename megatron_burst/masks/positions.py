@@ -61,7 +61,7 @@ class Window(VectorMask):
         right: Number of keys after the query; None for no limit.
 
     Raises:
-        ValueError: A limit is neither None nor an integer from 0.
+        ValueError: A limit is neither None nor an integer >= 0.
 
     Example:
         >>> mb.masks.Window(1, 0).visible(np.array([2]), np.arange(4))
@@ -134,10 +134,10 @@ class Dilated(VectorMask):
     """Dilated mask: a query attends to keys at distances that are multiples of `stride`.
 
     Args:
-        stride: The stride, on both sides.
+        stride: Distance between visible keys, before and after the query.
 
     Raises:
-        ValueError: `stride` is not an integer from 1.
+        ValueError: `stride` is not an integer >= 1.
 
     Example:
         >>> mb.masks.Dilated(2).visible(np.array([2]), np.arange(5))
@@ -176,7 +176,7 @@ class Prefix(VectorMask):
         n: Number of keys.
 
     Raises:
-        ValueError: `n` is not an integer from 0.
+        ValueError: `n` is not an integer >= 0.
 
     Example:
         >>> (mb.masks.Causal() | mb.masks.Prefix(2)).visible(np.array([0]), np.arange(4))

@@ -3,9 +3,9 @@
 
 Spans are cut where the description of the mask changes. For bands, documents and prefixes, the
 queries that see a piece of keys are an interval of positions. Every query of the interval sees a
-band (`Mask.viewers`). Pieces of queries are sorted by position, so most pieces that see anything
-see the whole piece of keys and are one range. Only pieces at the edges of the interval or of the
-band are compared one by one.
+band (`Mask.viewers`). Pieces of queries are sorted by position. So most pieces of queries that see
+a piece of keys see all of it, and they form one range. Only pieces at the edges of the interval or
+of the band are compared one by one.
 
 This module decides the granularity of rows: intervals, which are exact for bands. A pair of pieces
 that is partly visible and not a band counts as seen completely.
@@ -24,11 +24,11 @@ from .base import FAR, Cover, Mask, Viewers
 
 _Rows = tuple[np.ndarray, np.ndarray]  # first and stop of each
 PAIRS = 1 << 20  # largest number of pairs of pieces that are compared one by one
-ALL_PAIRS = 1 << 12  # largest number of pairs for which a mask without `viewers` is not grouped
+ALL_PAIRS = 1 << 12  # up to this many pairs, queries of a mask without `viewers` are not grouped
 
 
 class RankRows(NamedTuple):
-    """Columns: `rank` uses the rows first <= row < stop of the shard, within `piece`."""
+    """Rows that ranks use: `rank` uses the rows first <= row < stop of the shard, in `piece`."""
 
     piece: np.ndarray
     rank: np.ndarray
@@ -63,7 +63,9 @@ class VisibleRows(NamedTuple):
 
 
 class _Ranges(NamedTuple):
-    """The ranges of query pieces, sorted by position, that see each piece of keys.
+    """For each piece of keys, the ranges of query pieces that see it.
+
+    Query pieces are sorted by position.
 
     Attributes:
         begin: First query piece that may see some keys.
@@ -126,7 +128,7 @@ def rows_seen(mask: Mask, q_shards: Shards, k_shards: Shards) -> tuple[VisibleRo
 
 
 def meeting(mask: Mask, shards: Shards) -> tuple[Pieces, Pieces, np.ndarray, np.ndarray]:
-    """Return pieces of queries, pieces of keys, and the pairs i, j of them that may see something.
+    """Return query pieces, key pieces, and indices i, j of the pairs that may be visible.
 
     Spans are cut where the description of the mask changes, unless that makes too many pairs.
     """
@@ -146,8 +148,8 @@ def viewers_of(mask: Mask, queries: Spans, keys: Spans) -> Viewers:
     """Return `Mask.viewers` of keys; if a mask does not define it, `covers` restricts the range.
 
     `covers` is computed for groups of neighbouring queries. Only its promise of EMPTY is used, so
-    every query that sees something stays in the range. A group of queries that sees nothing need
-    not be compared one by one.
+    every query that sees something stays in the range. The queries of a group that sees nothing
+    are then not compared one by one.
 
     Args:
         mask: The mask.
@@ -183,9 +185,9 @@ def _ranges(queries: Spans, keys: Spans, viewers: Viewers) -> _Ranges:
 
 
 def _inside(queries: Spans, viewers: Viewers, ranges: _Ranges) -> np.ndarray:
-    """Return which pieces of keys have all their possible viewers within `first` to `last`.
+    """Return bool, true for pieces of keys whose possible viewers are all in `first` to `last`.
 
-    Pieces are cut at breaks, so they cross an edge only if breaks were left out.
+    Pieces are cut at breaks, so a piece crosses `first` or `last` only if breaks were left out.
     """
     visible = ranges.begin < ranges.end
     begin, end = (column[visible] for column in (ranges.begin, ranges.end))
@@ -198,7 +200,7 @@ def _inside(queries: Spans, viewers: Viewers, ranges: _Ranges) -> np.ndarray:
 def _bands(
     mask: Mask, queries: Pieces, keys: Pieces, viewers: Viewers, i: np.ndarray, j: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, _Rows, _Rows]:
-    """Return the pairs of pieces i, j that see something, and their rows.
+    """Return the pairs of pieces i, j with visible pairs of rows, and these rows.
 
     Returns:
         i, j, the query rows (first, stop) that see something, and the key rows that are seen.
@@ -235,7 +237,7 @@ def _bands(
 
 
 def _mask_bands(mask: Mask, q: Spans, k: Spans) -> tuple[np.ndarray, np.ndarray]:
-    """Return the band of each pair from the mask; unlimited on both sides if it is not a band."""
+    """Return the mask's band of each pair of spans; FAR on both sides if it is not a band."""
     covers = mask.covers(q, k)
     reach = np.where(covers == Cover.EMPTY, -FAR, FAR)
     left, right = reach, reach.copy()
@@ -297,8 +299,8 @@ def _within(
 def _running(extreme: np.ufunc, table: np.ndarray) -> None:
     """Replace each row by the minimum or maximum of all rows up to it, in place.
 
-    It works within blocks of rows, for all blocks at once, and then from block to block. This is
-    ten times faster than `accumulate` along the first axis.
+    The computation runs within blocks of rows, for all blocks at once, and then from block to
+    block. This is ten times faster than `accumulate` along the first axis.
     """
     width = int(len(table) ** 0.5)
     blocks = table[: len(table) // width * width].reshape(-1, width, table.shape[1])
@@ -317,7 +319,7 @@ def united(table: np.ndarray, first: np.ndarray, count: np.ndarray) -> np.ndarra
     """
     combined = table[first]
     order = np.argsort(-count, kind="stable")
-    longest = np.bincount(count[order])[::-1].cumsum()[::-1].tolist()  # groups of at least a size
+    longest = np.bincount(count[order])[::-1].cumsum()[::-1].tolist()  # groups with count >= index
     for offset, number in enumerate(longest[2:], 1):
         longer = order[:number]
         combined[longer] |= table[first[longer] + offset]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks that look positions up in a table: Documents, SameSpan, BlockSparse, Dense.
 
-The module also computes which shards see which.
+The module also computes which query shards see which key shards.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Documents(VectorMask):
             np.where(hidden, FAR, edges[after]),
             np.where(hidden, -FAR, edges[end + 1] - 1),
         )
-        far = np.where(hidden, -FAR, FAR)  # no query if hidden, so that any other mask holds it
+        far = np.where(hidden, -FAR, FAR)  # no query if hidden, so `Viewers.holds` is true
         return Viewers(first, last, far, far, (after == end) | hidden)
 
     def _all_hidden(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
@@ -121,7 +121,7 @@ class Documents(VectorMask):
 class SameSpan(VectorMask):
     """Span mask: the positions of one span see each other, in both directions.
 
-    All other positions see nothing under it. The mask of a causal sequence with images whose tokens
+    Positions outside all spans see nothing. The mask of a causal sequence with images whose tokens
     see each other is `Causal() | SameSpan(images)`.
 
     Args:
@@ -236,7 +236,7 @@ class BlockSparse(_Table, VectorMask):
 
     @cached_property
     def _rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """First and last row of blocks that sees each column, int64 [n]; n and -1 if none does."""
+        """First and last query block that sees each key block, int64 [n]; n and -1 for none."""
         any_, n = self.table.any(axis=0), len(self.table)
         last = n - 1 - self.table[::-1].argmax(axis=0)
         return np.where(any_, self.table.argmax(axis=0), n), np.where(any_, last, -1)
@@ -257,7 +257,7 @@ class BlockSparse(_Table, VectorMask):
 
 
 class Dense(_Table):
-    """Dense mask: query q attends to key k if table[q, k], for masks of no other class.
+    """Dense mask: query q attends to key k if table[q, k]; for masks that no other class describes.
 
     The table needs S squared bytes of host memory on every rank.
 

@@ -111,16 +111,16 @@ def within(size: int | None, q: ShardSlice, k: ShardSlice) -> bool:
 
 
 def _cut_before(part: ShardSlice, cuts: np.ndarray) -> list[ShardSlice]:
-    """Return the slice cut before each of `cuts`."""
+    """Cut a slice before each of the indices `cuts`."""
     bounds = [0, *cuts.tolist(), part.span.length]
     return [part.take(a, b - a) for a, b in pairwise(bounds)]
 
 
 def _residues(part: ShardSlice, modulus: int) -> list[ShardSlice]:
-    """Return the slice by residue classes.
+    """Split a slice into residue classes.
 
     The stride of each class is a multiple of `modulus`, so a dilated mask shows all or nothing of
-    it.
+    the class.
     """
     every = modulus // np.gcd(part.span.stride, modulus).item()
     length = part.span.length
@@ -251,7 +251,7 @@ class Cutter:
             yield from (self._cut(mask, q, k) for q, k in pairs)
             return
         parts = [split(mask, q, k, None) for q, k in pairs]
-        if None in parts:  # and none can become a table
+        if None in parts:  # and no pair can become a table
             self._no_table(mask, *pairs[parts.index(None)])
         # One call also for all pairs with few parts.
         listed = [part for part in parts if part and len(part[0]) * len(part[1]) <= _LISTED_PAIRS]
@@ -285,7 +285,8 @@ class Cutter:
     def _cheaper(self, tiles: Iterable[Tile], limit: int) -> list[Tile] | None:
         """Return the tiles if they cost at most `limit` pairs, else None.
 
-        It stops at the first tile too many, because a fine mask can have very many tiles.
+        The iteration stops when the limit is exceeded, because a fine mask can have very many
+        tiles.
         """
         taken, cost = [], 0
         for tile in tiles:
@@ -334,8 +335,8 @@ class Cutter:
 def _window(q: ShardSlice, k: ShardSlice, band: Band) -> Iterator[Tile]:
     """Yield the tiles of a band with a left edge, without rows and columns that see nothing.
 
-    These are rows that the left edge does not reach, and then a tile with no more rows than
-    columns.
+    The first tiles are the rows that the left edge does not reach. The last tile has no more rows
+    than columns.
     """
     # `AtenKernel` corrects rows that see nothing only in tables, so a band must have none.
     begin, end = max(0, -band.right), min(q.span.length, k.span.length + band.left)
@@ -375,7 +376,7 @@ def _joined_along(tiles: Iterable[Tile], same: str, along: str) -> Iterator[Tile
 
 def _touch(a: Tile, b: Tile, same: str, along: str) -> bool:
     first, second = getattr(a, along), getattr(b, along)
-    if first.stop != second.start or getattr(a, same) != getattr(b, same):  # most
+    if first.stop != second.start or getattr(a, same) != getattr(b, same):  # most tiles
         return False
     return first.step == second.step == 1 and _fully_visible(a) and _fully_visible(b)
 
@@ -448,8 +449,8 @@ def band_tiles(rows: int, columns: int, band: Band, block: int | None) -> tuple[
     """Return the tiles of a band over `rows` x `columns`.
 
     The first tiles are the rows that the left edge does not reach: a rectangle and a lower
-    triangle. The others are blocks of at most `block` rows: the columns that the whole block sees,
-    and the slanted edges.
+    triangle. The other tiles are blocks of at most `block` rows: the columns that the whole block
+    sees, and the slanted edges.
 
     Args:
         rows: Number of rows.

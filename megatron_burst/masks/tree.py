@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mask `Tree`: prefix trees of trajectories, in depth-first order.
 
-Rows of a subtree are one interval, so one bound per key decides visibility: query q sees key k when
-k <= q < out[k] (as in flash attention's column bounds). Runs of rows with one bound are segments of
-the tree. Between two breaks the mask is a causal band or empty.
+The rows of a subtree are one interval, so one bound per key decides visibility: query q sees key k
+if k <= q < out[k] (as in flash attention's column bounds). Runs of rows with equal bounds are
+segments of the tree. Between two breaks the mask is a causal band or empty.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .positions import Window
 class Tree(VectorMask):
     """Mask of prefix trees: a row sees itself and its ancestors.
 
-    Row q sees row k when k <= q < out[k]. Several trees may follow one another. If `out` has the
+    Row q sees row k if k <= q < out[k]. Several trees may follow one another. If `out` has the
     end of its document for every row, the mask is `Documents(cu_seqlens) & Causal()`. `Tree(out) &
     Window(w, 0)` is `Tree(out, window=w)`.
 
@@ -30,11 +30,11 @@ class Tree(VectorMask):
         out: Integers [S]. out[k] is the first row after the subtree of row k, with rows in
             depth-first order (`mb.trees.pack` makes them). A row with out[k] <= k is padding: it
             sees nothing, and no row sees it.
-        window: Number of nearest ancestors that a row sees, next to itself. Distances count along
-            the path from the root, not in rows. None for no limit.
+        window: Number of nearest ancestors that a row sees, in addition to itself. Distances count
+            along the path from the root, not in rows. None for no limit.
 
     Attributes:
-        bounds: Bounds of the segments, which are runs of rows with one `out`.
+        bounds: Bounds of the segments, which are runs of rows with equal `out`.
         parents: Segment that each segment continues; -1 for roots and padding.
 
     Raises:
@@ -115,7 +115,7 @@ class Tree(VectorMask):
     def bands(self, q_spans: Spans, k_spans: Spans) -> SpanBands:
         covers, keys = self.covers(q_spans, k_spans), self._segments(k_spans)
         known = np.equal(q_spans.stride, k_spans.stride)
-        known = known & np.less(q_spans.last, self._earliest.of(*keys))  # below all these keys
+        known = known & np.less(q_spans.last, self._earliest.of(*keys))  # descendants of these keys
         known = known & (self._padding(q_spans.start, q_spans.last) == 0)
         left = np.full(covers.shape, FAR)
         if self.window is not None:  # within a segment, path and row distances are equal
@@ -182,7 +182,9 @@ class Tree(VectorMask):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the least and the greatest depth of spans in segments `first` to `last`."""
         low, high = self.depths[spans.start], self.depths[spans.last]
-        several = first < last  # segments after the first begin inside; before the last, they end
+        # A span has the first rows of segments first + 1 to last, and the last rows of segments
+        # first to last - 1.
+        several = first < last
         after, before = np.where(several, first + 1, first), np.where(several, last - 1, last)
         low = np.where(several, np.minimum(low, self._highest.of(after, last)), low)
         return low, np.where(several, np.maximum(high, self._deepest.of(first, before)), high)
@@ -213,9 +215,9 @@ class Tree(VectorMask):
 
 
 class _Extremes:
-    """A sparse table of the minimum or maximum of values[first..last], for many ranges at once.
+    """A sparse table with the minimum or maximum of values[first..last], for arrays of ranges.
 
-    Row j of the table holds the extremes of 2^j values.
+    Row j of the table holds the extremes of 2^j consecutive values.
     """
 
     def __init__(self, values: np.ndarray, pick: np.ufunc):

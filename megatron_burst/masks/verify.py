@@ -2,10 +2,10 @@
 """Comparison of the methods of a mask with its `visible`.
 
 `cover`, `covers`, `bands` and `viewers` are promises about `visible`. A wrong promise gives wrong
-attention without an error: ranks skip pairs that a promise calls hidden, and compute pairs without
-a mask that it calls full. `check` compares all pairs of spans of a short sequence, or a sample of a
-long one. The sample is the same on every rank. It has shards of common layouts, small spans at the
-edges of the visible region, and random spans.
+attention without an error: ranks skip pairs that are promised to be hidden (EMPTY), and compute
+pairs that are promised to be visible (FULL) without a mask. `check` compares all pairs of spans of
+a short sequence, or a sample of a long one. The sample is the same on every rank. It has shards of
+common layouts, small spans at the edges of the visible region, and random spans.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def check(mask: Mask, seq_len: int) -> None:
 
 
 def check_custom(mask: Mask, seq_len: int) -> None:
-    """Check a custom mask by a small sample."""
+    """Check a custom mask with a small sample of pairs of spans."""
     _check(mask, seq_len, FEW_PAIRS, FEW_POINTS)
 
 
@@ -116,14 +116,14 @@ def _sample(mask: Mask, seq_len: int, count: int, rng: np.random.Generator) -> _
 
 
 def _inside(spans: np.ndarray, seq_len: int) -> np.ndarray:
-    """Cut spans [n, 3] to the positions of the sequence."""
+    """Clip spans [n, 3] to the positions of the sequence."""
     start, stride, length = spans.T
     start = np.clip(start, 0, seq_len - 1)
     return np.stack([start, stride, np.clip(length, 1, (seq_len - 1 - start) // stride + 1)], 1)
 
 
 def _shards(seq_len: int) -> np.ndarray:
-    """Return the spans of 1 to 16 ranks, in contiguous parts and striped: int64 [n, 3]."""
+    """Return the spans of 1 to 16 ranks in layouts contiguous and striped: int64 [n, 3]."""
     spans = [(0, 1, seq_len)]
     for ranks in (2, 4, 8, 16):
         size = -(-seq_len // ranks)
@@ -151,7 +151,7 @@ def _at_edges(mask: Mask, seq_len: int, count: int, rng: np.random.Generator) ->
 
 
 def _changes(mask: Mask, row: int, seq_len: int, of_key: bool) -> np.ndarray:
-    """Return some positions before which visibility changes, for a query or for a key `row`."""
+    """Return some positions before which visibility changes, for query or key `row`."""
     near = np.arange(max(0, row - CANDIDATES // 2), min(seq_len, row + CANDIDATES // 2))
     far = np.linspace(0, seq_len - 1, CANDIDATES // 2).astype(np.int64)
     ends = np.clip([1, 2, seq_len - 3, seq_len - 2], 0, seq_len - 1)
@@ -186,7 +186,7 @@ def _check_shapes(mask: Mask, seq_len: int) -> None:
             k = positions[(by_row != table[i]).argmax()]
             raise ValueError(
                 f"{_name(mask)}: visible is {not by_row.all()} or {bool(by_row.any())} for query "
-                f"{q} and key {k} by the shape of the arrays; compute it from q and k alone"
+                f"{q} and key {k}, depending on array shapes; compute it from q and k alone"
             )
     breaks = np.asarray(mask.breaks)
     if breaks.ndim != 1 or (breaks.size and breaks.dtype.kind not in "iu"):
@@ -241,7 +241,7 @@ def _points(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return local rows and columns [pairs, points]: corners and random points.
 
-    A small rectangle has all its points.
+    For a small rectangle, all its points are returned.
     """
     rows, columns = (x.length[:, None] for x in pairs)
     index = np.arange(points)[None]
@@ -317,7 +317,7 @@ def _check_viewers(
 def _raise(
     mask: Mask, method: str, value: str, pairs: _SpanPairs, i: Any, at: tuple[Any, Any]
 ) -> None:
-    """Raise the ValueError of pair i for a pair of positions that breaks its promise."""
+    """Raise ValueError for pair i of spans and two positions that contradict its promise."""
     q_span, k_span = (f"Span({x.start[i]}, {x.stride[i]}, {x.length[i]})" for x in pairs)
     q, k = map(int, at)
     seen = bool(mask.visible(np.array([q]), np.array([k]))[0])

@@ -37,14 +37,14 @@ WRONG = {
     "no form": ({"form": "mamba"}, "form must be one of auto, linear"),
     "kernel": ({"kernel": "best"}, "kernel must be one of auto"),
     "algorithm": ({"algorithm": "burst"}, "algorithm must be one of auto, all_gather, scan"),
-    "rates": ({"rates": 3, "algorithm": "auto"}, "rates: give mb.Rates, whose intra is a number"),
+    "rates": ({"rates": 3, "algorithm": "auto"}, "rates must be mb.Rates, with intra a number"),
     "rates beside": (
         {"rates": mb.Rates(1.0, 1.0), "algorithm": "ring"},
         "for algorithm='auto' only",
     ),
     "batch first": (
         {n: two(1, 8, *end) for n, end in {"q": (1, D), "k": (1, D), "v": (H, W)}.items()},
-        r"multiple of 4, got 2; .*; rows come first, then the batch: transpose\(0, 1\)",
+        r"multiple of 4, got 2; .*; rows come first, then the batch; use transpose\(0, 1\)",
     ),
     "batch first, packed": (
         {n: two(2, 8, *end) for n, end in {"q": (1, D), "k": (1, D), "v": (H, W)}.items()}
@@ -188,7 +188,7 @@ PLANNED = {
     "one head": ("scalar", (scalars(B, 1), maps("none")[1]), r"decay must be \[p, b, h\], here"),
     "other kind": ("scalar", maps("vector"), r"decay must be \[p, b, h\], here"),
     "no decay": ("vector", maps("none"), r"decay must be a tensor \[p, b, h, d\]"),
-    "a decay": ("none", maps("scalar"), "decay: the plan is for maps without, got a Tensor"),
+    "a decay": ("none", maps("scalar"), "decay must be None: .* without decay; got a Tensor"),
     "integers": ("scalar", (two(2, B, H, dtype=torch.int64), maps("none")[1]), "decay must have"),
 }
 

@@ -277,6 +277,6 @@ def test_kernels_are_chosen_by_name():
     assert registry.choose("reference", form, given)[0] == "reference"
     with pytest.raises(ValueError, match=r"kernel must be one of auto, torch, .*, got 'cuda'"):
         registry.choose("cuda", form, given)
-    words = "kernel fla runs on CUDA devices, got tensors on cpu; kernel='torch' takes anything"
+    words = "kernel fla runs on CUDA devices, got tensors on cpu; kernel='torch' supports all forms"
     with pytest.raises(ValueError, match=words):
         registry.choose("fla", form, given)

@@ -308,7 +308,7 @@ def test_auto_takes_flash_linear_attention_on_cuda_where_it_is_installed(monkeyp
 def test_auto_says_why_it_does_without_it_on_cuda(monkeypatch):
     """No warning if torch's operators were requested by name."""
     form = forms.FORMS["kda"]
-    words = "kernel 'torch' in place of 'fla'.*flash-linear-attention is not installed.*install"
+    words = "uses kernel 'torch', not 'fla'.*flash-linear-attention is not installed.*install"
     with pytest.warns(UserWarning, match=words):
         chosen, why = registry.choose("auto", form, on_cuda("kda"))
     assert chosen == "torch"

@@ -210,7 +210,7 @@ def test_what_travels_of_a_tree():
     layout, groups = mb.layout.make("contiguous", cp_size=4), in_process.groups(inter=2, intra=2)
     q, v = ([torch.randn(24, 1, 1, 4) for _ in range(4)] for _ in range(2))
     plan = in_process.prepare_linear(q, q, v, groups=groups, layout=layout, tree=tree)
-    assert "algorithm all_gather (auto: the only one that supports trees)" in plan.describe()
+    assert "algorithm all_gather (auto: the only algorithm for trees)" in plan.describe()
     with torch.no_grad():
         in_process.linear_attention(q, q, v, plan=plan)
     sent = [(rank.counters.intra, rank.counters.inter) for rank in groups.ranks]

@@ -87,7 +87,7 @@ class LinearKernel(Protocol):
     name: str
 
     def refusal(self, form: Form, inputs: LinearInputs) -> str | None:
-        """Return the reason why the kernel cannot compute these tensors, with its name, or None.
+        """Return why the kernel, by name, cannot compute these tensors; None if it can.
 
         Only shapes, dtypes and devices are read.
 
@@ -97,7 +97,7 @@ class LinearKernel(Protocol):
         ...
 
     def run(self, form: Form, inputs: LinearInputs, cut: RankPieces) -> PieceRun:
-        """Return the computation of the pieces."""
+        """Start the computation of the pieces."""
         ...
 
 

@@ -3,9 +3,9 @@
 
 Memory: between forward and backward the kernel keeps q, k, v, decay, beta and the entering states
 of the pieces, and no other tensor per token. Backward computes the chunks again. Forward and
-backward process a shard segment by segment. Backward first runs over the chunks to find the states
-between segments, then processes the segments from the last to the first. At any time only the
-gradients and the tensors of one segment are in memory. The accumulation dtype is float32, and
+backward process a shard segment by segment. Backward first runs over the chunks to compute the
+states between segments, then processes the segments from the last to the first. At any time only
+the gradients and the tensors of one segment are in memory. The accumulation dtype is float32, and
 float64 for float64 inputs.
 
 Chunks: the rows of a chunk write U [c, w] into the state. For additive forms U is the values. For
@@ -22,8 +22,8 @@ once in backward.
 Decays: G_t is the sum of the decays (logarithms) of rows 0..t of a chunk. The state that row j
 wrote has the factor exp(G_t - G_j) at a later row t, and exp(G_end - G_j) after the chunk. The
 state before the chunk has the factor exp(G_t). exp(-G_j) alone may overflow and is never computed.
-exp(G_t) overflows if decays grow to inf within a chunk, which the recurrence shows only for a
-nonzero state. A decay that leaves nothing, such as -inf, is replaced by one of `FLOORS`, so that
+exp(G_t) overflows if decays grow to inf within a chunk. In the recurrence, this affects only
+nonzero states. A decay that erases the state, such as -inf, is replaced by one of `FLOORS`, so that
 differences of sums are finite. Sums are in float64, because small differences of large sums matter.
 
 Shape letters: n chunks and p pieces (leading), b batch, g query/key heads, r value heads of each, c
@@ -59,7 +59,7 @@ class DecayedKeys(NamedTuple):
         written: Keys with the decay until the end, of the same shape.
         read_factor: Decay since the beginning for unchanged keys, or None.
         written_factor: Decay until the end for unchanged keys, or None.
-        kept: Factor of the state over the chunk [n, p, b, g, r, 1 | d, 1].
+        state_factor: Factor of the state over the chunk [n, p, b, g, r, 1 | d, 1].
     """
 
     read: torch.Tensor
@@ -159,7 +159,7 @@ def _later(size: int, device: torch.device) -> torch.Tensor:
 
 SIZE = 64  # rows of a chunk
 # Size of a segment's keys in the accumulation dtype. A segment needs up to 50 times this memory.
-# The number of its launches is constant except for its chunks.
+# Its number of launches is a constant plus a number per chunk.
 SEGMENT_BYTES = 16 << 20
 
 
@@ -176,9 +176,9 @@ class Segment(NamedTuple):
 
 
 class PieceGroup(NamedTuple):
-    """Pieces that are processed side by side, segment by segment, longest first.
+    """Pieces that are processed together, segment by segment, sorted by descending length.
 
-    Pieces that have ended are the last ones, and later segments omit them.
+    Pieces that have ended are the last pieces of the group, and later segments omit them.
 
     Attributes:
         pieces: Pieces of the group.
@@ -192,7 +192,7 @@ class PieceGroup(NamedTuple):
 
 
 def groups_of(cut: RankPieces, limit: int) -> list[PieceGroup]:
-    """Return groups of pieces of similar length and equal `mapped`, with about `limit` chunks."""
+    """Return groups of pieces of similar length and equal `mapped`, at most `limit` per group."""
     starts = [0, *accumulate(cut.lengths)]
     groups = []
     for mapped in (True, False):
@@ -206,9 +206,9 @@ def groups_of(cut: RankPieces, limit: int) -> list[PieceGroup]:
 
 
 def _segments(spans: Sequence[tuple[int, int]], limit: int) -> Iterator[Segment]:
-    """Yield the segments of pieces at these rows, longest first.
+    """Yield the segments of pieces with these rows, which are sorted by descending length.
 
-    A segment has at most `limit` chunks, the same number of each piece that has not ended.
+    A segment has at most `limit` chunks, and the same number for each piece that has not ended.
     """
     chunks = [-(-(stop - start) // SIZE) for start, stop in spans]
     done = 0
@@ -380,7 +380,7 @@ class _Inverse(torch.autograd.Function):
 
 
 class ChunkwiseKernel:
-    """Kernel "torch"."""
+    """Kernel "torch": linear attention in chunks, with torch operators."""
 
     name = "torch"
 
@@ -414,11 +414,12 @@ class ChunkwiseRun:
 
 
 class _ChunkedShard:
-    """Computation over the segments of a shard, for tensors that autograd holds.
+    """Computation over the segments of a shard; autograd functions hold the tensors.
 
     Attributes:
-        inverses: Inverses of the segments of mapped pieces. In forward maps leave them to outputs,
-            and in backward outputs leave them to maps.
+        inverses: Inverses of the segments of mapped pieces. In forward, outputs reuse the inverses
+            that maps have computed. In backward, maps reuse the inverses that outputs have
+            computed.
     """
 
     def __init__(self, form: Form, inputs: LinearInputs, cut: RankPieces):

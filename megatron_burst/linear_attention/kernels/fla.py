@@ -33,7 +33,7 @@ WIDEST = 256  # largest width of keys
 
 
 class FlaKernel:
-    """Kernel "fla"."""
+    """Kernel "fla": linear attention by functions of flash-linear-attention."""
 
     name = "fla"
 
@@ -58,7 +58,7 @@ def names(form: Form) -> tuple[str, ...]:
 
 
 def unfit(inputs: LinearInputs) -> str | None:
-    """Return the reason against these tensors, or None, from checks in the sources."""
+    """Return why the functions reject these tensors, or None; from checks in their sources."""
     dtypes = {x.dtype for x in (inputs.q, inputs.k, inputs.v)}
     if len(dtypes) > 1 or inputs.v.dtype not in (torch.bfloat16, torch.float16):
         return (
@@ -70,7 +70,7 @@ def unfit(inputs: LinearInputs) -> str | None:
 
 
 def run(loaded: FittedFunction, form: Form, inputs: LinearInputs, cut: RankPieces) -> SequencesRun:
-    """Return the run of this function, which does not get pieces without rows."""
+    """Return the computation of the pieces with this function."""
     shared = shares_heads(form, loaded)
 
     def sweep(

@@ -10,7 +10,7 @@ The function computes S_t = exp(dt_t A) S_{t-1} + dt_t B_t x_t^T with one A per 
 determines both the decay and the write strength. We pass A = -1, dt = -decay and x = v / dt. A
 decay closer to 0 than `SMALLEST` is replaced by -`SMALLEST`.
 Small decays lose digits in their gradients, because x is then large. "auto" therefore does not
-select this kernel. States are [b, h, w, d] there, and pieces are called one by one.
+select this kernel. Its states are [b, h, w, d], and it is called once per piece.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SMALLEST = 1e-6
 
 
 class MambaKernel:
-    """Kernel "mamba_ssm"."""
+    """Kernel "mamba_ssm": scalar decay by `mamba_chunk_scan_combined`."""
 
     name = "mamba_ssm"
 
@@ -53,7 +53,7 @@ def function() -> FittedFunction:
 
 
 def run(loaded: FittedFunction, form: Form, inputs: LinearInputs, cut: RankPieces) -> SequencesRun:
-    """Return the run of this function."""
+    """Return the computation of the pieces with this function."""
 
     def sweep(
         inputs: LinearInputs, lengths: Sequence[int], states: torch.Tensor | None, behind: bool

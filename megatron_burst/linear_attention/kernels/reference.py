@@ -14,7 +14,7 @@ from .base import LinearInputs, Maps, RankPieces, no_maps
 
 
 class RecurrenceKernel:
-    """Kernel "reference"."""
+    """Kernel "reference": the recurrence, token by token."""
 
     name = "reference"
 

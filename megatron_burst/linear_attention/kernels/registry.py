@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Table of the kernels of linear attention, and the selection of a kernel for a call.
 
-`KERNELS` has one line per kernel. This module owns the selection of "auto".
+`KERNELS` has one entry per kernel. This module decides which kernel "auto" selects.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KERNELS: dict[str, Callable[[], LinearKernel]] = {
 
 
 def choose(name: str, form: Form, inputs: LinearInputs) -> tuple[str, str]:
-    """Return the name of a kernel for these tensors, and the reason against a faster one.
+    """Return the name of a kernel for these tensors, and why no faster kernel is used.
 
     "auto" selects flash-linear-attention on CUDA if it is installed and supports the tensors.
     Otherwise it selects torch, with a warning on CUDA.
@@ -49,9 +49,9 @@ def choose(name: str, form: Form, inputs: LinearInputs) -> tuple[str, str]:
     if reason is None:
         return candidate, ""
     if name != "auto":
-        raise ValueError(f"{reason}; kernel='torch' takes anything")
+        raise ValueError(f"{reason}; kernel='torch' supports all forms and dtypes")
     warnings.warn(
-        f"linear attention on CUDA: kernel 'torch' in place of 'fla', which needs fewer launches "
+        f"linear attention on CUDA uses kernel 'torch', not 'fla', which needs fewer launches "
         f"and less memory: {reason}. kernel='torch' disables this warning",
         stacklevel=2,
     )

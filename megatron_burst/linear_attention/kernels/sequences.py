@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Common parts of the kernels of installed packages: their table and a `PieceRun`.
+"""Table of the packages with kernels, and the `PieceRun` that all of these kernels use.
 
 A function of a package sweeps over whole pieces, from entering states to leaving states, and
 computes the outputs of every row. For pieces that need a map, one sweep computes map and outputs.
@@ -56,7 +56,7 @@ class LinearPackage(NamedTuple):
 
 
 PACKAGES = {
-    # Early releases need head_first=False for heads after rows.
+    # Early releases need head_first=False for tensors [b, s, h, .].
     "fla": LinearPackage(
         Package(
             "flash-linear-attention",
