@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed batches of Megatron-Bridge, cut in the layout that attention expects.
 
-Bridge's training step cuts a packed batch with one function, which this module replaces. Bridge's
-function calls Transformer Engine, which supports one layout and requires padded documents.
-`megatron.data.packed` decides which positions a rank holds.
+Bridge's training step cuts a packed batch with one function, which calls Transformer Engine.
+Transformer Engine supports only zigzag and requires padded documents. This module replaces the
+function; `megatron.data.packed` determines which positions a rank holds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CUT = "_partition_packed_batch_for_cp"
 
 
 def patch_bridge() -> None:
-    """Cut Bridge's packed batches in the layout of the run, if Bridge's step is loaded.
+    """Replace Bridge's function that cuts packed batches, if Bridge's training step is loaded.
 
     Idempotent.
 
@@ -39,7 +39,7 @@ def patch_bridge() -> None:
 
 
 def _cutting(original: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    # Imported here: these import Megatron-Core, which may be absent when a recipe is written.
+    # Imported here: these modules import Megatron-Core, which may be absent when a recipe is built.
     from ..megatron.data.entries import documents_of
     from ..megatron.data.slicing import context_group, take
 
@@ -53,7 +53,7 @@ def _cutting(original: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
     if documents is None:
         raise ValueError(
             "packed batches of Megatron-Bridge must have cu_seqlens, cu_seqlens_q or "
-            "packed_seq_params, which state their documents; the keys of this batch are "
+            "packed_seq_params, with the boundaries of documents; the keys of this batch are "
             f"{', '.join(batch)}"
         )
     token_entries = {name: x for name, x in batch.items() if _spans(x, rows)}

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ready-made recipes: recipes of Megatron-Bridge with sizes for long sequences and `apply_burst`.
 
-A name states model, task, GPUs, hardware and tokens; comments give the reason for each choice.
-Model, optimizer, data (random tokens until `dataset.blend` is set) and learning-rate schedule are
-Bridge's. No recipe has been run on the GPUs in its name; `docs/nemo.md` estimates the memory.
+A recipe's name contains model, task, number and type of GPUs, and sequence length. Comments give
+the reason for each setting. Model, optimizer, data (random tokens until `dataset.blend` is set) and
+learning-rate schedule are Bridge's. No recipe has been run on the GPUs in its name; `docs/nemo.md`
+estimates the memory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def llama3_8b_pretrain_8gpu_h100_256k() -> Any:
     recipe = _bridge(
         "llama", "llama3_8b_128k_pretrain_config", "llama3_8b_pretrain_64gpu_h100_bf16_128k_config"
     )
-    # With TP 4 a GPU has 4 GB of weights and 8 GB of gradients; CP 2 uses the other GPUs of a node.
+    # With TP 4 a GPU has 4 GB of weights and 8 GB of gradients. TP 4 x CP 2 uses all 8 GPUs.
     _sizes(recipe, tokens=256 * K, tensor=4, context=2)
     # 128K tokens x a quarter of the vocabulary would be 16 GiB of float32 logits; the fused loss
     # never materializes them. store=0.5 keeps half of the attention outputs, which saves 3/4 of
@@ -36,11 +37,12 @@ def llama3_8b_pretrain_32gpu_h100_1m() -> Any:
         "llama", "llama3_8b_128k_pretrain_config", "llama3_8b_pretrain_64gpu_h100_bf16_128k_config"
     )
     # TP 4, not 8, gives two context-parallel ranks per node, whose ring uses the fast links within
-    # the node. With CP 8 a GPU holds 32K tokens between layers, 256 MiB a layer.
+    # the node. With CP 8 and sequence parallelism a GPU stores 32K tokens per layer, 256 MiB.
     _sizes(recipe, tokens=M, tensor=4, context=8)
-    # Side stays auto: with 8 key/value heads for 32 query heads, keys and values have fewer bytes
-    # in backward. store=0.5 (striped, so that all ranks keep the same number of rows) saves 3/4 of
-    # the recomputation of attention for 4 GiB. Without lm_head_loss logits would take 16 GiB.
+    # `side` keeps its default auto: with 8 key/value heads for 32 query heads, keys and values have
+    # fewer bytes in backward. store=0.5 (striped, so that all ranks keep the same number of rows)
+    # saves 3/4 of the recomputation of attention for 4 GiB. Without lm_head_loss, logits would take
+    # 16 GiB.
     return apply_burst(recipe, lm_head_loss="single_pass", store=0.5)
 
 
@@ -51,7 +53,7 @@ def qwen3_14b_pretrain_64gpu_h100_2m() -> Any:
     )
     # The recipe's TP 8 would give one rank per node, and every hop would use the slow links.
     _sizes(recipe, tokens=2 * M, tensor=4, context=16)
-    # With a vocabulary of 152K, logits would take 18 GiB per GPU, several times in backward.
+    # With a vocabulary of 152K, logits would take 18 GiB per GPU, and backward several times that.
     return apply_burst(recipe, lm_head_loss="single_pass", store=0.5)
 
 
@@ -60,8 +62,8 @@ def llama2_7b_pretrain_32gpu_a800_2m() -> Any:
     recipe = _bridge(
         "llama", "llama2_7b_pretrain_config", "llama2_7b_pretrain_2gpu_h100_bf16_config"
     )
-    # The paper shards weights with FSDP. Here TP 2 halves them, and CP 16 gives a ring of 4 ranks
-    # within each node.
+    # The paper shards weights with FSDP. Here TP 2 halves the weights per GPU, and CP 16 gives a
+    # ring of 4 ranks within each node.
     _sizes(recipe, tokens=2 * M, tensor=2, context=16)
     # Key/value heads equal query heads in number, so queries are sent in backward, as in the paper.
     return apply_burst(recipe, side="query", lm_head_loss="single_pass", store=0.5)
@@ -79,13 +81,13 @@ RECIPES: dict[str, Callable[[], Any]] = {
 
 
 def find(name: str) -> Callable[[], Any]:
-    """Return a ready-made recipe, or a recipe of Bridge with `apply_burst()` applied to it.
+    """Return the function that makes a ready-made recipe, or a recipe of Bridge with `apply_burst`.
 
     Args:
-        name: of the recipe.
+        name: name of a recipe in `RECIPES` or in `megatron.bridge.recipes`.
 
     Raises:
-        ValueError: Neither has a recipe with that name.
+        ValueError: There is no recipe with that name.
     """
     if name in RECIPES:
         return RECIPES[name]
@@ -99,7 +101,7 @@ def find(name: str) -> Callable[[], Any]:
 
 
 def _bridge(family: str, *names: str) -> Any:
-    """Return the recipe of Bridge with the first existing name; versions use different names."""
+    """Return Bridge's recipe under the first of `names` that exists in the installed version."""
     module = importlib.import_module(f"megatron.bridge.recipes.{family}")
     recipe = next((getattr(module, name) for name in names if hasattr(module, name)), None)
     if recipe is None:
@@ -108,14 +110,14 @@ def _bridge(family: str, *names: str) -> Any:
 
 
 def _sizes(recipe: Any, *, tokens: int, tensor: int, context: int) -> None:
-    """Set sizes for one sequence of `tokens` at a time, over `tensor` x `context` GPUs."""
+    """Set sizes for micro-batches of one sequence of `tokens`, over `tensor` x `context` GPUs."""
     model = recipe.model
     model.seq_length = tokens
     recipe.dataset.seq_length = tokens
     model.tensor_model_parallel_size = tensor
     model.sequence_parallel = tensor > 1
     model.context_parallel_size = context
-    # At these lengths attention dominates the time, and a pipeline would only add its bubble.
+    # At these lengths attention dominates the time, and a pipeline would only add a bubble.
     model.pipeline_model_parallel_size = 1
     model.pipeline_dtype = None
     recipe.train.micro_batch_size = 1

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check of a recipe of Megatron-Bridge after all overrides.
+"""Check of a Megatron-Bridge recipe after all overrides.
 
-It runs when Bridge validates a configuration, before Bridge makes process groups: with sizes that
-do not fit, Bridge fails in an assertion that names no setting. One error reports all problems. All
-ranks read the same configuration, so all raise the same error.
+The check runs when Bridge validates a configuration, before Bridge makes process groups. Without
+it, sizes that do not fit fail in an assertion of Bridge that names no setting. One error reports
+all problems. All ranks read the same configuration, so all raise the same error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NAME = "recipes"
 
 
 def hook_into_bridge() -> None:
-    """Make Bridge's `ConfigContainer.validate` call `check` first. Idempotent."""
+    """Wrap Bridge's `ConfigContainer.validate`, so that it first calls `check`. Idempotent."""
     if patching.installed(_NAME) is not None:
         return
     check_version()
@@ -48,7 +48,7 @@ def check(recipe: Any) -> None:
         recipe: the `ConfigContainer`.
 
     Raises:
-        ValueError: The message names each setting.
+        ValueError: Settings are not supported; the message names each setting.
     """
     model = recipe.model
     spec: Any = getattr(model, "transformer_layer_spec", None)
@@ -62,7 +62,7 @@ def check(recipe: Any) -> None:
         burst = specs.choices_with_layout(fields, model)
         refuse(
             [
-                # A recipe may be printed on another machine; `configure` checks the kernel.
+                # This machine may have no GPU; `configure` checks the kernel.
                 *configuration_problems(
                     transformer, burst, getattr(model, "seq_length", None), this_machine=False
                 ),
@@ -75,7 +75,7 @@ def check(recipe: Any) -> None:
 
 
 def _check_layout_of_others(transformer: Any) -> None:
-    """Raise an error if a recipe without BurstAttention would use another recipe's layout."""
+    """Raise an error if an earlier recipe has set a layout that Megatron's attention lacks."""
     layout = installed_layout()
     if layout not in (None, "zigzag") and getattr(transformer, "context_parallel_size", 1) != 1:
         raise ValueError(

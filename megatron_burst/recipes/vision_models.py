@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vision-language models in recipes: detected here, run by the plugin `vision`."""
+"""Detection of vision-language models in recipes, and access to the plugin `vision`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..megatron.checks.problem import Problem
 
 
 class VisionRecipes(Protocol):
-    """The functions of the plugin for providers of vision-language models of Megatron-Bridge."""
+    """The functions of `plugins.vision.recipes`, for Megatron-Bridge's vision-language models."""
 
     def check_provider(self, model: Any, is_ours: Callable[[Any], bool]) -> None:
         """Raise `ValueError` for a model that is not supported.
@@ -23,23 +23,23 @@ class VisionRecipes(Protocol):
         ...
 
     def with_mask(self, model: Any, choices: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of `apply_burst`, with the mask that the model needs over ranks."""
+        """Return `choices` (fields of `BurstConfig`), plus the mask that a split model requires."""
         ...
 
     def problems(self, model: Any, transformer: Any) -> Iterator[Problem]:
-        """Yield the settings that a supported model excludes in addition to other models."""
+        """Yield the settings that only vision-language models exclude."""
         ...
 
     def patch_bridge(self) -> None:
-        """Patch Bridge's vision-language models that are imported. Idempotent."""
+        """Patch all imported vision-language models of Bridge. Idempotent."""
         ...
 
 
 def is_vision(model: Any) -> bool:
     """Return whether this provider of Bridge makes a vision-language model."""
-    # Providers of pure language models have is_vision_language too.
+    # Providers of pure language models also have is_vision_language.
     names = vars(model).keys() - {"is_vision_language"}
-    return any("vision" in name.split("_") for name in names)  # split: "revision" does not count
+    return any("vision" in name.split("_") for name in names)  # not a substring: "revision"
 
 
 def vision_recipes(model: Any) -> VisionRecipes | None:
@@ -61,7 +61,7 @@ def vision_recipes(model: Any) -> VisionRecipes | None:
 
 
 def patch_bridge() -> None:
-    """Patch the vision-language models of Bridge that are imported, if the plugin is installed."""
+    """Patch all imported vision-language models of Bridge, if the plugin is installed."""
     recipes = registry.optional("vision_recipes")
     if recipes is not None:
         recipes.patch_bridge()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry of the plugin `lite`. A script of the user imports `plugins.lite.swap`."""
+"""Registration of the plugin `lite`. Scripts import `plugins.lite.swap` directly."""
 
 from ...registry import Plugin
 

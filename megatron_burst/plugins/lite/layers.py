@@ -21,14 +21,15 @@ from .micro_batches import LiteKind, MicroBatches
 
 
 class LiteCoreAttention(torch.nn.Module):
-    """Attention between the projections of a layer, with Lite's arguments.
+    """Core attention of a layer, with the arguments of Lite's core attention.
 
     Args:
         shared: the plans of the model.
         kind: the kind of the layer.
-        leads: whether the layer is the first of its kind.
-        number: of the layer, for messages.
-        before: the replaced values, by attribute of the layer; kept out of the model's modules.
+        leads: whether the layer is the leader, the first layer of its kind.
+        number: layer number, for messages.
+        before: the replaced values, by attribute of the layer. In a dict, so that torch does not
+            register replaced modules.
     """
 
     def __init__(
@@ -67,20 +68,21 @@ class LiteCoreAttention(torch.nn.Module):
             value: [t, k, w], or [s, b, k, w].
             core_attention_bias_type: must be "no_bias".
             attn_mask_type: must be causal.
-            qkv_format: not read.
-            cu_seqlens_q: cumulative lengths over all ranks, int32 [documents + 1], for packed
-                documents.
-            cu_seqlens_kv: the same of keys.
-            cu_seqlens_q_padded: the same with padding.
-            cu_seqlens_kv_padded: the same of keys with padding.
-            max_seqlen_q: not read.
-            max_seqlen_kv: not read.
+            qkv_format: ignored.
+            cu_seqlens_q: cumulative lengths of packed documents over all ranks, int32
+                [documents + 1].
+            cu_seqlens_kv: None, or equal to `cu_seqlens_q`.
+            cu_seqlens_q_padded: None, or equal to `cu_seqlens_q`.
+            cu_seqlens_kv_padded: None, or equal to `cu_seqlens_q`.
+            max_seqlen_q: ignored.
+            max_seqlen_kv: ignored.
 
         Returns:
             [t, h w] or [s, b, h w].
 
         Raises:
-            ValueError: Biases, other masks, or packed rows without cumulative lengths.
+            ValueError: There is a bias or another mask, cumulative lengths differ, or packed rows
+                have no cumulative lengths.
         """
         if core_attention_bias_type != "no_bias" or not attn_mask_type.endswith("causal"):
             raise ValueError(
@@ -112,10 +114,9 @@ class LiteCoreAttention(torch.nn.Module):
 
 @dataclass
 class DeltaNetForward:
-    """The forward of a gated delta net whose ranks keep their rows and all heads.
+    """Replacement of a gated delta net's forward, in which each rank keeps its rows and all heads.
 
-    It uses the layer's own projections, gates and norms, with our convolution and state between
-    them.
+    It uses the layer's own projections, gates and norms, and our convolution and linear attention.
     """
 
     net: Any
@@ -127,9 +128,9 @@ class DeltaNetForward:
     def __call__(
         self, x: torch.Tensor, position_ids: Any = None, packed_seq_params: Any = None
     ) -> torch.Tensor:
-        """Return the output for x [s, b, width], in the same shape.
+        """Return the output [s, b, width] for x [s, b, width].
 
-        With sequence parallelism, x has a tensor-parallel rank's share of the rows.
+        With sequence parallelism, x contains only the rows of this tensor-parallel rank.
         """
         net = self.net
         mixed = net.in_proj(x)  # [s, b, q | k | v | gate | beta | alpha]
@@ -154,7 +155,7 @@ class DeltaNetForward:
         return net.o_proj(out.transpose(0, 1).contiguous())
 
     def _stand_ins(self, mixed: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return stand-ins for the inputs of linear attention, without their memory."""
+        """Return stand-ins for the inputs of linear attention: shapes and dtypes, no memory."""
         net = self.net
         like = partial(rows_like, mixed, net.num_v_heads_local)
         decay = torch.promote_types(torch.float32, net.A_log.dtype)
@@ -165,6 +166,6 @@ class DeltaNetForward:
 
 
 def _ends(params: Any) -> dict[str, Any]:
-    """Return the cumulative lengths of a `PackedSeqParams`."""
+    """Return the cumulative lengths of queries in a `PackedSeqParams`, by name."""
     names = ("cu_seqlens_q", "cu_seqlens_q_padded")
     return {name: getattr(params, name, None) for name in names}

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plans that the layers of a model of Megatron Lite share, one per micro-batch.
 
-This module decides which layer makes a plan and which layers look it up. The first layer of each
-kind leads: in a forward it makes the plan, or compares the present plan with the other ranks. Later
-layers, and all layers that backward runs again, look the plan up. So ranks whose batches differ get
-the same ValueError.
+This module decides which layer makes a plan and which layers look it up. The leader of a kind is
+the first layer of the kind: in each forward it makes the plan, or compares an existing plan with
+the other ranks. Later layers, and all recomputed layers, look the plan up. If batches differ
+between ranks, every rank raises the same `ValueError`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,12 @@ PLANS_KEPT = 256  # more than packed micro-batches in flight x kinds of layers
 class LiteKind(NamedTuple):
     """The properties of a layer that are known when it is built; the same on all ranks.
 
-    Layers of equal kinds share their plans.
+    Layers of equal kinds share plans.
+
+    Attributes:
+        sort: Lite's class of the layer.
+        sizes: Numbers of heads and widths.
+        scale: The factor of the logits; None for the default.
     """
 
     sort: str
@@ -42,10 +47,10 @@ class LiteKind(NamedTuple):
 
 @dataclass
 class MicroBatches:
-    """The grid and the plans of micro-batches, which the layers of a model share.
+    """The process groups and the plans of micro-batches, which all layers of a model share.
 
     Attributes:
-        groups: The grid.
+        groups: The process groups.
         options: Options of `mb.attention`.
         linear: The algorithm of linear attention.
     """
@@ -97,18 +102,18 @@ class MicroBatches:
         ends: Mapping[str, torch.Tensor | None],
         make: Callable[[tuple[int, ...] | None], Any],
     ) -> Any:
-        """Return the plan of these tensors; a collective if `leads`, except in backward.
+        """Return the plan for these tensors; a collective if `leads`, except in backward.
 
         Args:
             kind: the kind of the layer.
-            leads: whether the layer is the first of its kind.
+            leads: whether the layer is the leader, the first layer of its kind.
             tensors: [s, b, ...] by name; only shapes, dtypes and devices are read.
             ends: cumulative lengths of documents, by name.
             make: makes a plan from the cumulative lengths.
 
         Raises:
-            ValueError: The documents do not fit, ranks disagree, or a layer that does not lead gets
-                other tensors than the leader.
+            ValueError: The documents do not fit the rows, ranks disagree, or a layer gets other
+                shapes than its leader.
         """
         compares = leads and not in_backward()
         try:
@@ -136,13 +141,14 @@ class MicroBatches:
         return self._plans.of(key, partial(make, bounds))
 
     def cut(self, bounds: tuple[int, ...] | None) -> dict[str, Any]:
-        """Return the layout in which Lite has cut a batch, as a keyword argument.
+        """Return the layout in which Lite has cut a batch, as a dict with the key "layout".
 
         Args:
             bounds: cumulative lengths of the documents; None for one sequence.
 
         Raises:
-            ValueError: Lite cannot have cut these documents; raised on every rank.
+            ValueError: Documents cannot be cut in zigzag order, which Lite uses; raised on every
+                rank.
         """
         size = self.groups.size
         if bounds is None or size == 1:

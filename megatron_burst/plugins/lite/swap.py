@@ -38,25 +38,25 @@ def set_attention_backend(
 ) -> Groups | None:
     """Replace the attention of a built model of Megatron Lite, between training steps.
 
-    A collective of each context-parallel group. No parameter, buffer or state of an optimizer
-    changes. Checkpoints that are made meanwhile do not contain Transformer Engine's `_extra_state`
-    of the replaced modules.
+    A collective of each context-parallel group. No parameter, buffer or optimizer state changes.
+    Checkpoints saved with backend "burst" do not contain Transformer Engine's `_extra_state` of the
+    replaced modules.
 
     Args:
-        model: the model or a list of its chunks, in wrappers (DDP) or not.
+        model: the model or a list of its chunks, with or without wrappers (DDP).
         backend: "burst", or "te", which restores the replaced modules.
         groups: the groups of an earlier call, or `mb.Groups` over the ranks of the model's
-            context-parallel group; None makes them by host.
+            context-parallel group; None makes groups in which the ranks on one host form a node.
         linear: how gated delta nets pass states: "auto", "ring", "scan", "all_gather" or
             "two_level"; "lite" does not replace these layers.
-        options: `algorithm`, `side`, `kernel`, `grad_wire_dtype`, `head_chunks`, as `mb.attention`
-            takes them.
+        options: `algorithm`, `side`, `kernel`, `grad_wire_dtype`, `head_chunks`; same as in
+            `mb.attention`.
 
     Returns:
-        The groups, for another call; None for "te".
+        The groups, which can be passed to a later call; None for "te".
 
     Raises:
-        ValueError: The backend or an option is unknown, the model has no attention of Lite, it has
+        ValueError: The backend or an option is unknown, the model has no attention of Lite or has
             Lite's sparse attention, or Lite's own recomputation or offload wraps only the module
             that would be replaced.
     """
@@ -70,7 +70,7 @@ def set_attention_backend(
         for layer in layers:
             _restore(layer)
             if _sort(layer) == "GQAttention":
-                layer.set_attention_backend("te")  # it may have another backend of Lite
+                layer.set_attention_backend("te")  # the layer may use a third backend of Lite
         _name(chunks, "te")
         return None
     if backend != NAME:
@@ -110,7 +110,7 @@ def set_attention_backend(
 
 
 def _layers(model: Any) -> Iterator[Any]:
-    """Yield the layers of Lite that attend to other tokens, in the order of construction."""
+    """Yield Lite's layers of softmax or linear attention, in the order of construction."""
     for layer in model.modules():
         sort = _sort(layer)
         if sort in _REFUSED and layer.ps.cp_size > 1:
@@ -122,7 +122,7 @@ def _layers(model: Any) -> Iterator[Any]:
 
 
 def _sort(layer: Any) -> str:
-    """Return the name of Lite's class of a module; empty for other modules."""
+    """Return the name of Lite's attention class that a module is an instance of, or ""."""
     for cls in type(layer).__mro__:
         is_lite = (
             cls.__name__ in _WITH_CORE or cls.__name__ in _REFUSED or cls.__name__ == _DELTA_NET
@@ -135,7 +135,7 @@ def _sort(layer: Any) -> str:
 def _refuse_wrapped(layer: Any) -> None:
     """Raise `ValueError` if Lite's recomputation or offload wraps only the replaced module.
 
-    Lite replaces the module's `forward`, which would be lost with the module.
+    Lite then replaces the `forward` of that module, so replacing the module would drop the wrapper.
     """
     delta = _sort(layer) == _DELTA_NET
     replaced = layer if delta else layer.core_attn
@@ -168,7 +168,7 @@ def _swap(layer: Any, shared: MicroBatches, number: int) -> None:
 
 
 def _restore(layer: Any) -> None:
-    """Restore the values that `_swap` has replaced."""
+    """Restore the attributes that `_swap` has replaced."""
     if _sort(layer) == _DELTA_NET:
         if isinstance(vars(layer).get("forward"), DeltaNetForward):
             del layer.forward
@@ -178,7 +178,7 @@ def _restore(layer: Any) -> None:
 
 
 def _name(chunks: Sequence[Any], backend: str) -> None:
-    """Set the name of the backend in models that have one: Lite's protocol of a batch reads it."""
+    """Set `attention_backend` of all modules that have it; Lite reads it to prepare batches."""
     for chunk in chunks:
         for part in chunk.modules():
             lite = type(part).__module__.startswith("megatron.lite.model.")

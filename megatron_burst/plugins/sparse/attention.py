@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public operation `mb.sparse_attention`: exact attention over a selection, over ranks.
+"""Public operation `mb.sparse_attention`: exact attention over selected keys, across ranks.
 
-It runs in the loop of `mb.attention` with a kernel that has the selection. Keys are sent, in
-backward with their gradients. Queries stay on the rank of their selection.
+The operation uses the loop of `mb.attention`, with a kernel that has the selection. Keys are sent,
+in backward with their gradients. Queries stay on their rank, like the selection.
 
 Shape letters: s local rows, b batch, h query heads, k key/value heads, d width, w value width.
 """
@@ -46,35 +46,35 @@ def sparse_attention(
 ) -> Any:
     """Compute exact attention of every query to the keys that were selected for it.
 
-    Inside `mb.checkpoint` the attention store keeps out and lse, as for `mb.attention`. The result
-    cannot be differentiated twice. The selection gets no gradient.
+    Inside `mb.checkpoint` the attention store keeps out and lse, same as in `mb.attention`. The
+    result cannot be differentiated twice. The selection has no gradient.
 
     Args:
         q: Queries of this rank's shard [s, b, h, d].
         k: Keys of this rank's shard [s, b, k, d]; k divides h.
         v: Values of this rank's shard [s, b, k, w]. If None, values are the first value_width
             columns of the keys, as in absorbed latent attention, and are sent once.
-        selection: Result of `mb.select`, or a selection made by hand. Its layout and mask apply.
+        selection: Result of `mb.select`, or a `Selection` of the caller. Its layout and mask apply.
         value_width: Number of value columns, below d, if v is None.
-        scale: Factor of the scores. None uses the plan's factor if its queries have the same width,
-            otherwise d ** -0.5.
-        sink: Logit [h] in every softmax that has no value, or None. Its gradient belongs to this
-            rank's rows.
-        kernel: "triton" (CUDA), "aten" (gathers keys for some rows at a time), "reference" (dense),
-            or "auto", which uses "triton" if it supports these tensors and otherwise "aten".
-        plan: As for `mb.select`.
-        groups: As for `mb.select`.
-        algorithm: As for `mb.select`.
-        label: As for `mb.attention`.
+        scale: Factor of the scores. None uses the factor of the plan if the plan was made for
+            queries of width d, otherwise d ** -0.5.
+        sink: Extra logit [h] in each softmax, without a value; or None. The gradient is the sum
+            over this rank's rows.
+        kernel: "triton" (CUDA), "aten" (gathers keys for a tile of rows at a time), "reference"
+            (dense), or "auto": "triton" if it supports these tensors, otherwise "aten".
+        plan: Same as in `mb.select`.
+        groups: Same as in `mb.select`.
+        algorithm: Same as in `mb.select`.
+        label: Same as in `mb.attention`.
         return_lse: Also return the log-sum-exp, for `mb.indexer_loss`.
 
     Returns:
         The output [s, b, h, w] in the dtype of q, with gradients of q, k, v and sink. With
-        `return_lse` a pair of the output and lse [s, b, h], the log-sum-exp of every row's scores
-        and its sink, in float32 (float64 for float64 tensors), without a gradient.
+        `return_lse` a pair of the output and lse [s, b, h], the log-sum-exp of each row's scores
+        and sink, in float32 (float64 for float64 tensors), without a gradient.
 
     Raises:
-        ValueError: An argument is not supported, as for `mb.select`.
+        ValueError: An argument is not supported; see `mb.select`.
         RuntimeError: A rank died or is out of step. The message names the exchange.
     """
     refuse_transforms("mb.sparse_attention")
@@ -113,7 +113,7 @@ def sparse_attention(
 
 
 def _recompute_plan(rank_plan: RankPlan) -> RankPlan:
-    """Return the plan with the kernel for the rows that a recomputation computes."""
+    """Return the plan with a kernel for only those rows that the attention store does not keep."""
     assert isinstance(rank_plan.kernel, SelectedKernel)
     partial = rank_plan.chunks[0].recompute
     assert partial is not None
@@ -123,7 +123,7 @@ def _recompute_plan(rank_plan: RankPlan) -> RankPlan:
 def selected_setting(
     selection: object, plan: Plan | None, groups: Groups | None, algorithm: str | None
 ) -> SparseSetting:
-    """Return the setting of a call over a selection."""
+    """Return the `SparseSetting` of a call; without a plan, layout and mask of the selection."""
     at = setting(plan, groups, None, None, algorithm)
     if plan is None and isinstance(selection, Selection):
         options = replace(at.options, layout=selection.layout, mask=selection.mask)
@@ -137,7 +137,7 @@ def _needs_grad(tensor: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class SparseAttentionOperation(SelectedOperation):
-    """Call of `mb.sparse_attention` on one rank, with its arguments."""
+    """A call of `mb.sparse_attention` on one rank. The fields are the arguments of the call."""
 
     q: Any
     k: Any
@@ -178,13 +178,16 @@ def _check_width(value_width: int | None, latent: bool, width: int) -> None:
 
 
 def over_selection(request: Request, selection: Selection, kernel: str, latent: bool) -> Request:
-    """Return the request of a call over a selection, which must have its layout and mask.
+    """Return the request with the kernel and the facts of a call over a selection.
 
     Args:
         request: Checked request.
         selection: Selection of the call.
         kernel: Key in `KERNELS`.
         latent: True if values are columns of the keys.
+
+    Raises:
+        ValueError: The selection has another layout or mask, or does not fit the tensors.
     """
     q, k, _ = request.tensors
     for name in ("layout", "mask"):
@@ -203,7 +206,7 @@ def over_selection(request: Request, selection: Selection, kernel: str, latent: 
 
 
 def kernel_for(plan: Plan, selection: Selection) -> SelectedKernel:
-    """Return the kernel of this plan with the selection."""
+    """Return the kernel of the plan's `PairKernel`, with the selection."""
     pairs = plan.kernel
     assert isinstance(pairs, PairKernel)
     return pairs.by(selection, pairs.latent)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Algorithm "auto" of the sparse operations: the algorithm with the fastest forecast.
+"""Algorithm "auto" of the sparse operations: the algorithm with the lowest predicted time.
 
-The cost model of attention gets the number of pairs of a selection, and the speed of the
-computation of a pair. The module is imported only if a call needs it, like `planning.automatic`.
+The cost model is the cost model of attention, with the number of selected query-key pairs and the
+measured speed of the sparse kernel. The module is imported only if a call needs it, like
+`planning.automatic`.
 
 Shape letters: s query rows, t key rows, b batch, h heads, d width, w value width.
 """
@@ -33,15 +34,16 @@ from .top_k import no_units
 
 
 def chosen(request: Request, groups: Groups) -> Request | ValueError:
-    """Return the request with the algorithm of the fastest forecast, or this rank's error.
+    """Return the request with the algorithm of the lowest predicted time, or this rank's error.
 
-    The call is a collective. It measures the unknown rates of the links and of the kernel.
+    A collective. It measures the rates of the links and of the kernel if they are unknown.
     """
     kernel, (q, k, v) = request.kernel, request.tensors
     assert isinstance(kernel, PairKernel)
-    if kernel.of is not None:  # one row's heads, because the speed is equal to a whole unit's
+    # Time the heads of one row instead of the heads of all rows of a unit; the speed is the same.
+    if kernel.of is not None:
         q = q[:, :, : q.shape[2] // kernel.of.block]
-    if kernel.latent:  # widths that the computation of a pair has
+    if kernel.latent:  # whole keys: value columns and key columns
         q, k = (torch.empty_like(t[..., :1]).expand(*t.shape[:3], t.shape[3] + v.shape[3])
                 for t in (q, k))  # fmt: skip
     trial: Any = _TimedPair(kernel)
@@ -51,7 +53,7 @@ def chosen(request: Request, groups: Groups) -> Request | ValueError:
 
 
 def with_fastest(request: Request, groups: Groups, rates: Rates) -> Request:
-    """Return the request with the algorithm of the fastest forecast at these rates."""
+    """Return the request with the algorithm of the lowest predicted time at these rates."""
     kernel = request.kernel
     assert isinstance(kernel, PairKernel)
     all_keys = request.sizes.tokens * request.layout.cp_size
@@ -67,10 +69,7 @@ def with_fastest(request: Request, groups: Groups, rates: Rates) -> Request:
 
 
 class _TimedPair:
-    """Computation of a pair as a kernel whose queries see and select all keys.
-
-    It can therefore be timed like a kernel of attention.
-    """
+    """Adapter that times a sparse kernel like an attention kernel: queries select all keys."""
 
     def __init__(self, of: PairKernel):
         self.by, self.rule, self.latent = of.by, of.of, of.latent
@@ -98,9 +97,8 @@ class _TimedPair:
         self, rows: Rows, k: torch.Tensor, v: torch.Tensor, work: SelectedPairs, scoring: Scoring,
         dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
     ) -> None:  # fmt: skip
-        if (
-            self.rule is not None
-        ):  # same amount of work as the forecast counts; there is no backward
+        if self.rule is not None:
+            # Scores have no backward. This is the amount of work that the cost model counts.
             for q in (rows.q, rows.q, rows.q[: len(k) // 2]):
                 self._score(self.rule, q, k, work)
         else:
@@ -110,7 +108,7 @@ class _TimedPair:
     def _attention(self, q: torch.Tensor, work: SelectedPairs) -> Any:
         ids = torch.arange(len(work.keys), dtype=torch.int32, device=q.device)
         ids = ids.expand(*q.shape[:2], self.heads, -1)
-        layout: Any = None  # a pair does not need it
+        layout: Any = None  # the kernel does not read the layout
         return self.by(selected(ids, layout, Causal()), self.latent)
 
     def _score(

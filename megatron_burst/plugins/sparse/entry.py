@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry of the plugin `sparse`."""
+"""Registration of the plugin `sparse`: options, public names and hooks."""
 
 from ...registry import Plugin
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public operation `mb.select`: the top_k best units of keys of every query, over ranks.
+"""Public operation `mb.select`: the top_k best units of keys of every query, across ranks.
 
-Index keys are sent like keys of attention, one row per unit. Each rank keeps the best units of its
-own queries.
+A unit is a block of consecutive keys. Index keys are sent like keys of attention, one row per unit.
+Each rank keeps the best units of its own queries.
 
-Shape letters: s local rows, r some of them, u units of a chunk, n means or keys of a unit, b batch,
-i index heads, k index key heads, d width, H selections of a row.
+Shape letters: s local rows, r rows of a tile, u units of a chunk, n means or keys of a unit, b
+batch, i index heads, k index key heads, d width, H selections of a row.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .units import (
     unit_placeholders,
 )
 
-EVEN = 64  # the keys of a matrix product are a multiple of this number
+EVEN = 64  # the keys of a matrix product are padded to a multiple of this number
 
 
 @outside_graphs
@@ -65,31 +65,32 @@ def select(
     """Select the `top_k` units of keys with the best index scores, for every query.
 
     Scores are float32 (float64 for float64 tensors). Among equal scores the lower unit is selected.
-    A query that sees fewer units selects all of them. Some rules always select the own block.
-    Infinities rank as the largest numbers, and NaN ranks last. The result has no gradient (see
-    `mb.indexer_loss`).
+    A query that sees fewer units selects all of them. Some rules always select the query's own
+    block. Infinite scores rank like the largest finite numbers, and NaN ranks last. The result has
+    no gradient (see `mb.indexer_loss`).
 
-    Inside `mb.checkpoint` the attention store keeps the selection of all rows, and the
-    recomputation uses it.
+    Inside `mb.checkpoint` the attention store keeps the selection of all rows, and recomputation
+    reads it from the store.
 
     Args:
         index_q: Index queries of this rank's shard [s, b, i, d].
         index_k: Index keys of this rank's shard [s, b, k, d].
         index_weights: Weights of the index heads [s, b, i] for rules that use them, otherwise None.
         rule: "dsa", "qsa", "moba", "msa", "nsa", an instance of a class in
-            `megatron_burst.plugins.sparse.rules` with another block, or an instance of a user's
-            class. Rules with blocks need layouts that keep each block on one rank, and masks
-            (`Causal`, `Full`, `Documents`, combined by &) whose documents start at blocks.
+            `megatron_burst.plugins.sparse.rules` (for another block size), or an instance of a
+            user's class. Rules with blocks require a layout that keeps each block on one rank. The
+            mask must be `Causal`, `Full` or `Documents`, combined by &, and documents must start at
+            multiples of the block.
         top_k: Number of units per query and selection.
-        plan: Plan of `mb.prepare`, whose groups, layout, mask and algorithm apply without a
-            collective. If its algorithm was "auto", the fastest one for this call is used, by the
-            rates of the plan.
+        plan: Plan of `mb.prepare`. Its groups, layout, mask and algorithm apply, and the call needs
+            no collective. If the plan was made with algorithm "auto", the fastest algorithm for
+            this call is selected with the rates of the plan.
         groups: Groups of the ranks, if no plan is given.
         layout: Layout, if no plan is given; default zigzag.
         mask: Mask, if no plan is given; default causal.
         algorithm: Algorithm that sends keys, or "auto", if no plan is given; default burst. Without
-            a plan the ranks compare the arguments at each call.
-        label: As for `mb.attention`.
+            a plan, ranks compare the arguments in each call.
+        label: Same as in `mb.attention`.
 
     Returns:
         The `Selection` of this rank's queries.
@@ -124,7 +125,10 @@ def select(
 
 @dataclass(frozen=True, kw_only=True)
 class IndexOperation(SelectedOperation):
-    """Call on one rank whose ring sends index keys, one row per unit, with its arguments."""
+    """A call on one rank that sends index keys around the ring, one row per unit.
+
+    The fields are arguments of `mb.select`.
+    """
 
     rule: str | SelectionRule
     index_q: Any
@@ -132,7 +136,11 @@ class IndexOperation(SelectedOperation):
     index_weights: Any
 
     def checked_rule(self) -> SelectionRule:
-        """Return the rule of the call. Raise ValueError if the operation does not support it."""
+        """Return the rule as an object.
+
+        Raises:
+            ValueError: The operation does not support the rule.
+        """
         return rule_of(self.rule)
 
     def tensors(self) -> QKV:
@@ -146,7 +154,7 @@ class IndexOperation(SelectedOperation):
 
 @dataclass(frozen=True, kw_only=True)
 class SelectOperation(IndexOperation):
-    """Call of `mb.select` on one rank, with its arguments."""
+    """A call of `mb.select` on one rank. The fields are the arguments of the call."""
 
     top_k: int
 
@@ -166,7 +174,7 @@ class SelectOperation(IndexOperation):
 
 
 def index_placeholders(rule: SelectionRule, q: Any, k: Any, weights: Any) -> QKV:
-    """Return placeholders for q, k and v of a ring of units.
+    """Return placeholders for q, k and v of a ring that sends one row per unit.
 
     Args:
         rule: Selection rule.
@@ -203,7 +211,7 @@ def index_placeholders(rule: SelectionRule, q: Any, k: Any, weights: Any) -> QKV
 
 
 def over_units(request: Request, rule: SelectionRule, top_k: int) -> Request:
-    """Return the request of a ring of units; it sends no values with the index keys."""
+    """Return the request of a ring that sends one row of index keys per unit, and no values."""
     q, k, v = request.tensors
     facts = {"rule": described(rule), "top_k": top_k} | request.facts  # the first facts in messages
     heads = rule.selections(q.shape[2] // rule.block, k.shape[2])
@@ -212,9 +220,9 @@ def over_units(request: Request, rule: SelectionRule, top_k: int) -> Request:
 
 
 def tags_of(passes: Sequence[tuple[Plan, str]], label: object) -> list[CallTag]:
-    """Return the tags of the messages of each pass over the ring, in order.
+    """Return one tag per pass over the ring, for the messages of the pass.
 
-    Without a label, the first tag identifies the calling line.
+    Without a label, the first tag contains the source line of the caller.
     """
     first = None if label is None else (label, passes[0][1])
     labels = [first, *((label, name) for _, name in passes[1:])]
@@ -225,7 +233,7 @@ def tags_of(passes: Sequence[tuple[Plan, str]], label: object) -> list[CallTag]:
 
 
 def _select(operation: SelectOperation, plan: Plan, tags: Sequence[CallTag]) -> torch.Tensor:
-    """Return the ids of the selection of one rank."""
+    """Compute `Selection.ids` of this rank."""
     rule, top_k = rule_of(operation.rule), operation.top_k
     q, k, weights = operation.index_q, operation.index_k, operation.index_weights
     rank_plan, dtype, rows = plan.rank_plan, accumulation_dtype(q.dtype), rows_of_units(k, rule)
@@ -243,7 +251,7 @@ def _select(operation: SelectOperation, plan: Plan, tags: Sequence[CallTag]) -> 
     return in_order(units)
 
 
-# Nothing is summed or sent back; the computation keeps its results.
+# For passes without sums over ranks: `compute` keeps its results on this rank.
 NO_SUMS: dict[str, Any] = {"out": [torch.Size((0,))]}
 
 
@@ -255,17 +263,21 @@ def run_pass(
     rows: torch.Tensor,
     sums: dict[str, Any] = NO_SUMS,
 ) -> ring.Ring:
-    """Send the rows of units of all ranks around the ring.
+    """Send the rows of units of all ranks around the ring, and compute each received chunk.
 
-    Queries stay in `compute`, in their own dtype. In the ring a row of each unit represents them.
+    `compute` holds the queries, in their own dtype. The ring gets one placeholder row per unit in
+    place of the queries.
 
     Args:
         rank_plan: Plan of the rank.
         run: Pass of the plan.
         tag: Tag of the messages.
-        compute: Computation of a pair.
+        compute: Object with the method `pair`, called for each received chunk.
         rows: Rows of this rank's units.
         sums: Shapes of the sums.
+
+    Returns:
+        The ring, with the sums.
     """
     (part,) = ring.head_chunks(rank_plan, rank_plan.heads, rank_plan.kv_heads)
     own: dict[str, Tensors] = {"query": (rows[..., :1],), "kv": (rows,)}
@@ -275,13 +287,13 @@ def run_pass(
 
 
 class VisibleUnits(NamedTuple):
-    """Units of a chunk, and their visibility for some rows of queries.
+    """Units of a chunk, and their visibility for a tile of query rows.
 
     Attributes:
         units: Units of the chunk, int64 [u].
-        own: Unit of each row [r].
-        seen: Bool [r, u], true for visible units.
-        place: Position of each row in its unit [r].
+        own: The unit that contains each row [r].
+        seen: Bool [r, u], True for visible units.
+        place: Offset of each row in its own unit [r].
         causal: True if the mask is causal.
     """
 
@@ -295,7 +307,7 @@ class VisibleUnits(NamedTuple):
 def visible_units(
     work: SelectedPairs, rows: slice, block: int, device: torch.device
 ) -> VisibleUnits:
-    """Return the visibility of a chunk of units for the queries of some rows."""
+    """Return the visibility of a chunk of units for a tile of query rows."""
     query_units, units, _ = work.on(device)
     row = torch.arange(rows.start, rows.stop, device=device)
     unit_row = row // block
@@ -304,7 +316,7 @@ def visible_units(
 
 
 def keys_of_chunk(rows: torch.Tensor, work: SelectedPairs, rule: SelectionRule) -> torch.Tensor:
-    """Return the keys, or means, of a chunk by position, as `SelectionRule.scores` takes them."""
+    """Return the keys or means of a chunk in order of position, for `SelectionRule.scores`."""
     _, _, order = work.on(rows.device)
     rows = rows if work.order is None else rows.index_select(0, order)
     return wide(keys_of_units(rows, rule))
@@ -312,7 +324,15 @@ def keys_of_chunk(rows: torch.Tensor, work: SelectedPairs, rule: SelectionRule) 
 
 @dataclass(frozen=True)
 class UnitSelector:
-    """Computation of a pair that scores its units and keeps the best ones."""
+    """Computation of a pair of shards: scores units and keeps the best units of each query.
+
+    Attributes:
+        rule: Selection rule.
+        q: Index queries of this rank [s, b, i, d].
+        weights: Weights of the index heads [s, b, i], or None.
+        scores: Scores of the best units so far [s, b, H, top_k]; updated.
+        units: Best units so far [s, b, H, top_k]; updated.
+    """
 
     rule: SelectionRule
     q: torch.Tensor
@@ -340,7 +360,7 @@ class UnitSelector:
         return padded_scores(self.rule, self.q[rows], k, weights)[..., : len(at.units)]
 
     def _forced(self, at: VisibleUnits, work: SelectedPairs, rows: slice) -> torch.Tensor:
-        """Return a bool [r, u], true for units that are selected regardless of their score."""
+        """Return a bool [r, u], True for units that the rule selects whatever their score is."""
         rule, distance = self.rule, at.own[:, None] - at.units
         selected_units = (distance == 0) if rule.own else torch.zeros_like(at.seen)
         if near := getattr(rule, "near", 0):
@@ -354,7 +374,7 @@ class UnitSelector:
 
 @dataclass(frozen=True)
 class _MeanLogSumExp:
-    """Log-sum-exp of the scores of all means that a query sees.
+    """Computation of a pair of shards: log-sum-exp of the scores of all means that a query sees.
 
     lse is float64 [s, b, i], so that the rounded result does not depend on the number of ranks.
     """
@@ -375,7 +395,7 @@ class _MeanLogSumExp:
 
 @dataclass(frozen=True)
 class _SoftmaxSelector(UnitSelector):
-    """Selection by the softmax of the scores of means.
+    """Computation of a pair of shards that selects units by the softmax of the scores of means.
 
     lse [s, b, i] is the log-sum-exp of the scores of all visible means.
     """
@@ -394,7 +414,7 @@ def _mean_scores(
 ) -> torch.Tensor:
     """Return the scores [r, b, i, u * n] of the means.
 
-    Means that are not completely visible get -inf.
+    The score is -inf if a position of the mean is not visible.
     """
     n = parts_per_unit(rule)
     seen = at.seen.unsqueeze(-1).expand(-1, -1, n)
@@ -409,14 +429,14 @@ def _mean_scores(
 def padded_scores(
     rule: SelectionRule, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the scores of some rows, with unused columns at the end.
+    """Return the scores of the rows q, with columns of padding at the end.
 
-    Matrix products round incomplete tiles differently. The padding makes the result independent of
-    the number of rows in a chunk.
+    Matrix products round incomplete tiles differently. Rows and keys are padded, so that the result
+    does not depend on the size of a chunk.
     """
     rows, n = len(q), parts_per_unit(rule)
     units = -(-len(k) // n) + -(len(k) // n) % (EVEN // math.gcd(EVEN, n))
-    row_multiple = 16 // math.gcd(16, q.shape[2])  # a product has the rows of all heads
+    row_multiple = 16 // math.gcd(16, q.shape[2])  # a matrix product has rows x heads rows
     q, k = _padded(wide(q), row_multiple), _padded(wide(k), units * n)
     weights = None if weights is None else _padded(wide(weights), row_multiple)
     return rule.scores(q, k, weights)[:rows]
@@ -429,5 +449,5 @@ def _padded(x: torch.Tensor, multiple: int) -> torch.Tensor:
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
-    """Return x in the dtype of scores."""
+    """Return x in the dtype of scores: float32, or float64 for float64 tensors."""
     return x.to(accumulation_dtype(x.dtype))

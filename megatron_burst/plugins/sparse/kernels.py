@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch kernels for attention of a pair of shards over a selection: dense, or with gathered keys.
+"""Torch kernels for attention over a selection, for a pair of shards: dense, or with gathered keys.
 
 Both kernels have the selection of this rank's queries, and merge results by online softmax, like
 every kernel of `kernels`.
 
-Shape letters: s query rows, t key rows, b batch, h query heads, k key/value heads, d width, w value
-width; H selections of a row; m = max(H, k) heads of keys, each with g = h / m query heads; n places
-of a tile.
+Shape letters: s query rows, r rows of a tile, t key rows, b batch, h query heads, k key/value
+heads, d width, w value width; H selections of a row; m = max(H, k) heads of keys, each with
+g = h / m query heads; n gathered units per row and selection.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .indexer import wide
 from .pairs import PairKernel, SelectedPairs, tiles
 from .selection import Selection
 
-# Bytes of the tensors of a tile of rows; a tile has at least one row. On a CPU each tensor stays
+# Limit of the bytes of a tile's tensors; a tile has at least one row. On a CPU each tensor stays
 # below 32 MiB, because the C library returns larger blocks to the system and maps them again page
-# by page. With DSA's 2,048 keys of 576 columns in float32 that is 7 rows, and 56 on other devices.
+# by page. With DSA's 2,048 keys of 576 columns in float32 a tile has 7 rows on a CPU, 56 on CUDA.
 BYTES = {"cpu": 1 << 26, "cuda": 1 << 29}
 
 
@@ -36,12 +36,12 @@ def _bytes(device: torch.device) -> int:
 
 
 class GatheredKeys(NamedTuple):
-    """Gathered keys of some rows.
+    """Gathered keys of a tile of rows.
 
     Attributes:
-        places: Index of each among the selected units of its row [r, b, H, n].
-        units: Their rows of `UnitRows` [r * b * m * n].
-        seen: Bool [r, b, m, n * unit], true for visible positions.
+        places: Index of each gathered unit in the row's list of selected units [r, b, H, n].
+        units: Index of each gathered unit in `UnitRows` [r * b * m * n].
+        seen: Bool [r, b, m, n * unit], True for visible positions.
         keys: Keys [r, b, m, n * unit, d].
         values: Values [r, b, m, n * unit, w].
     """
@@ -54,25 +54,28 @@ class GatheredKeys(NamedTuple):
 
 
 class SelectedKernel(PairKernel):
-    """Common part of the kernels over a selection.
+    """Base class of the kernels over a selection.
 
     Attributes:
         selection: Selection of this rank's queries.
-        latent: True if values are the first columns of the keys and are not sent separately.
+        latent: True if values are the first columns of the keys. Then v has these columns, and k
+            has the other columns of the keys.
     """
 
     def __init__(self, selection: Selection, latent: bool):
         self.selection, self.latent = selection, latent
 
     def of_rows(self, rows: torch.Tensor) -> SelectedKernel:
-        """Return the kernel for some rows of the queries (int64)."""
+        """Return the kernel for a subset of the queries; `rows` is an int64 index of query rows."""
         selection = replace(self.selection, ids=self.selection.ids.index_select(0, rows))
         return type(self)(selection, self.latent)
 
     def places(self, work: SelectedPairs, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the row in the chunk of each selected position, and a mask of the valid ones.
+        """Look up the selected positions of a tile of rows in the chunk of keys.
 
-        Both are [r, b, H, n]. A position is valid if it is in the chunk and visible.
+        Returns:
+            The row in the chunk of each selected position, int64 [r, b, H, top_k * block], and a
+            bool of the same shape that is True if the position is in the chunk and visible.
         """
         ids, block = self.selection.ids[rows], self.selection.block
         _, positions, order = work.on(ids.device)
@@ -85,16 +88,16 @@ class SelectedKernel(PairKernel):
         return order[at], present & work.sees(rows, selected_positions.clamp(min=0))
 
     def whole_keys(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Return keys with all their columns."""
+        """Return keys with all columns: for latents, the columns of v and then those of k."""
         return torch.cat([v, k], dim=-1) if self.latent else k
 
     def split_gradients(
         self, dkeys: torch.Tensor, dvalues: torch.Tensor, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients of k and v as they are sent.
+        """Return the gradients of k and v in the columns in which k and v are sent.
 
         Args:
-            dkeys: Gradients of whole keys.
+            dkeys: Gradients of `whole_keys`.
             dvalues: Gradients of values.
             width: Number of value columns.
         """
@@ -108,10 +111,10 @@ def _finite(lse: torch.Tensor) -> torch.Tensor:
 
 
 class SelectedReference(SelectedKernel):
-    """Kernel "reference": computes all scores of a pair and hides those that are not selected."""
+    """Kernel "reference": computes all scores of a pair and masks keys that are not selected."""
 
     def _hidden(self, work: SelectedPairs, rows: int, keys: int, heads: int) -> torch.Tensor:
-        """Return a bool [s, b, h, t] that is true for hidden keys."""
+        """Return a bool [s, b, h, t] that is True for keys that are hidden or not selected."""
         at, present = self.places(work, slice(0, rows))
         table = torch.zeros((*at.shape[:3], keys), dtype=torch.int32, device=at.device)
         table.scatter_add_(-1, at, present.int())
@@ -120,7 +123,7 @@ class SelectedReference(SelectedKernel):
     def _dense(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: SelectedPairs, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return scores [s, b, h, t], and keys and values of every query head [t, b, h, .]."""
+        """Return scores [s, b, h, t], and keys and values repeated for query heads [t, b, h, .]."""
         group = q.shape[2] // k.shape[2]
         keys = wide(self.whole_keys(k, v)).repeat_interleave(group, dim=2)
         values = wide(v).repeat_interleave(group, dim=2)
@@ -172,9 +175,9 @@ class SelectedReference(SelectedKernel):
 
 
 class UnitRows:
-    """Rows of keys in units for gathering, [u * b * k, unit * columns].
+    """Keys (or values) reshaped for gathering: one row per unit, [u * b * k, unit * columns].
 
-    With units of one position these are the tensor itself if it is contiguous.
+    With units of one position, a contiguous tensor is not copied.
     """
 
     def __init__(self, rows: torch.Tensor, unit: int):
@@ -183,11 +186,11 @@ class UnitRows:
         self.rows = self._units(rows).reshape(count, unit * rows.shape[3])
 
     def _units(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [u, b, k, unit, columns] of x [t, b, k, columns]."""
+        """Reshape x [t, b, k, columns] to [u, b, k, unit, columns]."""
         return x.unflatten(0, (-1, self.unit)).permute(0, 2, 3, 1, 4)
 
     def take(self, index: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the units in `index`, n for each element of shape, [*shape, n * unit, columns]."""
+        """Gather the units in `index` (n per element of `shape`), [*shape, n * unit, columns]."""
         positions = len(index) // math.prod(shape) * self.unit
         return self.rows.index_select(0, index).view(*shape, positions, self.shape[3])
 
@@ -196,7 +199,7 @@ class UnitRows:
         self.rows.index_add_(0, index, grads.reshape(len(index), self.rows.shape[1]))
 
     def add_to_(self, total: torch.Tensor) -> None:
-        """Add all rows to total [t, b, k, columns], unless they are its own memory."""
+        """Add all rows to total [t, b, k, columns], unless the rows are a view of `total`."""
         if self.rows.data_ptr() != total.data_ptr():
             t, b, k, columns = self.shape
             units = self.rows.view(t // self.unit, b, k, self.unit, columns)
@@ -204,7 +207,7 @@ class UnitRows:
 
 
 def _gradient_rows(total: torch.Tensor | None, unit: int) -> UnitRows | None:
-    """Return rows for gradients of gathered units: `total` itself if possible, otherwise a copy."""
+    """Return `UnitRows` for gradients: a view of `total` if possible, otherwise zeros."""
     if total is None:
         return None
     plain = total.is_contiguous() and (unit == 1 or total.shape[1] * total.shape[2] == 1)
@@ -212,22 +215,22 @@ def _gradient_rows(total: torch.Tensor | None, unit: int) -> UnitRows | None:
 
 
 class SelectedAten(SelectedKernel):
-    """Kernel "aten": gathers the selected keys of a tile of rows, and multiplies batches.
+    """Kernel "aten": gathers the selected keys of a tile of rows, then uses batched matmuls.
 
-    In addition to a tile, memory holds the chunk in the dtype of scores. For latents the values are
-    in front of the keys, so that they are gathered once. Blocks are gathered as a whole if they are
-    contiguous in the chunk.
+    Memory: one tile, and the chunk of keys in the dtype of scores. For latents, values are columns
+    of the gathered keys. Blocks are gathered as a whole if they are contiguous in the chunk.
     """
 
     def _visible_units(
         self, work: SelectedPairs, rows: slice, unit: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the units of the chunk that are selected and visible for some rows.
+        """Return the units of the chunk that are selected and visible for a tile of rows.
+
+        Units that are not in the chunk or not visible come last.
 
         Returns:
-            The units int64 [r, b, H, n], which of the selected units they are (same shape), and a
-            bool [r, b, H, n, unit] that is true for visible positions. Units that are present come
-            first.
+            Index of the units in the chunk, int64 [r, b, H, n]; their index in the row's list of
+            selected units, same shape; and a bool [r, b, H, n, unit], True for visible positions.
         """
         ids, block = self.selection.ids[rows], self.selection.block
         _, positions, order = work.on(ids.device)
@@ -245,8 +248,8 @@ class SelectedAten(SelectedKernel):
             unit_positions = unit_positions + torch.arange(unit, device=ids.device)
         seen = work.sees(rows, unit_positions) & present.unsqueeze(-1)
         present = seen.any(dim=-1)
-        # On the CPU, gather at most the largest number of units of a row. Elsewhere this would
-        # synchronize with the device, so the limit is the number of units of the chunk.
+        # On the CPU, n is the largest number of visible units of a row. On other devices this would
+        # synchronize with the host, so n is limited by the number of units of the chunk.
         places, width = at.shape[-1], min(at.shape[-1], len(firsts))
         counts = present.sum(dim=-1, keepdim=True)
         if at.device.type == "cpu":
@@ -270,7 +273,7 @@ class SelectedAten(SelectedKernel):
         work: SelectedPairs,
         unit: int,
     ) -> Iterator[tuple[slice, GatheredKeys]]:
-        """Yield tiles of rows with their gathered keys; without values if v is None."""
+        """Yield tiles of rows with their gathered keys; if v is None, values are empty."""
         ids, (_, batch, key_heads, _) = self.selection.ids, k.shape
         keys = UnitRows(wide(k if v is None else self.whole_keys(k, v)), unit)
         values = None if v is None or self.latent else UnitRows(wide(v), unit)
@@ -300,14 +303,14 @@ class SelectedAten(SelectedKernel):
                 )
 
     def _scores(self, q: torch.Tensor, gathered: GatheredKeys, scale: float) -> torch.Tensor:
-        """Return scores [r, b, m, g, n * unit], -inf for places without a key."""
+        """Return scores [r, b, m, g, n * unit], -inf if there is no visible key."""
         scores = q.unflatten(2, (gathered.seen.shape[2], -1)) @ gathered.keys.mT * scale
         return scores.masked_fill_(~gathered.seen.unsqueeze(3), float("-inf"))
 
     def add_lse_(
         self, q: torch.Tensor, k: torch.Tensor, work: SelectedPairs, scale: float, lse: torch.Tensor
     ) -> None:
-        """Add this pair's part to the log-sum-exp lse [s, b, h] of the selection, in place."""
+        """Add the keys of this chunk to the log-sum-exp lse [s, b, h], in place."""
         for rows, gathered in self._gathered(q, k, None, work, work.unit(self.selection.block)):
             stats = self._scores(wide(q[rows]), gathered, scale).logsumexp(dim=-1).flatten(2, 3)
             torch.logaddexp(lse[rows], stats, out=lse[rows])
@@ -321,9 +324,10 @@ class SelectedAten(SelectedKernel):
         lse: torch.Tensor,
         total: torch.Tensor,
     ) -> None:
-        """Add the attention of this pair to each selected unit to total [s, b, H, top_k], in place.
+        """Add the attention probability of each selected unit in this chunk to `total`, in place.
 
-        The attention is summed over the heads that share a selection.
+        `total` is [s, b, H, top_k]. Probabilities are summed over the positions of a unit and over
+        the heads that share a selection.
         """
         block = self.selection.block
         unit = work.unit(block)
@@ -381,7 +385,7 @@ class SelectedAten(SelectedKernel):
             ds = (dout @ gathered.values.mT).sub_(delta).mul_(p).mul_(scoring.scale)
             if dq is not None:
                 dq[tile] += (ds @ gathered.keys).flatten(2, 3)
-            if latent is not None:  # one product for the gradients of keys and values
+            if latent is not None:  # one matmul for the gradients of keys and values
                 padded = F.pad(dout, (0, q.shape[-1] - width))
                 key_grads = torch.cat([ds, p], 3).mT @ torch.cat([q, padded], 3)
                 latent.add_(gathered.units, key_grads)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public operation `mb.indexer_loss`: divergence of the indexer from attention, over the selection.
+"""Public operation `mb.indexer_loss`: KL divergence of index scores from attention.
 
-It makes passes over the ring for the log-sum-exp of attention (if it is not given), for its
-probabilities and for the index scores. Backward makes one for the gradients of the index keys. A
-rank keeps tensors of the size of its selection.
+The divergence is over the selected units. Forward makes one pass over the ring for the log-sum-exp
+of attention (unless the caller passes it), one for the probabilities of attention and one for the
+index scores. Backward makes one pass for the gradients of the index keys. A rank keeps tensors of
+the size of its selection.
 
 Shape letters: s local rows, b batch, i index heads, k index key heads, h query heads, d width, H
 selections of a row.
@@ -66,39 +67,38 @@ def indexer_loss(
 ) -> torch.Tensor:
     """Return KL(attention ; softmax of the index scores) of every query over its selected units.
 
-    The probabilities of attention are summed over the heads that share a selection and over
-    tp_group, then normalised. For units of several positions they are also summed over the
-    positions. Keys and index keys are sent once in forward, and index keys again in backward with
-    their gradients.
+    The probabilities of attention are summed over the positions of a unit, over the heads that
+    share a selection and over `tp_group`, and then normalized. Keys and index keys are sent once in
+    forward, and index keys again in backward with their gradients.
 
-    Inside `mb.checkpoint` the attention store keeps the loss and its derivatives, which have the
-    size of the selection. The result cannot be differentiated twice. It has gradients of index_q,
-    index_k and index_weights, and none of q and k.
+    Inside `mb.checkpoint` the attention store keeps the loss and the gradient of each index score,
+    which have the size of the selection. The result cannot be differentiated twice. It has
+    gradients for index_q, index_k and index_weights, but not for q and k.
 
     Args:
-        index_q: As for the `mb.select` that made `selection`.
-        index_k: As for the `mb.select` that made `selection`.
-        index_weights: As for the `mb.select` that made `selection`.
+        index_q: Same as in the `mb.select` call that made `selection`.
+        index_k: Same as in the `mb.select` call that made `selection`.
+        index_weights: Same as in the `mb.select` call that made `selection`.
         q: Queries of the attention over the selection [s, b, h, d].
         k: Keys of the attention over the selection [s, b, key heads, d].
         selection: Selection of the queries.
-        rule: As for the `mb.select` that made `selection`.
-        scale: As for `mb.sparse_attention`.
+        rule: Same as in the `mb.select` call that made `selection`.
+        scale: Same as in `mb.sparse_attention`.
         tp_group: Group of the ranks with other heads of the same rows, or None.
-        plan: As for `mb.select`.
-        groups: As for `mb.select`.
-        algorithm: As for `mb.select`.
-        label: As for `mb.select`.
+        plan: Same as in `mb.select`.
+        groups: Same as in `mb.select`.
+        algorithm: Same as in `mb.select`.
+        label: Same as in `mb.select`.
         lse: Log-sum-exp [s, b, h] from `mb.sparse_attention(..., return_lse=True)` for the same
-            tensors. Without it keys are sent once more to compute it. If it includes a sink, the
-            sink has a share of each head's attention.
+            tensors. If None, keys are sent once more to compute it. If `lse` includes a sink, the
+            probabilities of a head sum to less than 1 before they are normalized.
 
     Returns:
         The loss [s, b, H] of this rank's rows in float32 (float64 for float64 tensors); 0 for a
         query that sees nothing.
 
     Raises:
-        ValueError: An argument is not supported, as for `mb.select`.
+        ValueError: An argument is not supported; see `mb.select`.
     """
     refuse_transforms("mb.indexer_loss")
     at = selected_setting(selection, plan, groups, algorithm)
@@ -133,7 +133,9 @@ def indexer_loss(
 
 @dataclass(frozen=True, kw_only=True)
 class SelectedProbabilities(SelectedOperation):
-    """Pass of `mb.indexer_loss` over the keys of attention on one rank, with its arguments.
+    """Pass of `mb.indexer_loss` over the keys of attention, on one rank.
+
+    The fields are arguments of `mb.indexer_loss`.
 
     Attributes:
         grouped: True if the call has a tp_group.
@@ -168,7 +170,10 @@ class SelectedProbabilities(SelectedOperation):
 
 @dataclass(frozen=True, kw_only=True)
 class SelectedScores(IndexOperation):
-    """Pass of `mb.indexer_loss` over the index keys on one rank, with its arguments."""
+    """Pass of `mb.indexer_loss` over the index keys, on one rank.
+
+    The fields are arguments of `mb.indexer_loss`.
+    """
 
     selection: Any
     tp_group: Any
@@ -201,7 +206,7 @@ class SelectedScores(IndexOperation):
 
 
 def _calls(attention: Plan, index: Plan, label: object, lse: bool) -> list[CallTag]:
-    """Return the tags of the forward passes; backward uses the last one too."""
+    """Return the tags of the forward passes; backward also uses the last tag."""
     passes = [(attention, "log-sum-exp")] if lse else []
     return tags_of([*passes, (attention, "probabilities"), (index, "index scores")], label)
 
@@ -211,10 +216,13 @@ def _calls(attention: Plan, index: Plan, label: object, lse: bool) -> list[CallT
 
 @dataclass(frozen=True)
 class _LossCall:
-    """Call of `mb.indexer_loss` on one rank.
+    """Arguments and plans of a call of `mb.indexer_loss` on one rank.
 
     Attributes:
-        main: q and k of attention, and its lse or None.
+        attention: Plan of the passes over the keys of attention.
+        index: Plan of the passes over the index keys.
+        calls: Tags of the forward passes.
+        main: (q, k, lse or None) of attention; empty in backward.
     """
 
     rule: SelectionRule
@@ -228,7 +236,7 @@ class _LossCall:
 
 @dataclass
 class _AttentionLogSumExp:
-    """Computation of a pair that accumulates the log-sum-exp of attention."""
+    """Computation of a pair of shards: accumulates the log-sum-exp of attention in `lse`."""
 
     kernel: SelectedAten
     scale: float
@@ -243,7 +251,7 @@ class _AttentionLogSumExp:
 
 @dataclass
 class _AttentionProbabilities(_AttentionLogSumExp):
-    """Computation of a pair that accumulates the probabilities of attention."""
+    """Computation of a pair of shards: accumulates attention probabilities in `total`."""
 
     total: torch.Tensor
 
@@ -256,7 +264,10 @@ class _AttentionProbabilities(_AttentionLogSumExp):
 
 @dataclass
 class _IndexScores:
-    """Computation of a pair that stores the index score [s, b, H, top_k] of every selected unit."""
+    """Computation of a pair of shards: stores the index score of every selected unit in `scores`.
+
+    `scores` is [s, b, H, top_k].
+    """
 
     part: _LossCall
     q: torch.Tensor
@@ -282,9 +293,9 @@ class _IndexScores:
 
 @dataclass
 class _IndexGradients:
-    """Computation of a pair that adds the index gradients to dq, dweights and the sums.
+    """Computation of a pair of shards: adds gradients to dq, dweights and the ring's sums (dk).
 
-    slope [s, b, H, top_k] is the gradient of every score.
+    slope [s, b, H, top_k] is the gradient of the loss by each index score.
     """
 
     part: _LossCall
@@ -310,7 +321,7 @@ class _IndexGradients:
             with torch.enable_grad():
                 scores = rule.scores(leaves[0], leaves[1], leaves[2] if len(leaves) > 2 else None)
                 chosen = (scores.gather(-1, at) * slope).sum()
-            if not chosen.requires_grad:  # the scores of the rule use none of these tensors
+            if not chosen.requires_grad:  # the scores of the rule do not depend on these tensors
                 continue
             grads = torch.autograd.grad(chosen, leaves, materialize_grads=True)
             self.dq[rows] += grads[0]
@@ -321,7 +332,7 @@ class _IndexGradients:
 
 
 def _find_units(ids: torch.Tensor, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the index of each selected unit in a chunk, and a mask of the units it contains."""
+    """Return the index of each selected unit in `units`, and a bool that is False if absent."""
     selected_ids = ids.long()
     at = torch.searchsorted(units, selected_ids).clamp_(max=len(units) - 1)
     return at, units[at] == selected_ids
@@ -330,7 +341,7 @@ def _find_units(ids: torch.Tensor, units: torch.Tensor) -> tuple[torch.Tensor, t
 def _run_attention_pass(
     plan: Plan, tag: CallTag, compute: Any, q: torch.Tensor, k: torch.Tensor
 ) -> None:
-    """Send the keys of attention of all ranks around the ring."""
+    """Send the keys of attention of all ranks around the ring, and compute each received chunk."""
     (part,) = ring.head_chunks(plan.rank_plan, q.shape[2], k.shape[2])
     own: dict[str, Tensors] = {"query": (q,), "kv": (k,)}
     run = plan.rank_plan.chunks[0].forward
@@ -338,7 +349,7 @@ def _run_attention_pass(
 
 
 def _forward(part: _LossCall, shard: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss [s, b, H], and its gradient by every index score [s, b, H, top_k]."""
+    """Return the loss [s, b, H], and its gradient by each index score [s, b, H, top_k]."""
     index_q, index_k, weights = shard
     q, k = (t.detach().contiguous() for t in part.main[:2])
     lse = part.main[2]
@@ -360,7 +371,7 @@ def _forward(part: _LossCall, shard: Tensors) -> tuple[torch.Tensor, torch.Tenso
     run_pass(rank_plan, rank_plan.chunks[0].forward, part.calls[-1], compute, rows)
     p = total / total.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(total.dtype).tiny)
     lse = scores.logsumexp(dim=-1, keepdim=True)
-    # Empty places, and rows without attention: padding may have selected units.
+    # Empty entries of the selection, and rows without attention: padding may have selected units.
     unused = (scores == float("-inf")) | (total.sum(dim=-1, keepdim=True) == 0)
     log = (scores - lse).masked_fill(unused, 0.0)
     loss = (torch.xlogy(p, p) - p * log).sum(dim=-1)
@@ -386,7 +397,7 @@ def _backward(
 
 
 class _IndexerLoss(torch.autograd.Function):
-    """Loss of this rank as one autograd function; inputs are index_q, index_k, index_weights."""
+    """The loss of this rank as an autograd function of index_q, index_k and index_weights."""
 
     @staticmethod
     def forward(

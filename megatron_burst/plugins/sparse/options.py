@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Option of sparse attention: the exchange of its keys."""
+"""The option `sparse`: how layers of sparse attention exchange keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPARSE = {"ring": "burst", "multicast": "multicast", "all_gather": "all_gather"}
 
 @dataclass(frozen=True)
 class SparseOptions(SpineOptions):
-    """Options of the spine and of this plugin."""
+    """The options of `SpineOptions`, and the option `sparse`."""
 
     sparse: Annotated[
         str,

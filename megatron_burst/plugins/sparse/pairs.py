@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positions and visibility of a pair of shards.
+"""Positions and visibility of a pair of shards (queries of this rank, a chunk of keys).
 
-`execution/ring.py` runs these pairs on every schedule that sends keys in forward, and keys and
-their gradients in backward. Queries then stay on their rank, with their selection. Position tables
-are made for some rows at a time, never for all rows.
+`execution/ring.py` runs these pairs with every schedule that sends keys in forward, and keys and
+their gradients in backward. Queries and their selection stay on their rank. Tables of positions are
+made for a tile of rows at a time, never for all rows.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class SelectedPairs:
     Attributes:
         queries: Positions of the queries.
         keys: Positions of the keys, ascending.
-        order: Index that sorts the rows of keys, or None if they are sorted.
-        span_rows: Start, stride, length and first row of each span of keys, int32 [pieces, 4].
-        condition: Visibility on a device, or None if only the host can evaluate the mask.
-        tables: Tables of the plan.
+        order: Row in the chunk of each entry of `keys`; None if the rows are in ascending order.
+        span_rows: Start, stride, length and first row of each span of keys, int32 [spans, 4].
+        condition: Function that evaluates the mask on a device; None if only the host can.
+        tables: Cache of arrays on the device, shared by the pairs of a plan.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class SelectedPairs:
 
     @property
     def interval(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Bounds int32 (low, high) [s] if each query sees one interval low <= p < high, or None."""
+        """(low, high), int32 [s], if every query sees one interval low <= p < high, or None."""
         seen = self.condition
         return (seen.low, seen.high) if isinstance(seen, IntervalCondition) else None
 
     def unit(self, block: int) -> int:
-        """Return `block` if the rows of keys consist of whole units of that size, otherwise 1.
+        """Return `block` if the rows of the chunk consist of whole units, otherwise 1.
 
-        A unit must have its positions in order and start at a multiple of `block`.
+        A unit is `block` consecutive rows with consecutive positions from a multiple of `block` on.
         """
         if len(self.keys) % block:
             return 1
@@ -74,41 +74,40 @@ class SelectedPairs:
         return block
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return query positions, key positions and the order of key rows, int64 on `device`."""
+        """Return `queries`, `keys` and `order` as int64 tensors on `device`."""
         q, k, order = (
             self.tables.on(array, device) for array in (self.queries, self.keys, self._rows)
         )
         return q, k, order
 
     def sees(self, rows: Rows, positions: torch.Tensor) -> torch.Tensor:
-        """Return a bool tensor of the positions that the queries of some rows see.
+        """Return a bool tensor, True for positions that the query of the row sees.
 
         Args:
-            rows: Rows of queries, for dimension 0.
-            positions: Positions within the sequence; dimension 0 corresponds to the rows.
+            rows: Index of query rows.
+            positions: Positions in the sequence; dimension 0 corresponds to `rows`.
         """
         q, _, _ = self.on(positions.device)
         q = q[rows].view(-1, *[1] * (positions.dim() - 1))
         if self.condition is not None:
             return self.condition(rows, q, positions)
-        # A dense mask or a user's mask: the host evaluates it and synchronizes with the device. A
-        # table in the plan would be as large as the scores.
+        # A dense mask or a user's mask: the host evaluates it, which synchronizes with the device.
+        # A table on the device would be as large as the scores.
         seen = self.mask.visible(q.cpu().numpy(), positions.cpu().numpy())
         return to_device(np.require(seen, requirements=["C", "W"]), positions.device)
 
 
 class PairKernel:
-    """Kernel for plans that only records the positions of a pair.
+    """Stand-in for a kernel in plans; it only prepares the positions of each pair of shards.
 
-    In each call a kernel with the selection replaces it.
+    Each call replaces it by a kernel with the selection.
 
     Attributes:
-        by: Computation of a pair for algorithm "auto": a kernel of `kernels`, or `UnitSelector`
-            with the rule `of`.
-        of: Selection rule, or None.
+        by: Class of the kernel that calls use: a kernel of `kernels`, or `UnitSelector`.
+        of: Selection rule for `UnitSelector`, otherwise None.
         heads: Selections of a row.
         top_k: Units of a selection.
-        attended: Limit of the keys of a query; None means all that it sees.
+        attended: Largest number of keys of a query; None for all visible keys.
         latent: True if values are columns of the keys and are not sent separately.
     """
 
@@ -117,7 +116,7 @@ class PairKernel:
     maximum = False
     deterministic = True
     passed_over: tuple[str, ...] = ()
-    joins = True  # a kernel call reads all queries and their results, regardless of its keys
+    joins = True  # a kernel call reads all queries and results, however few keys it gets
 
     def __init__(
         self, by: Any, of: SelectionRule | None, heads: int, top_k: int,
@@ -146,12 +145,12 @@ class PairKernel:
 
 
 def tiles(rows: int, per_row: int, limit: int | None = None) -> list[slice]:
-    """Return slices of rows for tiles of bounded size.
+    """Split rows into tiles of bounded size, as slices.
 
     Args:
         rows: Number of rows.
-        per_row: Elements or bytes of a row.
-        limit: Elements or bytes of a tile; default `TILE`.
+        per_row: Elements or bytes per row.
+        limit: Largest size of a tile, in the unit of `per_row`; default `TILE`.
     """
     step = max(1, (limit or TILE) // max(1, per_row))
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of the sparse operations: plans of `mb.prepare` whose kernel uses a selection.
+"""Plans of the sparse operations: same as plans of `mb.prepare`, with a kernel for a selection.
 
-With keywords, a plan is a collective, like `mb.prepare`. From a plan of `mb.attention`, on which
-all ranks agreed, a plan is derived without a collective and cached. If the algorithm of that plan
-was "auto", each operation chooses its own algorithm by the same rates.
+Without a plan argument, making the plan is a collective, like `mb.prepare`. From a plan of
+`mb.attention`, which all ranks have compared, a plan is derived without a collective and cached. If
+that plan was made with algorithm "auto", each operation selects its own algorithm with the rates of
+that plan.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from ...planning.validate import QKV, NeedsGrad, Request, check
 from ...recompute.checkpoint import AttentionStore, current_store
 from ...schedule.algorithms import ALGORITHMS
 
-CACHED_PLANS = 16  # per rank: kinds of layers times operations
+CACHED_PLANS = 16  # per rank; more than kinds of layers x operations
 
 
 @dataclass(frozen=True)
 class SparseSetting:
-    """Groups, options and attention store of an operation.
+    """Groups, options and attention store of a call of a sparse operation.
 
     Attributes:
         groups: Groups of the rank.
-        made: Plan of attention, or None if keywords are given.
+        made: The plan argument, or None if the call has keywords instead.
         options: Options of the ring.
-        attention_store: Store of the checkpoint around the operation, or None.
+        attention_store: Store of the checkpoint around the call, or None.
     """
 
     groups: Groups
@@ -47,13 +48,15 @@ class SparseSetting:
 
     @property
     def store(self) -> float | None:
-        """Fraction of the rows whose results the attention store keeps, or None."""
+        """Fraction of rows for which the attention store keeps results; None without a store."""
         if self.made is not None:
             return self.made.options.store
         return None if self.attention_store is None else self.attention_store.fraction
 
     def scale(self, q: object, requested: float | None) -> float | None:
-        """Return the factor of the scores: the requested one, the plan's, or d ** -0.5.
+        """Return the factor of the scores: `requested`, the plan's factor, or d ** -0.5.
+
+        The factor of the plan applies if the plan was made for queries of width d.
 
         Args:
             q: Queries [s, b, h, d].
@@ -87,7 +90,7 @@ def setting(
     mask: Mask | None,
     algorithm: str | None,
 ) -> SparseSetting:
-    """Return the setting of a call with these arguments.
+    """Return the `SparseSetting` of a call with these arguments; see `mb.select`.
 
     Raises:
         ValueError: Both a plan and keywords are given, or neither.
@@ -109,7 +112,7 @@ def setting(
     if plan.options.softcap is not None:
         raise ValueError(
             "plan: sparse attention has no softcap, and this plan was made with "
-            f"softcap={plan.options.softcap}; make one without"
+            f"softcap={plan.options.softcap}; use a plan without softcap"
         )
     options = AttentionOptions(
         layout=plan.layout, mask=plan.mask, side="kv", kernel="reference",
@@ -120,16 +123,16 @@ def setting(
 
 @dataclass(frozen=True, kw_only=True)
 class SelectedOperation(RingOperation):
-    """Call of a sparse operation on one rank.
+    """A call of a sparse operation on one rank.
 
-    Keys are sent, and the selection stays with its queries.
+    Keys are sent; queries and their selection stay on the rank.
 
     Attributes:
         groups: Groups of the rank.
-        made: Plan of attention from which the plan follows, or None.
+        made: Plan of attention from which the plan of this call is derived, or None.
         options: Options of the ring.
-        sink: Logit per head, or None.
-        needs_grad: True for each of q, k, v that needs a gradient.
+        sink: Logits [h], or None.
+        needs_grad: For q, k and v each, True if it needs a gradient.
     """
 
     groups: Groups
@@ -140,10 +143,14 @@ class SelectedOperation(RingOperation):
 
     @abstractmethod
     def tensors(self) -> QKV:
-        """Return q, k and v, or placeholders, as they are sent. Raise ValueError if invalid."""
+        """Return q, k and v, or placeholders, with the shapes that are sent.
+
+        Raises:
+            ValueError: The arguments of the call are invalid.
+        """
 
     def ring_options(self) -> AttentionOptions:
-        """Return the options of the ring, with the layout and mask of the rows that are sent."""
+        """Return the options of the ring; layout and mask describe the rows that are sent."""
         return self.options
 
     @abstractmethod
@@ -178,14 +185,18 @@ class SelectedOperation(RingOperation):
 
 
 def plan_of(operation: SelectedOperation) -> Plan:
-    """Return the plan of an operation. Raise the same ValueError on every rank."""
+    """Return the plan of an operation; a collective if the call has no plan argument.
+
+    Raises:
+        ValueError: The call is not supported; without a plan argument, raised on every rank.
+    """
     if operation.made is None:
         return prepared(operation)
     return derived(operation, operation.groups.recent("sparse", CACHED_PLANS))
 
 
 def _check_ring(algorithm: str, ulysses: int) -> None:
-    """Raise ValueError unless the algorithm sends keys, and ranks do not share heads."""
+    """Raise ValueError unless the algorithm sends keys and the Ulysses size is 1."""
     ring = ALGORITHMS.get(algorithm)
     if algorithm != "auto" and (ring is None or not ring.keeps):
         able = ", ".join(name for name, entry in ALGORITHMS.items() if entry.keeps)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Table of the kernels over a selection, with one line per kernel, and the selection of "auto"."""
+"""Table of the kernels over a selection, and the choice of kernel "auto"."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .selection import Selection
 
 
 def _triton(selection: Selection, latent: bool) -> SelectedKernel:
-    from .selected_triton import SelectedTriton  # Triton may be missing
+    from .selected_triton import SelectedTriton  # Triton may not be installed
 
     return SelectedTriton(selection, latent)
 
 
-# name -> kernel for (selection, True if values are columns of the keys)
+# name -> function that makes the kernel from (selection, latent); see `SelectedKernel`
 KERNELS: dict[str, Callable[[Selection, bool], SelectedKernel]] = {
     "aten": SelectedAten,
     "triton": _triton,
@@ -26,9 +26,9 @@ KERNELS: dict[str, Callable[[Selection, bool], SelectedKernel]] = {
 
 
 def kernel_name(kernel: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
-    """Return the name of the kernel for q, k and v as they are sent.
+    """Return the name of the kernel for q, k and v with the shapes that are sent.
 
-    "auto" is "triton" on CUDA if it supports the tensors, and otherwise "aten".
+    "auto" selects "triton" on CUDA if it supports the tensors, and otherwise "aten".
 
     Raises:
         ValueError: The kernel does not exist, or does not support these tensors.
@@ -46,4 +46,4 @@ def kernel_name(kernel: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
         return "triton"
     if kernel == "auto":
         return "aten"
-    raise ValueError(f"kernel triton {reason}; kernel='aten' takes anything")
+    raise ValueError(f"kernel triton {reason}; use kernel='aten', which supports all tensors")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Selection rules: the scores of keys for a query, and the units in which keys are selected.
 
-A rule is a class here and a line of `RULES`. A user's rule is an object with the same attributes. A
-unit is `block` consecutive positions; unit u contains the positions from u * block.
+A rule is a class in this module with an entry in `RULES`. A user's rule is an object with the same
+attributes. A unit is `block` consecutive positions; unit u starts at position u * block.
 
 Shape letters: s query rows, t key rows, u units, b batch, i index heads, k index key heads, d
 width; H selections of a row, one for each group of attention heads.
@@ -17,21 +17,22 @@ import torch
 
 
 class SelectionRule(Protocol):
-    """Scores of units of keys for queries.
+    """Interface of a selection rule: it scores units of keys for queries.
 
     Ranks compare the class and the attributes of a rule. A rule may have further attributes:
 
-    - `means` divides `block`. The means of that number of equal parts of each unit are sent, and
-      `scores` gets them in place of keys. With 0 all keys are sent.
-    - `first` and `near`: the first visible unit, and `near` units before the own one, are always
-      selected.
-    - `softmax`: `scores` returns scores [s, b, i, n] of single means. Units are compared by the
-      softmax of these scores over all means that end at or before the query, summed over the heads
-      of a selection and the means of a unit.
+    - `means` (int): a divisor of `block`. Each unit is divided into `means` equal parts, and the
+      mean key of each part is sent; `scores` gets the means in place of keys. With 0 all keys are
+      sent.
+    - `first` (bool): whether the first visible unit is always selected.
+    - `near` (int): how many units before the query's own unit are always selected.
+    - `softmax` (bool): `scores` returns the scores [s, b, i, n] of single means. Units are compared
+      by the softmax of these scores over all means that end at or before the query, summed over the
+      heads of a selection and the means of a unit.
 
     Attributes:
-        block: Positions of a unit.
-        own: True if the unit of a query is always selected.
+        block: Number of positions of a unit.
+        own: True if the unit that contains the query is always selected.
         weighted: True if the rule uses weights of the index heads.
     """
 
@@ -66,7 +67,8 @@ class SelectionRule(Protocol):
 
         Args:
             q: Index queries [s, b, i, d].
-            k: Index keys [t, b, k, d], unit by unit: t = u * block keys, or u * means means.
+            k: Index keys [t, b, k, d] in the order of units, t = u * block; or means of keys,
+                t = u * means.
             weights: Weights of the index heads [s, b, i], or None.
         """
         ...
@@ -81,7 +83,7 @@ def _shared(heads: int, key_heads: int) -> int:
 def _weighted(
     q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None, relu: bool
 ) -> torch.Tensor:
-    """Return sum_h weights[h] * relu(q[h] . k), or the sum without relu."""
+    """Return sum_h weights[h] * relu(q[h] . k) [s, b, 1, t]; if `relu` is False, without relu."""
     assert weights is not None
     products = torch.einsum("sbid,tbd->sbit", q, k[:, :, 0])
     products = torch.relu(products) if relu else products
@@ -89,7 +91,7 @@ def _weighted(
 
 
 def _dots(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Return q . k [s, b, i, t] of each query head with its key head."""
+    """Return q . k [s, b, i, t]; consecutive query heads share a key head."""
     products = torch.einsum("sbkgd,tbkd->sbkgt", q.unflatten(2, (k.shape[2], -1)), k)
     return products.flatten(2, 3)
 
@@ -117,7 +119,7 @@ class Dsa:
 
 @dataclass(frozen=True)
 class Qsa(Dsa):
-    """Selection of blocks by the `Dsa` score of their mean key, and of the own block (Qwen)."""
+    """Selection of blocks by the `Dsa` score of the mean key, always with the own block (Qwen)."""
 
     block: int = 4
     own: bool = True
@@ -144,7 +146,7 @@ class Moba:
 
 @dataclass(frozen=True)
 class Msa(Moba):
-    """Selection of blocks by their largest q . k, per index head, always with the own block.
+    """Selection of blocks by the largest q . k, per index head, always with the own block.
 
     MiniMax-M3 has one index head per key/value head, and one index key head.
     """
@@ -160,12 +162,14 @@ class Msa(Moba):
 
 @dataclass(frozen=True)
 class Nsa:
-    """Selection of blocks by the attention to their compressed keys (DeepSeek NSA).
+    """Selection of blocks by attention over their compressed keys (DeepSeek NSA).
 
-    Source: arXiv 2502.11089, section 3.3.2. The attention is summed over the query heads of a key
-    head. The first visible block, the own block and the one before it are always selected. index_q
-    and index_k are q and k of attention. Compressed keys are the means of equal parts without
-    overlap. A learnt compression can be applied as a linear map of the keys before the call.
+    The attention is summed over the query heads of a key head. The first visible block, the own
+    block and the block before it are always selected. index_q and index_k are q and k of attention.
+    Compressed keys are the means of equal parts without overlap. A learned compression can be
+    applied as a linear map of the keys before the call.
+
+    Source: arXiv 2502.11089, section 3.3.2.
 
     Attributes:
         scale: Factor of the scores of the compressed attention; None means d ** -0.5.
@@ -199,10 +203,10 @@ RULES: dict[str, type[SelectionRule]] = {
 
 
 def rule_of(rule: str | SelectionRule) -> SelectionRule:
-    """Return the rule with this name, or the rule itself.
+    """Return the rule with this name, or check and return a rule object.
 
     Raises:
-        ValueError: The name is unknown, or the object is no rule.
+        ValueError: The name is unknown, or the object does not implement `SelectionRule`.
     """
     if isinstance(rule, str) and rule in RULES:
         return RULES[rule]()
@@ -228,10 +232,10 @@ def described(rule: SelectionRule) -> tuple[object, ...]:
 
 
 def forced(rule: SelectionRule) -> int:
-    """Return the largest number of units of a query that are always selected."""
+    """Return the largest number of units that the rule always selects for a query."""
     return rule.own + getattr(rule, "first", False) + getattr(rule, "near", 0)
 
 
 def parts_per_unit(rule: SelectionRule) -> int:
-    """Return the number of means, or keys, of a unit that are sent."""
+    """Return how many means (or keys, if the rule has no means) of a unit are sent."""
     return getattr(rule, "means", 0) or rule.block

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of attention of rows to their selected keys.
+"""Triton kernels for attention of query rows to their selected keys.
 
-`find` lists the rows of a chunk of keys that a selection of a row contains and that the row sees.
-`forward` and `backward` gather these keys, some at a time, for a block of the query heads that
-share the selection and the key head. A launch continues the results of the previous one. Forward
-loads (out, lse), the running softmax in normal form, and stores it again. Backward adds to the
-given sums. Sums of keys use atomic additions, because several rows may select a key.
+`find` lists, for each query row and selection, the rows of a chunk of keys that are selected and
+visible. `forward` and `backward_*` gather these keys, N at a time, for a block of query heads that
+share the selection and the key head. Each launch processes one chunk: forward updates (out, lse),
+the normalized result over the chunks so far, and backward adds to the gradients. Gradients of keys
+use atomic additions, because several query rows may select a key.
 
-The module is imported only if one of these kernels runs. D is the width of the keys as they are
-sent and W the width of the values; DP and WP are the next powers of two. With LATENT a whole key is
-its value followed by the key as it is sent.
+The module is imported only if one of these kernels runs. D is the width of k and W the width of v;
+DP and WP are the next powers of two. With LATENT a whole key is the columns of v followed by the
+columns of k.
 """
 
 from __future__ import annotations
 
-# Triton may be missing, and type checkers do not see its kernels as functions.
+# Triton may not be installed, and type checkers do not recognize its kernels as functions.
 # pyright: reportMissingImports=false, reportIndexIssue=false
 # pyright: reportPossiblyUnboundVariable=false
 import triton
@@ -29,12 +29,25 @@ def find(
     ids, low, high, seen, spans, table, counts,
     per_row, places, width, pieces, BLOCK: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """List the keys of one selection of one row.
+    """List the keys of one selection of one query row.
 
-    table [., width] gets the rows of the chunk that are selected and visible, counts their number.
-    ids [., places / BLOCK] are units. spans [pieces, 4] are start, stride, length and first row of
-    each span. low and high are the visible interval of each row of queries, which has per_row
-    selections. They are None if seen [., places] contains the visibility.
+    One program handles one selection; the first dimension of the tensors, ".", is over selections,
+    per_row of them for each query row.
+
+    Args:
+        ids: Selected units [., places / BLOCK].
+        low: First visible position of each query row, or None if `seen` is given.
+        high: End of the visible positions of each query row, or None if `seen` is given.
+        seen: Visibility of each selected position [., places], or None.
+        spans: Start, stride, length and first row of each span of keys [pieces, 4].
+        table: Result: rows of the chunk that are selected and visible [., width].
+        counts: Result: number of these rows [.].
+        per_row: Selections of a query row.
+        places: Positions of a selection: units x BLOCK.
+        width: Columns of `table`.
+        pieces: Number of spans.
+        BLOCK: Positions of a unit.
+        T: Positions that are processed at once.
     """
     at = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, T)
@@ -68,7 +81,7 @@ def find(
 
 @triton.jit
 def _at(row, batch, head, of_row, of_batch, of_head):
-    """Return the offset of a row in 64 bits; tensors may have more than 2^31 elements."""
+    """Return the int64 offset of (row, batch, head); tensors may have more than 2^31 elements."""
     return (
         row * tl.cast(of_row, tl.int64)
         + tl.cast(batch, tl.int64) * of_batch
@@ -78,9 +91,9 @@ def _at(row, batch, head, of_row, of_batch, of_head):
 
 @triton.jit
 def _columns(at, present, SHIFT: tl.constexpr, first, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """Return offsets and a mask of columns [., PADDED] from `first` on.
+    """Return the offsets [., PADDED] of columns from `first` on, and a mask of valid elements.
 
-    The WIDTH columns begin SHIFT elements after `at`.
+    Column 0 of WIDTH columns is SHIFT elements after `at`.
     """
     columns = first + tl.arange(0, PADDED)
     shown = present[:, None]
@@ -109,9 +122,10 @@ def _add(x, at, present, value, first, WIDTH: tl.constexpr, PADDED: tl.constexpr
 
 @triton.jit
 def _program(groups, group, M: tl.constexpr):
-    """Return row, batch entry, group of heads, heads [M] of this program, and a mask of the heads.
+    """Return (row, batch entry, index of the head group, heads [M], mask of valid heads [M]).
 
-    There are `groups` groups of `group` query heads. A program computes at most M heads of a group.
+    There are `groups` head groups of `group` query heads each. A program computes at most M heads
+    of a group.
     """
     blocks = (group + M - 1) // M
     number = tl.program_id(1)
@@ -132,7 +146,7 @@ def forward(
     M: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of heads of one row; update (out, lse) in place."""
+    """Compute attention of a block of heads of one query row; update (out, lse) in place."""
     row, batch, of, heads, present = _program(groups, group, M)
     chosen = (row * batches + batch) * selections + of * selections // groups
     count = tl.load(counts + chosen)
@@ -182,7 +196,7 @@ def backward_queries(
     M: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
 ):  # fmt: skip
-    """Add the gradient of a block of heads of one row to dq.
+    """Compute dq of a block of heads of one query row, and add it in place.
 
     lse and delta [rows, b, h] are contiguous.
     """
@@ -245,10 +259,11 @@ def backward_keys(
     M: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
 ):  # fmt: skip
-    """Add the gradients of a block of heads of one row to dk and dv atomically; each may be None.
+    """Compute dk and dv of a block of heads of one query row, and add them atomically.
 
-    Columns are processed in pieces, so that a block has room for all heads of a latent. A row of
-    keys then gets one sum per row of queries. lse and delta [rows, b, h] are contiguous.
+    dk or dv may be None. Columns are processed in pieces, so that a block can contain all heads of
+    a latent; each query row then makes one atomic addition per key. lse and delta [rows, b, h] are
+    contiguous.
     """
     PIECE: tl.constexpr = 128
     DC: tl.constexpr = DP if DP < PIECE else PIECE

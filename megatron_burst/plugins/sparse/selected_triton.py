@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel "triton": gathers the selected keys of each row, with one launch per direction.
+"""Kernel "triton": gathers and processes the selected keys of each query row on the GPU.
 
-For some rows at a time `find` lists their selected keys of a chunk on the device; this limits the
-size of the list. The attention kernels of `selected_code` then process the list, with one program
-per row and block of heads that share a selection and a key head. The host reads nothing. dk and dv
-are added atomically in any order, so the kernel is not deterministic.
+For a tile of query rows, `find` lists the selected keys of a chunk on the device; the tile size
+limits the size of the list. The attention kernels of `selected_code` then process the list, with
+one program per query row and block of heads that share a selection and a key head. The host does
+not wait for the device. dk and dv are added atomically in any order, so the kernel is not
+deterministic.
 
-Shape letters as in `kernels`.
+Shape letters: same as in `kernels`.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from .pairs import SelectedPairs
 from .selection import Selection
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-WIDEST = 512  # columns of keys and of values as they are sent; 576 are sent as 512 and 64
-LISTED = 1 << 26  # bytes of the list of keys of a launch
-LANES = 1024  # places that a program of `find` processes at once
+WIDEST = 512  # columns of k and of v; a latent of 576 columns has 64 columns in k and 512 in v
+LISTED = 1 << 26  # limit of the bytes of a tile's list of keys
+LANES = 1024  # selected positions that a program of `find` processes at once
 
 
 class HeadBlocks(NamedTuple):
     """Tile sizes and launch options of a kernel.
 
     Attributes:
-        heads: Query heads of a tile, a power of two from 16 on.
-        keys: Keys of a tile, a power of two from 16 on.
-        warps: Warps of a program.
-        stages: Stages of loads in flight.
+        heads: Query heads of a tile, a power of two, at least 16.
+        keys: Keys of a tile, a power of two, at least 16.
+        warps: Warps of a program (`num_warps`).
+        stages: Pipeline stages (`num_stages`).
     """
 
     heads: int
@@ -44,9 +45,9 @@ class HeadBlocks(NamedTuple):
     stages: int
 
 
-# (kernel, limit of the columns of keys and values together) -> blocks for 16-bit inputs. They
-# follow from compilations for sm_90 and sm_100 (`python -m benchmarks.triton_compile_selected`). No
-# time was measured on a GPU.
+# (kernel, largest sum of the columns of k and v) -> tile sizes for 16-bit inputs. They were chosen
+# by compiling for sm_90 and sm_100 (`python -m benchmarks.triton_compile_selected`). No time was
+# measured on a GPU.
 BLOCKS = {
     ("forward", 256): HeadBlocks(16, 64, 4, 2),
     ("forward", 512): HeadBlocks(16, 64, 4, 2),
@@ -62,12 +63,12 @@ WIDE_BLOCKS = HeadBlocks(16, 16, 4, 1)  # for inputs of 32 and 64 bits
 
 
 def blocks(direction: str, columns: int, heads: int, itemsize: int) -> HeadBlocks:
-    """Return the blocks of a kernel, with at most the existing number of heads.
+    """Return the tile sizes and launch options of a kernel.
 
     Args:
         direction: Kernel: "forward", "backward_queries" or "backward_keys".
-        columns: Columns of keys and values together.
-        heads: Query heads of a group.
+        columns: Sum of the columns of k and v.
+        heads: Query heads of a group; a tile has no more heads than the next power of two.
         itemsize: Bytes of an input element.
     """
     if itemsize > 2:
@@ -82,8 +83,8 @@ class SelectedTriton(SelectedKernel):
 
     Args:
         selection: Selection of this rank's queries.
-        latent: True if values are the first columns of the keys and are not sent separately.
-        size: Blocks for all kernels in place of the table's.
+        latent: Same as in `SelectedKernel`.
+        size: Tile sizes and launch options for all kernels; None uses `BLOCKS`.
     """
 
     name = "triton"
@@ -95,7 +96,7 @@ class SelectedTriton(SelectedKernel):
 
     @staticmethod
     def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the reason against these tensors as they are sent, or None."""
+        """Return why the kernel does not support q, k and v (as sent), or None."""
         missing = unavailable(q.device.type)
         if missing:
             return missing
@@ -168,11 +169,11 @@ class SelectedTriton(SelectedKernel):
     def _lists(
         self, work: SelectedPairs, rows: int, keys: int
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Yield tiles of rows with the lists of their keys.
+        """Yield tiles of query rows with the lists of their selected and visible keys.
 
-        Returns:
-            The tile; the rows of the chunk that each selection contains and its row sees, int32 [r,
-            b, H, n], packed at the front; and their number, int32 [r, b, H].
+        Yields:
+            (tile, table, counts). table [r, b, H, n], int32, has the rows of the chunk that are
+            selected and visible, in its first counts [r, b, H] entries.
         """
         from . import selected_code
 
@@ -231,7 +232,7 @@ class SelectedTriton(SelectedKernel):
         }
 
     def _launch(self, code: Any, size: HeadBlocks, q: torch.Tensor, k: torch.Tensor) -> Any:
-        """Return a launcher of `code` for these rows of queries, on their device."""
+        """Return a function that launches the kernel `code` for all query rows and head blocks."""
         groups = self._groups(k)
         programs = q.shape[1] * groups * -(-q.shape[2] // groups // size.heads)
         options = {"num_warps": size.warps, "num_stages": size.stages}
@@ -244,7 +245,7 @@ class SelectedTriton(SelectedKernel):
 
 
 def unavailable(device: str) -> str | None:
-    """Return the reason why these kernels do not run on a kind of device, or None."""
+    """Return why the kernels cannot run on a device type such as "cuda", or None."""
     try:
         from triton.runtime.interpreter import InterpretedFunction  # pyright: ignore
     except ImportError as error:
@@ -261,7 +262,7 @@ def _padded(width: int) -> int:
 
 
 def _inner(x: torch.Tensor) -> torch.Tensor:
-    """Return x with a contiguous last dimension."""
+    """Return x, copied if the last dimension is not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection: the units of keys that each query, or group of heads, attends to."""
+"""`Selection`: the units of keys that each query attends to, per group of heads."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from ...masks import Mask
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """Units of keys that this rank's queries attend to, made by `mb.select` or by hand.
+    """The units of keys that this rank's queries attend to; a result of `mb.select`, or your own.
 
-    A query attends to a position if its unit is selected and `mask` shows it.
+    A query attends to a position if the unit of the position is selected and the position is
+    visible in `mask`.
 
     Attributes:
-        ids: Selected units int32 [s, b, H, top_k], ascending, -1 in empty places. Unit u contains
-            the positions of the whole sequence from u * block. H divides the query heads: one
-            selection per query head, per group of heads, or for all heads (1).
+        ids: Selected units, int32 [s, b, H, top_k], ascending, then -1 in unused entries. Unit u is
+            the `block` positions of the whole sequence from u * block on. H divides the query
+            heads: one selection per query head, per group of heads, or for all heads (1).
         layout: Layout of the queries and keys.
         mask: Mask of the queries and keys.
-        block: Positions of a unit.
-        checked: True if the ids are known to be valid, as after `mb.select`. False for a copy with
-            other ids (`dataclasses.replace`).
+        block: Number of positions of a unit.
+        checked: True if the ids need no check, as after `mb.select`. False for copies
+            (`dataclasses.replace`).
     """
 
     ids: torch.Tensor
@@ -37,13 +38,13 @@ class Selection:
 
     @property
     def counts(self) -> torch.Tensor:
-        """Number of units of each query, int32 [s, b, H]."""
+        """Number of selected units, int32 [s, b, H]."""
         return (self.ids >= 0).sum(dim=-1, dtype=torch.int32)
 
     def check(self, q: torch.Tensor, key_heads: int, seq_len: int) -> None:
         """Raise ValueError unless the selection fits these queries.
 
-        The values of a selection made by hand are read, which synchronizes the host.
+        If `checked` is False, the values of the ids are read, which waits for the device.
 
         Args:
             q: Queries [s, b, h, d].
@@ -56,7 +57,7 @@ class Selection:
             raise ValueError(f"selection: ids must be int32 [s, b, heads, top_k], got {got:.100}")
         heads = ids.shape[2]
         if 0 in ids.shape:
-            raise ValueError(f"selection: ids must hold at least one place, got {tuple(ids.shape)}")
+            raise ValueError(f"selection: ids must not be empty, got shape {tuple(ids.shape)}")
         if ids.shape[:2] != q.shape[:2] or ids.device != q.device:
             raise ValueError(
                 f"selection: ids of {tuple(ids.shape[:2])} rows and batch on {ids.device}, queries "
@@ -86,7 +87,7 @@ class Selection:
 
 
 def selected(*fields: Any) -> Selection:
-    """Return a selection whose ids are known to be valid."""
+    """Return a `Selection` with `checked` True: the caller ensures that the ids are valid."""
     made = Selection(*fields)
     object.__setattr__(made, "checked", True)
     return made

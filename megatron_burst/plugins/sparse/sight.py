@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks on the device: visibility of a chunk of queries without a synchronization with the host.
+"""Evaluation of masks on the device, without synchronization with the host.
 
-Most masks show a query one interval of positions, which a plan stores as two numbers per query.
-Trees, residues, tables of blocks and combinations of them compute with tables of at most the size
-of the sequence, which are copied to the device once per plan. The host evaluates `Dense` and users'
-masks.
+With most masks a query sees one interval of positions, which a plan stores as two numbers per
+query. `Tree`, `Dilated`, `BlockSparse` and combinations are evaluated on the device, with tables of
+at most the size of the sequence, which are copied to the device once per plan. The host evaluates
+`Dense` and users' masks.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from ...masks.tree import Tree
 
 MOST = 2**31 - 1  # larger than every position
 Interval = tuple[np.ndarray, np.ndarray]
-Rows = slice | torch.Tensor  # rows of dimension 0
-# (rows of queries, their positions q, positions k of keys) -> bool, true for visible keys
+Rows = slice | torch.Tensor  # index of dimension 0
+# (index of query rows, positions q of these rows, positions k of keys) -> bool, True if visible
 Condition = Callable[[Rows, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class VisibilityTables:
-    """Visibility of the queries of a plan, and arrays that are copied to a device once."""
+    """Cache of a plan: conditions of visibility, and copies of arrays on devices."""
 
     def __init__(self):
         self._on_device: dict[tuple[int, torch.device], tuple[np.ndarray, torch.Tensor]] = {}
         self._seen: dict[tuple[Span, ...], tuple[Mask, np.ndarray, Condition | None]] = {}
 
     def of(self, mask: Mask, spans: tuple[Span, ...]) -> tuple[np.ndarray, Condition | None]:
-        """Return the positions of queries, and their visibility.
+        """Return the positions of the queries in `spans`, and the condition of their visibility.
 
-        The spans of queries are the same in most pairs, so the result is cached.
+        Most pairs of a plan have the same query spans, so the result is cached.
         """
         cached_mask, q, seen = self._seen.get(spans, (None, np.empty(0), None))
         if cached_mask is not mask:
@@ -49,7 +49,7 @@ class VisibilityTables:
         return q, seen
 
     def on(self, array: np.ndarray, device: torch.device) -> torch.Tensor:
-        """Return `array` on `device`; the same object gives the same tensor."""
+        """Return a copy of `array` on `device`, cached by the identity of the array."""
         key = id(array), device
         if key not in self._on_device:
             own = np.require(array, requirements=["C", "W"])  # torch warns about other arrays
@@ -58,13 +58,15 @@ class VisibilityTables:
 
 
 def interval(mask: Mask, q: np.ndarray) -> Interval | None:
-    """Return the interval low <= k < high of positions that each query sees, int64 (low, high) [s].
-
-    None if queries may see several intervals, or if it is unknown.
+    """Return the interval of positions that each query sees.
 
     Args:
         mask: Mask of the sequence.
         q: Positions of queries [s].
+
+    Returns:
+        (low, high), int64 [s] each: a query sees low <= k < high. None if a query may see several
+        intervals, or if this is unknown.
     """
     kind = type(mask)
     if kind is Full:
@@ -89,7 +91,7 @@ def interval(mask: Mask, q: np.ndarray) -> Interval | None:
 
 
 def _combined(symbol: str, a: Interval, b: Interval) -> Interval | None:
-    """Return the intersection or union of intervals; None if it is no single interval."""
+    """Return the intersection (&) or union of intervals; None if a union has a gap."""
     if symbol == "&":
         return np.maximum(a[0], b[0]), np.minimum(a[1], b[1])
     no_a, no_b = (bounds[1] <= bounds[0] for bounds in (a, b))
@@ -104,7 +106,10 @@ def _combined(symbol: str, a: Interval, b: Interval) -> Interval | None:
 
 
 def condition(mask: Mask, q: np.ndarray, tables: VisibilityTables) -> Condition | None:
-    """Return the visibility of the queries at q [s]; None if only the host can evaluate it."""
+    """Return a function that evaluates the mask for queries at q [s] on a device.
+
+    None if only the host can evaluate the mask.
+    """
     bounds = interval(mask, q)
     if bounds is not None:
         low, high = (np.clip(bound, 0, MOST).astype(np.int32) for bound in bounds)
@@ -125,7 +130,7 @@ def condition(mask: Mask, q: np.ndarray, tables: VisibilityTables) -> Condition 
 
 @dataclass(frozen=True)
 class IntervalCondition:
-    """Visibility of one interval per query; low and high are int32 [s]."""
+    """Condition of a mask with one interval per query: low <= k < high, int32 [s] each."""
 
     low: np.ndarray
     high: np.ndarray
@@ -138,7 +143,7 @@ class IntervalCondition:
 
 @dataclass(frozen=True)
 class _CombinedCondition:
-    """Intersection or union of two conditions."""
+    """Intersection (&) or union of two conditions."""
 
     symbol: str
     a: Condition
@@ -151,7 +156,7 @@ class _CombinedCondition:
 
 @dataclass(frozen=True)
 class _StrideCondition:
-    """Visibility of keys at a multiple of a stride from the query."""
+    """Condition of `masks.Dilated`: the distance to the query is a multiple of the stride."""
 
     stride: int
 
@@ -161,7 +166,7 @@ class _StrideCondition:
 
 @dataclass(frozen=True)
 class _BlockCondition:
-    """Visibility by a table of blocks."""
+    """Condition of `masks.BlockSparse`: a table of visible blocks."""
 
     table: np.ndarray
     block: int
@@ -174,7 +179,7 @@ class _BlockCondition:
 
 @dataclass(frozen=True)
 class _TreeCondition:
-    """Visibility of `masks.Tree`; depths are only needed with a window."""
+    """Condition of `masks.Tree`; `depths` is None without a window."""
 
     out: np.ndarray
     depths: np.ndarray | None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Best units of every query so far, updated with the scores of each received chunk.
+"""Running top-k: the best units of every query, updated with the scores of each received chunk.
 
 Among equal scores the lower unit is selected. The result therefore depends neither on the order of
 the chunks nor on the number of ranks.
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import torch
 
-NOTHING = torch.iinfo(torch.int32).max  # unit of an empty place; sorts after all units
+NOTHING = torch.iinfo(torch.int32).max  # marks an unused entry; sorts after all units
 
 
 def no_units(shape: tuple[int, ...], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return empty (scores, units int32) of queries.
+    """Return initial (scores, int32 units) without any unit: -inf and `NOTHING`.
 
     Args:
-        shape: Shape [..., top_k].
+        shape: Shape of both tensors, [..., top_k].
         like: Tensor with the dtype and device of the scores.
     """
     units = torch.full(shape, NOTHING, dtype=torch.int32, device=like.device)
@@ -26,16 +26,16 @@ def no_units(shape: tuple[int, ...], like: torch.Tensor) -> tuple[torch.Tensor, 
 def add_units_(
     scores: torch.Tensor, units: torch.Tensor, new: torch.Tensor, new_units: torch.Tensor
 ) -> None:
-    """Update the best units with new units, in place.
+    """Merge new units into the best units, in place.
 
     Args:
         scores: Scores of the best units so far [..., top_k].
         units: Best units so far [..., top_k].
-        new: Scores of new units [..., u]; -inf for units that are hidden from the query.
-        new_units: New units int32 [u], ascending, none of which was added before.
+        new: Scores of new units [..., u]; -inf for units that the query does not see.
+        new_units: New units, int32 [u], ascending. Each unit may be added only once.
     """
     count = scores.shape[-1]
-    # Stable: among equal scores the earlier column, which is the lower unit, comes first.
+    # A stable sort: among equal scores the earlier column, which is the lower unit, comes first.
     new, column = torch.sort(new, dim=-1, descending=True, stable=True)
     new, column = new[..., :count], column[..., :count]
     chosen = new_units[column].masked_fill(new == float("-inf"), NOTHING)
@@ -47,6 +47,6 @@ def add_units_(
 
 
 def in_order(units: torch.Tensor) -> torch.Tensor:
-    """Return the units of each query in ascending order, with -1 in empty places."""
+    """Return the units of each query in ascending order, then -1 in unused entries."""
     units = units.sort(dim=-1).values
     return units.masked_fill(units == NOTHING, -1)

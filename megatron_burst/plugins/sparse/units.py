@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of index keys as they are sent: one row per unit, so that no schedule splits a unit.
+"""Format in which index keys are sent: one row per unit, so that no schedule splits a unit.
 
-With a rule that scores means, a row contains only these means, a fraction of the keys' bytes.
-Otherwise it contains all keys of the unit. Layout and mask describe the sequence of units.
+With a rule that scores means, a row contains only the means of a unit, a fraction of the bytes of
+all keys. Otherwise a row contains all keys of a unit. The ring's layout and mask apply to units
+instead of positions.
 
 Shape letters: t key rows, u units, n means or keys of a unit, b batch, k index key heads, d width.
 """
@@ -23,9 +24,11 @@ from .rules import SelectionRule, parts_per_unit
 
 
 class UnitLayout(Layout):
-    """Layout of the units of another layout, which must keep each unit on one rank.
+    """Layout of units instead of positions, derived from a layout that keeps units on one rank.
 
-    Unit u contains the positions from u * block.
+    Args:
+        of: Layout of positions.
+        block: Positions of a unit; unit u starts at position u * block.
     """
 
     def __init__(self, of: Layout, block: int):
@@ -49,9 +52,10 @@ class UnitLayout(Layout):
 def by_units(
     options: AttentionOptions, size: int, index_q: torch.Tensor, rule: SelectionRule
 ) -> AttentionOptions:
-    """Return the options of a ring of units.
+    """Return the options of a ring of units: layout and mask apply to units.
 
-    An invalid layout or mask, or a layout for other ranks, is left to the checks of every plan.
+    If the layout or mask is invalid, return `options` unchanged; the checks of every plan then
+    raise the error.
 
     Args:
         options: Options with the layout and mask of positions.
@@ -76,8 +80,8 @@ def by_units(
     mask_of_units = _of_units(mask, block, rule.own and is_causal(mask))
     if mask_of_units is None:
         raise ValueError(
-            f"mask: a rule with blocks of {block} positions takes Causal, Full and Documents whose "
-            f"documents begin at multiples of {block} (not their padding), combined by &, got "
+            f"mask: a rule with blocks of {block} positions supports Causal, Full and Documents, "
+            f"combined by &; documents (not padding) must start at multiples of {block}; got "
             f"{mask!r:.200}"
         )
     return replace(options, layout=UnitLayout(layout, block), mask=mask_of_units)
@@ -99,8 +103,8 @@ def _check_layout(layout: Layout, seq_len: int, block: int) -> None:
 def _of_units(mask: Mask, block: int, padded: bool) -> Mask | None:
     """Return the mask of units, or None if the mask cuts a unit.
 
-    With `padded`, padding may begin within a unit. Its keys count in a mean that only queries of
-    that unit see, and for these queries the unit is always selected.
+    With `padded`, padding may start within a unit. The keys of such padding are part of a mean that
+    only queries of the same unit see, and these queries always select the unit.
     """
     if isinstance(mask, Combined) and mask.symbol == "&":
         a, b = (_of_units(part, block, padded) for part in (mask.a, mask.b))
@@ -114,16 +118,16 @@ def _of_units(mask: Mask, block: int, padded: bool) -> Mask | None:
 
 
 def is_causal(mask: Mask) -> bool:
-    """Return True if no position sees a later one, for masks that `by_units` makes."""
+    """Return whether a mask of `by_units` is causal: no position sees a later position."""
     if isinstance(mask, Combined):
         return is_causal(mask.a) or is_causal(mask.b)
     return type(mask) is Causal
 
 
 def rows_of_units(k: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
-    """Return the rows [u, b, k, n * d] of keys [t, b, k, d].
+    """Return the rows [u, b, k, n * d] to send for keys [t, b, k, d].
 
-    Means have the dtype of scores.
+    Means have the dtype of scores (float32 or float64), keys their own dtype.
     """
     part_size = rule.block // parts_per_unit(rule)
     if part_size > 1:
@@ -132,17 +136,17 @@ def rows_of_units(k: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
 
 
 def keys_of_units(rows: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
-    """Return the means, or keys, [u * n, b, k, d] of rows, unit by unit."""
+    """Return the means or keys [u * n, b, k, d] in rows [u, b, k, n * d], in order of units."""
     return rows.unflatten(3, (parts_per_unit(rule), -1)).permute(0, 3, 1, 2, 4).flatten(0, 1)
 
 
 def rows_of_parts(keys: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
-    """Return the rows [u, b, k, n * d] of means, or keys, [u * n, b, k, d]."""
+    """Return the rows [u, b, k, n * d] for means or keys [u * n, b, k, d]."""
     return keys.unflatten(0, (-1, parts_per_unit(rule))).permute(0, 2, 3, 1, 4).flatten(3)
 
 
 def gradient_of_keys(rows: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
-    """Return the gradient of the keys [t, b, k, d] from the gradient of `rows_of_units`."""
+    """Return the gradient of the keys [t, b, k, d] for gradients of the rows [u, b, k, n * d]."""
     part_size = rule.block // parts_per_unit(rule)
     return keys_of_units(rows, rule).repeat_interleave(part_size, dim=0) / part_size
 
@@ -150,9 +154,9 @@ def gradient_of_keys(rows: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
 def unit_placeholders(
     q: torch.Tensor, k: torch.Tensor, rule: SelectionRule
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return placeholders for q, k and v of a plan for the ring of units; only their shapes count.
+    """Return placeholders for q, k and v in the plan of a ring of units; only shapes are used.
 
-    A query row has the index heads of all queries of a unit.
+    A row of q stands for a unit of queries: it has the index heads of all queries of the unit.
     """
     (rows, batch, heads, width), n = q.shape, parts_per_unit(rule)
     dtype = k.dtype if n == rule.block else accumulation_dtype(k.dtype)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vision-language models: `images` for your own scripts, `recipes` for Megatron-Bridge."""
+"""Plugin for vision-language models: `images` for scripts, `recipes` for Megatron-Bridge."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry of the plugin `vision`. A script of the user imports `plugins.vision.images`."""
+"""Registration of the plugin `vision`. Scripts import `plugins.vision.images` directly."""
 
 from ...registry import Plugin
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images among the tokens of a micro-batch: their positions, and their embeddings.
 
-The tokens of an image may see each other (Gemma 3 and 4), and the positions of images differ in
-every micro-batch. A script states them in the `PackedSeqParams` of the model's forward
-(`with_spans`). So layers that backward runs again, and pipeline stages with several micro-batches
-in flight, read the spans of the right micro-batch. `gemma3` and `gemma4` are functions for
-`--burst-mask` that read the spans.
+In Gemma 3 and 4 the tokens of an image see each other, and the positions of images differ in every
+micro-batch. A script passes the positions (spans) in the `PackedSeqParams` of the model's forward
+(`with_spans`). Thus recomputed layers, and pipeline stages with several micro-batches in flight,
+read the spans of the right micro-batch. `gemma3` and `gemma4` are functions for `--burst-mask` that
+read the spans.
 
-Shape letters: s tokens of the whole sequence, t of this context-parallel rank, h hidden size, n
-image tokens.
+Shape letters: s tokens of the whole sequence, t tokens of this context-parallel rank, h hidden
+size, n image tokens.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ Positions = Sequence[int] | np.ndarray | torch.Tensor
 def image_spans(
     tokens: torch.Tensor, image_tokens: int | Iterable[int], cu_seqlens: Positions = ()
 ) -> list[tuple[int, int]]:
-    """Return the runs of image tokens in a sequence, for `with_spans`.
+    """Return the spans of consecutive image tokens in a sequence, for `with_spans`.
 
-    Adjacent images with equal ids are one run, as in Hugging Face's Gemma.
+    Adjacent images form one span, as in Hugging Face's Gemma. Waits for the device of `tokens`.
 
     Args:
-        tokens: integers [s] or [1, s], the whole sequence before it is cut. Waits for their device.
-        image_tokens: the token ids of images, one or several.
-        cu_seqlens: integers [n] or [1, n], the boundaries of a pack's documents. A run across a
-            boundary becomes two.
+        tokens: integers [s] or [1, s], the whole sequence before it is cut.
+        image_tokens: one or several token ids of images.
+        cu_seqlens: integers [n] or [1, n], the boundaries of a pack's documents. A span across a
+            boundary is split into two.
 
     Returns:
         [(first, stop)].
@@ -79,22 +79,22 @@ def with_spans(
         spans: (first, stop) of each image, positions in the whole sequence or pack, ascending;
             empty for a micro-batch without images. The same on all ranks of all pipeline stages.
         seq_len: tokens of the sequence or pack over all context-parallel ranks.
-        packed_seq_params: of a pack with documents; None for one sequence, which requires
+        packed_seq_params: `PackedSeqParams` of a pack; None for one sequence, which requires
             --micro-batch-size 1.
 
     Returns:
-        `packed_seq_params`, or new ones for one sequence.
+        `packed_seq_params`; a new `PackedSeqParams` for one sequence.
 
     Raises:
-        ValueError: Spans overlap or are outside the sequence, or the tensors belong to other spans
-            or documents: every micro-batch needs its own tensors.
+        ValueError: Spans overlap or are outside the sequence, or the tensors of `packed_seq_params`
+            were used with other spans: every micro-batch needs its own tensors.
     """
     mask = SameSpan(spans)
     mask.check(seq_len)
     params = packed_seq_params
     if params is None:
         host = torch.tensor([0, seq_len], dtype=torch.int32)
-        # A copy also on the CPU: the tensor object identifies these spans and no others.
+        # Always a copy, even on the CPU: the tensor object identifies the spans.
         ends = host.to(torch.cuda.current_device(), non_blocking=True, copy=True)
         packs().note_values(ends, host)
         params = params_of(ends, seq_len, padded=ends)
@@ -111,21 +111,25 @@ def place_images(
     *,
     group: Any = None,
 ) -> torch.Tensor:
-    """Return this rank's token embeddings with image embeddings at their positions; differentiable.
+    """Put image embeddings at their positions among this rank's token embeddings.
 
-    The rows of other ranks get no gradient here. Sums over context-parallel ranks are complete, and
-    Megatron sums the gradients of all weights.
+    Differentiable. Each rank computes the gradients of the image rows that it holds; the sum over
+    context-parallel ranks is complete, and Megatron sums the gradients of all weights. Waits for
+    the device of `positions`.
 
     Args:
-        embeddings: [t, 1, h] of the tokens that `shard_sequence` left to this rank, so that no rank
-            embeds the whole sequence; with sequence parallelism, before they are scattered.
-        images: [n, h] of all images, in the order of `positions`.
-        positions: n integers, positions in the whole sequence. Waits for their device.
-        packed_seq_params: as `shard_sequence` takes it.
-        group: as `shard_sequence` takes it.
+        embeddings: [t, 1, h], embeddings of the tokens that `shard_sequence` assigns to this rank;
+            with sequence parallelism, before they are scattered.
+        images: [n, h], embeddings of all images, in the order of `positions`.
+        positions: n integers, positions of the image tokens in the whole sequence.
+        packed_seq_params: same as in `shard_sequence`.
+        group: same as in `shard_sequence`.
+
+    Returns:
+        [t, 1, h].
 
     Raises:
-        ValueError: Shapes or positions do not fit.
+        ValueError: Shapes or positions do not match.
     """
     from ...megatron.data.slicing import sequence_group
 
@@ -147,32 +151,32 @@ def encode_shared(
     *,
     group: Any = None,
 ) -> torch.Tensor:
-    """Encode a share of the images on each context-parallel rank, and place all of them.
+    """Distribute the encoding of images over context-parallel ranks; place their embeddings.
 
-    Shares have about equal numbers of tokens. A rank without images encodes the smallest image and
-    drops its rows, so that every rank's encoder runs and has gradients. If there is no image, no
-    rank calls `encode`. Encoders whose parameters are gathered or reduced with ranks of other
-    micro-batches must then be run by the caller.
+    Each rank encodes images with about the same number of tokens. A rank without images encodes the
+    smallest image and drops the result, so that every rank's encoder runs and has gradients. If
+    there is no image, no rank calls `encode`. If parameters of the encoder are gathered or reduced
+    together with ranks of other micro-batches, the caller must then run the encoder.
 
     One all-to-all of the group sends the rows to the ranks that hold their tokens; another returns
-    the gradients. So a rank has the gradients of its own images only. Sums over context-parallel
-    ranks are complete, and Megatron sums the gradients of all weights.
+    the gradients. Each rank computes the gradients of the images that it encodes; the sum over
+    context-parallel ranks is complete, and Megatron sums the gradients of all weights.
 
     Args:
-        embeddings: as `place_images` takes it.
-        encode: called once with the numbers of this rank's images, ascending; returns their rows
-            [tokens, h] in that order.
+        embeddings: same as in `place_images`.
+        encode: called once with the indices of this rank's images, ascending; returns the
+            embeddings of these images [tokens, h] in the same order.
         counts: number of tokens of each image or frame, in the order of `positions`; the same on
             all ranks.
-        positions: as `place_images` takes it; the same on all ranks.
-        packed_seq_params: as `place_images` takes it.
-        group: as `place_images` takes it.
+        positions: same as in `place_images`; the same on all ranks.
+        packed_seq_params: same as in `place_images`.
+        group: same as in `place_images`.
 
     Returns:
-        The embeddings, as `place_images`.
+        [t, 1, h], same as in `place_images`.
 
     Raises:
-        ValueError: Shapes, counts or positions do not fit.
+        ValueError: Shapes, counts or positions do not match.
     """
     from ...megatron.data.slicing import sequence_group
 
@@ -204,9 +208,9 @@ def encode_shared(
 
 
 class _ExchangeImages(torch.autograd.Function):
-    """Exchange of rows between the ranks of a group; backward returns their gradients.
+    """All-to-all of rows in a group; backward sends the gradients back.
 
-    `out_of` and `into` are the numbers of rows that are sent to and received from each rank.
+    `out_of` has the number of rows sent to each rank, `into` the number received from each rank.
     """
 
     @staticmethod
@@ -226,9 +230,9 @@ class _ExchangeImages(torch.autograd.Function):
 
 
 def _shares(sizes: np.ndarray, ranks: int) -> list[list[int]]:
-    """Return the images of each rank, ascending.
+    """Return the indices of the images that each rank encodes, ascending.
 
-    The largest images first, each to the rank with the fewest tokens.
+    Images are assigned in order of decreasing size, each to the rank with the fewest tokens so far.
     """
     shares, load = [[] for _ in range(ranks)], [0] * ranks
     for image in np.argsort(-sizes, kind="stable").tolist():
@@ -241,12 +245,13 @@ def _shares(sizes: np.ndarray, ranks: int) -> list[list[int]]:
 def _homes(
     embeddings: torch.Tensor, places: np.ndarray, packed_seq_params: Any, group: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rank that holds each position, and the row of each position on this rank.
+    """Return the rank and the local row of each position.
 
-    Rows are -1 for positions of other ranks. Raises `ValueError` for places that do not fit.
+    Raises `ValueError` if `places` has positions outside the sequence or a position twice.
 
     Returns:
-        Two arrays, int64 [s].
+        The rank that holds each position, int64 [s], and the row of each position on this rank,
+            int64 [s], -1 for positions of other ranks.
     """
     from ...megatron.data.slicing import held_positions
 
@@ -286,9 +291,9 @@ def _placed(embeddings: torch.Tensor, rows: torch.Tensor, to: np.ndarray) -> tor
 def gemma3(layer: MaskLayer, batch: MaskBatch) -> Mask:
     """Return the mask of Gemma 3, in which the tokens of an image see each other in every layer.
 
-    A function for `--burst-mask`. In layers with a window (`--window-size`,
-    `--window-attn-skip-freq`) a token sees the window and its image; in other layers it sees all
-    earlier tokens and its image.
+    For `--burst-mask`. In layers with a window (`--window-size`, `--window-attn-skip-freq`) an
+    image token sees the window and the whole image; in other layers it sees all earlier tokens and
+    the whole image.
 
     Args:
         layer: the layer.
@@ -301,9 +306,9 @@ def gemma3(layer: MaskLayer, batch: MaskBatch) -> Mask:
 
 
 def gemma4(layer: MaskLayer, batch: MaskBatch) -> Mask:
-    """Return the mask of Gemma 4 models in which images see themselves only in windowed layers.
+    """Return the mask of Gemma 4: same as `gemma3`, but without images in layers without a window.
 
-    Otherwise like `gemma3`.
+    For `--burst-mask`. Layers without a window are causal for image tokens too.
 
     Args:
         layer: the layer.
@@ -318,7 +323,7 @@ def gemma4(layer: MaskLayer, batch: MaskBatch) -> Mask:
 
 
 def _without_images(layer: MaskLayer) -> Mask:
-    """Return Megatron's mask: causal or not, with the window of the layer."""
+    """Return the mask that the layer has without images: causal or full, with its window."""
     if not layer.causal:
         return Full() if layer.window is None else Window(*layer.window)
     return Causal() if layer.window is None else Causal() & Window(layer.window[0], 0)
@@ -335,7 +340,7 @@ def _spans_of(batch: MaskBatch) -> tuple[tuple[int, int], ...]:
 
 
 def _token_ids(image_tokens: Any) -> list[int]:
-    """Return the ids as a list; a single id may be an integer."""
+    """Return one or several token ids as a list."""
     single = not isinstance(image_tokens, Iterable) or getattr(image_tokens, "ndim", 1) == 0
     return [
         integer("image_tokens", token_id)
@@ -344,7 +349,7 @@ def _token_ids(image_tokens: Any) -> list[int]:
 
 
 def _boundaries(cu_seqlens: Any) -> np.ndarray:
-    """Return the ends of documents, int64 [n]; data loaders also pass them as [1, n]."""
+    """Return the boundaries of documents, int64 [n]; data loaders may pass them as [1, n]."""
     shape = np.shape(cu_seqlens)
     return _host(cu_seqlens[0] if len(shape) == 2 and shape[0] == 1 else cu_seqlens, "cu_seqlens")
 

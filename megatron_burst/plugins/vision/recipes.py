@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vision-language models of Megatron-Bridge: the supported ones, and how sequences are cut.
+"""Support of Megatron-Bridge's vision-language models: checks, and cutting of their sequences.
 
-Qwen2.5-VL and Qwen3-VL put image embeddings among the token embeddings and compute positions of
-three axes, each for the whole sequence, and pass them to their language model. Bridge does not cut
-them, so these models run on one context-parallel rank only. Here embeddings, labels and loss mask
-are cut in the layout of the run when the language model gets them. The positions are cut by
-Megatron's rotary embedding (Qwen2.5-VL) or here (Qwen3-VL, which has a rotary embedding of Hugging
-Face).
+Qwen2.5-VL and Qwen3-VL compute embeddings (text and images) and positions of three axes for the
+whole sequence, and pass them to the language model. Bridge does not cut them, so these models
+support only one context-parallel rank. Here embeddings, labels and loss mask are cut in the layout
+of the run when the language model gets them. Positions are cut by Megatron's rotary embedding
+(Qwen2.5-VL) or here (Qwen3-VL, which uses Hugging Face's rotary embedding).
 
-Gemma 3 VL cuts its sequences itself, with a function of Megatron that follows the layout. Its dense
-masks of the whole sequence are replaced by the positions of the images (`vision.gemma3`).
+Gemma 3 VL cuts its sequences with a function of Megatron, which our patches adapt to the layout of
+the run. Its dense masks of the whole sequence are replaced by the positions of
+the images (`vision.gemma3`).
 
-The first layers of Qwen3-VL add further features of the images to the hidden states ("deepstack"),
-as one row per image token; each rank keeps the rows of its own tokens.
+The first layers of Qwen3-VL add further image features to the hidden states ("deepstack"), one row
+per image token; each rank keeps the rows of its own tokens.
 
 Shape letters: b sequences, s tokens of a sequence, n image tokens of all of them, h hidden size.
 """
@@ -40,13 +40,13 @@ _HOMES = {
 }
 _GEMMA3 = "Gemma3VLModelProvider"
 _GEMMA3_MASK = "megatron_burst.plugins.vision.images:gemma3"
-_DENSE_MASKS = ("_compute_attention_mask", "_compute_attention_biases")  # Bridge 0.3, later ones
+_DENSE_MASKS = ("_compute_attention_mask", "_compute_attention_biases")  # Bridge 0.3; after 0.3
 _QWEN25 = "Qwen25VLModelProvider"
 _QWEN3 = ("Qwen3VLModelProvider", "Qwen3VLMoEModelProvider")
 _SPEC = "get_gpt_layer_with_transformer_engine_spec"  # function that providers of Qwen3-VL call
 
 _OWN_CUT = "which splits sequences between ranks in its own way"
-# By the class of the provider; other providers have _OWN_CUT.
+# Reasons by the class of the provider; the reason for all other classes is _OWN_CUT.
 _REASONS = {
     "Ministral3ModelProvider": "whose layers need Transformer Engine's attention with their own "
     "scales"
@@ -56,9 +56,9 @@ _REASONS = {
 def check_provider(model: Any, is_ours: Callable[[Any], bool]) -> None:
     """Raise an error for a provider of a vision-language model that is not supported.
 
-    Qwen3-VL is supported in Bridge versions that do not cut its sequences (0.3); later versions cut
-    them in zigzag order. Its provider then uses the layers of the recipe in place of its own, if
-    `apply_burst` made them.
+    Qwen3-VL is supported in Bridge 0.3; later versions cut the sequences in zigzag order
+    themselves. The provider of Qwen3-VL is patched to use the recipe's layer spec if `apply_burst`
+    made it.
 
     Args:
         model: the provider.
@@ -82,7 +82,7 @@ def check_provider(model: Any, is_ours: Callable[[Any], bool]) -> None:
 
 
 def with_mask(model: Any, choices: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `apply_burst`, with the mask that the model needs over ranks."""
+    """Return `choices` (fields of `BurstConfig`), plus the mask that a split model requires."""
     names = [kind.__name__ for kind in type(model).__mro__]
     if _GEMMA3 not in names or choices.get("algorithm") == OFF or model.context_parallel_size == 1:
         return choices
@@ -90,7 +90,7 @@ def with_mask(model: Any, choices: dict[str, Any]) -> dict[str, Any]:
 
 
 def problems(model: Any, transformer: Any) -> Iterator[Problem]:
-    """Yield the settings that a supported vision-language model excludes in addition to others."""
+    """Yield the settings that only vision-language models exclude."""
     if transformer.context_parallel_size == 1:
         return
     name = type(model).__name__
@@ -118,10 +118,10 @@ def problems(model: Any, transformer: Any) -> Iterator[Problem]:
 
 
 def patch_bridge() -> None:
-    """Patch Bridge's vision-language models that are loaded. Idempotent.
+    """Patch all loaded vision-language models of Bridge. Idempotent.
 
-    The sequences of Qwen2.5-VL and Qwen3-VL are cut in the layout of the run. Attention of Gemma 3
-    VL gets the positions of images.
+    Qwen2.5-VL and Qwen3-VL then cut sequences in the layout of the run. Gemma 3 VL passes the
+    positions of images to attention.
 
     Raises:
         RuntimeError: Bridge's models do not have the expected parameters.
@@ -144,7 +144,7 @@ def _cuts_itself() -> bool:
 
 
 def _patch_providers(is_ours: Callable[[Any], bool]) -> None:
-    """Make providers of Qwen3-VL use the layers of `apply_burst`. Idempotent."""
+    """Patch providers of Qwen3-VL to use the layer spec of `apply_burst`. Idempotent."""
     if patching.installed(_BUILD) is not None:
         return
     home: Any = importlib.import_module("megatron.bridge.models.qwen_vl.qwen3_vl_provider")
@@ -157,7 +157,7 @@ def _patch_providers(is_ours: Callable[[Any], bool]) -> None:
 def _provided(
     is_ours: Callable[[Any], bool], original: Callable, self: Any, *args: Any, **named: Any
 ) -> Any:
-    """Return the model of a provider with its own layers, built with the layers of its recipe."""
+    """Call `provide` with the recipe's layer spec, if `apply_burst` made it."""
     spec = self.transformer_layer_spec
     if not is_ours(spec):
         return original(self, *args, **named)
@@ -168,7 +168,12 @@ def _provided(
 
 
 def _cutting(original: Callable, self: Any, *args: Any, **named: Any) -> Any:
-    """Return the output, and the loss mask of this rank's tokens, as Bridge's step expects it."""
+    """Run a model's forward with cut inputs of the language model.
+
+    Returns:
+        The output; with a loss mask (output, loss mask of this rank's tokens), as Bridge's step
+            expects.
+    """
     from ...megatron.data.cut import installed_layout
     from ...megatron.data.slicing import context_group, shard_sequence
 
@@ -226,17 +231,17 @@ def _showing_images(original: Callable, self: Any, *args: Any, **named: Any) -> 
 
 
 def _own_features(image: torch.Tensor, features: list[torch.Tensor]) -> dict[str, Any]:
-    """Return the features that this rank's layers add to its own image tokens.
+    """Return the "deepstack" features of this rank's image tokens, as arguments of the layers.
 
-    A rank without image tokens gets tensors of no rows, so that its encoder has gradients of zero.
+    A rank without image tokens gets tensors of 0 rows, so that its encoder has zero gradients.
 
     Args:
-        image: bool [b, s], true for tokens of images in the whole sequences.
-        features: per layer [n, h], in the order of these tokens.
+        image: bool [b, s], True for image tokens in the whole sequences.
+        features: per layer [n, h], in the order of the image tokens.
     """
     from ...megatron.data.slicing import shard_sequence
 
-    rows = (image.flatten().cumsum(0) - 1).view_as(image)  # row of features per image token
+    rows = (image.flatten().cumsum(0) - 1).view_as(image)  # row in `features` of each image token
     local_image = shard_sequence(image)
     index = shard_sequence(rows)[local_image]
     return {

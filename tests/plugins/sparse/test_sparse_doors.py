@@ -43,10 +43,10 @@ SELECTING = {
         "rule": rules.Qsa(), "layout": mb.layout.make("striped", cp_size=2),
     },
     "layout zigzag cuts the blocks of 16": {"rule": rules.Qsa(block=16)},
-    "takes Causal, Full and Documents .* got Window": {
+    "supports Causal, Full and Documents.* got Window": {
         "rule": rules.Qsa(), "mask": mb.masks.Window(8, 0),
     },
-    "begin at multiples of 4": {
+    "start at multiples of 4": {
         "rule": rules.Qsa(), "mask": mb.masks.Documents([0, 6, S]) & mb.masks.Causal(),
     },
     "groups must be made with mb.Groups": {"groups": None},
@@ -104,7 +104,7 @@ ATTENDING = {
     "ids must be -1 or units below 32, got -1 to 32": lambda: attend(
         with_ids(lambda x: x.masked_fill(x == 2, 32))),
     "ids must be -1 or units below 32, got -2": lambda: attend(with_ids(lambda x: x - 1)),
-    "at least one place, got": lambda: attend(with_ids(lambda x: x[..., :0])),
+    "must not be empty, got": lambda: attend(with_ids(lambda x: x[..., :0])),
     "must ascend": lambda: attend(with_ids(lambda x: x.flip(-1))),
     "ids of \\(12, 1\\) rows": lambda: attend(with_ids(lambda x: x[:12])),
     "3 selections of a row must divide the 4": lambda: attend(

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of Megatron that attend to selected keys, with the operations of this plugin."""
+"""Megatron layers with sparse attention over selected keys: DSA, and layers with a rule."""

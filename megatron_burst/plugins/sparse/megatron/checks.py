@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that our sparse attention excludes in Megatron, and the algorithm that it uses."""
+"""Checks of Megatron settings for our sparse attention, and the choice of its algorithm."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEEP = (f"{FLAG} {OFF}",)
 
 
 def selects(config: Any, burst: SparseOptions | None) -> bool:
-    """Return True if our sparse attention runs in models of this run.
+    """Return whether models of this run use our sparse attention.
 
     Args:
         config: `TransformerConfig` of the model.
@@ -36,7 +36,7 @@ def selects(config: Any, burst: SparseOptions | None) -> bool:
 def sparse_algorithm(burst: SparseOptions) -> str:
     """Return the algorithm of `mb.select` and `mb.sparse_attention` for these options.
 
-    With "auto" each of the two operations uses its fastest algorithm.
+    With "auto", each of the two operations selects an algorithm itself.
 
     Args:
         burst: Options of the run.
@@ -46,14 +46,14 @@ def sparse_algorithm(burst: SparseOptions) -> str:
     if burst.algorithm == "auto":
         return burst.algorithm
     entry = ALGORITHMS.get(burst.algorithm)
-    # A kernel call reads all queries, so the default makes one per node and not one per chunk.
+    # Each kernel call reads all queries. Multicast needs one call per node, burst one per chunk.
     if burst.algorithm == SPARSE["ring"] or entry is None or not entry.keeps:
         return SPARSE["multicast"]
     return burst.algorithm
 
 
-# Settings that are untested or impossible if queries stay with their selection. They apply to DSA
-# and to layers with a rule.
+# Settings that DSA and layers with a rule exclude: untested, or impossible because queries and
+# their selection stay on their rank.
 SELECTING = (
     Rule(lambda c, b: b.side == "query",
          "{flag} with --burst-side query: queries stay on the rank of their selection",
@@ -108,12 +108,12 @@ _RULES = (
 
 
 def sparse_problems(config: Any, burst: SparseOptions, setting: str) -> Iterator[Problem]:
-    """Yield the problems of sparse attention in a model that is split over ranks.
+    """Yield the settings that exclude sparse attention in a model that is split over ranks.
 
     Args:
         config: `TransformerConfig`, or any object with attributes of the same names.
         burst: Options of the run.
-        setting: Setting that requests such layers.
+        setting: The flag, with its value, that selects sparse attention.
     """
     if OFF in (burst.algorithm, burst.sparse):
         yield from _megatron_problems(config, burst, setting)
@@ -130,7 +130,7 @@ def sparse_problems(config: Any, burst: SparseOptions, setting: str) -> Iterator
 
 
 def _megatron_problems(config: Any, burst: SparseOptions, setting: str) -> Iterator[Problem]:
-    """Yield the problems of Megatron's own sparse attention."""
+    """Yield the settings that exclude Megatron's own sparse attention."""
     view: Any = ConfigView(config)
     if burst.layout != "zigzag" and burst.algorithm != OFF:
         yield Problem(
@@ -146,7 +146,7 @@ def _megatron_problems(config: Any, burst: SparseOptions, setting: str) -> Itera
             add=(f"{COEFFICIENT} 0.001",),
             remove=("--overlap-grad-reduce",),
         )
-    # With our patches the configuration was built without Megatron's assertion.
+    # Our patches skip Megatron's own assertion of this when the configuration is built.
     if burst.algorithm == OFF and view.has("cp_comm_type") and not gathers(config):
         yield Problem(
             f"{setting} with --context-parallel-algo {OFF}: Megatron's own exchange must be an "
@@ -156,7 +156,7 @@ def _megatron_problems(config: Any, burst: SparseOptions, setting: str) -> Itera
 
 
 def configured(patches: PatchSet, config: Any, burst: SparseOptions) -> None:
-    """Set the exchange to all-gather if sparse attention is Megatron's own.
+    """Set `cp_comm_type` to all-gather if the run uses Megatron's own sparse attention.
 
     Args:
         patches: Set of patches.

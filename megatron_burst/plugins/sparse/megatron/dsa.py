@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's sparse attention (DSA) over a ring of context-parallel ranks.
 
-The ring replaces Megatron's all-gather. The module is Megatron's own, with its indexer, parameters
-and names in checkpoints. Only its forward is replaced; it sends index keys and latents. Losses are
-reduced, scaled and logged as in Megatron. This module also finds the selection for a layer that
-shares the selection of another layer (IndexShare).
+The ring replaces Megatron's all-gather. `BurstDSAttention` is a subclass of Megatron's module, with
+the same indexer, parameters and names in checkpoints. Only forward differs: it sends index keys and
+latents around the ring. Losses are reduced, scaled and logged as in Megatron. A layer may also use
+the selection of an earlier layer (IndexShare).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from ..selection import Selection, selected
 from .checks import COEFFICIENT
 from .selecting_layers import SelectingLayer, SparseCall
 
-# Module of Megatron-Core 0.19 and newer.
+# Exists in Megatron-Core 0.19 and newer.
 dsa = homes.module("dsa")
 _NOTE = "dsa selections"
 CACHED_ROWS = 16  # tables of rows, one per micro-batch in flight
 
 
 class BurstDSAttention(dsa.DSAttention):
-    """Drop-in for `DSAttention` in `AbsorbedMLASelfAttention` at context-parallel size > 1.
+    """Replacement of `DSAttention` in `AbsorbedMLASelfAttention` at context-parallel size > 1.
 
-    Megatron's layers build it after `install` and `configure`.
+    After `install` and `configure`, Megatron's layers construct this class.
 
     Raises:
         ValueError: A setting is not supported; all ranks raise the same error.
@@ -53,7 +53,7 @@ class BurstDSAttention(dsa.DSAttention):
         )  # fmt: skip
         self.rule = Dsa(relu=config.dsa_indexer_scoring_relu)
         if self.indexer is not None and self._coefficient == 0:
-            # Megatron's data parallelism waits for gradients of all parameters that require one.
+            # Megatron's data parallelism waits for a gradient of each parameter that requires one.
             self.indexer.requires_grad_(False)
             self._log_frozen()
 
@@ -87,19 +87,19 @@ class BurstDSAttention(dsa.DSAttention):
             query: Queries [s, b, h, d], or [t, h, d] if packed.
             key: Absorbed keys [s, b, 1, d], or [t, 1, d] if packed.
             value: Must be None.
-            attention_mask: None, or a tensor that adds nothing (`check_call`).
-            x: Hidden states for the indexer [s, b, hidden]; with sequence parallelism this
-                tensor-parallel rank's rows.
-            qr: Compressed queries for the indexer [s, b, q_lora_rank] or [t, q_lora_rank], with the
-                same rows.
-            position_ids: Not read; positions follow from the layout.
-            attn_mask_type: Type of the mask.
+            attention_mask: None, or a tensor that does not change the result (`check_call`).
+            x: Hidden states for the indexer [s, b, hidden]; with sequence parallelism only the
+                rows of this tensor-parallel rank.
+            qr: Compressed queries for the indexer [s, b, q_lora_rank] or [t, q_lora_rank], for the
+                same rows as `x`.
+            position_ids: Ignored; positions follow from the layout.
+            attn_mask_type: Type of the mask; None for causal.
             attention_bias: Must be None.
             packed_seq_params: Parameters of a packed batch, or None.
             up_v_weight: Weight of the values [h, v_head_dim, kv_lora_rank].
 
         Raises:
-            ValueError: An argument is not supported; all ranks raise the error.
+            ValueError: An argument is not supported; all ranks raise the same error.
         """
         unsupported = {
             "value": value,
@@ -108,7 +108,7 @@ class BurstDSAttention(dsa.DSAttention):
         }
         if query.dim() == 3:
             query, key = query.unsqueeze(1), key.unsqueeze(1)
-        assert up_v_weight is not None  # given if latents are absorbed
+        assert up_v_weight is not None  # AbsorbedMLASelfAttention always passes it
         width = self.config.kv_lora_rank
         call = self.layer.call(
             query, key, key[..., :width], packed_seq_params, unsupported, attn_mask_type
@@ -127,8 +127,8 @@ class BurstDSAttention(dsa.DSAttention):
         tensor, over = self.pg_collection.tp, selection
         if not self.config.dsa_indexer_use_sparse_loss:
             over, lse = self._all_visible_keys(call["plan"]), None
-        # The first run of Megatron's checkpoints has no gradients and does not make this call. The
-        # attention store then has no entry for it, so the call runs outside the store.
+        # Without gradients, as in the first run of Megatron's checkpoints, this call is not made,
+        # so the attention store has no entry for it. Therefore the call runs without the store.
         loss_of: Any = partial(
             indexer_loss, *index, query.detach(), key.detach(), over, rule=self.rule, lse=lse,
             scale=self.softmax_scale, tp_group=tensor if tensor.size() > 1 else None, **call,
@@ -140,13 +140,13 @@ class BurstDSAttention(dsa.DSAttention):
     def _selected(
         self, rows: int, x: torch.Tensor, qr: torch.Tensor, packed: Any, call: SparseCall
     ) -> tuple[tuple[torch.Tensor, ...] | None, Selection]:
-        """Return the index tensors and the selection of `rows`.
+        """Return the index tensors and the selection for a forward of `rows` local rows.
 
-        Index tensors (queries, keys, weights) are None if the indexer is not trained.
+        The index tensors are (queries, keys, weights), or None if the indexer is not trained.
         """
         trains = self.training and torch.is_grad_enabled() and self._coefficient > 0
         with torch.enable_grad() if trains else torch.no_grad():
-            # Detached: only its own loss trains the indexer.
+            # Detached, because only the indexer's own loss trains the indexer.
             q, k, weights = self.indexer.forward_before_topk(x.detach(), qr.detach(), packed)
         index = q, k.unsqueeze(2), weights
         top_k = min(self.index_topk, rows * self.layer.book.groups.size)
@@ -156,10 +156,10 @@ class BurstDSAttention(dsa.DSAttention):
         return index if trains else None, selection
 
     def _all_visible_keys(self, plan: Plan) -> Selection:
-        """Return a selection of all keys that each row sees, for a loss that is not sparse.
+        """Return a selection of all visible keys of each row, for a loss over all keys.
 
-        Its size is the number of rows times the length of the longest document. Megatron has a
-        table of this size per head.
+        It has (number of rows) x (length of the longest document) entries. Megatron needs a table
+        of this size per head.
         """
         cache = self.layer.book.groups.recent("dsa rows", CACHED_ROWS)
         rows = cache.find(plan.identity)
@@ -177,10 +177,10 @@ class BurstDSAttention(dsa.DSAttention):
         return self.config.dsa_indexer_loss_coeff or 0.0
 
     def _reduced(self, rows: torch.Tensor, packed: Any) -> torch.Tensor:
-        """Return the loss of this rank's rows [b, s], reduced and logged as in Megatron.
+        """Reduce the losses of this rank's rows [b, s] to a scalar, and log it as in Megatron.
 
-        It is the sum if losses are per token, and otherwise the mean. Padding is excluded if the
-        packed batch describes it.
+        The result is the sum if losses are per token, otherwise the mean. Padding is excluded if
+        the `PackedSeqParams` describe it.
         """
         config, (batch, count) = self.config, rows.shape
         real = dsa.dsa_masking.extract_query_valid_rows_from_packed_seq_params(
@@ -201,15 +201,14 @@ class BurstDSAttention(dsa.DSAttention):
 
     @property
     def _selections(self) -> dict[int, Selection]:
-        """Last selection of each layer, for layers that share it."""
+        """Last selection of each source layer, by layer number."""
         return self.layer.book.groups.cache.setdefault(_NOTE, {})
 
     def _source_selection(self, call: SparseCall) -> Selection:
-        """Return the selection of the source layer.
+        """Return the selection of the source layer, which this layer shares.
 
-        When this layer is recomputed, the source layer may already have run for another
-        micro-batch. The attention store of the checkpoint around this call therefore keeps the
-        selection.
+        Before this layer is recomputed, the source layer may have run for another micro-batch.
+        Therefore the attention store of the checkpoint around this call keeps the selection.
         """
         store, key = current_store(), (_NOTE, self.layer_number)
         if store is not None and store.filled:
@@ -235,10 +234,10 @@ class BurstDSAttention(dsa.DSAttention):
 
 
 def _rows(plan: Plan) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return the visible positions of each row, and the length of the longest document.
+    """Return (first, last, longest) for the rows of this rank.
 
-    These are the first and the last visible position, int32 [s]. A row without visible positions
-    has a last position before its first.
+    `first` and `last` are the first and last visible position of each row, int32 [s]. A row without
+    visible positions has last < first. `longest` is the length of the longest document.
     """
     groups, total = plan.groups, plan.signature[0][0][0] * plan.groups.size
     positions = plan.layout.positions(groups.rank, total)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replacements of the functions that configure and build sparse attention in Megatron."""
+"""Wrappers of the functions with which Megatron configures and builds sparse attention."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _DEFAULTS = (None, "p2p")  # defaults of Megatron-Core and Megatron-LM
 
 
 def patch(patches: PatchSet) -> None:
-    """Add the patches that build our sparse attention into layers.
+    """Wrap Megatron's constructors, so that layers use our sparse attention.
 
-    They need Megatron-Core 0.19 or newer.
+    Requires Megatron-Core 0.19 or newer.
 
     Args:
         patches: Set of patches.
@@ -41,10 +41,10 @@ def patch(patches: PatchSet) -> None:
 
 
 def _allow_any_exchange(original: Callable, self: Any) -> None:
-    """Check a configuration without Megatron's assertion that DSA exchanges by all-gather.
+    """Check a configuration without Megatron's assertion that `cp_comm_type` is all-gather for DSA.
 
-    The assertion is avoided if BurstAttention is chosen. `configure` checks the exchange if
-    Megatron's own DSA runs.
+    The assertion is skipped if the run uses BurstAttention. If Megatron's own DSA runs, `configure`
+    checks `cp_comm_type`.
     """
     comm_type = getattr(self, "cp_comm_type", None)
     variant = getattr(self, "experimental_attention_variant", None)
@@ -59,7 +59,7 @@ def _allow_any_exchange(original: Callable, self: Any) -> None:
 
 
 def _replace_core(original: Callable, /, *args: Any, **kwargs: Any) -> None:
-    """Build attention over absorbed latents with our core attention."""
+    """Construct an `AbsorbedMLASelfAttention` with our core attention, if the run selects it."""
     bound = bound_to(original, args, kwargs)
     config, submodules = bound.arguments["config"], bound.arguments["submodules"]
     core = submodules.core_attention
@@ -70,16 +70,16 @@ def _replace_core(original: Callable, /, *args: Any, **kwargs: Any) -> None:
 
 
 def _refuse_unsupported(original: Callable, /, *args: Any, **kwargs: Any) -> None:
-    """Refuse unsupported sparse attention before any attention is built.
+    """Raise `ValueError` for unsupported sparse attention before any attention is built.
 
-    DSA over absorbed latents already has our class here.
+    For absorbed latents, `_replace_core` has already replaced the core attention.
     """
     arguments = bound_to(original, args, kwargs).arguments
     config, kind = arguments["config"], module_of(arguments["submodules"].core_attention)
     burst = getattr(config, "burst", None)
     unsupported = is_sparse(arguments["submodules"].core_attention) and kind != BurstDSAttention
     enabled = burst is not None and burst.algorithm != OFF and splits(config)
-    # `configure` did not check such layers.
+    # `configure` has not checked these layers.
     if unsupported and enabled and ModelShape.of(config).sparse_setting is None:
         raise ValueError(
             f"{type(arguments['self']).__name__} with {kind.__name__}, but the configuration has "
@@ -88,6 +88,6 @@ def _refuse_unsupported(original: Callable, /, *args: Any, **kwargs: Any) -> Non
     if unsupported and selects(config, burst):
         raise ValueError(
             f"{type(arguments['self']).__name__} with {kind.__name__}: only Megatron's DSAttention "
-            f"over absorbed latents (AbsorbedMLASelfAttention) runs on a ring; take {FLAG} megatron"
+            f"over absorbed latents (AbsorbedMLASelfAttention) is supported; use {FLAG} megatron"
         )
     original(*args, **kwargs)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Indexer of a GPT layer with a selection rule: its parameters and index tensors.
+"""Indexer of a GPT layer with a selection rule: parameters, and computation of index tensors.
 
-Parameters are the same on all tensor-parallel ranks, so a checkpoint does not depend on their
-number. Hidden states are detached, because only the indexer's own loss trains it.
+Parameters are the same on all tensor-parallel ranks, so checkpoints do not depend on the
+tensor-parallel size. Hidden states are detached, because only the loss of the indexer trains it.
 
 Shape letters: s local rows, b batch, i index heads, d index width, w hidden width.
 """
@@ -24,13 +24,13 @@ from ..rules import Dsa, Qsa, SelectionRule
 
 @dataclass(frozen=True)
 class LayerRule:
-    """Arguments of `mb.sparse_layer_spec`.
+    """Selection rule and indexer of a layer: arguments of `mb.sparse_layer_spec`, with defaults.
 
     Attributes:
         rule: Selection rule.
         top_k: Number of units per query and selection.
-        index_heads: Number of index heads. None for one per key/value head. 0 if queries and keys
-            of attention are the index tensors.
+        index_heads: Number of index heads. None for one per key/value head. 0 for no indexer: the
+            index tensors are then the queries and keys of attention.
         index_width: Width of index heads.
         loss_coeff: Weight of the indexer's loss, or None for the default.
     """
@@ -48,19 +48,19 @@ class LayerRule:
 
     @property
     def weighing(self) -> bool:
-        """True if index heads have weights that depend on hidden states."""
+        """True if weights of index heads are computed from hidden states."""
         return self.rule.weighted and not self.pooled
 
 
 class IndexTensors(NamedTuple):
-    """Tensors by which a rule selects.
+    """Index tensors of a layer, and how the indexer's loss uses them.
 
     Attributes:
         tensors: index_q [s, b, i, d], index_k [s, b, 1, d] and, if the rule uses weights,
             index_weights [s, b, i].
-        heads_of: Group of the ranks with other heads of attention and the same index tensors; None
-            if only this rank has them.
-        attach: Function that attaches the loss of the indexer to the output of attention; None if
+        heads_of: Tensor-parallel group if all its ranks have these index tensors (and different
+            heads of attention); None if only this rank has them.
+        attach: Function (output of attention, losses) -> output with the losses attached; None if
             the indexer is not trained.
     """
 
@@ -72,9 +72,9 @@ class IndexTensors(NamedTuple):
 class IndexBranch(MegatronModule):
     """Projections and norms of an indexer.
 
-    Their names in checkpoints are `linear_q.weight` [i * d, w], `linear_k.weight` [d, w] and
-    `k_norm.weight` [d]. All rules except `dsa` have `q_norm.weight` [d], and `dsa` has
-    `k_norm.bias` [d]. Rules that weigh heads have `linear_weights.weight` [i, w].
+    Names in checkpoints: `linear_q.weight` [i * d, w], `linear_k.weight` [d, w] and `k_norm.weight`
+    [d]. Rule `dsa` also has `k_norm.bias` [d]; all other rules have `q_norm.weight` [d]. If
+    `LayerRule.weighing`, there is `linear_weights.weight` [i, w].
     """
 
     def __init__(self, config: Any, choice: LayerRule, heads: int) -> None:
@@ -103,8 +103,8 @@ class IndexBranch(MegatronModule):
             q = self.q_norm(q)
         q, k = rotate(q), self.linear_k(hidden).unsqueeze(2)
         if self.choice.pooled:
-            # One key per block, rotated by the position of its first row and repeated on all its
-            # rows. The rule's mean of equal keys is then that key.
+            # One key per block, rotated by the position of the first row of the block, and repeated
+            # for all rows of the block. The mean over the block is then that key.
             wide = k.unflatten(0, (-1, block)).to(accumulation_dtype(k.dtype))
             k = self.k_norm(wide.mean(dim=1).to(k.dtype))
             k = rotate(k.repeat_interleave(block, 0))[::block].repeat_interleave(block, 0)
@@ -130,7 +130,7 @@ class IndexBranch(MegatronModule):
 class _IndexNorm(MegatronModule):
     """Norm over the index width: RMS norm, or layer norm with `centers`.
 
-    With `layernorm_zero_centered_gamma` the weights are added to 1, as in other norms of the model.
+    With `layernorm_zero_centered_gamma` the weights are offsets from 1, as in other norms.
     """
 
     def __init__(self, config: Any, width: int, centers: bool = False) -> None:
@@ -153,9 +153,10 @@ def _device(config: Any) -> Any:
 
 
 def of_this_rank(x: torch.Tensor | None, heads: int, group: Any) -> torch.Tensor | None:
-    """Return the index heads [s, b, heads / ranks, ...] of a tensor-parallel rank.
+    """Return the index heads [s, b, heads / ranks, ...] of this tensor-parallel rank.
 
-    All ranks have x [s, b, heads or 1, ...]. Its gradients are summed over the ranks.
+    x [s, b, heads or 1, ...] is the same on all ranks, and a single head is shared by all ranks.
+    The gradient of x is summed over the ranks.
     """
     if x is None or group.size() == 1:
         return x

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loss of an indexer, which is added to the loss of the model in backward.
+"""The loss of an indexer, whose gradient is added in the backward of attention.
 
-Its gradient is scaled like the loss of the model in Megatron, and its value is stored in Megatron's
-tracker of indexer losses. The weight does not depend on the number of context-parallel ranks: every
-row of a micro-batch has the same weight.
+The gradient is scaled like the loss of the model in Megatron, and the value is stored in Megatron's
+tracker of indexer losses. Every row of a micro-batch has the same weight, so the loss does not
+depend on the number of context-parallel ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NOTE = "micro-batches of a step"
 
 
 def patch(patches: patching.PatchSet) -> None:
-    """Add a patch that records the number of micro-batches of a step.
+    """Wrap Megatron's schedules, to record the number of micro-batches of each step.
 
     Args:
         patches: Set of patches.
@@ -48,18 +48,18 @@ def attached(
     cp_group: Any,
     sum_over: Any,
 ) -> torch.Tensor:
-    """Return `out` with the losses of a micro-batch's rows attached.
+    """Attach the indexer's losses of a micro-batch to the output of attention.
 
-    The backward of the result adds the gradient of the losses.
+    The result equals `out`; its backward also starts the backward of the losses.
 
     Args:
         out: Output of attention.
         losses: Losses [s, b, H] of this rank's rows and selections.
-        weight: Weight of the sum over the selections of a row.
+        weight: Factor of the losses.
         config: `TransformerConfig` that Megatron's schedules read.
-        layer: Number of the layer.
+        layer: Layer number, from 1.
         cp_group: Context-parallel group.
-        sum_over: Tensor-parallel group if its ranks have other selections, otherwise None.
+        sum_over: Tensor-parallel group if its ranks have different selections, otherwise None.
     """
     rows = losses.shape[0] * losses.shape[1]
     total = losses.sum() * weight
@@ -74,13 +74,13 @@ def _log(mean: torch.Tensor, config: Any, layer: int, cp_group: Any, sum_over: A
     if sum_over is not None:
         torch.distributed.all_reduce(mean, group=sum_over)
     tracker = _values(config, mean.device)
-    if layer <= len(tracker["values"]):  # layers of additional heads have higher numbers
+    if layer <= len(tracker["values"]):  # layers of MTP heads have higher numbers
         tracker["values"][layer - 1] += mean
     tracker["reduce_group"], tracker["avg_group"] = None, cp_group
 
 
 def _values(config: Any, device: torch.device) -> dict[str, Any]:
-    """Return Megatron's tracker, with an entry for the loss of each layer."""
+    """Return Megatron's tracker of indexer losses, with one entry of "values" per layer."""
     home: Any = homes.find("dsa_loss") or homes.module("dsa")
     tracker: dict[str, Any] = home.DSAIndexerLossLoggingHelper.tracker
     if "values" not in tracker:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT layers whose attention uses a selection rule: their spec, and the attention classes.
+"""GPT layers whose attention uses a selection rule: the layer spec, and the attention classes.
 
 Megatron's own self attention computes queries, keys and values. `RuleSelfAttention` adds the index
-tensors and passes them to `RuleCoreAttention` as the attention bias. Megatron passes only this
-argument through without reading it, even if it recomputes core attention.
+tensors and passes them to `RuleCoreAttention` as `attention_bias`: Megatron passes this argument
+through without reading it, even if it recomputes core attention.
 
 Shape letters: s local rows, b batch, h query heads, g key/value heads of this tensor-parallel rank,
 d width.
@@ -47,7 +47,7 @@ from .index_branch import IndexBranch, IndexTensors, LayerRule, of_this_rank
 from .index_loss import attached
 from .selecting_layers import SelectingKind
 
-# Rule with an indexer -> index heads (None: one per key/value head) and their width.
+# Rule with an indexer -> default (index heads, width); None is one index head per key/value head.
 _INDEXERS = {Dsa: (64, 128), Qsa: (4, 128), Msa: (None, 128)}
 LOSS = 0.01  # default weight of an indexer's loss
 
@@ -62,23 +62,23 @@ def sparse_layer_spec(
     loss_coeff: float | None = None,
     base: Any = None,
 ) -> Any:
-    """Return a `ModuleSpec` of GPT layers of Megatron whose self attention uses a selection rule.
+    """Return a `ModuleSpec` of Megatron GPT layers whose self attention uses a selection rule.
 
-    The layers need `mb.megatron.install()` and `configure`, at any context-parallel size. Building
-    the model raises ValueError for settings that are not supported.
+    The layers require `mb.megatron.install()` and `configure` at any context-parallel size, even 1.
+    Building the model raises ValueError for settings that are not supported.
 
     Args:
-        rule: As for `mb.select`.
-        top_k: As for `mb.select`.
-        block: Positions of a block, if not the rule's own.
-        index_heads: Heads of the indexer. 0 for no indexer: queries and keys of attention are then
-            the index tensors. Default: dsa 64, qsa 4, msa one per key/value head, moba and users'
-            rules 0.
+        rule: Same as in `mb.select`.
+        top_k: Same as in `mb.select`.
+        block: Positions of a block; default: the rule's block.
+        index_heads: Heads of the indexer. 0 for no indexer: the index tensors are then the queries
+            and keys of attention. Default: dsa 64, qsa 4, msa one per key/value head, other rules
+            0.
         index_width: Width of index heads, default 128.
         loss_coeff: Weight of the indexer's loss. Default: Megatron's `dsa_indexer_loss_coeff`, or
             0.01. 0 freezes the indexer.
-        base: Spec of a layer of Megatron, or of a block, whose other layers do not change. Default:
-            the layer of Transformer Engine if it is installed, otherwise the local one.
+        base: Megatron's spec of a layer or of a block. Only layers with `SelfAttention` are
+            changed. Default: the Transformer Engine layer if installed, otherwise the local layer.
 
     Raises:
         ValueError: An argument is invalid.
@@ -113,7 +113,7 @@ def _choice(
     if block is not None:
         _check_count("block", block, 1)
         if not dataclasses.is_dataclass(checked_rule):
-            raise ValueError(f"block: give it to your own rule, {checked_rule!r:.100}")
+            raise ValueError(f"block: set it in your own rule instead, got {checked_rule!r:.100}")
         changed: Any = dataclasses.replace(checked_rule, block=block)
         checked_rule = changed
     _check_count("top_k", top_k, 1)
@@ -132,7 +132,7 @@ def _choice(
         )
     if heads != 0 and width == 0:
         raise ValueError(
-            f"index_width: rule {type(checked_rule).__name__} needs one for its indexer"
+            f"index_width is required for the indexer of rule {type(checked_rule).__name__}"
         )
     number = isinstance(loss_coeff, (int, float)) and 0 <= loss_coeff < float("inf")
     if loss_coeff is not None and (not number or type(loss_coeff) is bool):
@@ -163,7 +163,7 @@ def _with_rule(layer: ModuleSpec, choice: LayerRule) -> ModuleSpec:
     changed: dict[str, Any] = {"core_attention": RuleCoreAttention}
     replaced: dict[str, Any] = {}
     if choice.index_heads != 0 and parts.input_layernorm in (None, IdentityOp):
-        # The indexer reads normed rows, which a linear layer with a fused norm does not provide.
+        # The indexer needs the output of the norm, which a fused norm and linear layer hides.
         linear, norm = _norm_apart(attention.linear_qkv)
         changed["linear_qkv"], replaced["input_layernorm"] = linear, norm
         names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
@@ -178,7 +178,7 @@ def _with_rule(layer: ModuleSpec, choice: LayerRule) -> ModuleSpec:
 
 
 def _norm_apart(fused: Any) -> tuple[Any, Any]:
-    """Return Transformer Engine's linear layer and norm in place of its fused module."""
+    """Return Transformer Engine's separate (linear layer, norm) for its fused module `fused`."""
     engine: Any = importlib.import_module("megatron.core.extensions.transformer_engine")
     if fused is not getattr(engine, "TELayerNormColumnParallelLinear", None):
         raise ValueError(
@@ -188,13 +188,13 @@ def _norm_apart(fused: Any) -> tuple[Any, Any]:
     return engine.TEColumnParallelLinear, engine.TENorm
 
 
-# Settings that these layers exclude, in addition to those that BurstAttention excludes.
+# Settings that these layers exclude in addition to the settings that BurstAttention excludes.
 _RULES = (
     *SELECTING,
     Rule(lambda c, b: b.algorithm == OFF,
          "{flag} need BurstAttention at any --context-parallel-size, got --context-parallel-algo "
          f"{OFF}", add=("--context-parallel-algo burst",)),
-    Rule(lambda c, b: b.sparse == OFF, f"{{flag}} with {FLAG} {OFF}: Megatron has none of them",
+    Rule(lambda c, b: b.sparse == OFF, f"{{flag}} with {FLAG} {OFF}: Megatron has no such layers",
          remove=(FLAG,)),
     Rule(lambda c, b: b.sequence_chunks not in (None, 1, "auto"),
          "{flag} do not run in chunks of rows", remove=("--burst-sequence-chunks",)),
@@ -214,13 +214,14 @@ def _problems(config: Any, choice: LayerRule, layer: int) -> Iterator[Problem]:
         return
     if ulysses_size(burst, config.context_parallel_size) > 1:
         yield Problem(
-            f"{layers}: ranks do not share their heads",
+            f"{layers}: ranks cannot share the heads of these layers",
             add=("--context-parallel-algo auto",),
             remove=("--burst-ulysses-size",),
         )
     if rule.block > 1 and layer_window(config, layer) is not None:
         yield Problem(
-            f"{layers} of {rule.block} positions have no window", remove=("--window-size",)
+            f"{layers} and blocks of {rule.block} positions do not support a window",
+            remove=("--window-size",),
         )
     if choice.index_heads == 0:
         return
@@ -263,10 +264,10 @@ def _coefficient(config: Any, choice: LayerRule) -> float:
 
 
 class RuleSelfAttention(SelfAttention):
-    """Self attention of Megatron with a selection rule, as in `mb.sparse_layer_spec`.
+    """Megatron's self attention with a selection rule; see `mb.sparse_layer_spec`.
 
-    `indexer` has the parameters of `IndexBranch`. It is None if the rule selects by queries and
-    keys.
+    `indexer` is an `IndexBranch`, or None if the index tensors are the queries and keys of
+    attention.
     """
 
     def __init__(self, config: Any, *args: Any, choice: LayerRule, **kwargs: Any) -> None:
@@ -296,7 +297,7 @@ class RuleSelfAttention(SelfAttention):
         packed_seq_params: Any = None,
         **unsupported: Any,
     ) -> Any:
-        """Run Megatron's forward with a selection.
+        """Run Megatron's forward, with the index tensors as `attention_bias`.
 
         Raises:
             ValueError: attention_bias or an argument of inference or cross attention is not None.
@@ -305,7 +306,7 @@ class RuleSelfAttention(SelfAttention):
             if value is not None:
                 raise ValueError(
                     f"{name} is not supported by layers with rule "
-                    f"{type(self.choice.rule).__name__}; they have no inference: leave it out"
+                    f"{type(self.choice.rule).__name__}, which support only training: omit it"
                 )
         index: Any = None
         if self.indexer is not None:
@@ -316,9 +317,12 @@ class RuleSelfAttention(SelfAttention):
         )  # fmt: skip
 
     def index_tensors(self, hidden: torch.Tensor, angles: Any, packed: Any) -> IndexTensors:
-        """Return the index tensors of this rank's selections.
+        """Compute the index tensors for this tensor-parallel rank.
 
-        They are computed from the layer's normed input, without its gradient.
+        Args:
+            hidden: Normed input of the layer; it gets no gradient.
+            angles: Megatron's rotary embedding.
+            packed: `PackedSeqParams`, or None.
         """
         config: Any = self.config
         hidden, tp = hidden.detach(), self.pg_collection.tp
@@ -361,7 +365,7 @@ class RuleSelfAttention(SelfAttention):
         if packed is not None:
             x, padded = x.squeeze(1), packed.cu_seqlens_q_padded
             lengths = packed.cu_seqlens_q if padded is None else padded
-        # Called through its module, which has the patch for layouts.
+        # Looked up in Megatron's module, because our patches replace functions there.
         rotated = megatrons.apply_rotary_pos_emb(
             x, angles, config=config, cu_seqlens=lengths,
             mscale=_yarn_get_concentration_factor_from_config(config),
@@ -386,7 +390,7 @@ class RuleCoreAttention(BurstCoreAttention):
     choice: LayerRule
 
     def _layer_kind(self, mask_type: Any) -> LayerKind:
-        """Return the kind of the layer, with an algorithm that sends keys."""
+        """Return the kind of the layer; `burst` has an algorithm that sends keys."""
         config: Any = self.config
         options: SparseOptions = config.burst
         burst: Any = dataclasses.replace(
@@ -409,17 +413,20 @@ class RuleCoreAttention(BurstCoreAttention):
         packed_seq_params: Any = None,
         **unknown: Any,
     ) -> torch.Tensor:
-        """Return the output of attention [s, b, h * w]; packed tensors as in `BurstCoreAttention`.
+        """Compute attention over selected keys; shapes are the same as in `BurstCoreAttention`.
 
         Args:
             query: Queries [s, b, h, d].
             key: Keys [s, b, g, d].
             value: Values [s, b, g, w].
-            attention_mask: As in `BurstCoreAttention`.
-            attn_mask_type: As in `BurstCoreAttention`.
-            attention_bias: Index tensors; None for a rule that selects by queries and keys.
-            packed_seq_params: As in `BurstCoreAttention`.
-            **unknown: Further arguments, which must be None.
+            attention_mask: Same as in `BurstCoreAttention`.
+            attn_mask_type: Same as in `BurstCoreAttention`.
+            attention_bias: Index tensors; None if the queries and keys are the index tensors.
+            packed_seq_params: Same as in `BurstCoreAttention`.
+            **unknown: Further arguments of Megatron, which must be None.
+
+        Returns:
+            [s, b, h * w], or [t, h * w] for a packed batch.
         """
         if packed_seq_params is not None:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
@@ -442,7 +449,7 @@ class RuleCoreAttention(BurstCoreAttention):
             out = call.exchange.to_stream(out, call.label)
         out = out.flatten(2)
         grads = torch.is_grad_enabled()
-        # A checkpoint runs first without gradients; its attention store then keeps the loss.
+        # A checkpoint first runs this without gradients; the attention store then keeps the loss.
         if index.attach is not None and (
             grads or (current_store() is not None and self._burst.store)
         ):
@@ -454,7 +461,7 @@ class RuleCoreAttention(BurstCoreAttention):
         return out if packed_seq_params is None else out.squeeze(1)
 
     def _announce(self, plan: Plan, tensors: tuple[torch.Tensor, ...]) -> None:
-        """Log once for each kind of layer which tensors are sent."""
+        """Log which tensors are sent and their bytes, once per kind of layer."""
         _, key, value, *index = tensors
         index = index[1] if index else key
         name = f"layers with rule {type(self.choice.rule).__name__}, top_k {self.choice.top_k}"

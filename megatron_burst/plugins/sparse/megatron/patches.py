@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches of Megatron for sparse attention that `install` applies."""
+"""The plugin's patches of Megatron, which `install` applies (hook `patch_megatron`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from . import index_loss
 
 
 def patch(patches: PatchSet) -> None:
-    """Add the loss of indexers to steps, and from Megatron-Core 0.19 on our layers to models.
+    """Apply the patches of indexer losses and, from Megatron-Core 0.19 on, of sparse attention.
 
     Args:
         patches: Set of patches.

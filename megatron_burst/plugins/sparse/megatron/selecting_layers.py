@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Common parts of layers of sparse attention: groups, plans and labels.
+"""Common code of layers with sparse attention: groups, plans and log lines.
 
-Each layer has a `SelectingLayer`. Its plan is a plan of causal attention over the layer's own
-queries and keys. The rule of `attention.plan_book` applies: the lowest layer of each kind on this
-rank makes the plan in every forward, as a collective. `mb.select`, `mb.sparse_attention` and
-`mb.indexer_loss` derive their plans from it without a collective. This module owns the algorithm
-that sends index keys and keys, and its start-up line.
+Each layer has a `SelectingLayer`, whose plan is a plan of causal attention over the layer's queries
+and keys. Plans are shared as in `attention.plan_book`: the leader of each kind makes or compares
+the plan in every forward, a collective. `mb.select`, `mb.sparse_attention` and `mb.indexer_loss`
+derive their plans from this plan without a collective. This module also makes the start-up line
+about the exchange of index keys and keys.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ from .checks import sparse_algorithm
 
 @dataclass(frozen=True)
 class SelectingKind:
-    """Kind of a layer of sparse attention when it is built, the same on all ranks.
+    """The properties of a sparse attention layer that are known when it is built.
+
+    The same on all ranks.
 
     Attributes:
         burst: Options of the run.
-        cut: Cut of the batch.
+        cut: How the run cuts batches.
         name: Name of these layers for messages.
-        index: Name of an index key, and its numbers per token.
-        keys: Name of the keys and values of attention, and their numbers per token.
+        index: Name of index keys for messages, and their elements per token.
+        keys: Name of the keys and values of attention for messages, and their elements per token.
     """
 
     burst: SparseOptions
@@ -50,15 +52,12 @@ class SelectingKind:
     keys: tuple[str, int]
 
     def own_mask(self, pack: Pack | None, seq_len: int) -> None:
-        """Return None, because such layers are causal."""
+        """Return None: these layers are causal."""
 
     def prepare(
         self, book: PlanBook, tensors: Tensors, pack: Pack | None, rows: RowChunkSizes, own: None
     ) -> Plan:
-        """Return the plan of causal attention.
-
-        The tensors are q [s, b, h, d], k [s, b, k, d] and v [s, b, k, w].
-        """
+        """Make the plan of causal attention for q [s, b, h, d], k [s, b, k, d], v [s, b, k, w]."""
         layout: Any = self.cut.name
         if pack is not None:
             layout = pack.layout(self.cut, book.groups.size)
@@ -72,7 +71,7 @@ class SelectingKind:
             mask=Causal() if pack is None else Causal() & pack.mask,
             algorithm=algorithm,
             side="kv",
-            kernel="reference",  # this plan runs nothing itself
+            kernel="reference",  # not run: other plans are derived from this plan
             rates=rates,
             store=self.burst.store,
         )
@@ -84,7 +83,7 @@ class SelectingKind:
         return plan
 
     def describe(self, plan: Plan) -> str:
-        """Return the start-up line of such layers for their plan."""
+        """Return the start-up line of these layers."""
         topology = plan.groups.topology
         (_, _, _, width), (_, _, heads, values) = (plan.signature[n][0] for n in (1, 2))
         planned = heads * (width + values)
@@ -110,24 +109,24 @@ def _bytes(traffic: Traffic, share: float) -> str:
 
 
 class SparseCall(TypedDict):
-    """Keywords of `mb.select`, `mb.sparse_attention` and `mb.indexer_loss` from a layer."""
+    """Common keywords of a layer's `mb.select`, `mb.sparse_attention` and `mb.indexer_loss`."""
 
     plan: Plan
     label: int
 
 
 class SelectingLayer:
-    """Plans of one layer in its context-parallel group.
+    """Access of one layer to the plans of its context-parallel group.
 
-    The first layer over a group makes its grid, which is a collective.
+    The first layer on a group creates the grid of the group, a collective.
 
     Args:
         config: `TransformerConfig` after `configure`.
         pg_collection: Groups of Megatron.
-        layer_number: Number of the layer.
-        name: As in `SelectingKind`.
-        index: As in `SelectingKind`.
-        keys: As in `SelectingKind`.
+        layer_number: Layer number, from 1.
+        name: Same as in `SelectingKind`.
+        index: Same as in `SelectingKind`.
+        keys: Same as in `SelectingKind`.
 
     Raises:
         ValueError: A setting is not supported.
@@ -160,18 +159,20 @@ class SelectingLayer:
         unsupported: dict[str, Any],
         mask_type: AttnMaskType | None = None,
     ) -> SparseCall:
-        """Return plan and label for the calls of one forward; a collective if this layer leads.
+        """Return the plan and label for one forward; a collective if this layer is a leader.
+
+        Only shapes, dtypes and device of q, k and v are read.
 
         Args:
-            q: Queries [s, b, h, d]; of q, k and v only shapes, dtypes and device are read.
+            q: Queries [s, b, h, d].
             k: Keys [s, b, k, d].
             v: Values [s, b, k, w].
-            packed_seq_params: Parameters of a packed batch, as Megatron passes them to the layer.
-            unsupported: Further arguments of the layer, which must be None.
+            packed_seq_params: Megatron's `PackedSeqParams`, or None.
+            unsupported: Further arguments by name, which must be None.
             mask_type: Type of the mask; None means causal.
 
         Raises:
-            ValueError: An argument is not supported. All ranks raise it if this layer leads.
+            ValueError: An argument is not supported; raised on all ranks if this layer is a leader.
         """
         with self.book.shared_errors(self.leads):
             pack = self._pack(q, packed_seq_params, unsupported, mask_type or AttnMaskType.causal)
@@ -182,7 +183,9 @@ class SelectingLayer:
         self, q: Any, params: Any, unsupported: dict[str, Any], mask: AttnMaskType
     ) -> Pack | None:
         if mask not in (AttnMaskType.causal, AttnMaskType.padding_causal):
-            raise ValueError(f"attention mask type {mask}: {self.kind.name} is causal")
+            raise ValueError(
+                f"attention mask type {mask} is not supported; {self.kind.name} is causal"
+            )
         check_call(mask, unsupported, params, self.kind.cut)
         if group_of(params, self.group) is not self.group:
             raise ValueError(

@@ -137,9 +137,9 @@ def test_wrong_arguments_are_refused(words):
 REFUSED = {  # words -> settings of Megatron, layers, BurstConfig, only a step shows it
     "--context-parallel-algo burst": (CP2, "moba", {"algorithm": "megatron"}, False),
     "--attention-dropout 0": ({"attention_dropout": 0.1}, "moba", {}, False),
-    "ranks do not share": (CP2, "moba", {"algorithm": "ulysses"}, False),
+    "ranks cannot share": (CP2, "moba", {"algorithm": "ulysses"}, False),
     "one for each of --num-query-groups 2": (CP2, {"index_heads": 4}, {}, False),
-    "have no window": ({"window_size": (3, 0)}, "moba", {}, False),
+    "do not support a window": ({"window_size": (3, 0)}, "moba", {}, False),
     "does not support attention with a sink": ({"softmax_type": "learnable"}, "qsa", {}, False),
     "blocks of 128 positions": (CP2, {"block": 128}, {}, True),
     "layout striped cuts the blocks": (CP2, "qsa", {"layout": "striped"}, True),
