@@ -122,7 +122,7 @@ WRONG = {  # words of the error -> arguments
     "block must be an integer from 1 on, got '4'": {"block": "4"},
     "index_heads: rule Qsa needs an indexer": {"rule": "qsa", "index_heads": 0},
     "index_heads: rule Moba has no indexer": {"loss_coeff": 0.1},
-    "index_width: rule Moba needs one": {"index_heads": 2},
+    "index_width is required for the indexer of rule Moba": {"index_heads": 2},
     "loss_coeff must be a number from 0 on, got -1": {"rule": "msa", "loss_coeff": -1},
     "base: must be the spec of a transformer layer": {"base": "local"},
 }
