@@ -93,7 +93,7 @@ class Cluster:
             )
         if self.gpus > self.per_node and self.gpus % self.per_node:
             raise ValueError(
-                f"--gpus {self.gpus} is not a multiple of --per-node {self.per_node}: give a "
+                f"--gpus {self.gpus} is not a multiple of --per-node {self.per_node}; use a "
                 f"multiple, such as {-(-self.gpus // self.per_node) * self.per_node}"
             )
         if wrong := self._wrong():

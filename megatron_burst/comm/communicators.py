@@ -124,7 +124,7 @@ class Communicators:
         if "nccl" not in self.moves.values():
             raise ValueError(
                 f"nccl_max_ctas={max_ctas} requires NCCL, but the backend of these groups is "
-                f"{self.backend}; leave it out"
+                f"{self.backend}; remove it"
             )
         return max_ctas
 

@@ -150,7 +150,7 @@ def sequence_of(groups: Groups, options: Options, seq_len: int) -> PackedSequenc
     layout, cu_seqlens, tree = options.layout, options.cu_seqlens, options.tree
     if tree is not None:
         if cu_seqlens is not None:
-            raise ValueError("tree: mutually exclusive with cu_seqlens; give one of them")
+            raise ValueError("tree: mutually exclusive with cu_seqlens; use only one of them")
         tree = tree_mask(tree)
         if tree.window is not None:
             raise ValueError(

@@ -129,7 +129,7 @@ def test_windows_with_an_algorithm_of_their_own_hold_little():
     [
         ({"window_algorithm": "hybrid"}, "window_algorithm hybrid: must be one of burst"),
         ({"chunk_algorithm": "ring"},
-         "chunk_algorithm ring: two kinds has no layers of kind chunked; leave it out"),
+         "chunk_algorithm ring: two kinds has no layers of kind chunked; remove it"),
         ({"window_algorithm": "ring", "cp": 1}, "with --cp 1 there is no ring"),
         ({"window_algorithm": "ring", "algorithm": "ulysses", "cp": 2, "ulysses": 2, "intra": 2},
          "with --ulysses 2, which is --cp, there is no ring .* use --ulysses below 2"),

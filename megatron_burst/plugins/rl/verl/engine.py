@@ -40,7 +40,7 @@ def install() -> None:
     if version not in VERSIONS:
         raise ValueError(
             f"megatron_burst.plugins.rl.verl was tested with verl {', '.join(VERSIONS)}, and "
-            f"this is verl {version}: install one of those, or leave it out of external_lib"
+            f"this is verl {version}; install one of those, or remove it from external_lib"
         )
     engine = importlib.import_module(_ENGINE)
     util, forward, fused = (
@@ -117,7 +117,7 @@ def engine_problems(settings: Any, model: Any, burst: BurstConfig) -> Iterator[P
             f"--context-parallel-algo {flags.OFF}"
         )
     if burst.layout != "zigzag":
-        yield Problem(f"--burst-layout {burst.layout}: verl cuts in zigzag order; leave it out")
+        yield Problem(f"--burst-layout {burst.layout}: verl cuts in zigzag order; remove it")
     if burst.pack == "documents":
         yield Problem("--burst-pack documents: verl makes micro-batches itself; take trees or off")
     if settings.dynamic_context_parallel:
@@ -128,7 +128,7 @@ def engine_problems(settings: Any, model: Any, burst: BurstConfig) -> Iterator[P
         "a model with vision": hasattr(model.hf_config, "vision_config"),
     }
     for name in (name for name, present in unfit.items() if trees and present):
-        yield Problem(f"--burst-pack trees does not go with {name}: leave one of them out")
+        yield Problem(f"--burst-pack trees is not supported with {name}; remove one of them")
 
 
 def _tree_reasons(model: Any, burst: BurstConfig) -> Iterator[str]:
@@ -138,7 +138,7 @@ def _tree_reasons(model: Any, burst: BurstConfig) -> Iterator[str]:
     if burst.pack == "trees" and burst.algorithm != flags.OFF:
         for name in ("fp8", "hidden_dropout", "attention_dropout"):
             if value := getattr(model, name, None):
-                yield f"--burst-pack trees does not go with {name} {value}"
+                yield f"--burst-pack trees is not supported with {name} {value}"
         for reason in tree_reasons(model):
             yield reason.replace("tree=False", "--burst-pack off")
 

@@ -364,13 +364,13 @@ def _check_kind(model: Model, run: Settings, kind: str, algorithm: str) -> None:
     if algorithm not in ALGORITHMS:
         raise ValueError(f"{field_text}: must be one of {', '.join(ALGORITHMS)}")
     if kind not in model.kinds:
-        raise ValueError(f"{field_text}: {model.name} has no layers of kind {kind}; leave it out")
+        raise ValueError(f"{field_text}: {model.name} has no layers of kind {kind}; remove it")
     if run.cp == 1 or run.ulysses == run.cp:
         sizes = "--cp 1" if run.cp == 1 else f"--ulysses {run.ulysses}, which is --cp,"
         fix = "--cp above 1" if run.cp == 1 else f"--ulysses below {run.cp}"
         raise ValueError(
             f"{field_text}: with {sizes} there is no ring whose algorithm could be chosen; use "
-            f"{fix}, or leave it out"
+            f"{fix}, or remove it"
         )
 
 

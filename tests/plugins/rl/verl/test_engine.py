@@ -98,7 +98,7 @@ REFUSED = {
     f"{ENTRY}pack=documents": "burst.pack documents: verl makes micro-batches itself",
     f"{MEGATRON}use_remove_padding=False": "or override_transformer_config.burst.algorithm meg",
     f"{TREES} +{MEGATRON}override_transformer_config.hidden_dropout=0.1": "hidden_dropout 0.1",
-    f"{TREES} {MEGATRON}router_replay.mode=R2": "router_replay.mode: leave one of them out",
+    f"{TREES} {MEGATRON}router_replay.mode=R2": "router_replay.mode; remove one of them",
 }
 
 

@@ -138,8 +138,8 @@ def _pattern(
         )
     if {"mamba", "delta_net"} <= set(kinds):
         raise ValueError(
-            f"{name}: {flag('hybrid_layer_pattern')} {hybrid!r} has layers M and G; of mixers "
-            "one kind in a model is counted: give a pattern with one of them"
+            f"{name}: {flag('hybrid_layer_pattern')} {hybrid!r} has layers M and G, but "
+            "advise counts only one kind of mixer; use a pattern with one of them"
         )
     if hybrid:
         return "".join(ONE_HALF[kind] for kind in kinds), 0
