@@ -415,7 +415,7 @@ class AlgorithmOnGrid:
         return seconds * (1 - ROUNDING)
 
     def _busy(self, passes: Sequence[PreparedSchedule], work: PassWork) -> float:
-        """Return the seconds of the passes of all row chunks together."""
+        """Return a lower bound on the seconds of the passes of all row chunks."""
         rates, count = self.on.rates, self.counts[0]
         return work.head_exchange.seconds + sum(
             simulator.pass_at_least(
@@ -603,7 +603,7 @@ def sharing(
 
 
 def adding(sizes: Sizes, rate: float) -> tuple[AccumulationTimes, AccumulationTimes]:
-    """Return the time of memory traffic of dense attention, without computation, for each pass.
+    """Return the seconds per row of memory traffic of dense attention, in forward and backward.
 
     A call reads its results in the dtype of q, and reads and writes the sums to which they are
     added. Keys of several chunks are copied to one buffer. Gradients of such keys are zeroed, and

@@ -142,7 +142,7 @@ class Cluster:
 
     @property
     def room(self) -> int:
-        """Bytes of a GPU for tensors."""
+        """Bytes of a GPU's memory that tensors can use."""
         return self.gpu.memory - self.reserve
 
     @property

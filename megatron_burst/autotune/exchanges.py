@@ -140,7 +140,7 @@ def _waves(transfers: Transfers, exchange: np.ndarray, grid: Grid) -> np.ndarray
 
 
 def _grouped(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return a stable order of the columns of `keys`, and their groups in that order."""
+    """Sort the columns of `keys`: return a stable order, and the group of each sorted column."""
     order = np.lexsort(keys[::-1])
     new = (np.diff(keys[:, order], axis=1) != 0).any(axis=0)
     return order, np.concatenate([[0], np.cumsum(new)])

@@ -317,7 +317,7 @@ def _room(device: torch.device) -> float:
 
 
 def _of_ranks(groups: Groups, value: float) -> list[float]:
-    """Return the value of every rank; waits for all of them."""
+    """Return the values of all ranks; waits for all ranks."""
     gathered = groups.gather(torch.tensor([value], dtype=torch.float64))
     return [rank_value.item() for rank_value in gathered]
 

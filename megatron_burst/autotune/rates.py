@@ -34,7 +34,7 @@ class Rates:
         launch: Seconds of each call of the local attention, in addition to its FLOPs.
         posting: Seconds that a rank needs to start an exchange, during which it computes nothing; 0
             if the host runs ahead of a device.
-        backward: Time of a backward over the time of its forward, at equal rows.
+        backward: Time of a backward divided by the time of its forward, for equal rows.
         half_rows: Rows of a chunk with which a kernel reaches half of `compute`; 0 if it always
             reaches all of it.
         slowdown: Fraction by which computation is slower while the rank's links are busy.

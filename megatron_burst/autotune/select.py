@@ -51,7 +51,7 @@ class Choice:
     """The candidate that `choose` selected, and the reason.
 
     Attributes:
-        taken: Candidate with the shortest predicted time.
+        taken: Selected candidate: the simplest whose predicted time is within TIE of the shortest.
         others: The other candidates, by predicted time.
         rates: Rates of the prediction.
         per_node: Ranks per node.
@@ -301,7 +301,7 @@ class _PendingCandidates:
         index: Index of the next candidate among all candidates.
         open: Whether more candidates are tried.
         at_least: Lower bound on the seconds of the candidates, multiplied by the handicap.
-        scheduled: Whether the schedules exist, from which `at_least` is tighter.
+        scheduled: Whether the schedules exist; `at_least` is then a tighter bound.
     """
 
     def __init__(self, algorithm_on_grid: AlgorithmOnGrid, index: int):

@@ -122,7 +122,7 @@ class Bundles:
         return ranges
 
     def whole(self) -> Bundles:
-        """Return one bundle per owner: whole chunks, for all ranks that use some of their rows."""
+        """Return one bundle per owner: its whole chunk, for all ranks that use some of its rows."""
         users = np.zeros((self.size, self.size), dtype=bool)
         owners, begin, count = np.unique(self.owner, return_index=True, return_counts=True)
         users[owners] = united(self.users, begin, count)

@@ -302,8 +302,8 @@ class _Replay:
     def _join(self, together: Sequence[Chunk], index: int) -> None:
         """Replay a joined call.
 
-        The call copies its chunks, frees those that are not needed elsewhere, and then makes the
-        gradients.
+        The call copies its chunks, frees the chunks that are not needed elsewhere, and then
+        allocates the gradients.
         """
         rows = sum(map(self._count, together))
         self.joined["kv joined"] = rows

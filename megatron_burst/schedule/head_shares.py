@@ -128,7 +128,7 @@ def _joined_runs(spans: Sequence[Span]) -> list[Span] | None:
 def deferred_chunks(count: int) -> int:
     """Return how many of the last of `count` head chunks compute their own pair at the end.
 
-    Pairs of earlier head chunks hide the first hops of these head chunks. Their own pairs hide
-    their last gradient hops.
+    Pairs of earlier head chunks hide the first hops of these head chunks. The own pairs of these
+    head chunks hide their last gradient hops.
     """
     return min(2, count // 2)

@@ -242,10 +242,10 @@ def _parents(
 ) -> np.ndarray:
     """Return the node that sends a bundle to each node, [n, nodes]; -1 for none.
 
-    The owner's node sends the bundle to `copies` nodes, which relay it along trees. The trees begin
-    `turn` nodes after the owner's node. They take the nodes in reverse order for `second` halves.
-    So all nodes relay equally. Nodes that already send much come last in the order and relay
-    nothing.
+    The owner's node sends the bundle to `copies` nodes, which relay it along trees. Trees take the
+    nodes in order, beginning `turn` nodes after the owner's node, or in reverse order if `second`
+    is true. So all nodes relay equally. Nodes that already send much are last in the order and
+    relay nothing.
     """
     nodes = grid.inter
     node, _, rows, targets, copies = crossing

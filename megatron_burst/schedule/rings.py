@@ -39,7 +39,7 @@ class Schedule(Demand):
     Attributes:
         algorithm: A name in `algorithms.ALGORITHMS`.
         route: "ring" for the algorithm's own transfers. "direct" sends each chunk from its owner to
-            the ranks that use it, one step ahead.
+            the ranks that use it, one or more steps ahead.
     """
 
     algorithm: str = "burst"

@@ -32,10 +32,10 @@ class Algorithm:
         holds_all: Whether a rank holds all chunks that it uses. `auto` then does not try the
             algorithm if ranks share heads, because chunks then have the rows of a whole ulysses
             group.
-        few_rows: Whether a rank holds all chunks that it uses, and `auto` tries the algorithm if a
-            rank uses few rows of other ranks.
+        few_rows: Whether a rank holds all chunks that it uses, and `auto` tries the algorithm only
+            if ranks use few rows of other ranks.
         joins: Whether one kernel call computes with all keys that a rank has at a step.
-        two_levels: Whether the algorithm is useful only if nodes have several ranks.
+        two_levels: Whether the algorithm is useful only for several nodes of several ranks.
         complexity: Order of simplicity; `auto` takes the lowest among equal predictions.
         handicap: Factor by which `auto` multiplies the predicted time.
     """

@@ -19,7 +19,8 @@ def all_gather(demand: Demand) -> Tables:
 
     No hop waits for another. Sends are posted before the first step, and gradients are awaited at
     the end. A rank holds all chunks that it uses and, at the end, all gradients of its own chunk.
-    So ranks need to be equally busy only in total, and not at each step, as with packed documents.
+    So ranks need to be equally busy only in total and not at each step. This suits packed
+    documents.
     """
     return tables(demand, ahead=demand.grid.size, at_end=True)
 

@@ -81,7 +81,7 @@ def tables(demand: Demand) -> Tables:
 
 
 def tables_of(timing: MulticastTiming) -> Tables:
-    """Return the tables of a timing."""
+    """Return the tables of a pass with these paths and times."""
     demand, steps = timing.demand, int(timing.step.max()) + 1
     parts = [timing.copies(), *([timing.gradients()] if demand.gradients else [])]
     return demand.as_tables(steps, timing.pairs(), parts, timing.paths.bundles)
@@ -308,9 +308,10 @@ class MulticastTiming:
 class _JoinedTiming(MulticastTiming):
     """Timing for calls that join the pairs of a step: all chunks of a node at every second step.
 
-    A hop takes two steps, so that it travels during the turn before. A rank receives from its
-    gateway in that turn, and the gateway in the turn before that. So a rank holds the chunks of two
-    nodes, and a gateway also one chunk of a third node. Equally many gradients of keys are held.
+    A hop takes two steps, so it travels during the previous turn. A rank receives from its gateway
+    one turn before it computes, and the gateway receives two turns before. So a rank holds the
+    chunks of two nodes, and a gateway also one chunk of a third node. Equally many gradients of
+    keys are held.
     """
 
     def __init__(self, demand: Demand):

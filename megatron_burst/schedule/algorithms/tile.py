@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiles: each rank computes the queries of its row of a rank grid with the keys of its column.
 
-Source: Attention2D (arXiv 2503.15758) and Mesh-Attention (arXiv 2512.20968). With b query chunks
-and a key chunks per rank, a * b = G, a chunk is sent to b - 1 or a - 1 ranks instead of G - 1.
-Here, rows and columns have two levels: nodes, and ranks within nodes. A chunk crosses once to each
-node that uses it, to the rank with its owner's index, which relays it within the node. Partial
-results take the same route back and are summed in the node before they cross.
+Source: Attention2D (arXiv 2503.15758) and Mesh-Attention (arXiv 2512.20968). If each rank computes
+with `b` query chunks and `a` key chunks (a * b = G), a chunk is sent to b - 1 or a - 1 ranks
+instead of G - 1. Here, rows and columns have two levels: nodes, and ranks within nodes. A chunk
+crosses once to each node that uses it, to the rank with its owner's index, which relays it within
+the node. Partial results take the same route back and are summed in the node before they cross.
 
 A tile is slower than a ring if computation hides all hops of the ring, because no later pairs hide
 a tile's last partial results. It sends no fewer bytes than a ring between two nodes, or if few rows
@@ -82,7 +82,7 @@ def _order(shape: Shape, keys_first: bool) -> np.ndarray:
 
 
 def _own_last(a: int, b: int) -> np.ndarray:
-    """Return the order of the pairs of b gathered query chunks and a passing key chunks: [b, a]."""
+    """Return the order of the pairs of `b` gathered query chunks with `a` key chunks: [b, a]."""
     query, key = np.ogrid[:b, :a]
     place = np.where(key == 0, query - 1, b - 1 + (key - 1) * b + (query - 1) % b)
     place[0, 0] = a * b - 1

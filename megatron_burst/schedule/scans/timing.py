@@ -69,7 +69,7 @@ class Messages(NamedTuple):
 def scan_seconds(
     hops: Hops, topology: Topology, sizes: ScanSizes, blocks: int, links: Links
 ) -> np.ndarray:
-    """Return when each rank has sent and received all messages: float [ranks], seconds from 0."""
+    """Return the seconds until each rank has sent and received all messages, float [ranks]."""
     clock = np.zeros(topology.size)
     if not len(hops):
         return clock

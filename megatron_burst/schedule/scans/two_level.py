@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two-level scan: maps within nodes, states between nodes, with all NICs of a node in use.
 
-Consecutive runs of a chain in one node are a segment of the chain. In each node, each block of the
-state has one rank. That rank receives this block of the maps of its node, and sends this block of
-the state to the next node. It also sends this block of the state to each rank of its node where the
-state enters a run. So a rank sends about two states within its node. All NICs of a node together
-send one state to the next node, for any number of ranks.
+Consecutive runs of a chain in one node are a segment of the chain. In each node, one rank handles
+each block of the state. That rank receives this block of the maps of its node, and sends this block
+of the state to the next node. It also sends this block of the state to each rank of its node where
+the state enters a run. So a rank sends about two states within its node. All NICs of a node
+together send one state to the next node, for any number of ranks.
 """
 
 from __future__ import annotations
