@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line `megatron-burst`: `main`, and one module or folder per sub-command."""
+"""The command line `megatron-burst`: `main.main`, and one module or folder per sub-command."""

@@ -10,7 +10,7 @@ from threading import Timer
 
 from rich.console import Console
 
-PATIENCE = 3.0  # seconds before a log gets a line
+PATIENCE = 3.0  # seconds before `progress` writes a line to a log
 WIDE = 10_000  # characters; wider than any table
 
 
@@ -20,7 +20,7 @@ def unwrapped(stderr: bool = False) -> Console:
 
 
 def wrapped(stderr: bool = False) -> Console:
-    """Return a console that wraps at the width of a terminal, and never wraps in a log."""
+    """Return a console that wraps lines in a terminal, and does not wrap in a log."""
     console = Console(stderr=stderr, highlight=False)
     return console if console.is_terminal else unwrapped(stderr)
 
@@ -36,7 +36,8 @@ def progress(title: str) -> Iterator[Callable[[int, int], None]]:
         title: Description of the work.
 
     Yields:
-        A function of (done, total). If it is never called, the bar has no end.
+        Function of (done, total) that updates the bar. Until its first call, the bar is
+        indeterminate.
     """
     console = Console(stderr=True)
     if not console.is_terminal:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Separation of user errors from errors of a program that a command runs.
+"""Distinction between user errors and errors of a program that a command runs.
 
-An error that this package raised is about flags or settings. It becomes a `ValueError`, which the
-command line prints as one line. Any other error keeps its traceback, with exit status 1.
+An error that this package raises is about flags or settings. It becomes a `ValueError`, which the
+command line prints as one line. For any other error, the traceback is printed, with exit status 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def raised_here(error: BaseException) -> bool:
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Return a context that runs a program which is not part of this package.
+    """Return a context manager for running a program that is not part of this package.
 
     Raises:
         ValueError: This package raised an error.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line `megatron-burst`: its sub-commands, plugins' sub-commands, and error reports.
+"""The command line `megatron-burst`: sub-commands, also those of plugins, and error reports.
 
 Each sub-command is a module with `add_arguments(parser)` and `run(arguments)`. Only the module of
 the typed command is imported. `run` raises ValueError for bad input, which is printed as one line
@@ -36,17 +36,17 @@ COMMANDS = {
 
 
 def commands() -> dict[str, Command]:
-    """Return all sub-commands, including plugins'."""
+    """Return all sub-commands, including those of plugins."""
     return COMMANDS | registry.commands()
 
 
-# Imported packages, torch first; their names on a package index are the same.
+# Required packages, whose import name is also the name for pip.
 REQUIRED = ("torch", "numpy", "rich", "typing_extensions", "tomli")
 
 
 class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, *args: Any, **named: Any) -> Any:
-        """Refuse unknown arguments here, so that the message names the sub-command."""
+        """Refuse unknown arguments in the sub-parser, so that the error names the sub-command."""
         arguments, unknown = super().parse_known_args(*args, **named)
         if unknown:
             self.error(unrecognized(self, unknown))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags of a Megatron command that this package reads: one table, one parser.
+"""Parser for the flags of a Megatron command that this package reads.
 
-`doctor` looks for hazards in them; `advise` and `memory` read the model and the run. Names, types
-and defaults are Megatron's. All other flags are accepted. Our own flags stay strings, so that a
-caller can report all wrong ones or raise for the first.
+`doctor` checks these flags for hazards; `advise` and `memory` read model and run from them. Names,
+types and defaults are the same as in Megatron. All other flags are accepted and ignored. Values of
+our own flags stay strings, so that a caller can report all wrong values, or only the first.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ SWITCHES = (
     "--use-kitchen-attention", "--use-megatron-fsdp", "--use-rotary-position-embeddings",
     "--use-torch-fsdp2",
 )  # fmt: skip
-# Flags with another attribute name, in Megatron's parser and here.
+# Flags whose attribute has another name, as in Megatron's parser.
 ATTRIBUTES = {"--fp8-format": "fp8", "--fp4-format": "fp4"}
 
 
 class MegatronCommand(argparse.Namespace):
     """Flags of a Megatron command, with Megatron's names and defaults.
 
-    Our own flags are strings, or None.
+    The value of one of our own flags is a string, or None if it is not set.
 
     Attributes:
         unknown: Flags that are neither ours nor in the tables above.
@@ -112,11 +112,11 @@ class MegatronCommand(argparse.Namespace):
         return self.cp > 1 and self.context_parallel_algo not in (None, flags.OFF)
 
     def given(self, *names: str) -> list[str]:
-        """Return the names that the command sets: switches, or flags without a default."""
+        """Return the flags among `names` that are set. Flags with a default always count as set."""
         return [name for name in names if getattr(self, _attribute(name)) not in (None, False)]
 
     def burst_arguments(self) -> tuple[SimpleNamespace, list[str]]:
-        """Return the values of our flags, for `flags.settle`, and messages about wrong types."""
+        """Return the converted values of our flags for `flags.settle`, and error messages."""
         # The default layout depends on the number of ranks.
         values, wrong = SimpleNamespace(context_parallel_size=self.cp), []
         for name in self.given(*FLAGS):
@@ -135,7 +135,7 @@ def parse(words: Sequence[str]) -> MegatronCommand:
     Raises:
         ValueError: A flag has no value, or a value of another type.
     """
-    # Megatron's own parser has no abbreviations either.
+    # Abbreviations are off, as in Megatron's parser.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name, default in INTEGERS.items():
         parser.add_argument(name, type=int, default=default)
@@ -154,7 +154,7 @@ def parse(words: Sequence[str]) -> MegatronCommand:
     parser.add_argument("--window-size", type=_pair)
     for name in FLAGS:  # a missing value is an empty string, which is reported later
         parser.add_argument(name, nargs="?", const="")
-    # argparse would stop at a "--" of a launcher.
+    # argparse would stop at "--", which a launcher may need.
     command = MegatronCommand()
     try:
         _, unknown = parser.parse_known_args([word for word in words if word != "--"], command)
@@ -169,9 +169,9 @@ def _attribute(flag: str) -> str:
 
 
 def _frequency(text: str) -> Any:
-    """Parse a number, or a list with an entry per layer, as Megatron evaluates it.
+    """Parse a layer frequency: an integer, or a list with one entry per layer.
 
-    Lists such as "([0]*3+[1]*58)" may be added and multiplied.
+    Lists may be expressions such as "([0]*3+[1]*58)", which Megatron evaluates.
     """
 
     def value(node: ast.expr) -> Any:

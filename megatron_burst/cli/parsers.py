@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of argument parsers as one line that suggests the nearest known word.
+"""One-line error messages of argument parsers, with a suggestion for misspelled arguments.
 
-argparse prints the usage before an error; Megatron-LM's usage has 1,600 lines.
+By default, argparse prints the usage before an error; the usage of Megatron-LM has 1,600 lines.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ HELP = "(--help lists the options)"
 
 
 def nearest(word: str, words: Iterable[str]) -> str | None:
-    """Return the most similar of `words`, preferably one with the same letters, or None."""
+    """Return the most similar of `words`, preferably an anagram of `word`; None without any."""
     words = list(words)
     near = difflib.get_close_matches(word, words, max(1, len(words)), cutoff=0.7)
     return max(near, key=lambda candidate: sorted(candidate) == sorted(word), default=None)
 
 
 def suggestion(word: str, words: Iterable[str]) -> str:
-    """Return a question with the nearest of `words`, to append to an error; empty without any."""
+    """Return "; did you mean ...?" with the nearest of `words`; empty if none is similar."""
     near = nearest(word, words)
     return "" if near is None else f"; did you mean {near}?"
 
@@ -39,11 +39,11 @@ def unrecognized(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
 
 @contextmanager
 def one_line_errors(prefix: str) -> Iterator[None]:
-    """Return a context in which every parser of a program reports an error as one line.
+    """Return a context manager in which all argument parsers report an error as one line.
 
-    The ranks of a launcher report the same error once. The exit status is 2. A program that accepts
-    unknown arguments (`parse_known_args`), or handles errors itself (`exit_on_error=False`), still
-    does.
+    If all ranks of a launcher have the same error, it is printed once. The exit status is 2.
+    Parsers that accept unknown arguments (`parse_known_args`), or have `exit_on_error=False`, work
+    as before.
 
     Args:
         prefix: Name of the command, for the message.

@@ -2,8 +2,8 @@
 """`megatron-burst patch MEGATRON`: report whether a Megatron tree is patched or can be.
 
 Each patch series of `megatron_burst/patches` is tried on a copy of the files that it changes: git
-applies it, and every patched place must then call `megatron_burst.seam`. The tree itself is never
-changed and need not be a git repository.
+applies the patches, and then every function in `seam.PLACES` must have its decorator. The tree
+itself is never changed and need not be a git repository.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class PatchAttempt(NamedTuple):
 
     Attributes:
         patch: File of the patch.
-        applied: True if the tree already has it.
-        refusal: Why it does not apply; None if it does.
+        applied: True if the tree already has the patch.
+        refusal: Reason why the patch does not apply; None if it applies.
     """
 
     patch: Path
@@ -38,11 +38,11 @@ class PatchAttempt(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the tree."""
+    """Add the arguments of `patch`."""
     add = parser.add_argument
     text = "a Megatron-LM tree, or any folder that contains megatron/core"
     add("tree", metavar="MEGATRON", type=Path, nargs="?", help=text)
-    add("--check", metavar="MEGATRON", type=Path, help="the same (earlier name)")
+    add("--check", metavar="MEGATRON", type=Path, help="same as MEGATRON (deprecated)")
     parser.epilog = "Exit status: 0 patched, 1 patchable, 2 neither."
 
 
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print whether the tree is patched or can be, and return the exit status.
 
     Raises:
-        ValueError: There is not exactly one tree, or it is not Megatron.
+        ValueError: There is not exactly one tree, or the tree is not Megatron.
     """
     trees = [tree for tree in (arguments.tree, arguments.check) if tree is not None]
     if len(trees) != 1:
@@ -84,7 +84,7 @@ def check(tree: Path) -> tuple[int, list[str]]:
     version = version_of(tree)
 
     def refusals(series_attempts: list[PatchAttempt]) -> tuple[int, bool]:
-        """Sort by fewest refused patches, then prefer the series of this version."""
+        """Return a sort key: number of refused patches, then whether the version differs."""
         made_for = series_attempts[0].patch.parent.name.split("-")[0]
         return sum(
             attempt.refusal is not None for attempt in series_attempts
@@ -131,7 +131,7 @@ def _try(tree: Path, patch: Path) -> PatchAttempt:
 def _apply(patch: Path, folder: Path) -> str | None:
     """Apply a patch in a folder; return git's error message, or None."""
     try:
-        # git apply skips all files silently in a subfolder of some other repository.
+        # Inside a subfolder of another repository, git apply would silently skip all files.
         subprocess.run(["git", "init", "--quiet", folder], check=True, capture_output=True)
         done = subprocess.run(
             ["git", "apply", str(patch.resolve())], cwd=folder, capture_output=True, text=True

@@ -2,8 +2,8 @@
 """`megatron-burst pretrain SCRIPT ...`: run an unmodified Megatron-LM script with BurstAttention.
 
 The script runs as in `python SCRIPT ...`, after `megatron_burst.megatron.install`. All arguments
-after SCRIPT belong to the script. Megatron is imported only after the script's folder is first on
-the path, so that a checkout's own `megatron` is used.
+after SCRIPT are passed to the script. The folder of the script is put first on `sys.path` before
+Megatron is imported, so that a script in a checkout uses the `megatron` of the checkout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .ranks import groups_ended
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add SCRIPT with its arguments, and the options of this command."""
+    """Add the arguments of `pretrain`."""
     parser.epilog = (
         "On 8 GPUs: torchrun --nproc-per-node 8 -m megatron_burst pretrain SCRIPT ... "
         "The added flags: megatron-burst pretrain SCRIPT --help, in the group megatron-burst."

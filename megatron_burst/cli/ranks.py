@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A command on several ranks: one report of an error that all ranks raise, and a clean end.
+"""Commands on several ranks: print an error of all ranks once, and destroy process groups at exit.
 
 The launcher (torchrun, srun) starts the ranks and sets RANK, WORLD_SIZE and the address of a store.
 """
@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-PATIENCE = timedelta(seconds=5)  # for ranks that have not raised an error yet
-MOMENT = timedelta(seconds=1)
+PATIENCE = timedelta(seconds=5)  # wait for errors of other ranks
+MOMENT = timedelta(seconds=1)  # wait for other ranks to read the verdict, if errors differ
 
 
 def report(prefix: str, error: BaseException) -> None:
-    """Print an error; only once for all ranks if all of them report the same one within 5 s."""
+    """Print an error; only on rank 0 if all ranks report the same error within 5 s."""
     rank, world = (
         int(os.environ.get(name, count)) for name, count in (("RANK", "0"), ("WORLD_SIZE", "1"))
     )
@@ -31,8 +31,8 @@ def report(prefix: str, error: BaseException) -> None:
 def _shared(rank: int, world: int, message: str) -> bool:
     """Return True if rank 0 printed this error for all ranks.
 
-    Return False if errors differ or ranks do not find each other. No rank ends before all have the
-    verdict, because a launcher ends the other ranks when the first one fails.
+    Returns False if errors differ or the store cannot be reached. No rank exits before all ranks
+    have the verdict, because a launcher kills the other ranks when the first rank fails.
     """
     run = f"burst-error/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     texts, verdict = [f"{run}/{other_rank}" for other_rank in range(world)], f"{run}/verdict"
@@ -70,8 +70,8 @@ def _all_report(store: Any, texts: list[str], message: str) -> bool:
 def _store(rank: int) -> Any:
     """Return a store that all ranks share.
 
-    It is the store of the default process group or of the launcher; otherwise rank 0 opens one at
-    the address of the process group.
+    The store is that of the default process group, if it exists, or of the launcher. Otherwise rank
+    0 opens a store at MASTER_ADDR and MASTER_PORT.
     """
     import torch.distributed as dist  # takes seconds
 
@@ -84,10 +84,10 @@ def _store(rank: int) -> Any:
 
 @contextmanager
 def groups_ended() -> Iterator[None]:
-    """Return a context for a program that destroys its process groups at a normal end.
+    """Return a context manager that destroys the process groups of a program at a normal exit.
 
-    Otherwise their threads may abort the process while Python ends, with the exit status of a
-    crash.
+    Otherwise threads of process groups may abort the process while Python exits, with the exit
+    status of a crash.
     """
     try:
         yield
@@ -102,8 +102,9 @@ def _destroy_groups() -> None:
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return
-    # A group's threads end only with its last reference. Models have reference cycles, and Megatron
-    # has module variables; destroy_model_parallel resets most of them.
+    # The threads of a group end only when the last reference to the group is dropped. Models have
+    # reference cycles, and Megatron references groups in module variables, of which
+    # destroy_model_parallel resets most.
     megatron = sys.modules.get("megatron.core.parallel_state")
     if megatron is not None:
         megatron.destroy_model_parallel()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`megatron-burst recipe NAME [OVERRIDE ...]`: train a recipe of Megatron-Bridge.
 
-The order is: the recipe, `apply_burst`, the overrides, the checks, then Bridge's own `pretrain`
-(`finetune` for a recipe that fine-tunes). An override is one of Bridge's, in Hydra's syntax
-(`train.train_iters=100`), or `burst.X=VALUE` for an argument of `apply_burst`.
+The steps are: make the recipe, call `apply_burst`, apply overrides, check the recipe, and call
+Bridge's `pretrain` (`finetune` for a fine-tuning recipe). An override is either a Bridge override
+in Hydra's syntax (`train.train_iters=100`), or `burst.X=VALUE` for an argument of `apply_burst`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PREFIX = "burst."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add NAME, its overrides, and the options that replace or change training."""
+    """Add the arguments of `recipe`."""
     parser.epilog = (
         "On 8 GPUs: torchrun --nproc-per-node 8 -m megatron_burst recipe NAME ... "
         "Overrides: train.train_iters=100 model.context_parallel_size=8 burst.store=0.3"
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _forward_step(recipe: Any) -> Any:
-    """Return Bridge's forward step; the one for vision-language models also passes the images."""
+    """Return Bridge's forward step for the model: language or vision-language."""
     name = "vlm_step" if _module("recipes.vision_models").is_vision(recipe.model) else "gpt_step"
     return _module(f"training.{name}", "megatron.bridge").forward_step
 
@@ -91,7 +91,7 @@ def _recipe(arguments: argparse.Namespace) -> Any:
             raise ValueError(f"override {text}: write {text}=value")
     for text in bridge_overrides:
         if text.startswith("-"):
-            raise ValueError(f"{text} is no option; see megatron-burst recipe --help")
+            raise ValueError(f"{text} is not an option; see megatron-burst recipe --help")
         if "=" not in text or text[0] in "+~":
             raise ValueError(
                 f"override {text}: write setting=value with a setting of the recipe; settings "

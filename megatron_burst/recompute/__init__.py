@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequence-level selective checkpointing: the attention store and the recomputation of its gaps."""
+"""Sequence-level selective checkpointing: keep some attention outputs, recompute the others."""

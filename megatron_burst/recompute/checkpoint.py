@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpointing that recomputes everything but attention, with one attention store per call.
 
-An `AttentionStore` belongs to one checkpointed call. When the function runs first, each attention
-call puts the outputs of some rows into the store. When the function runs again in backward, each
-attention call takes these rows from the store and recomputes only the others.
+An `AttentionStore` belongs to one checkpointed call. In the first run of the function, each
+attention call puts the outputs of some rows into the store. In the recomputation in backward, each
+attention call takes these rows from the store and recomputes only the other rows.
 
-The running call finds its store through the only ContextVar of this package. A store numbers its
-entries by their order within the call. Several calls may therefore be in flight, and each may be
-recomputed in any order, more than once or never. A store is freed with the autograd graph of its
-call. The entries of a store and the arguments of its call may be offloaded to host memory.
+A ContextVar holds the store of the running call. Entries of a store are in the order of attention
+calls. So several checkpointed calls may be in flight, and each may be recomputed in any order, more
+than once or never. A store is freed with the autograd graph of the checkpointed call. The entries
+of a store and the arguments of the call may be offloaded to host memory.
 
 Source: LoongTrain (selective checkpoint++), BurstEngine section 3.2 (the sequence-level half).
 """
@@ -49,7 +49,7 @@ class OffloadedCall(Protocol):
     """Function with its arguments, which an `OffloadTarget` holds until backward."""
 
     def places(self) -> list[torch.Tensor]:
-        """Return an empty tensor on each device of the arguments."""
+        """Return one empty tensor per device of the arguments, as inputs of a checkpoint."""
         ...
 
     def __call__(self, *places: torch.Tensor) -> Any: ...
@@ -66,7 +66,7 @@ class OffloadTarget(Protocol):
         ...
 
     def frame(self) -> AbstractContextManager[Any]:
-        """Return a context whose moved tensors are fetched together in backward."""
+        """Return a context manager; tensors moved in it are fetched together in backward."""
         ...
 
     def saved(
@@ -76,7 +76,7 @@ class OffloadTarget(Protocol):
         min_bytes: int,
         keep: Callable[[torch.Tensor], bool] | None = None,
     ) -> AbstractContextManager[None]:
-        """Return a context that moves the tensors that autograd saves inside it."""
+        """Return a context manager that moves the tensors that autograd saves in it."""
         ...
 
     def call(
@@ -94,7 +94,7 @@ Tensors = tuple[torch.Tensor, ...]
 _current: ContextVar[AttentionStore | None] = ContextVar(
     "megatron_burst_attention_store", default=None
 )
-current_store = _current.get  # the store of the checkpointed call that is running, or None
+current_store = _current.get  # returns the store of the running checkpointed call, or None
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,9 @@ class StoreOffload:
     """Destination of the tensors that a checkpointed call saves for backward.
 
     Attributes:
-        host: Host memory that receives them.
-        fraction: Fraction of the rows (dim 0) that is moved.
-        frame: Context of `host` that fetches them together in backward.
+        host: Host memory.
+        fraction: Fraction of the rows (dim 0) that is moved to host memory.
+        frame: Context manager of `host`; tensors moved in it are fetched together in backward.
     """
 
     host: OffloadTarget
@@ -112,16 +112,16 @@ class StoreOffload:
     frame: AbstractContextManager[Any]
 
     def move(self, tensor: torch.Tensor) -> OffloadedTensor:
-        """Start to copy the fraction of the rows of a tensor to the host."""
+        """Start to copy `fraction` of the rows of a tensor to the host."""
         with self.frame:
             return self.host.move(tensor, self.fraction, shared=True)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Move the arguments that a checkpoint saves through autograd inside this context.
+        """Move the arguments that a checkpoint saves in this context.
 
-        Only arguments that require a gradient are moved. The others are masks and tables, which
-        all layers share.
+        Only arguments that require a gradient are moved. Other arguments are masks and tables,
+        which all layers share.
         """
         keep = _needs_no_gradient
         with self.frame, self.host.saved(self.fraction, min_bytes=0, keep=keep):
@@ -132,9 +132,9 @@ class StoreEntry(NamedTuple):
     """Outputs of one attention call in a store.
 
     Attributes:
-        key: Identifies the attention call.
-        tensors: Stored tensors, or their handles if they are offloaded.
-        versions: Autograd version of each stored tensor; empty if they are offloaded.
+        key: Identifier of the attention call.
+        tensors: Stored tensors, or handles if the tensors are offloaded.
+        versions: Autograd version of each stored tensor; empty if the tensors are offloaded.
     """
 
     key: object
@@ -150,8 +150,8 @@ class AttentionStore:
         fraction: Fraction of the rows that is stored. If None, the plan of each call decides.
         offload: Destination of the stored tensors in host memory, or None.
         entries: One entry per attention call, in the order of the calls.
-        filled: True if the function has run to its end once.
-        position: Index of the entry that the next attention call takes.
+        filled: True if the first run of the function has completed.
+        position: Index of the entry of the next attention call.
     """
 
     fraction: float | None
@@ -161,7 +161,7 @@ class AttentionStore:
     position: int = 0
 
     def begin(self) -> None:
-        """Prepare for a run of the function, the first one or a recomputation."""
+        """Reset the position before a run of the function, the first run or a recomputation."""
         self.position = 0
         if not self.filled:
             self.entries.clear()
@@ -177,15 +177,15 @@ class AttentionStore:
         """Return the stored tensors of the next attention call.
 
         Raises:
-            ValueError: The entry has another key, or there is none.
-            RuntimeError: The tensors were changed in place. With all rows stored, the output of
-                attention and the stored tensor are the same.
+            ValueError: The next entry has another key, or there are no more entries.
+            RuntimeError: The tensors were changed in place. If all rows are stored, the output of
+                attention is the stored tensor.
         """
         index, self.position = self.position, self.position + 1
         if index >= len(self.entries) or self.entries[index].key != key:
             raise ValueError(
-                f"checkpoint: attention call {index} of the recomputation is not the one of the "
-                "first run; the checkpointed function must do the same each time"
+                f"checkpoint: attention call {index} of the recomputation differs from the first "
+                "run; the checkpointed function must make the same attention calls in every run"
             )
         entry = self.entries[index]
         tensors = tuple(t if isinstance(t, torch.Tensor) else t.get() for t in entry.tensors)
@@ -199,12 +199,12 @@ class AttentionStore:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the stored tensors in bytes."""
+        """Size of the stored tensors in bytes."""
         return sum(t.nbytes for entry in self.entries for t in entry.tensors)
 
 
 class StoringCall:
-    """Function that runs with an attention store: first to fill the store, then to read it."""
+    """Function with an attention store, which the first run fills and later runs read."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class StoringCall:
 
 
 def in_backward() -> bool:
-    """Return True if this thread is inside a backward; a forward is then a recomputation."""
+    """Return True if this thread runs a backward pass, so that a forward is a recomputation."""
     return torch._C._current_graph_task_id() != -1  # private; torch's own checkpoint uses it too
 
 
@@ -250,7 +250,7 @@ def storing(
 ) -> Callable[..., T]:
     """Return `function` with an attention store, to be passed to a checkpoint.
 
-    Run the checkpoint inside `offloaded_arguments(result)` to offload its arguments too.
+    To offload the arguments too, call the checkpoint inside `offloaded_arguments(result)`.
 
     Args:
         function: Function that the checkpoint runs and recomputes.
@@ -284,10 +284,10 @@ def storing(
 
 @contextmanager
 def offloaded_arguments(function: Callable[..., Any]) -> Iterator[None]:
-    """Offload the arguments that a checkpoint of `function` saves inside this context.
+    """Offload the arguments that a checkpoint of `function` saves in this context.
 
-    The arguments are moved in the frame of the store's tensors. The context does nothing unless
-    `function` is a `StoringCall` with an offload.
+    The arguments are fetched in backward together with the tensors of the store. The context does
+    nothing unless `function` is a `StoringCall` with an offload.
     """
     offload = function.store.offload if isinstance(function, StoringCall) else None
     if offload is None:
@@ -304,13 +304,13 @@ def checkpoint(
     offload: float = 0.0,
     host: OffloadTarget | None = None,
 ) -> T:
-    """Run `fn(*args)`, save only its arguments, and run `fn` again in backward.
+    """Run `fn(*args)` with activation checkpointing that keeps some attention outputs.
 
-    Gradients equal the gradients of `fn`. Plans that `fn` uses must be made by
-    `mb.prepare(..., store=keep)`.
+    Only the arguments and the kept outputs are saved; backward runs `fn` again. Gradients equal the
+    gradients of `fn`. Plans that `fn` uses must be made by `mb.prepare(..., store=keep)`.
 
     Args:
-        fn: Function to checkpoint. It must do the same each time.
+        fn: Function to checkpoint. It must compute the same in every run.
         *args: Arguments of `fn`.
         keep: Fraction of the positions whose attention outputs (out and log-sum-exp) are kept
             from forward to backward, the most expensive rows first. A kept row takes 2 w + 4
@@ -319,15 +319,15 @@ def checkpoint(
         offload: Fraction of the rows (dim 0) of the saved tensors that is moved to `host` until
             backward. Saved tensors are the attention outputs and the arguments that require a
             gradient, except parameters and tensors that `HostMemory.move` leaves on the device.
-            Results do not change. An argument that several calls share is copied once, so a write
-            that autograd does not see (`x.data.mul_(2)`) is not seen here either.
+            Results do not change. An argument that several calls share is copied once. A later
+            write that autograd does not track (`x.data.mul_(2)`) does not change the copy.
         host: Host memory for `offload`.
 
     Returns:
         The result of `fn(*args)`.
 
     Raises:
-        OutOfHostMemory: `host` has no room for the tensors.
+        OutOfHostMemory: The tensors do not fit into `host`.
         ValueError: A fraction is outside 0 to 1, or `offload` has no host.
 
     Source: LoongTrain (selective checkpoint++), BurstEngine section 3.2.
@@ -337,5 +337,5 @@ def checkpoint(
     if target is None:
         return torch_checkpoint(run, *args, use_reentrant=False)  # pyright: ignore[reportReturnType]
     call = target.host.call(run, args, target.move)
-    del args  # or this frame would keep them until fn returns
+    del args  # otherwise this frame keeps the arguments alive until fn returns
     return torch_checkpoint(call, *call.places(), use_reentrant=False)  # pyright: ignore[reportReturnType]

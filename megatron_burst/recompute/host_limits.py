@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limit of host memory, and the fraction of a layer's saved tensors to offload. No torch.
+"""Limit of host memory, and the fraction of a layer's saved tensors to offload.
 
-The limit follows from the machine's available memory and the memory cgroup. It is read from Linux'
-files below /proc and /sys, or from the installed memory if these are missing.
+The limit is derived from the available memory of the machine and the memory cgroup. Both are read
+from files in /proc and /sys; without these files, the installed memory is the limit.
 
-The fraction is MEMO's rule (arXiv 2407.12117, section 4): as much as the link copies during a
-layer's forward, and no more than the host can hold. The other rows are recomputed, which costs a
-layer at most another forward. A link that is slower than the layers costs more than that per byte.
-`auto` of the flags, the memory account and the benchmark share this rule.
+The fraction follows the rule of MEMO (arXiv 2407.12117, section 4): as many bytes as can be copied
+during the forward of a layer, and no more than fit into host memory. The other rows are recomputed,
+which costs at most another forward per layer. Waiting for copies would cost more per byte than
+recomputation. `auto` of the flags, the memory report and the benchmark use this rule. The module
+does not import torch.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import os
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-USABLE_SHARE = 0.8  # of the available memory; the processes themselves need the other 20 %
+USABLE_SHARE = 0.8  # of the available memory; processes need the other 20 % for other purposes
 _UNLIMITED = 1 << 60  # cgroup v1 writes a number of about 2**63 for "no limit"
 
 
 def host_limit(root: Path = Path("/")) -> int:
-    """Return the bytes of host memory that all ranks of this node may take together.
+    """Return the bytes of host memory that all ranks of this node may use together.
 
     The limit is 80 % of the available memory, or of the memory that the memory cgroup (v1 or v2)
     has left if that is less. The memlock limit (`ulimit -l`) does not apply: it limits memory that
@@ -55,7 +56,7 @@ def _cgroups(root: Path) -> list[int]:
         else:
             continue
         top = root / mount
-        # In a container the path may be the host's; the container's own group is then at the top.
+        # In a container the path may be that of the host; the container's group is then at `top`.
         own = top / path.lstrip("/")
         for group in (own, *own.parents):
             if group == top or top in group.parents:
@@ -111,22 +112,22 @@ def choose_fraction(
     in_flight: float,
     ranks_per_node: int = 1,
 ) -> OffloadFraction:
-    """Return the fraction of the layers' saved tensors that is offloaded to the host.
+    """Return the fraction of the saved tensors of layers that is offloaded to the host.
 
-    Fractions are rounded down to thousandths, so that a report shows the fraction that is used.
+    Fractions are rounded down to thousandths, so that reports show the exact fraction.
 
     Args:
-        bytes_per_layer: Bytes that a layer saves for one micro-batch on one rank: its input and
-            its part of the attention store.
-        seconds_per_layer: Time of a layer's forward in seconds.
-        rate: Bytes per second that a rank copies in one direction while all ranks of its node copy.
+        bytes_per_layer: Bytes that a layer saves for one micro-batch on one rank: the input and the
+            attention outputs in the store.
+        seconds_per_layer: Time of the forward of a layer in seconds.
+        rate: Copy rate of a rank in bytes/s in one direction, while all ranks of the node copy.
         limit: Host memory of a node in bytes.
-        in_flight: Number of layers that a rank holds at once: its layers times the micro-batches
-            in flight on its pipeline stage.
+        in_flight: Number of layers whose tensors a rank holds at once: layers per rank times
+            micro-batches in flight on the pipeline stage.
         ranks_per_node: Number of ranks that share the limit.
 
     Raises:
-        ValueError: An argument is negative or no number.
+        ValueError: An argument is negative or not a number.
 
     Source: MEMO (arXiv 2407.12117), section 4.
     """
@@ -136,7 +137,7 @@ def choose_fraction(
     }  # fmt: skip
     for name, value in named.items():
         if not (isinstance(value, (int, float)) and value >= 0) or isinstance(value, bool):
-            raise ValueError(f"{name} must be a number from 0 on, got {value!r}")
+            raise ValueError(f"{name} must be a number >= 0, got {value!r}")
     link = _share(seconds_per_layer * rate, bytes_per_layer)
     host = _share(limit, bytes_per_layer * in_flight * ranks_per_node)
     fraction = min(link, host)

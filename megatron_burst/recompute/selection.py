@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Selection of the rows that the attention store keeps, by the cost of their recomputation.
 
-Attention stores the positions that are most expensive to recompute under the mask. Among equally
-expensive positions it stores the later ones. With a causal mask these are the end of the sequence
-(BurstEngine section 3.2). A smaller ring recomputes the other positions: it sends only the keys
-that these queries see. The module computes on positions, without torch. The lifetime of a store is
-decided in `checkpoint`.
+The store keeps the positions that are most expensive to recompute under the mask, and the later of
+equally expensive positions. With a causal mask, this is the end of the sequence (BurstEngine
+section 3.2). The other positions are recomputed by a ring that sends only the keys that their
+queries see. This module selects positions, without torch. `checkpoint` manages the lifetime of a
+store.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BLOCKS = 64  # number of equally long blocks whose costs are compared
 
 
 class Interval(NamedTuple):
-    """Positions start, ..., stop - 1."""
+    """Interval of positions start, ..., stop - 1."""
 
     start: int
     stop: int
@@ -45,7 +45,7 @@ class ShardRows(NamedTuple):
 def split_positions(
     mask: Mask, seq_len: int, keep: float, cp_size: int
 ) -> tuple[list[Interval], list[Interval]]:
-    """Split the positions of a sequence into stored and recomputed ones.
+    """Split the positions of a sequence into stored and recomputed positions.
 
     Args:
         mask: Mask of the sequence.

@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Number of row tiles into which an MLP is cut if the user sets none. No torch.
+"""Default number of row tiles of a tiled MLP.
 
-The number is the smallest for which the working set of a tile fits into the size of one
+The default is the smallest number for which the working set of a tile is at most the size of one
 [rows, hidden] tensor. A tile has at least `MIN_TILE_TOKENS` tokens, because smaller matrix products
-are slow. ALST (TiledMLP) takes rows / hidden tiles, which ignores the width of the MLP.
+are slow. ALST (TiledMLP) uses rows / hidden tiles, which ignores the width of the MLP. The module
+does not import torch.
 """
 
 from __future__ import annotations
 
 import math
 
-MIN_TILE_TOKENS = 1024  # tokens of a tile of an MLP half
-MIN_CHUNK_ROWS = 8192  # rows of a row chunk of an attention half
+MIN_TILE_TOKENS = 1024  # minimum tokens of an MLP tile
+MIN_CHUNK_ROWS = 8192  # minimum rows of a row chunk in the attention part of a layer
 
 
 def dense_width(hidden: int, ffn: int, *, gated: bool, tp: int = 1, gathered: bool = False) -> int:
     """Return the elements per local token that backward of a dense MLP holds at its peak.
 
-    The peak on one rank consists of the output of fc1, the activation and the gradients of both;
-    the gathered input and its gradient; the input, its norm, the output and its gradient.
+    The peak on one rank consists of fc1's output, the activation, and the gradients of both; the
+    gathered input and its gradient; input, normalized input, output, and the output gradient.
 
     Args:
         hidden: Hidden size of the model.
@@ -58,6 +59,6 @@ def automatic(tokens: int, hidden: int, width: int) -> int:
     Args:
         tokens: Number of local tokens.
         hidden: Hidden size of the model.
-        width: Elements per token that backward holds, as `dense_width` or `moe_width` returns.
+        width: Elements per token that backward holds: the result of `dense_width` or `moe_width`.
     """
     return max(1, min(math.ceil(width / hidden), tokens // MIN_TILE_TOKENS))

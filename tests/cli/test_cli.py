@@ -72,7 +72,7 @@ BAD = {
     "recipe": "NAME is missing",
     "recipe --nonsense": "--nonsense",
     "recipe no_such_recipe burst.store": "write burst.store=value",
-    "recipe no_such_recipe --nonsense": "--nonsense is no option",
+    "recipe no_such_recipe --nonsense": "--nonsense is not an option",
     "recipe no_such_recipe --print store=1 burst.store": "write burst.store=value",
     "recipe no_such_recipe +model.x=1": "write setting=value",
     # pretrain

@@ -473,7 +473,7 @@ def test_kernels_are_run_not_asked():
         assert told["kernel aten"].level == "ok"
         assert re.match(within, told["kernel aten"].what)
         assert told["kernel aten_cudnn"].level == "absent"
-        assert told["kernel auto"].what == "takes aten"
+        assert told["kernel auto"].what == "selects aten"
         assert "cuda" in told["kernel aten_cudnn"].what
 
     real = kernels.by_pairs
@@ -576,7 +576,7 @@ def test_quick_imports_no_megatron_and_takes_what_torch_takes():
     imported, seconds = done.stdout.splitlines()[-1].split()
     assert imported == "False"
     assert float(seconds) < 1.5
-    assert "takes these settings" in done.stdout
+    assert "supports these settings" in done.stdout
     assert "kernel aten" not in done.stdout
 
 

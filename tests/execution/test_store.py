@@ -267,7 +267,7 @@ def test_a_function_that_does_something_else_the_second_time_is_told():
         return run(group, *(tensors if first else [torch.cat([t, t]) for t in tensors]))
 
     outs = on_ranks(groups, fickle, inputs, 1.0)
-    with pytest.raises(ValueError, match="must do the same each time"):
+    with pytest.raises(ValueError, match="must make the same attention calls"):
         sum(out.sum() for out in outs).backward()
 
 
@@ -280,7 +280,7 @@ def test_a_function_with_another_mask_the_second_time_is_told():
         return mb.attention(q, k, v, groups=group, mask=next(seen[group.rank]), layout="striped")
 
     outs = on_ranks(groups, run, inputs, 0.5)
-    with pytest.raises(ValueError, match="must do the same each time"):
+    with pytest.raises(ValueError, match="must make the same attention calls"):
         sum(out.sum() for out in outs).backward()
 
 
@@ -297,7 +297,7 @@ def test_labelled_calls_that_swap_places_the_second_time_are_told():
         ]
 
     outs = on_ranks(groups, both, inputs, 1.0)
-    with pytest.raises(ValueError, match="must do the same each time"):
+    with pytest.raises(ValueError, match="must make the same attention calls"):
         sum(out.sum() for both in outs for out in both).backward()
 
 

@@ -140,7 +140,7 @@ def asked():
 
 def test_the_doctor_runs_it(built, monkeypatch):
     with Calls() as calls:
-        assert asked() == [("ok", "csrc on cpu", "its operators are used, and correct")]
+        assert asked() == [("ok", "csrc on cpu", "operators are used and correct")]
     assert sorted(calls.names) == sorted(native.OPERATORS)
     monkeypatch.setattr(native, "FILE", NONE)
     none = "not built, and not needed: torch's operators are used"

@@ -312,7 +312,7 @@ def test_the_line_of_the_readme_fits(llama, monkeypatch):
             "foo is not an argument of apply_burst; use intra, algorithm",
         ),
         ("llama3_8b_64k_pretrain_config burst.intra=3", "intra 3 does not divide model.context_"),
-        ("llama3_8b_64k_pretrain_config --prnt", "--prnt is no option"),
+        ("llama3_8b_64k_pretrain_config --prnt", "--prnt is not an option"),
         ("llama3_8b_64k_pretrain_config burst.layout", "burst.layout: write burst.layout=value"),
         ("", "NAME is missing"),
     ],

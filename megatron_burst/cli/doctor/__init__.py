@@ -6,9 +6,9 @@
     torchrun --nproc-per-node 8 -m megatron_burst doctor --distributed
     megatron-burst doctor --gpu-report report.md
 
-Quick checks only read, and are shown at once. The other checks run what is installed: kernels,
-compiled operators, and the hooks, which import Megatron-Core. Nothing is changed. Exit status: 0 no
-problem, 1 problems, 2 bad input.
+Quick checks (`--quick`) only read versions, hardware and the command. The other checks run kernels
+and compiled operators, and install the hooks, which imports Megatron-Core. The installation is not
+changed. Exit status: 0 no problem, 1 problems, 2 bad input.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     words = [f"{flag}={size}" for flag, size in own.items() if size is not None]
     command = parse([*words, *arguments.megatron])  # the last flag wins: the command's own
     per_node = arguments.gpus_per_node
-    # Refuse impossible sizes before torch is imported, which takes seconds.
+    # Refuse impossible sizes before the import of torch, which takes seconds.
     hierarchical_sizes(command.tp, command.cp, command.tp if per_node is None else per_node)
     from . import machine, rings
 
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _gpu(arguments: argparse.Namespace) -> int:
-    """Run `--gpu-report` alone: its file must not contain a command with private paths."""
+    """Run `--gpu-report`. It excludes COMMAND, whose paths may be private."""
     if arguments.gpu_report is None:
         raise ValueError("--device requires --gpu-report FILE; add it, or leave --device out")
     excluded = {

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems of the user's Megatron command: hazards, and all settings that the plugin would refuse.
+"""Problems of the user's Megatron command: hazards, and all settings that the run would refuse.
 
-`config` and `megatron.checks` decide what is refused. This module passes them the command and
-converts their problems to findings. It does not import Megatron-Core, which would take most of the
-time.
+`config` and `megatron.checks` decide which settings are refused. This module passes the command to
+these checks and converts problems to findings. It does not import Megatron-Core, which would take
+most of the time.
 """
 
 from __future__ import annotations
@@ -97,12 +97,12 @@ def _sizes(command: MegatronCommand, gpus_per_node: int) -> Iterator[Finding]:
     try:
         best = hierarchical_sizes(tp, cp, gpus_per_node)
     except ValueError as error:
-        yield problem("nodes", str(error), "or give the doctor the right --gpus-per-node")
+        yield problem("nodes", str(error), "or set the correct --gpus-per-node")
         return
     if cp > 1 and sizes not in (None, [best.intra, best.inter]):
         yield note(
             SIZES,
-            f"{sizes[0]} consecutive ranks are not what nodes of {gpus_per_node} GPUs hold at "
+            f"{sizes[0]} ranks per node do not match nodes of {gpus_per_node} GPUs at "
             f"TP {tp}: {best.reason}",
             best.flags or f"remove {SIZES}",
         )
@@ -165,7 +165,7 @@ def _connections(command: MegatronCommand, machine: dict[str, Any]) -> Iterator[
 def refusals(command: MegatronCommand, te: str | None) -> Iterator[Finding]:
     """Yield a finding for each setting that the run would refuse at its start, or one ok finding.
 
-    A command without our flags has no findings.
+    Yields nothing for a command without flags of this package.
 
     Args:
         command: The command.
@@ -200,14 +200,14 @@ def refusals(command: MegatronCommand, te: str | None) -> Iterator[Finding]:
             and ModelShape.of(config).linear_setting is None
         ):
             yield problem("flags", f"{LINEAR}: no layer carries a state", f"remove {LINEAR}")
-        yield ok("BurstAttention", "takes these settings")
+        yield ok("BurstAttention", "supports these settings")
 
 
 def _problems(
     config: Any, burst: BurstConfig, seq_length: int | None, te: str | None
 ) -> Iterator[Problem]:
     yield from command_line.yaml_problems(config)
-    # The run may use other machines than this one.
+    # The command may run on other machines.
     yield from configuration_problems(config, burst, seq_length, this_machine=False)
     yield from backend_problems(config, burst)
     if burst.algorithm != flags.OFF and splits(config):
@@ -215,7 +215,7 @@ def _problems(
 
 
 def _config(command: MegatronCommand) -> SimpleNamespace:
-    """Return the fields of a TransformerConfig that the checks read, from the flags."""
+    """Convert the flags to the fields of a TransformerConfig that the checks read."""
     config = command_line.settings_of(command)
     config.context_parallel_size = command.cp
     config.hierarchical_context_parallel_sizes = command.fitting_sizes

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the installation: versions, and whether the hooks fit Megatron.
+"""Checks of the installation: versions of packages, and whether the hooks fit Megatron.
 
-Versions are read without an import. The hooks are installed into Megatron and removed again.
-`TESTED` has the versions of Megatron-Core that the tests cover.
+Versions are read without importing the packages. The hooks are installed into Megatron and removed
+again. `TESTED` has the versions of Megatron-Core that the tests cover.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def version(*distributions: str) -> str | None:
 
 
 def versions(megatron: bool) -> Iterator[Finding]:
-    """Yield Python, torch, CUDA and NCCL, Megatron-Core, and the optional packages.
+    """Yield the versions of Python, torch, CUDA, NCCL, Megatron-Core and the optional packages.
 
     Args:
-        megatron: True if Megatron-Core is needed; your own training script does not need it.
+        megatron: True if a missing Megatron-Core is a problem; otherwise it is a note.
     """
     yield ok("Python", platform.python_version())
     yield from torch_findings()
@@ -72,7 +72,7 @@ def versions(megatron: bool) -> Iterator[Finding]:
 
 
 def torch_findings() -> Iterator[Finding]:
-    """Yield the version of torch and the features that it does not have."""
+    """Yield the version of torch and the features that this torch lacks."""
     version = str(torch.__version__)
     built = ", a development build; its features were tested" if DEVELOPMENT(version) else ""
     yield ok("torch", version + built)
@@ -83,7 +83,7 @@ def torch_findings() -> Iterator[Finding]:
 
 
 def flash_attention() -> Iterator[Finding]:
-    """Yield whether each FlashAttention package is installed and has known signatures."""
+    """Yield for each FlashAttention package whether it is installed and has known functions."""
     for name, package in FLASH.items():
         presence = package_presence(name)
         if presence.usable is None:
@@ -109,7 +109,8 @@ def _megatron(needed: bool) -> Finding:
 def megatron_version() -> str | None:
     """Return the version of the Megatron-Core that would be imported, or None.
 
-    It is read from the source, because a checkout may precede an installed wheel on the path.
+    The version is read from the source, because a checkout may precede an installed wheel on the
+    path.
     """
     try:
         spec = util.find_spec("megatron.core")
@@ -124,9 +125,9 @@ def megatron_version() -> str | None:
 
 
 def hooks() -> Iterator[Finding]:
-    """Install the hooks into this Megatron and remove them; yield whether they fit."""
+    """Install the hooks into Megatron, remove them, and yield whether they fit this version."""
     if megatron_version() is None:
-        return  # a finding of `versions`
+        return  # `versions` reports this
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

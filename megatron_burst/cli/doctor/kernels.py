@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test of local attention kernels on the pairs of two ranks.
+"""Test of local attention kernels on the pairs of shards of two ranks.
 
-The doctor compares each kernel with the reference, its GPU report with the dense formula in
-float64.
+The doctor compares each kernel with the kernel "reference". The GPU report compares each kernel
+with the dense formula in float64.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...kernels.registry import KERNELS, make
 from ...layout.layouts import Span
 from .report import Finding, absent, note, ok, problem
 
-# Largest error of a kernel by rounding, relative to its largest result.
+# Maximum rounding error of a kernel, relative to the largest result.
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 LENGTH, HEADS, WIDTH = 400, (4, 2, 2, 4), 128  # of q, k, v and the gradient of the result
 MASKS = {"causal": masks.Causal(), "other": masks.Window(63, 0)}
@@ -30,9 +30,10 @@ MASKS = {"causal": masks.Causal(), "other": masks.Window(63, 0)}
 def kernels() -> Iterator[Finding]:
     """Yield a finding per local attention kernel, and one for the kernels that "auto" selects.
 
-    Each kernel runs forward and backward on this machine's device. The reference, with which they
-    are compared, has a finding only if it fails. The case has grouped heads, a length that is no
-    power of two, and sent queries; torch's own operators are not tested with these.
+    Each kernel runs forward and backward on this machine's device and is compared with the kernel
+    "reference", which has a finding only if it fails. The inputs have grouped heads, a length that
+    is not a power of two, and queries that were sent without out. torch does not test its operators
+    with such inputs.
     """
     cuda = torch.cuda.is_available()
     device, dtype = (
@@ -62,15 +63,15 @@ def kernels() -> Iterator[Finding]:
         working = [name for name, passed in right.items() if all(passed)]
         yield problem(
             "kernel auto",
-            f"takes {words}, but {', '.join(sorted(broken))} does not work here",
+            f"selects {words}, but {', '.join(sorted(broken))} does not work here",
             f"--burst-kernel {' or '.join(working) or 'reference'}",
         )
     else:
-        yield ok("kernel auto", f"takes {words}")
+        yield ok("kernel auto", f"selects {words}")
 
 
 def _outcome(name: str, mask: masks.Mask, inputs: Sequence[torch.Tensor]) -> float | Exception:
-    """Return the largest difference of a kernel's results from the reference, or its exception."""
+    """Return the largest difference from the reference, or the exception that the kernel raised."""
     try:
         results = [by_pairs(kernel, mask, "query", inputs) for kernel in (name, "reference")]
     except Exception as failure:
@@ -89,7 +90,7 @@ def _kernel(
     topic = f"kernel {name}"
     for off in outcomes:
         if isinstance(off, float) and off > bound:
-            text = f"its results are off by {off:.1g} of the largest"
+            text = f"the largest error is {off:.1g} of the largest value"
             return problem(topic, f"wrong results on {device.type}: {text}", "use another kernel")
     causal, window = outcomes
     if isinstance(causal, Exception):
@@ -103,7 +104,7 @@ def _kernel(
 
 
 def error(result: torch.Tensor, exact: torch.Tensor, whole: torch.Tensor | None = None) -> float:
-    """Return the largest difference relative to the largest exact value; inf if not finite.
+    """Return the largest difference, relative to the largest exact value; inf if not finite.
 
     Args:
         result: Computed values.
@@ -118,12 +119,13 @@ def error(result: torch.Tensor, exact: torch.Tensor, whole: torch.Tensor | None 
 def by_pairs(
     name: Any, mask: masks.Mask, side: Any, inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return out, dq, dk, dv, computed pair by pair as two ranks with layout zigzag do.
+    """Return out, dq, dk, dv, computed from the pairs of shards of two ranks in layout zigzag.
 
     Args:
         name: Kernel, as in `mb.prepare`.
         mask: Mask of the whole sequence.
-        side: What two ranks send in backward; with "query", a pair of two ranks does not have out.
+        side: Tensors that ranks would send in backward. With "query", a pair of shards of different
+            ranks is computed without out.
         inputs: q, k, v and the gradient of out, [s, 1, heads, d], s divisible by four.
 
     Raises:
@@ -170,7 +172,7 @@ def dense(
 ) -> list[torch.Tensor]:
     """Return out, dq, dk, dv of dense attention by formula, in float64, one head at a time.
 
-    It shares no code with the kernels. Scores are divided by sqrt(d).
+    The function shares no code with the kernels. Scores are divided by sqrt(d).
 
     Args:
         q: [s, 1, h, d].

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check of the compiled library of `csrc/` and of its operators on this machine's devices.
 
-Each operator runs on a small input and is compared with its formula in float64. This also shows
-whether the library was compiled for this GPU.
+Each operator runs on a small input and is compared with its formula in float64. This also detects a
+library that was not compiled for this GPU.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .kernels import error
 from .report import Finding, absent, note, ok, problem
 
 FIX = "python setup.py build_csrc, or remove the file"
-TOLERANCE = 1e-5  # of float32
+TOLERANCE = 1e-5  # relative, for float32
 
 
 def library() -> Iterator[Finding]:
-    """Yield one finding if there is no usable library, otherwise one per device."""
+    """Yield one finding if no library can be used, otherwise one finding per device."""
     with warnings.catch_warnings(record=True) as complaints:
         warnings.simplefilter("always")
         devices = native.load.__wrapped__(native.FILE)  # without the cache, to get the warning
@@ -45,11 +45,11 @@ def _device_finding(device: str) -> Finding:
         return problem(topic, str(error).splitlines()[0], FIX)
     if wrong:
         return problem(topic, f"wrong results: {', '.join(wrong)}", FIX)
-    return ok(topic, "its operators are used, and correct")
+    return ok(topic, "operators are used and correct")
 
 
 def _errors(device: torch.device) -> Iterator[tuple[str, float]]:
-    """Yield the name and largest error of each operator; inf if it did not run."""
+    """Yield the name and largest error of each operator; inf if the operator did not run."""
     generator = torch.Generator().manual_seed(0)
     x, y, z = torch.randn(3, 16, 1, 2, 64, generator=generator).to(device)
     lse, other_lse = x[..., 0].clone(), y[..., 0].clone()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This machine: its GPUs, network interfaces, and the environment variables of NCCL and CUDA.
+"""Facts about this machine: GPUs, network interfaces, environment variables of NCCL and CUDA.
 
-GPUs are those that torch lists. Network interfaces are those in /sys/class, as a container sees
-them. The doctor reports the environment; no code of the package depends on it.
+GPUs are listed by torch. Network interfaces are read from /sys/class, where a container sees its
+own interfaces. Environment variables of NCCL and CUDA are only reported; the package does not
+depend on them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ VARIABLES = (
 
 
 def describe(sys_class: Path = SYS) -> dict[str, Any]:
-    """Return host, gpus, nics (name -> speed) and the set variables."""
+    """Return a dict with host, gpus, nics (name -> speed) and variables (name -> value)."""
     return {"host": socket.gethostname(), "gpus": gpus(), "nics": nics(sys_class)} | {
         "variables": variables()
     }
@@ -45,9 +46,10 @@ def gpus() -> list[str]:
 
 
 def nics(sys_class: Path = SYS) -> dict[str, str]:
-    """Return network interfaces that are up, and InfiniBand or RoCE adapters: name -> speed.
+    """Return a dict from name to speed of active network interfaces and RDMA adapters.
 
-    Interfaces without hardware (loopback, bridges, veth) are omitted.
+    RDMA adapters are InfiniBand and RoCE. Interfaces without hardware (loopback, bridges, veth) are
+    omitted.
     """
     speeds = {}
     for path in _children(sys_class / "infiniband"):
@@ -62,27 +64,27 @@ def nics(sys_class: Path = SYS) -> dict[str, str]:
 
 
 def variables() -> dict[str, str]:
-    """Return the set variables of `VARIABLES`."""
+    """Return the values of those `VARIABLES` that are set."""
     return {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
 def launched() -> bool:
-    """Return True if a launcher such as torchrun started this process as one of several."""
+    """Return True if a launcher such as torchrun started this process."""
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
 
 
 def rank() -> int:
-    """Return the rank of this process; 0 if it is alone."""
+    """Return the rank of this process; 0 without a launcher."""
     return int(os.environ["RANK"]) if launched() else 0
 
 
 def world_size() -> int:
-    """Return the number of processes that were launched together."""
+    """Return the number of processes of the launcher; 1 without a launcher."""
     return int(os.environ["WORLD_SIZE"]) if launched() else 1
 
 
 def local_rank() -> int:
-    """Return the index of this process's GPU on its node."""
+    """Return the index of this process on its node, which is the index of its GPU."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 

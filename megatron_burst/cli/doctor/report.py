@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Findings of the doctor, their levels, the exit status, and their output.
 
-Findings are printed as rows, each one as soon as it exists, or all of them as JSON. Packages that
-are absent and not needed share one row at the end; JSON has the reasons.
+Findings are printed as rows as soon as they are computed, or all together as JSON. Optional
+packages that are absent share one row at the end; JSON has a finding for each.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Finding(NamedTuple):
 
     Attributes:
         level: "ok", "note", "problem", or "absent" for an optional package that is not installed.
-        topic: Checked part.
-        what: Result.
-        fix: What to do, or empty.
+        topic: Subject of the check.
+        what: Result of the check.
+        fix: Suggested change, or empty.
     """
 
     level: str
@@ -64,7 +64,7 @@ def status(findings: Iterable[Finding]) -> int:
 
 
 class Report:
-    """Prints findings, section by section. `findings` has all findings so far."""
+    """Printer of findings. `findings` has all findings that were added."""
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
@@ -76,8 +76,8 @@ class Report:
 
         Args:
             section: Findings.
-            doing: Text that a terminal shows while the next finding is computed; a log shows it
-                once.
+            doing: Text that a terminal shows while the next finding is computed. A log shows the
+                text once.
         """
         if doing and self.console.is_terminal:
             with self.console.status(doing) as status:
@@ -120,7 +120,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _row(finding: Finding) -> Table:
-    """Return level, topic and finding; a second line has the fix."""
+    """Return a row with level, topic and result; a second line has the fix."""
     row = Table.grid(padding=(0, 2))
     row.add_column(min_width=len("problem"))
     row.add_column(min_width=TOPIC, no_wrap=True)

@@ -2,7 +2,7 @@
 """Checks under torchrun: results of attention on the process groups, and the speed of each ring.
 
 Every rank makes the same input, computes dense attention and its gradients by formula in float64,
-and compares its own rows. The ranks exchange their results, so that all exit with the same status.
+and compares its own rows. Ranks exchange the errors, so that all ranks exit with the same status.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from .sizes import HierarchicalSizes, hierarchical_sizes
 ROWS, WIDTH = 8, 16  # rows per rank; width of a head
 LIMIT = timedelta(seconds=60)
 Value = TypeVar("Value")
-TOLERANCE = {torch.float64: 1e-10, torch.bfloat16: 2e-2}  # of the largest value
+TOLERANCE = {torch.float64: 1e-10, torch.bfloat16: 2e-2}  # relative to the largest value
 
 
 def run(command: MegatronCommand, gpus_per_node: int | None, as_json: bool) -> int:
-    """Join the other processes, check, and report on rank 0.
+    """Initialize the default process group, run the checks, and print the report on rank 0.
 
     Returns:
         Exit status, the same on all ranks.
@@ -54,7 +54,7 @@ def run(command: MegatronCommand, gpus_per_node: int | None, as_json: bool) -> i
 
 
 def examine(command: MegatronCommand, gpus_per_node: int | None, as_json: bool) -> int:
-    """Check groups made from the default process group.
+    """Check process groups of the context-parallel ranks, made from the default process group.
 
     Returns:
         Exit status, the same on all ranks.
@@ -84,7 +84,7 @@ def examine(command: MegatronCommand, gpus_per_node: int | None, as_json: bool) 
 def _context_groups(
     command: MegatronCommand, per_node: int
 ) -> tuple[list[tuple[str, mb.Groups]], HierarchicalSizes]:
-    """Make the groups of this rank that the algorithms need. A collective call."""
+    """Make the `Groups` of this rank for rings, ulysses and hybrid. A collective call."""
     world, tp = dist.get_world_size(), command.tp
     cp = command.cp if command.cp_given else max(1, world // tp)
     sizes = hierarchical_sizes(tp, cp, per_node)
@@ -148,7 +148,7 @@ def _correctness(made: list[tuple[str, mb.Groups]]) -> Iterator[Finding]:
     grids = dict(made)
     ring, algorithms = grids["ring"], list(ALGORITHMS)
     if 1 in (ring.topology.intra_size, ring.topology.inter_size):
-        algorithms.remove("double_ring")  # on one level the same as ring
+        algorithms.remove("double_ring")  # the same as ring if there is only one level
     cases = [(a, side, ring) for a in algorithms for side in ("kv", "query")]
     cases += [(name, "kv", groups) for name, groups in made[1:]]
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float64
@@ -171,7 +171,8 @@ def _correctness(made: list[tuple[str, mb.Groups]]) -> Iterator[Finding]:
         yield problem(
             topic,
             f"wrong on ranks {bad}: {text}",
-            "do not train with it; NCCL_P2P_DISABLE=1 shows whether links cause it; report this",
+            "do not train with it; test with NCCL_P2P_DISABLE=1 whether links are the cause; "
+            "report this",
         )
 
 
@@ -207,7 +208,7 @@ def _worst(
 
 
 def _bandwidths(groups: mb.Groups) -> Iterator[Finding]:
-    """Yield, per ring, the rate of each rank to its neighbour while all ranks send."""
+    """Yield for each ring the bandwidth from a rank to its neighbour while all ranks send."""
     device = machine.own_device()
     for ring in ("intra", "inter"):
         name, route = f"bandwidth {ring}", measure.ring_peers(groups, ring, device)
@@ -224,10 +225,10 @@ def _bandwidths(groups: mb.Groups) -> Iterator[Finding]:
 
 
 def _communicators(groups: mb.Groups, before: int | None) -> Finding:
-    """Return the process groups of the rings, and the memory of all groups made here."""
+    """Return a note about the process groups of rings, and the memory of all groups made here."""
     made = groups.communicators.removeprefix("communicators: ")
-    text = f"{made}; in Megatron activations travel on its own groups"
+    text = f"{made}; in Megatron, activations use Megatron's own groups"
     after = memory_taken(machine.own_device())
     if before is not None and after is not None:
-        text += f"; all groups made here take {byte_size(after - before)} of GPU memory"
+        text += f"; all groups of this check use {byte_size(after - before)} of GPU memory"
     return note("communicators", text)

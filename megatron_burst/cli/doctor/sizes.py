@@ -17,7 +17,7 @@ class HierarchicalSizes(NamedTuple):
     Attributes:
         intra: Context-parallel ranks per node.
         inter: Number of nodes.
-        reason: Reason for both.
+        reason: Explanation of the sizes.
     """
 
     intra: int
@@ -31,14 +31,14 @@ class HierarchicalSizes(NamedTuple):
 
     @property
     def flags(self) -> str:
-        """Return the flag with its values; empty for a flat ring."""
+        """Return the hierarchical flag with values; empty for a flat ring."""
         return (
             "" if self.flat else f"--hierarchical-context-parallel-sizes {self.intra} {self.inter}"
         )
 
 
 def hierarchical_sizes(tp: int, cp: int, gpus_per_node: int) -> HierarchicalSizes:
-    """Return the sizes for a cluster.
+    """Return the hierarchical context-parallel sizes for nodes of `gpus_per_node` GPUs.
 
     Args:
         tp: Tensor-parallel size.
@@ -63,17 +63,17 @@ def hierarchical_sizes(tp: int, cp: int, gpus_per_node: int) -> HierarchicalSize
     if cp == 1:
         return HierarchicalSizes(1, 1, "no context parallelism")
     per_node = max(1, gpus_per_node // tp)
-    # Context-parallel groups start at multiples of cp, and nodes at multiples of per_node. So
-    # their greatest common divisor is the number of consecutive ranks on one node.
+    # Context-parallel groups start at multiples of cp, and nodes at multiples of per_node. So the
+    # greatest common divisor of the two is the number of consecutive ranks on one node.
     intra = math.gcd(cp, per_node)
     if per_node == 1:
-        why = "tensor parallelism takes the whole node, so there is no ring within nodes: flat"
+        why = "tensor parallelism uses the whole node, so there is no ring within nodes: flat"
     elif intra == cp:
-        why = "a context-parallel group lies in one node: flat"
+        why = "a context-parallel group is within one node: flat"
     elif intra == 1:
-        why = f"{cp} ranks on nodes that hold {per_node} have no common divisor: flat"
+        why = f"{cp} ranks and {per_node} ranks per node have no common divisor: flat"
     elif intra < per_node:
-        why = f"a node holds {per_node} ranks, but groups of {cp} share nodes in runs of {intra}"
+        why = f"of {per_node} ranks on a node, a group of {cp} has only {intra} consecutive ranks"
     else:
         why = f"a node holds {per_node} consecutive context-parallel ranks"
     return HierarchicalSizes(intra, cp // intra, why)

@@ -76,5 +76,5 @@ def test_fraction_by_link_and_by_memory():
     assert choose_fraction(80, 2.0, 50, 640, 8, 4)[:2] == (0.25, "host")
     assert choose_fraction(0, 1.0, 1.0, 1, 8) == (1.0, "none", 1.0, 1.0)
     assert choose_fraction(3, 1.0, 1.0, 1e9, 8).fraction == 0.333
-    with pytest.raises(ValueError, match="rate must be a number from 0 on, got -1"):
+    with pytest.raises(ValueError, match="rate must be a number >= 0, got -1"):
         choose_fraction(80, 2.0, -1, 1e9, 8)
