@@ -68,7 +68,7 @@ class Spans(NamedTuple):
         return self.start + (self.length - 1) * self.stride
 
     def at(self, index: np.ndarray) -> Spans:
-        """Return the spans at `index`; the fields must have one shape."""
+        """Return the spans at `index`; the fields must have equal shapes."""
         return Spans(self.start[index], self.stride[index], self.length[index])
 
 
@@ -173,7 +173,7 @@ def padding_documents(padding: Iterable[int], documents: int) -> tuple[int, ...]
         documents: Number of documents.
 
     Raises:
-        ValueError: An index is not an integer, or there is no such document.
+        ValueError: A value is not an integer, or not the index of a document.
     """
     if not isinstance(padding, Iterable):
         raise ValueError(f"padding must hold indices of documents, got {padding!r}")
@@ -405,7 +405,7 @@ class DocumentZigzag(Layout):
 
 
 def tree_mask(tree: Any) -> Any:
-    """Return the `masks.Tree` of the result of `mb.trees.pack`, or the mask itself."""
+    """Return the mask of `tree`: a result of `mb.trees.pack`, or a `masks.Tree` itself."""
     mask = getattr(tree, "mask", tree)
     if not hasattr(mask, "bases"):  # the class is in `masks`, which imports this module
         raise ValueError(f"tree must be a result of mb.trees.pack or a masks.Tree, got {tree!r}")

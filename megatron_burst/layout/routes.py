@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes: the rows of a shard that are sent to each rank, and their rows in the result there.
+"""Routes: which rows of a shard are sent to each rank, and to which rows of the result there.
 
 `preceding` returns routes of the rows before each piece, such as for a convolution. `relayout`
 returns routes from one layout to another. This module decides the order of rows between two ranks,

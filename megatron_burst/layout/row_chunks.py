@@ -21,7 +21,7 @@ Run = tuple[int, int]  # first row, stop
 
 
 def row_chunks(layout: Layout, rows: int, count: int, blocks: int = 1) -> tuple[np.ndarray, ...]:
-    """Return the rows of a shard in each chunk: ascending int64 arrays that partition `rows`.
+    """Return the rows of a shard in each chunk: ascending int64 arrays, disjoint and complete.
 
     The shard has `blocks` equal runs of rows, one per rank of sequence parallelism. A chunk has
     equally many rows of each run. Chunks differ by at most one row per block. If there are more

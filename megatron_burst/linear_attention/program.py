@@ -73,8 +73,8 @@ class ConvolutionWindow(NamedTuple):
         paths: Routes of the rows for x [s, ...].
         order: Index into the rows of x and the received rows that puts the preceding rows directly
             before each piece.
-        ends: For each row of x, the first row in that order of the window that ends at the row of
-            x.
+        ends: For each row of x, the index in that order of the first row of the window that ends at
+            this row.
         longest: Rows of the longest message between any two ranks.
     """
 
@@ -252,7 +252,7 @@ class States(NamedTuple):
 
     @property
     def bytes(self) -> ScanSizes:
-        """Sizes of messages in bytes."""
+        """`ScanSizes` of the states, for counting bytes."""
         return ScanSizes(self.batch, *self.sizes, self.form, self.dtype.itemsize)
 
 

@@ -88,11 +88,11 @@ def sequence_of_rows(groups: Groups, x: torch.Tensor, options: Options) -> Packe
 
 
 def check_together(tensors: dict[str, torch.Tensor], dtype: bool) -> None:
-    """Raise ValueError unless all tensors are on the device of the first.
+    """Raise ValueError unless all tensors are on the device of the first tensor.
 
     Args:
         tensors: Tensors by name.
-        dtype: Also require the dtype of the first.
+        dtype: Whether the dtype of the first tensor is required too.
     """
     (name, first), *later = tensors.items()
     for other_name, tensor in later:
@@ -190,7 +190,7 @@ def sequence_of(groups: Groups, options: Options, seq_len: int) -> PackedSequenc
 def check_initial(
     initial: Any, documents: int, shape: tuple[int, ...], device: torch.device
 ) -> None:
-    """Raise ValueError unless it is None or a state [b, h, d, w] per document."""
+    """Raise ValueError unless `initial` is None or has a state [b, h, d, w] per document."""
     if initial is None:
         return
     check_tensor("initial_state", initial, {"documents, b, h, d, w": (documents, *shape)})

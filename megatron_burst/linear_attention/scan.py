@@ -233,7 +233,8 @@ class DirectedScan:
     def _own_map(self, maps: Map, initial: Initial, index: int) -> Map:
         """Return the map of a piece.
 
-        The map of a piece that begins a document starts at zero, and includes the initial state.
+        If the piece begins a document, its map includes the initial state and applies to a zero
+        state.
         """
         program, transition = self.program, maps.transition
         own_map = Map(None if transition is None else transition[index], maps.increment[index])

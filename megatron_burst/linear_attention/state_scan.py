@@ -175,7 +175,7 @@ def scanned(
 
 
 def check_alone(plan: object, keywords: dict[str, object]) -> None:
-    """Raise ValueError if `plan` is not a `LinearPlan`, or if it is given with other keywords."""
+    """Raise ValueError if `plan` is not a `LinearPlan`, or if keywords of a plan are given too."""
     if not isinstance(plan, LinearPlan):
         raise ValueError(f"plan must be made by mb.prepare_linear, got {plan!r:.100}")
     present = sorted(name for name, value in keywords.items() if value is not None)

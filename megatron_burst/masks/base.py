@@ -93,7 +93,7 @@ class Viewers(NamedTuple):
         return wider & (self.left >= others.left) & (self.right >= others.right) & self.exact
 
     def reached(self, keys: Spans) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return two ranges (first, last): queries that may see some keys, and all keys of `keys`.
+        """Return two ranges (first, last): queries that may see some of `keys`, and all of `keys`.
 
         If `exact` is true, the queries of the second range do see all keys.
         """
@@ -212,7 +212,7 @@ class Mask:
 
     @property
     def breaks(self) -> np.ndarray:
-        """Sorted positions before which the description of the mask changes."""
+        """Sorted positions that begin a new part of the mask, such as the bounds of documents."""
         return np.empty(0, dtype=np.int64)
 
     def cuts(self, span: Span) -> np.ndarray:

@@ -484,7 +484,7 @@ def band_tiles(rows: int, columns: int, band: Band, block: int | None) -> tuple[
 
 
 def _triangle(begin: int, end: int, right: int, block: int) -> Iterator[BandTile]:
-    """Yield a lower triangle by halves: a square and two triangles, down to `block` rows.
+    """Divide a lower triangle into a square and two triangles, recursively down to `block` rows.
 
     Squares are then as large as possible, which is fastest for kernels. Each row and column is in
     few squares, so there is little to merge. Causal attention of 4K tokens on a CPU is up to 10 %

@@ -4,9 +4,10 @@
 All micro-batches have the same number of tokens, the capacity. Padding fills the tokens that the
 documents do not use. Linear work is therefore equal, and only attention has to be balanced.
 
-Documents are placed longest processing time first. Then the busiest micro-batch moves a document to
-another micro-batch, or exchanges one with it, while that makes it less busy. All values are
-integers, so that ranks that pack the same documents compute the same packing.
+Documents are placed in the order of the longest processing time first (LPT). Then the busiest
+micro-batch moves a document to another micro-batch, or exchanges one with it, while that makes it
+less busy. All values are integers, so that ranks that pack the same documents compute the same
+packing.
 """
 
 from __future__ import annotations

@@ -104,7 +104,8 @@ def arguments(
 ) -> dict[str, Any]:
     """Return the arguments for the function of a form.
 
-    Sequences are the pieces of the first batch entry, then those of the second, and so on.
+    Sequences are the pieces of the first batch entry, then the pieces of the second entry, and so
+    on.
 
     Args:
         inputs: Tensors of the call.

@@ -48,7 +48,7 @@ class MambaKernel:
 
 
 def function() -> FittedFunction:
-    """Return the function. Raise ValueError like `load`."""
+    """Load `mamba_chunk_scan_combined`. Raise ValueError like `load`."""
     return load("mamba_ssm", FUNCTION, NAMES)
 
 

@@ -26,7 +26,7 @@ class RecurrenceKernel:
 
 
 class RecurrenceRun:
-    """`base.PieceRun` that maps all pieces."""
+    """`base.PieceRun` of the recurrence; it computes maps of all pieces."""
 
     def __init__(self, form: Form, inputs: LinearInputs, cut: RankPieces):
         self.form, self.cut, self.dtype = form, cut, inputs.v.dtype

@@ -72,7 +72,7 @@ PACKAGES = {
 def missing(load: Callable[[], object]) -> str | None:
     """Return the reason if the package of a function is not installed, or None.
 
-    An incompatible package raises its error.
+    If the package is incompatible, the error of `load` is raised.
     """
     try:
         load()
@@ -130,7 +130,7 @@ def fit(
 
 
 class SequencesRun:
-    """`base.PieceRun` of the function of a package."""
+    """`base.PieceRun` that calls the function of a package."""
 
     def __init__(self, form: Form, inputs: LinearInputs, cut: RankPieces, sweep: Sweep):
         self.cut, self.sweep = cut, sweep
