@@ -12,7 +12,7 @@ In your own script on Megatron-Core:
     burst.install(layout="zigzag")                       # before the model is built
     burst.configure(transformer_config, mb.BurstConfig(algorithm="burst"))
 
-`install` changes only models whose configuration went through `configure` and that have more than
+`install` affects only models whose configuration was passed to `configure` and that have more than
 one context-parallel rank. Importing this package does not import Megatron-Core, which would take
 seconds; `install` imports it.
 

@@ -13,5 +13,5 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def entrance(function: F) -> F:
-    """Decorate `function` with a seam (see `seam`); its first call installs the plugin."""
+    """Decorate `function` with a seam (see module `seam`), whose first call installs the plugin."""
     return seam.entrance(function, install)

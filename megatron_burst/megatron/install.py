@@ -60,7 +60,7 @@ def install(layout: LayoutName | None = None) -> None:
         _fix_layout(present, layout)
     elif patching.training_available() and not present.notes["scripts"]:
         raise ValueError(
-            "install(layout=...) was called, and added no flags to Megatron-LM's command line; "
+            "install(layout=...) was called before, without flags for Megatron-LM's command line; "
             "call uninstall() before install()"
         )
 

@@ -7,11 +7,11 @@ the same names. A configuration states its layers in one of these ways:
 - A pattern of a hybrid model (`hybrid_layer_pattern`), with one symbol per layer. A
 `TransformerConfig` states only that a model is hybrid.
 - An attention variant (`experimental_attention_variant`) and a frequency or list of its layers.
-- The layers of Kimi K3 that are KDA (`kimi_kda_layers`).
+- The numbers of Kimi K3's layers with Kimi delta attention (`kimi_kda_layers`).
 - A window: Megatron has `window_size` (left, right) and `window_attn_skip_freq`. Providers of
 Megatron-Bridge for Gemma 3 and MiMo-V2-Flash have other settings: `window_size` is the number of
-tokens that a token sees, itself included, and another setting names the layers. Their core
-attentions convert them for a single layer (`attention.derived`).
+tokens that a token sees, itself included, and another setting names the layers. The core attentions
+of these models convert the settings for each layer (`attention.derived`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _PROVIDER_WINDOWS: dict[str, Callable[[Any, int], bool]] = {
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The layers of a model.
+    """The kind of attention of each layer, and the settings that select special layers.
 
     Attributes:
         attention: The kind of each layer, with the layers of MTP heads if a pattern contains them.
@@ -66,7 +66,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Any) -> ModelShape:
-        """Return the shape of a model.
+        """Read the layers of a model from its configuration.
 
         Args:
             config: a `TransformerConfig`, a provider of Megatron-Bridge, or parsed arguments.
@@ -98,7 +98,7 @@ class ModelShape:
 
 
 def _pattern(config: Any) -> tuple[str, str]:
-    """Return the setting of a hybrid model's pattern, and the pattern; both empty without one."""
+    """Return (name of the setting, pattern) of a hybrid model; ("", "") for other models."""
     patterns = ((name, getattr(config, name, None)) for name in PATTERNS)
     return next(((name, pattern) for name, pattern in patterns if pattern), ("", ""))
 

@@ -106,11 +106,11 @@ class PatchSet:
             self.replace(owner, name, replacement)
 
     def on_undo(self, action: Callable[[], object]) -> None:
-        """Run `action` when the set is removed."""
+        """Register `action`, which is called when the set is removed."""
         self._undo.append(action)
 
     def undo(self) -> None:
-        """Restore everything, newest first."""
+        """Undo all replacements in reverse order."""
         while self._undo:
             self._undo.pop()()
 
@@ -226,7 +226,7 @@ OLDEST = (0, 16)  # the oldest Megatron-Core that was tested
 
 
 def core_version() -> tuple[int, ...]:
-    """Return major and minor version of Megatron-Core."""
+    """Return (major, minor) of Megatron-Core's version."""
     import megatron.core
 
     return tuple(int(part) for part in megatron.core.__version__.split(".")[:2])
@@ -258,7 +258,7 @@ def require_parameters(function: Callable, names: Sequence[str], symbol: str) ->
     if missing:
         raise RuntimeError(
             f"Megatron-Core {megatron.core.__version__}: {symbol} has the parameters {parameters}, "
-            f"without {missing}; this version of megatron_burst does not support it"
+            f"but lacks {missing}; this version of megatron_burst does not support it"
         )
 
 

@@ -135,7 +135,7 @@ def _facts(args: Any) -> dict[str, Any]:
 
 
 def _agreeing(patches: PatchSet, original: Callable, *args: Any, **named: Any) -> Any:
-    """Compare the flags of all ranks before Megatron makes process groups, a collective."""
+    """Compare the flags of all ranks, then call Megatron's function that makes process groups."""
     if _FLAGS in patches.notes:
         facts = patches.notes[_FLAGS]
         agree(facts, gather_from_all)

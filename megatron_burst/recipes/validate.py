@@ -75,7 +75,7 @@ def check(recipe: Any) -> None:
 
 
 def _check_layout_of_others(transformer: Any) -> None:
-    """Raise an error if an earlier recipe has set a layout that Megatron's attention lacks."""
+    """Raise an error if a recipe without BurstAttention would get an earlier recipe's layout."""
     layout = installed_layout()
     if layout not in (None, "zigzag") and getattr(transformer, "context_parallel_size", 1) != 1:
         raise ValueError(

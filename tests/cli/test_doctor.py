@@ -496,7 +496,7 @@ def test_hooks_that_do_not_fit_are_a_problem():
 
     assert [f.level for f in installed.hooks()] == ["ok"]
     assert burst.installed_layout() is None
-    wrong = RuntimeError("Megatron-Core 0.99: utils.x takes [], without ['batch']")
+    wrong = RuntimeError("Megatron-Core 0.99: utils.x has the parameters [], but lacks ['batch']")
     with mock.patch.object(burst, "install", side_effect=wrong):
         (told,) = installed.hooks()
     assert told.level == "problem"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """BurstAttention as Megatron's core attention: the module between the projections of a layer.
 
-The module turns Megatron's call into a call of `mb.attention` and refuses arguments that are not
+The module translates Megatron's call to a call of `mb.attention` and refuses arguments that are not
 supported. `plan_book` shares plans between layers, `groups` makes the process groups, and
 `data.packed` describes the documents of a packed batch.
 
@@ -449,18 +449,18 @@ def check_call(
 def is_redundant(mask: Any) -> bool:
     """Return whether a causal layer may ignore a mask tensor.
 
-    In causal attention, Transformer Engine 2.20 reads no mask tensor, except in its unfused
-    attention. That attention hides what either mask hides (`get_full_mask`) and does not support
-    context parallelism. Here a tensor that would change the result of unfused attention is refused,
-    because the script may rely on it.
+    In causal attention, Transformer Engine 2.20 reads a mask tensor only in unfused attention,
+    which does not support context parallelism. Unfused attention hides a key if the causal mask or
+    the tensor hides it (`get_full_mask`). Here a tensor that would change the result of unfused
+    attention is refused, because the script may rely on it.
 
     Args:
-        mask: bool, True for hidden. Its values are read once per tensor, which waits for the
+        mask: bool, True for hidden. The values are read once per tensor, which waits for the
             device.
 
     Returns:
         True if all values of the mask are equal (a placeholder), or if it hides exactly the later
-            keys, [..., s, s]. False for any other mask, such as the borders of documents.
+            keys, [..., s, s]. False for any other mask, such as a mask of documents.
     """
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or not mask.numel():
         return False

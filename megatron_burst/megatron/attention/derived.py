@@ -85,7 +85,7 @@ class DerivedCoreAttention(BurstCoreAttention):
     Attributes:
         source: The class of the layer spec.
         stock: Megatron's class from which `source` derives.
-        scale: The attribute of `source` by which values are multiplied, or None.
+        scale: Name of the attribute of `source` with the factor of the values, or None.
 
     Raises:
         ValueError: Row chunks are selected and values are scaled, or `source` sets unknown

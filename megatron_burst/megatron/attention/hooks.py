@@ -121,8 +121,8 @@ def is_sparse(core: Any) -> bool:
 def _with_burst(stock: tuple[type, ...], original: Callable, /, *args: Any, **kwargs: Any) -> None:
     """Run an attention constructor with our core attention, if the model uses BurstAttention.
 
-    The plugin `sparse` replaces sparse attention. Without the plugin there is a `ValueError`:
-    Megatron's own sparse attention would read tokens of our layout as zigzag.
+    The plugin `sparse` replaces sparse attention. Without the plugin, raise a `ValueError`:
+    Megatron's own sparse attention assumes zigzag tokens.
     """
     bound = bound_to(original, args, kwargs)
     config, submodules = bound.arguments["config"], bound.arguments["submodules"]

@@ -7,7 +7,7 @@ These rules ensure that either all ranks take part or none does:
 - Each layer has a kind (`LayerKind`, or `LinearKind` of linear attention), which is known when the
 layer is built and is the same on all ranks. The leader of a kind, the layer with the lowest number
 on this rank, makes the plan.
-- The leader compares in every forward, so that all ranks raise the same error if their calls
+- The leader communicates in every forward, so that all ranks raise the same error if their calls
 differ. If this rank has the plan already, the leader only compares the plan's facts, in the same
 exchange as ranks that make their plan. Other layers look the plan up. So do all layers that are
 recomputed in backward: the forward of that micro-batch has compared the plan.
@@ -237,7 +237,7 @@ class PlanBook:
         metrics: The metrics of the run, if it writes them.
         startup: The log line of the first plan of softmax attention.
         communicators: The description of the rings' communicators that was last logged.
-        logged: (window or mask, algorithm) of each logged choice of "auto".
+        logged: Keys of lines that were logged: kinds of layers, or choices of "auto".
         chosen: The choice of "auto", by kind and shapes of q, k and v.
         micro_batch_books: Books of groups that hold single micro-batches of the same layers, by the
             global ranks of the group.
@@ -290,7 +290,7 @@ class PlanBook:
 
     @contextmanager
     def shared_errors(self, leads: bool) -> Iterator[None]:
-        """Raise a leader's `ValueError` inside the context on all ranks.
+        """Raise a `ValueError` of one rank on all ranks, if the layer is a leader.
 
         Args:
             leads: whether the layer is the leader of its kind.
@@ -450,7 +450,7 @@ def rings_of_normal_priority(groups: Groups) -> list[str]:
 def priority_line(rings: Sequence[str]) -> str:
     """Return the part of the start-up line about rings whose streams have normal priority.
 
-    Empty if there are none, or if one queue keeps the order of launches.
+    Empty without such rings, or if CUDA has only one queue, which keeps the order of launches.
 
     Args:
         rings: names of the rings.

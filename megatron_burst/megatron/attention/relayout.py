@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchange of rows before and after softmax attention, if its layout differs from the tokens'.
+"""Exchange of rows around softmax attention, if attention and tokens have different layouts.
 
 With contiguous tokens, a state of linear attention passes every rank once. With zigzag, causal
 attention gives equal work to every rank. Only the tensors of attention are exchanged: rows of q, k

@@ -363,8 +363,7 @@ def _shared(size: int, cp: int, heads: int, kv_heads: int) -> bool:
 
 
 HIDDEN_STATES = (
-    "Megatron shifts hidden states for it, which is correct only for zigzag shards of unpacked "
-    "sequences"
+    "Megatron's shift of hidden states is correct only for zigzag shards of unpacked sequences"
 )
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
@@ -447,7 +446,7 @@ def _max_logit_flag(config: Any) -> str:
 
 
 def dropout_problem(share: float) -> Problem:
-    """Return the problem "attention dropout is `share`"."""
+    """Return the problem to report for attention dropout with probability `share`."""
     return Problem(
         f"attention dropout is {share}, and BurstAttention supports no dropout",
         add=("--attention-dropout 0",),

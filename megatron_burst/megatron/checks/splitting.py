@@ -81,8 +81,8 @@ _HYBRID = (
          "{flag} with --pipeline-model-parallel-size {c.pipeline_model_parallel_size}: Megatron's "
          "schedule for {flag} does not support pipelines", remove=("{flag}",)),
     Rule(lambda c, b: c.has("calculate_per_token_loss") and not c.calculate_per_token_loss,
-         "{flag}: micro-batches hold unequal numbers of tokens, which have equal weights without "
-         "--calculate-per-token-loss",
+         "{flag}: micro-batches have unequal numbers of tokens, but equal weights in the loss "
+         "without --calculate-per-token-loss",
          add=("--calculate-per-token-loss",)),
 )  # fmt: skip
 
@@ -115,7 +115,7 @@ STREAMS = ("contiguous", "zigzag")  # layouts of tokens that allow another layou
 
 
 class RunLayouts(NamedTuple):
-    """The layout of the stream of tokens, and the layout of softmax attention."""
+    """The layout of the tokens (`stream`) and the layout of softmax attention."""
 
     stream: str
     attention: str
@@ -136,7 +136,7 @@ def layouts_of(burst: BurstConfig) -> RunLayouts:
 def megatrons_layouts(config: Any) -> RunLayouts | None:
     """Return the layouts that Megatron's own settings select; None for its defaults.
 
-    Megatron cuts batches in the layout that layers of linear attention need.
+    In Megatron, `linear_cp_layout` is also the layout in which batches are cut.
     """
     layouts = RunLayouts(*(getattr(config, name, None) or "zigzag" for name in (LINEAR, ATTENTION)))
     return None if layouts == ("zigzag", "zigzag") else layouts

@@ -33,7 +33,7 @@ _NOTE, _COMPARED = "cut", "cluster file"
 
 @dataclass(frozen=True)
 class BatchCut:
-    """The cut of packed batches, the same for every batch, model and rank of a run.
+    """How batches are cut over ranks; the same for every batch, model and rank of a run.
 
     The fields after `name` are used only for layout "balanced".
 

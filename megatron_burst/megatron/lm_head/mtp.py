@@ -2,11 +2,11 @@
 """Multi-token prediction: average losses over whole sequences instead of over each rank's tokens.
 
 Megatron divides the loss of an MTP head by the token count of one rank and then averages over
-ranks. With uneven masks the loss and its gradient depend on how a sequence is split. Masks are
-always uneven: the shift masks the last token, which only one rank holds. This module replaces the
-counts of a rank by the counts of the context-parallel group, so the result equals the result of one
-rank with the whole sequence. If Megatron itself counts over the group (see `_counts_groups`), this
-module changes nothing.
+ranks. With uneven masks the loss and its gradient depend on how a sequence is split. Even a mask of
+ones becomes uneven: the shift masks the last token, which only one rank holds. This module replaces
+the counts of a rank by the counts of the context-parallel group, so the result equals the result of
+one rank with the whole sequence. If Megatron itself counts over the group (see `_counts_groups`),
+this module changes nothing.
 
 Shape letters: s tokens of this context-parallel rank, b batch.
 """

@@ -35,7 +35,7 @@ class LiteKind(NamedTuple):
     Layers of equal kinds share plans.
 
     Attributes:
-        sort: Lite's class of the layer.
+        sort: Name of Lite's class of the layer.
         sizes: Numbers of heads and widths.
         scale: The factor of the logits; None for the default.
     """

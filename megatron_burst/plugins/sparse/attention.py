@@ -123,7 +123,10 @@ def _recompute_plan(rank_plan: RankPlan) -> RankPlan:
 def selected_setting(
     selection: object, plan: Plan | None, groups: Groups | None, algorithm: str | None
 ) -> SparseSetting:
-    """Return the `SparseSetting` of a call; without a plan, layout and mask of the selection."""
+    """Return the `SparseSetting` of a call over a selection.
+
+    Without a plan, layout and mask are those of the selection.
+    """
     at = setting(plan, groups, None, None, algorithm)
     if plan is None and isinstance(selection, Selection):
         options = replace(at.options, layout=selection.layout, mask=selection.mask)

@@ -156,7 +156,7 @@ def unit_placeholders(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return placeholders for q, k and v in the plan of a ring of units; only shapes are used.
 
-    A row of q stands for a unit of queries: it has the index heads of all queries of the unit.
+    Each row of q represents a unit of queries and has the index heads of all queries of the unit.
     """
     (rows, batch, heads, width), n = q.shape, parts_per_unit(rule)
     dtype = k.dtype if n == rule.block else accumulation_dtype(k.dtype)

@@ -306,9 +306,10 @@ def gemma3(layer: MaskLayer, batch: MaskBatch) -> Mask:
 
 
 def gemma4(layer: MaskLayer, batch: MaskBatch) -> Mask:
-    """Return the mask of Gemma 4: same as `gemma3`, but without images in layers without a window.
+    """Return the mask of Gemma 4, in which the tokens of an image see each other in some layers.
 
-    For `--burst-mask`. Layers without a window are causal for image tokens too.
+    For `--burst-mask`. Layers with a window have the same mask as in `gemma3`. Layers without a
+    window treat image tokens like text tokens.
 
     Args:
         layer: the layer.

@@ -8,8 +8,7 @@ of the run when the language model gets them. Positions are cut by Megatron's ro
 (Qwen2.5-VL) or here (Qwen3-VL, which uses Hugging Face's rotary embedding).
 
 Gemma 3 VL cuts its sequences with a function of Megatron, which our patches adapt to the layout of
-the run. Its dense masks of the whole sequence are replaced by the positions of
-the images (`vision.gemma3`).
+the run. The positions of images (`vision.gemma3`) replace its dense masks of the whole sequence.
 
 The first layers of Qwen3-VL add further image features to the hidden states ("deepstack"), one row
 per image token; each rank keeps the rows of its own tokens.

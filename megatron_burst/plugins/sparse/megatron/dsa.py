@@ -60,8 +60,8 @@ class BurstDSAttention(dsa.DSAttention):
     def _log_frozen(self) -> None:
         line = (
             f"warning: {COEFFICIENT} is {self.config.dsa_indexer_loss_coeff}: DSA indexers are "
-            "frozen and select with the weights that they have, which are random unless a "
-            f"checkpoint replaces them; set {COEFFICIENT} (0.001, for example) to train them"
+            "frozen and select with their present weights, which are random unless a checkpoint "
+            f"was loaded; set {COEFFICIENT} (0.001, for example) to train them"
         )
         if line not in self.layer.book.logged:
             self.layer.book.logged.add(line)
@@ -95,7 +95,7 @@ class BurstDSAttention(dsa.DSAttention):
             position_ids: Ignored; positions follow from the layout.
             attn_mask_type: Type of the mask; None for causal.
             attention_bias: Must be None.
-            packed_seq_params: Parameters of a packed batch, or None.
+            packed_seq_params: Megatron's `PackedSeqParams`, or None.
             up_v_weight: Weight of the values [h, v_head_dim, kv_lora_rank].
 
         Raises:

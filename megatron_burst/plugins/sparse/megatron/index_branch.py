@@ -24,7 +24,7 @@ from ..rules import Dsa, Qsa, SelectionRule
 
 @dataclass(frozen=True)
 class LayerRule:
-    """Selection rule and indexer of a layer: arguments of `mb.sparse_layer_spec`, with defaults.
+    """Selection rule and indexer of a layer: the checked arguments of `mb.sparse_layer_spec`.
 
     Attributes:
         rule: Selection rule.
@@ -74,7 +74,7 @@ class IndexBranch(MegatronModule):
 
     Names in checkpoints: `linear_q.weight` [i * d, w], `linear_k.weight` [d, w] and `k_norm.weight`
     [d]. Rule `dsa` also has `k_norm.bias` [d]; all other rules have `q_norm.weight` [d]. If
-    `LayerRule.weighing`, there is `linear_weights.weight` [i, w].
+    `LayerRule.weighing` is True, there is also `linear_weights.weight` [i, w].
     """
 
     def __init__(self, config: Any, choice: LayerRule, heads: int) -> None:
