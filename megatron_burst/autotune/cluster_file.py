@@ -66,7 +66,13 @@ SECTIONS: Mapping[str, tuple[FileKey, ...]] = {
         FileKey("launch", Rates, "launch", float, "seconds of an attention call without rows"),
         FileKey("half_rows", Rates, "half_rows", float, "rows that reach half of `compute`"),
         FileKey("adding", Rates, "adding", float, "bytes/s of adding results of attention calls"),
-        FileKey("backward", Rates, "backward", float, "time of a backward over that of a forward"),
+        FileKey(
+            "backward",
+            Rates,
+            "backward",
+            float,
+            "time of a backward divided by the time of a forward",
+        ),
         FileKey("source", Gpu, "source", str, "origin of the values that are not measured"),
     ),
     "links": (

@@ -98,7 +98,7 @@ class Choice:
         if self.seconds > 0:
             parts.append(f"{BUSY[self.taken.bottleneck]} is the bottleneck")
         if self.wire is not None:
-            parts.append(f"gradients travel in {self.wire}")
+            parts.append(f"gradients are sent in {self.wire}")
         return "; ".join(parts)
 
 

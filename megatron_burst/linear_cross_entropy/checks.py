@@ -398,7 +398,7 @@ def _labels(
         return []
     if good.all():
         return []
-    condition = "" if mask is None else " where loss_mask is not 0"
+    condition = "" if mask is None else " for tokens whose loss_mask is not 0"
     return [
         f"labels must be in [0, {count}) or ignore_index ({options.ignore_index}){condition}, got "
         f"{labels[~good][0].item()}"

@@ -345,7 +345,7 @@ def test_gradients_travel_in_bf16_where_links_bind_alone():
         plan, grads = in_bf16(rates, grad_wire_dtype="auto")
         assert plan.options.grad_wire_dtype is wire
         assert plan.choice.call["grad_wire_dtype"] == name
-        assert f"gradients travel in {name}" in plan.describe()
+        assert f"gradients are sent in {name}" in plan.describe()
         named, expected = in_bf16(rates, grad_wire_dtype=wire)
         assert plan.traffic("kv") == named.traffic("kv")
         assert all(map(torch.equal, grads, expected))

@@ -166,7 +166,7 @@ def test_layers_of_two_halves_are_two_of_a_hybrid_model():
 
 @pytest.mark.parametrize(("model", "said"), [
     (Model("x", 2, 512, 8, 8, 64, 999, pattern="WL", window=9, mixer=DELTA), "windows in some"),
-    (Model("x", 2, 512, 8, 8, 64, 999, value_dim=32), "values of 32 beside keys of 64"),
+    (Model("x", 2, 512, 8, 8, 64, 999, value_dim=32), "values of width 32 with keys of width 64"),
     (Model("x", 2, 512, 8, 8, 64, 999, pattern="M*", mixer=layer_kinds.mamba2(16, 2, 32, 64, 3)),
      "convolution over 3 rows"),
     (models.NAMED["gemma-3-4b"], "GELU gate"),
@@ -400,7 +400,7 @@ def test_a_megatron_command_keeps_its_model(capsys):
     words = ["advise", *FEW[:2], "--tp", "4", "--top", "1"]
     assert main([*words, "--", "pretrain_gpt.py", *" ".join(flags).split()]) == 0
     out = capsys.readouterr().out
-    assert "in place of those of your command" in out
+    assert "Flags that replace flags of your command" in out
     assert "your command has no --vocab-size: a vocabulary of 131,072 was assumed" in out
     for name in (
         "num-layers",

@@ -206,9 +206,9 @@ def test_what_a_hybrid_model_refuses_is_not_tried():
 
 @pytest.mark.parametrize(
     ("fields", "words"),
-    [({"form": "lightning"}, "form 'lightning' is none of linear, "),
+    [({"form": "lightning"}, "form 'lightning' must be one of linear, "),
      ({"form": "kda", "key_heads": 3}, "key_heads that divide the 16 heads, got 3"),
-     ({"form": "kda", "key_heads": 8}, "a width and a value_width from 1, got 0 and 0")],
+     ({"form": "kda", "key_heads": 8}, "a width and a value_width >= 1, got 0 and 0")],
 )  # fmt: skip
 def test_mixers_that_cannot_be(fields, words):
     with pytest.raises(ValueError, match=words):

@@ -60,7 +60,11 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     add("--gpus", type=int, metavar="N", help="number of GPUs, over all nodes")
     add(*named("--per-node"), type=int, metavar="N", help="GPUs per node (8)")
     add("--gpu", metavar="NAME", help=f"type of GPU: {', '.join(clusters.GPUS)} (h100)")
-    add("--gpu-memory", metavar="SIZE", help="memory of one GPU, if not that of --gpu: 96GiB")
+    add(
+        "--gpu-memory",
+        metavar="SIZE",
+        help="memory of one GPU; default: the memory of --gpu; such as 96GiB",
+    )
     add("--host-memory", metavar="SIZE", help="host memory per node that may be used (1.6TB)")
     add("--json", action="store_true", help="print JSON, for scripts")
 

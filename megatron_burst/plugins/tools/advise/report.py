@@ -275,7 +275,7 @@ def _rival_row(advice: Advice, rival: rivals.Rival, sizes: str) -> list[str]:
 def _show_flags(console: Console, advice: Advice, command: Sequence[str]) -> None:
     lines, after = _flags(advice, command), left_to_the_user(advice.model)
     if command:
-        head = "Flags, to put in place of those of your command"
+        head = "Flags that replace flags of your command"
         after = _vocabulary(advice, command)
     else:
         head = "Command to start it, on every node"

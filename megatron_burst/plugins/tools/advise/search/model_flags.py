@@ -201,13 +201,13 @@ def lacking(model: Model) -> list[str]:
         )
     if model.windows and (is_hybrid(model) or model.mixers):
         sentences.append(
-            f"Megatron-LM has no flag for windows in some attention layers beside {mixer} or in a "
-            "hybrid pattern: these flags have none."
+            f"Megatron-LM has no flag for windows in some attention layers together with {mixer} "
+            "or in a hybrid pattern; these flags set no window."
         )
     if model.latent is None and model.value_dim != model.head_dim:
         sentences.append(
-            f"Megatron-LM has no flag for values of {model.value_dim} beside keys of "
-            f"{model.head_dim} without latent attention."
+            f"Megatron-LM has no flag for values of width {model.value_dim} with keys of "
+            f"width {model.head_dim} without latent attention."
         )
     if model.latent is not None and model.output_gate:
         sentences.append("Megatron-LM has no gate on the output of latent attention.")

@@ -230,9 +230,9 @@ def _activation(fields: Fields, gated: bool) -> tuple[str, list[str]]:
 
 def _lacking(model: Model, fields: Fields, kind: str, structure: Structure) -> Iterator[str]:
     if structure.out_bias and not structure.mlp_bias:
-        yield "a bias of attention's output alone"
+        yield "a bias of only attention's output"
     if structure.mlp_bias and not structure.qkv_bias:
-        yield "biases of the MLP without those of attention"
+        yield "biases of the MLP without biases of attention"
     if structure.head_norms == "all":
         yield "norms of queries and keys over all heads"
     if structure.layer_norm and not structure.norm_bias:
@@ -240,9 +240,9 @@ def _lacking(model: Model, fields: Fields, kind: str, structure: Structure) -> I
     if fields.get("linear_allow_neg_eigval"):
         yield "negative eigenvalues of the gated delta net"
     if structure.after:
-        yield "norms behind each half of a layer and none before"
+        yield "norms after each half of a layer and none before"
     elif structure.norms > 2:
-        yield "norms behind both halves of a layer"
+        yield "norms after both halves of a layer"
     elif structure.norms < 2 or any(
         fields.get(key) is True for key in ("parallel_attn", "use_parallel_residual")
     ):
@@ -253,15 +253,15 @@ def _lacking(model: Model, fields: Fields, kind: str, structure: Structure) -> I
     if factors:
         yield f"the factors {', '.join(factors)}"
     if (scale := fields.get("query_pre_attn_scalar")) and scale != model.head_dim:
-        yield f"query_pre_attn_scalar {scale} beside heads of {model.head_dim}"
+        yield f"query_pre_attn_scalar {scale} with heads of width {model.head_dim}"
     narrow, wide = fields.get("num_key_value_heads"), fields.get("swa_num_key_value_heads")
     if kind == "mimo_v2_flash" or (wide is not None and wide != narrow):
         yield (
-            f"{model.kv_heads} key/value heads in layers with a window beside fewer in the others: "
-            f"all are counted with {model.kv_heads}"
+            f"{model.kv_heads} key/value heads in layers with a window and fewer in the others; "
+            f"all layers are counted with {model.kv_heads}"
         )
     if structure.sinks and kind == "mimo_v2_flash":
-        yield "sinks in layers with a window alone"
+        yield "sinks in only the layers with a window"
     if kind == "kimi_linear":
         yield "latent attention without rotary positions"
     if fields.get("dual_chunk_attention_config"):

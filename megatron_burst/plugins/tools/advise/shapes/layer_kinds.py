@@ -108,11 +108,13 @@ class Mixer:
         if not self.form:
             return
         if self.form not in FORMS:
-            raise ValueError(f"mixer {self.name}: form {self.form!r} is none of {', '.join(FORMS)}")
+            raise ValueError(
+                f"mixer {self.name}: form {self.form!r} must be one of {', '.join(FORMS)}"
+            )
         if min(self.key_heads, self.width, self.value_width) < 1 or self.heads % self.key_heads:
             raise ValueError(
-                f"mixer {self.name}: form {self.form} needs key_heads that divide the "
-                f"{self.heads} heads, got {self.key_heads}, and a width and a value_width from 1, "
+                f"mixer {self.name}: form {self.form} requires key_heads that divide the "
+                f"{self.heads} heads, got {self.key_heads}, and a width and a value_width >= 1, "
                 f"got {self.width} and {self.value_width}"
             )
 

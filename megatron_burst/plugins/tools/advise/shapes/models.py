@@ -144,10 +144,9 @@ FAMILIES = {
                       "--normalization RMSNorm --position-embedding-type rope", "--quick-geglu",
                       biases=True),
     "gemma-3": Family("--qk-layernorm --apply-layernorm-1p", f"{_SMALL} --rotary-base 1000000",
-                      lacking=("a GELU gate in the MLP (--swiglu has its sizes), norms behind both "
-                               "halves of a layer, scaled embeddings, and a rotary base of their "
-                               "own in layers with a window beside scaled positions in the "
-                               "others",)),
+                      lacking=("a GELU gate in the MLP (--swiglu has its sizes), norms after both "
+                               "halves of a layer, scaled embeddings, and a separate rotary base "
+                               "in layers with a window and scaled positions in the others",)),
     "nemotron-h": Family("--squared-relu", norms="--normalization RMSNorm --disable-bias-linear "
                          "--position-embedding-type none"),
     "kimi-linear": Family(f"{_LATENT} --moe-router-score-function sigmoid "
