@@ -112,7 +112,7 @@ def test_a_plan_serves_what_it_was_made_for_alone():
         "plan: made for v": tensors | {"v": two(S, B, H, W + 1)},
         "plan: made for decay None": tensors | {"decay": two(S, B, H)},
         "return_final_state must be": tensors | {"return_final_state": 1},
-        "initial_state: groups hold 2 ranks in this process; give a list with a tensor of": tensors
+        "initial_state: groups hold 2 ranks in this process; pass a list with one": tensors
         | {"initial_state": [torch.zeros(1, B, H, D, W)]},
     }
     for words, call in wrong.items():

@@ -168,7 +168,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def rows_multiple(config: Any, cp_size: int, merged: bool) -> int:
-    """Return the number of which the rows of a pack must be a multiple.
+    """Return the required divisor of the number of rows of a pack.
 
     Context-parallel ranks get equal numbers of rows, and with sequence parallelism so do
     tensor-parallel ranks. For documents, some layouts require two pieces per rank.

@@ -278,42 +278,42 @@ def _reasons(chunks: list[Any], arguments: _LogProbsArguments) -> Iterator[str]:
     if arguments.loss is not None and not callable(arguments.loss):
         yield f"loss must be a function or None, got {type(arguments.loss).__name__}"
     if arguments.loss is not None and not torch.is_grad_enabled():
-        yield "loss= needs gradients, but gradients are off (torch.no_grad, inference_mode)"
+        yield "loss requires gradients, but gradients are off (torch.no_grad, inference_mode)"
     for name in ("entropy", "tree"):
         if type(getattr(arguments, name)) is not bool:
             yield f"{name} must be True or False, got {getattr(arguments, name)!r:.60}"
     for name in ("max_tokens", "vocab_size"):
         value = getattr(arguments, name)
         if value is not None and (type(value) is not int or value < 1):
-            yield f"{name} must be an integer from 1 on or None, got {value!r:.60}"
+            yield f"{name} must be an integer >= 1 or None, got {value!r:.60}"
     try:
         config: Any = get_model_config(chunks[0])
     except (RuntimeError, IndexError):
         shown = type(chunks[0]).__name__ if chunks else "an empty list"
-        yield f"model must be a model of Megatron, or the list of its chunks, got {shown}"
+        yield f"model must be a Megatron model, or the list of its model chunks, got {shown}"
         return
     virtual = config.virtual_pipeline_model_parallel_size or 1
     if len(chunks) != virtual:
-        yield f"model: this rank has {virtual} chunks of it, got {len(chunks)}"
+        yield f"model: this rank has {virtual} model chunks, got a list of {len(chunks)}"
     burst = getattr(config, "burst", None)
     if burst is None or burst.algorithm == OFF:
         yield (
-            "model: BurstAttention is off in its configuration; call mb.megatron.install() and "
-            "mb.megatron.configure() before it is built"
+            "model: BurstAttention is off in the model's configuration; call mb.megatron.install() "
+            "and mb.megatron.configure() before building the model"
         )
         return
     if config.context_parallel_size == 1 and burst.pack != "trees":
         yield (
-            "model: on one context-parallel rank Megatron's own attention was built, which has "
-            'no trees: configure it with BurstConfig(pack="trees")'
+            "model: Megatron's own attention, which is built for one context-parallel rank, does "
+            'not support trees; configure the model with BurstConfig(pack="trees")'
         )
     if arguments.loss is not None and not hasattr(chunks[0], "ddp_config"):
         yield (
-            "model: loss= needs gradient buffers for Megatron's optimizer: wrap every chunk in "
+            "model: loss requires gradient buffers of Megatron; wrap every model chunk in "
             "megatron.core.distributed.DistributedDataParallel"
         )
     if getattr(config, "mtp_num_layers", None):
-        yield "model: --mtp-num-layers: further heads predict tokens that branches do not share"
+        yield "model: --mtp-num-layers (multi-token prediction) is not supported"
     if any(chunk.training for chunk in chunks):
         dropout = [
             name for name in ("hidden_dropout", "attention_dropout") if getattr(config, name)
@@ -335,16 +335,16 @@ def tree_reasons(config: Any) -> Iterator[str]:
     layers, linear = ModelShape.of(config).linear_setting, config.burst.linear
     if layers is not None and (config.context_parallel_size == 1 or linear not in OVER_TREES):
         yield (
-            f"tree: {layers} pass states along a tree on two or more context-parallel ranks, with "
-            f"--burst-linear {' or '.join(OVER_TREES)}, got {config.context_parallel_size} and "
-            f"{linear}: tree=False"
+            f"tree: {layers} require two or more context-parallel ranks and --burst-linear "
+            f"{' or '.join(OVER_TREES)}, got {config.context_parallel_size} ranks and "
+            f"{linear}; use tree=False"
         )
     if config.burst.mask is not None:
-        yield f"tree: --burst-mask {config.burst.mask} counts rows, not tokens of a path"
+        yield f"tree: --burst-mask {config.burst.mask} is defined on rows, not on tokens of a path"
     if config.apply_rope_fusion:
-        yield "tree: fused rope takes positions of documents: --no-rope-fusion, or tree=False"
+        yield "tree: fused rope does not support trees; add --no-rope-fusion, or use tree=False"
     if getattr(config, "cuda_graph_impl", "none") not in (None, "none"):
-        yield f"tree: --cuda-graph-impl {config.cuda_graph_impl}: every pack has another length"
+        yield f"tree: --cuda-graph-impl {config.cuda_graph_impl}: packs differ in length"
 
 
 def _batches(

@@ -48,8 +48,8 @@ def cut_trajectories(
     if capacity is not None and len(size) and size.max() > capacity:
         i = int(size.argmax())
         raise ValueError(
-            f"max_tokens: a micro-batch of {capacity:,} tokens has no room for the longest "
-            f"trajectory, of {size[i]:,}"
+            f"max_tokens {capacity:,} is smaller than the longest trajectory, which has "
+            f"{size[i]:,} tokens"
         )
     full_work = (work.token * size + work.attention(size)).tolist()
     added_work = [

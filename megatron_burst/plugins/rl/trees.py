@@ -146,8 +146,8 @@ class PrefixTree:
         if size == len(self.edges.row):
             return [values[self._edge[path[1:]]] for path in self.paths]
         raise ValueError(
-            f"values: unpack takes one per edge ({len(self.edges.row)}) or one per row "
-            f"({len(self.tokens)}), as an array or tensor, got {_described(values)}"
+            "values must be an array or tensor with one per edge "
+            f"({len(self.edges.row)}) or one per row ({len(self.tokens)}), got {_described(values)}"
         )
 
     @cached_property

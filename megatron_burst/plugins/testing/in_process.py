@@ -323,7 +323,7 @@ def _of_all(name: str, values: Any, size: int) -> Sequence[Any]:
     text = f"tensor {[*values.shape]}" if isinstance(values, torch.Tensor) else repr(values)
     got = f"{len(values)} in a list" if listed else f"{text:.60}"
     raise ValueError(
-        f"{name}: groups hold {size} ranks in this process; give a list with a tensor of each, "
+        f"{name}: groups hold {size} ranks in this process; pass a list with one value per rank, "
         f"got {got}"
     )
 

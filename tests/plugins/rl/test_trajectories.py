@@ -60,7 +60,7 @@ def test_as_few_as_the_capacity_allows_and_as_many_on_every_rank():
     actual = sorted((run.start, run.stop) for each in runs for run in each)
     assert [run for run in actual if run[0] < run[1]] == [(0, 4), (4, 5), (5, 6)]
     assert len(cut_trajectories(lengths, shared, Work(), ranks=2)[0]) == 1
-    with pytest.raises(ValueError, match="max_tokens: a micro-batch of 8"):
+    with pytest.raises(ValueError, match="max_tokens 8 is smaller than"):
         cut_trajectories(lengths, shared, Work(), ranks=2, capacity=8)
 
 

@@ -188,7 +188,7 @@ WRONG = {
     ),
     "values of a list": (
         lambda: mb.trees.pack([[1, 2]]).unpack([1.0]),
-        "as an array or tensor, got list",
+        "one per row .*, got list",
     ),
     "bounds of 64 bits": (
         lambda: mb.masks.Tree(np.array([2**63, 2], dtype=np.uint64)),

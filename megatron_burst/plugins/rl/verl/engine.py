@@ -95,7 +95,7 @@ def choices(entry: Any) -> BurstConfig:
     if unknown:
         valid = ", ".join(flag.field for flag in flags.FLAGS)
         raise ValueError(
-            f"override_transformer_config.{_ENTRY}.{unknown[0]}: there are the fields {valid}"
+            f"override_transformer_config.{_ENTRY}.{unknown[0]}: unknown field; use one of {valid}"
         )
     return BurstConfig(**fields)  # zigzag by default, as verl cuts sequences
 
@@ -113,15 +113,15 @@ def engine_problems(settings: Any, model: Any, burst: BurstConfig) -> Iterator[P
         return
     if not settings.use_remove_padding:
         yield Problem(
-            "use_remove_padding False gives attention a mask per batch: set it to True, or "
-            f"--context-parallel-algo {flags.OFF}"
+            "use_remove_padding False requires a padding mask, which BurstAttention does not "
+            f"support; set it to True, or use --context-parallel-algo {flags.OFF}"
         )
     if burst.layout != "zigzag":
         yield Problem(f"--burst-layout {burst.layout}: verl cuts in zigzag order; remove it")
     if burst.pack == "documents":
-        yield Problem("--burst-pack documents: verl makes micro-batches itself; take trees or off")
+        yield Problem("--burst-pack documents: verl makes micro-batches itself; use trees or off")
     if settings.dynamic_context_parallel:
-        yield Problem("dynamic_context_parallel was never run with BurstAttention in verl")
+        yield Problem("dynamic_context_parallel is not tested with BurstAttention in verl")
     unfit = {
         "router_replay.mode": settings.router_replay.mode != "disabled",
         "mtp.enable": model.mtp.enable,

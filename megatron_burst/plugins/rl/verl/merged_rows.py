@@ -105,8 +105,9 @@ class MergedRows:
         if not torch.equal(flat, flat.index_select(0, self._same)):
             raise ValueError(
                 "override_transformer_config.burst.pack trees: trajectories with a common prefix "
-                f"have different values in it, {values.dtype} of shape {tuple(flat.shape[1:])} per "
-                "token, such as temperatures or a teacher's log-probabilities: set pack to off"
+                f"have different values in the prefix ({values.dtype} of shape "
+                f"{tuple(flat.shape[1:])} per token), such as temperatures or a teacher's "
+                "log-probabilities; set pack to off"
             )
         return torch.cat([flat, flat.new_zeros(1, *flat.shape[1:])])[self._taken][None]
 

@@ -71,7 +71,7 @@ def text(facts: Facts) -> str:
 def names() -> set[str]:
     """Return names to remove: of this machine, of rank 0's machine, and of the user.
 
-    Single letters, numbers (such as the beginning of an address) and "root" identify nobody and are
+    Single letters, numbers (such as the beginning of an address) and "root" are not private and are
     skipped.
     """
     hosts = [socket.gethostname(), os.environ.get("MASTER_ADDR", "")]

@@ -93,10 +93,10 @@ def test_trees_refuse_what_differs_between_trajectories_that_share_a_prefix(run)
 
 MEGATRON = "actor_rollout_ref.actor.megatron."
 REFUSED = {
-    f"{ENTRY}sore=0.5": "override_transformer_config.burst.sore: there are the fields",
+    f"{ENTRY}sore=0.5": "override_transformer_config.burst.sore: unknown field",
     f"{ENTRY}layout=striped": "burst.layout striped: verl cuts in zigzag order",
     f"{ENTRY}pack=documents": "burst.pack documents: verl makes micro-batches itself",
-    f"{MEGATRON}use_remove_padding=False": "or override_transformer_config.burst.algorithm meg",
+    f"{MEGATRON}use_remove_padding=False": "use override_transformer_config.burst.algorithm meg",
     f"{TREES} +{MEGATRON}override_transformer_config.hidden_dropout=0.1": "hidden_dropout 0.1",
     f"{TREES} {MEGATRON}router_replay.mode=R2": "router_replay.mode; remove one of them",
 }

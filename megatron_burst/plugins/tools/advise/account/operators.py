@@ -117,7 +117,7 @@ class LayerSizes:
         Args:
             model: Shape of the model.
             run: Settings of the run.
-            sparse: Whether the layer has experts; None if all layers are equal.
+            sparse: Whether the layer has experts; None to use `model.moe_layers > 0`.
         """
         heads = model.heads // run.tp
         sparse = bool(model.moe_layers) if sparse is None else sparse
