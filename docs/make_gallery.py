@@ -21,22 +21,22 @@ DOCS = Path(__file__).parent
 INTRO = """\
 # What do masks, layouts and schedules look like?
 
-Each command below draws the picture under it, from the masks, layouts and schedules that run.
+Each command below draws the picture under it, from the masks, layouts and schedules of a run.
 `megatron-burst show mask --help` lists all options.
 
-- **Mask**: left in the order of the sequence, right with the positions of each rank together. A
-  visible pair has the colour of the rank that computes it; small numbers are the steps of a ring.
+- **Mask**: left in sequence order, right sorted by rank. A visible pair has the colour of the rank
+  that computes it; small numbers are the steps of a ring.
   Imbalance is the work of the busiest rank over the mean, step by step: at 1.00 no rank waits.
-- **Schedule**: time runs to the right. A box is a step of a rank, with a line per pair of chunks:
-  q3 k1 are the queries of rank 3 with the keys of rank 1. The bar in it is the number of visible
-  pairs; the rest of a box is waiting. An arrow is a chunk in the colour of its owner: filled for a
-  copy, pale for a gradient, striped for a partial output; `3/8` means three of eight rows. Dashed
-  boxes are idle, dashed arrows are skipped.
-- **Scan of states** ([linear attention](linear-attention.md)): on top are the pieces of the
-  sequence in the colour of their rank. A column is a round: s3 is the state that enters piece 3,
-  m3 the effect of piece 3 on a state. Red arrows go to another node.
-- **Tree** ([prefix trees](trees.md)): a bar is a run of tokens without a branch, read from left
-  to right. The mask has the rows depth first.
+- **Schedule**: time runs to the right. A box is one step of one rank. It has a text
+  line per pair of chunks: `q3 k1` means queries of rank 3 and keys of rank 1. The bar in a box is
+  the number of visible pairs; the rest of the box is waiting. An arrow is a chunk in the colour of
+  its owner: filled for a copy, pale for a gradient, striped for a partial output; `3/8` means three
+  of eight rows. Dashed boxes are idle, dashed arrows are transfers that are skipped.
+- **Scan of states** ([linear attention](linear-attention.md)): the pieces of the sequence
+  are at the top, in the colour of their rank. A column is a round: s3 is the state that enters
+  piece 3, m3 the map of piece 3. Red arrows are transfers to another node.
+- **Tree** ([prefix trees](trees.md)): a bar is a segment, consecutive tokens without a branch, from
+  left to right. The mask has the rows in depth-first order.
 """
 
 
@@ -72,7 +72,8 @@ PACKED = "--lengths 3,6,12,3,16,5,6,13"
 SECTIONS = (
     Section("Causal", (
         Picture("layouts-causal", "layout --mask causal --ranks 8",
-                "Contiguous leaves the first ranks idle, zigzag balances exactly, striped nearly."),
+                "Contiguous: the first ranks have little work. Zigzag is balanced, striped "
+                "nearly."),
     )),
     Section("Windows", (
         Picture("window-contiguous",
@@ -83,15 +84,15 @@ SECTIONS = (
     Section("Documents, prefixes, blocks, dilation", (
         Picture("documents-zigzag",
                 "mask --lengths 19,8,37 --layout zigzag --ranks 4 --seq 64",
-                "Zigzag over the whole pack: no padding; the balance depends on where documents "
-                "end."),
+                "Zigzag over the whole pack: no padding; the balance depends on the document "
+                "boundaries."),
         Picture("documents-within",
                 "mask --lengths 16,8,40 --layout zigzag --per-document --ranks 4 --seq 64",
                 "Zigzag within each document, as Megatron packs them: balanced, but documents must "
                 "be multiples of 2 x ranks."),
         Picture("blocks-zigzag",
                 "mask --mask gallery_masks:random_blocks --layout zigzag --ranks 8 --seq 128",
-                "A random block table under zigzag: at every step some rank waits."),
+                "A random block table with zigzag: at every step some ranks wait."),
         Picture("blocks-striped",
                 "mask --mask gallery_masks:random_blocks --layout block_striped --block 16 "
                 "--ranks 8 --seq 128",
@@ -108,8 +109,8 @@ SECTIONS = (
                 "chunks."),
         Picture("burst-backward-query",
                 "schedule --nodes 2 --per-node 2 --backward --side query --layout striped",
-                "Backward, side query: a gradient follows one step behind its chunk and crosses "
-                "between nodes once, after the node has added all parts."),
+                "Backward, side query: a gradient is sent one step after its chunk. It crosses "
+                "between nodes once, after the node has added all contributions."),
         Picture("all-gather-forward",
                 "schedule --algorithm all_gather --nodes 2 --per-node 2 --lengths 10,7,15 "
                 "--layout contiguous",
@@ -118,12 +119,12 @@ SECTIONS = (
     Section("Packed documents on several nodes", (
         Picture("documents-burst",
                 f"schedule --algorithm burst --nodes 4 --per-node 2 --route ring {PACKED}",
-                "Burst: rows for a distant node pass through the nodes before it, so they cross "
-                "more than once."),
+                "Burst: rows for a distant node are forwarded by the nodes before it, so they "
+                "cross between nodes more than once."),
         Picture("documents-multicast",
                 f"schedule --algorithm multicast --nodes 4 --per-node 2 {PACKED}",
-                "Multicast, same batch: the owner sends each row once to a node, which passes it "
-                "on inside. The bytes between nodes are the minimum of this layout."),
+                "Multicast, same batch: the owner sends each row once to a node, whose ranks "
+                "forward it. The bytes between nodes are minimal for this layout."),
     )),
     Section("Packed documents of mixed lengths", (
         Picture("documents-balanced",
@@ -133,19 +134,19 @@ SECTIONS = (
     )),
     Section("Tiles", (
         Picture("tile-forward", "schedule --algorithm tile --nodes 2 --per-node 4",
-                "Every rank combines two query chunks with four key chunks. Outputs of other "
-                "ranks' queries go back to them (striped)."),
+                "Every rank computes two query chunks with four key chunks. Partial outputs of "
+                "other ranks' queries are sent back to these ranks (striped arrows)."),
     )),
     Section("TokenRing", (
         Picture("token-ring-forward", "schedule --algorithm token_ring --ranks 4 --mask full",
-                "Queries go round, and each partial output goes straight back to the "
+                "Queries are sent around the ring, and each partial output directly back to the "
                 "rank of its queries."),
     )),
     Section("States of linear attention", (
         Picture("scan-two-level", "scan --algorithm two_level --nodes 2 --per-node 4",
-                "Zigzag's chain goes up the ranks and back. One rank per node owns each part of a "
-                "state: it gathers the maps of the node's pieces, sends its part to the next node, "
-                "and sends each piece of its node the state that enters there."),
+                "Zigzag's chain visits the ranks in order and then in reverse. Each part of a "
+                "state has one rank per node, which gathers the maps of the node's pieces, sends "
+                "its part to the next node, and sends entering states to the ranks of its node."),
     )),
     Section("Prefix trees", (
         Picture("tree-balanced",
