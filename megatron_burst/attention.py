@@ -103,7 +103,10 @@ def attention(
         keywords = {"groups": groups, "needs_grad": needs_grad, "rates": rates, **options}
         conflicting = sorted(name for name, value in keywords.items() if value is not None)
         if conflicting:
-            raise ValueError(f"plan: give a plan or its keywords, not both; got {conflicting}")
+            raise ValueError(
+                f"plan cannot be combined with {conflicting}; pass a plan, or the keywords that "
+                "make one"
+            )
     if not isinstance(plan, Plan):
         raise ValueError(f"plan must be made by mb.prepare, got {plan!r:.100}")
     plan.groups.check()

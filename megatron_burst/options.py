@@ -67,9 +67,9 @@ MEANING: Mapping[str, str] = {
         "fraction of the checkpoint"
     ),
     "head_chunks": (
-        "number of chunks of key/value heads, with their query heads, whose rings start one after "
-        "the other: the last hops of one overlap with the compute of another, and the number of "
-        'messages is multiplied; default: 1, or the choice of algorithm "auto"'
+        "number of head chunks (key/value heads with their query heads), each with its own ring; "
+        "rings start one after the other, so the last hops of a chunk overlap with computation of "
+        'the next chunk, but there are more messages; default: 1, or the choice of algorithm "auto"'
     ),
     "sequence_chunks": (
         "number of row chunks of every shard; they are computed one after the other, so memory "
@@ -79,7 +79,7 @@ MEANING: Mapping[str, str] = {
     ),
     "row_blocks": (
         "number of equal blocks of a shard's rows (the ranks of sequence parallelism); a row chunk "
-        "has equally many rows of each block"
+        "has the same number of rows of each block"
     ),
 }
 

@@ -117,8 +117,8 @@ class SpineOptions(OptionSet):
     cluster: Annotated[
         str | None,
         Option(
-            "file of megatron-burst calibrate with rates for --context-parallel-algo auto and "
-            "--burst-linear auto; default: the first measures rates, the second uses nominal rates",
+            "file with rates from megatron-burst calibrate, for --context-parallel-algo auto and "
+            "--burst-linear auto; default: the former measures rates, the latter uses nominal ones",
             text="FILE",
         ),
     ] = None

@@ -137,7 +137,7 @@ def _apply(patch: Path, folder: Path) -> str | None:
             ["git", "apply", str(patch.resolve())], cwd=folder, capture_output=True, text=True
         )
     except FileNotFoundError as error:
-        raise ValueError("git is missing, which applies patches to a copy; install git") from error
+        raise ValueError("git is not installed, but needed to try patches; install git") from error
     errors = re.findall(r"^error: (.*)$", done.stderr, re.MULTILINE)
     return None if done.returncode == 0 else "; ".join(errors) or done.stderr.strip()
 

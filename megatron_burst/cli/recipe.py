@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "name",
         metavar="NAME",
         nargs="?",
-        help="a ready-made recipe (--list), or one of Megatron-Bridge",
+        help="a ready-made recipe (--list), or a Megatron-Bridge recipe",
     )
     add("overrides", metavar="OVERRIDE", nargs=argparse.REMAINDER,
         help="setting=value of the recipe, or burst.X=value")  # fmt: skip

@@ -180,7 +180,9 @@ def check_alone(plan: object, keywords: dict[str, object]) -> None:
         raise ValueError(f"plan must be made by mb.prepare_linear, got {plan!r:.100}")
     present = sorted(name for name, value in keywords.items() if value is not None)
     if present:
-        raise ValueError(f"plan: give a plan or its keywords, not both; got {present}")
+        raise ValueError(
+            f"plan cannot be combined with {present}; pass a plan, or the keywords that make one"
+        )
 
 
 def _check_states(plan: LinearPlan, decay: Any, increment: Any) -> None:

@@ -68,7 +68,7 @@ def _store(plan: Any) -> str:
     for recompute in plan.recomputes:
         traffic += recompute.traffic(rank, plan.sizes)
     imbalance = pipeline.imbalance(plan.recomputes)
-    unequal = f", its busiest rank {imbalance:.2f} x the mean" if imbalance > 1.05 else ""
+    unequal = f", work of busiest rank {imbalance:.2f} x the mean" if imbalance > 1.05 else ""
     return (
         f"{plan.recomputes[0].keep:g} ({byte_size(plan.store_bytes)} per layer; recompute sends "
         f"{_bytes(traffic)}{unequal})"

@@ -108,7 +108,7 @@ def test_a_plan_serves_what_it_was_made_for_alone():
     tensors = {name: keywords[name] for name in "qkv"}
     in_process.linear_attention(**tensors, plan=plan)
     wrong = {
-        r"plan: give a plan or its keywords, not both; got \['groups'\]": keywords,
+        r"plan cannot be combined with \['groups'\]": keywords,
         "plan: made for v": tensors | {"v": two(S, B, H, W + 1)},
         "plan: made for decay None": tensors | {"decay": two(S, B, H)},
         "return_final_state must be": tensors | {"return_final_state": 1},

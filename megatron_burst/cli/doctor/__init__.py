@@ -122,7 +122,7 @@ def _read(
     gpus, nics = here["gpus"], here["nics"]
     yield ok("GPUs", "; ".join(gpus)) if gpus else note("GPUs", "none")
     shown = ", ".join(f"{name} ({speed})" for name, speed in nics.items())
-    yield ok("NICs", shown) if nics else note("NICs", "none with hardware that this system shows")
+    yield ok("NICs", shown) if nics else note("NICs", "no network hardware found")
     per_node = arguments.gpus_per_node
     per_node = len(gpus) or NODE if per_node is None else per_node
     sizes = hierarchical_sizes(command.tp, command.cp, per_node)

@@ -103,7 +103,7 @@ def _megatron(needed: bool) -> Finding:
     if ".".join(release.split(".")[:2]) in TESTED:
         newest = "" if release == NEWEST else f" (newest tested: {NEWEST})"
         return ok("Megatron-Core", release + newest)
-    return note("Megatron-Core", f"{release}; tested are {' and '.join(TESTED)}")
+    return note("Megatron-Core", f"{release}; tested versions: {' and '.join(TESTED)}")
 
 
 def megatron_version() -> str | None:

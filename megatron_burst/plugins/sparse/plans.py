@@ -106,7 +106,9 @@ def setting(
     keywords = {"groups": groups, "layout": layout, "mask": mask, "algorithm": algorithm}
     present = sorted(name for name, value in keywords.items() if value is not None)
     if present:
-        raise ValueError(f"plan: give a plan or its keywords, not both; got {present}")
+        raise ValueError(
+            f"plan cannot be combined with {present}; pass a plan, or the keywords that make one"
+        )
     if not isinstance(plan, Plan):
         raise ValueError(f"plan must be made by mb.prepare, got {plan!r:.100}")
     if plan.options.softcap is not None:

@@ -53,7 +53,7 @@ SELECTING = {
     "layout is for 4 ranks": {"layout": mb.layout.make("zigzag", cp_size=4)},
     "does not share heads between ranks": {"groups": in_process.groups(intra=2, ulysses=2)},
     "plan must be made by mb.prepare": {"plan": 3, "groups": None, "layout": None},
-    "give a plan or its keywords": {"plan": 3},
+    "plan cannot be combined with": {"plan": 3},
 }  # fmt: skip
 
 
