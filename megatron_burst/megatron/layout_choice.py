@@ -152,7 +152,7 @@ def complete_flags(args: Any, config: Any) -> CompletedFlags:
         return CompletedFlags(burst, errors, None)
     burst, line = unnamed_layouts(config, burst, attention_named=attention_named)
     args.burst_layout = burst.layout
-    if not attention_named:  # a wrong name stays, so that it is refused
+    if not attention_named:  # keep a wrong name, which the checks report
         args.burst_attention_layout = burst.attention_layout
     return CompletedFlags(burst, errors, line)
 
@@ -234,7 +234,8 @@ def traffic(
         (bytes of states, bytes of rows that are exchanged around attention).
     """
     ranks = config.context_parallel_size
-    hops = (ranks - 1) * (2 if stream == "zigzag" else 1)  # zigzag turns around on the last rank
+    # In zigzag a state passes the ranks in ascending order, then in descending order.
+    hops = (ranks - 1) * (2 if stream == "zigzag" else 1)
     states = hops * (
         (layers.delta_net and layers.delta_net * _delta_net_state(config))
         + (layers.mamba and layers.mamba * _mamba_state(config))

@@ -98,7 +98,7 @@ class PatchSet:
         def replacement(*args: Any, **named: Any) -> Any:
             return around(original, *args, **named)
 
-        if hasattr(original, "cache_clear"):  # Megatron empties the cache of its own method
+        if hasattr(original, "cache_clear"):  # Megatron calls cache_clear() of its cached methods
             vars(replacement)["cache_clear"] = lambda: None
         if inspect.ismodule(owner):
             self.replace_function(owner, name, replacement)
@@ -345,7 +345,7 @@ def _close(seams: list[LocatedSeam], empty: bool) -> None:
         present = inspect.getattr_static(owner, name)
         seam.inner = None if empty or present is seam.bare else present
         setattr(owner, name, call)
-        if inspect.ismodule(owner):  # a module imported in between may hold the other functions
+        if inspect.ismodule(owner):  # modules imported meanwhile may have bound other functions
             rename_everywhere(name, present, call)
             rename_everywhere(name, seam.bare, call)
 

@@ -37,7 +37,7 @@ class StepMetrics:
         self._groups: list[Groups] = []
         self._pairs_of: dict[int, int] = {}  # visible pairs by identity of the plan
         self._pairs, self._planning = 0, 0.0
-        self._sent, self._steps = (0, 0), 0  # bytes already reported, steps since
+        self._sent, self._steps = (0, 0), 0  # bytes already reported; steps since the last report
 
     def watch(self, groups: Groups) -> None:
         """Also count the sent bytes and the wait times of `groups`."""

@@ -127,7 +127,8 @@ def _table_pair(original: Callable, self: Any, *args: Any, **named: Any) -> Any:
         return original(self, *args, **named)
     length = arguments["max_seq_len"]
     local = self.rope_local(length, **other_arguments)
-    everywhere = type(self.rope_local).forward(self, length, **other_arguments)  # Megatron's
+    # Megatron's own forward, for layers without a window.
+    everywhere = type(self.rope_local).forward(self, length, **other_arguments)
     if not is_blank(everywhere):
         return original(self, *args, **named)
     return tables().pair(local, everywhere)

@@ -187,7 +187,7 @@ class LayerKind:
             rates=rates,
             **keywords,
         )
-        plan = cast(Plan, prepared)  # groups of processes, so a plan of this rank only
+        plan = cast(Plan, prepared)  # with real processes, `prepare` returns this rank's plan only
         if self.selects:
             return plan
         if plan.choice is not None:

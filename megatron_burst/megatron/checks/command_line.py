@@ -214,7 +214,7 @@ _DOCUMENTS = (
     Rule(lambda c, b: c.has("dataloader_inter_document_masking") and (c.micro_batch_size or 1) > 1,
          "{flag} at --micro-batch-size {c.micro_batch_size}: sequences of a batch have different "
          "documents, and attention supports one sequence", add=("--micro-batch-size 1",)),
-    # Unless an earlier validation of the same arguments set this field for {flag}.
+    # Megatron may validate arguments twice: the first validation sets this field for {flag}.
     Rule(lambda c, b: c.dataloader_inter_document_masking
          and patching.notes().get(DOCUMENTS) != RESET,
          f"{{flag}} with {INTER_DOCUMENT}: the first ends documents after end-of-document tokens, "
@@ -240,7 +240,7 @@ _BACKEND = (
     Rule("use_megatron_fsdp", f"--use-megatron-fsdp {UNTESTED_FSDP}",
          add=("--use-torch-fsdp2",), remove=("--use-megatron-fsdp",)),
 )  # fmt: skip
-# Attention of Megatron's own hybrid stack.
+# Megatron's own hybrid stack requires Transformer Engine for attention.
 _WITHOUT_ENGINE = (
     Rule(lambda c, b: "*" in (c.hybrid_layer_pattern or "")
          and str((c.spec or ["megatron.core"])[0]).startswith("megatron."),

@@ -208,7 +208,7 @@ def linear_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
         The problems.
     """
     setting = ModelShape.of(config).linear_setting
-    if setting is None or changing_groups(config):  # which `hybrid_problems` reports
+    if setting is None or changing_groups(config):  # `hybrid_problems` checks these groups
         return
     if burst.linear == "megatron":
         yield from _heads_problems(config, burst, setting)

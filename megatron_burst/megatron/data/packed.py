@@ -263,7 +263,8 @@ class Packs:
         if entry is None or entry[1] != state or (with_padding and entry[0]() is not padded):
             reference = TensorWeakRef(padded) if with_padding else None
             pack = pack_of(total, cu_seqlens, padded)
-            # Slicing, rotary embedding and attention have different tensors with equal values.
+            # Shared, because slicing, rotary embedding and attention have different tensors with
+            # equal values.
             vars(pack)["_made"] = self._made.setdefault(pack.cut_key, pack._made)
             entry = entries[with_padding] = reference, state, pack
         return entry[2]
@@ -384,5 +385,5 @@ def _increasing(name: str, values: torch.Tensor, total: int) -> np.ndarray:
 
 
 def _closed(total: int, *bounds: np.ndarray) -> tuple[int, ...]:
-    # Arrays are fast: data loaders fill cumulative lengths up to the length of the sequence.
+    # numpy for speed: data loaders may pad cumulative lengths to the length of the sequence.
     return tuple(np.unique(np.concatenate([*bounds, [total]])).tolist())

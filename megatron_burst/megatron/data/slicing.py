@@ -71,7 +71,7 @@ def _sliced_batch(layout: str, original: Callable, *args: Any, **kwargs: Any) ->
         cut = _of_own_group(batch, documents, arguments.get("hybrid_cp_group_func"), layout)
         if cut is None and batch.get("cu_seqlens") is not None:
             return original(*args, **kwargs)
-        return batch if cut is None else cut  # without cu_seqlens the original cuts the batch
+        return batch if cut is None else cut  # without cu_seqlens the original would cut the batch
     group = context_group(group)
     if group.size() > 1 and arguments.get("use_contiguous_cp"):  # after 0.20
         refuse_layout(layout, "contiguous", None, "get_batch_on_this_cp_rank of Megatron-Core")

@@ -39,7 +39,7 @@ _HOMES = {
 }
 _GEMMA3 = "Gemma3VLModelProvider"
 _GEMMA3_MASK = "megatron_burst.plugins.vision.images:gemma3"
-_DENSE_MASKS = ("_compute_attention_mask", "_compute_attention_biases")  # Bridge 0.3; after 0.3
+_DENSE_MASKS = ("_compute_attention_mask", "_compute_attention_biases")  # Bridge 0.3; newer
 _QWEN25 = "Qwen25VLModelProvider"
 _QWEN3 = ("Qwen3VLModelProvider", "Qwen3VLMoEModelProvider")
 _SPEC = "get_gpt_layer_with_transformer_engine_spec"  # function that providers of Qwen3-VL call
