@@ -95,7 +95,7 @@ def measure_rates(
         >>> plan = mb.prepare(q, k, v, groups=groups, algorithm="auto")
     """
     if not isinstance(groups, Groups):
-        raise ValueError(f"groups: make them with mb.Groups, got {groups!r:.100}")
+        raise ValueError(f"groups must be made by mb.Groups, got {groups!r:.100}")
     local: Kernel | None = None
     fault: ValueError | None = None
     try:
@@ -241,12 +241,12 @@ def link_speeds(
     def of_ranks(size: int, times: int) -> list[float]:
         """Return each rank's best time: other load of the machine can only make it slower."""
         start = None if peers is None else starter(peers, size, device)
-        _of_ranks(groups, 0.0)  # all start together
+        _of_ranks(groups, 0.0)  # a barrier, so that all ranks start together
         if start is None:
             return _of_ranks(groups, 0.0)
         return _of_ranks(groups, min(exchange_seconds(start, device)[1] for _ in range(times)))
 
-    of_ranks(SMALL, 1)  # makes the connections
+    of_ranks(SMALL, 1)  # opens the connections
     latency = max(of_ranks(SMALL, 16))
     if latency == 0.0:
         return 0.0, [math.inf] * groups.size
@@ -396,7 +396,7 @@ def _speed(
 
         return min(seconds(forward_backward, q.device) for _ in range(TIMES))
 
-    launch = best_time(SHORT) / 2  # forward and backward
+    launch = best_time(SHORT) / 2  # forward and backward are two calls
     rows = ROWS[0]
     longest = best_time(rows)
     while longest < TILE and rows < ROWS[1]:

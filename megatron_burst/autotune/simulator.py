@@ -105,7 +105,7 @@ class _Clocks:
         rates: Rates,
     ):
         size, ports = prepared.schedule.grid.size, int(prepared.ports.max(initial=0)) + 1
-        self.free = np.zeros(size + ports)  # of ranks, then of ports
+        self.free = np.zeros(size + ports)  # ranks, then ports
         self.clock = self.free[:size]
         self.busy = np.zeros(2 * size)
         self.taken, self.posting, self.slowdown = taken, rates.posting, rates.slowdown

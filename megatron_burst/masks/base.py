@@ -282,7 +282,7 @@ class Combined(VectorMask):
 
     def __init__(self, a: Mask, b: Mask):
         if not isinstance(a, Mask) or not isinstance(b, Mask):
-            raise TypeError(f"masks combine with masks, got {a!r} and {b!r}")
+            raise TypeError(f"& and | require two masks, got {a!r} and {b!r}")
         self.a, self.b = a, b
         self.modulus = min(math.lcm(a.modulus, b.modulus), FAR)  # must fit into int64
         self.flash_compatible = a.flash_compatible and b.flash_compatible

@@ -22,7 +22,7 @@ from ..layout import Spans
 from ..layout.layouts import Pieces, Shards, counted, pieces_of
 from .base import FAR, Cover, Mask, Viewers
 
-_Rows = tuple[np.ndarray, np.ndarray]  # first and stop of each
+_Rows = tuple[np.ndarray, np.ndarray]  # first rows, stops
 PAIRS = 1 << 20  # largest number of pairs of pieces that are compared one by one
 ALL_PAIRS = 1 << 12  # up to this many pairs, queries of a mask without `viewers` are not grouped
 

@@ -88,7 +88,7 @@ class Documents(VectorMask):
 
     def viewers(self, k_spans: Spans) -> Viewers:
         after, end = self.document(k_spans.start), self.document(k_spans.last)
-        edges = np.concatenate([[-FAR], self.bounds, [FAR]])  # before, the documents, after
+        edges = np.concatenate([[-FAR], self.bounds, [FAR]])  # before, in and after the documents
         hidden = self._all_hidden(after, end)
         first, last = (
             np.where(hidden, FAR, edges[after]),
@@ -345,7 +345,7 @@ def _square(table: np.ndarray) -> np.ndarray:
     except (TypeError, ValueError, RuntimeError) as error:
         # a ragged list; or a tensor of bfloat16, on another device, or with a gradient
         raise ValueError(
-            "table must be square, of booleans on the host (a tensor: table.bool().cpu()), "
+            "table must be square, with booleans on the host (tensor: table.bool().cpu()), "
             f"got {table}"
         ) from error
     if array.ndim != 2 or array.shape[0] != array.shape[1] or not array.size:

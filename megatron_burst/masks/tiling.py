@@ -315,7 +315,7 @@ class Cutter:
     def _cut_band(self, q: ShardSlice, k: ShardSlice, band: Band) -> Iterator[Tile]:
         if band.left + band.right < 0:  # the window is between the positions of a strided pair
             return
-        # Most pairs of a ring have the same shape of band, so its tiles are kept.
+        # Most pairs of a ring have equal bands, so tiles are cached by shape and band.
         shape = (q.span.length, k.span.length, band, self.band_rows)
         if self.table_rows is None and left_edge(*shape[:3]):
             if not self.windows:

@@ -55,7 +55,7 @@ def check(mask: Mask, seq_len: int) -> None:
     if integer("seq_len", seq_len) < 1:
         raise ValueError(f"seq_len must be at least 1, got {seq_len}")
     mask.check(seq_len)
-    for part in parts(mask):  # if these are right, the combination is
+    for part in parts(mask):  # a combination is correct if its parts are
         _check(part, int(seq_len), PAIRS, POINTS)
 
 

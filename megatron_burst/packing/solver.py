@@ -106,7 +106,7 @@ def _checked(lengths: object, ranks: int, capacity: int, multiple: int) -> np.nd
     checked = checked.astype(np.int64)
     if (checked < 1).any():
         raise ValueError(
-            "packing: documents have 1 token or more, got lengths "
+            "packing: every document must have at least 1 token, got lengths "
             f"{checked[checked < 1][:5].tolist()}"
         )
     long = np.flatnonzero(checked > capacity)

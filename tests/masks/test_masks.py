@@ -297,5 +297,5 @@ def test_masks_of_another_length_are_refused(mask, words):
 
 
 def test_masks_combine_with_masks_only():
-    with pytest.raises(TypeError, match="masks combine with masks"):
+    with pytest.raises(TypeError, match=r"& and \| require two masks"):
         Causal() & True

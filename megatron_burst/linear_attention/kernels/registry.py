@@ -84,6 +84,6 @@ def _warn_if_growing(decay: torch.Tensor | None) -> None:
     if bool(decay.detach().amax() > 0):
         warnings.warn(
             "decay has positive logarithms: states grow, and may overflow in long sequences; "
-            "decay is the logarithm of what a token keeps, -0.1 and not exp(-0.1)",
+            "decay must be a logarithm, such as -0.1, and not exp(-0.1)",
             stacklevel=2,
         )

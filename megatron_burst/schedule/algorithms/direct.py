@@ -48,7 +48,7 @@ def tables(demand: Demand, *, ahead: int | None = None, at_end: bool = False) ->
     copies = (owner, rows, owner, rank, post, step)
     copy, *gradient = demand.sent_families
     parts = [transfers(copy, "flat", *copies)]
-    for family in gradient:  # complete after its step
+    for family in gradient:  # a gradient is complete after its step
         land = np.full_like(step, ring.size + 1)
         if not at_end:
             np.minimum(step + 1 + ahead, land, out=land)
