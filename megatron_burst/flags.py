@@ -120,8 +120,8 @@ def settle(args: Any) -> None:
 def layout_for(algorithm: Any, store: Any, pack: Any = "off") -> str:
     """Return the default of --burst-layout, which depends on other options.
 
-    Packed documents require "balanced", because zigzag cannot split documents of any length. A
-    store between 0 and 1 requires "striped", the only layout that balances the recomputation.
+    Packed documents require "balanced", because zigzag cannot split documents of arbitrary length.
+    A store between 0 and 1 requires "striped", the only layout that balances the recomputation.
 
     Args:
         algorithm: Value of --context-parallel-algo.

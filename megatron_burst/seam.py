@@ -94,9 +94,9 @@ def seam(function: F) -> F:
 
 
 def entrance(function: F, install: Callable[[], object]) -> F:
-    """Decorate `function` with a seam that calls `install` if it has no replacement yet.
+    """Decorate `function` with a seam that calls `install` first if no replacement is set.
 
-    The patched Megatron decorates the function that declares its flags.
+    A patched Megatron uses this decorator for the function that declares its flags.
 
     Args:
         function: A function of Megatron.

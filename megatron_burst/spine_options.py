@@ -21,7 +21,7 @@ NAMED_LAYOUTS = ("balanced", "contiguous", "striped", "zigzag")
 
 @dataclass(frozen=True)
 class SpineOptions(OptionSet):
-    """Options of a training run that exist without plugins; base class of options of plugins."""
+    """Options of a training run without plugins; base class of the option classes of plugins."""
 
     algorithm: Annotated[
         str,

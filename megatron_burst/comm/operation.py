@@ -40,7 +40,7 @@ class Operation(ABC, Generic[Request, Plan]):
         return False
 
     def choose(self, request: Request) -> Request | ValueError:
-        """Return the request with every "auto" resolved, or this rank's error. Collective."""
+        """Resolve every "auto" of the request, or return this rank's error. A collective call."""
         return request
 
     @abstractmethod

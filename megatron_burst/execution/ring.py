@@ -269,7 +269,7 @@ def kinds(
 
 
 class _Label(NamedTuple):
-    """Text about an exchange for errors, formatted only when an error occurs."""
+    """Description of an exchange for error messages, formatted only if an error occurs."""
 
     title: str
     rank: int

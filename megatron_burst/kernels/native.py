@@ -103,7 +103,7 @@ def merge_(
 
 
 def delta(dout: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return `online_softmax.row_delta`, or None if the tensors are not supported.
+    """Compute `online_softmax.row_delta`; return None if the tensors are not supported.
 
     Args:
         dout: [s, b, h, w].
@@ -120,7 +120,7 @@ def delta(dout: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> torch.Te
 
 
 def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor | None:
-    """Return `kernels.aten.stand_in`, or None if the tensors are not supported.
+    """Compute `kernels.aten.stand_in`; return None if the tensors are not supported.
 
     Args:
         dout: [s, b, h, w].

@@ -121,7 +121,7 @@ def lacking() -> list[Feature]:
 
 
 def refusal(part: str) -> str | None:
-    """Return why the imported torch does not support a part, as a predicate; None if it does."""
+    """Return a reason such as "needs torch 2.8 or newer, ..." to refuse a part; otherwise None."""
     for feature in FEATURES:
         if feature.part == part and feature.refused and not feature.present():
             return f"needs {feature.remedy}, got {torch.__version__}, in which {feature.without}"

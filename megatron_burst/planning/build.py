@@ -57,7 +57,7 @@ class KernelWorkCache:
         return self._planned[spans]
 
     def spans(self, schedule: Schedule, chunk: Chunk) -> tuple[Span, ...]:
-        """Return the spans of a chunk."""
+        """Return the positions of the rows of a chunk, as spans."""
         shard = self.shards[chunk.family][chunk.owner]
         if chunk.rows == ALL:
             return tuple(shard)

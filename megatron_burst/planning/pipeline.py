@@ -80,7 +80,7 @@ class RingRequest:
 
     @property
     def algorithm(self) -> str:
-        """Return the algorithm of the ring, inside the exchange of heads."""
+        """Return the algorithm of the ring, such as "burst" for "hybrid"."""
         return ring_algorithm(self.request.options.algorithm)
 
     @property

@@ -85,7 +85,9 @@ class Plan:
     host_forward: Schedule | None = None
 
     def matches(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-        """Return True if the plan was made for the shapes, dtypes, device and gradients of q, k, v.
+        """Return True if the plan is valid for q, k and v.
+
+        Shapes, dtypes and devices must be equal, and every required gradient must be planned.
 
         Args:
             q: Queries of this rank.

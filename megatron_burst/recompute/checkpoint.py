@@ -10,7 +10,7 @@ calls. So several checkpointed calls may be in flight, and each may be recompute
 than once or never. A store is freed with the autograd graph of the checkpointed call. The entries
 of a store and the arguments of the call may be offloaded to host memory.
 
-Source: LoongTrain (selective checkpoint++), BurstEngine section 3.2 (the sequence-level half).
+Source: LoongTrain (selective checkpoint++), BurstEngine section 3.2 (sequence-level selection).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class HierarchicalSizes(NamedTuple):
 
     @property
     def flat(self) -> bool:
-        """Return True if there is only one ring."""
+        """Return True if the ring is flat: all ranks on one node, or one rank per node."""
         return 1 in (self.intra, self.inter)
 
     @property
