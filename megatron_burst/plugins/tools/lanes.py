@@ -46,11 +46,7 @@ CLOCKS = (
 SHADES = 96  # colours of a file with flat areas and antialiased edges
 ALL_SHADES = 256  # colours of a file in which some colours fill only a small area
 TIP = 0.09  # length of an arrow's tip, in units of time
-MEAN = {
-    "color": INK,
-    "linewidth": 0.9,
-    "linestyle": (0, (4, 3)),
-}  # style of a line that marks a mean
+MEAN = {"color": INK, "linewidth": 0.9, "linestyle": (0, (4, 3))}  # style of mean lines
 DASHED = {"edgecolor": "#9ca3af", "linewidth": 0.6, "linestyle": (0, (2, 2))}
 
 

@@ -137,7 +137,8 @@ class Advice:
 
         Args:
             index: Index in `ranked`.
-            train_iters: Steps of the whole run, which give the time limit; None: `SET_ME`.
+            train_iters: Training steps, from which the time limit is computed; None to write
+                `SET_ME` instead.
 
         Raises:
             ValueError: The number of steps is below 1.
@@ -189,8 +190,7 @@ def advise(
             sequence that fits with the fixed settings, then the fastest settings for this length.
         gpus: Number of GPUs.
         per_node: GPUs per node.
-        tokens_per_step: Tokens of a step over all ranks; None: 4M, or one sequence if that is
-            longer.
+        tokens_per_step: Tokens of a step over all ranks; None for 4M, or one sequence if longer.
         packed: Lengths of documents that fill packs of `seq` tokens: a list, the path of a file, or
             a key of `packed.NAMED`.
         top: Number of configurations to return.
@@ -235,7 +235,7 @@ def advise(
             raise search.refused or ValueError(_together(goal))
         account_of = attention.account_of if isinstance(attention, PackedForecast) else None
         raise DoesNotFit(does_not_fit(result.closest.account, cluster, account_of))
-    # The accounts of the result have all moments.
+    # Memory accounts in the result keep all moments.
     ranked = tuple(
         replace(entry, account=account(model, entry.run, core_of=search.core_of))
         for entry in result.ranked

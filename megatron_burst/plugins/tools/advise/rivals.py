@@ -6,15 +6,16 @@ kernels as for our algorithms. The model follows Transformer Engine's `context_p
 (2.20.0.dev0, commit d0067d0d, August 2026):
 
 - `p2p`: one ring over all ranks in rank order. Whole chunks of keys and values are sent, even if
-the mask hides them; in backward also their gradients. All messages have the dtype of the keys. The
-chunks of all ranks and the partial results of all steps stay allocated until forward ends. - `a2a`:
-an all-to-all sends q, k and v to the ranks that compute their heads, and the results back. The
-number of ranks must divide the query heads and the key/value heads. - `a2a+p2p`: ranks of a node
-share heads; the other ranks form the ring. - `all_gather`: keys and values of the whole sequence
-are gathered on every rank before computing, in forward and again in backward. Gradients of the
-whole sequence are reduce-scattered. It is the only kind that supports sparse attention
-(Megatron-Core 0.19, `dsa.py`): index keys and latents are gathered in forward, and latents are
-saved for backward. It computes the same pairs as our sparse attention.
+  the mask hides them; in backward also their gradients. All messages have the dtype of the keys.
+  The chunks of all ranks and the partial results of all steps stay allocated until forward ends.
+- `a2a`: an all-to-all sends q, k and v to the ranks that compute their heads, and the results back.
+  The number of ranks must divide the query heads and the key/value heads.
+- `a2a+p2p`: ranks of a node share heads; the other ranks form the ring.
+- `all_gather`: keys and values of the whole sequence are gathered on every rank before computing,
+  in forward and again in backward. Gradients of the whole sequence are reduce-scattered. It is the
+  only kind that supports sparse attention (Megatron-Core 0.19, `dsa.py`): index keys and latents
+  are gathered in forward, and latents are saved for backward. It computes the same pairs as our
+  sparse attention.
 
 All kinds use the zigzag layout and pad every document of a pack to a multiple of 2 x CP. Sliding
 windows require `a2a` or `all_gather`, sinks require `a2a`. Layers with linear attention exchange
@@ -289,7 +290,7 @@ def attention(
         model: Shape of the model.
         cluster: Cluster of GPUs.
         run: Result of `settings`.
-        window: Tokens that a query attends to, 0: all before it.
+        window: Tokens that a query attends to (sliding window); 0 for full causal attention.
         lengths: Lengths of documents without padding.
         ring: Function that returns schedules, for example a cached one.
     """
@@ -337,7 +338,7 @@ def pairs(lengths: Sequence[int], ranks: int, window: int = 0) -> np.ndarray:
     Args:
         lengths: Lengths of documents in tokens.
         ranks: Ranks of the ring.
-        window: Tokens that a query attends to, 0: all before it.
+        window: Tokens that a query attends to (sliding window); 0 for full causal attention.
     """
     if window:
         seen = sum(length * visible(length, window) for length in lengths)

@@ -189,7 +189,7 @@ def core_ops(x: LayerSizes, rows: int, core: Core) -> list[Op]:
     q, kv, lse, out = rows * x.query, core.keys * x.kv, rows * x.heads * F, rows * x.out
     kernel = (q / 2 + kv) * B if x.cpu else q * (B + F) + kv * (B + F)
     recomputed, joined = 1 - core.store, core.parts > 1
-    # Without a recomputed share the store has both.
+    # If nothing is recomputed, the store contains out and lse.
     new = {"out": out * B if recomputed else 0, "lse": lse if recomputed else 0}
     summed = out * F * recomputed + out * B * recomputed * joined
     sums = {ATTENTION: summed, RING: core.forward * (recomputed > 0)}
@@ -360,7 +360,7 @@ def norm_linear(x: LayerSizes, rows: int, source: str, made: str, wide: int, nam
 
     Args:
         x: Sizes of the layer.
-        rows: Rows.
+        rows: Number of rows.
         source: Name of the input.
         made: Name of the result.
         wide: Width of the result.
@@ -411,7 +411,7 @@ def projection(x: LayerSizes, rows: int, source: str, wide: int, made: str, name
 
     Args:
         x: Sizes of the layer.
-        rows: Rows.
+        rows: Number of rows.
         source: Name of the input.
         wide: Width of the input.
         made: Name of the result.

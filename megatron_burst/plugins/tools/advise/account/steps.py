@@ -76,12 +76,12 @@ class LayerWalk:
         """Allocate and free the tensors of a layer's forward.
 
         Args:
-            part: The layer.
+            part: Kinds of the halves of the layer.
             made: Name of the result on the tape.
             item: Item as which the result is counted.
             time: "first", or "again" for a recomputation.
             grad: Keep the tensors that backward needs.
-            prefix: Prefix of the names of its tensors.
+            prefix: Prefix of tensor names.
             left: (name, item, bytes) of further tensors that the attention half leaves allocated.
         """
         kinds = halves_of(part)
@@ -239,7 +239,7 @@ class TrainingStep:
     Args:
         model: Shape of the model.
         run: Settings of the run.
-        stage: The pipeline stage.
+        stage: Index of the pipeline stage.
         core_of: Function that returns the memory of core attention.
         every: Simulate all layers and keep all moments. False keeps the peak of each phase and
             skips layers that cannot set a new peak.
@@ -262,7 +262,7 @@ class TrainingStep:
         self._saved: dict[LayerPart, float] = {}
 
     def run_all(self) -> None:
-        """Run the step."""
+        """Simulate the step: allocate and free all tensors in order."""
         tape, run = self.tape, self.run
         shown = set(range(self.layers)) if self.every else self._different()
         tape.begin("batch and embedding")
@@ -294,8 +294,9 @@ class TrainingStep:
     def _different(self) -> set[int]:
         """Return the indices of layers that suffice to find the peak.
 
-        These are the first two layers, the last two, and for each pair of kinds of adjacent layers
-        the second layer of the last such pair. In backward the stores of both are on the device.
+        These are the first two layers, the last two, and one layer for each pair of kinds of
+        adjacent layers, because the stores of adjacent layers may be on the device at the same
+        time.
         """
         last = {neighbours: layer for layer, neighbours in enumerate(pairwise(self.parts), 1)}
         return {0, 1, self.layers - 2, self.layers - 1, *last.values()}
@@ -391,7 +392,7 @@ class TrainingStep:
         self.walk.backward(part, f"layer {layer}", (f"input {layer}", f"store {layer}"))
 
     def _move_out(self, layer: int) -> None:
-        """Offload a layer's input when it ends, and its store during the next layer."""
+        """Offload a layer's input after its forward, and its store during the next layer."""
         if offload := self.run.offload:
             self.host += round(offload * (self.hidden + self._stored(layer)))
             self._resize("input", layer, 1 - offload)

@@ -119,7 +119,7 @@ class Op:
     """Operator of the symbolic autograd, with the tensors that it reads, returns and saves.
 
     Attributes:
-        name: Its name.
+        name: Name of the operator.
         reads: Names of the inputs that get a gradient from this operator.
         makes: Bytes of the results by name.
         saves: Names of inputs or results that are saved for backward.
@@ -151,7 +151,7 @@ class Half:
 
     Args:
         item: Item as which the tensors are counted.
-        ops: The operators.
+        ops: Operators in forward order.
         inputs: Bytes of the inputs by name. The caller allocates and frees the inputs.
         held_until: Name of a tensor -> name of the operator after which it is freed, if a Python
             variable references the tensor after its last use.

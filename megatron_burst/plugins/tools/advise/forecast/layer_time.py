@@ -88,9 +88,9 @@ class Product(NamedTuple):
 def products(model: Model, run: Settings, part: LayerPart) -> Iterator[Product]:
     """Yield the matrix products of a layer's forward on one rank.
 
-    Backward has two products for each. With row chunks, the projections to q, k and v run twice in
-    forward and three more times in backward. The output projection, and the products of MLP tiles,
-    run once more in backward.
+    Backward has two products for each of them. With row chunks, the projections to q, k and v run
+    twice in forward and three more times in backward. The output projection, and the products of
+    MLP tiles, run once more in backward.
     """
     x = LayerSizes.of(model, run, part.sparse)
     if part.attention == MIXER:
@@ -192,7 +192,7 @@ BACKWARD = 3
 def output_operations(scan: Mixer, rows: int) -> float:
     """Return the FLOPs of a linear-attention forward for given entering states, over all heads.
 
-    Counted per row are: query times keys of the chunk, these products times values of the chunk,
+    Each row counts: query times keys of the chunk, these products times values of the chunk,
     reading the state and writing the state. Delta rules add: key times keys of the chunk, the
     solution of a triangular system (c^2 / 3 for c rows), products of the solution with keys and
     values, and reading the state for the key.
@@ -221,7 +221,7 @@ def state_operations(scan: Mixer, rows: int) -> float:
 def memory_traffic(x: LayerSizes, scan: Mixer, rows: int) -> float:
     """Return the bytes that one pass over the rows reads and writes (for outputs, or for states).
 
-    Counted are arguments, results, and the states of chunks, which are written and read.
+    The sum includes arguments, results, and the states of chunks, which are written and read.
     """
     arguments = scan.convolved * B + (scan.decays + scan.heads * scan.delta) * F
     return rows * (arguments + scan.values * B) + 2 * chunk_states(x, scan, rows)
@@ -436,8 +436,8 @@ def visible(seq: int, window: int = 0) -> float:
 def recomputed_attention(core: AttentionTime, run: Settings) -> float:
     """Return the seconds in which backward recomputes attention of rows without stored results.
 
-    Stored are the results of the last rows. Compute time is proportional to the busiest rank's
-    visible pairs, transfer time to the number of keys.
+    The store contains the results of the last rows. Compute time is proportional to the busiest
+    rank's visible pairs, transfer time to the number of keys.
     """
     pairs = recomputed_pairs(run.layout, run.cp, run.store)
     return core.forward * (pairs if core.bottleneck == "compute" else 1 - run.store)
@@ -446,9 +446,9 @@ def recomputed_attention(core: AttentionTime, run: Settings) -> float:
 def recomputed_pairs(layout: str, cp: int, store: float) -> float:
     """Return the fraction of the busiest rank's causal pairs that belong to recomputed rows.
 
-    Recomputed are the first (1 - store) of all rows. The fraction is (1 - store)^2 if every rank
-    has equally many of them. With zigzag, rank i has pieces i and 2 CP - 1 - i of 2 CP; with
-    contiguous, piece i of CP. Source: BurstEngine, section on sequence-level selective
+    Backward recomputes the first (1 - store) of all rows. The fraction is (1 - store)^2 if every
+    rank has equally many of these rows. With zigzag, rank i has pieces i and 2 CP - 1 - i of 2 CP;
+    with contiguous, piece i of CP. Source: BurstEngine, section on sequence-level selective
     checkpointing.
     """
     left = 1 - store

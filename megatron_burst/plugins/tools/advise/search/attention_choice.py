@@ -242,9 +242,7 @@ class AttentionForecast:
             and (grid.ulysses == 1 or placement in (None, grid.placement))
         ]
         if self.pinned.get("algorithm", "auto") not in ("auto", "ulysses") and size is None:
-            chosen = [
-                grid for grid in chosen if grid.ulysses < max(2, run.cp)
-            ]  # a ring of several ranks remains
+            chosen = [grid for grid in chosen if grid.ulysses < max(2, run.cp)]  # a ring remains
         if self.pinned.get("algorithm") == "hybrid" and size is None:
             chosen = [grid for grid in chosen if 1 < grid.ulysses < run.cp]
         parts = self.pinned.get("head_chunks", 1)

@@ -98,7 +98,7 @@ def job_of(
 
     Args:
         model: Shape of the model.
-        run: The settings of the run.
+        run: Settings of the run.
         nodes: Nodes of the job.
         per_node: GPUs of each node.
         summary: Description of the job in one line.

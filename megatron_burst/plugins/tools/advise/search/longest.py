@@ -60,7 +60,7 @@ def longest_of(
     Args:
         model: Shape of the model.
         cluster: Cluster of GPUs.
-        run: The run. `seq` is ignored.
+        run: Settings of the run; `seq` is ignored.
         core_of: Function that returns the memory of core attention, such as a cached one.
 
     Raises:
@@ -94,8 +94,8 @@ def best(
     Args:
         model: Shape of the model.
         cluster: Cluster of GPUs.
-        runs: The runs.
-        core_of: Same as in `longest_of`.
+        runs: Settings of the runs.
+        core_of: See `longest_of`.
 
     Raises:
         ValueError: No run fits; the message names a remedy for the last run.
@@ -127,13 +127,13 @@ def best(
 
 
 def _unit(run: Settings) -> int:
-    """Return the number of tokens of which the lengths to try are multiples."""
+    """Return the unit of the lengths to try, in tokens."""
     even = evenly(run)
     return even * -(-GRANULE // even)
 
 
 def evenly(run: Settings) -> int:
-    """Return the tokens of which sequences are multiples, so that ranks and chunks are equal."""
+    """Return the unit of lengths for which all ranks and row chunks have equally many rows."""
     return 2 * run.cp * run.tp * math.lcm(run.sequence_chunks, run.mlp_tiles)
 
 
@@ -160,7 +160,7 @@ def layouts_of(
     goal = TrainingGoal(seq, FULL * cluster.gpus * run.micro_batch, fixed, documents=documents)
     check_wanted(model, cluster, goal)
     by_tp, refused = {}, None
-    for groups in groups_of(model, cluster, goal):  # in the order of expert-parallel ranks
+    for groups in groups_of(model, cluster, goal):  # ordered by expert-parallel size
         own = replace(run, tp=groups.tp, cp=groups.cp, dp=1, ep=groups.ep, intra=groups.intra)
         try:
             check(model, replace(own, seq=groups.seq))

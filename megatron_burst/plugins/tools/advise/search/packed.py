@@ -106,12 +106,12 @@ def lengths_of(stated: str | Sequence[int], seq: int) -> tuple[int, ...]:
 
 
 def packed_pins(pinned: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fixed settings with those for packs added: one pack per micro-batch, no chunks.
+    """Add settings that packs require: one pack per micro-batch, no row chunks.
 
     `layout` is removed, because it is an attribute of the forecast (`cut`).
 
     Args:
-        pinned: The settings that the user has fixed.
+        pinned: Settings that the user has fixed.
 
     Raises:
         ValueError: A fixed setting is not supported with packs.
@@ -135,7 +135,7 @@ def cut_of(pinned: Mapping[str, Any]) -> Cut:
     """Return the layout of packs from the fixed settings.
 
     Args:
-        pinned: The settings that the user has fixed.
+        pinned: Settings that the user has fixed.
 
     Raises:
         ValueError: The forecast does not support packs with this layout.

@@ -77,7 +77,7 @@ def simplicity(run: Settings) -> tuple[float, ...]:
 
 
 def plainest(groups: Settings) -> Settings:
-    """Return the simplest run with the groups of `groups`.
+    """Return the simplest run with the parallel sizes of `groups`.
 
     With attention that sends nothing, the time of this run is a lower bound for all runs with these
     groups.
@@ -92,7 +92,7 @@ def unbarred(run: Settings) -> Settings:
 
 
 def simplest_first(ranked: Sequence[Configuration]) -> tuple[Configuration, ...]:
-    """Return configurations ordered by time, with the simplest of the fastest tie first."""
+    """Return configurations by time, but the simplest within the fastest tie first."""
     if not ranked:
         return ()
     limit = min(entry.seconds for entry in ranked) * (1 + TIE)

@@ -41,9 +41,8 @@ FEW_ROWS = 4096  # with fewer rows per rank, micro-batches of several sequences 
 SEQUENCES = (1, 2, 4, 8)  # sequences per micro-batch
 STORES = (1.0, 0.5, 0.0)
 OFFLOADS = (0.0, 1.0)
-FRACTIONS = tuple(
-    tenth / 10 for tenth in range(11)
-)  # values of store and offload, if memory limits them
+# Values of store and offload, if memory limits them.
+FRACTIONS = tuple(tenth / 10 for tenth in range(11))
 TILES = (1, 8)  # MLP tiles if the attention half runs whole
 CHUNKED = ((8, 32), (32, 64))  # pairs (sequence chunks, MLP tiles), if nothing else fits
 # Fields of `Settings` that are parallel sizes; other fields are options.
@@ -370,9 +369,8 @@ def _reasons(model: Model, cluster: Cluster, goal: TrainingGoal) -> Iterator[str
 def _no_way(model: Model, cluster: Cluster, goal: TrainingGoal) -> str:
     """Return the error message if fixed settings are possible individually but not together."""
     tokens = goal.seq * goal.sequences
-    odd = cluster.gpus // (
-        cluster.gpus & -cluster.gpus
-    )  # odd factor of the ranks, by which a power of two is not divisible
+    # Lengths that are powers of two are not divisible by the odd factor of the ranks.
+    odd = cluster.gpus // (cluster.gpus & -cluster.gpus)
     step = max(1, round(STEP / (odd * goal.seq))) * odd * goal.seq
     if odd > 1 and not goal.pinned and step != tokens:
         nearer = replace(goal, sequences=step // goal.seq)
