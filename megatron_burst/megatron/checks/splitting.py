@@ -81,8 +81,8 @@ _HYBRID = (
          "{flag} with --pipeline-model-parallel-size {c.pipeline_model_parallel_size}: Megatron's "
          "schedule for {flag} does not support pipelines", remove=("{flag}",)),
     Rule(lambda c, b: c.has("calculate_per_token_loss") and not c.calculate_per_token_loss,
-         "{flag}: micro-batches have unequal numbers of tokens, but equal weights in the loss "
-         "without --calculate-per-token-loss",
+         "{flag}: micro-batches have unequal numbers of tokens, but equal weights without "
+         "--calculate-per-token-loss",
          add=("--calculate-per-token-loss",)),
 )  # fmt: skip
 
