@@ -138,7 +138,7 @@ def layout_for(algorithm: Any, store: Any, pack: Any = "off") -> str:
 
 
 def burst_config(args: Any) -> BurstConfig:
-    """Return the options in arguments that `settle` completed.
+    """Return a `BurstConfig` from arguments that `settle` completed.
 
     Raises:
         ValueError: A flag has an unsupported value. The message names the flag.

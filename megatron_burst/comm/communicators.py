@@ -67,7 +67,7 @@ class Communicators:
     """The process groups of one rank. Making the object is a collective call of the grid.
 
     Args:
-        place: This rank in its grid.
+        place: Position of this rank in the grid.
         parent: Process group from which new groups take backends and timeout.
         name: Name of the new control group.
         reuse: Process groups that may carry activations.

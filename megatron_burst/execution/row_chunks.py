@@ -76,7 +76,8 @@ class RowChunkState:
         Args:
             index: Number of the row chunk.
             q: Queries of the row chunk, [r, b, h, d].
-            stored: What `kept` returned for this row chunk; only the other rows are computed.
+            stored: Result of `kept` for this row chunk, so that only the other rows are computed;
+                None computes all rows.
 
         Returns:
             out [r, b, h, w] in the dtype of q, and lse with the rows and heads of the ring, [p r,
@@ -211,7 +212,7 @@ class RowChunkState:
         return dk, dv, dsink
 
     def _zeros(self) -> list[Tensors]:
-        """Return zeros for dk and dv, each only if needed, per head chunk."""
+        """Return zeros for the needed ones of dk and dv, as one tuple per head chunk."""
         needed = [
             t for t, needs in zip(self.keys, self.rank_plan.needs_grad[1:], strict=True) if needs
         ]
@@ -383,8 +384,8 @@ class RowChunkedCall:
 
         Args:
             c: Number of the row chunk.
-            q_c: Its queries, q[plan.row_chunks[c]], [r, b, h, d].
-            stored: What `kept` returned for this row chunk, if its forward is repeated.
+            q_c: Queries of the row chunk, q[plan.row_chunks[c]], [r, b, h, d].
+            stored: Result of `kept` for this row chunk, in a recomputation; otherwise None.
 
         Returns:
             out [r, b, h, w] in the dtype of q, and lse in the accumulation dtype: [r, b, h], or [p

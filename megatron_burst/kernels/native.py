@@ -4,7 +4,7 @@
 This module checks whether the operators support given tensors. `online_softmax`, `aten` and
 `linear_cross_entropy.rows` call these functions first and use torch if they return False or None.
 The library is in the same folder (`python setup.py build_csrc`) and is loaded at first use.
-`megatron-burst doctor` reports whether it is used.
+`megatron-burst doctor` reports whether the library is used.
 
 Shape letters: s query rows, b batch, h query heads, w value width; n rows, v vocabulary rows.
 """

@@ -65,7 +65,7 @@ def _program(programs, heads, SIZE: tl.constexpr):
 
 @triton.jit
 def _offset(batch, head, of_batch, of_head):
-    """Return the first element of one head of a batch entry, in 64 bits.
+    """Return the 64-bit offset of one head of a batch entry.
 
     In tensors with more than 2^31 elements, 32-bit products of index and stride would overflow.
     """

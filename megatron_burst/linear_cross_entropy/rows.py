@@ -90,7 +90,7 @@ def softmax_gradient_(
     formula: Formula,
     peak: torch.Tensor | None = None,
 ) -> None:
-    """Replace z [n, v] by weights [n] times the derivative of the loss by h.w.
+    """Replace z [n, v] by weights [n] times the derivative of the loss with respect to h.w.
 
     Rows of weight 0 become 0 even if they contain NaN.
 
@@ -147,7 +147,7 @@ class LabelLogits(NamedTuple):
     Attributes:
         place: Column of each label; an arbitrary column for labels of other ranks.
         logits: Logit of each label; 0 for labels of other ranks.
-        slope: Derivative of the logit by h.w; 0 for labels of other ranks.
+        slope: Derivative of the logit with respect to h.w; 0 for labels of other ranks.
     """
 
     place: torch.Tensor
@@ -195,11 +195,11 @@ def entropy_gradient_(
     columns: Columns,
     formula: Formula,
 ) -> None:
-    """Replace the products z = h.w [n, v] by a gradient of entropy and log-sum-exp by z.
+    """Replace the products z = h.w [n, v] by a gradient of entropy and log-sum-exp.
 
-    The gradient is of_entropy [n] times the derivative of the entropy of a row, minus of_softmax
-    [n] times the derivative of the log-sum-exp of the row. Rows with both factors 0 become 0 even
-    if they contain NaN.
+    With derivatives with respect to z, the gradient of a row is of_entropy [n] times the derivative
+    of the entropy, minus of_softmax [n] times the derivative of the log-sum-exp. Rows with both
+    factors 0 become 0 even if they contain NaN.
     """
     if _has_triton(z):
         from . import triton_rows
@@ -274,7 +274,7 @@ def divergence_gradient_(
     weights: torch.Tensor,
     reverse: bool,
 ) -> None:
-    """Replace the student's z by weights [n] times the derivative of its divergence kl [n].
+    """Replace the student's z by weights [n] times the gradient of the divergence kl [n].
 
     Rows of weight 0 become 0 even if they contain NaN.
     """

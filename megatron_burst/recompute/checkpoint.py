@@ -85,7 +85,7 @@ class OffloadTarget(Protocol):
         args: tuple[Any, ...],
         move: Callable[[torch.Tensor], Any],
     ) -> OffloadedCall:
-        """Return `function` with `args` bound; its first call passes tensors through `move`."""
+        """Bind `args` to `function`. The first call of the result passes tensors to `move`."""
         ...
 
 
