@@ -53,7 +53,7 @@ class Event(Protocol):
         ...
 
     def settle(self) -> None:
-        """Block the calling thread until the copy is complete, also on CUDA."""
+        """Block the calling thread until the copy is complete, on a CPU and on CUDA."""
         ...
 
 

@@ -28,7 +28,7 @@ from .frames import HostFrame
 
 @dataclass
 class HostTraffic:
-    """Host memory and copy engines of one `HostMemory`, and its counts of copied bytes.
+    """Host memory and copy engines of one `HostMemory`, with counts of copied bytes.
 
     Attributes:
         arena: Allocator of the host memory.
@@ -289,7 +289,7 @@ class PendingCopies:
         self._groups[-1][1].append(weakref.ref(copy))
 
     def settle(self) -> None:
-        """Release the copies of all frames but the last, and the last frame's if complete.
+        """Release the copies of all frames except the last, and of the last frame if complete.
 
         Called when backward fetches a frame.
         """

@@ -58,7 +58,7 @@ class HostFrame:
         self._order.visit(self)
 
     def copies(self) -> list[Fetchable]:
-        """Return the existing copies without duplicates, in the order in which they were moved."""
+        """Return the copies that still exist, without duplicates, in the order of the moves."""
         copies = (ref() for ref in list(self._copies.values()))
         return list({id(copy): copy for copy in copies if copy is not None}.values())
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saved tensors of autograd and arguments of checkpoints, moved to the host until backward.
 
-This module decides which tensors stay: parameters and their views, tensor subclasses and quantised
-tensors (their memory differs from their shape), expanded tensors (a copy would need more memory),
-tensors that Megatron marks `_do_not_offload`, tensors of another device, and small tensors. Torch's
-checkpoint holds its arguments until backward. It therefore gets a function without arguments
-(`MovedArguments`). Its first call uses the tensors on the device; later calls fetch them from the
-host.
+This module decides which tensors stay on the device: parameters and their views, tensor subclasses
+and quantised tensors (their memory differs from their shape), expanded tensors (a copy would need
+more memory), tensors that Megatron marks `_do_not_offload`, tensors of another device, and small
+tensors. Torch's checkpoint holds its arguments until backward. It therefore gets a function without
+arguments (`MovedArguments`). The first call uses the tensors on the device; later calls fetch them
+from the host.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ class ScheduleScene:
 
     @cached_property
     def steps(self) -> int:
-        """Number of compute steps, without steps that only wait for transfers."""
+        """Number of steps with compute; remaining transfers may arrive later."""
         return max(self.plan.tables.steps, int(self.plan.tables.pairs.step.max(initial=-1)) + 1)
 
     @cached_property
