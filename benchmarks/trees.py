@@ -231,7 +231,7 @@ def groups(shared: bool, seed: int = 0) -> list[list[np.ndarray]]:
 
 
 def median_group(shared: bool, seed: int = 0) -> list[np.ndarray]:
-    """Return the group whose tokens are nearest to the mean; all packs of a step are like it."""
+    """Return the group with the tokens nearest to the mean; it represents all packs of a step."""
     all_groups = groups(shared, seed)
     sums = [sum(map(len, group)) for group in all_groups]
     return all_groups[int(np.argmin(np.abs(np.array(sums) - np.mean(sums))))]
