@@ -15,7 +15,7 @@ from .schedule.topology import Placement
 OFF = "megatron"  # value of `algorithm` that keeps Megatron's own attention
 Loss = Literal["off", "single_pass", "recompute"]
 Pack = Literal["off", "documents", "trees"]
-# block_striped is missing: it needs a block length and is made by `mb.layout.make`.
+# Without block_striped, which requires a block length; use `mb.layout.make`.
 NAMED_LAYOUTS = ("balanced", "contiguous", "striped", "zigzag")
 
 

@@ -91,7 +91,7 @@ class _Header(NamedTuple):
 
 
 def _pack(fact: Facts | ValueError) -> torch.Tensor:
-    """Return a uint8 [HEADER_BYTES]: a flag, digests of the values, then text, cut to fit."""
+    """Serialize facts or an error as uint8 [HEADER_BYTES]: flag, digests, and truncated text."""
     bad = isinstance(fact, ValueError)
     texts = [str(fact)] if bad else [f"{name} {value!r}" for name, value in fact.items()]
     digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]

@@ -39,7 +39,7 @@ from .process_groups import (
 from .recent import RecentCache
 from .transport import Channel, Counters, Endpoint, ProcessEndpoint
 
-INNER = __name__.partition(".")[0] + ".", "torch."  # frames of these modules are no user code
+INNER = __name__.partition(".")[0] + ".", "torch."  # frames of these modules are not user code
 CALLS = "calls so far"  # name of the fact that ranks compare
 
 

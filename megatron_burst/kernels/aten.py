@@ -147,7 +147,7 @@ class AtenKernel:
                 stats = stats.masked_fill(stats == float("-inf"), 0.0)
             inputs = dout[:, :, r], q[:, :, r], k[:, :, c], v[:, :, c], out[:, :, r], stats
             grads = self.operator.backward(*inputs, item.visibility(q), scoring.scale)
-            # In place and in the accumulation dtype: the operator's gradients have the dtype of q.
+            # Add in the accumulation dtype; the gradients of the operator have the dtype of q.
             for total, grad, part in zip(totals, grads, (r, c, c), strict=True):
                 if total is not None:
                     # `total[part] +=` would also copy the sum onto itself.
@@ -192,7 +192,7 @@ class _TileWork(NamedTuple):
         """Return [rows, columns] in the dtype of q, -inf for hidden pairs; None without a table."""
         if self.hidden is None:
             return None
-        # Made in every call: keeping the biases of all tiles in a plan would take two to eight
+        # The bias is made in every call: biases of all tiles in a plan would take two to eight
         # times the memory of the tables.
         zeros = torch.zeros(self.hidden.shape, dtype=q.dtype)
         return zeros.masked_fill_(self.hidden, float("-inf"))

@@ -116,7 +116,7 @@ def kernel(name: str, beside_rings: bool = False) -> AtenKernel:
 
     Args:
         name: "flash3" or "flash4".
-        beside_rings: True if tensors are sent while it runs.
+        beside_rings: True if tensors are sent while the kernel runs.
 
     Raises:
         ValueError: The package is missing or its functions are unknown, see `load`.

@@ -125,7 +125,7 @@ class CpuFlash:
     device = "cpu"
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     multiple = 1
-    limits: tuple[int | None, int | None] = (192, 256)  # of a large triangle, it skips too little
+    limits: tuple[int | None, int | None] = (192, 256)  # large triangles compute hidden pairs
     windows = False
     deterministic = True
     takes_delta = False

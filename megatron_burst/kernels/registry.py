@@ -132,7 +132,7 @@ def make(
     for candidate in names:
         try:
             kernel = KERNELS[candidate](q.device, beside_rings)
-        except ValueError as error:  # the package is not installed or does not fit
+        except ValueError as error:  # the package is not installed or has unknown functions
             if not auto:
                 raise
             reasons.append(str(error).split(";")[0])

@@ -27,7 +27,7 @@ from .blocks import WIDEST, BlockSizes, blocks
 from .tile_grid import TileGrid, tile_grid, tile_grids
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-COARSE = 128  # tile size for the test whether a pair sees anything
+COARSE = 128  # tile size for testing whether a pair of shards has a visible tile
 HEADS = 65535  # maximum of the second dimension of a launch
 ALIGNED = 16  # bytes: a descriptor requires it for every stride
 

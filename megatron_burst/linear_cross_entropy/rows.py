@@ -95,7 +95,7 @@ def softmax_gradient_(
     Rows of weight 0 become 0 even if they contain NaN.
 
     Args:
-        z: Products h.w, or with `peak` the exponentials that `row_stats` left.
+        z: Products h.w, or with `peak` the exponentials exp(x - peak) from `row_stats`.
         labels: Vocabulary row of each label [n], counted over all ranks.
         lse: Log-sum-exp [n] of complete rows, in the accumulation dtype.
         weights: Weights [n], in the accumulation dtype.

@@ -227,7 +227,7 @@ class RowMaps:
 
     def place(self, chunk: Chunk, rows: int) -> RowPlace:
         """Return the position of the given rows in a buffer of the chunk."""
-        # "kv" and "dkv" have the same rows, and so have all other families.
+        # Families "kv" and "dkv" share positions, and so do "query", "out" and "dquery".
         key = chunk.family in ("kv", "dkv"), chunk.owner, chunk.rows, rows
         if key not in self._places:
             if rows == chunk.rows:  # the usual case

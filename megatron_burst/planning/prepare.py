@@ -30,7 +30,7 @@ from .validate import NeedsGrad, Request, check, signature
 if TYPE_CHECKING:
     from ..autotune.rates import Rates
 
-WORKS_KEPT = 8  # cached passes per grid, for kinds of layers with masks that depend on no batch
+WORKS_KEPT = 8  # cached passes per grid: kinds of layers whose mask does not depend on the batch
 
 
 def prepare(

@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         "--context-parallel-size": arguments.context_parallel_size,
     }
     words = [f"{flag}={size}" for flag, size in own.items() if size is not None]
-    command = parse([*words, *arguments.megatron])  # the last flag wins: the command's own
+    command = parse([*words, *arguments.megatron])  # flags of COMMAND come last and win
     per_node = arguments.gpus_per_node
     # Refuse impossible sizes before the import of torch, which takes seconds.
     hierarchical_sizes(command.tp, command.cp, command.tp if per_node is None else per_node)
