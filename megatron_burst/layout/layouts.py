@@ -377,7 +377,7 @@ class DocumentZigzag(Layout):
         bounds = document_bounds(cu_seqlens)
         lengths = np.diff(bounds)
         if not bounds[-1]:
-            raise ValueError(f"cu_seqlens: the documents hold no position, got {cu_seqlens}")
+            raise ValueError(f"cu_seqlens: all documents are empty, got {cu_seqlens}")
         if (lengths % (2 * cp_size)).any():
             raise ValueError(
                 f"cu_seqlens: zigzag within documents needs multiples of {2 * cp_size} positions, "

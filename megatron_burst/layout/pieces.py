@@ -112,7 +112,7 @@ class Chains:
             ValueError: The pieces are of a tree.
         """
         if self.parents is not None:
-            raise ValueError("backward: pieces of a tree have no opposite order, only parents")
+            raise ValueError("backward: the pieces of a tree cannot be reversed")
         return Chains(self.table[::-1], self.documents, self.ranks)
 
 

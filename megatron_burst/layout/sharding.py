@@ -77,7 +77,7 @@ def unshard(parts: Sequence[torch.Tensor], layout: Layout, *, dim: int = 0) -> t
     order: list[np.ndarray] = [layout.positions(rank, seq_len) for rank in range(layout.cp_size)]
     expected, rows = [len(positions) for positions in order], [part.shape[dim] for part in parts]
     if rows != expected:
-        raise ValueError(f"parts: layout {layout.name} gives the ranks rows {expected}, got {rows}")
+        raise ValueError(f"parts: layout {layout.name} needs parts of rows {expected}, got {rows}")
     index = to_device(np.argsort(np.concatenate(order)), parts[0].device)
     return torch.cat(list(parts), dim=dim).index_select(dim, index)
 

@@ -93,7 +93,7 @@ def select_form(decay: torch.Tensor | None, beta: torch.Tensor | None, name: str
         reasons.append(f"{requirement}, got beta {_described(beta)}")
     if reasons:
         raise ValueError(
-            f"form {name} {' and '.join(reasons)}; with these arguments form='auto' takes "
+            f"form {name} {' and '.join(reasons)}; with these arguments form='auto' is "
             f"{fitting.name}"
         )
     return form

@@ -325,8 +325,8 @@ def _spans(spans: Sequence[tuple[int, int]] | np.ndarray) -> tuple[tuple[int, in
     ascending = (edges[:1] >= 0).all() and (np.diff(edges) >= 0).all()
     if spans is None or not pairs or not ascending or (edges[1::2] == edges[::2]).any():
         raise ValueError(
-            "spans must be pairs (start, stop) of integers from 0 on, in ascending order, start "
-            f"before stop and without overlaps, got {spans}"
+            "spans must be pairs (start, stop) of integers >= 0, in ascending order, start < stop "
+            f"and without overlaps, got {spans}"
         )
     if (edges > FAR).any():
         raise ValueError(f"spans must end at position {FAR} at the latest, got {edges.max()}")

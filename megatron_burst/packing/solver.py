@@ -99,7 +99,7 @@ def _checked(lengths: object, ranks: int, capacity: int, multiple: int) -> np.nd
     for name, value in (("ranks", ranks), ("capacity", capacity), ("multiple", multiple)):
         is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
         if not is_integer or value < 1:
-            raise ValueError(f"packing: {name} must be an integer from 1 on, got {value!r}")
+            raise ValueError(f"packing: {name} must be an integer >= 1, got {value!r}")
     checked = np.asarray(lengths)
     if checked.ndim != 1 or (checked.size and checked.dtype.kind not in "iu"):
         raise ValueError(f"packing: lengths must be a sequence of integers, got {lengths!r:.100}")

@@ -41,14 +41,14 @@ class Work:
         for name, least in (("token", 0), ("pair_flops", 1)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
-                raise ValueError(f"work: {name} must be an integer from {least} on, got {value!r}")
+                raise ValueError(f"work: {name} must be an integer >= {least}, got {value!r}")
         if not self.windows:
             raise ValueError("work: windows must name at least one kind of layer")
         for kind in self.windows:
             sides = tuple(0 if side is None else side for side in kind[:2])
             if len(kind) != 3 or any(type(n) is not int or n < 0 for n in (*sides, kind[2])):
                 raise ValueError(
-                    "work: windows must hold (left, right, layers), integers from 0 on or None for "
+                    "work: windows must hold (left, right, layers), integers >= 0 or None for "
                     f"no limit, got {kind!r}"
                 )
 
@@ -65,7 +65,7 @@ class Work:
             ValueError: `pair_flops` is not a positive integer.
         """
         if type(pair_flops) is not int or pair_flops < 1:
-            raise ValueError(f"work: pair_flops must be an integer from 1 on, got {pair_flops!r}")
+            raise ValueError(f"work: pair_flops must be an integer >= 1, got {pair_flops!r}")
         kinds = dict.fromkeys(windows, 0)
         for window in windows:
             kinds[window] += 1

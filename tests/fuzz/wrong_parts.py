@@ -88,7 +88,7 @@ LAYOUTS = [
     ("documents that decrease", lambda: layout(cu_seqlens=[0, 8, 4]), ("cu_seqlens", "decrease")),
     ("a number of documents", lambda: layout(cu_seqlens=8), ("cu_seqlens", "8")),
     ("no documents", lambda: layout(cu_seqlens=[]), ("cu_seqlens", "[]")),
-    ("empty documents", lambda: layout(cu_seqlens=[0, 0]), ("cu_seqlens", "no position")),
+    ("empty documents", lambda: layout(cu_seqlens=[0, 0]), ("cu_seqlens", "empty")),
     ("documents in fractions", lambda: layout(cu_seqlens=[0, 4.5]), ("cu_seqlens", "integers")),
     ("block float", lambda: layout("block_striped", block=4.0), ("block", "integer", "4.0")),
     ("rank behind the last", lambda: layout().positions(2, 8), ("rank", "0..1", "2")),

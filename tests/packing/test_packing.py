@@ -159,7 +159,7 @@ def test_no_documents():
     [
         (r"document 1 has 9 tokens, document 3 has 12 tokens, .*--seq-length", [3, 9, 8, 12], {}),
         (r"at least 1 token, got lengths \[0\]", [3, 0], {}),
-        ("ranks must be an integer from 1 on, got 0", [3], {"ranks": 0}),
+        ("ranks must be an integer >= 1, got 0", [3], {"ranks": 0}),
         ("capacity must be", [3], {"capacity": 0}),
         ("multiple must be", [3], {"multiple": 0.5}),
         ("lengths must be a sequence of integers", [1.5], {}),
