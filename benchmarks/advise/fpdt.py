@@ -183,9 +183,9 @@ def run(fit: bool = False) -> Section:
         rows=[[name, *(f"{c.published} / {words(c.found)}{'' if c.right else ' (!)'}"
                        for c in measured_cells if c.model == name)] for name in MODELS],
         figures=[
-            Figure("filled cells within one doubling", "{} of {}".format(*right["filled"]),
+            Figure("Filled cells, right within a factor of 2", "{} of {}".format(*right["filled"]),
                    "21 of 23", right["filled"][0] >= 21),
-            Figure('cells marked "-"', "{} of {}".format(*right["-"]), "15 of 17",
+            Figure('Cells marked "-"', "{} of {}".format(*right["-"]), "15 of 17",
                    right["-"][0] >= 15),
         ],
         notes=_notes(measured_cells),

@@ -55,9 +55,9 @@ def run(fit: bool = False) -> Section:
                  "forecast too short", "band", "in the band"),
         rows=_by_table(cells),
         figures=(
-            Figure("Times within the band of their GPU",
+            Figure("Times within the range of their GPU",
                    f"{within(counted)} of {len(counted)}", "90 %", share >= 0.9),
-            Figure("At fitted rates, within the band of measured ones",
+            Figure("At fitted rates, within the measured-rate range",
                    f"{within(fitted, band_of('a100', measured=True))} of {len(fitted)}", "90 %",
                    kept >= 0.9),
         ),
