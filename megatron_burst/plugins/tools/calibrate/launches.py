@@ -62,7 +62,7 @@ def _taken(ranks: Ranks, call: Callable[[], object]) -> float:
 
 
 def _alone(ranks: Ranks, model: Model) -> list[float]:
-    """Return seconds of a kernel's forward and backward together, and of a layer's."""
+    """Return seconds: kernel forward, kernel backward, and forward with backward of a layer."""
     calls = tile(ranks, model, EMPTY)
     launched = calls.forward, calls.backward, _Layer(ranks).passes
     return [median(ranks.times(partial(_taken, ranks, call))) for call in launched]
