@@ -52,7 +52,7 @@ def attention(
 
     Args:
         q: Queries of this rank, [s, b, h, d], in float64, float32, bfloat16 or float16. `layout`
-            defines which positions the s rows are.
+            defines the positions of the s rows.
         k: Keys of this rank, [s, b, k, d], with the dtype and device of q. k divides h.
         v: Values of this rank, [s, b, k, w], with the dtype and device of q.
         plan: Plan that `mb.prepare` made for tensors of these shapes. Cannot be combined with

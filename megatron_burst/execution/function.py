@@ -165,7 +165,7 @@ class StoredResults:
 
     Attributes:
         store: The store.
-        key: Identifies the call in the store.
+        key: Identifier of the call in the store.
     """
 
     store: ResultStore

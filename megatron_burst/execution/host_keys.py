@@ -40,7 +40,7 @@ class HostTensor(Protocol):
 class KeyHostMemory(Protocol):
     """Host memory for keys; implemented by `mb.HostMemory`.
 
-    framed=False: the caller fetches the tensor; backward does not prefetch it.
+    With `framed=False`, backward does not prefetch the tensor: the caller fetches it.
     """
 
     def move(self, tensor: torch.Tensor, *, framed: bool) -> Any: ...

@@ -86,7 +86,7 @@ class Operator(Protocol):
     Attributes:
         device: Device type.
         dtypes: Supported dtypes.
-        multiple: Widths must be a multiple of this.
+        multiple: Number of which widths must be a multiple.
         limits: Limits of `masks.tiling.Cutter`; tables are passed as a bias.
         windows: True if the operator supports a window.
         joins: True if the operator computes many sequences of different lengths in one call.

@@ -391,7 +391,7 @@ def check_max_logits(max_logits: torch.Tensor, q: torch.Tensor) -> None:
     """Check that `max_logits` has an element for each head of q.
 
     Raises:
-        ValueError: Its shape, dtype, device or strides are wrong, or it requires a gradient.
+        ValueError: Shape, dtype, device or strides are wrong, or `max_logits` requires a gradient.
     """
     expected, got = (accumulation_dtype(q.dtype), (q.shape[2],), q.device), f"{max_logits!r:.100}"
     if isinstance(max_logits, torch.Tensor) and not max_logits.requires_grad:
