@@ -60,15 +60,15 @@ def test_the_kernels_compile_for_gpus_that_are_not_here(device, width, dtype):
 
     sizes = {"R": rowwise.ELEMENTS // width, "W": width}
     largest = {"LARGEST": 65504.0 if dtype == "fp16" else 0}
-    for name, types, constants in (
+    for kernel, types, constants in (
         ("merge", {"out": "fp32", "lse": "fp32", "part": dtype, "part_lse": "fp32"}, sizes),
-        ("delta", {"dout": dtype, "out": dtype, "found": "fp32"}, sizes),
-        ("stand_in", {"dout": dtype, "delta": "fp32", "found": dtype}, sizes | largest),
+        ("delta", {"dout": dtype, "out": dtype, "result": "fp32"}, sizes),
+        ("stand_in", {"dout": dtype, "delta": "fp32", "target": dtype}, sizes | largest),
     ):
-        code = getattr(rowwise_code, name)
+        code = getattr(rowwise_code, kernel)
         signature = dict.fromkeys(code.arg_names, "i32")
-        signature |= {given: f"*{kind}" for given, kind in types.items()}
+        signature |= {name: f"*{kind}" for name, kind in types.items()}
         signature |= dict.fromkeys(constants, "constexpr")
         source = ASTSource(code, signature, constants)
         made = triton_compile.compiled(source, device, {"enable_fp_fusion": True})
-        assert made.spills == 0, f"{name}: {made}"
+        assert made.spills == 0, f"{kernel}: {made}"
