@@ -43,7 +43,7 @@ ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore",
 }  # fmt: skip
 
-STEPS, MIDDLE = 4, 2  # of every run, and after how many it evaluates
+STEPS, MIDDLE = 5, 2  # of every run, and after how many it evaluates
 # Of every run: two layers, steps of four short sequences each.
 COMMON = f"""
     --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --seq-length 64

@@ -26,7 +26,9 @@ def saved(tmp_path_factory, train):
 def test_every_document_as_if_alone(saved, train):
     same(saved[0], train(1, ALONE))
     (line,) = saved[0].lines("--burst-pack documents: in the first step")
-    count, made = re.search(r"step (\d+) micro-batches on each of 2 .* (\d+) as", line).groups()
+    count, made = re.search(
+        r"step (\d+) micro-batches on each of 2 .* \((\d+) before", line
+    ).groups()
     assert int(made) == 4
     assert int(count) in (4, 5)
 

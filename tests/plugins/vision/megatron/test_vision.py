@@ -165,7 +165,7 @@ def test_masks_of_gemma_keep_what_megatron_asks(model, causal, window, behind, a
     [
         ({"images": 3}, "images have the shape (3, 4); 2 positions of width 4"),
         ({"positions": [1, 48]}, "positions are from 1 to 48; they must be within the 48 tokens"),
-        ({"positions": [-1, 4]}, "positions from -1 to 4"),
+        ({"positions": [-1, 4]}, "positions are from -1 to 4"),
         ({"positions": [5, 5]}, "contains a position twice"),
         ({"positions": [0.5, 1.5]}, "positions must be integers [n], got float64"),
         ({"batch": 2}, "embeddings have the shape (24, 2, 4)"),
