@@ -242,11 +242,12 @@ class Cluster:
     def run_rates(self, per_node: int) -> Rates:
         """Return the rates for `prepare`, with shared NICs and the memory of a GPU.
 
-        A run cannot detect which ranks share NICs, and an estimate cannot measure free memory.
+        A run cannot detect shared NICs, and a forecast cannot measure free memory: both are taken
+        from this description.
 
         Args:
-            per_node: Context-parallel ranks of a group on each node; tensor-parallel ranks are
-                between them.
+            per_node: Context-parallel ranks of one group on each node. With tensor parallelism they
+                are not adjacent.
         """
         alone, ranks = replace(self.rank_rates(), room=float(self.room)), self.ranks_per_node
         if self.nics >= ranks:

@@ -176,7 +176,7 @@ def backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Return the timeout of `group`, for new groups; None if the backend has none."""
+    """Return the timeout of `group`, to create groups with it; None if the backend has none."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     return getattr(options, "_timeout", None)
 

@@ -41,7 +41,7 @@ class Sizes:
     needs_grad: tuple[bool, bool, bool]
 
     def shared(self, ulysses: int) -> Sizes:
-        """Return the sizes on the ring of a rank after `ulysses` ranks share their heads.
+        """Return the sizes of one rank in the ring, after `ulysses` ranks exchanged their heads.
 
         A rank then has all rows of its ulysses group and its share of the heads. `self` must hold
         the sizes before the all-to-all.

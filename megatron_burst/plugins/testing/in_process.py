@@ -227,7 +227,7 @@ def linear_attention(
 
 
 def state_scan(decay: Any, increment: Any, *, initial_state: Any = None, **keywords: Any) -> Any:
-    """Run `mb.state_scan` on all ranks; tensors and entering states: lists, one entry per rank.
+    """Run `mb.state_scan` on all ranks; arguments and results are lists, one entry per rank.
 
     With return_final_state, return the entering and the final states of all ranks. initial_state
     may be one tensor that all ranks share.

@@ -88,7 +88,7 @@ class TreeScene:
         return int(self.tree.positions.max()) + 1
 
     def runs(self, segment: TreeBar) -> list[tuple[int, int, int]]:
-        """Return (first, stop, rank) of each part of a segment, as positions on the path."""
+        """Split a segment into runs of rows on one rank: (first, stop, rank), by path position."""
         runs = runs_of(self.shards.holders[segment.begin : segment.stop])
         return [(segment.depth + a, segment.depth + b, rank) for a, b, rank in runs]
 

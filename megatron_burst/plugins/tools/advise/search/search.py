@@ -299,7 +299,7 @@ class Search:
             return None
 
     def _finer(self, groups: Settings, best: Configuration | None) -> list[TimedRun]:
-        """Return runs with tenths of store and offload that may be faster than `best` by over TIE.
+        """Return runs whose store and offload are multiples of 0.1 and that may beat `best` by TIE.
 
         Stores that exceed GPU memory with every offload are excluded.
         """
