@@ -33,7 +33,7 @@ _NOTE, _COMPARED = "cut", "cluster file"
 
 @dataclass(frozen=True)
 class BatchCut:
-    """How batches are cut over ranks; the same for every batch, model and rank of a run.
+    """The cut of batches over ranks, the same for every batch, model and rank of a run.
 
     The fields after `name` are used only for layout "balanced".
 
