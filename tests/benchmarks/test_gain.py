@@ -39,10 +39,10 @@ def test_the_page_has_the_measured_ratios():
 
 
 def test_every_loss_is_on_the_page(rows):
-    page = (DOCS / "gain.md").read_text()
+    page = " ".join((DOCS / "gain.md").read_text().split())  # its lines may be wrapped
     lost = list(gain.losses(rows))
     assert lost
-    assert all(line in page for line in lost)
+    assert [line for line in lost if line not in page] == []
 
 
 def test_a_loss_without_a_reason_is_an_error(rows):

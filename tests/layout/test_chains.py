@@ -136,7 +136,7 @@ def test_pieces_of_a_tree_continue_the_end_of_the_segment_above():
     assert actual.before.tolist() == [-1, 0, 1, 1, 0, -1]
     assert actual.begins.tolist() == [True, False, False, False, False, True]
     assert actual.ends.tolist() == [False, False, True, True, True, True]
-    with pytest.raises(ValueError, match="backward: pieces of a tree"):
+    with pytest.raises(ValueError, match="backward: the pieces of a tree"):
         actual.backward()
     layout = mb.layout.make("contiguous", cp_size=2)
     with pytest.raises(ValueError, match="tree: mutually exclusive with cu_seqlens"):

@@ -440,7 +440,7 @@ def test_flags_of_a_family(name, flags):
 
 @pytest.mark.parametrize(("words", "status", "said"), [
     (["--model", "llama3-70b", "--gpus", "2", "--seq", "128K"], 1, "does not fit"),
-    (["--model", "llama3-8b", "--gpus", "12", "--seq", "1M"], 2, "give a multiple, such as 16"),
+    (["--model", "llama3-8b", "--gpus", "12", "--seq", "1M"], 2, "use a multiple, such as 16"),
     (["--model", "llama3-8b", "--gpus", "8", "--seq", "1M", "--gpu", "x9"], 2, "unknown; use one"),
     (["--model", "llama9", "--gpus", "8", "--seq", "1M"], 2, "llama3-8b"),
     (["--gpus", "8", "--seq", "1M"], 2, "--model is required"),
