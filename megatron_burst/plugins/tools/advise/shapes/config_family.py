@@ -230,7 +230,7 @@ def _activation(fields: Fields, gated: bool) -> tuple[str, list[str]]:
 
 def _lacking(model: Model, fields: Fields, kind: str, structure: Structure) -> Iterator[str]:
     if structure.out_bias and not structure.mlp_bias:
-        yield "a bias of only attention's output"
+        yield "a bias of attention's output alone"
     if structure.mlp_bias and not structure.qkv_bias:
         yield "biases of the MLP without biases of attention"
     if structure.head_norms == "all":
