@@ -108,7 +108,10 @@ def test_a_prefix_tree_equals_separate_trajectories(four):
         assert apart < 1e-7  # gates are in fp32
         assert gap < 1e-6 * largest
         assert rows < all_rows
-        assert "with --burst-linear auto or all_gather, got 2 and megatron: tree=False" in told
+        assert (
+            "and --burst-linear auto or all_gather, got 2 ranks and megatron; use tree=False"
+            in told
+        )
 
 
 @pytest.mark.parametrize(
