@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -175,10 +174,14 @@ def numbers(picture: Picture) -> str:
 
 def _wrapped(line: str) -> list[str]:
     """Return the lines of a command, which break before an option."""
-    options = line.replace(" --", "\n--").split("\n")
-    line = " ".join(option.replace(" ", "\0") for option in options)
-    lines = textwrap.wrap(line, 90, break_on_hyphens=False, break_long_words=False)
-    return [line.replace("\0", " ") for line in lines]
+    first, *options = line.split(" --")
+    lines = [first]
+    for option in options:
+        if len(f"{lines[-1]} --{option}") <= 90:
+            lines[-1] += f" --{option}"
+        else:
+            lines.append(f"--{option}")
+    return lines
 
 
 def page() -> str:

@@ -7,7 +7,6 @@ are forked from one that has imported torch and Megatron, which takes longer tha
 
 import compileall
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -15,9 +14,9 @@ import sys
 import textwrap
 import zipfile
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+from fork_server import ForkServer
 
 from megatron_burst import registry
 
@@ -81,102 +80,49 @@ os._exit(0)  # gloo's threads may still abort an interpreter that ends, once in 
 """
 
 
-# Forks a process for each entry of a line of JSON, and writes their exit codes.
+# Runs code with the package in a folder; the server itself must not import it.
 SERVER = """
-import contextlib, importlib, json, os, signal, sys, traceback
+import contextlib, importlib, os, sys
 
 import torch.distributed
+from fork_server import serve
+
 for name in ("megatron.core.models.gpt", "megatron.core.pipeline_parallel", "transformers"):
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
-answers = os.fdopen(os.dup(1), "w")
 
-def run(code, arguments, folder, output, errors):
-    for descriptor, path in ((1, output), (2, errors)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+def run(code, arguments, folder):
     assert not [name for name in sys.modules if name.startswith("megatron_burst")]
     sys.path.insert(0, folder)
     sys.argv = ["-c", *arguments]
     os.chdir(folder)
-    status = 0
-    signal.alarm(240)  # a process that hangs is killed
-    try:
-        exec(code, {"__name__": "__main__"})
-    except SystemExit as end:
-        status = end.code or 0
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    exec(code, {"__name__": "__main__"})
+    return 0
 
-for line in sys.stdin:
-    children = []
-    for task in json.loads(line):
-        child = os.fork()
-        if not child:
-            run(**task)
-        children.append(child)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    print(json.dumps(codes), file=answers, flush=True)
-os._exit(0)
+serve(run)
 """
-
-
-class Finished(NamedTuple):
-    """The exit code of a process and what it printed."""
-
-    code: int
-    output: str
-    errors: str
-
-
-class Processes:
-    """The server, from outside."""
-
-    def __init__(self, folder):
-        self.folder, self.count = folder, 0
-        environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-                       "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": ""}  # fmt: skip
-        self.log = (folder / "server.log").open("w")
-        self.server = subprocess.Popen(
-            [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self.log, text=True, env=os.environ | environment, cwd=folder,
-        )  # fmt: skip
-
-    def run(self, code, folder, *arguments):
-        """Run `code` with the package in `folder`, in a process for each list of arguments."""
-        tasks = []
-        for words in arguments:
-            self.count += 1
-            files = [str(self.folder / f"{self.count}.{kind}") for kind in ("out", "err")]
-            tasks.append({"code": code, "arguments": words, "folder": str(folder),
-                          "output": files[0], "errors": files[1]})  # fmt: skip
-        print(json.dumps(tasks), file=self.server.stdin, flush=True)
-        answer = self.server.stdout.readline()
-        assert answer, (self.folder / "server.log").read_text()
-        return [
-            Finished(code, Path(task["output"]).read_text(), Path(task["errors"]).read_text())
-            for code, task in zip(json.loads(answer), tasks, strict=True)
-        ]
-
-    def close(self):
-        with self.log, self.server:  # closes its pipes and waits
-            pass
 
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory):
-    server = Processes(tmp_path_factory.mktemp("processes"))
-    yield server
+    """`processes(code, folder, *arguments)`: run code once for each list of arguments."""
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo",
+                   "PYTHONPATH": str(Path(__file__).parents[1] / "helpers")}  # fmt: skip
+    command = [sys.executable, "-c", SERVER]
+    server = ForkServer(command, tmp_path_factory.mktemp("processes"), environment)
+
+    def run(code, folder, *arguments):
+        tasks = [{"code": code, "arguments": words, "folder": str(folder)} for words in arguments]
+        return server.run(tasks, limit=240)
+
+    yield run
     server.close()
 
 
 def trained(processes, folder, store):
     """Train on two ranks with the package in this folder, and return what both print."""
     ranks = [[str(rank), str(store), str(folder)] for rank in (0, 1)]
-    ends = processes.run(TRAINING, folder, *ranks)
+    ends = processes(TRAINING, folder, *ranks)
     assert [rank.code for rank in ends] == [0, 0], ends
     return [json.loads(rank.output.splitlines()[-1]) for rank in ends]
 
@@ -282,7 +228,7 @@ def test_options_and_flags_go_with_their_plugin(name, processes, wheel, tmp_path
     shutil.copytree(wheel, folder)
 
     def listed():
-        (listing,) = processes.run(LISTING, folder, [])
+        (listing,) = processes(LISTING, folder, [])
         assert listing.code == 0, listing.errors
         *fields, flags = listing.output.split()
         assert int(flags) == len(fields)
@@ -307,7 +253,7 @@ def test_what_needs_a_plugin_is_refused_by_name(name, processes, wheel, tmp_path
     words = f"needs the plugin {name} of megatron_burst, which is not installed"
 
     def run():
-        (ended,) = processes.run(REFUSING.format(needs=needs), folder, [])
+        (ended,) = processes(REFUSING.format(needs=needs), folder, [])
         return ended
 
     assert words not in run().errors

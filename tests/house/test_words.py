@@ -9,21 +9,13 @@ import ast
 import io
 import re
 import tokenize
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from documented import FENCE, PAGES, ROOT, indented
 
-ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "megatron_burst").rglob("*.py"))
-PAGES = sorted(
-    [
-        ROOT / "README.md",
-        ROOT / "CONTRIBUTING.md",
-        ROOT / "CHANGELOG.md",
-        *(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts),
-    ]
-)
+PAGES = [*PAGES, ROOT / "CHANGELOG.md"]
 README_WORDS, DOCS_WORDS, CHANGELOG_LINES, LESSONS_LINES = 1000, 45_000, 60, 80
 COLUMNS = 100
 
@@ -45,7 +37,7 @@ class Phrase(NamedTuple):
 
 PHRASES = (
     Phrase(r"\blets? go of\b", "frees, releases"),
-    Phrase(r"\bgoe?s? by the\b", "uses, depends on"),
+    Phrase(r"\bgo(?:es)? by the\b", "uses, depends on"),
     Phrase(r"\b(?:nobody|somebody|whoever|anybody)\b", "no rank, a caller"),
     Phrase(r"\b[Nn]one where\b", "None if"),
     Phrase(r"\bmend(?:s|ed)?\b", "fix"),
@@ -92,12 +84,15 @@ def texts_of(source, place="source"):
             yield Text(f"{place}:{token.start[0]}", token.string[1:].strip())
 
 
+def without_fences(page):
+    """Return a page whose fenced blocks are empty lines, so that line numbers stay."""
+    return FENCE.sub(lambda block: "\n" * block[0].count("\n"), page)
+
+
 def prose_of(page, place="page"):
-    """Yield the lines of a page that are not in a code block."""
-    fenced = False
-    for number, line in enumerate(page.splitlines(), 1):
-        fenced ^= line.lstrip().startswith("```")
-        if not fenced and " " in line:
+    """Yield the lines of a page that are not in a fenced block."""
+    for number, line in enumerate(without_fences(page).splitlines(), 1):
+        if " " in line:
             yield Text(f"{place}:{number}", line)
 
 
@@ -130,16 +125,10 @@ def vague_names(source, place="source"):
 
 
 def wide_lines(page):
-    """Return the numbers of the wide lines of code; a block marked `text` is a command's output."""
-    fence, wide = None, []
-    for number, line in enumerate(page.splitlines(), 1):
-        if line.lstrip().startswith("```"):
-            fence = None if fence is not None else line.strip("` ")
-            continue
-        is_code = line.startswith("    ") if fence is None else fence != "text"
-        if is_code and len(line.removeprefix("    ")) > COLUMNS:
-            wide.append(number)
-    return wide
+    """Return the wide lines of code; a block marked `text` is the output of a command."""
+    fenced = [block[3] for block in FENCE.finditer(page) if block[2] != "text"]
+    lines = "\n".join([*fenced, *indented(without_fences(page))]).splitlines()
+    return [line for line in lines if len(line) > COLUMNS]
 
 
 def of_package(check):
@@ -214,7 +203,7 @@ def test_code_blocks_are_not_prose():
 
 def test_wide_lines_are_noticed():
     wide = "x" * (COLUMNS + 1)
-    assert wide_lines(f"{wide}\n```python\n{wide}\n```\n\n    {wide}\n") == [3, 6]
+    assert wide_lines(f"{wide}\n\n```python\n{wide}\n```\n\n    {wide}\n") == [wide] * 2
     assert not wide_lines(f"```text\n{wide}\n```\n\n    {wide[1:]}\n")
 
 

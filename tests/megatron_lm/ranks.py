@@ -1,28 +1,24 @@
 """`megatron-burst pretrain --cpu train_gpt.py ...` on forked ranks, as torchrun starts them.
 
-As a script this is a server. It imports a module, which takes longer than a run, and forks the
-ranks of each run that it reads from its input (JSON lines, one answer each). Unlike torchrun it
-does not kill ranks if one fails, so tests see how each rank ends.
+As a script this is the server that forks the ranks (`fork_server`). Unlike torchrun it does not
+kill ranks if one fails, so tests see how each rank ends.
 """
 
 import contextlib
 import gc
 import importlib
-import json
 import os
 import random
 import re
 import runpy
-import signal
 import socket
 import subprocess
 import sys
-import time
-import traceback
 from dataclasses import dataclass
 from functools import cached_property
-from multiprocessing import util
 from pathlib import Path
+
+from fork_server import ForkServer, serve
 
 SCRIPT = Path(__file__).with_name("train_gpt.py")
 ROOT = Path(__file__).parents[2]
@@ -43,7 +39,7 @@ ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore",
 }  # fmt: skip
 
-STEPS, MIDDLE = 5, 2  # of every run, and after how many it evaluates
+STEPS, MIDDLE = 6, 3  # of every run, and after how many it evaluates
 # Of every run: two layers, steps of four short sequences each.
 COMMON = f"""
     --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --seq-length 64
@@ -83,36 +79,31 @@ class Run:
 
 
 class Ranks:
-    """The client of the server: `run(world, flags)`."""
+    """The server, from outside."""
 
     def __init__(self, folder, imported="megatron.training.training", beside=ROOT):
-        """Start a server that imports the module `imported`, also from the folder `beside`."""
-        self.folder, self.count = folder, 0
+        """`imported`: module that all runs need, found also in the folder `beside`."""
         path = os.pathsep.join([ENVIRONMENT["PYTHONPATH"], str(beside)])
-        with (folder / "server.log").open("w") as log:
-            self.server = subprocess.Popen(
-                [sys.executable, __file__, imported], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=log, text=True, env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
-            )  # fmt: skip
+        command = [sys.executable, __file__, imported]
+        self.server = ForkServer(command, folder, ENVIRONMENT | {"PYTHONPATH": path})
 
     def run(self, world, flags, odd=None, script=None, limit=LIMIT):
-        """Run `flags` on every rank, and also `odd` on rank 1.
+        """Run a script with `flags` on every rank.
 
-        `script` runs alone, without our code except the CPU's replacements. A run may take
-        ``limit`` seconds.
+        odd: additional flags of rank 1. script: runs by itself, with nothing of ours but the
+        replacements for a CPU; default: `SCRIPT` by the launcher. limit: seconds.
         """
-        self.count += 1
-        outputs = [str(self.folder / f"{self.count}-{rank}.log") for rank in range(world)]
-        argv = [[*flags, *(odd or [])] if rank == 1 else flags for rank in range(world)]
-        asked = {"outputs": outputs, "argv": argv, "script": script and str(script)}
-        print(json.dumps(asked | {"limit": limit}), file=self.server.stdin, flush=True)
-        answer = self.server.stdout.readline()
-        assert answer, (self.folder / "server.log").read_text()
-        return Run(json.loads(answer), [Path(path).read_text() for path in outputs])
+        port = free_port()
+        tasks = [
+            {"rank": rank, "world": world, "port": port, "script": script and str(script),
+             "argv": [*flags, *(odd or [])] if rank == 1 else flags}
+            for rank in range(world)
+        ]  # fmt: skip
+        ended = self.server.run(tasks, limit)
+        return Run([rank.code for rank in ended], [rank.output + rank.errors for rank in ended])
 
     def close(self):
-        with self.server:  # closes its pipes and waits
-            pass
+        self.server.close()
 
 
 def under_torchrun(world, flags):
@@ -126,20 +117,6 @@ def under_torchrun(world, flags):
     return Run([done.returncode], [done.stdout])
 
 
-def serve():
-    sys.stdout.flush()
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        asked = json.loads(line)
-        port = free_port()
-        children = [
-            fork(rank, len(asked["argv"]), port, argv, asked["outputs"][rank], asked["script"])
-            for rank, argv in enumerate(asked["argv"])
-        ]
-        print(json.dumps(wait(children, asked["limit"])), file=answers, flush=True)
-
-
 def free_port():
     """Return a port below those that the system assigns to connections."""
     while True:
@@ -149,51 +126,17 @@ def free_port():
             return port
 
 
-def fork(rank, world, port, argv, output, script):
-    child = os.fork()
-    if child:
-        return child
-    log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+def run_rank(rank, world, port, argv, script):
+    """Run one rank in a forked process."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    code = 1
     share_one_device()
-    try:
-        code = (
-            run_alone(script, argv) if script else main(["pretrain", "--cpu", str(SCRIPT), *argv])
-        )
-    except SystemExit as end:
-        code = end.code or 0
-    except BaseException:
-        traceback.print_exc()  # into the log: os._exit would leave without a word
-    finally:
-        util._exit_function()  # processes that a rank has started (for a checkpoint) end with it
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def run_alone(script, argv):
+    if script is None:
+        return main(["pretrain", "--cpu", str(SCRIPT), *argv])
     cpu.enable()
     sys.argv = [script, *argv]
     runpy.run_path(script, run_name="__main__")
     return 0
-
-
-def wait(children, limit):
-    """Return exit codes; processes that exceed the limit are killed (-9)."""
-    codes, end = dict.fromkeys(children), time.monotonic() + limit
-    while None in codes.values():
-        for child in [child for child, code in codes.items() if code is None]:
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                codes[child] = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() > end:
-                os.kill(child, signal.SIGKILL)
-        time.sleep(0.05)
-    return list(codes.values())
 
 
 if __name__ == "__main__":
@@ -207,4 +150,4 @@ if __name__ == "__main__":
         with contextlib.suppress(ImportError):  # of a Megatron that is older
             importlib.import_module(name)
     gc.freeze()  # what was imported stays: no rank looks through it for garbage
-    serve()
+    serve(run_rank)

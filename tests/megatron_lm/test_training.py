@@ -62,7 +62,7 @@ def test_two_ranks_train_like_one(train, saved):
 def test_the_loss_falls_so_the_comparison_means_something(train):
     losses = [loss for loss, _ in train(1).steps.values()]
     assert len(losses) == STEPS
-    assert losses[-1] < losses[0] - 0.1
+    assert losses[-1] < losses[0] - 0.2
 
 
 def test_the_start_up_line_and_the_flags_are_in_the_log(saved):

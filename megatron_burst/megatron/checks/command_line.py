@@ -38,10 +38,10 @@ def settings_of(args: Any) -> SimpleNamespace:
 
     With a yaml file the arguments have sections, whose entries are read like the other arguments.
     """
-    sections = (getattr(args, name, None) for name in ("language_model", "model_parallel"))
     settings: dict[str, Any] = {}
-    for section in sections:
-        settings |= {} if section is None else vars(section)
+    for name in ("language_model", "model_parallel"):
+        if (section := getattr(args, name, None)) is not None:
+            settings |= vars(section)
     settings |= vars(args)
     if "num_query_groups" in settings and not settings.get("group_query_attention", True):
         settings["num_query_groups"] = None

@@ -101,7 +101,7 @@ def _settled(command: MegatronCommand, burst_flags: Any) -> BurstConfig:
     config.context_parallel_size = command.cp
     burst, errors, _ = complete_flags(burst_flags, config)
     if errors:
-        raise ValueError(errors[0])
+        raise ValueError("; ".join(errors))
     return burst
 
 

@@ -144,6 +144,7 @@ def test_config_of_hybrids():
      ({"ssm_state_size": 16}, "does not understand 'ssm_state_size' .16."),
      ({"sliding_window": 64}, "does not understand 'sliding_window' .64."),
      ({"attention_chunk_size": 64}, "does not understand 'attention_chunk_size' .64."),
+     ({"attn_type_list": [0, 1]}, "'attn_type_list' has 2 entries for 4 layers"),
      ({"attn_type_list": [0, 1, 1, 1]}, "does not understand model_type 'llama': layers of linear"),
      ({"block_configs": [{"no_op": True}] * 4}, "does not understand 'block_configs'"),
      ({"num_attention_heads_per_layer": [8, 4, 4, 4]}, "'num_attention_heads_per_layer'"),

@@ -133,12 +133,13 @@ def rival(
     """
     if reason := refused(kind, model, cluster, run):
         return Rival(kind, reason)
-    timed = _timed(kind, model, cluster, run, lengths)
-    for option in timed:
-        if (fitting := _fitted(option, model, cluster)).fits:
-            return fitting
-    fitted = [_fitted(option, model, cluster) for option in timed]
-    return min(fitted, key=lambda option: option.bytes)
+    too_large = []
+    for option in _timed(kind, model, cluster, run, lengths):
+        fitted = _fitted(option, model, cluster)
+        if fitted.fits:
+            return fitted
+        too_large.append(fitted)
+    return min(too_large, key=lambda option: option.bytes)
 
 
 def _timed(

@@ -346,7 +346,7 @@ def _step(time: StepTime | str, cluster: clusters.Cluster) -> str:
 
 def facts(estimate: MemoryEstimate) -> dict[str, Any]:
     """Return the output of `show` as plain data for JSON, in bytes and seconds."""
-    (shown, cluster, binds, _, searched, packs), time = estimate, estimate.time()
+    shown, packs, time = estimate.account, estimate.packs, estimate.time()
     run = shown.run
     groups = {name: getattr(run, name) for name in ("tp", "cp", "pp", "vpp", "ep", "dp")}
     return {
@@ -358,12 +358,12 @@ def facts(estimate: MemoryEstimate) -> dict[str, Any]:
                  "items": dict(shown.peak.items)},
         "phases": [{"phase": p.phase, "bytes": p.bytes} for p in shown.peaks],
         "host": dict(shown.host),
-        "room": cluster.room,
-        "host_room": round(cluster.host_per_rank),
+        "room": estimate.cluster.room,
+        "host_room": round(estimate.cluster.host_per_rank),
         "fits": estimate.left.fits,
         "not_counted": list(shown.model.uncounted),
-        "binds": binds,
-        "flags": run_flags(shown.model, run) if searched else None,
+        "binds": estimate.binds,
+        "flags": run_flags(shown.model, run) if estimate.searched else None,
         "seconds": None if isinstance(time, str) else time.seconds,
         "mfu": None if isinstance(time, str) else time.mfu,
         "kernel": None if isinstance(time, str) else estimate.kernel().facts(),

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
 
 from .....layout import make
 from .....masks import Causal, Window
@@ -17,6 +16,7 @@ from .....options import ring_algorithm
 from .....schedule import cost
 from .....schedule.demand import Visibility, visibility_of
 from .....schedule.dry_run import HeldBuffers, dry_run
+from .....schedule.rings import Schedule
 from .....schedule.sizes import Sizes as RowSizes
 from .....schedule.tables import Grid
 from .....schedule.topology import Topology
@@ -222,9 +222,9 @@ def most_held(
     forward = cost.forward_schedule(name, grid, one_by_one, sizes)
     backward = cost.backward_schedule(name, grid, seen, sizes, side=side)
 
-    def most(schedule: Any) -> HeldBuffers:
-        ranks_buffers = (dry_run(schedule, rank, wire=wire, packed=packed) for rank in ranks)
-        return max(ranks_buffers, key=lambda buffers: buffers.bytes(_rows))
+    def most(schedule: Schedule) -> HeldBuffers:
+        of_ranks = (dry_run(schedule, rank, wire=wire, packed=packed) for rank in ranks)
+        return max(of_ranks, key=lambda buffers: buffers.bytes(_rows))
 
     return most(forward), most(backward)
 

@@ -319,8 +319,7 @@ def _latent(fields: Fields, heads: int) -> dict[str, Any]:
 def _mlp(source: Source, pattern: str, with_mlp: int, hidden: int) -> dict[str, Any]:
     """Return the fields of `Model` on MLPs: dense, or experts in some layers."""
     fields, kind = source.fields, source.kind
-    ffn = fields.size(*FFN)
-    ffn = ffn or 4 * hidden  # the default of GPT-2 and its descendants
+    ffn = fields.size(*FFN) or 4 * hidden  # the default of GPT-2 and its descendants
     experts, of_expert = fields.size(*EXPERTS), fields.size(*OF_EXPERT)
     if kind == "granitemoehybrid" and not experts:  # only the shared MLP remains
         return {"ffn": fields.needed(*SHARED_WIDTH)}
@@ -415,6 +414,10 @@ def _pattern(source: Source, layers: int) -> str:
             fields.accept("attention_chunk_size")
         return "".join(letters[layer_type] for layer_type in types)
     if linear := fields.items_of("attn_type_list", int):  # MiniMax: 0 is linear attention
+        if len(linear) != layers:
+            raise ValueError(
+                f"{fields.name}: 'attn_type_list' has {len(linear)} entries for {layers} layers"
+            )
         return "".join("LF"[bool(full)] for full in linear)
     return _windows(source, layers)
 

@@ -1,0 +1,117 @@
+"""Processes that are forked from one that has imported what they need.
+
+Imports take longer than most of these processes run. `serve` is the loop of the server,
+`ForkServer` is the server from outside.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from multiprocessing import util
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Finished(NamedTuple):
+    """The exit code of a process and what it printed; -9 if it was killed at its limit."""
+
+    code: int
+    output: str
+    errors: str
+
+
+class ForkServer:
+    """A server process that runs `serve`.
+
+    Args:
+        command: words of the server's command line.
+        folder: folder for logs and outputs.
+        environment: variables of the server and its processes.
+    """
+
+    def __init__(self, command, folder, environment):
+        self.folder, self.count = folder, 0
+        with (folder / "server.log").open("w") as log:
+            self.server = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+                env=os.environ | environment,
+            )  # fmt: skip
+
+    def run(self, tasks, limit):
+        """Run a process for each task, all at once, and return how each finished.
+
+        Args:
+            tasks: keyword arguments of the function that was passed to `serve`.
+            limit: seconds after which processes are killed.
+        """
+        self.count += 1
+        named = [str(self.folder / f"{self.count}-{index}") for index in range(len(tasks))]
+        request = {"tasks": tasks, "limit": limit, "files": named}
+        print(json.dumps(request), file=self.server.stdin, flush=True)
+        answer = self.server.stdout.readline()
+        assert answer, (self.folder / "server.log").read_text()
+        return [
+            Finished(code, Path(f"{name}.out").read_text(), Path(f"{name}.err").read_text())
+            for code, name in zip(json.loads(answer), named, strict=True)
+        ]
+
+    def close(self):
+        with self.server:  # closes its pipes and waits
+            pass
+
+
+def serve(run):
+    """Read requests from the standard input until it ends.
+
+    Args:
+        run: called with the arguments of a task in a process of its own; returns an exit code.
+    """
+    sys.stdout.flush()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        children = [
+            _fork(run, task, name)
+            for task, name in zip(request["tasks"], request["files"], strict=True)
+        ]
+        print(json.dumps(_wait(children, request["limit"])), file=answers, flush=True)
+    os._exit(0)  # an interpreter with torch takes seconds to end
+
+
+def _fork(run, task, name):
+    child = os.fork()
+    if child:
+        return child
+    for descriptor, suffix in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{name}.{suffix}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    code = 1
+    try:
+        code = run(**task)
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:
+        traceback.print_exc()  # os._exit would leave without a message
+    finally:
+        util._exit_function()  # processes that this one started (for a checkpoint) end with it
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _wait(children, limit):
+    """Return exit codes; processes that take too long are killed (-9)."""
+    codes, end = dict.fromkeys(children), time.monotonic() + limit
+    while None in codes.values():
+        for child in [child for child, code in codes.items() if code is None]:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                codes[child] = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > end:
+                os.kill(child, signal.SIGKILL)
+        time.sleep(0.02)
+    return list(codes.values())
