@@ -1,18 +1,17 @@
-"""What works with which Megatron: the tests of the Megatron folders, version by version.
+"""Features that work with each version of Megatron, from tests of the Megatron folders.
 
     make compatibility                            # releases of megatron-core, from the registry
-    make compatibility ARGS='--tree main=PATH'    # and a checkout of Megatron-LM
+    make compatibility ARGS='--tree main=PATH'    # also a checkout of Megatron-LM
 
-    make compatibility ARGS='--only delta'        # the rows with this in their names, added
+    make compatibility ARGS='--only delta'        # only the rows with this text in their names
 
     make test-te                                  # the rows of Transformer Engine's layers (TE)
 
-Each version takes the place of the installed one in a pytest process of its own, which runs the
-tests that stand for a feature. A cell says "works" if all of them passed, "refused" if they passed
-and assert a refusal, "fails" if any did not pass, and "-" if one did not run. What ran is kept in
-docs/compatibility.json, so that a version can be run by itself. Owns which tests stand for which
-feature; docs/compatibility.md is written from what ran. Knows nothing of what a feature
-is.
+Each version replaces the installed one in its own pytest process, which runs the tests of each
+feature. A cell is "works" if all tests of the feature passed, "refused" if they passed and assert
+an error, "fails" if a test failed, and "-" if a test did not run. Results are kept in
+docs/compatibility.json, so that one version can be tested alone. Owns the list of tests of each
+feature, and the generated section of docs/compatibility.md.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "docs" / "compatibility.json"
-# At the end: benchmarks and examples both have a checkpoint.py, and a test imports this.
+# Appended, not inserted: benchmarks and examples both have a checkpoint.py, and tests import this.
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tests" / "te")]
 from report import markdown, progress, write_section  # noqa: E402
 from rows import ROWS  # noqa: E402
@@ -53,7 +52,7 @@ RELEASES = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
 
 
 class Feature(NamedTuple):
-    """A row: its name, the tests that stand for it, and what they show when they pass."""
+    """A row of the table: its name, its tests, and the text of a cell if all tests passed."""
 
     name: str
     tests: tuple[str, ...]
@@ -157,8 +156,8 @@ FEATURES = (
 TE_FEATURES = tuple(Feature(name, tests) for name, tests in ROWS)
 UNTESTED = ("fp8 computation", "heterogeneous layers")
 
-# What Python runs first in each process: `megatron` is this tree and no other, or a release without
-# megatron.training would be joined by that of the installed one.
+# Python runs this first in each process. It makes `megatron` the tested tree only. Otherwise a
+# release without megatron.training would import the installed megatron.training.
 ONLY = """
 import sys
 from importlib.machinery import ModuleSpec
@@ -204,7 +203,7 @@ def main() -> int:
 def added(
     earlier: dict[str, Any], found: dict[str, Any], rows: Sequence[Feature]
 ) -> dict[str, Any]:
-    """What was known of a version, with rows that ran later; their days are kept."""
+    """Return the earlier results of a version with rows that ran later, and their dates."""
     later = {row.name: found["date"] for row in rows}
     return earlier | {
         "tests": earlier["tests"] | found["tests"],
@@ -214,20 +213,20 @@ def added(
 
 
 def commit(tree: Path) -> str:
-    """Of a checkout; "unknown" for files without a history."""
+    """Return the commit of a checkout; "unknown" if the folder is not a git repository."""
     command = ["git", "-C", str(tree), "rev-parse", "--short=8", "HEAD"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 
 def record_te(files: list[Path]) -> int:
-    """Keep what runs of `make test-te` found, with the installed megatron-core."""
+    """Keep results of `make test-te`, for the installed version of megatron-core."""
     ran = {test: end for file in files if file.exists() for test, end in _parsed(file).items()}
     known, version = json.loads(RECORD.read_text()), metadata.version("megatron-core")
     entry = known.get(version, {"date": "-", "tests": {}})
     found = te_entry(entry.get("te"), ran, metadata.version("transformer_engine"), date.today())
     if found is None:
-        print("compatibility: no row of Transformer Engine ran as a whole: nothing is kept")
+        print("compatibility: no row of Transformer Engine ran completely: nothing is kept")
         return 0
     keep(known | {version: entry | {"te": found}})
     return 0
@@ -236,8 +235,10 @@ def record_te(files: list[Path]) -> int:
 def te_entry(
     earlier: dict[str, Any] | None, ran: dict[str, str], release: str, day: date
 ) -> dict[str, Any] | None:
-    """The rows of which every test ran, with their day; others stay as they were if they were of
-    this release of Transformer Engine. None if no row ran."""
+    """Return the rows whose tests all ran, with the date; None if there is no such row.
+
+    Other rows keep their earlier results if these are for the same release of Transformer Engine.
+    """
     rows = [f for f in TE_FEATURES if all(ran.get(t, "skipped") != "skipped" for t in f.tests)]
     if not rows:
         return None
@@ -256,40 +257,54 @@ def keep(known: dict[str, dict[str, Any]]) -> None:
 
 
 def table(known: dict[str, dict[str, Any]]) -> str:
-    """All versions on record, oldest first."""
+    """Return the tables of all recorded versions, oldest first, and a line about their tests.
+
+    Versions with equal results share a column. The second table has the rows of Transformer Engine,
+    for the versions that were tested with it.
+    """
     versions = sorted(known)
-    theirs = {v: known[v].get("te") or {"tests": {}, "dates": {}} for v in versions}
-    rows = [[f.name, *(cell(f, known[v]["tests"]) for v in versions)] for f in FEATURES]
-    days = ({"": known[v]["date"], **known[v].get("later", {})} for v in versions)
-    when = [["run on", *map(_days, days)]]
-    when += [["commit", *(_commits(known[v].get("commits", {})) for v in versions)]]
-    rows += when + [[f.name, *(cell(f, theirs[v]["tests"]) for v in versions)] for f in TE_FEATURES]
-    rows += [["TE: run on", *(_days(theirs[v]["dates"]) for v in versions)]]
+    theirs = {v: te for v in versions if (te := known[v].get("te")) and te["tests"]}
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for version in versions:
+        columns.setdefault(_column(known[version]), []).append(version)
+    names = [*(f.name for f in FEATURES), "run on", "commit"]
+    rows = [[*row] for row in zip(names, *columns, strict=True)]
+    te_rows = [[f.name, *(cell(f, te["tests"]) for te in theirs.values())] for f in TE_FEATURES]
+    te_rows += [["run on", *(_days(te["dates"]) for te in theirs.values())]]
     first = known[versions[0]]
     return (
-        f"{markdown(['', *versions], rows)}\n\n"
-        f"Untested: {', '.join(UNTESTED)}. Written by `make compatibility` from what ran, on the "
-        f"CPU with gloo, Python {first['python']}, torch {first['torch']}. {_te_line(theirs)}"
+        f"{markdown(['', *map(', '.join, columns.values())], rows)}\n\n"
+        f"{markdown(['', *theirs], te_rows)}\n\n"
+        f"Not tested: {', '.join(UNTESTED)}. `make compatibility` writes these tables from results "
+        f"of tests on the CPU with gloo, Python {first['python']} and torch {first['torch']}. "
+        f"{_te_line(theirs)}"
     )
 
 
+def _column(entry: dict[str, Any]) -> tuple[str, ...]:
+    """Return the cells of a version in the first table."""
+    days = {"": entry["date"], **entry.get("later", {})}
+    cells = (cell(feature, entry["tests"]) for feature in FEATURES)
+    return (*cells, _days(days), _commits(entry.get("commits", {})))
+
+
 def _commits(commits: dict[str, str]) -> str:
-    """At which rows of a checkout ran, earlier where none was noted; "-" of a release."""
+    """Return the commits of a checkout's rows: "earlier" if not recorded; "-" for a release."""
     each = {commits.get(feature.name, "earlier") for feature in FEATURES}
     return ", ".join(sorted(each)) if commits else "-"
 
 
 def _days(dates: dict[str, str]) -> str:
-    """The first and the last."""
+    """Return the first and the last date."""
     return " to ".join(sorted({min(dates.values()), max(dates.values())})) if dates else "-"
 
 
 def _te_line(theirs: dict[str, dict[str, Any]]) -> str:
     releases = {one["transformer_engine"] for one in theirs.values() if one["tests"]}
     return (
-        f"TE: models of Transformer Engine's layers ({', '.join(sorted(releases)) or 'did not run'}"
-        "), built on the CPU by `make test-te`; where they train, its linear and norm modules "
-        "compute with torch."
+        'Rows "TE" use models of Transformer Engine\'s layers '
+        f"({', '.join(sorted(releases)) or 'not tested'}), which `make test-te` builds on the CPU. "
+        'In rows "TE trains", Transformer Engine\'s linear and norm modules compute with torch.'
     )
 
 
@@ -299,9 +314,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tree", action="append", default=[], metavar="NAME=PATH",
                         help="a checkout of Megatron-LM")  # fmt: skip
     parser.add_argument("--only", default="", metavar="TEXT",
-                        help="rows whose name has this; others stay as they were")  # fmt: skip
+                        help="test only rows whose name contains TEXT")  # fmt: skip
     parser.add_argument("--te", type=Path, nargs="+", metavar="JUNIT",
-                        help="no tests: keep what runs of make test-te found")  # fmt: skip
+                        help="keep the results of make test-te; runs no tests")  # fmt: skip
     parser.add_argument("--limit", type=float, default=1800, help="seconds for one version")
     args = parser.parse_args()
     args.trees = {}
@@ -315,7 +330,7 @@ def arguments() -> argparse.Namespace:
 
 
 def release(version: str, folder: Path) -> Path:
-    """A release of megatron-core by itself: what it needs is installed already."""
+    """Install a release of megatron-core without dependencies, and return the folder."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     wanted = ["--no-deps", "--target", str(folder), f"megatron-core=={version}"]
     subprocess.run(pip + wanted, check=True)
@@ -323,10 +338,10 @@ def release(version: str, folder: Path) -> Path:
 
 
 def outcomes(tree: Path, limit: float, rows: Sequence[Feature]) -> dict[str, str]:
-    """Test -> "passed", "failed" or "skipped", of those that ran before ``tree``'s Megatron."""
+    """Run the tests of the rows with ``tree``'s Megatron: test -> "passed", "failed", "skipped"."""
     tests = list(dict.fromkeys(test for feature in rows for test in feature.tests))
     interface = tree / "megatron" / "training" / "models" / "gpt.py"  # from 0.19 on
-    if not interface.is_file():  # that the script of these tests is written for
+    if not interface.is_file():  # the script of these tests requires it
         tests = [test for test in tests if not test.startswith("tests/megatron_lm/")]
     with tempfile.TemporaryDirectory() as folder:
         tree = _with_helpers(tree, Path(folder))
@@ -342,14 +357,16 @@ def outcomes(tree: Path, limit: float, rows: Sequence[Feature]) -> dict[str, str
             cwd=ROOT, env=environment, timeout=limit, check=False, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
-        if done.returncode == pytest.ExitCode.USAGE_ERROR:  # of a test that is not there
+        if done.returncode == pytest.ExitCode.USAGE_ERROR:  # a test does not exist
             raise SystemExit(f"compatibility: pytest ran nothing:\n{done.stdout[-2000:]}")
         return _parsed(found) if found.exists() else {}
 
 
 def _with_helpers(tree: Path, folder: Path) -> Path:
-    """``tree``, or a copy of its packages and scripts with the installed compiled dataset
-    helpers."""
+    """Return ``tree``, or a copy of its packages and scripts with compiled dataset helpers.
+
+    The helpers are copied from the installed megatron-core.
+    """
     if list((tree / "megatron/core/datasets").glob("helpers_cpp*.so")):
         return tree
     shutil.copytree(tree / "megatron", folder / "megatron")
@@ -373,7 +390,7 @@ def _parsed(junit: Path) -> dict[str, str]:
 
 
 def cell(feature: Feature, ran: dict[str, str]) -> str:
-    """What the tests of a feature say."""
+    """Return the cell of a feature from the outcomes of its tests."""
     outcomes = {ran.get(test, "skipped") for test in feature.tests}
     if "failed" in outcomes:
         return "fails"

@@ -30,7 +30,7 @@ def _hybrid(name: str, *cases: str) -> Row:
     return (f"TE trains: HybridModel: {name}", tuple(f"{test}[{case}]" for case in cases))
 
 
-# Of models of Transformer Engine's layers, in an environment that has it.
+# Rows for models of Transformer Engine's layers; the tests need an environment that has it.
 ROWS = (
     _built("GQA, MLA, MTP", "gqa", "mla", "mla, compressed queries", "mtp"),
     _built("HybridModel: Mamba-2, gated delta nets, MoE, MTP",
