@@ -166,17 +166,17 @@ def choices(all_cells: Sequence[Cell], times: Sequence[float]) -> list[Choice]:
 
 
 LEFT_OUT: dict[str, Callable[[Cell], bool]] = {
-    "fitted on MHA, predicts GQA": lambda cell: cell.heads == "mha",
-    "fitted on 128K to 512K, predicts 1M": lambda cell: cell.run.seq < 1 << 20,
-    "fitted on head_first, predicts context_first": lambda cell: cell.run.placement == "head_first",
+    "error on GQA, fitted to MHA": lambda cell: cell.heads == "mha",
+    "error on 1M, fitted to 128K to 512K": lambda cell: cell.run.seq < 1 << 20,
+    "error on context_first, fitted to head_first": lambda cell: cell.run.placement == "head_first",
 }
 
 
 # Found by `python -m benchmarks.advise --fit`: median, p90 and worst of the cells left out.
 LEAVE_OUT = {
-    "fitted on MHA, predicts GQA": Errors(0.0138, 0.083, 0.224),
-    "fitted on 128K to 512K, predicts 1M": Errors(0.0037, 0.012, 0.014),
-    "fitted on head_first, predicts context_first": Errors(0.0124, 0.038, 0.053),
+    "error on GQA, fitted to MHA": Errors(0.0138, 0.083, 0.224),
+    "error on 1M, fitted to 128K to 512K": Errors(0.0037, 0.012, 0.014),
+    "error on context_first, fitted to head_first": Errors(0.0124, 0.038, 0.053),
 }
 
 
@@ -213,13 +213,13 @@ def run(fit: bool = False) -> Section:
     off, part = spread(points), errors(*zip(*shared, strict=True))
     figures = [
         Figure("Median error", f"{off.median:.2%}", "1.5 %", off.median <= 0.015),
-        Figure("90 % of cells", f"{off.p90:.1%}", "3.5 %", off.p90 <= 0.035),
+        Figure("Error of 90 % of cells, at most", f"{off.p90:.1%}", "3.5 %", off.p90 <= 0.035),
         Figure("Worst cell", f"{off.worst:.1%}"),
         Figure("Had GPUs a stride apart shared a NIC", str(by_stride)),
         Figure("All-to-all's own column", f"median {part.median:.1%}, p90 {part.p90:.1%}"),
-        Figure("Loss of the picked cell against the best", f"mean {mean:.2%}", "0.5 %",
+        Figure("Picked setting, slower than the fastest by", f"mean {mean:.2%}", "0.5 %",
                mean <= 0.005),
-        Figure("Worst such loss", f"{worst:.2%}", "2 %", worst <= 0.02),
+        Figure("The same, worst case", f"{worst:.2%}", "2 %", worst <= 0.02),
     ]  # fmt: skip
     left_out = (
         {title: leave_out(train, table_cells) for title, train in LEFT_OUT.items()}
@@ -228,7 +228,7 @@ def run(fit: bool = False) -> Section:
     )
     for title, forecast in left_out.items():
         value = f"median {forecast.median:.2%}, p90 {forecast.p90:.1%}, worst {forecast.worst:.1%}"
-        value += "" if fit else " (as `--fit` found it)"
+        value += "" if fit else " (by `--fit`)"
         figures.append(
             Figure(title[0].upper() + title[1:], value, "median 2.5 %", forecast.median <= 0.025)
         )

@@ -110,8 +110,8 @@ def run(fit: bool = False) -> Section:
             "gradient in bf16).",
         ],
         figures=[
-            Figure("memory", str(here), "median 5 %, worst 7 %", _met(here)),
-            Figure("leave one out, the reserve fitted", str(out)),
+            Figure("Error of memory", str(here), "median 5 %, worst 7 %", _met(here)),
+            Figure("Error of each row, if the reserve is fitted without it", str(out)),
         ],
         columns=["row", "published GB", "predicted GB", "error"],
         rows=rows_of(points),

@@ -255,9 +255,9 @@ def section(host: Host, rows: list[Measured]) -> Section:
     off, other = spread(points), spread([r.point for r in rest])
     right, there = found.pairs - len(found.wrong), without.pairs - len(without.wrong)
     figures = [
-        Figure(f"{len(points)} times in {rows[-1].place + 1} cells", str(off), "median 5 %",
+        Figure(f"Error of {len(points)} times", str(off), "median 5 %",
                off.median <= 0.05),
-        Figure("Rankings where times differ by more than 3 %",
+        Figure("Pairs at least 3 % apart, in the right order",
                f"{right} of {found.pairs} right", "all", right == found.pairs),
         Figure(f"Without {AMID}, {len(rest)} times", f"{other}; {there} of {without.pairs} right"),
     ]  # fmt: skip

@@ -183,10 +183,10 @@ def run(fit: bool = False) -> Section:
         rows=[[name, *(f"{c.published} / {words(c.found)}{'' if c.right else ' (!)'}"
                        for c in measured_cells if c.model == name)] for name in MODELS],
         figures=[
-            Figure("Filled cells, right within a factor of 2", "{} of {}".format(*right["filled"]),
+            Figure("Lengths predicted within a factor of 2", "{} of {}".format(*right["filled"]),
                    "21 of 23", right["filled"][0] >= 21),
-            Figure('Cells marked "-"', "{} of {}".format(*right["-"]), "15 of 17",
-                   right["-"][0] >= 15),
+            Figure('Cells without a length ("-") predicted', "{} of {}".format(*right["-"]),
+                   "15 of 17", right["-"][0] >= 15),
         ],
         notes=_notes(measured_cells),
     )  # fmt: skip
