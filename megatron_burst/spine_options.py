@@ -38,9 +38,9 @@ class SpineOptions(OptionSet):
         LayoutName | Auto,
         Option(
             "positions that each rank holds; balanced is for packed documents of mixed lengths; "
-            "auto sends the fewest bytes: zigzag, or contiguous with attention in zigzag; "
-            "default: zigzag; balanced with --burst-pack; striped with an attention store between "
-            "0 and 1, because only striped balances the recomputation",
+            "auto uses zigzag, or contiguous with zigzag for attention, and picks the choice with "
+            "fewer bytes; default: zigzag; with --burst-pack: balanced; with an attention store "
+            "between 0 and 1: striped, because only striped balances the recomputation",
             names=(*NAMED_LAYOUTS, "auto"),
         ),
     ] = "zigzag"
@@ -78,7 +78,8 @@ class SpineOptions(OptionSet):
         float | None,
         Option(
             "fraction of attention outputs kept in memory with --recompute-granularity: 1.0 "
-            "recomputes no attention, 0.5 recomputes a quarter (causal) with half the memory",
+            "recomputes no attention, 0.5 recomputes a quarter of causal attention with half the "
+            "memory of 1.0",
             flag="--burst-attention-store",
         ),
     ] = None
@@ -98,8 +99,9 @@ class SpineOptions(OptionSet):
     nccl_max_ctas: Annotated[
         int | None,
         Option(
-            "maximum thread blocks per kernel on the NCCL communicators of this package; fewer "
-            "leave more multiprocessors to attention, but limit bandwidth; default: NCCL's choice"
+            "maximum thread blocks per kernel on the NCCL communicators of this package; with "
+            "fewer blocks attention has more multiprocessors, but bandwidth is lower; default: "
+            "NCCL's choice"
         ),
     ] = None
     pack: Annotated[
@@ -118,7 +120,8 @@ class SpineOptions(OptionSet):
         str | None,
         Option(
             "file with rates from megatron-burst calibrate, for --context-parallel-algo auto and "
-            "--burst-linear auto; default: the former measures rates, the latter uses nominal ones",
+            "--burst-linear auto; default: --context-parallel-algo measures rates, --burst-linear "
+            "uses nominal rates",
             text="FILE",
         ),
     ] = None

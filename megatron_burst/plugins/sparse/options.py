@@ -21,8 +21,9 @@ class SparseOptions(SpineOptions):
         str,
         Option(
             "how layers of sparse attention (DSA) exchange index keys and latents over "
-            "context-parallel ranks; auto uses --context-parallel-algo if it sends keys, but "
-            "multicast for burst; ring uses burst; megatron keeps Megatron's all-gather",
+            "context-parallel ranks; auto uses multicast if --context-parallel-algo is burst or "
+            "sends no keys, otherwise that algorithm; ring is the algorithm burst; megatron keeps "
+            "Megatron's all-gather",
             names=("auto", *SPARSE, OFF),
         ),
     ] = "auto"
