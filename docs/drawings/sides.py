@@ -37,7 +37,7 @@ def side_label(heads: int, kv_heads: int, wire: int) -> str:
 def side_caption(case: tuple[int, int, int]) -> str:
     of = sizes(*case)
     kv, query = (sum(side_bytes(side, of)) / 1024 for side in ("kv", "query"))
-    return f"{side_label(*case)}: kv {kv:.4g} KiB, query {query:.4g} KiB, auto takes {taken(of)}"
+    return f"{side_label(*case)}: kv {kv:.4g} KiB, query {query:.4g} KiB, auto picks {taken(of)}"
 
 
 def draw_sides() -> Figure:

@@ -32,21 +32,21 @@ def summary(record: Known) -> str:
     groups: list[tuple[str, Callable[[dict[str, Any]], bool]]] = [
         ("fitted: causal and packed causal at 8 and 64 GPUs, without LoongTrain",
          lambda row: row["fitted"]),
-        ("predicted: all others, but for backward of all-gather",
+        ("predicted: all other cells, without backward of all-gather",
          lambda row: not row["fitted"] and not _odd(row)),
-        ("of these packed, forward",
+        ("predicted: packed documents, forward",
          lambda row: not row["fitted"] and "varlen" in row["mask"] and row["way"] == "fwd"),
-        ("of these packed, backward",
+        ("predicted: packed documents, backward",
          lambda row: not row["fitted"] and "varlen" in row["mask"] and row["way"] == "bwd"
          and not _odd(row)),
-        ("backward of all-gather, left out of the fit", _odd),
+        ("backward of all-gather, not used for the fit", _odd),
     ]  # fmt: skip
     lines = []
     for name, belongs in groups:
         rows = [row for row in record["rivals"] if belongs(row)]
         off = errors([row["predicted"] for row in rows], [row["speed"] for row in rows])
         lines.append([name, str(len(rows)), *(f"{error:.1%}" for error in off)])
-    return markdown(["cells", "number", "median error", "90 %", "worst"], lines)
+    return markdown(["cells", "number", "median error", "p90", "worst"], lines)
 
 
 def _published(mask: str, way: str) -> dict[str, list[float]]:
@@ -79,8 +79,9 @@ def goals(record: Known) -> str:
             f"{own['fwd'][0] / magi['fwd'][0]:.2f}, {own['bwd'][0] / magi['bwd'][0]:.2f}",
         ])  # fmt: skip
     lines.append(["goal", "0.95", "1.70", "1.30", "-"])
-    heads = ["packed causal", "forward, 64 over 8 GPUs", "forward over Magi's at 64",
-             "backward over Magi's at 64", "both over Magi's at 8"]  # fmt: skip
+    heads = ["ratio of speeds, packed causal", "forward on 64 / 8 GPUs",
+             "forward / MagiAttention, 64 GPUs", "backward / MagiAttention, 64 GPUs",
+             "both / MagiAttention, 8 GPUs"]  # fmt: skip
     return markdown(heads, lines)
 
 
