@@ -98,11 +98,11 @@ def counts(ranks: Sequence[int] = (8, 64)) -> str:
             imbalance.append(f"{layout.balance:.3f}")  # pyright: ignore[reportAttributeAccessIssue]
         rows.append([
             name, f"{tree.trajectory_tokens:,}", f"{tree.rows:,}", f"{savings.tokens:.2f}",
-            f"{savings.pairs * tree.mask.pairs:.4g}", f"{tree.mask.pairs:.4g}",
-            f"{savings.pairs:.2f}", *imbalance,
+            f"{savings.pairs:.2f}", ", ".join(imbalance),
         ])  # fmt: skip
-    heads = ["trajectories", "tokens", "merged", "ratio", "pairs", "merged", "ratio",
-             *(f"imbalance, {size} ranks" for size in ranks)]  # fmt: skip
+    heads = ["trajectories", "tokens", "merged rows", "tokens / merged rows",
+             "pairs / merged pairs",
+             f"imbalance, {' and '.join(map(str, ranks))} ranks"]  # fmt: skip
     return markdown(heads, rows)
 
 
@@ -278,17 +278,17 @@ def table(shared: bool) -> str:
     steps, savings = simulated(shared), saved(median_group(shared))
     best = min(step.seconds for step in steps if step.name.startswith("verl"))
     rows = [
-        [step.name, f"{step.run.tp} x {step.run.pp} x {step.run.cp} x {step.run.dp}",
-         step.recompute, duration(step.seconds), f"{best / step.seconds:.2f}",
-         byte_size(step.bytes)]
+        [step.name + f", recompute {step.recompute}" * (step.recompute != "none"),
+         f"{step.run.tp} x {step.run.pp} x {step.run.cp} x {step.run.dp}",
+         duration(step.seconds), f"{best / step.seconds:.2f}", byte_size(step.bytes)]
         for step in steps
     ]  # fmt: skip
-    heads = ["", "TP x PP x CP x DP", "recompute", "step", "faster", "GPU memory"]
+    heads = ["method", "TP x PP x CP x DP", "step", "speed", "GPU memory"]
     title = "system prompt and turns" if shared else "system prompt"
     return (
-        f"Shared {title}: a group has {savings.tree.trajectory_tokens:,} tokens and is merged "
-        f"into {savings.tree.rows:,} rows. Separate over merged: {savings.tokens:.2f} tokens, "
-        f"{savings.pairs:.2f} pairs.\n\n{markdown(heads, rows)}"
+        f"Samples share the {title}: a group of {savings.tree.trajectory_tokens:,} tokens is "
+        f"merged into {savings.tree.rows:,} rows. Merging divides tokens by {savings.tokens:.2f} "
+        f"and visible pairs by {savings.pairs:.2f}.\n\n{markdown(heads, rows)}"
     )
 
 
