@@ -1,7 +1,7 @@
-"""Draws docs/concepts/*.svg: `make gallery`.
+"""Write docs/concepts/*.svg: `make gallery`.
 
 Every arrow, number and colour is read from the schedules, layouts, masks and sizes of the package.
-`captions` says the numbers in words; a test compares them with what the pages print.
+`captions` returns the numbers as text. A test checks that the pages print this text.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ DRAWINGS = {name: draw for page in PAGES.values() for name, draw in page.DRAWING
 
 
 def captions() -> dict[str, list[str]]:
-    """The numbers of each page's drawings, as the page must print them."""
+    """Return the numbers of the drawings of each page, as the page must print them."""
     return {name: page.captions() for name, page in PAGES.items()}
 
 
 def save(name: str, folder: Path, form: str = "svg") -> Path:
-    """Draw one of DRAWINGS into a folder; the same bytes each time."""
+    """Write one of DRAWINGS into a folder, with the same bytes in each run, and return its path."""
     path = folder / f"{name}.{form}"
     with style.context(["default", STYLE | {"svg.hashsalt": name}], after_reset=True):
         metadata = {"Date": None, "Creator": None} if form == "svg" else {}

@@ -1,1 +1,1 @@
-"""The drawings of docs/concepts, a module for each page; docs/make_concepts.py writes them."""
+"""Drawings of docs/concepts, one module per page; docs/make_concepts.py writes the files."""

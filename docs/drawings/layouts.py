@@ -1,4 +1,4 @@
-"""Who holds which positions and computes which pairs, from the layouts and a causal mask."""
+"""Positions that each rank holds and pairs that it computes, in three layouts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYOUTS = ("contiguous", "zigzag", "striped")
 
 
 def work_of(name: str) -> list[int]:
-    """Visible pairs of each rank in the layout of this name."""
+    """Return the number of visible pairs of each rank in a layout."""
     layout = mb.layout.make(name, cp_size=RANKS)
     return Shards(mb.masks.Causal(), layout, LENGTH, "causal", name).work
 
@@ -65,7 +65,7 @@ def _strip(axes: Axes, holder: np.ndarray, name: str) -> None:
 
 
 def _pixels(axes: Axes, ranks: np.ndarray) -> None:
-    """A square of pairs, queries downwards; -1 is not computed."""
+    """Draw a square of pairs in the colours of ranks, queries downwards; -1 is a hidden pair."""
     image = np.ones((*ranks.shape, 3))
     for rank in range(RANKS):
         image[ranks == rank] = np.array(channels(of_rank(rank, RANKS))) / 255
@@ -90,7 +90,7 @@ def _bars(axes: Axes, work: Sequence[int]) -> None:
 
 
 def captions() -> list[str]:
-    """The numbers of the drawing in words."""
+    """Return the numbers of the drawing as lines of text."""
     return [layout_caption(name) for name in LAYOUTS]
 
 

@@ -1,5 +1,4 @@
-"""Packed documents as a mixture: mirrored shares of one document, and what layout balanced fills
-four ranks with."""
+"""Mirrored shares of one document, and the parts of documents on four ranks in layout balanced."""
 
 from __future__ import annotations
 
@@ -25,25 +24,25 @@ from megatron_burst.plugins.tools.show.colours import (
 )
 from megatron_burst.plugins.tools.show.scene import LayoutScene, Shards
 
-LENGTH, SHARES = 32, (4, 8, 20)  # tokens of a document, and of the shares that it is cut into
+LENGTH, SHARES = 32, (4, 8, 20)  # tokens of a document, and tokens of its shares
 LENGTHS = (210, 14, 60, 9, 32, 100, 5, 41, 20, 13, 6, 2)
 RANKS = 4
 
 
 def shares() -> list[np.ndarray]:
-    """The positions of each share: from both ends of the document in turn."""
+    """Return the positions of each share, taken from both ends of the document in turn."""
     mirrored = [i // 2 if i % 2 == 0 else LENGTH - 1 - i // 2 for i in range(LENGTH)]
     edges = np.cumsum([0, *SHARES])
     return [np.array(mirrored[a:b]) for a, b in pairwise(edges)]
 
 
 def pairs_of(share: np.ndarray) -> int:
-    """Visible pairs of the tokens at these positions of a causal document."""
+    """Return the number of visible pairs whose queries are at these positions of a document."""
     return int((share + 1).sum())
 
 
 def scene() -> LayoutScene:
-    """The pack in zigzag and in layout balanced."""
+    """Return the scene of the pack in layouts zigzag and balanced."""
     bounds = np.cumsum([0, *LENGTHS])
     mask = mb.masks.Documents(bounds) & mb.masks.Causal()
     made = {
@@ -55,7 +54,7 @@ def scene() -> LayoutScene:
 
 
 def colour_of(document: int) -> str:
-    """The colour of a document: the longest ones have one each, the others are grey."""
+    """Return the colour of a document: the longest documents have colours, all others are grey."""
     place = sorted(range(len(LENGTHS)), key=lambda i: -LENGTHS[i]).index(document)
     if place < len(COLOURS):
         return COLOURS[place]
@@ -78,7 +77,7 @@ def draw_packing() -> Figure:
 
 
 def _triangle(axes: Axes) -> None:
-    """The causal triangle of one document, each row in the colour of its share."""
+    """Draw the causal triangle of one document, with each row in the colour of its share."""
     owner = np.empty(LENGTH, dtype=int)
     for number, share in enumerate(shares()):
         owner[share] = number
@@ -99,7 +98,10 @@ def _triangle(axes: Axes) -> None:
 
 
 def _mixture(axes: Axes, balanced: Shards, rank: int, whole: float) -> None:
-    """A rank's parts of documents: as wide as they have tokens, as high as a token sees keys."""
+    """Draw the parts of documents on a rank as rectangles.
+
+    The width is the number of tokens, the height the mean number of visible keys of a token.
+    """
     rows = balanced.layout.positions(rank, balanced.seq_len)
     documents = np.repeat(np.arange(len(LENGTHS)), LENGTHS)
     first = np.repeat(np.cumsum([0, *LENGTHS[:-1]]), LENGTHS)
@@ -128,7 +130,7 @@ def _mixture(axes: Axes, balanced: Shards, rank: int, whole: float) -> None:
 
 
 def captions() -> list[str]:
-    """The numbers of the drawing in words."""
+    """Return the numbers of the drawing as lines of text."""
     parts = [f"{len(share)} tokens: {pairs_of(share)} visible pairs" for share in shares()]
     rows = [(each.layout_text, min(each.work), max(each.work)) for each in scene().rows]
     return [*parts, *(f"{name}: {a:,} to {b:,} visible pairs per rank" for name, a, b in rows)]

@@ -1,4 +1,4 @@
-"""A figure with the house's title, and axes placed in inches."""
+"""Figures with a title and a subtitle, and axes placed in inches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_burst.plugins.tools.show.colours import GREY
 
 
 def figure(width: float, height: float, title: str, subtitle: str) -> Figure:
-    """A figure of so many inches with its title."""
+    """Return a figure with a title and a subtitle; sizes in inches."""
     made = Figure(figsize=(width, height))
     made.text(0.3 / width, 1 - 0.36 / height, title, fontsize=13, fontweight="bold")
     made.text(0.3 / width, 1 - 0.62 / height, subtitle, fontsize=9.5, color=GREY)
@@ -17,6 +17,6 @@ def figure(width: float, height: float, title: str, subtitle: str) -> Figure:
 
 
 def box(made: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
-    """Axes at so many inches from the lower left corner."""
+    """Add axes to a figure; position and size in inches, from the lower left corner."""
     w, h = made.get_size_inches()
     return made.add_axes((left / w, bottom / h, width / w, height / h))

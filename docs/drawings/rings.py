@@ -1,4 +1,4 @@
-"""The ring and the two-level ring, from the forward schedules of both."""
+"""One ring and a two-level ring, drawn from their forward schedules."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ INTRA = "#4b5563"
 
 
 def rings() -> dict[str, Schedule]:
-    """The forward schedules that the drawings compare."""
+    """Return the forward schedules that the drawings compare."""
     return {name: schedules.forward(name, GRID) for name in NAMES}
 
 
 def crossing(plan: Schedule) -> tuple[int, int]:
-    """Of the rank that sends most between nodes: how many hops, and the steps each may take."""
+    """Return the largest number of hops between nodes per rank, and the fewest steps of such a hop.
+
+    Both numbers are for the rank with most hops between nodes.
+    """
     crossing = [h for h in plan.tables.transfers.hops(plan.grid) if h.link == "inter"]
     hops = [[h for h in crossing if h.src == rank] for rank in range(plan.grid.size)]
     busiest = max(hops, key=len)
@@ -39,7 +42,7 @@ def ring_caption(name: str, plan: Schedule) -> str:
 
 
 def draw_rings() -> Figure:
-    subtitle = "an arrow is a link that keys and values take in forward"
+    subtitle = "an arrow is a link that carries keys and values in forward"
     made = figure(9.4, 4.35, "One ring, and a two-level ring",
                   f"{GRID.inter} nodes of {GRID.intra} ranks; {subtitle}")  # fmt: skip
     for i, (name, plan) in enumerate(rings().items()):
@@ -86,7 +89,7 @@ def _link(axes: Axes, src: int, dst: int, link: str) -> None:
     if link == "inter":
         bend = 0.16 if x == to else 0.0
     elif abs(src - dst) > 1:
-        bend = 0.28 if y == 0 else -0.28  # on the side where no other node is
+        bend = 0.28 if y == 0 else -0.28  # away from the other node
     arrow = FancyArrowPatch(
         (x, y), (to, down), arrowstyle="-|>", mutation_scale=10, shrinkA=11, shrinkB=11,
         connectionstyle=f"arc3,rad={bend}", linewidth=1.6, zorder=2,
@@ -96,8 +99,8 @@ def _link(axes: Axes, src: int, dst: int, link: str) -> None:
 
 
 def draw_visits() -> Figure:
-    made = figure(9.4, 4.1, "Whose keys each rank computes with, step by step",
-                  "Framed: the chunk has just crossed between nodes")  # fmt: skip
+    made = figure(9.4, 4.1, "The owner of the keys that each rank computes with",
+                  "A frame marks a chunk that has just arrived from the other node")  # fmt: skip
     for i, (name, plan) in enumerate(rings().items()):
         axes = box(made, 0.8 + 4.45 * i, 0.55, 3.9, 2.6)
         axes.set_title(NAMES[name], loc="left", fontsize=10, fontweight="bold", color=INK)
@@ -133,7 +136,7 @@ def _visit(axes: Axes, rank: int, step: int, owner: int, landed: set) -> None:
 
 
 def captions() -> list[str]:
-    """The numbers of the drawings in words."""
+    """Return the numbers of the drawings as lines of text."""
     return [ring_caption(name, plan) for name, plan in rings().items()]
 
 

@@ -1,4 +1,4 @@
-"""What one token sends per hop in backward, from the sizes that a plan counts with."""
+"""Bytes per token and hop in backward, from the sizes that a plan uses."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ WIDTH = 128
 
 
 def sizes(heads: int, kv_heads: int, wire: int) -> cost.Sizes:
-    """Of one token in bf16, whose travelling gradients have so many bytes per element."""
+    """Return the sizes of one token in bf16; `wire` is the bytes per element of sent gradients."""
     return cost.Sizes(1, 1, heads, kv_heads, WIDTH, WIDTH, 2, 4, wire, (True, True, True))
 
 
 def side_bytes(side: str, of: cost.Sizes) -> tuple[int, int]:
-    """Bytes per token of the chunk that travels, and of its gradient."""
+    """Return the bytes per token of the chunk that is sent, and of its gradient."""
     return getattr(of.backward, side), getattr(of.backward, "d" + side)
 
 
-def taken(of: cost.Sizes) -> str:
-    """The side that "auto" takes."""
+def picked(of: cost.Sizes) -> str:
+    """Return the side that "auto" picks."""
     return cost.backward_schedule("burst", GRID, all_visible(GRID.size), of).side
 
 
@@ -37,14 +37,14 @@ def side_label(heads: int, kv_heads: int, wire: int) -> str:
 def side_caption(case: tuple[int, int, int]) -> str:
     of = sizes(*case)
     kv, query = (sum(side_bytes(side, of)) / 1024 for side in ("kv", "query"))
-    return f"{side_label(*case)}: kv {kv:.4g} KiB, query {query:.4g} KiB, auto picks {taken(of)}"
+    return f"{side_label(*case)}: kv {kv:.4g} KiB, query {query:.4g} KiB, auto picks {picked(of)}"
 
 
 def draw_sides() -> Figure:
     made = figure(
         9.4,
         4.0,
-        "What one token sends per hop in backward",
+        "Bytes sent per token and hop in backward",
         f"activations in bf16, heads of width {WIDTH}",
     )
     axes = box(made, 1.5, 0.75, 7.5, 2.4)
@@ -62,8 +62,8 @@ def draw_sides() -> Figure:
                     axes.text(start + count / 2048, y, name, ha="center", va="center_baseline",
                               fontsize=8.5, color=ink_on(shade))  # fmt: skip
                 start += count / 1024
-            auto = side == taken(of)
-            axes.text(start + 0.4, y, f"{start:.4g} KiB" + ", taken by auto" * auto, fontsize=9,
+            auto = side == picked(of)
+            axes.text(start + 0.4, y, f"{start:.4g} KiB" + ", picked by auto" * auto, fontsize=9,
                       va="center_baseline", fontweight="bold" if auto else "normal")  # fmt: skip
             ticks.append((y, f"side {side}"))
             y += 0.85
@@ -78,7 +78,7 @@ def draw_sides() -> Figure:
 
 
 def captions() -> list[str]:
-    """The numbers of the drawing in words."""
+    """Return the numbers of the drawing as lines of text."""
     return [side_caption(case) for case in HEADS]
 
 

@@ -1,4 +1,4 @@
-"""What the attention store keeps under a causal mask, from the choice that a plan makes."""
+"""Rows that the attention store keeps under a causal mask, and the work that it saves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEPT = (0.0, 0.5, 1.0)
 
 
 def again(keep: float, length: int = 1024) -> tuple[float, float, float]:
-    """Of a causal mask, as fractions: rows kept, pairs recomputed, keys sent again."""
+    """Return fractions for a causal mask: rows kept, pairs recomputed, keys sent again."""
     mask, whole = mb.masks.Causal(), (Span(0, 1, length),)
     kept, rest = store.split_positions(mask, length, keep, RANKS)
     queries = [Span(a, 1, b - a) for a, b in rest]
@@ -39,8 +39,8 @@ def store_caption(keep: float) -> str:
 
 
 def draw_store() -> Figure:
-    made = figure(9.4, 3.75, "What is kept and what is recomputed", f"A causal mask over "
-                  f"{POSITIONS} positions; on the right, as fractions, over 1,024")  # fmt: skip
+    made = figure(9.4, 3.75, "Rows that the attention store keeps", f"a causal mask over "
+                  f"{POSITIONS} positions; the curves are for 1,024 positions")  # fmt: skip
     done, redo = mixed(of_rank(2, 4), "#ffffff", 0.55), of_rank(0, 4)
     for i, keep in enumerate(KEPT):
         axes = box(made, 0.45 + 2.0 * i, 0.75, 1.8, 1.8)
@@ -95,7 +95,7 @@ def _trade(axes: Axes) -> None:
 
 
 def captions() -> list[str]:
-    """The numbers of the drawings in words."""
+    """Return the numbers of the drawings as lines of text."""
     return [store_caption(keep) for keep in KEPT]
 
 

@@ -273,7 +273,7 @@ def _legend(figure: Figure, scene: ScheduleScene, missing: bool, columns: int) -
     if blocking:
         handles.append(entry(blocking[0], "hop that blocks", blocks=True))
     if missing:
-        handles.append(Patch(facecolor="none", label="hop left out", **DASHED))
+        handles.append(Patch(facecolor="none", label="skipped transfer", **DASHED))
     return figure.legend(
         handles=handles, loc="lower left", ncols=columns, frameon=False, fontsize=8,
         labelcolor=GREY, handlelength=2.6, borderpad=0, columnspacing=1.5,
