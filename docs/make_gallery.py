@@ -20,22 +20,21 @@ DOCS = Path(__file__).parent
 INTRO = """\
 # What do masks, layouts and schedules look like?
 
-Each command on this page draws the picture below it, from the masks, layouts and schedules that a
-run uses. `megatron-burst show mask --help` lists all options.
+Each command draws the picture below it, from the masks, layouts and schedules of a run.
+`megatron-burst show mask --help` lists all options.
 
 - **Mask**: the left picture has sequence order, the right picture is sorted by rank. A visible pair
-  of a query and a key has the colour of the rank that computes it. Small numbers are the steps of a
-  ring. Imbalance is the work of the busiest rank in each step, divided by the mean over ranks: at
-  1.00 no rank waits.
+  has the colour of the rank that computes it. Small numbers are the steps of a ring. Imbalance is
+  the work of the busiest rank in each step, divided by the mean: at 1.00 no rank waits.
 - **Schedule**: time runs to the right. A box is one step of one rank, with a line of text for each
   pair of chunks: `q3 k1` means queries of rank 3 and keys of rank 1. The bar in a box shows the
   number of visible pairs; in the rest of the box the rank waits. An arrow is the transfer of a
-  chunk, in the colour of the rank that owns it: filled for a copy, pale for a gradient, striped for
-  a partial output. `3/8` means that three of eight rows are sent. In dashed boxes a rank is idle.
-  Dashed arrows are skipped transfers.
+  chunk, in the colour of its owner: filled for a copy, pale for a gradient, striped for a partial
+  output. `3/8` means three of eight rows. Dashed boxes are idle steps, dashed arrows are skipped
+  transfers.
 - **Scan of states** ([linear attention](linear-attention.md)): the top row has the pieces of the
-  sequence, in the colours of their ranks. A column is a round of transfers: s3 is the state that
-  enters piece 3, m3 is the map of piece 3. Red arrows are transfers to another node.
+  sequence, in the colours of their ranks. A column is a round: s3 is the state that enters piece 3,
+  m3 the map of piece 3. Red arrows are transfers to another node.
 - **Tree** ([prefix trees](trees.md)): a bar is a segment (consecutive tokens without a branch). The
   tree grows from left to right. The mask has the rows in depth-first order.
 """
