@@ -171,11 +171,12 @@ def command(picture: Picture, file: str) -> list[str]:
 
 
 def numbers(picture: Picture) -> str:
-    """Return the first two lines of the picture's caption, for its alternative text."""
+    """Return the alternative text of a picture: the start of its caption, without transfers."""
     parser = argparse.ArgumentParser()
     show.add_arguments(parser)
     scene = show.scene_of(parser.parse_args(command(picture, f"{picture.name}.png")[1:]))
-    return "; ".join(words.caption(scene)[:2])
+    lines = [line for line in words.caption(scene)[:2] if not line.startswith(("hops:", "intra:"))]
+    return "; ".join(lines)
 
 
 def _wrapped(line: str) -> list[str]:

@@ -94,7 +94,7 @@ def micro_batches(samples: GPTDataset, args: Namespace, consumed: int) -> Iterat
 def _micro_batch(samples: GPTDataset, args: Namespace, first: int) -> Batch:
     """Return one micro-batch.
 
-    It is a function of its own, because the generator would keep whole sequences while it waits.
+    In a separate function, because a generator keeps its local variables (whole sequences) alive.
     """
     rows = [samples[i] for i in range(first, first + args.micro_batch_size)]
     batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}

@@ -78,8 +78,8 @@ def environment(ranks: int, keep_memory: bool = True) -> dict[str, str]:
 def cause(logs: Path) -> str:
     """Return the reason of a failure from the error streams of the ranks below `logs`.
 
-    The traceback of the rank that failed first contains the reason; the other ranks only lose their
-    peer. Without a traceback, the last lines are returned.
+    The traceback of the rank that failed first contains the reason. Errors of other ranks only
+    report a lost connection. Without a traceback, the last lines are returned.
     """
     streams = sorted(logs.rglob("stderr.log"), key=lambda path: path.stat().st_mtime)
     streams += logs.glob("launcher.log")

@@ -142,7 +142,7 @@ def run(job: Job, ranks: int, prefix: str, text: str, folder: Path) -> Run:
     Args:
         job: The model and its sizes.
         ranks: Number of ranks.
-        prefix: Path of the dataset without its ending.
+        prefix: Path of the dataset without .bin or .idx.
         text: Description of the data.
         folder: Folder for reports and logs.
 

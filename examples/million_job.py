@@ -17,7 +17,7 @@ VOCABULARY = 320  # 256 bytes and the end of a document, padded to a multiple of
 
 @dataclass(frozen=True)
 class Job:
-    """The step, without the number of ranks.
+    """Settings of the step, except the number of ranks.
 
     Attributes:
         seq_length: Tokens of the sequence.

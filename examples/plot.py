@@ -36,7 +36,7 @@ STYLE = {
 }
 FLOOR = 1e-9  # smaller differences, including 0, are drawn here; the tick label is 0
 
-WINDOW = 11  # steps; texts differ more from each other than the model learns in a step
+WINDOW = 11  # steps; losses of different texts differ by more than the progress of one step
 
 Curve = Mapping[int, float]  # step -> value
 

@@ -1,6 +1,6 @@
 """Converter of text to a Megatron indexed dataset (PREFIX.bin and PREFIX.idx).
 
-`make quickstart` uses it. It also runs alone:
+`make quickstart` uses this script. You can also run it alone:
 
     python examples/prepare_data.py                          # source files of the standard library
     python examples/prepare_data.py --data ~/notes           # your own text: a folder or one file
@@ -205,7 +205,7 @@ def import_indexed_dataset() -> ModuleType:
 
 
 def build(source: Source, prefix: Path, console: Console, definitions: bool = False) -> None:
-    """Write `source.files` as PREFIX.bin and PREFIX.idx; a failure leaves neither of them."""
+    """Write `source.files` as PREFIX.bin and PREFIX.idx; after a failure neither file exists."""
     import torch
 
     indexed_dataset = import_indexed_dataset()
