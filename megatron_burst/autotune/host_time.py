@@ -30,7 +30,7 @@ class HostTime:
             of backward takes BACKWARD times as long.
         exchange: Seconds to send one message to another rank and to receive one.
         start: Other seconds of a pass, once per head chunk.
-        layer: Seconds of the rest of a layer in forward, and the same in backward.
+        layer: Seconds of a layer without its attention, in forward and again in backward.
         plan: Seconds to plan for a new pack of documents, before the first layer launches.
 
     Raises:

@@ -225,6 +225,15 @@ class Groups:
 
         Raises:
             ValueError: `group` is not a process group of this rank, or arguments differ.
+
+        Example:
+            >>> import torch.distributed as dist
+            >>> import megatron_burst as mb
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> groups = mb.Groups.flat(dist.group.WORLD)
+            >>> groups.size
+            1
+            >>> dist.destroy_process_group()
         """
         return cls.from_topology(group, intra=process_group(group).size(), ulysses=ulysses)
 
@@ -251,6 +260,15 @@ class Groups:
 
         Raises:
             ValueError: The ranks do not form a grid, or arguments differ between ranks.
+
+        Example:
+            >>> import torch.distributed as dist
+            >>> import megatron_burst as mb
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> groups = mb.Groups.from_topology(dist.group.WORLD, intra=1)
+            >>> groups.size
+            1
+            >>> dist.destroy_process_group()
         """
         arguments = f"{intra=}, {arguments_text(ulysses, placement, reuse, nccl_max_ctas)}"
         ranks = agreed_ranks(rank_arguments := gather_arguments(process_group(group), arguments))
@@ -274,6 +292,15 @@ class Groups:
         Raises:
             ValueError: Hosts have different numbers of ranks, or the ranks of a host are not
                 consecutive.
+
+        Example:
+            >>> import torch.distributed as dist
+            >>> import megatron_burst as mb
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> groups = mb.Groups.by_host(dist.group.WORLD)
+            >>> groups.size
+            1
+            >>> dist.destroy_process_group()
         """
         from .hosts import ranks_per_host
 

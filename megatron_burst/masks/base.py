@@ -144,7 +144,7 @@ class Mask:
     def cover(self, q_span: Span, k_span: Span) -> Cover:
         """Return how much of `q_span` x `k_span` is visible.
 
-        EMPTY and FULL are promises, PARTIAL is always correct. The default is the result of
+        EMPTY and FULL must be exact, PARTIAL is always allowed. The default is the result of
         `covers` if a mask defines it. Otherwise it is PARTIAL, so that every key is sent to every
         rank.
 

@@ -299,7 +299,7 @@ class Dense(_Table):
 def shards_visible(mask: Mask, q_shards: Shards, k_shards: Shards) -> np.ndarray:
     """Return which shards of queries may see which shards of keys: bool [G, G].
 
-    False is a promise. True follows `Mask.cover`, so it is possible without a visible pair.
+    False means that no pair is visible. True follows `Mask.cover`, so all pairs may be hidden.
 
     Args:
         mask: The mask.

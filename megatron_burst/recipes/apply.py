@@ -48,6 +48,12 @@ def apply_burst(recipe: Any, *, intra: int | None = None, **choices: Any) -> Any
 
     Raises:
         ValueError: An option or its value is unknown, or the type of `recipe` is not supported.
+
+    Example:
+        >>> from megatron.bridge.recipes.llama import llama3_8b_128k_pretrain_config
+        >>> from megatron_burst.recipes import apply_burst
+        >>> recipe = apply_burst(llama3_8b_128k_pretrain_config(), algorithm="auto")
+        >>> recipe.model.context_parallel_size = 16
     """
     unknown = sorted(set(choices) - set(_NAMES))
     if unknown:

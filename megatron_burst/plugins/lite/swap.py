@@ -59,6 +59,13 @@ def set_attention_backend(
         ValueError: The backend or an option is unknown, the model has no attention of Lite or has
             Lite's sparse attention, or Lite's own recomputation or offload wraps only the module
             that would be replaced.
+
+    Example:
+        >>> from megatron_burst.plugins.lite.swap import set_attention_backend
+        >>> (model,) = bundle.chunks  # of Lite's build_model
+        >>> groups = set_attention_backend(model, algorithm="burst")
+        >>> set_attention_backend(model, "te")
+        >>> groups = set_attention_backend(model, groups=groups)
     """
     chunks = model if isinstance(model, (list, tuple)) else [model]
     layers = [layer for chunk in chunks for layer in _layers(chunk)]

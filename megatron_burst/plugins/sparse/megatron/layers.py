@@ -82,6 +82,12 @@ def sparse_layer_spec(
 
     Raises:
         ValueError: An argument is invalid.
+
+    Example:
+        >>> from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        >>> import megatron_burst as mb
+        >>> base = get_gpt_layer_local_spec(qk_layernorm=True)
+        >>> layers = mb.sparse_layer_spec(rule="qsa", top_k=513, base=base)
     """
     choice = _choice(rule, top_k, block, index_heads, index_width, loss_coeff)
     if base is None:

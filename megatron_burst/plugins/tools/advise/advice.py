@@ -48,7 +48,7 @@ class Advice:
         cluster: Cluster of GPUs.
         want: Goal of the search: tokens per sequence and step, and fixed settings.
         ranked: Best configuration for each choice of parallel sizes (TP, PP, CP, DP) that fits. The
-            recommended one is first; the rest is ordered by time.
+            recommended configuration is first; the others are ordered by time.
         ways: Number of choices of parallel sizes.
         tried: Number of these choices that were not excluded by a lower bound on time.
         lengths: Lengths of the documents of a pack; () without packed documents.
@@ -66,7 +66,7 @@ class Advice:
 
     @property
     def best(self) -> Configuration:
-        """Recommended configuration: the simplest one within the tie with the fastest."""
+        """Recommended configuration: the simplest of those that tie with the fastest."""
         return self.ranked[0]
 
     @cached_property
@@ -202,7 +202,7 @@ def advise(
 
     Raises:
         ValueError: An argument is invalid; the message names it.
-        advice.DoesNotFit: Nothing fits; the message names changes that make it fit.
+        advice.DoesNotFit: No configuration fits. The message names changes that would help.
     """
     model = models.named(model) if isinstance(model, str) else model
     cluster = cluster_of(cluster, gpus, per_node)

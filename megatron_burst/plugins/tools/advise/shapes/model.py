@@ -75,7 +75,7 @@ class Model:
         moe_layers: Number of layers with experts.
         dense_ffn: MLP width of layers without experts, in a model with experts.
         value_dim: Width of a value head; 0 for `head_dim`.
-        latent: Sizes of multi-head latent attention; None without.
+        latent: Sizes of multi-head latent attention; None for other attention.
         output_gate: Whether attention's result is multiplied by a gate as wide as the queries.
         pattern: One letter of `KINDS` per layer; "" for "F" in all layers.
         window: Tokens that a query of a "W" layer attends to, including itself.
