@@ -174,7 +174,7 @@ def check(args: argparse.Namespace, world_size: int) -> None:
             "documents in sliding-window layers; use --context-parallel-size 2 or more, or "
             "--transformer-impl transformer_engine"
         )
-    flags.settle(args)
+    flags.add_defaults(args)
     args.data_parallel_size = world_size // (tp * pp * cp)
     step = args.micro_batch_size * args.data_parallel_size
     args.global_batch_size = args.global_batch_size or step

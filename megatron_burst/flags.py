@@ -93,13 +93,13 @@ def add_flags(parser: argparse.ArgumentParser, *, algorithm: str) -> None:
 
 
 def default(field: str) -> Any:
-    """Return the default of a field, or None for the layout, which `settle` chooses."""
+    """Return the default of a field, or None for the layout, which `add_defaults` chooses."""
     if field == "layout":
         return None
     return FIELDS[field].default
 
 
-def settle(args: Any) -> None:
+def add_defaults(args: Any) -> None:
     """Add missing flags to `args` with their defaults, and choose the layout if it is not set.
 
     If `args` lacks the algorithm (such as arguments from an old checkpoint), it is set to
@@ -138,7 +138,7 @@ def layout_for(algorithm: Any, store: Any, pack: Any = "off") -> str:
 
 
 def burst_config(args: Any) -> BurstConfig:
-    """Return a `BurstConfig` from arguments that `settle` completed.
+    """Return a `BurstConfig` from arguments that `add_defaults` completed.
 
     Raises:
         ValueError: A flag has an unsupported value. The message names the flag.
@@ -146,11 +146,11 @@ def burst_config(args: Any) -> BurstConfig:
     return BurstConfig(**{flag.field: getattr(args, flag.dest) for flag in FLAGS})
 
 
-def choices(args: Any) -> tuple[BurstConfig, list[str]]:
+def options_and_errors(args: Any) -> tuple[BurstConfig, list[str]]:
     """Return the options and an error message for each invalid value.
 
     Args:
-        args: Arguments that `settle` completed.
+        args: Arguments that `add_defaults` completed.
 
     Returns:
         The options, with the default for each invalid value, and the error messages.
@@ -166,7 +166,7 @@ def choices(args: Any) -> tuple[BurstConfig, list[str]]:
 
 
 def stated(args: Any) -> dict[str, Any]:
-    """Return a dict from flag to value, for arguments that `settle` completed."""
+    """Return a dict from flag to value, for arguments that `add_defaults` completed."""
     return {flag.name: getattr(args, flag.dest) for flag in FLAGS}
 
 

@@ -701,7 +701,7 @@ MUTANTS = [
     Mutant("plugins/sparse/megatron/index_loss.py",
            "losses.shape[0] * losses.shape[1]", "losses.numel()",
            "a row with more selections counts less"),
-    Mutant("plugins/sparse/megatron/index_loss.py", "_NOTE, 1)", "None, 1)",
+    Mutant("plugins/sparse/megatron/index_loss.py", "_MICRO_BATCHES, 1)", "None, 1)",
            "micro-batches are summed where the model's losses are averaged"),
     Mutant("plugins/sparse/megatron/index_loss.py", "scale = config.grad_scale_func(scale)", "pass",
            "the loss of an indexer is not scaled as the model's"),

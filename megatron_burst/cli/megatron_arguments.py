@@ -116,7 +116,7 @@ class MegatronCommand(argparse.Namespace):
         return [name for name in names if getattr(self, _attribute(name)) not in (None, False)]
 
     def burst_arguments(self) -> tuple[SimpleNamespace, list[str]]:
-        """Return the converted values of our flags for `flags.settle`, and error messages."""
+        """Return the converted values of our flags for `flags.add_defaults`, and error messages."""
         # The default layout depends on the number of ranks.
         values, wrong = SimpleNamespace(context_parallel_size=self.cp), []
         for name in self.given(*FLAGS):

@@ -17,8 +17,8 @@ from . import patching
 from .checks.config import configuration_problems
 from .checks.problem import Problem, refuse
 from .checks.splitting import OLDEST
-from .data.cut import cut_for, settle_cut
-from .layout_choice import log_choice, one_layout, settled
+from .data.cut import cut_for, set_cut
+from .layout_choice import log_choice, one_layout, resolve_auto_layout
 from .patching import check_version, core_version
 
 _NAME = "burst"
@@ -58,7 +58,7 @@ def install(layout: LayoutName | None = None) -> None:
         _patch(layout, layout is None and patching.training_available())
     elif layout is not None:
         _fix_layout(present, layout)
-    elif patching.training_available() and not present.notes["scripts"]:
+    elif patching.training_available() and not present.run.for_scripts:
         raise ValueError(
             "install(layout=...) was called before, without flags for Megatron-LM's command line; "
             "call uninstall() before install()"
@@ -69,13 +69,13 @@ def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
     """Replace functions of Megatron; replace none if one is missing or lacks a parameter."""
     # These modules import Megatron before any function is replaced: a module that imported a
     # replacement by name would keep it after `uninstall`.
-    from . import training as training_hooks
     from .attention import hooks as attention_hooks
     from .data import loader
     from .data.rope import rope_patches
     from .data.slicing import slicing_patches
     from .lm_head import fused_loss, mtp
     from .packing import step as packing_step
+    from .training import TrainingHooks, load_training_modules
 
     linear_patches: list[Any] = []
     if core_version() >= OLDEST:
@@ -84,7 +84,7 @@ def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
         linear_patches = [delta_net.patch_heads, delta_net.patch, mamba.patch]
     plugin_patches = [patch for _, patch in registry.hooked("patch_megatron")]
     if for_scripts:
-        training_hooks.load()  # before `opened` looks for seams
+        load_training_modules()  # before `opened` looks for seams
     with patching.patch_set(_NAME) as patches, patching.opened(patches):
         attention_hooks.patch_attention(patches)
         # Check the functions that a layout replaces while all replacements can still be undone.
@@ -99,22 +99,24 @@ def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
             patch(patches)
         loader.patch(patches)
         packing_step.patch(patches)
-        patches.notes["scripts"] = for_scripts
+        patches.run.for_scripts = for_scripts
         if for_scripts:
-            training_hooks.patch(patches, configure)
+            TrainingHooks(patches, configure).patch()
         if layout is not None:
             _fix_layout(patches, layout)
 
 
 def _fix_layout(patches: patching.PatchSet, layout: str) -> None:
     """Set the layout of the run, in which batches and rotary embeddings are then cut."""
-    present = patches.notes.setdefault("layout", layout)
-    if present != layout:
+    state = patches.run
+    if state.layout is None:
+        state.layout = layout
+    if state.layout != layout:
         raise ValueError(
-            f"--burst-layout {layout}: layout {present!r} is installed, and a run has one "
+            f"--burst-layout {layout}: layout {state.layout!r} is installed, and a run has one "
             "layout; call uninstall() first, and build the model again"
         )
-    if "sliced" not in patches.notes:
+    if not state.slicing_patched:
         from .data.other_cuts import guard_other_cuts
         from .data.rope import rope_patches
         from .data.slicing import slicing_patches
@@ -125,7 +127,7 @@ def _fix_layout(patches: patching.PatchSet, layout: str) -> None:
         guard_other_cuts(patches, layout)
         for wrap in rope_patches(layout):
             patches.wrap(*wrap)
-        patches.notes["sliced"] = True
+        state.slicing_patched = True
 
 
 def uninstall() -> bool:
@@ -177,15 +179,15 @@ def select_attention(
     patches = patching.installed(_NAME)
     if patches is None:
         raise ValueError("megatron_burst is not installed: call install() before configure()")
-    burst, why = settled(config, burst, seq_length)
+    burst, why = resolve_auto_layout(config, burst, seq_length)
     log_choice(burst, why)
     refuse([*problems, *configuration_problems(config, burst, seq_length)])
-    if burst.algorithm != "megatron" or "layout" in patches.notes:
+    if burst.algorithm != "megatron" or patches.run.layout is not None:
         _fix_layout(patches, burst.layout)
     if burst.algorithm != "megatron":
-        settle_cut(patches, cut_for(config, burst))
+        set_cut(patches, cut_for(config, burst))
     if burst.pack == "documents":
-        patches.notes["packing"] = True
+        patches.run.packs_documents = True
     config.burst = burst
     one_layout(config, burst)
     for _, configured in registry.hooked("configured"):

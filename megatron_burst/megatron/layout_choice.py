@@ -30,11 +30,11 @@ from .checks.splitting import ATTENTION as ATTENTION_LAYOUT
 from .checks.splitting import LINEAR as LINEAR_LAYOUT
 from .checks.splitting import (
     STREAMS,
-    attends,
     layouts_of,
     megatrons_layouts,
-    splits,
+    splits_with_burst,
     two_layout_problems,
+    uses_burst,
 )
 from .model_shape import ModelShape
 from .patching import log
@@ -55,7 +55,7 @@ class StreamChoice(NamedTuple):
     why: str | None = None
 
 
-def settled(config: Any, burst: BurstConfig, seq_length: int | None) -> StreamChoice:
+def resolve_auto_layout(config: Any, burst: BurstConfig, seq_length: int | None) -> StreamChoice:
     """Return the options with a layout in place of "auto".
 
     Args:
@@ -70,7 +70,7 @@ def settled(config: Any, burst: BurstConfig, seq_length: int | None) -> StreamCh
     if burst.layout != "auto":
         return StreamChoice(burst)
     plain = dataclasses.replace(burst, layout="zigzag")
-    if burst.algorithm == OFF or not splits(config):
+    if not splits_with_burst(config, burst):
         return StreamChoice(plain)
     layers = layers_of(config)
     if not layers.delta_net + layers.mamba:
@@ -107,7 +107,7 @@ def one_layout(config: Any, burst: BurstConfig) -> None:
     Otherwise both Megatron and BurstAttention would exchange rows around attention. Call this after
     `configure` has read the settings. Configurations without these settings are unchanged.
     """
-    if burst.algorithm == OFF or not splits(config) or burst.layout not in STREAMS:
+    if not splits_with_burst(config, burst) or burst.layout not in STREAMS:
         return
     for name in (LINEAR_LAYOUT, ATTENTION_LAYOUT):
         previous = getattr(config, name, burst.layout)
@@ -146,18 +146,18 @@ def complete_flags(args: Any, config: Any) -> CompletedFlags:
     """
     layout_named = getattr(args, "burst_layout", None) is not None
     attention_named = getattr(args, "burst_attention_layout", None) is not None
-    flags.settle(args)
-    burst, errors = flags.choices(args)
+    flags.add_defaults(args)
+    burst, errors = flags.options_and_errors(args)
     if layout_named:
         return CompletedFlags(burst, errors, None)
-    burst, line = unnamed_layouts(config, burst, attention_named=attention_named)
+    burst, line = default_layouts(config, burst, attention_named=attention_named)
     args.burst_layout = burst.layout
     if not attention_named:  # keep a wrong name, which the checks report
         args.burst_attention_layout = burst.attention_layout
     return CompletedFlags(burst, errors, line)
 
 
-def settle(args: Any) -> None:
+def complete_arguments(args: Any) -> None:
     """Complete parsed arguments with missing flags and with layouts.
 
     Rank 0 logs the layout if "auto" selects it or if zigzag replaces striped.
@@ -170,12 +170,12 @@ def settle(args: Any) -> None:
     if line is not None:
         log(line)
     if burst.layout == "auto" and not errors:
-        burst, why = settled(settings, burst, getattr(settings, "seq_length", None))
+        burst, why = resolve_auto_layout(settings, burst, getattr(settings, "seq_length", None))
         args.burst_layout, args.burst_attention_layout = burst.layout, burst.attention_layout
         log_choice(burst, why)
 
 
-def unnamed_layouts(
+def default_layouts(
     config: Any, burst: BurstConfig, *, attention_named: bool = False
 ) -> tuple[BurstConfig, str | None]:
     """Return the options with the layouts of the run, if no flag names the layout.
@@ -191,11 +191,11 @@ def unnamed_layouts(
             model or another option excludes striped; otherwise the log line is None.
     """
     selected = megatrons_layouts(config)
-    if selected is not None and not attention_named and burst.algorithm != OFF and splits(config):
+    if selected is not None and not attention_named and splits_with_burst(config, burst):
         attention: Any = None if selected.attention == selected.stream else selected.attention
         stream: Any = selected.stream
         burst = dataclasses.replace(burst, layout=stream, attention_layout=attention)
-    if burst.layout != "striped" or not attends(config, burst):
+    if burst.layout != "striped" or not uses_burst(config, burst):
         return burst, None
     excluding = ModelShape.of(config).linear_setting
     if burst.attention_layout not in (None, "striped"):

@@ -30,6 +30,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from ..seam import PLACES, Seam, SeamPlace, inside
+from .run_state import RunState
 
 _installed: dict[str, PatchSet] = {}
 
@@ -56,11 +57,11 @@ class PatchSet:
 
     Attributes:
         name: The name in the registry.
-        notes: State that these replacements share while they are installed.
+        run: State that these replacements share while they are installed.
     """
 
     name: str
-    notes: dict[str, Any] = field(default_factory=dict)
+    run: RunState = field(default_factory=RunState)
     _undo: list[Callable[[], object]] = field(default_factory=list)
 
     def replace(self, owner: object, attribute: str, value: object) -> object:
@@ -179,38 +180,34 @@ def installed(name: str) -> PatchSet | None:
     return _installed.get(name)
 
 
-def notes() -> dict[str, Any]:
-    """Return the state that all modules of this package share until `uninstall`.
+def run_state() -> RunState:
+    """Return the state of the run: that of the set of patches "burst".
 
-    Returns:
-        The notes of the set of patches "burst"; a new empty dict if it is not installed.
+    If the set is not installed, return new default values, which nobody keeps.
     """
     patches = installed("burst")
-    return patches.notes if patches else {}
+    return patches.run if patches else RunState()
 
 
-_CHOOSING = "choosing"
-
-
-def burst_chosen() -> bool:
+def burst_selected() -> bool:
     """Return whether this run uses BurstAttention.
 
     If so, configurations need not fulfil requirements of Megatron's own context parallelism. True
-    after `install(layout)` or a first `configure`, and inside `choosing(True)`.
+    after `install(layout)` or a first `configure`, and inside `selecting_burst(True)`.
     """
-    return "layout" in notes() or notes().get(_CHOOSING, False)
+    state = run_state()
+    return state.layout is not None or state.selecting
 
 
 @contextmanager
-def choosing(chosen: bool) -> Iterator[None]:
+def selecting_burst(chosen: bool) -> Iterator[None]:
     """Record whether configurations that are made inside the context select BurstAttention."""
-    state = notes()
-    before = state.get(_CHOOSING, False)
-    state[_CHOOSING] = chosen
+    state = run_state()
+    before, state.selecting = state.selecting, chosen
     try:
         yield
     finally:
-        state[_CHOOSING] = before
+        state.selecting = before
 
 
 def remove(name: str) -> bool:
@@ -434,12 +431,9 @@ def show_log(patches: PatchSet | None = None) -> None:
         patches.on_undo(restore)
 
 
-_TRANSLATE = "translate errors"
-
-
 def translate_with(translate: Callable[[str], str] | None) -> None:
     """Translate all messages of `user_text` until `uninstall`; None stops the translation."""
-    notes()[_TRANSLATE] = translate
+    run_state().translate_error = translate
 
 
 def user_error(text: str) -> ValueError:
@@ -449,5 +443,5 @@ def user_error(text: str) -> ValueError:
 
 def user_text(text: str) -> str:
     """Return `text`; in a recipe, flags are replaced by the names of recipe settings."""
-    translate = notes().get(_TRANSLATE)
+    translate = run_state().translate_error
     return text if translate is None else translate(text)

@@ -21,7 +21,7 @@ from .. import flags
 from ..config import BurstConfig
 from .checks.config import backend_problems
 from .install import install, select_attention
-from .layout_choice import settled, unnamed_layouts
+from .layout_choice import default_layouts, resolve_auto_layout
 from .patching import log, require_function
 
 
@@ -73,7 +73,8 @@ def choices_with_layout(choices: dict[str, Any], model: Any) -> BurstConfig:
     """Return `BurstConfig(**choices)` with concrete layouts.
 
     If `choices` names no layout, the layouts follow from the other options and from Megatron's own
-    settings. "auto" is replaced by the layout that suits the model (`layout_choice.settled`).
+    settings. "auto" is replaced by the layout that suits the model
+    (`layout_choice.resolve_auto_layout`).
 
     Args:
         choices: fields of `BurstConfig`.
@@ -83,10 +84,10 @@ def choices_with_layout(choices: dict[str, Any], model: Any) -> BurstConfig:
     if not choices.keys() & {"layout", "attention_layout"}:
         layout = flags.layout_for(config.algorithm, config.store)
         config = dataclasses.replace(config, layout=layout)
-        config, line = unnamed_layouts(transformer, config)
+        config, line = default_layouts(transformer, config)
         if line is not None:
             log(line)
-    return settled(transformer, config, getattr(model, "seq_length", None)).burst
+    return resolve_auto_layout(transformer, config, getattr(model, "seq_length", None)).burst
 
 
 def _layers(base: Any, config: Any, vp_stage: int | None) -> Any:

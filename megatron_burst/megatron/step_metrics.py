@@ -26,8 +26,6 @@ from ..schedule.cost import visible_pairs
 from . import patching
 from .patching import PatchSet
 
-_NOTE = "step metrics"  # a `StepMetrics`, if the run has a writer
-
 
 class StepMetrics:
     """Counters of this rank since the last call of `collect`."""
@@ -99,13 +97,13 @@ class StepMetrics:
 
 def metrics() -> StepMetrics | None:
     """Return the metrics of this run; None if it has no writer."""
-    return patching.notes().get(_NOTE)
+    return patching.run_state().metrics
 
 
 def ask(patches: PatchSet, args: Any) -> None:
     """Start measuring if Megatron-LM's arguments select TensorBoard or Weights & Biases."""
     if getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", None):
-        patches.notes.setdefault(_NOTE, StepMetrics())
+        patches.run.metrics = patches.run.metrics or StepMetrics()
 
 
 def patch(patches: PatchSet) -> None:

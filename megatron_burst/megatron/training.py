@@ -19,7 +19,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,56 +37,116 @@ from .data.cut import compare_clusters, gather_from_all
 from .data.slicing import context_group
 from .patching import PatchSet, bound_to, log, show_log
 
-_FLAGS = "flags"  # note: the flags of this process, after they are parsed
 _SIZES = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
     "hierarchical_context_parallel_sizes", "seq_length", "micro_batch_size",
 )  # fmt: skip
-Configure = Callable[..., Any]
 
 
-def load() -> None:
-    """Import the modules whose functions `patch` wraps."""
+def load_training_modules() -> None:
+    """Import the modules whose functions `TrainingHooks` wraps."""
     for name in ("arguments", "yaml_arguments", "checkpointing"):
         importlib.import_module(f"megatron.training.{name}")
 
 
-def patch(patches: PatchSet, configure: Configure) -> None:
-    """Wrap the functions of `megatron.training` that a Megatron-LM script calls.
+@dataclass(frozen=True)
+class TrainingHooks:
+    """Replacements of functions of `megatron.training`.
 
-    Imports `megatron.training`.
+    Each method has the name of the function that it replaces. It gets the original function, then
+    the arguments of the call.
 
-    Args:
-        patches: the set of patches.
-        configure: called as `configure(transformer_config, burst_config, seq_length=...)`.
+    Attributes:
+        patches: The set of patches.
+        configure: Called as `configure(transformer_config, burst_config, seq_length=...)`.
     """
-    for module, name, parameters, around in (
-        ("arguments", "add_megatron_arguments", ["parser"], _with_flags),
-        ("arguments", "validate_args", ["args", "defaults"], _validating),
-        ("yaml_arguments", "validate_yaml", ["args", "defaults"], _validating),
-        (
-            "arguments",
+
+    patches: PatchSet
+    configure: Callable[..., Any]
+
+    def patch(self) -> None:
+        """Wrap the functions that a Megatron-LM script calls; imports `megatron.training`."""
+        wrap, module = self.patches.wrap, importlib.import_module
+        arguments = module("megatron.training.arguments")
+        wrap(arguments, "add_megatron_arguments", ["parser"], self.add_megatron_arguments)
+        wrap(arguments, "validate_args", ["args", "defaults"], self.validate_args)
+        wrap(
+            module("megatron.training.yaml_arguments"),
+            "validate_yaml",
+            ["args", "defaults"],
+            self.validate_args,
+        )
+        wrap(
+            arguments,
             "core_transformer_config_from_args",
             ["args"],
-            partial(_configuring, configure),
-        ),
-        ("checkpointing", "check_checkpoint_args", ["checkpoint_args"], _comparing),
-    ):
-        home = importlib.import_module(f"megatron.training.{module}")
-        patches.wrap(home, name, parameters, partial(around, patches))
-    datasets.patch_masks(patches)
-    datasets.patch_stages(patches)
-    patch_validation(patches)
-    step_metrics.patch(patches)
-    name, around = "initialize_model_parallel", partial(_agreeing, patches)
-    patches.wrap(parallel_state, name, ["context_parallel_size"], around)
+            self.core_transformer_config_from_args,
+        )
+        wrap(
+            module("megatron.training.checkpointing"),
+            "check_checkpoint_args",
+            ["checkpoint_args"],
+            self.check_checkpoint_args,
+        )
+        datasets.patch_masks(self.patches)
+        datasets.patch_stages(self.patches)
+        patch_validation(self.patches)
+        step_metrics.patch(self.patches)
+        wrap(
+            parallel_state,
+            "initialize_model_parallel",
+            ["context_parallel_size"],
+            self.initialize_model_parallel,
+        )
 
+    def add_megatron_arguments(self, original: Callable, parser: Any) -> Any:
+        """Add our flags to Megatron-LM's."""
+        parser = original(parser)
+        flags.add_flags(parser, algorithm=flags.OFF)
+        _escape_percent_signs(parser)
+        return parser
 
-def _with_flags(patches: PatchSet, original: Callable, parser: Any) -> Any:
-    parser = original(parser)
-    flags.add_flags(parser, algorithm=flags.OFF)
-    _escape_percent_signs(parser)
-    return parser
+    def validate_args(self, original: Callable, args: Any, *extra: Any, **named: Any) -> Any:
+        """Check our flags before Megatron checks its own: few of its assertions name a flag."""
+        show_log(self.patches)
+        layout_choice.complete_arguments(args)
+        check_flags(args, sys.argv[1:])
+        self.patches.run.flags = _facts(args)
+        if command_line.selects_burst(args):
+            datasets.replace_masks(args, self.patches)
+        result = original(args, *extra, **named)
+        if not contain_attention(args):  # a CUDA graph replays without Python: nothing is counted
+            step_metrics.ask(self.patches, args)
+        return result
+
+    def initialize_model_parallel(self, original: Callable, *args: Any, **named: Any) -> Any:
+        """Compare the flags of all ranks, then make Megatron's process groups."""
+        if (facts := self.patches.run.flags) is not None:
+            agree(facts, gather_from_all)
+            compare_clusters(self.patches.run, facts["--burst-cluster"])
+        return original(*args, **named)
+
+    def core_transformer_config_from_args(
+        self, original: Callable, args: Any, *extra: Any, **named: Any
+    ) -> Any:
+        """Configure BurstAttention in the configuration that Megatron makes of arguments."""
+        algorithm = getattr(args, "context_parallel_algo", None)
+        with patching.selecting_burst(algorithm not in (None, flags.OFF)):
+            config = original(args, *extra, **named)
+        layout_choice.complete_arguments(args)
+        length = getattr(args, "seq_length", None)
+        return self.configure(config, flags.burst_config(args), seq_length=length)
+
+    def check_checkpoint_args(
+        self, original: Callable, checkpoint_args: Any, *extra: Any, **named: Any
+    ) -> Any:
+        """Log on rank 0 the flags and sizes that differ from the run that saved the checkpoint."""
+        result = original(checkpoint_args, *extra, **named)
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        if rank == 0 and self.patches.run.flags is not None:
+            for line in changes(checkpoint_args, self.patches.run.flags):
+                log(line)
+        return result
 
 
 def _escape_percent_signs(parser: argparse.ArgumentParser) -> None:
@@ -98,25 +158,11 @@ def _escape_percent_signs(parser: argparse.ArgumentParser) -> None:
             action.help = str(action.help).replace("%", "%%")
 
 
-def _validating(patches: PatchSet, original: Callable, args: Any, *extra: Any, **named: Any) -> Any:
-    """Check our flags before Megatron checks its own: few of its assertions name a flag."""
-    show_log(patches)
-    layout_choice.settle(args)
-    check_flags(args, sys.argv[1:])
-    patches.notes[_FLAGS] = _facts(args)
-    if command_line.takes_over(args):
-        datasets.replace_masks(args, patches)
-    result = original(args, *extra, **named)
-    if not contain_attention(args):  # a CUDA graph replays without Python, so nothing is counted
-        step_metrics.ask(patches, args)
-    return result
-
-
 def check_flags(args: Any, argv: list[str]) -> None:
     """Raise an error with all problems of parsed arguments, and log flags without effect.
 
     Args:
-        args: arguments completed by `layout_choice.settle`.
+        args: arguments completed by `layout_choice.complete_arguments`.
         argv: the words of the command line.
 
     Raises:
@@ -132,39 +178,6 @@ def _facts(args: Any) -> dict[str, Any]:
     settings = command_line.settings_of(args)
     sizes = {f"--{name.replace('_', '-')}": getattr(settings, name, None) for name in _SIZES}
     return flags.stated(args) | sizes
-
-
-def _agreeing(patches: PatchSet, original: Callable, *args: Any, **named: Any) -> Any:
-    """Compare the flags of all ranks, then call Megatron's function that makes process groups."""
-    if _FLAGS in patches.notes:
-        facts = patches.notes[_FLAGS]
-        agree(facts, gather_from_all)
-        compare_clusters(patches.notes, facts["--burst-cluster"])
-    return original(*args, **named)
-
-
-def _configuring(
-    configure: Configure, _: PatchSet, original: Callable, args: Any, *extra: Any, **named: Any
-) -> Any:
-    algorithm = getattr(args, "context_parallel_algo", None)
-    with patching.choosing(algorithm not in (None, flags.OFF)):
-        config = original(args, *extra, **named)
-    layout_choice.settle(args)
-    length = getattr(args, "seq_length", None)
-    return configure(config, flags.burst_config(args), seq_length=length)
-
-
-def _comparing(
-    patches: PatchSet, original: Callable, checkpoint_args: Any, *extra: Any, **named: Any
-) -> Any:
-    """Log on rank 0 the flags and sizes that differ from the run that saved the checkpoint."""
-    result = original(checkpoint_args, *extra, **named)
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    now = patches.notes.get(_FLAGS)
-    if rank == 0 and now is not None:
-        for line in changes(checkpoint_args, now):
-            log(line)
-    return result
 
 
 def changes(saved: Any, now: dict[str, Any]) -> list[str]:

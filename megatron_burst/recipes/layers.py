@@ -49,7 +49,7 @@ def burst_layer_spec(
         choices = vision.with_mask(config, choices)
     with translating(config):
         layers = specs.burst_layer_spec(config, vp_stage, base=base, **choices)
-        compare_clusters(patching.notes(), choices.get("cluster"))
+        compare_clusters(patching.run_state(), choices.get("cluster"))
     patching.translate_with(functools.partial(translated, config))
     packed.patch_bridge()
     patch_vision_models()

@@ -322,7 +322,7 @@ def test_the_doctor_knows_all_that_the_launcher_reads_of_the_arguments():
         values, wrong = command.burst_arguments()
         vars(args).update(vars(values))
         assert not wrong
-        flags.settle(args)
+        flags.add_defaults(args)
         with mock.patch.object(command_line, "settings_of", lambda args: args):
             list(command_line.problems(args, words))
         list(backend_problems(args, mb.BurstConfig()))

@@ -288,7 +288,7 @@ def script_flags(words):
         if ended.code:
             raise
         return  # --help
-    flags.settle(known)
+    flags.add_defaults(known)
     flags.burst_config(known)
     unknown = [word for word in others if word.startswith("--burst-")]
     if unknown:

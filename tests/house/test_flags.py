@@ -14,7 +14,7 @@ def parsed(line="", algorithm="burst"):
     parser = argparse.ArgumentParser()
     flags.add_flags(parser, algorithm=algorithm)
     args = parser.parse_args(line.split())
-    flags.settle(args)
+    flags.add_defaults(args)
     return args
 
 
@@ -102,7 +102,7 @@ def test_the_layout_follows_from_the_store(line, layout):
 
 def test_arguments_without_our_flags_leave_the_attention_alone():
     args = SimpleNamespace(burst_attention_store=0.5)
-    flags.settle(args)
+    flags.add_defaults(args)
     assert flags.burst_config(args) == BurstConfig(algorithm="megatron", store=0.5)
 
 
@@ -131,7 +131,7 @@ def test_documents_that_are_packed_anew_are_laid_out_in_balance():
         flags.add_flags(parser, algorithm=flags.OFF)
         args = parser.parse_args(words.split())
         vars(args).update(more)
-        flags.settle(args)
+        flags.add_defaults(args)
         return args.burst_layout
 
     asked = "--context-parallel-algo burst --burst-pack documents"

@@ -274,7 +274,7 @@ def launch(**given):
     """Return the launcher's problems for these arguments, completed as in the launcher."""
     given = {"context_parallel_algo": "burst", "context_parallel_size": 2} | given
     args = SimpleNamespace(**given)
-    flags.settle(args)
+    flags.add_defaults(args)
     return [*command_line.problems(args, [])]
 
 

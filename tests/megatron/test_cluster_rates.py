@@ -24,6 +24,8 @@ from megatron_burst.megatron.attention import plan_book
 from megatron_burst.megatron.checks.config import cluster_problems
 from megatron_burst.megatron.data.packed import Pack
 from megatron_burst.megatron.linear import state_layers
+from megatron_burst.megatron.patching import PatchSet
+from megatron_burst.megatron.run_state import RunState
 from megatron_burst.plugins.tools.advise.settings import Settings
 from megatron_burst.plugins.tools.advise.shapes.models import Model
 from megatron_burst.plugins.tools.advise.simulate import simulate
@@ -170,10 +172,11 @@ def test_files_that_cannot_serve(tmp_path):
 
 def by_flags():
     """Compare when Megatron-LM makes its groups; a second attempt raises again."""
-    patches = SimpleNamespace(notes={training._FLAGS: {"--burst-cluster": "mine.toml"}})
+    patches = PatchSet("burst", RunState(flags={"--burst-cluster": "mine.toml"}))
+    hooks = training.TrainingHooks(patches, configure=None)
     with suppress(ValueError):
-        training._agreeing(patches, lambda: "made")
-    return training._agreeing(patches, lambda: "made")
+        hooks.initialize_model_parallel(lambda: "made")
+    return hooks.initialize_model_parallel(lambda: "made")
 
 
 def by_recipe():

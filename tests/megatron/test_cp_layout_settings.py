@@ -110,7 +110,7 @@ def arguments(line="", **settings):
     flags.add_flags(parser, algorithm=flags.OFF)
     args = parser.parse_args(["--context-parallel-algo", "burst", *line.split()])
     vars(args).update({"context_parallel_size": 2} | settings)
-    layout_choice.settle(args)
+    layout_choice.complete_arguments(args)
     return args
 
 
@@ -197,7 +197,7 @@ def test_bytes_by_hand():
 )
 def test_auto_takes_what_sends_fewer_bytes(length, pattern, expected):
     model = SimpleNamespace(**HYBRID | {"hybrid_layer_pattern": pattern})
-    found, why = layout_choice.settled(model, mb.BurstConfig(layout="auto"), length)
+    found, why = layout_choice.resolve_auto_layout(model, mb.BurstConfig(layout="auto"), length)
     assert found == expected
     assert ("no layers of linear attention" if "*" * 2 in pattern else "KiB") in why
 
@@ -212,7 +212,7 @@ def test_auto_takes_what_sends_fewer_bytes(length, pattern, expected):
 )
 def test_auto_takes_zigzag_where_nothing_else_is_allowed(changed, choices, words):
     burst = mb.BurstConfig(layout="auto", **choices)
-    found, why = layout_choice.settled(SimpleNamespace(**HYBRID | changed), burst, 64)
+    found, why = layout_choice.resolve_auto_layout(SimpleNamespace(**HYBRID | changed), burst, 64)
     assert (found.layout, found.attention_layout) == ("zigzag", None)
     assert words in why
 
@@ -220,10 +220,10 @@ def test_auto_takes_zigzag_where_nothing_else_is_allowed(changed, choices, words
 def test_auto_needs_to_know_what_it_counts():
     auto = mb.BurstConfig(layout="auto")
     with pytest.raises(ValueError, match=r"pass seq_length to configure"):
-        layout_choice.settled(SimpleNamespace(**HYBRID), auto, None)
+        layout_choice.resolve_auto_layout(SimpleNamespace(**HYBRID), auto, None)
     unknown = SimpleNamespace(context_parallel_size=2, is_hybrid_model=True)
     with pytest.raises(ValueError, match="does not state its pattern"):
-        layout_choice.settled(unknown, auto, 64)
+        layout_choice.resolve_auto_layout(unknown, auto, 64)
     with pytest.raises(ValueError, match=r"install\(layout='auto'\).*names the layout"):
         burst.install("auto")
 

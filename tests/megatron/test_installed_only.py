@@ -80,7 +80,7 @@ def test_what_choosing_relaxes(clean):
     nets = TransformerConfig, BASE | NETS | heads | variant | split
     burst.install()
     for chosen, refused in ((False, True), (True, False)):
-        with patching.choosing(chosen):
+        with patching.selecting_burst(chosen):
             for case in (sparse, nets):
                 assert outcome(*case).startswith("AssertionError") == refused
     assert outcome(*sparse).startswith("AssertionError")

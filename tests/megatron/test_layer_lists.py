@@ -60,7 +60,7 @@ def test_a_list_on_the_command_line_is_refused_once():
     )  # fmt: skip
     from megatron_burst import flags
 
-    flags.settle(args)
+    flags.add_defaults(args)
     args.context_parallel_algo = "burst"
     found = command_line.problems(args, ["--cp-comm-type", "p2p", "a2a"])
     (told,) = (str(each) for each in found if "--cp-comm-type" in str(each))

@@ -9,7 +9,7 @@ import megatron_burst.megatron as burst
 from megatron_burst.megatron.attention import core_attention
 from megatron_burst.megatron.attention.core_attention import check_call, is_redundant
 from megatron_burst.megatron.data.cut import BatchCut
-from megatron_burst.megatron.patching import notes
+from megatron_burst.megatron.patching import run_state
 
 LATER = [[False, True, True], [False, False, True], [False, False, False]]
 DOCUMENTS = [[False, True, True], [True, False, True], [True, False, False]]
@@ -68,7 +68,7 @@ def test_any_other_mask_is_refused(mask):
 def test_a_mask_is_read_once_and_again_when_it_changes():
     mask = torch.ones(1, 1, 4, 4, dtype=torch.bool)
     assert is_redundant(mask)
-    read = notes()["redundant masks"]
+    read = run_state().redundant_masks
     assert len(read) == 1
     read[mask] = mask._version, False
     assert not is_redundant(mask)  # not read again

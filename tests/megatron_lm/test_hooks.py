@@ -48,7 +48,7 @@ def state():
 
 def asked(**changes):
     args = SimpleNamespace(context_parallel_size=2, context_parallel_algo="burst", **changes)
-    flags.settle(args)
+    flags.add_defaults(args)
     return args
 
 
@@ -159,7 +159,7 @@ def test_too_few_heads_for_ulysses_in_terms_of_what_was_given(case):
 )  # fmt: skip
 def test_ranks_that_the_sizes_do_not_divide(world, sizes, words):
     args = SimpleNamespace(context_parallel_algo="burst", world_size=world, **sizes)
-    flags.settle(args)
+    flags.add_defaults(args)
     if words is None:
         training.check_flags(args, [])
         return

@@ -21,7 +21,7 @@ from ...megatron.checks.command_line import RESET
 from ...megatron.checks.config import backend_problems, configuration_problems
 from ...megatron.checks.problem import Problem
 from ...megatron.checks.splitting import FLAG as LINEAR
-from ...megatron.checks.splitting import splits
+from ...megatron.checks.splitting import splits, splits_with_burst
 from ...megatron.layout_choice import complete_flags
 from ...megatron.model_shape import ModelShape
 from ...units import byte_size
@@ -210,7 +210,7 @@ def _problems(
     # The command may run on other machines.
     yield from configuration_problems(config, burst, seq_length, this_machine=False)
     yield from backend_problems(config, burst)
-    if burst.algorithm != flags.OFF and splits(config):
+    if splits_with_burst(config, burst):
         yield from command_line.run_problems(config, burst, engine=te is not None)
 
 

@@ -43,7 +43,7 @@ from ..data.other_cuts import check_cut, cuts_batches
 from ..data.packed import Pack, version_of
 from ..data.rope import mrope_of_packs
 from ..model_shape import layer_window
-from ..patching import notes
+from ..patching import run_state
 from .groups import book_of, micro_batch_groups
 from .plan_book import ALL_ROWS, LayerKind, PlanBook, RowChunkSizes, nothing_seen
 from .relayout import RowExchange
@@ -464,7 +464,10 @@ def is_redundant(mask: Any) -> bool:
     """
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or not mask.numel():
         return False
-    cache = notes().setdefault("redundant masks", WeakIdKeyDictionary())
+    state = run_state()
+    if state.redundant_masks is None:
+        state.redundant_masks = WeakIdKeyDictionary()
+    cache = state.redundant_masks
     version, redundant = cache.get(mask, (None, False))
     if version is None or version != version_of(mask):
         redundant = bool(mask.all()) or not bool(mask.any()) or _hides_later_keys(mask)

@@ -19,7 +19,7 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from ... import registry
 from ...recompute.checkpoint import StoreOffload, StoringCall, current_store, storing
 from .. import homes, patching
-from ..checks.splitting import OLDEST, attends
+from ..checks.splitting import OLDEST, uses_burst
 from ..data.cut import group_of
 from ..patching import bound_to, core_version, given_to, require_function
 from .core_attention import BurstCoreAttention
@@ -80,7 +80,7 @@ def refuse_other_attention(original: Callable, self: Any, *args: Any, **kwargs: 
         ValueError: The arguments select other attention or two layouts.
     """
     burst = getattr(self.config, "burst", None)
-    if burst is None or not attends(self.config, burst):
+    if not uses_burst(self.config, burst):
         return original(self, *args, **kwargs)
     arguments = given_to(original, (self, *args), kwargs)
     if arguments.get("shared_prefix_layout") is not None:
@@ -127,10 +127,10 @@ def _with_burst(stock: tuple[type, ...], original: Callable, /, *args: Any, **kw
     bound = bound_to(original, args, kwargs)
     config, submodules = bound.arguments["config"], bound.arguments["submodules"]
     burst, core = getattr(config, "burst", None), submodules.core_attention
-    if burst is not None and attends(config, burst) and not is_sparse(core):
+    if uses_burst(config, burst) and not is_sparse(core):
         core = _replaced(core, stock)
         bound.arguments["submodules"] = dataclasses.replace(submodules, core_attention=core)
-    elif burst is not None and attends(config, burst):
+    elif uses_burst(config, burst):
         registry.require("sparse_problems", module_of(core).__name__)
     original(*bound.args, **bound.kwargs)
 

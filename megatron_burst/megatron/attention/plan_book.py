@@ -515,4 +515,4 @@ def plan_book(group: Any, key: tuple, make_groups: Callable[[], Groups]) -> Plan
 
 
 def _books() -> dict[tuple, PlanBook]:
-    return patching.notes().setdefault("plan_books", {})
+    return patching.run_state().plan_books

@@ -26,7 +26,6 @@ from .splitting import FLAG as LINEAR
 from .splitting import SCRIPT, splits
 
 RESET, INTER_DOCUMENT = "--reset-attention-mask", "--dataloader-inter-document-masking"
-DOCUMENTS = "documents of the data loader"  # note: the flag that selects them, or None
 # Further flags of Megatron-LM that make packed batches.
 PACKED = ("--sft", INTER_DOCUMENT)
 # Flags that select a kernel for the same attention; ordinary launch scripts contain them.
@@ -55,8 +54,12 @@ def settings_of(args: Any) -> SimpleNamespace:
     return SimpleNamespace(**settings)
 
 
-def takes_over(args: Any) -> bool:
-    """Return whether BurstAttention runs with these arguments, completed by `flags.settle`."""
+def selects_burst(args: Any) -> bool:
+    """Return whether BurstAttention splits micro-batches with these arguments.
+
+    Args:
+        args: arguments completed by `flags.add_defaults`; sizes may be invalid.
+    """
     settings = settings_of(args)
     cp = settings.context_parallel_size
     split = type(cp) is int and cp >= 1 and splits(settings)
@@ -84,7 +87,7 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
     """Yield all problems of parsed arguments.
 
     Args:
-        args: arguments completed by `flags.settle`.
+        args: arguments completed by `flags.add_defaults`.
         argv: the words of the command line.
 
     Yields:
@@ -97,9 +100,9 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
             "cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph", "use_megatron_fsdp",
         ):  # fmt: skip
             setattr(settings, name, None)  # so that no other check reports it again
-    if takes_over(args) or any(flags.present(argv)):
+    if selects_burst(args) or any(flags.present(argv)):
         yield from yaml_problems(settings)
-    burst, errors = flags.choices(args)
+    burst, errors = flags.options_and_errors(args)
     yield from map(Problem, errors)
     seq_length = getattr(settings, "seq_length", None)
     yield from configuration_problems(settings, burst, seq_length)
@@ -111,7 +114,7 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
             "--transformer-impl is transformer_engine, and Transformer Engine is not installed",
             add=("--transformer-impl local",),
         )
-    if not takes_over(args):
+    if not selects_burst(args):
         return
     yield from _world(settings)
     # Megatron's own sparse attention requires --cp-comm-type, so ordinary launch scripts have it.
@@ -216,7 +219,7 @@ _DOCUMENTS = (
          "documents, and attention supports one sequence", add=("--micro-batch-size 1",)),
     # Megatron may validate arguments twice: the first validation sets this field for {flag}.
     Rule(lambda c, b: c.dataloader_inter_document_masking
-         and patching.notes().get(DOCUMENTS) != RESET,
+         and patching.run_state().documents != RESET,
          f"{{flag}} with {INTER_DOCUMENT}: the first ends documents after end-of-document tokens, "
          "the second at the dataset's boundaries; use one (Megatron-LM ignores {flag})",
          remove=(RESET,)),
@@ -254,7 +257,7 @@ def idle(args: Any, argv: list[str]) -> str | None:
     """Return a log line about flags that have no effect; None if every flag has an effect.
 
     Args:
-        args: arguments completed by `flags.settle`.
+        args: arguments completed by `flags.add_defaults`.
         argv: the words of the command line.
     """
     algorithm = f"--context-parallel-algo {args.context_parallel_algo}"
@@ -262,7 +265,7 @@ def idle(args: Any, argv: list[str]) -> str | None:
         unused = [name for name in flags.present(argv) if name not in flags.ALONE]
         if unused:
             return f"{', '.join(unused)} have no effect without --context-parallel-algo burst"
-    elif not takes_over(args):
+    elif not selects_burst(args):
         return (
             f"{algorithm} has no effect at --context-parallel-size 1: Megatron's own attention runs"
         )

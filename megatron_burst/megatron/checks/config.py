@@ -35,13 +35,14 @@ from .problem import (
 )
 from .sparse import sparse_problems
 from .splitting import (
-    attends,
     changing_groups,
     hybrid_problems,
     linear_problems,
     needs_ranks,
     splits,
+    splits_with_burst,
     two_layout_problems,
+    uses_burst,
 )
 
 SIZES = "--hierarchical-context-parallel-sizes"
@@ -113,7 +114,7 @@ def config_problems(
     yield from cluster_problems(burst, config)
     yield from mask_problems(config, burst)
     yield from sparse_problems(config, burst)
-    if not attends(config, burst):
+    if not uses_burst(config, burst):
         yield from two_layout_problems(config, burst)
         if splits(config) and burst.layout != "zigzag":
             yield Problem(
@@ -179,7 +180,7 @@ def mask_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     if burst.mask is None:
         return
     flag = f"--burst-mask {burst.mask}"
-    if burst.algorithm == OFF or not splits(config):
+    if not splits_with_burst(config, burst):
         yield needs_ranks(flag, config, burst, ("--burst-mask",))
         return
     yield from broken(_MASK, config, burst, flag)

@@ -41,13 +41,19 @@ def splits(settings: Any) -> bool:
     return settings.context_parallel_size != 1 or changing_groups(settings) is not None
 
 
-def attends(settings: Any, burst: BurstConfig) -> bool:
+def splits_with_burst(settings: Any, burst: BurstConfig | None) -> bool:
+    """Return whether the run splits micro-batches over ranks with BurstAttention."""
+    return burst is not None and burst.algorithm != OFF and splits(settings)
+
+
+def uses_burst(settings: Any, burst: BurstConfig | None) -> bool:
     """Return whether BurstAttention computes attention in the models of a run.
 
-    True if micro-batches are split over ranks, or if they are prefix trees, which Megatron's own
-    attention does not support.
+    True if it splits micro-batches over ranks, or if micro-batches are prefix trees, which
+    Megatron's own attention does not support.
     """
-    return burst.algorithm != OFF and (splits(settings) or burst.pack == "trees")
+    trees = burst is not None and burst.algorithm != OFF and burst.pack == "trees"
+    return trees or splits_with_burst(settings, burst)
 
 
 def needs_ranks(flag: str, config: Any, burst: BurstConfig, remove: tuple[str, ...]) -> Problem:
@@ -144,7 +150,7 @@ def megatrons_layouts(config: Any) -> RunLayouts | None:
 
 def two_layout_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     """Yield the settings that exclude or contradict the layouts of tokens and of attention."""
-    if not splits(config) or burst.algorithm == OFF:
+    if not splits_with_burst(config, burst):
         if burst.attention_layout not in (None, burst.layout):
             flag = f"--burst-attention-layout {burst.attention_layout}"
             yield needs_ranks(flag, config, burst, ("--burst-attention-layout",))

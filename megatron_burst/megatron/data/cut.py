@@ -27,8 +27,7 @@ from ...layout.balanced import CAUSAL, Window
 from ...schedule.sizes import Sizes
 from .. import patching
 from ..model_shape import layer_windows
-
-_NOTE, _COMPARED = "cut", "cluster file"
+from ..run_state import RunState
 
 
 @dataclass(frozen=True)
@@ -114,19 +113,19 @@ def attention_cut(burst: BurstConfig) -> BatchCut | None:
     return BatchCut(str(burst.attention_layout)) if separate else None
 
 
-def compare_clusters(notes: dict[str, Any], path: str | None) -> None:
+def compare_clusters(state: RunState, path: str | None) -> None:
     """Compare the contents of all ranks' cluster files, which determine how packs are cut.
 
     The first call is a collective of all ranks.
 
     Args:
-        notes: the notes of the installed patches, which store that files were compared.
+        state: the state of the run, which records that files were compared.
         path: the path of this rank's file; None without a file.
 
     Raises:
         ValueError: The files differ; every rank raises the same error.
     """
-    if path is None or _COMPARED in notes or not torch.distributed.is_initialized():
+    if path is None or state.clusters_compared or not torch.distributed.is_initialized():
         return
 
     def contents() -> Facts:
@@ -134,7 +133,7 @@ def compare_clusters(notes: dict[str, Any], path: str | None) -> None:
         return {"the contents of --burst-cluster": digest}
 
     agree(attempt(contents), gather_from_all)
-    notes[_COMPARED] = path  # not set if files differ, so that the next call raises too
+    state.clusters_compared = True  # not set if files differ, so that the next call raises too
 
 
 def gather_from_all(header: torch.Tensor) -> list[torch.Tensor]:
@@ -144,23 +143,24 @@ def gather_from_all(header: torch.Tensor) -> list[torch.Tensor]:
     return gathered
 
 
-def settle_cut(patches: patching.PatchSet, cut: BatchCut) -> None:
+def set_cut(patches: patching.PatchSet, cut: BatchCut) -> None:
     """Set the cut of the run, unless an earlier configuration has set it."""
-    patches.notes.setdefault(_NOTE, cut)
+    if patches.run.cut is None:
+        patches.run.cut = cut
 
 
 def installed_layout() -> str | None:
     """Return the layout of this run, set by `install` or the first `configure`; otherwise None."""
-    return patching.notes().get("layout")
+    return patching.run_state().layout
 
 
 def cut_of_run(layout: str) -> BatchCut:
-    """Return the cut that `settle_cut` has set, or else `BatchCut(layout)`.
+    """Return the cut that `set_cut` has set, or else `BatchCut(layout)`.
 
     Raises:
         ValueError: The layout is balanced, and no configuration has set the costs of tokens.
     """
-    cut = patching.notes().get(_NOTE)
+    cut = patching.run_state().cut
     if cut is None and layout == "balanced":
         raise ValueError(
             "layout balanced before configure(): the cut depends on the cost of a token of the "

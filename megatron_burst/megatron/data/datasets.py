@@ -23,7 +23,7 @@ import torch
 from megatron.core import parallel_state
 
 from .. import patching
-from ..checks.command_line import DOCUMENTS, INTER_DOCUMENT, RESET
+from ..checks.command_line import INTER_DOCUMENT, RESET
 from ..patching import bound_to, log
 
 
@@ -34,15 +34,15 @@ def replace_masks(args: Any, patches: patching.PatchSet) -> None:
     `--reset-attention-mask`. Here attention still separates the documents.
 
     Args:
-        args: arguments completed by `flags.settle`; changed.
-        patches: the set of patches; its notes store the flag that defines documents.
+        args: arguments completed by `flags.add_defaults`; changed.
+        patches: the set of patches, whose state records the flag that defines documents.
     """
     masks = getattr(args, "create_attention_mask_in_dataloader", False)
     between_documents = getattr(args, "dataloader_inter_document_masking", False)
     reset = getattr(args, "reset_attention_mask", False)
-    if reset and between_documents and patches.notes.get(DOCUMENTS) == RESET:
+    if reset and between_documents and patches.run.documents == RESET:
         return  # validated again: the first validation made these changes
-    patches.notes[DOCUMENTS] = RESET if reset else INTER_DOCUMENT if between_documents else None
+    patches.run.documents = RESET if reset else INTER_DOCUMENT if between_documents else None
     if masks:
         args.create_attention_mask_in_dataloader = False
     if reset:
@@ -59,7 +59,7 @@ def replace_masks(args: Any, patches: patching.PatchSet) -> None:
 
 def documents_expected() -> str | None:
     """Return the flag that adds `cu_seqlens` to every batch of this run, or None."""
-    return patching.notes().get(DOCUMENTS)
+    return patching.run_state().documents
 
 
 def patch_masks(patches: patching.PatchSet) -> None:
@@ -89,7 +89,7 @@ def _ending_documents(
     patches: patching.PatchSet, original: Callable, self: Any, idx: int
 ) -> tuple[Any, ...]:
     text, *rest_of_sample = original(self, idx)
-    if patches.notes.get(DOCUMENTS) != RESET:
+    if patches.run.documents != RESET:
         return text, *rest_of_sample
     config = self.config
     tokens = torch.from_numpy(text)
@@ -106,7 +106,7 @@ def _with_positions(
 ) -> dict[str, Any]:
     """Return a sample with consecutive position ids, unless `--reset-position-ids` is set."""
     sample = original(self, idx)
-    if patches.notes.get(DOCUMENTS) == RESET and not self.config.reset_position_ids:
+    if patches.run.documents == RESET and not self.config.reset_position_ids:
         sample["position_ids"] = torch.arange(len(sample["position_ids"]))
     return sample
 

@@ -20,13 +20,12 @@ from typing import Any
 import torch
 from megatron.core.utils import get_model_config
 
-from ...config import OFF
 from .. import patching
-from ..checks.splitting import splits
+from ..checks.splitting import splits_with_burst
 from .packed import packs
 
 _LENGTHS = ("cu_seqlens", "cu_seqlens_padded")
-_WARNED = "warned of loss masks"
+_WARNED = "uneven loss masks"
 UNEVEN = (
     "warning: a loss mask excludes tokens, and without --calculate-per-token-loss each rank "
     "divides its loss by the number of its own tokens: gradients depend on "
@@ -104,8 +103,8 @@ def _warned_of(mask: Any) -> bool:
     """
     if not isinstance(mask, torch.Tensor) or mask.device.type != "cpu" or bool((mask != 0).all()):
         return False
-    if not patching.notes().get(_WARNED):
-        patching.notes()[_WARNED] = True
+    if _WARNED not in patching.run_state().logged:
+        patching.run_state().logged.add(_WARNED)
         patching.log(patching.user_text(UNEVEN))
     return True
 
@@ -117,8 +116,9 @@ def _uneven(model: Any) -> bool:
     """
     config: Any = get_model_config(model[0] if isinstance(model, list) else model)
     burst = getattr(config, "burst", None)
-    uses_burst = burst is not None and burst.algorithm != OFF and splits(config)
-    return uses_burst and not config.calculate_per_token_loss and not patching.notes().get(_WARNED)
+    if not splits_with_burst(config, burst) or config.calculate_per_token_loss:
+        return False
+    return _WARNED not in patching.run_state().logged
 
 
 def _noting(run: Callable, named: dict[str, Any]) -> Any:

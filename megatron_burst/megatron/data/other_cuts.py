@@ -30,10 +30,9 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from ...config import OFF
 from ...layout import DocumentZigzag
 from .. import homes, patching
-from ..checks.splitting import STREAMS, splits
+from ..checks.splitting import STREAMS, splits_with_burst
 from ..patching import Wrap, bound_to, given_to
 from .cut import BatchCut
 from .packed import Pack, packs
@@ -240,10 +239,10 @@ def _conversion(layout: str, original: Callable, *args: Any, **kwargs: Any) -> A
     )
     burst = getattr(config, "burst", None)
     shared = group is not None and group.size() > 1
-    uses_burst = shared and burst is not None and burst.algorithm != OFF and splits(config)
+    splits = shared and splits_with_burst(config, burst)
     source = getattr(params, "cp_partition_mode", None) or arguments.get("source_partition_mode")
     source = source or getattr(config, "cp_partition_mode", None) or "zigzag"
-    if uses_burst and arguments["target_partition_mode"] == "zigzag" and source != "zigzag":
+    if splits and arguments["target_partition_mode"] == "zigzag" and source != "zigzag":
         refuse_layout(layout, source, None, "cp_partition_mode")
         arguments["target_partition_mode"] = source
     return original(*bound.args, **bound.kwargs)

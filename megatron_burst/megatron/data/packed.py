@@ -302,7 +302,10 @@ def version_of(tensor: torch.Tensor) -> int:
 
 def packs() -> Packs:
     """Return the `Packs` that data path, rotary embedding and attention share until `uninstall`."""
-    return patching.notes().setdefault("packs", Packs())
+    state = patching.run_state()
+    if state.packs is None:
+        state.packs = Packs()
+    return state.packs
 
 
 def pack_of(total: int, cu_seqlens: torch.Tensor, padded: torch.Tensor | None = None) -> Pack:

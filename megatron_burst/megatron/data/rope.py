@@ -118,7 +118,7 @@ def _of_own_positions(layout: str, original: Callable, *args: Any, **named: Any)
     arguments["position_ids"] = ids.index_select(-1, local_index)
     arguments["cp_group"] = ONE_RANK
     angles = original(*bound.args, **bound.kwargs)
-    patching.notes()[_AXES] = weakref.ref(angles)
+    patching.run_state().mrope_angles = weakref.ref(angles)
     return angles
 
 
@@ -149,7 +149,8 @@ def packed_rope(
     t, cu_seqlens, freqs, group = (
         arguments.pop(name, None) for name in ("t", "cu_seqlens", "freqs", "cp_group")
     )
-    axes = patching.notes().get(_AXES, lambda: None)()
+    reference = patching.run_state().mrope_angles
+    axes = None if reference is None else reference()
     if axes is not None and axes.data_ptr() == freqs.data_ptr():
         raise mrope_of_packs()
     # Newer versions also have the parameter max_seqlen, which `rotate` does not.
@@ -199,8 +200,6 @@ def _rows_of_group(layout: str, group: Any) -> TableRows:
     )
 
 
-_NOTE = "rotary tables"
-_AXES = "the last angles of several axes"
 # Two lengths (training and evaluation, or micro-batches of a forward and a backward), each with two
 # tables (layers with a window and layers without).
 TABLES_KEPT = 4
@@ -376,7 +375,10 @@ def _rates(rope: Any) -> TurnRates:
 
 def tables() -> RotaryTables:
     """Return the rotary tables of the run, which are kept until `uninstall`."""
-    return patching.notes().setdefault(_NOTE, RotaryTables())
+    state = patching.run_state()
+    if state.rotary_tables is None:
+        state.rotary_tables = RotaryTables()
+    return state.rotary_tables
 
 
 def is_blank(freqs: torch.Tensor) -> bool:

@@ -28,7 +28,7 @@ from ...linear_attention.short_convolution import short_convolution
 from ...planning.stand_ins import rows_like
 from .. import patching
 from ..attention.core_attention import BurstCoreAttention
-from ..checks.splitting import attends
+from ..checks.splitting import uses_burst
 from .state_layers import MixerKind, StateLayer, construct, forward, wide
 
 
@@ -59,7 +59,7 @@ def _patch(patches: patching.PatchSet, layer_class: Any, home: Any) -> None:
         if arguments["layer_number"] in config.kimi_kda_layers:
             return construct(kind, original, self, *args, **named)
         burst = getattr(config, "burst", None)
-        if burst is None or not attends(config, burst):
+        if not uses_burst(config, burst):
             return original(self, *args, **named)
         with patching.instead(home, "TEDotProductAttention", BurstCoreAttention):
             original(self, *args, **named)

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from .. import patching
 
-STARTUP = "lm_head_startup"  # note: the line that `startup_line` returns
-
 
 def startup_line() -> str | None:
     """Return the log line of the fused loss in the first forward of this process.
@@ -14,4 +12,4 @@ def startup_line() -> str | None:
     Returns:
         The line; None before the first forward, or without the fused loss.
     """
-    return patching.notes().get(STARTUP)
+    return patching.run_state().lm_head_startup

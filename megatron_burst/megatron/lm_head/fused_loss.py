@@ -33,7 +33,6 @@ from .. import patching
 from ..checks.features import LM_HEAD
 from ..checks.splitting import OLDEST
 from ..patching import core_version, given_to
-from . import STARTUP
 from .mtp import head_masks
 
 HeadMask = tuple[bool, torch.Tensor | None]  # (whether it is an MTP head, its loss mask)
@@ -201,8 +200,8 @@ class LazyHead:
 
     def _announce(self, line: str) -> None:
         patches = patching.installed("burst")
-        if patches is not None and STARTUP not in patches.notes:
-            patches.notes[STARTUP] = line
+        if patches is not None and patches.run.lm_head_startup is None:
+            patches.run.lm_head_startup = line
             if torch.distributed.get_rank() == 0:
                 logging.getLogger("megatron_burst").info(line)
 

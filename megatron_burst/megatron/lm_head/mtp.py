@@ -26,8 +26,6 @@ from .. import patching
 from ..attention.plan_book import splits_attention
 from ..patching import bound_to, given_to, require_function
 
-_NOTE = "mtp counts of groups"
-
 
 def patch(patches: patching.PatchSet) -> None:
     """Wrap Megatron's MTP loss, so that it uses the token counts of context-parallel groups."""
@@ -128,7 +126,7 @@ def _counts_groups(original: Callable, arguments: dict[str, Any], group: Any) ->
     `process_mtp_loss` would omit loss terms and logging of later versions. Version numbers do not
     identify a branch or a patched copy.
     """
-    results = patching.notes().setdefault(_NOTE, [])
+    results = patching.run_state().mtp_counts
     for probed, counts_groups in results:
         if probed is group:
             return counts_groups

@@ -26,8 +26,7 @@ from ..patching import PatchSet, log, wrap_steps
 from . import documents
 from .documents import documents_of, micro_batch, names_of
 
-PACKING = "packing"  # note: a configuration of this run selects packing
-_LOGGED = "packing was logged"
+_LOGGED = "packing"
 
 
 def packs_steps(burst: BurstConfig) -> bool:
@@ -44,7 +43,7 @@ def _packed(patches: PatchSet, run: Callable, named: dict[str, Any]) -> Any:
     chunks = named["model"] if isinstance(named["model"], list) else [named["model"]]
     config = get_model_config(chunks[0])
     burst = getattr(config, "burst", None)
-    packs = patches.notes.get(PACKING) and burst is not None and packs_steps(burst)
+    packs = patches.run.packs_documents and burst is not None and packs_steps(burst)
     iterators, several = named["data_iterator"], isinstance(named["data_iterator"], list)
     ready = isinstance(iterators[0] if several else iterators, PackedBatchIterator)
     if not packs or ready or named.get("forward_only"):
@@ -54,8 +53,8 @@ def _packed(patches: PatchSet, run: Callable, named: dict[str, Any]) -> Any:
         iterators if several else [iterators],
         named["num_microbatches"], named["seq_length"], work_of(config), multiple,
     )  # fmt: skip
-    if packing is not None and not patches.notes.setdefault(_LOGGED, False):
-        patches.notes[_LOGGED] = True
+    if packing is not None and _LOGGED not in patches.run.logged:
+        patches.run.logged.add(_LOGGED)
         log(_summary(packing, named["num_microbatches"]))
     named["num_microbatches"] = _agreed(packing.count if packing else 0)
     named["data_iterator"] = packed if several else packed[0]

@@ -23,8 +23,7 @@ from ...megatron.checks.problem import (
     excluded,
     flag_of_setting,
 )
-from ...megatron.checks.splitting import needs_ranks, splits
-from ...spine_options import OFF
+from ...megatron.checks.splitting import needs_ranks, splits_with_burst
 from .options import LongSequenceOptions
 
 
@@ -75,7 +74,7 @@ def chunk_problems(config: Any, burst: LongSequenceOptions) -> Iterator[Problem]
     if count == 1:
         return
     flag = f"--burst-sequence-chunks {count}"
-    if burst.algorithm == OFF or not splits(config):
+    if not splits_with_burst(config, burst):
         yield needs_ranks(flag, config, burst, ("--burst-sequence-chunks",))
         return
     yield from broken(_CHUNKS, config, burst, flag)

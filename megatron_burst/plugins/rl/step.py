@@ -35,7 +35,7 @@ from .batch import TrajectoryBatch, rows_multiple
 from .logprobs import temperature_reasons
 from .trajectories import cut_trajectories
 
-_LOGGED = "mb.rl was logged"
+_LOGGED = "mb.rl"
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,8 @@ def logprobs(
     plan = attempt(lambda: _plan_step(chunks, trajectories, arguments))
     agree(plan if isinstance(plan, ValueError) else plan.facts, gather_from_all)
     assert not isinstance(plan, ValueError)
-    if patching.notes().setdefault(_LOGGED, plan) is plan:
+    if _LOGGED not in patching.run_state().logged:
+        patching.run_state().logged.add(_LOGGED)
         log(plan.line)
     config = get_model_config(chunks[0])
     device = next(chunks[0].parameters()).device

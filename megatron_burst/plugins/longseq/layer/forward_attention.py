@@ -112,9 +112,8 @@ def keys_line(plan: Plan, offload: float | Auto) -> str:
 
 
 def _log_once(patches: patching.PatchSet, line: str) -> None:
-    logged = patches.notes.setdefault("lines of row chunks", set())
-    if line not in logged:
-        logged.add(line)
+    if line not in patches.run.logged:
+        patches.run.logged.add(line)
         log(line)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from ....megatron.checks.problem import Problem, report
-from ....megatron.checks.splitting import attends
+from ....megatron.checks.splitting import uses_burst
 from ....megatron.patching import PatchSet, given_to, path_of, user_error
 from ..options import LongSequenceOptions
 
@@ -42,7 +42,7 @@ def patch(patches: PatchSet) -> None:
 def _refusing(original: Callable, self: Any, *args: Any, **named: Any) -> None:
     config = given_to(original, (self, *args), named)["config"]
     burst = getattr(config, "burst", None)
-    if burst is not None and attends(config, burst):
+    if uses_burst(config, burst):
         problems = tuple(own_forward_problems(type(self), config, burst))
         if problems:
             raise user_error(report(problems))

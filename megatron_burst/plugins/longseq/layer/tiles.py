@@ -36,8 +36,6 @@ from ....recompute import tile_counts
 from ..offload.tier import tier_of
 from ..tiles import Fate, tiled
 
-_LOGGED = "MLP tiles"  # key of the note with the lines that were logged
-
 
 def patch(patches: PatchSet) -> None:
     """Add the patch that runs MLPs in tiles if a configuration requires it."""
@@ -74,9 +72,8 @@ def _log_count(patches: PatchSet, burst: Any, count: int, hidden: torch.Tensor) 
         f"MLP tiles: {count} tiles of {math.ceil(len(hidden) / count):,} rows (--burst-mlp-tiles "
         f"{burst.mlp_tiles}), recomputed in backward or moved to the host"
     )
-    logged = patches.notes.setdefault(_LOGGED, set())
-    if line not in logged:
-        logged.add(line)
+    if line not in patches.run.logged:
+        patches.run.logged.add(line)
         log(line)
 
 

@@ -36,7 +36,7 @@ from ....megatron.patching import (
 )
 from ....recompute.checkpoint import current_store
 from .demand import passes_in_flight
-from .tier import OFFLOAD_NOTE, tier_of
+from .tier import OPTIONS, tier_of
 
 MambaLayer: Any = homes.module("mamba_layer").MambaLayer
 
@@ -122,7 +122,7 @@ def patch_weights(patches: PatchSet) -> None:
 def _keeping_weight(original: Callable, patches: PatchSet) -> Callable:
     @functools.wraps(original)
     def forward(ctx: Any, *args: Any) -> Any:
-        if OFFLOAD_NOTE in patches.notes:
+        if OPTIONS in patches.run.plugins:
             setattr(ctx, _WEIGHT, given_to(original, (ctx, *args), {})["weight"])
         return original(ctx, *args)
 

@@ -29,25 +29,26 @@ from ..host.mover import HostMemory, copy_rate
 from ..options import LongSequenceOptions
 from .demand import HostDemand, HostNode, choice, line, too_small
 
-OFFLOAD_NOTE = "offload"  # key of the note with the options of a configuration that offloads
-TIER_NOTE = "host memory"  # key of the note with the tier, created at the first use
+# Keys of `RunState.plugins`.
+OPTIONS = "longseq: options"  # the options of a configuration that offloads
+TIER = "longseq: tier"  # the tier, created at the first use
 MIN_BYTES = 1 << 20  # smaller tensors stay: the launch dominates the time of their copy
 
 
 def configured(patches: PatchSet, config: Any, burst: LongSequenceOptions) -> None:
     """Record in `patches` that a configuration of the run offloads activations."""
     if burst.offload:
-        patches.notes[OFFLOAD_NOTE] = burst
+        patches.run.plugins[OPTIONS] = burst
 
 
 def tier_of(patches: PatchSet) -> Tier | None:
     """Return the tier of the training run; None if no configuration offloads."""
-    burst = patches.notes.get(OFFLOAD_NOTE)
+    burst = patches.run.plugins.get(OPTIONS)
     if burst is None:
         return None
-    if TIER_NOTE not in patches.notes:
-        patches.notes[TIER_NOTE] = Tier(burst)
-    return patches.notes[TIER_NOTE]
+    if TIER not in patches.run.plugins:
+        patches.run.plugins[TIER] = Tier(burst)
+    return patches.run.plugins[TIER]
 
 
 class RunningCall(NamedTuple):

@@ -31,7 +31,8 @@ from .. import trees
 from ..batch import rows_multiple
 from ..tree_pack import TreePack
 
-_NOTE = "micro-batch"
+_ROWS = "rl: rows of a micro-batch"  # key of `RunState.plugins`
+_LOGGED = "rl: prefix trees"
 
 
 class MergedRows:
@@ -137,7 +138,7 @@ def patch(patches: PatchSet, util: Any, forward: Any, fused: Any) -> None:
     """
 
     def packing(original: Callable, *args: Any, **named: Any) -> Any:
-        rows: MergedRows | None = patches.notes.get(_NOTE)
+        rows: MergedRows | None = patches.run.plugins.get(_ROWS)
         if rows is None:
             return original(*args, **named)
         arguments = given_to(original, args, named)
@@ -147,7 +148,7 @@ def patch(patches: PatchSet, util: Any, forward: Any, fused: Any) -> None:
         return values, rows.params, rows.positions
 
     def unpacking(original: Callable, *args: Any, **named: Any) -> Any:
-        rows: MergedRows | None = patches.notes.get(_NOTE)
+        rows: MergedRows | None = patches.run.plugins.get(_ROWS)
         arguments = given_to(original, args, named)
         if rows is None or not arguments.get("post_process", True):
             return original(*args, **named)
@@ -178,12 +179,11 @@ def _merged_batch(patches: PatchSet, arguments: dict[str, Any]) -> Iterator[None
         yield
         return
     rows = MergedRows(arguments["input_ids"], config, arguments.get("pad_to_length_bucket"))
-    note = "prefix trees were logged"
-    if note not in patches.notes:
-        patches.notes[note] = True
+    if _LOGGED not in patches.run.logged:
+        patches.run.logged.add(_LOGGED)
         patching.log(f"first micro-batch: {rows.tree.describe()}")
-    patches.notes[_NOTE] = rows
+    patches.run.plugins[_ROWS] = rows
     try:
         yield
     finally:
-        patches.notes[_NOTE] = None
+        patches.run.plugins[_ROWS] = None

@@ -8,7 +8,7 @@ from typing import Any
 
 from ....megatron.checks.problem import ConfigView, Problem, Rule, broken, excluded
 from ....megatron.checks.sparse import gathers
-from ....megatron.checks.splitting import OLDEST, splits
+from ....megatron.checks.splitting import OLDEST, splits, splits_with_burst
 from ....megatron.model_shape import ModelShape
 from ....megatron.patching import PatchSet, core_version, log
 from ....schedule.algorithms import ALGORITHMS
@@ -163,7 +163,7 @@ def configured(patches: PatchSet, config: Any, burst: SparseOptions) -> None:
         config: `TransformerConfig` of the model, which is changed.
         burst: Options of the run.
     """
-    megatron_runs = burst.sparse == OFF and burst.algorithm != OFF and splits(config)
+    megatron_runs = burst.sparse == OFF and splits_with_burst(config, burst)
     if not megatron_runs or ModelShape.of(config).sparse_setting is None or gathers(config):
         return
     log(f"cp_comm_type {config.cp_comm_type} is now allgather, for {FLAG} {OFF}")

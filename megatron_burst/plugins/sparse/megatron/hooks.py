@@ -10,12 +10,11 @@ from typing import Any
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from ....config import OFF
 from ....megatron import homes
 from ....megatron.attention.hooks import DSAttention, is_sparse, module_of
-from ....megatron.checks.splitting import splits
+from ....megatron.checks.splitting import splits_with_burst
 from ....megatron.model_shape import DSA, ModelShape
-from ....megatron.patching import PatchSet, bound_to, burst_chosen, require_function
+from ....megatron.patching import PatchSet, bound_to, burst_selected, require_function
 from .checks import FLAG, selects
 from .dsa import BurstDSAttention
 
@@ -49,7 +48,7 @@ def _allow_any_exchange(original: Callable, self: Any) -> None:
     comm_type = getattr(self, "cp_comm_type", None)
     variant = getattr(self, "experimental_attention_variant", None)
     split = variant == DSA and self.context_parallel_size > 1
-    if not split or comm_type not in _DEFAULTS or not burst_chosen():
+    if not split or comm_type not in _DEFAULTS or not burst_selected():
         return original(self)
     self.cp_comm_type = "allgather"
     try:
@@ -78,7 +77,7 @@ def _refuse_unsupported(original: Callable, /, *args: Any, **kwargs: Any) -> Non
     config, kind = arguments["config"], module_of(arguments["submodules"].core_attention)
     burst = getattr(config, "burst", None)
     unsupported = is_sparse(arguments["submodules"].core_attention) and kind != BurstDSAttention
-    enabled = burst is not None and burst.algorithm != OFF and splits(config)
+    enabled = splits_with_burst(config, burst)
     # `configure` has not checked these layers.
     if unsupported and enabled and ModelShape.of(config).sparse_setting is None:
         raise ValueError(

@@ -16,7 +16,7 @@ from megatron.core.utils import get_model_config
 
 from ....megatron import homes, patching
 
-_NOTE = "micro-batches of a step"
+_MICRO_BATCHES = "sparse: micro-batches of a step"
 
 
 def patch(patches: patching.PatchSet) -> None:
@@ -27,7 +27,7 @@ def patch(patches: patching.PatchSet) -> None:
     """
 
     def record(run: Callable[..., Any], named: dict[str, Any]) -> Any:
-        patches.notes[_NOTE] = named["num_microbatches"]
+        patches.run.plugins[_MICRO_BATCHES] = named["num_microbatches"]
         models = named["model"]
         first = models[0] if isinstance(models, list) else models
         config: Any = get_model_config(first)
@@ -100,5 +100,5 @@ class _Attached(torch.autograd.Function):
         if config.grad_scale_func is not None:
             scale = config.grad_scale_func(scale)
         if not config.calculate_per_token_loss:
-            scale = scale / patching.notes().get(_NOTE, 1)
+            scale = scale / patching.run_state().plugins.get(_MICRO_BATCHES, 1)
         return grads[0], scale.to(ctx.unit.dtype), None

@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel import layers
 
 import megatron_burst as mb
 from megatron_burst.megatron.patching import PatchSet
+from megatron_burst.megatron.run_state import RunState
 from megatron_burst.plugins.longseq.host.mover import HostMemory
 from megatron_burst.plugins.longseq.offload import hooks
 from megatron_burst.plugins.longseq.offload import tier as tiers
@@ -119,7 +120,7 @@ def test_a_forward_without_backward_leaves_nothing(tier):
 @pytest.mark.parametrize("mended", [True, False])
 def test_fused_weight_gradients_reach_the_parameter_itself(tier, monkeypatch, mended):
     """Under saved-tensor hooks torch creates a new weight object without Megatron's attributes."""
-    patches = PatchSet("weights", {tiers.OFFLOAD_NOTE: True})
+    patches = PatchSet("weights", RunState(plugins={tiers.OPTIONS: True}))
     if mended:
         hooks.patch_weights(patches)
 

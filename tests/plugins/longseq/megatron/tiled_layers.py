@@ -164,7 +164,7 @@ def compare(settings, tiles, options=(), given=(), share=0.0):
             here = SimpleNamespace(
                 running=running, saved=lambda fraction: memory.saved(fraction, min_bytes=0)
             )
-            patching.installed("burst").notes |= {tier.OFFLOAD_NOTE: True, tier.TIER_NOTE: here}
+            patching.run_state().plugins |= {tier.OPTIONS: True, tier.TIER: here}
             found, ours = trained(config, tiles, dict(options), dict(given))
         assert found.keys() == expected.keys()
         assert memory.used == 0

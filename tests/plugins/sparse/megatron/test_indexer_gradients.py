@@ -14,6 +14,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa import DSAInde
 
 import megatron_burst as mb
 from megatron_burst.megatron import patching
+from megatron_burst.megatron.run_state import RunState
 from megatron_burst.plugins.sparse import rules
 from megatron_burst.plugins.sparse.megatron import dsa, index_loss
 from megatron_burst.plugins.testing import in_process
@@ -27,7 +28,8 @@ def test_what_the_loss_of_a_spec_counts(monkeypatch, per_token):
     """Selections of a row are summed; rows and micro-batches are averaged, or summed per token."""
     tracker = {}
     monkeypatch.setattr(DSAIndexerLossLoggingHelper, "tracker", tracker)
-    monkeypatch.setattr(patching, "notes", lambda: {index_loss._NOTE: 4})
+    state = RunState(plugins={index_loss._MICRO_BATCHES: 4})
+    monkeypatch.setattr(patching, "run_state", lambda: state)
     config = SimpleNamespace(
         calculate_per_token_loss=per_token, grad_scale_func=lambda x: 8 * x, num_layers=3
     )
