@@ -181,9 +181,9 @@ def installed(name: str) -> PatchSet | None:
 
 
 def run_state() -> RunState:
-    """Return the state of the run: that of the set of patches "burst".
+    """Return the state of the set of patches "burst".
 
-    If the set is not installed, return new default values, which nobody keeps.
+    If the set is not installed, return new default values, which are not kept.
     """
     patches = installed("burst")
     return patches.run if patches else RunState()

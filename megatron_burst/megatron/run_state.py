@@ -2,25 +2,15 @@
 """State of a run that the replaced functions of Megatron share until `uninstall`.
 
 All of it is listed here, so that a reader finds who writes and who reads a value. It belongs to the
-set of patches "burst" (`patching.run_state`): removal of the patches removes the state.
+set of patches "burst" (`patching.run_state`): removal of the patches removes the state. Modules
+that own a value import this module, so their classes are named only in the docstring.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import torch
-    from torch.utils.weak import WeakIdKeyDictionary
-
-    from .attention.plan_book import PlanBook
-    from .data.cut import BatchCut
-    from .data.packed import Packs
-    from .data.rope import RotaryTables
-    from .step_metrics import StepMetrics
+from typing import Any
 
 
 @dataclass
@@ -34,18 +24,19 @@ class RunState:
         selecting: Whether the configuration that is made now selects BurstAttention.
         layout: Layout of the run, from `install` or the first `configure`.
         slicing_patched: Whether the functions that cut batches and angles are replaced.
-        cut: Cut of the batches, from the first `configure`.
+        cut: `data.cut.BatchCut` from the first `configure`.
         documents: Flag of Megatron-LM by which its data loader separates documents.
         packs_documents: Whether a configuration has `--burst-pack documents`.
         logged: Log lines that appear once in a run, or names of their subjects.
-        packs: Documents of packed batches that were read.
-        mrope_angles: Reference to the last angles of M-RoPE.
-        rotary_tables: Tables of rotary angles.
-        redundant_masks: For each mask tensor: its version, and whether it changes no result.
-        plan_books: Plan books by reference to the context-parallel group and topology.
+        packs: `data.packed.Packs`: documents of packed batches that were read.
+        mrope_angles: Weak reference to the last angles of M-RoPE.
+        rotary_tables: `data.rope.RotaryTables`.
+        redundant_masks: `WeakIdKeyDictionary` from a mask tensor to its version, and whether the
+            mask changes no result.
+        plan_books: `attention.plan_book.PlanBook` by context-parallel group and topology.
         lm_head_startup: Log line of the fused loss in the first forward.
         mtp_counts: For each group: whether `process_mtp_loss` sums counts over the group.
-        metrics: Counters, if the run writes metrics.
+        metrics: `step_metrics.StepMetrics`, if the run writes metrics.
         translate_error: Translates flags in error messages to settings of recipes.
         plugins: State of plugins, by keys that each plugin defines.
     """
@@ -56,17 +47,17 @@ class RunState:
     selecting: bool = False
     layout: str | None = None
     slicing_patched: bool = False
-    cut: BatchCut | None = None
+    cut: Any = None
     documents: str | None = None
     packs_documents: bool = False
     logged: set[str] = field(default_factory=set)
-    packs: Packs | None = None
-    mrope_angles: weakref.ref[torch.Tensor] | None = None
-    rotary_tables: RotaryTables | None = None
-    redundant_masks: WeakIdKeyDictionary | None = None
-    plan_books: dict[tuple, PlanBook] = field(default_factory=dict)
+    packs: Any = None
+    mrope_angles: Any = None
+    rotary_tables: Any = None
+    redundant_masks: Any = None
+    plan_books: dict[tuple, Any] = field(default_factory=dict)
     lm_head_startup: str | None = None
     mtp_counts: list[tuple[Any, bool]] = field(default_factory=list)
-    metrics: StepMetrics | None = None
+    metrics: Any = None
     translate_error: Callable[[str], str] | None = None
     plugins: dict[str, Any] = field(default_factory=dict)

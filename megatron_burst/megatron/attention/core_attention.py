@@ -467,7 +467,7 @@ def is_redundant(mask: Any) -> bool:
     state = run_state()
     if state.redundant_masks is None:
         state.redundant_masks = WeakIdKeyDictionary()
-    cache = state.redundant_masks
+    cache: Any = state.redundant_masks
     version, redundant = cache.get(mask, (None, False))
     if version is None or version != version_of(mask):
         redundant = bool(mask.all()) or not bool(mask.any()) or _hides_later_keys(mask)

@@ -41,7 +41,7 @@ def patch(patches: PatchSet) -> None:
 
 def _refusing(original: Callable, self: Any, *args: Any, **named: Any) -> None:
     config = given_to(original, (self, *args), named)["config"]
-    burst = getattr(config, "burst", None)
+    burst: Any = getattr(config, "burst", None)
     if uses_burst(config, burst):
         problems = tuple(own_forward_problems(type(self), config, burst))
         if problems:
