@@ -59,13 +59,13 @@ SECTIONS: Mapping[str, tuple[FileKey, ...]] = {
         FileKey("memory_rate", Gpu, "memory_rate", float, "bytes/s, read and written together"),
         FileKey("peak", Gpu, "peak", float, "dense bf16 FLOP/s"),
         FileKey("linear", Gpu, "linear", float, "fraction of the peak, matrix products"),
-        FileKey("small", Gpu, "small", float, "rows that double a product's time"),
+        FileKey("small", Gpu, "small", float, "rows at which a product has half its rate"),
         FileKey("attention", Gpu, "attention", float, "fraction of the peak, long forward calls"),
         FileKey("kernel", Gpu, "kernel", str, "kernel of the rate `attention`"),
         FileKey("compute", Rates, "compute", float, "FLOP/s of long attention calls, forward"),
-        FileKey("launch", Rates, "launch", float, "seconds of an attention call without rows"),
+        FileKey("launch", Rates, "launch", float, "seconds of an attention call with few rows"),
         FileKey("half_rows", Rates, "half_rows", float, "rows that reach half of `compute`"),
-        FileKey("adding", Rates, "adding", float, "bytes/s of adding results of attention calls"),
+        FileKey("adding", Rates, "adding", float, "bytes/s of adding attention results"),
         FileKey(
             "backward",
             Rates,
@@ -89,10 +89,10 @@ SECTIONS: Mapping[str, tuple[FileKey, ...]] = {
         FileKey("exchange", Rates, "exchange", float, "fraction of a link's rate, all-to-all"),
         FileKey("exchange_start", Rates, "exchange_start", float, "seconds per all-to-all"),
         FileKey("copying", Rates, "copying", float, "bytes/s of splitting and joining tensors"),
-        FileKey("handling", Rates, "handling", float, "seconds of a rank per byte that it sends"),
+        FileKey("handling", Rates, "handling", float, "seconds per byte sent, without computing"),
         FileKey("start", Rates, "start", float, "seconds before a pass of a ring begins"),
-        FileKey("overlap", Cluster, "overlap", float, "largest hidden part of gradient reduction"),
-        FileKey("slowdown", Rates, "slowdown", float, "of computation by busy links"),
+        FileKey("overlap", Cluster, "overlap", float, "fraction of gradient reduction in overlap"),
+        FileKey("slowdown", Rates, "slowdown", float, "fraction by which busy links slow compute"),
     ),
     "host": (
         FileKey("memory", Cluster, "host_memory", int, "bytes of a node that may be used"),
@@ -101,8 +101,8 @@ SECTIONS: Mapping[str, tuple[FileKey, ...]] = {
         FileKey("link", Gpu, "host_link", float, "bytes/s of one GPU alone, one way"),
         FileKey("call", HostTime, "call", float, "seconds to launch an attention call"),
         FileKey("exchange", HostTime, "exchange", float, "seconds to start an exchange"),
-        FileKey("start", HostTime, "start", float, "other launch seconds of a pass"),
-        FileKey("layer", HostTime, "layer", float, "launch seconds of the rest of a layer"),
+        FileKey("start", HostTime, "start", float, "other host seconds of a pass"),
+        FileKey("layer", HostTime, "layer", float, "host seconds of the rest of a layer"),
         FileKey("plan", HostTime, "plan", float, "seconds to plan for a new pack of documents"),
     ),
 }
@@ -220,7 +220,7 @@ def _unfit(sections: Mapping[str, Any]) -> Iterator[str]:
         if value is None:
             if _needed(key, named, measured):
                 of_gpu = key.of is Gpu and key.key != "name"
-                reason = ", which an unknown GPU needs" if of_gpu else ""
+                reason = "; a GPU without published figures requires it" if of_gpu else ""
                 yield f"{name} is missing{reason}"
         elif not _is(value, key.kind):
             yield f"{name} must be {_WORDS[key.kind]}, got {value!r}"

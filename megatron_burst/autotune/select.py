@@ -357,6 +357,6 @@ def _check_stated(rates: Rates) -> None:
     check_rates(rates)
     if rates.compute is None:
         raise ValueError(
-            "rates: compute is None, and it cannot be measured without tensors; state it, or call "
-            "mb.measure_rates(groups, like=(q, k, v))"
+            "rates: compute is None, and it cannot be measured without tensors; set compute in "
+            "FLOP/s, or use mb.measure_rates(groups, like=(q, k, v))"
         )

@@ -165,7 +165,7 @@ class Communicators:
         """
         reused = {channel: self._reused(channel, device) for channel in missing}
         groups = {self.place.members(c): g.group_name for c, g in reused.items() if g is not None}
-        text = f"{_names(missing)}, given groups for {_names(c for c in missing if reused[c])}"
+        text = f"{_names(missing)}, reused groups for {_names(c for c in missing if reused[c])}"
         rank_arguments = gather_arguments(self.control, text, tuple(groups.items()))
         agreed_ranks(rank_arguments)
         names: dict[tuple[int, ...], tuple[str, int]] = {}
@@ -174,8 +174,8 @@ class Communicators:
                 first_name, rank = names.setdefault(members, (name, arguments.rank))
                 if first_name != name:
                     raise ValueError(
-                        f"reuse: over the ranks {list(members)}, rank {arguments.rank} has another "
-                        f"process group than rank {rank}; pass the same group on every rank"
+                        f"reuse: for the ranks {list(members)}, rank {arguments.rank} and rank "
+                        f"{rank} pass different process groups; pass the same group on every rank"
                     )
         return rank_arguments[0].name
 
@@ -187,7 +187,7 @@ class Communicators:
             for is_own in (True, False)
         )
         parts = [f"{len(own)} made ({_names(made)})"] if made else []
-        parts += [f"given groups for {_names(reused)}"] if reused else []
+        parts += [f"reused groups for {_names(reused)}"] if reused else []
         line = "communicators: " + (", ".join(parts) or "none")
         if self._taken is None:
             return line

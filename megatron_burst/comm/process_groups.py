@@ -61,7 +61,7 @@ def process_group(group: dist.ProcessGroup, name: str = "group") -> dist.Process
 
 def arguments_text(ulysses: int, placement: str, reuse: object, nccl_max_ctas: int | None) -> str:
     """Serialize the arguments of `Groups` as text, for the comparison between ranks."""
-    reuse_text = f"no list but {type(reuse).__name__}"
+    reuse_text = f"not a list but {type(reuse).__name__}"
     if isinstance(reuse, (list, tuple)):
         sizes = [
             f"{group.size()} ranks" if isinstance(group, dist.ProcessGroup) else "other ranks"

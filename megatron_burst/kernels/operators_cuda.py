@@ -80,8 +80,8 @@ class CudaCudnn:
         if widths == (256, 256) and version >= 91000 and device_is == (9, 0):
             return None
         return (
-            "supports widths up to 128, with cuDNN 9.11 on Hopper and Blackwell (192, 128), and "
-            f"with cuDNN 9.10 on Hopper (256, 256), got {widths}"
+            "supports widths of (keys, values) up to 128; also (192, 128) with cuDNN 9.11 on "
+            f"Hopper and Blackwell, and (256, 256) with cuDNN 9.10 on Hopper; got {widths}"
         )
 
     @functools.cached_property

@@ -95,8 +95,8 @@ FEATURES = (
         PACKAGE,
         _wide_products,
         "2.8",
-        "no product of bfloat16 matrices is returned in float32, and buffers that NCCL sent or "
-        "received are freed late",
+        "products of bfloat16 matrices cannot be returned in float32, and buffers that NCCL sent "
+        "or received are freed late",
     ),
     Feature(
         SHARED_HEADS,
@@ -108,8 +108,8 @@ FEATURES = (
         WIDE_SUMS,
         _adds_wide_here,
         "2.10",
-        "no product of bfloat16 matrices is added to a float32 matrix, so a second step with 256 "
-        "MiB is needed",
+        "products of bfloat16 matrices cannot be added to a float32 matrix, so a separate addition "
+        "needs 256 MiB",
         refused=False,
     ),
 )

@@ -102,7 +102,7 @@ class TritonKernel:
         if max(widths) > WIDEST or any(width % multiple for width in widths):
             return f"requires widths up to {WIDEST} that are multiples of {multiple}, got {widths}"
         if q.shape[1] * q.shape[2] > HEADS:
-            return f"supports {HEADS} heads in all batch entries, got {q.shape[1] * q.shape[2]}"
+            return f"supports batch x heads up to {HEADS}, got {q.shape[1] * q.shape[2]}"
         return None
 
     def work_for(

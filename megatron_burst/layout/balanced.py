@@ -375,7 +375,8 @@ class Balanced(Layout):
         if tree is not None:
             if cu_seqlens is not None or len(padding):
                 raise ValueError(
-                    "tree: mutually exclusive with cu_seqlens and padding; a tree has its own"
+                    "tree: mutually exclusive with cu_seqlens and padding, which a tree defines; "
+                    "remove them"
                 )
             mask = tree_mask(tree)
             cu_seqlens, padding = mask.bounds, mask.padding.tolist()
@@ -397,7 +398,9 @@ class Balanced(Layout):
             )
         self.per_node = self._per_node(per_node)
         if not isinstance(windows, Sequence) or not windows:
-            raise ValueError(f"windows: needs at least one kind of layer, got {windows!r}")
+            raise ValueError(
+                f"windows must be a list with (left, right) of each kind of layer, got {windows!r}"
+            )
         self.windows = tuple(_window(window) for window in windows)
         self.padding = padding_documents(padding, len(self.bounds) - 1)
         ahead = [window for window in self.windows if window[1] != 0]
@@ -408,7 +411,9 @@ class Balanced(Layout):
             )
         self.row_cost = None if row_cost is None else _row_cost(row_cost)
         if tree is not None and row_cost is not None:
-            raise ValueError("row_cost: only for documents, but a tree was given; remove row_cost")
+            raise ValueError(
+                "row_cost: mutually exclusive with tree; remove row_cost, or pass cu_seqlens"
+            )
 
     def _per_node(self, per_node: int | None) -> int:
         if per_node is None:
@@ -433,7 +438,9 @@ class Balanced(Layout):
 
     def check(self, seq_len: int) -> None:
         if seq_len != self.bounds[-1]:
-            raise ValueError(f"seq_len: the documents end at {self.bounds[-1]}, got {seq_len}")
+            raise ValueError(
+                f"seq_len must be the end of the documents, {self.bounds[-1]}, got {seq_len}"
+            )
 
     @property
     def pairs(self) -> tuple[int, ...]:

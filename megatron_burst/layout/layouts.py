@@ -225,7 +225,7 @@ class Layout:
             padded = max(1, -(-seq_len // multiple)) * multiple
             raise ValueError(
                 f"seq_len: layout {self.name} over {self.cp_size} ranks needs a positive multiple "
-                f"of {multiple}, got {seq_len}; pad to {padded}, {padded // self.cp_size} on each"
+                f"of {multiple}, got {seq_len}; pad to {padded}, {padded // self.cp_size} per rank"
             )
 
     def spans(self, rank: int, seq_len: int) -> tuple[Span, ...]:
@@ -338,7 +338,7 @@ class BlockStriped(Striped):
         block = integer("block", block)
         if block < 1 or block % cp_size:
             raise ValueError(
-                f"block: {cp_size} ranks must divide every block, got block={block}; use "
+                f"block must be a positive multiple of cp_size {cp_size}, got block={block}; use "
                 f"{max(1, -(-block // cp_size)) * cp_size}"
             )
         self.block = block
@@ -381,8 +381,8 @@ class DocumentZigzag(Layout):
         if (lengths % (2 * cp_size)).any():
             raise ValueError(
                 f"cu_seqlens: zigzag within documents needs multiples of {2 * cp_size} positions, "
-                f"got lengths {lengths.tolist()}; pad them, or use layout striped or zigzag over "
-                "the whole sequence, which take documents of any length"
+                f"got lengths {lengths.tolist()}; pad each document, or use layout striped, or "
+                "zigzag over the whole sequence, which support documents of any length"
             )
         self.bounds = tuple(bounds.tolist())
 
@@ -391,7 +391,9 @@ class DocumentZigzag(Layout):
 
     def check(self, seq_len: int) -> None:
         if seq_len != self.bounds[-1]:
-            raise ValueError(f"seq_len: the documents end at {self.bounds[-1]}, got {seq_len}")
+            raise ValueError(
+                f"seq_len must be the end of the documents, {self.bounds[-1]}, got {seq_len}"
+            )
 
     def _spans(self, rank: int, seq_len: int) -> tuple[Span, ...]:
         spans = []

@@ -112,7 +112,7 @@ class Chains:
             ValueError: The pieces are of a tree.
         """
         if self.parents is not None:
-            raise ValueError("backward: the pieces of a tree cannot be reversed")
+            raise ValueError("backward is not supported for the pieces of a tree")
         return Chains(self.table[::-1], self.documents, self.ranks)
 
 
@@ -146,18 +146,18 @@ def chains(
     mask = None
     if tree is not None:
         if cu_seqlens is not None:
-            raise ValueError("tree: mutually exclusive with cu_seqlens; a tree has its own bounds")
+            raise ValueError("tree: mutually exclusive with cu_seqlens; use only one of them")
         mask = tree_mask(tree)
         if mask.bounds[-1] != seq_len:
             raise ValueError(
-                f"tree: it has {mask.bounds[-1]} rows, but the sequence has {seq_len} positions"
+                f"tree has {mask.bounds[-1]} rows, but seq_len is {seq_len}; use equal numbers"
             )
         cu_seqlens = mask.bounds
     bounds = document_bounds([0, seq_len] if cu_seqlens is None else cu_seqlens)
     if bounds[-1] != seq_len:
         raise ValueError(
-            f"cu_seqlens: the documents end at {bounds[-1]}, but the sequence has {seq_len} "
-            "positions"
+            f"cu_seqlens ends at {bounds[-1]}, but seq_len is {seq_len}; end cu_seqlens with "
+            "seq_len"
         )
     strided = any(span.stride > 1 and span.length > 1 for shard in spans for span in shard)
     if strided or (layout.cp_size > 1 and "striped" in layout.name):

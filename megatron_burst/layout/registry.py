@@ -66,7 +66,7 @@ def make(
                 f"{arguments[key]}"
             )
     if name == "block_striped" and block is None:
-        raise ValueError("block: layout block_striped needs the block of the mask, got None")
+        raise ValueError("block: layout block_striped needs the block size of the mask, got None")
     if name == "balanced" and cu_seqlens is None and tree is None:
         raise ValueError(
             "cu_seqlens: layout balanced needs the cumulative lengths of the documents, got None"

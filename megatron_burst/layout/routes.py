@@ -183,7 +183,7 @@ def relayout(source: Layout, target: Layout, seq_len: int, rank: int) -> Route:
             raise ValueError(f"{name} must be a layout made by mb.layout.make, got {layout!r}")
     if source.cp_size != target.cp_size:
         raise ValueError(
-            f"target: has {target.cp_size} ranks, but source has {source.cp_size}; use "
+            f"target has {target.cp_size} ranks, but source has {source.cp_size}; use "
             "layouts with the same number of ranks"
         )
     _check_rank(rank, source.cp_size)

@@ -70,14 +70,17 @@ def unshard(parts: Sequence[torch.Tensor], layout: Layout, *, dim: int = 0) -> t
     """
     _check(layout)
     if len(parts) != layout.cp_size:
-        raise ValueError(f"parts: the layout has {layout.cp_size} ranks, got {len(parts)} parts")
+        raise ValueError(
+            f"parts must have one part for each of the {layout.cp_size} ranks of the layout, got "
+            f"{len(parts)} parts"
+        )
     for part in parts:
         _check_tensor("parts", part, dim)
     seq_len = sum(part.shape[dim] for part in parts)
     order: list[np.ndarray] = [layout.positions(rank, seq_len) for rank in range(layout.cp_size)]
     expected, rows = [len(positions) for positions in order], [part.shape[dim] for part in parts]
     if rows != expected:
-        raise ValueError(f"parts: layout {layout.name} needs parts of rows {expected}, got {rows}")
+        raise ValueError(f"parts: layout {layout.name} needs {expected} rows, got {rows}")
     index = to_device(np.argsort(np.concatenate(order)), parts[0].device)
     return torch.cat(list(parts), dim=dim).index_select(dim, index)
 

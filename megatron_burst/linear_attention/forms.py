@@ -87,14 +87,14 @@ def select_form(decay: torch.Tensor | None, beta: torch.Tensor | None, name: str
         return fitting
     form, reasons = FORMS[name], []
     if form.decay != kind:
-        reasons.append(f"takes {DECAY_SHAPES[form.decay]}, got decay {_described(decay)}")
+        reasons.append(f"requires {DECAY_SHAPES[form.decay]}, got decay {_described(decay)}")
     if form.delta != (beta is not None):
-        requirement = "needs beta [s, b, h]" if form.delta else "takes beta=None"
+        requirement = "requires beta [s, b, h]" if form.delta else "requires beta=None"
         reasons.append(f"{requirement}, got beta {_described(beta)}")
     if reasons:
         raise ValueError(
-            f"form {name} {' and '.join(reasons)}; with these arguments form='auto' is "
-            f"{fitting.name}"
+            f"form {name} {' and '.join(reasons)}; for these arguments use form='auto', which "
+            f"selects {fitting.name}"
         )
     return form
 

@@ -98,8 +98,8 @@ def check_together(tensors: dict[str, torch.Tensor], dtype: bool) -> None:
     for other_name, tensor in later:
         if tensor.device != first.device or (dtype and tensor.dtype != first.dtype):
             raise ValueError(
-                f"{other_name}: must be on the device{' and of the dtype' if dtype else ''} of "
-                f"{name}, {first.dtype} on {first.device}, got {tensor.dtype} on {tensor.device}"
+                f"{other_name} must have the device{' and the dtype' if dtype else ''} of {name}, "
+                f"{first.dtype} on {first.device}, got {tensor.dtype} on {tensor.device}"
             )
 
 
@@ -121,9 +121,9 @@ def check_device(groups: Groups, name: str, tensor: torch.Tensor) -> None:
     if groups.size > 1 and moved and kind not in moved:
         needed = {"cpu": "gloo", "cuda": "nccl"}.get(kind)
         raise ValueError(
-            f"groups: backend {groups.backend} moves {' and '.join(moved)} tensors, got {name} on "
-            f"{kind}; "
-            + (f"make the process group with backend {needed}" if needed else "move it there")
+            f"groups: backend {groups.backend} sends only {' and '.join(moved)} tensors, got "
+            f"{name} on {kind}; "
+            + (f"make the process group with backend {needed}" if needed else "move the tensor")
         )
 
 
@@ -137,7 +137,7 @@ def check_rates(rates: Any) -> None:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or value < 0 or (least == "positive" and not value):
             raise ValueError(
-                f"rates must be mb.Rates, with {name} a number ({least}), got {rates!r}"
+                f"rates must be mb.Rates whose {name} is a number ({least}), got {rates!r}"
             )
 
 
@@ -154,13 +154,13 @@ def sequence_of(groups: Groups, options: Options, seq_len: int) -> PackedSequenc
         tree = tree_mask(tree)
         if tree.window is not None:
             raise ValueError(
-                f"tree: it has a window of {tree.window}, but linear attention has no windows; "
-                "use a tree without one"
+                f"tree has window {tree.window}, but linear attention has no windows; use a tree "
+                "without a window"
             )
         if tree.bounds[-1] != seq_len:
             raise ValueError(
-                f"tree: it has {tree.bounds[-1]} rows, but the {groups.size} ranks hold {seq_len} "
-                "positions"
+                f"tree has {tree.bounds[-1]} rows, but the {groups.size} ranks hold {seq_len} "
+                "positions; use equal numbers"
             )
     bounds = None if cu_seqlens is None else document_bounds(cu_seqlens)
     if bounds is not None and bounds[-1] != seq_len:
@@ -326,7 +326,7 @@ def request_of(
     check_final(final)
     if options.rates is not None and options.algorithm != "auto":
         raise ValueError(
-            f"rates are for algorithm='auto' only, got algorithm {options.algorithm!r}"
+            f"rates require algorithm='auto', got algorithm={options.algorithm!r}; remove rates"
         )
     check_rates(options.rates)
     check_tree(sequence, options.algorithm, tensors.get("initial_state"), final)

@@ -141,14 +141,14 @@ def describe(
     rows, tiles, row_bytes = tiling(hidden, weight, split, tile)
     count = hidden.shape[:-1].numel()
     gradients = hidden.nbytes + weight.numel() * accumulation_dtype(weight.dtype).itemsize
-    saved = byte_size(gradients) if mode == "single_pass" else "a number per token"
+    saved = byte_size(gradients) if mode == "single_pass" else "one number per token"
     return " | ".join(
         [
             f"LM head loss: {mode}",
             f"{count * split.parts} tokens in {tiles} tiles of {rows * split.parts}",
             f"{byte_size(rows * row_bytes)} of logits at a time instead of "
             f"{byte_size(count * row_bytes)}",
-            f"kept for backward {saved}",
+            f"{saved} kept for backward",
         ]
     )
 

@@ -165,8 +165,8 @@ class SameSpan(VectorMask):
     def check(self, seq_len: int) -> None:
         if self.spans and self.spans[-1][1] > seq_len:
             raise ValueError(
-                f"spans: the last one ends at {self.spans[-1][1]}, the sequence has {seq_len} "
-                "positions"
+                f"spans: the last span ends at {self.spans[-1][1]}, after the end of the sequence, "
+                f"{seq_len}"
             )
 
     def __repr__(self) -> str:

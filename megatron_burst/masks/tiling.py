@@ -298,8 +298,8 @@ class Cutter:
 
     def _no_table(self, mask: Mask, q: ShardSlice, k: ShardSlice) -> None:
         raise ValueError(
-            f"mask: {mask!r} is not a band of rows and columns over {q.span} and {k.span}, and "
-            "this kernel takes no tables; use kernel='triton' on a GPU, or 'reference'"
+            f"mask: {mask!r} is not a band over queries {q.span} and keys {k.span}, and this "
+            "kernel supports only bands; use kernel='triton' on a GPU, or 'reference'"
         )
 
     def _table(self, mask: Mask, q: ShardSlice, k: ShardSlice) -> Iterator[Tile]:
@@ -320,8 +320,9 @@ class Cutter:
         if self.table_rows is None and left_edge(*shape[:3]):
             if not self.windows:
                 raise ValueError(
-                    f"mask: a window over {q.span} and {k.span} has a left edge, and this kernel "
-                    "takes neither windows nor tables; use kernel='triton' on a GPU, or 'reference'"
+                    f"mask: a window over queries {q.span} and keys {k.span} hides the first keys, "
+                    "and this kernel supports neither windows nor tables; use kernel='triton' on a "
+                    "GPU, or 'reference'"
                 )
             yield from _window(q, k, band)
             return

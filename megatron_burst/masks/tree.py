@@ -245,7 +245,8 @@ def _bounds(out: Sequence[int] | np.ndarray) -> np.ndarray:
     if array.max() > len(array):
         row = int(array.argmax())
         raise ValueError(
-            f"out: the subtree of row {row} ends at {array[row]}, the tree has {len(array)} rows"
+            f"out: the subtree of row {row} ends at {array[row]}, but the tree has {len(array)} "
+            "rows"
         )
     bounds = array.astype(np.int64)
     bounds[bounds <= np.arange(len(bounds))] = 0
@@ -264,8 +265,8 @@ def _parents(first: list[int], outs: list[int]) -> np.ndarray:
             path.pop()
         if path and end > outs[path[-1]]:
             raise ValueError(
-                f"out: the subtree of row {row} ends at {end}, after the subtree of an ancestor, "
-                f"which ends at {outs[path[-1]]}; rows must be in depth-first order"
+                f"out: the subtree of row {row} ends at {end}, but the subtree of its ancestor "
+                f"ends at {outs[path[-1]]}; rows must be in depth-first order"
             )
         parents.append(path[-1] if path and end else -1)
         if end:

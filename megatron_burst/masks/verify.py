@@ -322,7 +322,7 @@ def _raise(
     q, k = map(int, at)
     seen = bool(mask.visible(np.array([q]), np.array([k]))[0])
     spans = f"k_spans={k_span}" if method == "viewers" else f"q_span={q_span}, k_span={k_span}"
-    remedy = "; return Cover.PARTIAL unless a promise is certain" if method == "cover" else ""
+    remedy = "; return Cover.PARTIAL if the pairs may differ" if method == "cover" else ""
     raise ValueError(
         f"{_name(mask)}: {method} is {value} for {spans}, but visible is {seen} for query {q} and "
         f"key {k}{remedy}"

@@ -206,8 +206,9 @@ def default_layouts(
     if excluding is None:
         return burst, None
     line = (
-        f"--burst-layout zigzag: --burst-attention-store {burst.store} selects striped, with "
-        f"which ranks store equal numbers of rows, but this setting excludes it: {excluding}"
+        f"--burst-layout zigzag is used: --burst-attention-store {burst.store} would select "
+        "striped, with which ranks store equal numbers of rows, but another setting excludes "
+        f"striped: {excluding}"
     )
     return dataclasses.replace(burst, layout="zigzag"), line
 

@@ -78,8 +78,7 @@ def test_sizes_are_the_longest_runs_that_stay_in_a_node(tp, cp, per_node):
 def test_a_node_full_of_tensor_parallelism_has_no_ring_of_its_own():
     sizes = hierarchical_sizes(8, 4, 8)
     assert sizes[:2] == (1, 4)
-    assert "flat" in sizes.reason
-    assert "whole node" in sizes.reason
+    assert "uses all GPUs of a node" in sizes.reason
 
 
 def table(gpus_per_node=8, tps=(1, 2, 4, 8)):
@@ -345,8 +344,9 @@ def test_heads_of_layers_that_carry_states_are_told():
 def test_a_way_for_states_that_no_layer_has():
     (told,) = [f for f in found(f"{GOOD} --burst-linear ring") if f.topic == "flags"]
     assert (told.what, told.fix) == (
-        "--burst-linear: no layer carries a state", "remove --burst-linear"
-    )  # fmt: skip
+        "--burst-linear has no effect: the model has no linear-attention or Mamba layers",
+        "remove --burst-linear",
+    )
 
 
 def test_a_flag_of_ours_that_the_doctor_does_not_know():

@@ -171,7 +171,7 @@ def unlike_the_others(what):
     ("what", "words"),
     [
         ("reuse", "rank 0 has intra=2, ulysses=1, placement='head_first', reuse=no groups"),
-        ("another", "over the ranks [0, 1, 2, 3], rank 1 has another process group than"),
+        ("another", "for the ranks [0, 1, 2, 3], rank 1 and rank 0 pass different process groups"),
         ("not a member", "reuse=groups of other ranks"),
         ("no list", "reuse must be a list of process groups, got ProcessGroup"),
     ],
@@ -345,7 +345,7 @@ def test_the_start_up_line_says_what_communicators_took(ranks):
     """The first plan sends no gradients; the memory of the second is added."""
     sizes = [2**20, 2**20 * 65, 2**20 * 80, 2**20 * 180]
     for gpu, cpu in ranks(2).run(memory_told, sizes):
-        assert cpu == "communicators: 1 made (inter gradients), given groups for inter"
+        assert cpu == "communicators: 1 made (inter gradients), reused groups for inter"
         assert gpu == f"{cpu}, 164 MiB of device memory before any message"
 
 

@@ -84,7 +84,7 @@ KEYWORDS = [
     ("layout balanced by name", {"layout": "balanced"},
      ("depends on the batch", "make('balanced', cp_size=2, cu_seqlens=")),
     ("layout balanced of another batch", {"layout": layout("balanced", cu_seqlens=[0, 3, 10])},
-     ("8 positions; seq_len: the documents end at 10, got 8",)),
+     ("8 positions; seq_len must be the end of the documents, 10, got 8",)),
     ("layout of other documents", {"layout": layout(cu_seqlens=[0, 4])}, ("documents", "4", "8")),
     ("mask name", {"mask": "causal"}, ("mask", "mb.masks", "'causal'")),
     ("mask tensor", {"mask": torch.ones(8, 8)}, ("mask", "mb.masks", "tensor")),
@@ -151,7 +151,7 @@ TENSORS = [
     ("float8", {x: lambda x: x.to(torch.float8_e4m3fn) for x in "qkv"}, ("q", "dtype", "float8")),
     ("complex", {x: lambda x: x.to(torch.complex64) for x in "qkv"}, ("q", "dtype", "complex64")),
     ("k elsewhere", {"k": lambda k: k.to("meta")}, ("k", "device", "meta", "cpu")),
-    ("odd rows in zigzag", {x: lambda x: x[:3] for x in "qkv"}, ("3 rows", "pad", "4 on each")),
+    ("odd rows in zigzag", {x: lambda x: x[:3] for x in "qkv"}, ("3 rows", "pad", "4 per rank")),
 ]  # fmt: skip
 
 CALLS = [

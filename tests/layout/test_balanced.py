@@ -393,8 +393,8 @@ REFUSED = [
     ({"per_node": -2}, "per_node must divide the 4 ranks, got -2"),
     ({"per_node": 2.0}, "per_node must be an integer, got 2.0"),
     ({"per_node": True}, "per_node must be an integer, got True"),
-    ({"windows": ()}, r"windows: needs at least one kind of layer, got \(\)"),
-    ({"windows": 5}, "windows: needs at least one kind of layer, got 5"),
+    ({"windows": ()}, r"windows must be a list .*, got \(\)"),
+    ({"windows": 5}, "windows must be a list .*, got 5"),
     ({"windows": [(-1, 0)]}, r"windows must hold \(left, right\) .*, got \(-1, 0\)"),
     ({"windows": [(1.0, 0)]}, r"windows must hold .*, got \(1.0, 0\)"),
     ({"windows": [(True, 0)]}, r"windows must hold .*, got \(True, 0\)"),
@@ -438,7 +438,7 @@ def test_other_layouts_take_none_of_it(name, key):
     [
         (4, 8, "rank must be in 0..3, got 4"),
         (-1, 8, "rank must be in 0..3, got -1"),
-        (0, 16, "seq_len: the documents end at 8, got 16"),
+        (0, 16, "seq_len must be the end of the documents, 8, got 16"),
         (0, 8.0, "seq_len must be an integer, got 8.0"),
     ],
 )

@@ -88,7 +88,7 @@ def test_zigzag_goes_up_and_back():
 @pytest.mark.parametrize(
     ("layout", "bounds", "message"),
     [
-        (mb.layout.make("zigzag", cp_size=2), [0, 4], "documents end at 4, but the sequence has 8"),
+        (mb.layout.make("zigzag", cp_size=2), [0, 4], "cu_seqlens ends at 4, but seq_len is 8"),
         (mb.layout.make("striped", cp_size=2), None, "layout striped: every row's predecessor"),
         (mb.layout.make("block_striped", cp_size=2, block=2), None, "layout block_striped"),
         ("zigzag", None, "layout must be made by mb.layout.make, got 'zigzag'"),
@@ -136,10 +136,10 @@ def test_pieces_of_a_tree_continue_the_end_of_the_segment_above():
     assert actual.before.tolist() == [-1, 0, 1, 1, 0, -1]
     assert actual.begins.tolist() == [True, False, False, False, False, True]
     assert actual.ends.tolist() == [False, False, True, True, True, True]
-    with pytest.raises(ValueError, match="backward: the pieces of a tree"):
+    with pytest.raises(ValueError, match="backward is not supported for the pieces of a tree"):
         actual.backward()
     layout = mb.layout.make("contiguous", cp_size=2)
     with pytest.raises(ValueError, match="tree: mutually exclusive with cu_seqlens"):
         chains(layout, 8, [0, 8], tree=tree)
-    with pytest.raises(ValueError, match="tree: it has 8 rows, but the sequence has 10 positions"):
+    with pytest.raises(ValueError, match="tree has 8 rows, but seq_len is 10"):
         chains(layout, 10, tree=tree)

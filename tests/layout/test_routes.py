@@ -132,7 +132,7 @@ ZIGZAG = mb.layout.make("zigzag", cp_size=2)
         (preceding, (chains(ZIGZAG, 8), 0, 0), "width must be at least 1, got 0"),
         (preceding, (chains(ZIGZAG, 8), 4, 2), "rank must be in 0..1, got 2"),
         (relayout, (ZIGZAG, "zigzag", 8, 0), "target must be a layout"),
-        (relayout, (ZIGZAG, mb.layout.make("zigzag", cp_size=4), 8, 0), "target: has 4 ranks"),
+        (relayout, (ZIGZAG, mb.layout.make("zigzag", cp_size=4), 8, 0), "target has 4 ranks"),
         (relayout, (ZIGZAG, ZIGZAG, 6, 0), "seq_len: layout zigzag"),
         (relayout, (ZIGZAG, ZIGZAG, 8, -1), "rank must be in 0..1, got -1"),
     ],

@@ -245,10 +245,22 @@ def test_the_form_is_read_off_its_arguments(form):
     [
         ("kda", "mamba", "form must be one of auto, linear, .*, got 'mamba'"),
         ("kda", None, "form must be one of auto, .*, got None"),
-        ("linear", "kda", r"form kda takes decay \[s, b, h, d\], got decay None and needs beta"),
-        ("kda", "delta_rule", r"takes decay=None, got decay of shape \[2, 2, 4, 5\]; .* is kda"),
-        ("delta_rule", "linear", r"form linear takes beta=None, got beta of shape \[2, 2, 4\]"),
-        ("linear", "scalar_decay", r"takes decay \[s, b, h\], or \[h\] .*'auto' is linear"),
+        (
+            "linear",
+            "kda",
+            r"form kda requires decay \[s, b, h, d\], got decay None and requires beta",
+        ),
+        (
+            "kda",
+            "delta_rule",
+            r"requires decay=None, got decay of shape \[2, 2, 4, 5\]; .* selects kda",
+        ),
+        ("delta_rule", "linear", r"form linear requires beta=None, got beta of shape \[2, 2, 4\]"),
+        (
+            "linear",
+            "scalar_decay",
+            r"requires decay \[s, b, h\], or \[h\] .*'auto', which selects linear",
+        ),
     ],
 )
 def test_forms_that_do_not_fit_are_refused(form, name, words):

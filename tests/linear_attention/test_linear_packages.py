@@ -320,7 +320,7 @@ def test_auto_says_why_it_does_without_it_on_cuda(monkeypatch):
         registry.choose("mamba_ssm", forms.FORMS["scalar_decay"], on_cuda("scalar_decay"))
     plant(monkeypatch, form.fla, inspect_as(RECORD[form.fla][-1]["parameters"]))
     with pytest.warns(
-        UserWarning, match="takes q, k and v all in bfloat16 or all in float16, got f"
+        UserWarning, match="requires q, k and v all in bfloat16 or all in float16, got f"
     ):
         assert registry.choose("auto", form, on_cuda("kda", torch.float32))[0] == "torch"
     plant(monkeypatch, form.fla, lambda q, k, v: None)
@@ -341,9 +341,12 @@ def inspect_as(text):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({}, "takes q, k and v all in bfloat16 or all in float16, got float64, float64, float64"),
+        (
+            {},
+            "requires q, k and v all in bfloat16 or all in float16, got float64, float64, float64",
+        ),
         ({"v": torch.zeros(2, 2, 4, 3).half()}, "all in float16, got bfloat16, bfloat16, float16"),
-        ({"k": torch.zeros(2, 2, 2, 264).bfloat16()}, "takes keys of width up to 256, got 264"),
+        ({"k": torch.zeros(2, 2, 2, 264).bfloat16()}, "supports key widths up to 256, got 264"),
     ],
 )
 def test_tensors_that_packages_cannot_serve_are_refused(changed, words):

@@ -228,10 +228,10 @@ WRONG = {
     "initial": ({"initial_state": torch.zeros(1, B, H, D, W)}, "initial_state: not supported with"),
     "final": ({"return_final_state": True}, "return_final_state: not supported with a tree"),
     "documents": ({"cu_seqlens": [0, 8]}, "tree: mutually exclusive with cu_seqlens"),
-    "rows": ({"tree": mb.masks.Tree([4] * 4)}, "tree: it has 4 rows, but the 2 ranks hold 8 posi"),
+    "rows": ({"tree": mb.masks.Tree([4] * 4)}, "tree has 4 rows, but the 2 ranks hold 8 positions"),
     "no tree": ({"tree": [8] * 8}, "tree must be a result of mb.trees.pack or a masks.Tree"),
     "window": (
-        {"tree": mb.masks.Tree([8] * 8) & mb.masks.Window(2, 0)}, "tree: it has a window of 2"
+        {"tree": mb.masks.Tree([8] * 8) & mb.masks.Window(2, 0)}, "tree has window 2"
     ),
     "striped": ({"layout": "striped"}, "layout striped: every row's predecessor"),
 }  # fmt: skip

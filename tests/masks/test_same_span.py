@@ -136,7 +136,9 @@ def test_spans_that_no_sequence_has():
 def test_spans_end_where_the_sequence_does():
     SPANS.check(LENGTH)
     mb.masks.SameSpan([]).check(1)
-    with pytest.raises(ValueError, match="spans: the last one ends at 10, the sequence has 9"):
+    with pytest.raises(
+        ValueError, match="spans: the last span ends at 10, after the end of the sequence, 9"
+    ):
         SPANS.check(9)
 
 

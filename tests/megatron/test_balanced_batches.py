@@ -76,7 +76,7 @@ def test_a_batch_without_documents_is_an_error_on_every_rank(four, ranks):
     [
         ("a document longer than the pack", "never decrease and end within the 240 tokens"),
         ("tokens that do not fill the ranks", "238 tokens: not divisible by"),
-        ("cut in zigzag order before", "this process did not cut the 240 tokens"),
+        ("cut in zigzag order before", "cut the 240 tokens of this pack"),
     ],
 )
 def test_wrong_packs_are_an_error_before_anything_is_computed(four, how, message):

@@ -156,7 +156,7 @@ def test_the_default_scope_of_this_megatron_is_whole_layers():
         ("sequence_packing_scheduler", "cuts packed batches"),
         ("use_kitchen_attention", "replaces the attention"),
         ("batch_invariant_mode", "its bits depend on the number of ranks"),
-        ("overlap_moe_expert_parallel_comm", "interleaves parts of layers of two micro-batches"),
+        ("overlap_moe_expert_parallel_comm", "interleaving the layers of two micro-batches"),
     ],
 )
 def test_a_setting_of_other_attention_is_named(name, words):
@@ -173,7 +173,7 @@ BALANCED = mb.BurstConfig(kernel="reference", layout="balanced")
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"calculate_per_token_loss": False}, "divides the loss of each rank by its own"),
+        ({"calculate_per_token_loss": False}, "divides each rank's loss by its own"),
         (
             {"position_embedding_type": "rope", "apply_rope_fusion": True},
             "fused rope requires zigzag within",
@@ -182,7 +182,7 @@ BALANCED = mb.BurstConfig(kernel="reference", layout="balanced")
             {"multi_latent_attention": True, "apply_rope_fusion": True},
             "fused rope of latent attention requires",
         ),
-        ({"linear_attention_freq": 4}, "--linear-attention-freq: layers of linear attention"),
+        ({"linear_attention_freq": 4}, "--linear-attention-freq: --burst-layout balanced"),
         (
             {"experimental_attention_variant": "csa"},
             "--experimental-attention-variant csa requires",

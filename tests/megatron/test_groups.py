@@ -111,16 +111,16 @@ def epochs_of(events):
     [
         (
             "--context-parallel-size 4 --context-parallel-algo ring",
-            "1 made (flat gradients), given groups for flat",
+            "1 made (flat gradients), reused groups for flat",
         ),
         (
             f"{TWO_BY_TWO} --recompute-granularity full --recompute-method uniform "
             "--recompute-num-layers 1",
-            "2 made (intra gradients, inter gradients), given groups for intra, inter",
+            "2 made (intra gradients, inter gradients), reused groups for intra, inter",
         ),
         pytest.param(
             f"{TWO_BY_TWO} --context-parallel-algo hybrid --burst-ulysses-size 2",
-            "1 made (inter gradients), given groups for inter, ulysses",
+            "1 made (inter gradients), reused groups for inter, ulysses",
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -201,9 +201,9 @@ def test_communicators_that_come_later_are_logged_once(four, common):
     first, *others = four(session.logged, [*common, *flags.split()])
     assert others == [[]] * 3
     startup, later = first
-    assert startup.endswith(" | communicators: 1 made (flat gradients), given groups for flat")
+    assert startup.endswith(" | communicators: 1 made (flat gradients), reused groups for flat")
     assert later == (
-        "communicators: 3 made (flat gradients, intra gradients, inter gradients), given groups "
+        "communicators: 3 made (flat gradients, intra gradients, inter gradients), reused groups "
         "for flat, intra, inter"
     )
 

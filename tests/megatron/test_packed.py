@@ -282,7 +282,7 @@ def test_what_a_row_costs_follows_from_the_cluster_file(tmp_path):
 def test_the_first_configuration_decides_how_a_run_is_cut():
     burst.install("balanced")
     try:
-        with pytest.raises(ValueError, match=r"before configure\(\)"):
+        with pytest.raises(ValueError, match=r"call configure\(\) first"):
             cut({"tokens": torch.zeros(1, 24), "cu_seqlens": ends(0, 24)[None]}, Group(0, 2))
         for window in ((8, 0), (4, 0)):
             burst.configure(config(window_size=window), mb.BurstConfig(layout="balanced"))

@@ -115,7 +115,7 @@ def test_a_causal_mask_is_not_made_and_nothing_changes(train, text):
 def test_a_script_that_drops_the_documents_is_told(ranks, flag):
     run = ranks.run(2, [*COMMON, *CP2.split(), flag])
     assert run.codes == [2, 2]
-    assert run.lines(f"{flag}, and the script passed no documents to the model")
+    assert run.lines(f"{flag} is set, but the script passed no packed_seq_params")
 
 
 def test_masks_that_make_gradients_depend_on_the_ranks_are_named_once(ranks, text):

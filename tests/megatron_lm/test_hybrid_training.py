@@ -100,7 +100,7 @@ def test_what_does_not_work_ends_every_rank(ranks, flags, words):
 
 def test_a_flag_without_such_layers_is_told(train):
     (line,) = train(2, f"{CP2} --burst-linear scan --train-iters 1").lines("has no effect")
-    assert "--burst-linear scan has no effect: no layer carries a state" in line
+    assert "--burst-linear scan has no effect: the model has no linear-attention" in line
 
 
 # Of Megatron-Core 0.20 and newer: gates of channels.

@@ -66,10 +66,12 @@ def _choice(command: MegatronCommand) -> Iterator[Finding]:
     algorithm, kinds = command.context_parallel_algo, command.cp_comm_type
     if command.cp == 1:
         if algorithm not in (None, "megatron"):
-            yield note(ALGORITHM, "does nothing with --context-parallel-size 1")
+            yield note(ALGORITHM, "has no effect at --context-parallel-size 1")
         return
     if algorithm in (None, "megatron"):
-        yield note(ALGORITHM, "Megatron's own attention will run", f"{ALGORITHM} burst")
+        yield note(
+            ALGORITHM, "Megatron's own attention runs, not BurstAttention", f"{ALGORITHM} burst"
+        )
     if kinds and command.ours:
         yield problem(
             "--cp-comm-type",
@@ -79,9 +81,9 @@ def _choice(command: MegatronCommand) -> Iterator[Finding]:
     elif kinds and "a2a+p2p" in kinds and command.sizes is None:
         yield problem(
             "--cp-comm-type",
-            "a2a+p2p without hierarchical sizes turns context parallelism off, in some versions "
-            "silently",
-            f"give {SIZES}, or {ALGORITHM} burst instead",
+            "a2a+p2p without hierarchical sizes disables context parallelism, in some versions of "
+            "Megatron without an error",
+            f"add {SIZES}, or replace --cp-comm-type by {ALGORITHM} burst",
         )
 
 
@@ -97,7 +99,7 @@ def _sizes(command: MegatronCommand, gpus_per_node: int) -> Iterator[Finding]:
     try:
         best = hierarchical_sizes(tp, cp, gpus_per_node)
     except ValueError as error:
-        yield problem("nodes", str(error), "or set the correct --gpus-per-node")
+        yield problem("nodes", str(error), "if the number is wrong, set --gpus-per-node")
         return
     if cp > 1 and sizes not in (None, [best.intra, best.inter]):
         yield note(
@@ -107,7 +109,7 @@ def _sizes(command: MegatronCommand, gpus_per_node: int) -> Iterator[Finding]:
             best.flags or f"remove {SIZES}",
         )
     elif cp > 1 and sizes is None and not best.flat:
-        yield note(SIZES, f"not given: ranks on one host form a node; {best.reason}", best.flags)
+        yield note(SIZES, f"not set: ranks on one host form a node; {best.reason}", best.flags)
     elif cp > 1:
         yield ok(SIZES, best.reason)
 
@@ -129,7 +131,9 @@ def _mask(command: MegatronCommand) -> Iterator[Finding]:
     topic, fix = "attention mask", "--no-create-attention-mask-in-dataloader"
     reset = command.given(RESET)
     if command.ours and reset:
-        yield ok(topic, f"not created: {RESET} ends documents after end-of-document tokens")
+        yield ok(
+            topic, f"not created; with {RESET} a document ends after each end-of-document token"
+        )
         return
     if command.no_create_attention_mask_in_dataloader and reset:
         lost = f"{RESET} has no effect: it changes the data loader's mask, which is not created"
@@ -153,9 +157,9 @@ def _connections(command: MegatronCommand, machine: dict[str, Any]) -> Iterator[
     value = machine["variables"].get(name)
     fsdp = command.use_megatron_fsdp or command.use_torch_fsdp2
     if fsdp and value == "1":
-        yield problem(name, "is 1, and FSDP needs more", f"unset {name}")
+        yield problem(name, "is 1, but FSDP requires a value above 1", f"unset {name}")
     elif not fsdp and (command.tp > 1 or command.cp > 1) and value != "1":
-        state = f"is {value or 'unset'}; before Blackwell, Megatron needs 1 with TP or CP"
+        state = f"is {value or 'unset'}; with TP or CP, Megatron needs 1 on GPUs before Blackwell"
         old = any("sm_" in gpu and int(gpu.split("sm_")[1]) < 100 for gpu in machine["gpus"])
         yield (problem if old else note)(name, state, f"export {name}=1")
     elif value is not None:
@@ -177,7 +181,7 @@ def refusals(command: MegatronCommand, te: str | None) -> Iterator[Finding]:
         return
     for name in unknown:
         near = nearest(name, FLAGS)
-        yield problem("flags", f"{name}: there is no such flag", near or f"remove {name}")
+        yield problem("flags", f"{name} is not a flag of this package", near or f"remove {name}")
     config = _config(command)
     args, mistyped = command.burst_arguments()
     burst, errors, _ = complete_flags(args, config)
@@ -191,7 +195,7 @@ def refusals(command: MegatronCommand, te: str | None) -> Iterator[Finding]:
     idle = [name for name in burst_flags if name not in flags.ALONE]
     if burst.algorithm == flags.OFF and idle and not refused:
         yield problem(
-            "flags", f"{', '.join(idle)}: no effect without {ALGORITHM}", f"{ALGORITHM} burst"
+            "flags", f"{', '.join(idle)} have no effect without {ALGORITHM}", f"{ALGORITHM} burst"
         )
     elif command.ours and not refused and not unknown:
         if (
@@ -199,7 +203,11 @@ def refusals(command: MegatronCommand, te: str | None) -> Iterator[Finding]:
             and splits(config)
             and ModelShape.of(config).linear_setting is None
         ):
-            yield problem("flags", f"{LINEAR}: no layer carries a state", f"remove {LINEAR}")
+            yield problem(
+                "flags",
+                f"{LINEAR} has no effect: the model has no linear-attention or Mamba layers",
+                f"remove {LINEAR}",
+            )
         yield ok("BurstAttention", "supports these settings")
 
 

@@ -90,7 +90,7 @@ def _kernel(
     topic = f"kernel {name}"
     for off in outcomes:
         if isinstance(off, float) and off > bound:
-            text = f"the largest error is {off:.1g} of the largest value"
+            text = f"the largest error is {off:.1g} times the largest value"
             return problem(topic, f"wrong results on {device.type}: {text}", "use another kernel")
     causal, window = outcomes
     if isinstance(causal, Exception):

@@ -116,20 +116,23 @@ def _nodes(here: list[dict[str, Any]], per_node: int) -> Iterator[Finding]:
         host_facts = here[hosts.index(host)]
         nics = (
             ", ".join(f"{name} ({speed})" for name, speed in host_facts["nics"].items())
-            or "none shown"
+            or "none found"
         )
         shown = f"{hosts.count(host)} ranks, {len(host_facts['gpus'])} GPUs, NICs: {nics}"
         yield ok(f"host {host}", shown)
         if hosts.count(host) != per_node:
             yield note(
                 f"host {host}",
-                f"{hosts.count(host)} ranks run here, but {per_node} per node are assumed",
-                "set --gpus-per-node to the value of the run",
+                f"{hosts.count(host)} ranks run on this host, but the checks use {per_node} ranks "
+                "per node",
+                "set --gpus-per-node to the GPUs per node of your run",
             )
     sets = {(len(host_facts["gpus"]), len(host_facts["nics"])) for host_facts in here}
     if len(sets) > 1:
         yield note(
-            "hosts", f"differ in (GPUs, NICs): {sorted(sets)}", "the slowest host limits all"
+            "hosts",
+            f"numbers of (GPUs, NICs) differ between hosts: {sorted(sets)}",
+            "the slowest host limits all",
         )
 
 
@@ -171,8 +174,8 @@ def _correctness(made: list[tuple[str, mb.Groups]]) -> Iterator[Finding]:
         yield problem(
             topic,
             f"wrong on ranks {bad}: {text}",
-            "do not train with it; test with NCCL_P2P_DISABLE=1 whether links are the cause; "
-            "report this",
+            "do not train with this algorithm; repeat with NCCL_P2P_DISABLE=1 to test whether "
+            "links are the cause; report this result",
         )
 
 
@@ -213,7 +216,7 @@ def _bandwidths(groups: mb.Groups) -> Iterator[Finding]:
     for ring in ("intra", "inter"):
         name, route = f"bandwidth {ring}", measure.ring_peers(groups, ring, device)
         if route is None:
-            yield note(name, "there is no such ring")
+            yield note(name, "not measured: the grid has no such ring")
             continue
         _, speeds = measure.link_speeds(groups, route, device)
         rates = sorted(_gather(speeds[groups.rank]))
@@ -227,7 +230,7 @@ def _bandwidths(groups: mb.Groups) -> Iterator[Finding]:
 def _communicators(groups: mb.Groups, before: int | None) -> Finding:
     """Return a note about the process groups of rings, and the memory of all groups made here."""
     made = groups.communicators.removeprefix("communicators: ")
-    text = f"{made}; in Megatron, activations use Megatron's own groups"
+    text = f"{made}; under Megatron, activations are sent on Megatron's own process groups"
     after = memory_taken(machine.own_device())
     if before is not None and after is not None:
         text += f"; all groups of this check use {byte_size(after - before)} of GPU memory"

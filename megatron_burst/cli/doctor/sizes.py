@@ -67,13 +67,16 @@ def hierarchical_sizes(tp: int, cp: int, gpus_per_node: int) -> HierarchicalSize
     # greatest common divisor of the two is the number of consecutive ranks on one node.
     intra = math.gcd(cp, per_node)
     if per_node == 1:
-        why = "tensor parallelism uses the whole node, so there is no ring within nodes: flat"
+        why = "tensor parallelism uses all GPUs of a node, so no ring is within a node"
     elif intra == cp:
-        why = "a context-parallel group is within one node: flat"
+        why = "each context-parallel group is within one node, so it needs no second level"
     elif intra == 1:
-        why = f"{cp} ranks and {per_node} ranks per node have no common divisor: flat"
+        why = f"context-parallel size {cp} and {per_node} ranks per node have no common divisor"
     elif intra < per_node:
-        why = f"of {per_node} ranks on a node, a group of {cp} has only {intra} consecutive ranks"
+        why = (
+            f"on a node of {per_node} ranks, a context-parallel group of {cp} has only {intra} "
+            "consecutive ranks"
+        )
     else:
         why = f"a node holds {per_node} consecutive context-parallel ranks"
     return HierarchicalSizes(intra, cp // intra, why)

@@ -62,11 +62,11 @@ def unfit(inputs: LinearInputs) -> str | None:
     dtypes = {x.dtype for x in (inputs.q, inputs.k, inputs.v)}
     if len(dtypes) > 1 or inputs.v.dtype not in (torch.bfloat16, torch.float16):
         return (
-            "kernel fla takes q, k and v all in bfloat16 or all in float16, got "
+            "kernel fla requires q, k and v all in bfloat16 or all in float16, got "
             f"{', '.join(str(x.dtype).removeprefix('torch.') for x in inputs[:3])}"
         )
     d = inputs.k.shape[-1]
-    return f"kernel fla takes keys of width up to {WIDEST}, got {d}" if d > WIDEST else None
+    return f"kernel fla supports key widths up to {WIDEST}, got {d}" if d > WIDEST else None
 
 
 def run(loaded: FittedFunction, form: Form, inputs: LinearInputs, cut: RankPieces) -> SequencesRun:

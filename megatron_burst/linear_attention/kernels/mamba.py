@@ -38,7 +38,10 @@ class MambaKernel:
 
     def refusal(self, form: Form, inputs: LinearInputs) -> str | None:
         if not form.mamba:
-            return f"kernel mamba_ssm takes scalar decays without delta rule, got form {form.name}"
+            return (
+                "kernel mamba_ssm supports only scalar decays without delta rule, got form "
+                f"{form.name}"
+            )
         if not inputs.v.is_cuda:
             return f"kernel mamba_ssm runs on CUDA devices, got tensors on {inputs.v.device.type}"
         return missing(function)

@@ -169,8 +169,8 @@ class BurstCoreAttention(MegatronModule):
         self._graphs = graphs_asked(config)[0] if contain_attention(config) else None
         if self._graphs is not None and self.leads:
             self.book.log(
-                f"{self._graphs}: CUDA graphs contain attention, which was tested on a GPU with "
-                "all ranks in one process, and not with NCCL; compare losses with a run without "
+                f"{self._graphs}: CUDA graphs that contain attention were tested on one GPU with "
+                "all ranks in one process, but not with NCCL; compare losses with a run without "
                 "CUDA graphs"
             )
 
@@ -333,8 +333,8 @@ class BurstCoreAttention(MegatronModule):
             return self.book
         if getattr(self.config, "mtp_num_layers", None):
             raise ValueError(
-                "packed_seq_params: cp_group, or local_cp_size 1, with --mtp-num-layers: MTP heads "
-                "use the group with which the model was built; remove --mtp-num-layers"
+                "packed_seq_params sets a cp_group for this micro-batch (or local_cp_size 1), but "
+                "MTP heads use the group with which the model was built; remove --mtp-num-layers"
             )
         return self.book.book_of_ranks(
             ranks, lambda: micro_batch_groups(group, self._per_node, self._burst)
@@ -411,8 +411,8 @@ def check_call(
     flag = documents_expected()
     if packed is None and flag is not None:
         raise ValueError(
-            f"{flag}, and the script passed no documents to the model: pass packed_seq_params "
-            f"with the batch's cu_seqlens, as pretrain_gpt.py does, or remove {flag}"
+            f"{flag} is set, but the script passed no packed_seq_params to the model; pass "
+            f"the batch's cu_seqlens in them, as pretrain_gpt.py does, or remove {flag}"
         )
     if packed is None and cut.name == "balanced":
         raise unpacked()
@@ -497,9 +497,9 @@ def check_pack(config: Any, layout: Layout, size: int) -> None:
     documents_apart = size == 1 or isinstance(layout, DocumentZigzag)
     if getattr(config, "language_model_type", None) is not None and not documents_apart:
         raise ValueError(
-            "packed_seq_params of LLaVAModel, which cuts every document in zigzag order: use "
-            "--burst-layout zigzag and pad documents to multiples of 2 x --context-parallel-size "
-            f"({2 * size}) tokens"
+            "packed_seq_params: LLaVAModel cuts every document in zigzag order, but the layout "
+            "cuts the pack as a whole; use --burst-layout zigzag and pad documents to multiples of "
+            f"2 x --context-parallel-size ({2 * size}) tokens"
         )
     if getattr(config, "apply_rope_fusion", False) and not documents_apart:
         raise ValueError(

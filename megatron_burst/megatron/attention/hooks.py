@@ -93,10 +93,9 @@ def refuse_other_attention(original: Callable, self: Any, *args: Any, **kwargs: 
     if batch is not None and len(batch.batches_by_layout) > 1:
         names = " and ".join(sorted(batch.batches_by_layout))
         raise ValueError(
-            f"cp_batch has the layouts {names}, between which Megatron exchanges rows around "
-            "attention, and so does BurstAttention: remove --linear-cp-layout and "
-            "--attention-cp-layout, and use --burst-layout contiguous "
-            "--burst-attention-layout zigzag"
+            f"cp_batch has the layouts {names}, so both Megatron and BurstAttention would exchange "
+            "rows around attention: remove --linear-cp-layout and --attention-cp-layout, and use "
+            "--burst-layout contiguous --burst-attention-layout zigzag"
         )
     return original(self, *args, **kwargs)
 

@@ -347,8 +347,8 @@ class PlanBook:
                     return kind.prepare(self, tensors, pack, rows, own)
             shapes_text = {name: (*t.shape, t.dtype) for name, t in tensors.items()}
             raise ValueError(
-                f"the lowest layer of this kind on this rank did not get the same tensors in its "
-                f"last {PLANS_KEPT} calls: {shapes_text}, documents {pack and pack.documents}; "
+                "the first layer of this kind on this rank did not get the tensors of this call in "
+                f"its last {PLANS_KEPT} calls: {shapes_text}, documents {pack and pack.documents}; "
                 "sequence length, micro-batch size and documents must be the same for all layers "
                 "of a forward"
             )

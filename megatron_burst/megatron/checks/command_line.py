@@ -199,8 +199,8 @@ def _packed(settings: Any, burst: BurstConfig) -> Iterator[Problem]:
     fused = rope and getattr(settings, "apply_rope_fusion", False)
     if fused and (repacked or packs[0] != "--sft"):
         yield Problem(
-            f"{packs[0]}{' and --burst-pack' if repacked else ''} with fused rope, which requires "
-            "that documents have a multiple of 2 x --context-parallel-size tokens",
+            f"{packs[0]}{' and --burst-pack' if repacked else ''} with fused rope: fused rope "
+            "requires documents of a multiple of 2 x --context-parallel-size tokens",
             add=("--no-rope-fusion",),
         )
 
@@ -212,16 +212,17 @@ def _linear_layers(c: ConfigView, _: BurstConfig) -> str | None:
 # Settings with which `--reset-attention-mask` cannot be turned into documents.
 _DOCUMENTS = (
     Rule(lambda c, b: not c.has("dataloader_inter_document_masking"),
-         "{flag}: this Megatron-LM does not pass documents to attention; install 0.19 or newer",
+         "{flag}: this Megatron-LM does not pass documents to attention; install Megatron-Core "
+         "0.19 or newer",
          remove=(RESET,)),
     Rule(lambda c, b: c.has("dataloader_inter_document_masking") and (c.micro_batch_size or 1) > 1,
-         "{flag} at --micro-batch-size {c.micro_batch_size}: sequences of a batch have different "
-         "documents, and attention supports one sequence", add=("--micro-batch-size 1",)),
+         "{flag} at --micro-batch-size {c.micro_batch_size}: attention to documents supports one "
+         "sequence per micro-batch", add=("--micro-batch-size 1",)),
     # Megatron may validate arguments twice: the first validation sets this field for {flag}.
     Rule(lambda c, b: c.dataloader_inter_document_masking
          and patching.run_state().documents != RESET,
-         f"{{flag}} with {INTER_DOCUMENT}: the first ends documents after end-of-document tokens, "
-         "the second at the dataset's boundaries; use one (Megatron-LM ignores {flag})",
+         f"{{flag}} with {INTER_DOCUMENT}: {{flag}} ends documents after end-of-document tokens, "
+         "the other flag at the dataset's boundaries; use one (Megatron-LM ignores {flag})",
          remove=(RESET,)),
     *excluded(
         "{flag} with {other}, which {why}",
@@ -272,7 +273,10 @@ def idle(args: Any, argv: list[str]) -> str | None:
     elif _value_of(args, LINEAR) not in (None, "auto") and (
         ModelShape.of(settings_of(args)).linear_setting is None
     ):
-        return f"{LINEAR} {_value_of(args, LINEAR)} has no effect: no layer carries a state"
+        return (
+            f"{LINEAR} {_value_of(args, LINEAR)} has no effect: the model has no linear-attention "
+            "or Mamba layers"
+        )
     else:
         unused = [name for flag in _KERNELS for name in flags.present(argv, flag)]
         if unused:

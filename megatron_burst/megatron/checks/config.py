@@ -399,8 +399,8 @@ _MODEL = (
         fp8_dot_product_attention="attention in fp8 is not supported",
         fp8_multi_head_attention="attention in fp8 is not supported",
         sequence_packing_scheduler=(
-            "it cuts packed batches for Megatron's own attention; use --burst-pack documents, "
-            "which packs documents over the data-parallel ranks"
+            "Megatron's scheduler cuts packed batches for its own attention; use --burst-pack "
+            "documents, which packs documents over the data-parallel ranks"
         ),
         use_kitchen_attention="BurstAttention replaces the attention that this flag selects",
         batch_invariant_mode=(
@@ -408,8 +408,8 @@ _MODEL = (
             "Megatron's own attention over ranks does not support this mode either"
         ),
         overlap_moe_expert_parallel_comm=(
-            "it interleaves parts of layers of two micro-batches on CUDA streams; this was not "
-            "tested with BurstAttention"
+            "interleaving the layers of two micro-batches on CUDA streams was not tested with "
+            "BurstAttention"
         ),
     ),
     Rule(lambda c, b: c.num_query_groups and (c.num_attention_heads or 0) % c.num_query_groups,
@@ -469,16 +469,16 @@ _LAYOUT = (
 # Settings that exclude documents cut across ranks, or unequal numbers of loss tokens per rank.
 _BALANCED = (
     Rule(lambda c, b: not c.calculate_per_token_loss,
-         "--burst-layout balanced gives ranks unequal numbers of tokens with a loss, and Megatron "
-         "divides the loss of each rank by its own number, so gradients depend on the layout",
+         "--burst-layout balanced gives ranks unequal numbers of loss tokens, and Megatron divides "
+         "each rank's loss by its own number, so gradients depend on the layout",
          add=("--calculate-per-token-loss",)),
     Rule(lambda c, b: c.position_embedding_type in ("rope", "yarn", "mrope")
          and c.apply_rope_fusion and not c.multi_latent_attention,
          "fused rope requires zigzag within each document, and --burst-layout balanced cuts the "
          "pack as a whole", add=("--no-rope-fusion",)),
     Rule(lambda c, b: c.linear_attention_freq and not c.experimental_attention_variant,
-         "--linear-attention-freq: layers of linear attention support --burst-layout zigzag, not "
-         "balanced", add=_ZIGZAG),
+         "--linear-attention-freq: --burst-layout balanced does not support layers of linear "
+         "attention", add=_ZIGZAG),
 )  # fmt: skip
 
 

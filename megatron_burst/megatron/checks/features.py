@@ -76,7 +76,7 @@ _PACKING = (
         rl_use_sequence_packing="packs documents itself",
     ),
     Rule(lambda c, b: (c.gtp_weight_remat_size or 1) > 1,
-         "{flag} with --tensor-parallel-num-weight-shards {c.gtp_weight_remat_size}, whose peers "
+         "{flag} with --tensor-parallel-num-weight-shards {c.gtp_weight_remat_size}: its ranks "
          "read different batches and require equal numbers of micro-batches",
          remove=("--burst-pack",)),
     Rule(lambda c, b: c.cuda_graph_impl == "full_iteration",

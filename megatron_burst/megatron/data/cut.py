@@ -163,7 +163,7 @@ def cut_of_run(layout: str) -> BatchCut:
     cut = patching.run_state().cut
     if cut is None and layout == "balanced":
         raise ValueError(
-            "layout balanced before configure(): the cut depends on the cost of a token of the "
+            "layout balanced cuts by the cost of a token, which configure() computes from the "
             "model; call configure() first"
         )
     return cut or BatchCut(layout)

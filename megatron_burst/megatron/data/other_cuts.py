@@ -90,11 +90,11 @@ def check_cut(params: Any, pack: Pack, cut: BatchCut, size: int, cuts: bool) -> 
         else "use --burst-layout zigzag"
     )
     raise patching.user_error(
-        f"layout {cut.name}: this process did not cut the {pack.total} tokens of this pack in this "
-        "layout; another function (of Transformer Engine, or a loader for another model) cut them "
-        "in zigzag order within each document, or in its own order: cut whole packs with "
+        f"layout {cut.name}: another function (of Transformer Engine, or a loader for another "
+        f"model) cut the {pack.total} tokens of this pack, in zigzag order within each document or "
+        "in its own order. In the training process, cut whole packs with "
         "utils.get_batch_on_this_cp_rank of Megatron-Core or megatron_burst.megatron."
-        f"shard_sequence, in the training process, or {remedy}"
+        f"shard_sequence; or {remedy}"
     )
 
 

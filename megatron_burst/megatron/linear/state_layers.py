@@ -141,8 +141,9 @@ class StateLayer:
         check_call(AttnMaskType.causal, {}, params, self.kind.cut)
         if group_of(params, self.group) is not self.group:
             raise ValueError(
-                "packed_seq_params: cp_group, or local_cp_size 1: layers of linear attention use "
-                "the group with which the model was built; omit these fields"
+                "packed_seq_params sets a cp_group for this micro-batch (or local_cp_size 1), but "
+                "layers of linear attention use the group with which the model was built; omit "
+                "cp_group and local_cp_size"
             )
         if params is None:
             return None

@@ -92,7 +92,7 @@ class LiteCoreAttention(torch.nn.Module):
         packed = query.dim() == 3
         if packed != (cu_seqlens_q is not None):
             raise ValueError(
-                f"attention requires cu_seqlens_q with packed rows [t, h, d], and only then; got "
+                "cu_seqlens_q and packed rows [t, h, d] require each other; got query of shape "
                 f"{[*query.shape]} and cu_seqlens_q {cu_seqlens_q}"
             )
         ends = {

@@ -132,7 +132,7 @@ class MicroBatches:
         if not compares and key not in self._plans:
             shapes = {name: (*x.shape, x.dtype) for name, x in tensors.items()}
             raise ValueError(
-                f"the first layer of this kind did not get the same tensors in its last "
+                "the first layer of this kind did not get the tensors of this call in its last "
                 f"{PLANS_KEPT} calls: {shapes}, documents {bounds}; shapes and documents must be "
                 "the same for all layers of a forward"
             )

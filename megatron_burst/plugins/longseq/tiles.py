@@ -147,10 +147,11 @@ def check_call(
             )
     if len(fates) != len(slices) or not all(fate in get_args(Fate) for fate in fates):
         raise ValueError(
-            f"tiled: fates must be {len(slices)} of {', '.join(get_args(Fate))}, got {fates!r}"
+            f"tiled: fates must have {len(slices)} entries of {', '.join(get_args(Fate))}, "
+            f"got {fates!r}"
         )
     if "move" in fates and host is None:
-        raise ValueError('tiled: fates contains "move", which requires host=')
+        raise ValueError('tiled: fates contains "move", which requires host=mb.HostMemory()')
     if host is not None and not hasattr(host, "saved"):
         raise ValueError(f"tiled: host must be an mb.HostMemory, got {host!r}")
     if any(getattr(p, "_backward_hooks", None) for p in parameters):

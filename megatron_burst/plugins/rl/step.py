@@ -183,7 +183,8 @@ def _scalar(value: Any) -> Any:
         return value
     shown = tuple(value.shape) if isinstance(value, torch.Tensor) else repr(value)
     raise ValueError(
-        f"mb.rl.logprobs: loss must return a scalar, the sum of a micro-batch, got {shown!s:.60}"
+        "mb.rl.logprobs: loss must return a scalar, the loss summed over a micro-batch, got "
+        f"{shown!s:.60}"
     )
 
 
@@ -240,7 +241,7 @@ def _plan_step(
         if positions is not None and len(trajectory) > positions:
             raise ValueError(
                 f"mb.rl.logprobs: trajectories[{i}] has {len(trajectory):,} tokens, but the "
-                f"model learned {positions:,} positions"
+                f"model has learned embeddings of {positions:,} positions"
             )
     config, size = get_model_config(chunks[0]), parallel_state.get_data_parallel_world_size()
     shared = shared if arguments.tree else [0] * len(order)

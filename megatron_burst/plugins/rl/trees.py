@@ -146,8 +146,8 @@ class PrefixTree:
         if size == len(self.edges.row):
             return [values[self._edge[path[1:]]] for path in self.paths]
         raise ValueError(
-            "values must be an array or tensor with one per edge "
-            f"({len(self.edges.row)}) or one per row ({len(self.tokens)}), got {_described(values)}"
+            "values must be an array or tensor with one value per edge "
+            f"({len(self.edges.row)}) or per row ({len(self.tokens)}), got {_described(values)}"
         )
 
     @cached_property
@@ -266,7 +266,9 @@ def from_segments(
     numbered = enumerate(_sequence("parents", parents))
     before = [integer(f"parents[{i}]", parent) for i, parent in numbered]
     if len(before) != len(parts):
-        raise ValueError(f"parents: one per segment, got {len(before)} for {len(parts)} segments")
+        raise ValueError(
+            f"parents has {len(before)} entries for {len(parts)} segments; pass one per segment"
+        )
     for i, parent in enumerate(before):
         if not -1 <= parent < i:
             raise ValueError(
@@ -278,7 +280,9 @@ def from_segments(
     leaf = [integer(f"ends[{i}]", end) for i, end in enumerate(_sequence("ends", ends))]
     for i, end in enumerate(leaf):
         if not 0 <= end < len(parts):
-            raise ValueError(f"ends[{i}] must be one of {len(parts)} segments, got {end}")
+            raise ValueError(
+                f"ends[{i}] must be the index of one of {len(parts)} segments, got {end}"
+            )
     return _arranged(parts, before, leaf, weights, multiple)
 
 
@@ -312,7 +316,7 @@ def _arranged(
     size = np.array([len(part) for part in parts], dtype=np.int64)
     rows = int(size.sum())
     if not rows:
-        raise ValueError("trajectories: there is no token in any of them")
+        raise ValueError("trajectories contain no tokens; pass at least one token")
     lineage = _depth_first(parent, leaf)
     total = -(-rows // multiple) * multiple
     start, depth, last = (np.zeros(len(parts), dtype=np.int64) for _ in range(3))
@@ -416,7 +420,10 @@ def _weights(
     """Return the sum of the weights of the trajectories through each row, float64 [total]."""
     checked = [1.0] * len(paths) if weights is None else _sequence("weights", weights)
     if len(checked) != len(paths):
-        raise ValueError(f"weights: one per trajectory, got {len(checked)} for {len(paths)}")
+        raise ValueError(
+            f"weights has {len(checked)} entries for {len(paths)} trajectories; pass one per "
+            "trajectory"
+        )
     sums = np.zeros(total)
     for i, (path, weight) in enumerate(zip(paths, checked, strict=True)):
         sums[path] += _weight(f"weights[{i}]", weight, len(path))  # a path has no row twice

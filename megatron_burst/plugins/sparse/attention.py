@@ -172,7 +172,9 @@ def check_selection(selection: object) -> None:
 def _check_width(value_width: int | None, latent: bool, width: int) -> None:
     if not latent:
         if value_width is not None:
-            raise ValueError(f"value_width needs v=None, got {value_width!r} and v")
+            raise ValueError(
+                f"value_width requires v=None, got value_width={value_width!r} and v; remove one"
+            )
     elif type(value_width) is not int or not 0 < value_width < width:
         raise ValueError(
             f"value_width: with v=None it must be a number of columns of k below its width {width},"

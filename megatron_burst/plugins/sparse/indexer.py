@@ -190,7 +190,7 @@ def index_placeholders(rule: SelectionRule, q: Any, k: Any, weights: Any) -> QKV
             got = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else repr(tensor)
             raise ValueError(f"{name} must be a tensor [s, b, heads, width], got {got!s:.100}")
     if rule.weighted != (weights is not None):
-        words = "needs index_weights" if rule.weighted else "takes no index_weights"
+        words = "requires a tensor" if rule.weighted else "requires None"
         raise ValueError(f"index_weights: rule {type(rule).__name__} {words}, got {weights!r:.60}")
     if weights is not None:
         shape, dtypes = tuple(q.shape[:3]), {q.dtype, accumulation_dtype(q.dtype)}
@@ -199,8 +199,9 @@ def index_placeholders(rule: SelectionRule, q: Any, k: Any, weights: Any) -> QKV
         if actual != (shape, q.device) or weights.dtype not in dtypes:
             got = f"{actual} {weights.dtype}" if tensor else repr(weights)
             raise ValueError(
-                f"index_weights must be {shape} on {q.device}, one of each index head, and "
-                f"{' or '.join(map(str, sorted(dtypes, key=str)))}, got {got:.100}"
+                f"index_weights must have shape {shape} (one weight per index head), device "
+                f"{q.device} and dtype {' or '.join(map(str, sorted(dtypes, key=str)))}, got "
+                f"{got:.100}"
             )
     try:
         check_shapes(q, k, k)

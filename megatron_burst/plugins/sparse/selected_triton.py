@@ -103,12 +103,12 @@ class SelectedTriton(SelectedKernel):
         if torch.are_deterministic_algorithms_enabled():
             return "is not deterministic, and torch.use_deterministic_algorithms(True) was called"
         if q.dtype not in DTYPES:
-            return f"takes {', '.join(map(str, DTYPES))}, got {q.dtype}"
+            return f"supports {', '.join(map(str, DTYPES))}, got {q.dtype}"
         widths = k.shape[-1], v.shape[-1]
         if max(widths) > WIDEST or min(widths) < 1:
-            return f"needs keys and values of 1 to {WIDEST} columns, got {widths}"
+            return f"supports widths of (keys, values) from 1 to {WIDEST}, got {widths}"
         if q.shape[1] * q.shape[2] > HEADS:
-            return f"takes {HEADS} heads of all batch entries, got {q.shape[1] * q.shape[2]}"
+            return f"supports batch x heads up to {HEADS}, got {q.shape[1] * q.shape[2]}"
         return None
 
     def forward(

@@ -60,13 +60,13 @@ class Selection:
             raise ValueError(f"selection: ids must not be empty, got shape {tuple(ids.shape)}")
         if ids.shape[:2] != q.shape[:2] or ids.device != q.device:
             raise ValueError(
-                f"selection: ids of {tuple(ids.shape[:2])} rows and batch on {ids.device}, queries "
-                f"have {tuple(q.shape[:2])} on {q.device}"
+                f"selection: ids have (rows, batch) {tuple(ids.shape[:2])} on {ids.device}, but "
+                f"the queries have {tuple(q.shape[:2])} on {q.device}; the two must be equal"
             )
         if q.shape[2] % heads or (heads % key_heads and key_heads % heads):
             raise ValueError(
-                f"selection: {heads} selections of a row must divide the {q.shape[2]} query heads, "
-                f"and divide or be a multiple of the {key_heads} key heads"
+                f"selection: ids have {heads} heads, which must divide the {q.shape[2]} query "
+                f"heads, and divide or be a multiple of the {key_heads} key heads"
             )
         if type(self.block) is not int or self.block < 1 or seq_len % self.block:
             raise ValueError(
@@ -83,7 +83,10 @@ class Selection:
             )
         before, after = ids[..., :-1], ids[..., 1:]
         if not bool(((after == -1) | ((after > before) & (before >= 0))).all()):
-            raise ValueError("selection: ids of a query must ascend, with -1 after all others")
+            raise ValueError(
+                "selection: ids of a query must be in ascending order, followed only by -1; sort "
+                "them"
+            )
 
 
 def selected(*fields: Any) -> Selection:

@@ -225,7 +225,7 @@ REFUSED = {
     "parameters must be a list or tuple of tensors.* got str": {"parameters": "all"},
     "parameters must be a list or tuple of tensors.* got Tensor": {"parameters": torch.ones(1)},
     "fates must be a list with one fate per tile, got 3": {"fates": 3},
-    r"fates must be 8 of keep, move, recompute, got .\[1\]": {"fates": [[1]] * 8},
+    r"fates must have 8 entries of keep, move, recompute, got .\[1\]": {"fates": [[1]] * 8},
     "parameters= is required": {"parameters": None},
     r"others\[1\] has shape \[3\]": {"others": (torch.ones(4), torch.ones(3))},
     "tiles must be an integer >= 1, got 0": {"tiles": 0},
@@ -243,7 +243,7 @@ REFUSED = {
     "host must be an mb.HostMemory, got 'cpu'": {"host": "cpu"},
     "same row shape and dtype": {"fn": lambda x: x[:, : int(x[0, 0])]},
     "fn drew random numbers": {"fn": torch.nn.functional.dropout},
-    "fates must be 8 of keep, move, recompute": {"fates": ["keep"]},
+    "fates must have 8 entries of keep, move, recompute": {"fates": ["keep"]},
     'fates contains "move", which requires host=': {"fates": ["move"] * 8},
     "must return a tensor of 1 rows": {"fn": torch.sum},
 }

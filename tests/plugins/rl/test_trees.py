@@ -137,7 +137,7 @@ WRONG = {
     "floats": (lambda: mb.trees.pack([[1.5]]), r"trajectories\[0\] must hold token ids"),
     "weights": (
         lambda: mb.trees.pack([[1], [2]], weights=[1.0]),
-        "weights: one per trajectory, got 1",
+        "weights has 1 entries for 2 trajectories",
     ),
     "weights of tokens": (
         lambda: mb.trees.pack([[1, 2]], weights=[[1.0]]),
@@ -152,11 +152,17 @@ WRONG = {
         r"parents\[0\] must be -1 or a",
     ),
     "itself": (lambda: mb.trees.from_segments([[1]], [0]), r"parents\[0\] must be -1 or a"),
-    "parents": (lambda: mb.trees.from_segments([[1]], [-1, 0]), "parents: one per segment"),
-    "ends": (lambda: mb.trees.from_segments([[1]], [-1], ends=[1]), r"ends\[0\] must be one of 1"),
+    "parents": (
+        lambda: mb.trees.from_segments([[1]], [-1, 0]),
+        "parents has 2 entries for 1 segments",
+    ),
+    "ends": (
+        lambda: mb.trees.from_segments([[1]], [-1], ends=[1]),
+        r"ends\[0\] must be the index of one of 1",
+    ),
     "values": (
         lambda: mb.trees.pack([[1, 2]]).unpack(np.zeros(5)),
-        r"one per edge \(1\) or one per row \(2\)",
+        r"one value per edge \(1\) or per row \(2\)",
     ),
     "a tree that is none": (lambda: mb.layout.make("balanced", cp_size=2, tree=3), "tree must be"),
     "tree and documents": (
@@ -188,7 +194,7 @@ WRONG = {
     ),
     "values of a list": (
         lambda: mb.trees.pack([[1, 2]]).unpack([1.0]),
-        "one per row .*, got list",
+        "per row .*, got list",
     ),
     "bounds of 64 bits": (
         lambda: mb.masks.Tree(np.array([2**63, 2], dtype=np.uint64)),
@@ -202,11 +208,11 @@ WRONG = {
     ),
     "bounds out of range": (
         lambda: mb.masks.Tree([2, 4, 3]),
-        "row 1 ends at 4, the tree has 3 rows",
+        "row 1 ends at 4, but the tree has 3 rows",
     ),
     "bounds that cross": (
         lambda: mb.masks.Tree([3, 4, 3, 4]),
-        "row 1 ends at 4, after the subtree of an anc",
+        "row 1 ends at 4, but the subtree of its anc",
     ),
     "bounds as floats": (
         lambda: mb.masks.Tree(np.array([1.0])),

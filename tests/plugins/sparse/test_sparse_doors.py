@@ -64,11 +64,11 @@ def test_selections_that_are_refused(words):
 
 
 INDEX = {
-    "index_weights: rule Dsa needs": (*index()[:2], None),
-    "index_weights: rule Msa takes no": (*index(),),
+    "index_weights: rule Dsa requires a tensor": (*index()[:2], None),
+    "index_weights: rule Msa requires None": (*index(),),
     "one index key head, got 2": (*index(2, 2),),
-    "index_weights must be": (*index()[:2], index(3)[2]),
-    "index_weights must be .* torch.float64, got .* torch.float32": (
+    "index_weights must have shape": (*index()[:2], index(3)[2]),
+    "index_weights must have .* torch.float64, got .* torch.float32": (
         *index()[:2],
         [x.float() for x in index()[2]],
     ),
@@ -105,9 +105,9 @@ ATTENDING = {
         with_ids(lambda x: x.masked_fill(x == 2, 32))),
     "ids must be -1 or units below 32, got -2": lambda: attend(with_ids(lambda x: x - 1)),
     "must not be empty, got": lambda: attend(with_ids(lambda x: x[..., :0])),
-    "must ascend": lambda: attend(with_ids(lambda x: x.flip(-1))),
-    "ids of \\(12, 1\\) rows": lambda: attend(with_ids(lambda x: x[:12])),
-    "3 selections of a row must divide the 4": lambda: attend(
+    "must be in ascending order": lambda: attend(with_ids(lambda x: x.flip(-1))),
+    "ids have .rows, batch. \\(12, 1\\)": lambda: attend(with_ids(lambda x: x[:12])),
+    "ids have 3 heads, which must divide the 4": lambda: attend(
         with_ids(lambda x: x.expand(-1, -1, 3, -1))),
     "block must be a positive divisor": lambda: attend(changed(block=5)),
     "made for layout .*Contiguous": lambda: attend(
@@ -117,7 +117,7 @@ ATTENDING = {
         select(), kernel="flash"),
     "kernel triton (needs the package triton|runs on cuda tensors, got cpu)": lambda: attend(
         select(), kernel="triton"),
-    "value_width needs v=None": lambda: attend(select(), value_width=2),
+    "value_width requires v=None": lambda: attend(select(), value_width=2),
     "number of columns of k below its width 4": lambda: attend(
         select(), [*tensors((4, D), (1, D)), None], value_width=4),
     "sink must be a floating tensor": lambda: attend(select(), sink=torch.ones(3)),

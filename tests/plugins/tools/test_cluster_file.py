@@ -113,7 +113,7 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path):
         "[gpus] is unknown",
         "cluster.gpus is missing",
         "links.intra is missing",
-        "host.link is missing, which an unknown GPU needs",
+        "host.link is missing; a GPU without published figures requires it",
     ):
         assert part in str(raised.value)
 

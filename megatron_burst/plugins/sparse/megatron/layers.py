@@ -119,7 +119,10 @@ def _choice(
     if block is not None:
         _check_count("block", block, 1)
         if not dataclasses.is_dataclass(checked_rule):
-            raise ValueError(f"block: set it in your own rule instead, got {checked_rule!r:.100}")
+            raise ValueError(
+                f"block is only for rules that are dataclasses, got {checked_rule!r:.100}; set the "
+                "block in your own rule"
+            )
         changed: Any = dataclasses.replace(checked_rule, block=block)
         checked_rule = changed
     _check_count("top_k", top_k, 1)
@@ -130,7 +133,9 @@ def _choice(
         _check_count("index_width", index_width, 1)
         width = index_width
     if heads == 0 and default is not None:
-        raise ValueError(f"index_heads: rule {type(checked_rule).__name__} needs an indexer, got 0")
+        raise ValueError(
+            f"index_heads must be at least 1 for rule {type(checked_rule).__name__}, got 0"
+        )
     if heads == 0 and (index_width is not None or loss_coeff is not None or checked_rule.weighted):
         raise ValueError(
             f"index_heads: rule {type(checked_rule).__name__} has no indexer, so index_width, "

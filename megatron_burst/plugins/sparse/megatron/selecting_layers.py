@@ -189,8 +189,9 @@ class SelectingLayer:
         check_call(mask, unsupported, params, self.kind.cut)
         if group_of(params, self.group) is not self.group:
             raise ValueError(
-                f"packed_seq_params: cp_group, or local_cp_size 1: {self.kind.name} layers need "
-                "the group with which the model was built"
+                "packed_seq_params sets a cp_group for this micro-batch (or local_cp_size 1), but "
+                f"{self.kind.name} layers need the group with which the model was built; omit "
+                "cp_group and local_cp_size"
             )
         if params is None:
             return None

@@ -120,7 +120,7 @@ WRONG = {  # words of the error -> arguments
     "rule must be one of dsa, qsa, moba, msa": {"rule": "best"},
     "top_k must be an integer from 1 on, got 0": {"top_k": 0},
     "block must be an integer from 1 on, got '4'": {"block": "4"},
-    "index_heads: rule Qsa needs an indexer": {"rule": "qsa", "index_heads": 0},
+    "index_heads must be at least 1 for rule Qsa": {"rule": "qsa", "index_heads": 0},
     "index_heads: rule Moba has no indexer": {"loss_coeff": 0.1},
     "index_width is required for the indexer of rule Moba": {"index_heads": 2},
     "loss_coeff must be a number from 0 on, got -1": {"rule": "msa", "loss_coeff": -1},

@@ -172,7 +172,10 @@ def test_masks_of_gemma_keep_what_megatron_asks(model, causal, window, behind, a
         ({"counts": [1, 2]}, "counts: 2 images have 3 tokens, and there are 2 positions"),
         ({"counts": [0, 2]}, "counts must be the number of tokens, at least 1"),
         ({"counts": [1, 1], "images": 3}, "encode: rows have the shape (3, 4); 1 positions"),
-        ({"spans": [(40, 49)]}, "spans: the last one ends at 49, the sequence has 48"),
+        (
+            {"spans": [(40, 49)]},
+            "spans: the last span ends at 49, after the end of the sequence, 48",
+        ),
         ({"seq_len": 96}, "with_spans got seq_len 96, and the batch has 48 tokens"),
     ],
 )
@@ -201,7 +204,7 @@ def test_tensors_stand_for_one_micro_batch(monkeypatch):
 
 def test_packed_batches_of_llava_are_cut_in_zigzag_order():
     config = types.SimpleNamespace(language_model_type="any")
-    with pytest.raises(ValueError, match="packed_seq_params of LLaVAModel"):
+    with pytest.raises(ValueError, match="packed_seq_params: LLaVAModel cuts every document"):
         check_pack(config, layout.make("contiguous", cp_size=2), 2)
     check_pack(config, layout.make("zigzag", cp_size=2, cu_seqlens=[0, 16]), 2)
 
