@@ -76,7 +76,7 @@ class Communicators:
     Attributes:
         groups: (channel, device type) -> process group.
         backend: Backend of the parent, in torch's notation.
-        moves: Device type -> backend.
+        moves: Device type -> backend that sends its tensors.
         used: Weak references to the process groups that are in use.
     """
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measurement of the time that a rank waits for transfers.
 
-On the CPU this is the time that the host is blocked. On a GPU a wait blocks the stream, so it is
-the time between two CUDA events around the wait. Events are read only after they have completed, so
-the measurement blocks neither the host nor the stream.
+On the CPU the wait time is the time that the host is blocked. On a GPU a wait blocks the stream, so
+the wait time is the time between two CUDA events around the wait. Events are read only after they
+have completed, so the measurement blocks neither the host nor the stream.
 """
 
 from __future__ import annotations

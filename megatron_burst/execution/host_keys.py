@@ -68,7 +68,7 @@ class _DeviceCopy:
 def _move_or_copy(host: KeyHostMemory, tensor: torch.Tensor) -> HostTensor:
     """Copy a tensor to host memory, or on the device if host memory is full.
 
-    A reference would not do, because the caller reuses the buffer of the tensor.
+    A reference is not enough, because the caller reuses the buffer of the tensor.
     """
     moved = host.move(tensor, framed=False)
     return moved if moved.moved else _DeviceCopy(tensor)

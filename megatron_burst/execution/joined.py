@@ -75,8 +75,8 @@ def joined(run: RankPass, schedule: Schedule, works: WorkSource, device: torch.d
     """Return the pass with one call for the pairs of a step that have the same query rows.
 
     Keys are sorted by position if that makes fewer spans, because fewer spans take fewer tiles. A
-    rank's own keys are a separate call without a copy. Neither holds for kernels with the attribute
-    `joins`: these kernels join all pairs and sort keys themselves.
+    rank's own keys are a separate call without a copy. Kernels with the attribute `joins` differ:
+    they join all pairs, the rank's own pair included, and sort keys themselves.
 
     Args:
         run: The pass with one call per pair.

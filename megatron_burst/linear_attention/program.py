@@ -148,7 +148,7 @@ def choice_of(
 ) -> ScanChoice | int:
     """Return the choice of algorithm "auto", or the number of blocks of another algorithm.
 
-    "auto" takes the algorithm with the shortest predicted time at these rates; None: nominal rates.
+    "auto" uses the algorithm with the shortest predicted time at these rates; None: nominal rates.
     """
     cache, key = groups.recent("linear", CACHE_SIZE), ("choice", sequence, sizes, algorithm, rates)
     choice = cache.find(key)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules: which rank computes and sends which rows at each step, and the cost of that.
+"""Schedules: the rows that each rank computes and sends at each step, and their cost.
 
 This package needs no torch. `tables` has the types. `algorithms` make tables of pairs and transfers
 from a `demand`, and `rings` makes the schedule of one pass by the name of the algorithm. `program`

@@ -102,7 +102,7 @@ def forward_schedule(
         grid: Grid of the ranks.
         visibility: Pairs of rows that attend.
         sizes: Sizes of the attention call.
-        route: As in `rings.Schedule`; "auto" takes the route with fewer bytes.
+        route: As in `rings.Schedule`; "auto" uses the route with fewer bytes.
 
     Raises:
         ValueError: There is no algorithm of that name.
@@ -127,8 +127,8 @@ def backward_schedule(
         grid: Grid of the ranks.
         visibility: Pairs of rows that attend.
         sizes: Sizes of the attention call.
-        side: Family that is sent; "auto" takes the side with fewer bytes.
-        route: As in `rings.Schedule`; "auto" takes the route with fewer bytes.
+        side: Family that is sent; "auto" uses the side with fewer bytes.
+        route: As in `rings.Schedule`; "auto" uses the route with fewer bytes.
 
     Raises:
         ValueError: There is no algorithm or side of that name.
@@ -148,7 +148,7 @@ def backward_schedules(
 ) -> list[Schedule]:
     """Return the backward schedule of each row chunk of one call.
 
-    All row chunks have the same side. "auto" takes the side with fewer bytes over all chunks, ranks
+    All row chunks have the same side. "auto" uses the side with fewer bytes over all chunks, ranks
     and links, and "kv" if both have the same bytes. If the mask hides nothing, one side is cheaper
     on both link classes.
 
@@ -199,7 +199,7 @@ def _fewest_bytes(schedule: Schedule) -> int:
 
 
 def _by_route(ring: Schedule, route: str, sizes: Sizes) -> Schedule:
-    """Return the schedule with this route; "auto" takes the route with fewer bytes.
+    """Return the schedule with this route; "auto" uses the route with fewer bytes.
 
     Bytes between nodes are compared first, then bytes within nodes. "ring" wins ties.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernel "mamba_ssm": mamba_chunk_scan_combined of Mamba, if it is installed.
 
-This module maps our tensors to its arguments. The function was not run for this project, because
-there was no GPU. Tests compare the arguments with the signatures of its releases
+This module maps our tensors to the function's arguments. The function was not run for this project,
+because there was no GPU. Tests compare the arguments with the signatures of its releases
 (`tests/linear_attention/linear_signatures.json`). The meaning of the arguments follows from the
 sources, and a stand-in implements it in the tests.
 

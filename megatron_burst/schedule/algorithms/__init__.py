@@ -36,7 +36,7 @@ class Algorithm:
             if ranks use few rows of other ranks.
         joins: Whether one kernel call computes with all keys that a rank has at a step.
         two_levels: Whether the algorithm is useful only for several nodes of several ranks.
-        complexity: Order of simplicity; `auto` takes the lowest among equal predictions.
+        complexity: Order of simplicity; `auto` selects the lowest among equal predictions.
         handicap: Factor by which `auto` multiplies the predicted time.
     """
 

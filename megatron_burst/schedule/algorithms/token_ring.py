@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """TokenRing: one side travels in one direction, and the results in the other direction.
 
-Source: TokenRing (arXiv 2412.20501). Keys stay. Queries move from neighbour to neighbour on one
+Source: TokenRing (arXiv 2412.20501). Keys stay on their rank. Queries move along one
 ring. The partial output of a step is sent with its lse directly back to the owner of the queries,
 against the direction of the ring, during the next step. The owner merges it by online softmax. The
 algorithm is for ranks that are all directly connected, so that opposite directions do not share a

@@ -5,8 +5,8 @@ The algorithm is for ranks with a separate direct link to each neighbour. Each l
 half of what one ring sends over one link. At step t a rank has the first half of the chunk of the
 rank t before it, and the second half of the chunk of the rank t after it. If the
 number of ranks is even, both halves of the farthest chunk arrive together. Gradients follow their
-rows one step later and end at their owner. If a half costs at most half as many bytes in the other
-direction, it takes that direction.
+rows one step later and end at their owner. If sending a half in the other direction costs at most
+half as many bytes, the half is sent in the other direction.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def test_a_longest_sequence_goes_with_what_is_fixed(gpus, fixed):
 
 
 @pytest.mark.parametrize(("more", "words"), [
-    ({"tokens_per_step": "8M"}, r"--longest .*leave --packed and --tokens-per-step out"),
+    ({"tokens_per_step": "8M"}, r"--longest .*remove --packed and --tokens-per-step"),
     ({"tp": 3}, "--tp 3 does not divide"), ({"foo": 1}, "foo cannot be fixed"),
 ])  # fmt: skip
 def test_a_longest_sequence_needs_what_a_given_one_does(more, words):
@@ -235,9 +235,9 @@ def test_a_fixed_fraction_of_the_optimizer_has_its_own_bound():
 
 
 @pytest.mark.parametrize(("pinned", "words"), [
-    ({"first_layers": 3, "pp": 1}, "^--first-layers 3: only pipelines of several stages"),
-    ({"first_layers": 3, "pp": 2, "vpp": 2}, "^--first-layers 3: only pipelines .*--vpp 1"),
-    ({"first_layers": 3, "last_layers": 4}, "no number of stages .* set --pp"),
+    ({"first_layers": 3, "pp": 1}, "^--first-layers 3: these require a pipeline of several stages"),
+    ({"first_layers": 3, "pp": 2, "vpp": 2}, "--first-layers 3: these require .*--vpp 1"),
+    ({"first_layers": 3, "last_layers": 4}, "these do not fit any --pp .* set --pp"),
     ({"first_layers": 3, "pp": 3}, "^--pp 3 x --vpp 1, --first-layers 3 cannot share"),
 ])  # fmt: skip
 def test_ends_that_no_stages_have_are_told(pinned, words):
@@ -343,7 +343,7 @@ def test_gradients_travel_in_bf16_only_if_that_is_allowed():
     ({"cp": 16}, "--gpus 8 is not a multiple of the 16 ranks of --cp 16"),
     ({"seq": "1X"}, "--seq must be a whole number of tokens .*, got 1X"),
     ({"tokens_per_step": "100K"}, "not a multiple of --seq 65,536; use"),
-    ({"cp": 1, "store": 1.0}, "needs --cp above 1"),
+    ({"cp": 1, "store": 1.0}, "requires --cp above 1"),
     ({"top": 0}, "--top must be an integer from 1"),
     ({"ulysses": 7, "cp": 4}, "--ulysses 7"),
     ({"speed": 9}, "speed cannot be fixed; the settings are tp"),

@@ -452,7 +452,7 @@ def test_flags_of_a_family(name, flags):
     ([*BASE[1:], "--train-iters", "7"], 2, "--train-iters requires --sbatch"),
     ([*BASE[1:], "--sbatch", "--train-iters", "0"], 2, "--train-iters must be an integer from 1"),
     (["--gpus", "8", "--seq", "1M", "--sbatch", "--", "pretrain_gpt.py", "--num-layers", "8"], 2,
-     "--sbatch writes the flags of the model too"),
+     "--sbatch and a Megatron command exclude each other"),
     (["--model", "llama3-8b", "--gpus", "7", "--seq", "8K"], 2, "use --tokens-per-step 4186112"),
     (["--model", "llama3-8b", "--gpus", "8", "--seq", "1"], 2, "--seq a power of two, such as 2"),
     (["--model", "llama3-8b", "--gpus", "8", "--seq", "1K", "--packed", ","], 2,

@@ -128,7 +128,7 @@ SHAPE = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 256,
 @pytest.mark.parametrize(
     ("content", "said"),
     [(b"{", "not a JSON file"), (b"\xff\xfe{}", "not a JSON file: .*utf-8"),
-     (b"[1]", r"has an object \{...\}, not \[1\]"), (b"null", "not None"),
+     (b"[1]", r"must hold a JSON object \{...\}, got \[1\]"), (b"null", "got None"),
      (b"[" * 10**5, "not a JSON file"), (b"{}", "has no 'model_type'")],
     ids=lambda value: value[:9],
 )  # fmt: skip
@@ -147,7 +147,7 @@ def test_a_configuration_that_is_none(tmp_path, content, said):
      ({"num_attention_heads": True}, ".* 'num_attention_heads' expected int, got bool"),
      ({"vocab_size": [1]}, ".* 'vocab_size' expected int, got list"),
      ({"intermediate_size": [512]}, ".* 'intermediate_size' expected int, got list"),
-     ({"sliding_window": "all"}, "does not understand 'sliding_window'"),
+     ({"sliding_window": "all"}, "unknown fields 'sliding_window'"),
      ({"model_type": "mistral", "sliding_window": "all"}, ".* 'sliding_window'"),
      ({"qk_rope_head_dim": "8", "kv_lora_rank": 8}, "'qk_rope_head_dim' must be a whole number"),
      ({"head_dim": -1}, "'head_dim' must be"),
@@ -157,7 +157,7 @@ def test_a_configuration_that_is_none(tmp_path, content, said):
      ({"num_experts": 4, "num_experts_per_tok": "2"}, "'num_experts_per_tok' must be"),
      ({"num_experts": 4, "mlp_only_layers": [{}]}, "'mlp_only_layers' must be a list of whole"),
      ({"hidden_size": 10**20}, r"'hidden_size' must be at most 1,000,000,000, got 1e\+20"),
-     ({"model_type": "mamba2"}, "model_type 'mamba2' has no layer of attention"),
+     ({"model_type": "mamba2"}, "model_type 'mamba2' has no attention layers"),
      ({"num_attention_heads": 0}, "transformers cannot make model_type 'llama'")],
     ids=str,
 )  # fmt: skip
@@ -191,7 +191,7 @@ def test_sizes_that_no_model_has(fields, said):
     [("qwen3-next", "did you mean qwen3-next-80b-a3b? (advise without --model lists"),
      ("LLama3-8", "did you mean llama3-8b? (advise"),
      ("lama2-7b", "did you mean llama2-7b? (advise"),
-     ("of my own", "no config.json there; names: llama2-7b")],
+     ("of my own", "path of a config.json; names: llama2-7b")],
 )  # fmt: skip
 def test_a_model_without_a_name_that_is_known(name, told):
     with pytest.raises(ValueError, match=re.escape(told)):

@@ -190,7 +190,7 @@ def test_a_measured_kernel_has_no_other(capsys, tmp_path):
     assert found.facts() == {
         "assumed": None, "title": None, "measured": True, "here": "", "seconds_with": {},
     }  # fmt: skip
-    assert "the one that calibrate measured" in found.described
+    assert "measured by calibrate" in found.described
 
 
 def test_what_the_doctor_finds_of_a_kernel(monkeypatch):

@@ -71,7 +71,9 @@ def test_a_step_takes_the_calls_of_every_kind(own, others):
 
 def test_a_call_alone_has_one_algorithm():
     run = replace(RUN, window_algorithm="ring")
-    with pytest.raises(ValueError, match=r"window_algorithm ring, .*: part attention is one call"):
+    with pytest.raises(
+        ValueError, match=r"window_algorithm ring, .*: part='attention' simulates one call"
+    ):
         mb.simulate(TWO, NODES, run, part="attention")
     assert mb.simulate(TWO, NODES, run).seconds == seconds(window_algorithm="ring")
     turned = replace(TWO, pattern="FFWFFW")  # part "layer" is the last one

@@ -62,7 +62,7 @@ def test_shapes_come_from_names_commands_and_config_files(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     assert models.named(str(path)).indexer == Indexer(4, 32, 512)
-    with pytest.raises(ValueError, match="needs latent attention in all layers"):
+    with pytest.raises(ValueError, match="indexer requires latent and an empty pattern"):
         replace(models.named("llama3-8b"), indexer=INDEX)
 
 

@@ -210,8 +210,8 @@ def advise(
     if seq == LONGEST:
         if packed is not None or tokens_per_step is not None:
             raise ValueError(
-                "--longest finds one length, of sequences without documents and of steps that are "
-                "multiples of it: leave --packed and --tokens-per-step out, or give --seq"
+                "--longest searches one sequence length and chooses the tokens per step: remove "
+                "--packed and --tokens-per-step, or use --seq instead of --longest"
             )
         goal = TrainingGoal(STEP, 1, fixed, **model_fields)
         run = longest(model, cluster, goal, AttentionForecast(model, cluster, fixed)).run
@@ -256,8 +256,8 @@ def _together(goal: TrainingGoal) -> str:
     """
     pinned_flags = " ".join(f"{flag_of(name)} {value}" for name, value in goal.pinned.items())
     return (
-        f"{pinned_flags}: no run has all of these; --store is of attention over several "
-        "context-parallel ranks, so it needs --cp above 1, and --recompute full"
+        f"{pinned_flags}: no configuration has all these settings; --store requires --cp above 1 "
+        "and --recompute full"
     )
 
 
@@ -269,7 +269,9 @@ def cluster_of(cluster: str | Path | Cluster, gpus: int | None, per_node: int) -
         read = cluster_file.read(cluster)
         return read if gpus is None else replace(read, gpus=gpus)
     if gpus is None:
-        raise ValueError(f"gpus: how many {cluster}? Give gpus=64, or a cluster file")
+        raise ValueError(
+            f"gpus is required for cluster {cluster}; pass gpus, such as gpus=64, or a cluster file"
+        )
     return Cluster(str(cluster), gpus, per_node)  # pyright: ignore[reportArgumentType]
 
 

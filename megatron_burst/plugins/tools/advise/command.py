@@ -78,7 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.train_iters is not None and not arguments.sbatch:
         raise ValueError("--train-iters requires --sbatch; add --sbatch, or remove --train-iters")
     if arguments.sbatch and arguments.megatron:
-        raise ValueError("--sbatch writes the flags of the model too: name it by --model")
+        raise ValueError(
+            "--sbatch and a Megatron command exclude each other; describe the model with --model"
+        )
     model, seq = _model(arguments)
     try:
         with progress("searching parallel configurations") as report_progress:

@@ -45,9 +45,9 @@ class AssumedKernel:
     def described(self) -> str:
         """Text on one line: the kernel, and the times with other kernels."""
         if self.measured:
-            return "attention kernel: the one that calibrate measured, which `auto` takes there"
+            return "attention kernel: measured by calibrate; `auto` selects it on this cluster"
         if self.name is None:
-            return "attention kernel: not known; its rate was stated"
+            return "attention kernel: unknown; its rate is set in the cluster's description"
         here = f"; {self.here}" if self.here else ""
         text = f"attention kernel: {titled(self.name)} is assumed{here}"
         if self.seconds:

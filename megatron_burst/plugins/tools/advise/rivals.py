@@ -228,7 +228,7 @@ def refused(kind: Kind, model: Model, cluster: Cluster, run: Settings) -> str:
     if run.cp == 1:
         return ""
     if model.indexer is not None and kind != "all_gather":
-        return "sparse attention gathers (--cp-comm-type all_gather)"
+        return "sparse attention requires --cp-comm-type all_gather"
     if model.mixers and not model.carried(run.tp, run.cp):
         assert model.mixer is not None
         return (f"{model.mixer.name}: TP {run.tp} x CP {run.cp} cannot share its "

@@ -62,7 +62,7 @@ def _simulated(
         if run.by_kind:
             raise ValueError(
                 f"window_algorithm {run.window_algorithm}, chunk_algorithm {run.chunk_algorithm}: "
-                "part attention is one call; set algorithm instead of them"
+                "part='attention' simulates one call; set algorithm instead of these two"
             )
         return attention_time(model, cluster, run)
     if part == "layer":

@@ -122,7 +122,7 @@ def best(
     if longest is None and last is not None:
         return longest_of(model, cluster, last, core_of)
     if longest is None:
-        raise refused or ValueError("there is no run to try")
+        raise refused or ValueError("--longest: the settings exclude every run; fix fewer of them")
     return longest
 
 

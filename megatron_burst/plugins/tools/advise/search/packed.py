@@ -119,13 +119,13 @@ def packed_pins(pinned: Mapping[str, Any]) -> dict[str, Any]:
     cut_of(pinned)
     if pinned.get("sequence_chunks", 1) != 1:
         raise ValueError(
-            f"--sequence-chunks {pinned['sequence_chunks']}: attention to packs in chunks of rows "
-            f"is not timed; remove --sequence-chunks or {TITLE}"
+            f"--sequence-chunks {pinned['sequence_chunks']}: there is no forecast of packs in "
+            f"chunks of rows; remove --sequence-chunks or {TITLE}"
         )
     if pinned.get("micro_batch", 1) != 1:
         raise ValueError(
-            f"--micro-batch {pinned['micro_batch']}: a pack is one row; use --micro-batch 1, or "
-            f"remove {TITLE}"
+            f"--micro-batch {pinned['micro_batch']}: a micro-batch is one pack; use --micro-batch "
+            f"1, or remove {TITLE}"
         )
     left = {name: value for name, value in pinned.items() if name != "layout"}
     return {"micro_batch": 1, "sequence_chunks": 1, **left}

@@ -336,11 +336,11 @@ def _reasons(model: Model, cluster: Cluster, goal: TrainingGoal) -> Iterator[str
     odd = [_odd_stages(model, Settings(goal.seq, pp=n, **ends)) for n in stages] if ends else []
     if ends and (stages == [1] or vpp > 1):
         yield (
-            f"{stated_ends}: only pipelines of several stages without virtual stages have ends; "
+            f"{stated_ends}: these require a pipeline of several stages without virtual stages; "
             "use --pp 2 or more, and --vpp 1"
         )
     elif odd and all(odd):
-        none = f"{stated_ends}: no number of stages that the search tries has these ends; set --pp"
+        none = f"{stated_ends}: these do not fit any --pp that the search tries; set --pp"
         yield odd[0] if "pp" in pinned else none
     elif not ends and model.layers % (pp * vpp) and (vpp > 1 or not _ends(model, goal, pp)):
         good = [n for n in divisors(model.layers) if n <= min(STAGES, cluster.gpus)]
@@ -383,6 +383,7 @@ def _no_way(model: Model, cluster: Cluster, goal: TrainingGoal) -> str:
     longer = f"--seq a power of two, such as {even}, or " if even != goal.seq else ""
     return (
         f"--gpus {cluster.gpus}: no TP x PP x CP x DP can share {goal.sequences} sequences of "
-        f"{goal.seq:,} tokens equally: sequences must be a multiple of DP, and --seq of 2 x CP "
-        f"and TP x CP. Use {longer}--tokens-per-step a multiple of --seq other than {tokens:,}"
+        f"{goal.seq:,} tokens equally: DP must divide the number of sequences, and 2 x CP and TP x "
+        f"CP must divide --seq. Use {longer}another multiple of --seq than --tokens-per-step "
+        f"{tokens:,}"
     )

@@ -71,7 +71,7 @@ def config_of(fields: dict[str, Any], name: str) -> tuple[Any, bool]:
             "counted"
         )
     if not _generates(kind, text):
-        raise ValueError(f"{name}: model_type {kind!r} is no decoder of text in transformers")
+        raise ValueError(f"{name}: model_type {kind!r} is not a text decoder in transformers")
     if text is not config:
         tied = _stated_tie(fields)
         # Files of transformers 4 rely on the default of the language model's class.

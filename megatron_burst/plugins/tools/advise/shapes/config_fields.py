@@ -90,7 +90,8 @@ class Fields(Mapping[str, Any]):
                 raise ValueError(f"{self.name}: {key!r} must be at most {MOST:,}, got {value:.3g}")
             if size and value not in (0, size):
                 raise ValueError(
-                    f"{self.name}: {key!r} {value} contradicts {size} of one of {', '.join(keys)}"
+                    f"{self.name}: {key!r} {value} contradicts {size}; equal values are required "
+                    f"of {', '.join(keys)}"
                 )
             size = size or value
         return size
@@ -98,7 +99,7 @@ class Fields(Mapping[str, Any]):
     def needed(self, *keys: str) -> int:
         """Return `size(*keys)`; raise `Missing` if none of the fields exists."""
         if not any(key in self for key in keys):
-            raise Missing(f"{self.name}: has no {keys[0]!r}, which the shape depends on")
+            raise Missing(f"{self.name}: has no {keys[0]!r}, which is required")
         return self.size(*keys)
 
     def number(self, key: str) -> float:
@@ -158,9 +159,8 @@ class Fields(Mapping[str, Any]):
         if wrong := self.unread(layers):
             listed = ", ".join(f"{key!r} ({self.values_by_name[key]!r:.60})" for key in wrong)
             raise ValueError(
-                f"{self.name}: does not understand {listed}: experts, windows, patterns and layers "
-                "are counted from fields that are known; give the model as a Megatron command "
-                "after -- instead"
+                f"{self.name}: unknown fields {listed}, which may change the number of experts, "
+                "windows or layers; describe the model by a Megatron command after -- instead"
             )
 
 

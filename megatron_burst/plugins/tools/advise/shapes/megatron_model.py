@@ -144,7 +144,9 @@ def _pattern(
     if hybrid:
         return "".join(ONE_HALF[kind] for kind in kinds), 0
     if unknown := set(kinds) - set(BOTH_HALVES):
-        raise ValueError(f"{name}: layers of {unknown.pop()} are not counted; name the model")
+        raise ValueError(
+            f"{name}: layers of {unknown.pop()} are not supported; use --model with a name"
+        )
     if get("linear_attention_freq"):
         _layers(get("linear_attention_freq"), layers, every_is=False)  # checks its length
     if "delta_net" in kinds:
@@ -155,8 +157,8 @@ def _pattern(
     window = ast.literal_eval(window) if isinstance(window, str) else window
     if isinstance(window, int):
         raise ValueError(
-            f"{name}: {flag('window_size')} {window} is one number, in a provider's words; give "
-            "the sizes back and ahead, as [1023, 0], and window_attn_skip_freq, or name the model"
+            f"{name}: {flag('window_size')} {window} is one number; set two, the tokens back and "
+            "ahead, such as [1023, 0], and window_attn_skip_freq, or use --model with a name"
         )
     left = window[0]
     skip = get("window_attn_skip_freq")
@@ -180,7 +182,7 @@ def _layers(frequency: Any, layers: int, *, every_is: bool) -> list[bool]:
         at = 0 if every_is else frequency - 1
         return [(layer % frequency == at) is every_is for layer in range(layers)]
     if len(frequency) != layers:
-        raise ValueError(f"a pattern of {len(frequency)} layers for {layers}: {frequency}")
+        raise ValueError(f"a pattern has {len(frequency)} entries for {layers} layers: {frequency}")
     return [bool(value) for value in frequency]
 
 

@@ -144,7 +144,7 @@ class Model:
                 f"model {self.name}: top_k must be 1 to {self.experts} experts, got {self.top_k}"
             )
         if self.indexer is not None and (self.latent is None or self.pattern):
-            raise ValueError(f"model {self.name}: an indexer needs latent attention in all layers")
+            raise ValueError(f"model {self.name}: indexer requires latent and an empty pattern")
         self._check_pattern()
 
     def _check_kinds(self) -> None:
@@ -161,8 +161,8 @@ class Model:
     def _check_pattern(self) -> None:
         if set(self.letters) - set(KINDS) or len(self.letters) != self.layers:
             raise ValueError(
-                f"model {self.name}: pattern {self.pattern!r} needs a letter of {''.join(KINDS)} "
-                f"for each of the {self.layers} layers"
+                f"model {self.name}: pattern {self.pattern!r} must have one of the letters "
+                f"{''.join(KINDS)} for each of the {self.layers} layers"
             )
         if self.windows and self.window < 1:
             raise ValueError(f"model {self.name}: W layers require window >= 1, got {self.window}")
@@ -172,8 +172,8 @@ class Model:
             raise ValueError(f"model {self.name}: L and M layers require a mixer")
         if not 0 <= self.moe_layers <= self.mlps or (self.moe_layers and not self.experts):
             raise ValueError(
-                f"model {self.name}: moe_layers {self.moe_layers} of {self.mlps} layers with an "
-                f"MLP and {self.experts} experts"
+                f"model {self.name}: moe_layers {self.moe_layers} must be from 0 to {self.mlps}, "
+                f"the layers with an MLP, and 0 without experts, got experts {self.experts}"
             )
         experts = self.expert_pattern
         if experts and (
@@ -182,8 +182,8 @@ class Model:
             or experts.count("1") != self.moe_layers
         ):
             raise ValueError(
-                f"model {self.name}: expert_pattern {experts!r} needs 0 or 1 for each of the "
-                f"{self.mlps} layers with an MLP, and {self.moe_layers} ones"
+                f"model {self.name}: expert_pattern {experts!r} must have 0 or 1 for each of the "
+                f"{self.mlps} layers with an MLP, with {self.moe_layers} ones (moe_layers)"
             )
 
     # --- which layers there are --------------------------------------------------------------

@@ -121,7 +121,7 @@ def from_config(config: dict[str, Any], name: str = "config.json") -> Model:
         if unread := fields.unread(layers if isinstance(layers, int) else 0):
             missing = str(error).removeprefix(f"{fields.name}: ")
             raise ValueError(
-                f"{fields.name}: does not understand {', '.join(map(repr, unread))}, and {missing}"
+                f"{fields.name}: unknown fields {', '.join(map(repr, unread))}, and {missing}"
             ) from None
         raise
     built = config_classes.built(source.config, name, model.layers)
@@ -140,15 +140,15 @@ def _source(config: dict[str, Any], name: str, nested: bool = False) -> Source:
         raise ValueError(f"{name}: 'model_type' must be a text, got {kind!r:.60}")
     if kind in STATES_ALONE:
         raise ValueError(
-            f"{name}: model_type {kind!r} has no layer of attention, which is what context "
-            "parallelism is advised for here; hybrids such as nemotron_h are known"
+            f"{name}: model_type {kind!r} has no attention layers, which the advice requires; "
+            "hybrids such as nemotron_h are supported"
         )
     if kind in OTHER_ATTENTION:
         raise ValueError(f"{name}: model_type {kind!r} has {OTHER_ATTENTION[kind]}")
     if kind in ALIBI:
         raise ValueError(
-            f"{name}: model_type {kind!r} has ALiBi instead of rotary positions, which neither "
-            "Megatron-LM nor this package has"
+            f"{name}: model_type {kind!r} uses ALiBi, which neither Megatron-LM nor this package "
+            "supports"
         )
     if not config_classes.is_known(kind):
         for key in config_classes.NESTED:
@@ -156,7 +156,7 @@ def _source(config: dict[str, Any], name: str, nested: bool = False) -> Source:
                 tied = {k: config[k] for k in ("tie_word_embeddings",) if k in config}
                 return _source(tied | inner, f"{name}: {key}", True)
         if not kind:
-            raise ValueError(f"{name}: has no 'model_type', by which transformers reads the fields")
+            raise ValueError(f"{name}: has no 'model_type', which transformers requires")
         raise ValueError(
             f"{name}: transformers {config_classes.version()} has no model_type {kind!r}; upgrade "
             "transformers, or describe the model by a Megatron command after --"
@@ -384,7 +384,7 @@ def _experts_at(source: Source, pattern: str, with_mlp: int) -> list[bool]:
 def _is_sparse(fields: Fields, kind: str) -> bool:
     if kind not in ("dense", "sparse"):
         raise ValueError(
-            f"{fields.name}: 'mlp_layer_types' has {kind!r}; known are dense and sparse"
+            f"{fields.name}: 'mlp_layer_types' has {kind!r}; supported are dense and sparse"
         )
     return kind == "sparse"
 
@@ -403,7 +403,7 @@ def _pattern(source: Source, layers: int) -> str:
         fields.accept("layer_types", "layers_block_type", *OF_LAYER_TYPES)
         if odd := sorted(set(types) - set(letters)):
             raise ValueError(
-                f"{fields.name}: {key!r} has {odd[0]!r}; known for this model are "
+                f"{fields.name}: {key!r} has {odd[0]!r}; supported for this model are "
                 f"{', '.join(letters)}"
             )
         if len(types) != layers:
@@ -464,8 +464,8 @@ def _mixer(source: Source) -> Mixer:
                                            "mamba_head_dim", "conv_kernel")))  # fmt: skip
     unread = ", ".join(map(repr, fields.unread(0))) or f"model_type {kind!r}"
     raise ValueError(
-        f"{fields.name}: does not understand {unread}: layers of linear attention or of a "
-        "state-space model are counted from 'linear_num_value_heads', 'linear_num_heads' or "
+        f"{fields.name}: cannot count layers of linear attention or of a state-space model from "
+        f"{unread}; supported fields are 'linear_num_value_heads', 'linear_num_heads' and "
         "'mamba_num_heads'"
     )
 
@@ -477,11 +477,11 @@ def _compare(model: Model, made: Built, source: Source) -> None:
     """Raise ValueError if parameters, experts or windows differ from transformers' model."""
     name, kind = source.fields.name, source.kind
     unread = source.fields.unread(model.layers)
-    why = f"; fields without a known meaning: {', '.join(unread)}" if unread else ""
+    why = f"; unknown fields: {', '.join(unread)}" if unread else ""
     if _differ(model.parameters, made.parameters):
         raise ValueError(
-            f"{name}: model_type {kind!r} is not understood: its fields give "
-            f"{model.parameters / 1e9:.3f} billion parameters, transformers' model has "
+            f"{name}: model_type {kind!r} is not supported: its fields give "
+            f"{model.parameters / 1e9:.3f} billion parameters, but transformers' model has "
             f"{made.parameters / 1e9:.3f} billion{why}"
         )
     mlps = iter(model.experts_at)
@@ -500,8 +500,8 @@ def _compare(model: Model, made: Built, source: Source) -> None:
         for differs, counted_text, built_text in wrong:
             if differs:
                 raise ValueError(
-                    f"{name}: model_type {kind!r} is not understood: layer {at} has {counted_text} "
-                    f"by its fields, {built_text} in transformers' model{why}"
+                    f"{name}: model_type {kind!r} is not supported: layer {at} has {counted_text} "
+                    f"by its fields, but {built_text} in transformers' model{why}"
                 )
 
 

@@ -187,7 +187,7 @@ def named(name: str, vocabulary_multiple: int = 1) -> Model:
         names = f"names: {', '.join(NAMED)}"
         if near:
             names = f"did you mean {near[0]}? (advise without --model lists all names)"
-        raise ValueError(f"--model {name}: no such name and no config.json there; {names}")
+        raise ValueError(f"--model {name}: neither a name nor a path of a config.json; {names}")
     return padded(from_config(_read(path), str(path)), vocabulary_multiple)
 
 
@@ -204,7 +204,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--model {path}: not a JSON file: {error}") from None
     if not isinstance(fields, dict):
-        raise ValueError(f"--model {path}: a config.json has an object {{...}}, not {fields!r:.40}")
+        raise ValueError(f"--model {path}: must hold a JSON object {{...}}, got {fields!r:.40}")
     return fields
 
 
