@@ -206,7 +206,10 @@ def best(
     ]
     candidates.sort(key=lambda candidate: candidate.seconds)
     if not all(math.isfinite(candidate.seconds) for candidate in candidates):
-        raise ValueError(f"rates: too small for calls of this size: {rates.describe()}")
+        raise ValueError(
+            "rates: too small for calls of this size: predicted times are infinite at "
+            f"{rates.describe()}; pass larger rates"
+        )
     limit = min(_weighed(candidate) for candidate in candidates) * (1 + TIE)
     taken = min(
         (candidate for candidate in candidates if _weighed(candidate) <= limit), key=_simplicity
@@ -266,7 +269,10 @@ def fastest(
             continue
         candidates = search.next()
         if not all(math.isfinite(candidate.seconds) for candidate, _ in candidates):
-            raise ValueError(f"rates: too small for calls of this size: {rates.describe()}")
+            raise ValueError(
+                "rates: too small for calls of this size: predicted times are infinite at "
+                f"{rates.describe()}; pass larger rates"
+            )
         simulated += candidates
         pending = [search for search in pending if search.open]
 

@@ -60,7 +60,7 @@ def _open(file: str) -> str | None:
         torch.ops.load_library(file)
     except OSError as error:
         return str(error.__cause__ or error).splitlines()[0]
-    return None if _registered("CPU") else "it lacks operators that this version needs"
+    return None if _registered("CPU") else "it lacks operators that megatron_burst needs"
 
 
 def _registered(key: str) -> bool:

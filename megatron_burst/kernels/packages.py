@@ -116,7 +116,7 @@ class Signature:
         unknown = sorted(self.required.difference(passed))
         if unknown:
             raise ValueError(
-                f"{self.place} requires {', '.join(unknown)}, which this version does not pass"
+                f"{self.place} requires {', '.join(unknown)}, which megatron_burst does not pass"
             )
 
 

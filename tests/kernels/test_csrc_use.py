@@ -189,7 +189,7 @@ def test_a_library_that_cannot_be_used_is_a_warning(csrc_file, tmp_path, monkeyp
     lacking = tmp_path / "lacking.so"
     shutil.copy(csrc_file, lacking)
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
-    with pytest.warns(UserWarning, match="lacks operators that this version needs"):
+    with pytest.warns(UserWarning, match="lacks operators that megatron_burst needs"):
         assert native.load(str(lacking)) == frozenset()
 
 

@@ -239,7 +239,7 @@ def test_releases_before_are_refused_by_name(name):
     [
         (function("q, k, v, scale"), r"^there.f has no parameter softmax_scale, causal"),
         (function("q, k, v, softmax_scale, causal, sink, tree"),
-         "requires sink, tree, which this version does not pass"),
+         "requires sink, tree, which megatron_burst does not pass"),
         (lambda *args, **kwargs: None, r"there\.f has parameters that cannot be passed by name"),
     ],
     ids=["lacks", "wants", "hides"],

@@ -55,7 +55,7 @@ def fla_fit(form, text):
 @pytest.mark.parametrize(("form", "release", "entry"), CALLS)
 def test_our_arguments_fit_every_release_we_take(form, release, entry):
     if (form, release) in REFUSED:
-        with pytest.raises(ValueError, match=r"^there\.f requires g, which this version"):
+        with pytest.raises(ValueError, match=r"^there\.f requires g, which megatron_burst"):
             fla_fit(form, entry["parameters"])
         return
     fit = fla_fit(form, entry["parameters"])
@@ -96,7 +96,7 @@ def test_the_newest_releases_are_recorded():
         ("q, k, v, g, scale=, initial_state=, final=, cu_seqlens=", "parameter output_final_state"),
         (
             "q, k, v, g, sink, scale=, initial_state=, output_final_state=, cu_seqlens=",
-            "requires sink, which this version does not pass",
+            "requires sink, which megatron_burst does not pass",
         ),
     ],
 )

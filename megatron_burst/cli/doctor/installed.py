@@ -74,7 +74,7 @@ def versions(megatron: bool) -> Iterator[Finding]:
 def torch_findings() -> Iterator[Finding]:
     """Yield the version of torch and the features that this torch lacks."""
     version = str(torch.__version__)
-    built = ", a development build, of which features are tested" if DEVELOPMENT(version) else ""
+    built = ", a development build; its features were checked" if DEVELOPMENT(version) else ""
     yield ok("torch", version + built)
     for feature in torch_features.lacking():
         text = f"{feature.part}: before {feature.since}, {feature.without}"

@@ -342,11 +342,17 @@ def tree_reasons(config: Any) -> Iterator[str]:
             f"{linear}; use tree=False"
         )
     if config.burst.mask is not None:
-        yield f"tree: --burst-mask {config.burst.mask} is defined on rows, not on tokens of a path"
+        yield (
+            f"tree: --burst-mask {config.burst.mask} is a mask of rows, which differ from the "
+            "positions on a path of the tree; use tree=False"
+        )
     if config.apply_rope_fusion:
         yield "tree: fused rope does not support trees; add --no-rope-fusion, or use tree=False"
     if getattr(config, "cuda_graph_impl", "none") not in (None, "none"):
-        yield f"tree: --cuda-graph-impl {config.cuda_graph_impl}: packs differ in length"
+        yield (
+            f"tree: --cuda-graph-impl {config.cuda_graph_impl} requires packs of equal length, but "
+            "packs of trees differ in length; use tree=False"
+        )
 
 
 def _batches(

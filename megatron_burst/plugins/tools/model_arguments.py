@@ -213,7 +213,7 @@ def recipe(name: str) -> Any:
         return ready.find(name)()
     except ImportError as error:
         raise ValueError(
-            f"--model {name}: recipes need Megatron-Bridge: {error}; a config.json would do"
+            f"--model {name}: recipes need Megatron-Bridge: {error}; or use a config.json"
         ) from error
 
 

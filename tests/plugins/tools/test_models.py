@@ -308,7 +308,7 @@ def test_a_bridge_recipe(monkeypatch, capsys):
 
 def test_a_recipe_without_bridge_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(model_arguments.importlib, "import_module", _missing)
-    with pytest.raises(ValueError, match=r"need Megatron-Bridge: .*a config\.json would do"):
+    with pytest.raises(ValueError, match=r"need Megatron-Bridge: .*or use a config\.json"):
         model_arguments.find("llama3_8b_pretrain_config", [])
 
 

@@ -96,7 +96,7 @@ def test_the_layout_of_a_command_cuts_its_packs(capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [(["--seq", "64K", "--packed", "1000", "--layout", "striped"], "is not timed for packs"),
-     (["--seq", "64K", "--layout", "balanced"], "--layout balanced requires packed documents"),
+     (["--seq", "64K", "--layout", "balanced"], "--layout balanced requires --packed"),
      (["--longest", "--packed", "1000"], "remove --packed"),
      (["--seq", "64K", "--packed", "128K"], "a document of 131,072 tokens"),
      (["--seq", "64K", "--packed", "1000", "--micro-batch", "2"], "use --micro-batch 1"),

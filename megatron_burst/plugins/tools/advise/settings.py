@@ -87,7 +87,7 @@ class Settings:
     chunk_algorithm: str | None = None
     kernel: str | None = None
     layout: Annotated[
-        str, "which tokens each rank holds: zigzag or striped; of packs balanced or zigzag"
+        str, "positions of each rank: zigzag or striped; for packs balanced or zigzag"
     ] = "zigzag"
     side: Annotated[str, "tensors sent in backward: kv (K, V) or query (Q, dO)"] = "auto"
     linear: Annotated[Linear, "how states of linear attention pass between ranks"] = "auto"
@@ -95,18 +95,18 @@ class Settings:
     rope_local: bool = True
     intra: int | None = None
     ulysses: Annotated[int, "context-parallel ranks that share heads by all-to-all"] = 1
-    placement: Annotated[Placement, "adjacent ranks share heads, or belong to one ring"] = (
-        "head_first"
-    )
+    placement: Annotated[
+        Placement, "head_first: adjacent ranks share heads; context_first: they form a ring"
+    ] = "head_first"
     inner: int | None = None
     route: Route = "auto"
     head_chunks: Annotated[int, "groups of heads; one is sent while another computes"] = 1
-    fsdp: Annotated[bool, "shard parameters and gradients too"] = False
+    fsdp: Annotated[bool, "shard parameters and gradients too, not only optimizer states"] = False
     gathered: int = 2
     chunks_on_host: bool = False
-    path: Annotated[Path, "layers of Transformer Engine (gpu), or Megatron's local ones (cpu)"] = (
-        "gpu"
-    )
+    path: Annotated[
+        Path, "layers of Transformer Engine (gpu), or Megatron's local layers (cpu)"
+    ] = "gpu"
 
     @property
     def gpus(self) -> int:

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--out", type=Path, default=Path("cluster.toml"), metavar="FILE",
         help="file that rank 0 writes (cluster.toml)")  # fmt: skip
-    add("--minutes", type=float, default=3.0, metavar="N", help="approximate duration (3)")
+    add("--minutes", type=float, default=3.0, metavar="N", help="approximate minutes in total (3)")
     add("--gpu", metavar="NAME", help="type of GPU, for published rates of figures that are not "
         f"measured: {', '.join(GPUS)} (default: from the device's name)")  # fmt: skip
     add("--model", default="llama3-8b", metavar="NAME",

@@ -70,7 +70,7 @@ def run(path: Path, device_name: str, quick: bool) -> int:
         _write(path, facts, shown)  # a later section may end this process
     facts["finished"] = True
     _write(path, facts, shown)
-    shown.add([ok("written", f"{path}: send this file back; it is short, you may read it first")])
+    shown.add([ok("written", f"{path}: send it to the maintainers; it is short, so read it first")])
     shown.end({})
     return status(shown.findings)
 
@@ -84,7 +84,7 @@ def check(path: Path | None, device: str) -> None:
     """Raise one ValueError with all reasons that prevent the report; `path` may be None."""
     problems = []
     if path is not None and (reason := _refused(path)):
-        problems.append(f"--gpu-report {path}: {reason}; set a file that can be written")
+        problems.append(f"--gpu-report {path}: {reason}; use a path that can be written")
     if device == "cuda" and not torch.cuda.is_available():
         cuda = torch.version.cuda
         build = f"is built for CUDA {cuda}" if cuda else "is built without CUDA"

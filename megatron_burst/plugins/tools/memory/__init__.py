@@ -255,7 +255,7 @@ def _read(
         pinned = {name: getattr(base, name) for name in CHOICE_OUTPUTS if name != "placement"}
         packs = PackedForecast(model, cluster, pinned, lengths, cut_of(fixed))
     elif arguments.layout == "balanced":
-        raise ValueError("--layout balanced requires packed documents; set --packed, or zigzag")
+        raise ValueError("--layout balanced requires --packed; add it, or use --layout zigzag")
     if base.layout == "balanced":  # `packs` has the layout of packed documents
         base = replace(base, layout="zigzag")
     return cluster, model, base, sized, free, packs
