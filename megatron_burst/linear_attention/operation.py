@@ -114,7 +114,9 @@ def linear_attention(
         check_alone(plan, keywords)
         check_final(return_final_state)
         if plan.local is None:
-            raise ValueError("plan: it was made without q, k and v; use mb.prepare_linear")
+            raise ValueError(
+                "plan was made without q, k and v; make a plan with mb.prepare_linear(q, k, v)"
+            )
         plan.check(tensors)
     out, final = _run(plan, tensors, initial_state, return_final_state, label)
     return (out, final) if return_final_state else out

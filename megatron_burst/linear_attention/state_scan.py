@@ -189,7 +189,10 @@ def _check_states(plan: LinearPlan, decay: Any, increment: Any) -> None:
     """Raise ValueError unless the plan was made for maps of these shapes and this precision."""
     states, pieces = plan.states, len(plan.chains.of(plan.groups.rank))
     if states is None:
-        raise ValueError("plan: it was made for a convolution; make one with mb.prepare_linear")
+        raise ValueError(
+            "plan was made for a convolution and sends no states; make a plan with "
+            "mb.prepare_linear"
+        )
     batch, sizes = states.batch, states.sizes
     check_tensor("increment", increment, {"p, b, h, d, w": (pieces, batch, *sizes)})
     if accumulation_dtype(increment.dtype) != states.dtype:

@@ -60,7 +60,10 @@ def documents_of(batch: dict[str, Any]) -> list[Document]:
             f"{unknown}: remove these entries"
         )
     if set(shapes.values()) != {(1, total)}:
-        raise ValueError(f"--burst-pack requires --micro-batch-size 1 and one length, got {shapes}")
+        raise ValueError(
+            "--burst-pack requires --micro-batch-size 1 and entries of one length, got shapes "
+            f"{shapes}"
+        )
     bounds = pack_of(total, batch["cu_seqlens"], batch.get("cu_seqlens_padded")).documents
     counts = (sequences["loss_mask"][0] != 0).cpu()
     documents = []

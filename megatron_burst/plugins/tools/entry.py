@@ -14,7 +14,7 @@ PLUGIN = Plugin(
     commands={
         "advise": Command("advise.command", "find the fastest settings on a cluster"),
         "calibrate": Command("calibrate", "measure a cluster, for `advise --cluster`"),
-        "memory": Command("memory", "estimate the memory of a training run by items"),
+        "memory": Command("memory", "estimate the memory of a training run, item by item"),
         "show": Command("show", "draw masks, layouts and schedules"),
         "trace": Command("trace", "record when each rank computes, sends and waits"),
     },

@@ -163,8 +163,8 @@ def _overlap(record: Facts) -> str:
     nodes, per_node = record["grid"]
     limit = f", CUDA_DEVICE_MAX_CONNECTIONS {record['CUDA_DEVICE_MAX_CONNECTIONS'] or 'unset'}"
     return (
-        f"{record['ranks']} ranks, {grid_of(per_node, nodes)}{limit}. Times of each alone and of "
-        "both at once; hidden is 1 if the shorter adds no time and 0 if one waits for the other. "
-        "Two rings of one node share its links.\n\n"
+        f"{record['ranks']} ranks, {grid_of(per_node, nodes)}{limit}. Times of two operations, "
+        "alone and at once. `hidden` is 1 if the shorter operation adds no time, and 0 if one "
+        "operation waits for the other. Two rings of one node share its links.\n\n"
         + _table(["", "first", "second", "both", "hidden"], rows)
     )
