@@ -78,8 +78,8 @@ class SpineOptions(OptionSet):
         float | None,
         Option(
             "fraction of attention outputs kept in memory with --recompute-granularity: 1.0 "
-            "recomputes no attention, 0.5 recomputes a quarter of causal attention with half the "
-            "memory of 1.0",
+            "recomputes no attention, 0.5 recomputes a quarter of causal attention with half of "
+            "that memory",
             flag="--burst-attention-store",
         ),
     ] = None
