@@ -96,10 +96,11 @@ class OptionField(NamedTuple):
                 raise ValueError(f"{title} must be an integer >= 1{alternatives}, got {value!r}")
         elif self.option.text == "SIZE":
             size_of(value, title)
+        elif self.option.text == "MODULE:NAME":
+            if not (isinstance(value, str) and re.fullmatch(r"[\w.]+:[\w.]+", value)):
+                raise ValueError(f"{title} must be MODULE:NAME of a function, got {value!r}")
         elif not (isinstance(value, str) and value):
             raise ValueError(f"{title} must be the path of a file, got {value!r}")
-        elif self.option.text == "MODULE:NAME" and not re.fullmatch(r"[\w.]+:[\w.]+", value):
-            raise ValueError(f"{title} must be MODULE:NAME of a function, got {value!r}")
 
 
 @dataclass(frozen=True)

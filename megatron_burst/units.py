@@ -32,7 +32,9 @@ def grid_of(per_node: int, nodes: int) -> str:
 
     Ranks per node come first, as in --hierarchical-context-parallel-sizes.
     """
-    return f"{per_node} per node x {nodes} nodes" if nodes > 1 else f"{per_node} ranks"
+    if nodes > 1:
+        return f"{per_node} per node x {nodes} nodes"
+    return "1 rank" if per_node == 1 else f"{per_node} ranks"
 
 
 def duration(seconds: float) -> str:

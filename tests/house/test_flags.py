@@ -72,6 +72,8 @@ def test_all_flags_reach_the_configuration():
         ({"host_memory": "0GB"}, "must be a size"),
         ({"cluster": ""}, r"--burst-cluster. must be the path of a file, got ''"),
         ({"cluster": 5}, "must be the path of a file, got 5"),
+        ({"mask": ""}, r"--burst-mask. must be MODULE:NAME of a function, got ''"),
+        ({"mask": 5}, "must be MODULE:NAME of a function, got 5"),
     ],
 )
 def test_numbers_that_may_be_names(choices, words):

@@ -263,6 +263,8 @@ def test_every_model_type_is_counted_or_refused_by_name(kind):
     types = list(getattr(text, "layer_types", None) or [])
     assert model.windows == types.count("sliding_attention") or not types
     assert model.chunked == types.count("chunked_attention")
+    # The language model of `moss_transcribe_diarize` shares its embedding as the whole model says.
+    text.tie_word_embeddings |= config.tie_word_embeddings
     with torch.device("meta"):
         made = transformers.AutoModelForCausalLM.from_config(
             text if text.model_type in KINDS else config

@@ -220,7 +220,13 @@ def _model(source: Source, config: dict[str, Any]) -> Model:
         "mixer": _mixer(source) if set(pattern) & set("LM") else None,
         "also": also,
     }
-    return Model(**(sizes | _latent(fields, heads) | mlp))
+    latent = _latent(fields, heads)
+    if latent.get("indexer") is not None and sizes["pattern"]:
+        raise ValueError(
+            f"{fields.name}: 'index_topk' with several kinds in 'layer_types': a model with an "
+            "indexer is supported only if all layers are of one kind"
+        )
+    return Model(**(sizes | latent | mlp))
 
 
 def _size(fields: Fields, *keys: str) -> int:
