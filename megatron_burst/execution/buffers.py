@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of one rank during a pass: message buffers and partial results.
 
-Buffers have few sizes: the longest message of a kind, and 1/4, 1/16, ... of it. So messages of
-similar length share buffers, and short messages take little memory. Partial results are gradients,
-which are added, and outputs, which are merged by online softmax. Results for a rank's own rows stay
-on the rank. Results for rows of other ranks are sent, some rows at a time.
+Buffers of a kind have few sizes: the length of the longest message, and 1/4, 1/16, ... of that
+length. So messages of similar length share buffers, and short messages use little memory. Partial
+results are gradients, which are added, and outputs, which are merged by online softmax. Results for
+a rank's own rows stay on the rank. Results for rows of other ranks are sent, some rows at a time.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Buffers:
         return packing.carve(buffer, kind_of_message.layout(rows))
 
     def separate(self, kind: str, rows: int) -> Message:
-        """Allocate each tensor separately, for results that are never sent."""
+        """Allocate a message whose tensors are separate, for results that are never sent."""
         parts, device = self.kinds[kind].layout(rows).parts, self.device
         tensors = [torch.empty(shape, dtype=dtype, device=device) for dtype, shape, *_ in parts]
         return Message(None, tuple(tensors))
@@ -81,7 +81,7 @@ class Buffers:
     def give(self, kind: str, message: Message) -> None:
         """Return a message to the pool."""
         self.endpoint.released(message.tensors)
-        if message.room is not None:  # otherwise it is not from `take`
+        if message.room is not None:  # without room, the message is not from `take`
             rows = message.tensors[0].size(0) if message.tensors else 0
             free = self._free[kind].setdefault(message.room.numel(), {})
             free.setdefault(rows, []).append(message)
@@ -103,7 +103,7 @@ class _RowTotals:
 
 
 class ResultAccumulator:
-    """Partial results of a pass, allocated at first use.
+    """The partial results of a pass on one rank, allocated at first use.
 
     Args:
         buffers: Message buffers of the pass.
@@ -154,7 +154,8 @@ class ResultAccumulator:
     def receive(self, target: Target, message: Message) -> None:
         """Add a received message.
 
-        The message becomes the total if it has all rows and there is no total yet.
+        If the message has all rows of the total and no total exists yet, the message becomes the
+        total.
         """
         family = target.total.family
         kind = self._wire[family]

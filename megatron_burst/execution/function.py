@@ -47,8 +47,8 @@ def forward(
         sink: [h] or None.
         stored: out and lse of the kept rows from the first forward, if this is a recomputation;
             otherwise None.
-        max_logits: [h] or None. Raised in place to the largest computed score, for the heads that
-            this rank's ring computes.
+        max_logits: [h] or None. Updated in place to the largest score of each head that this rank's
+            ring computes.
 
     Returns:
         out [s, b, h, w], and the tensors that backward needs: q, k, v, out and lse with the rows
@@ -190,9 +190,9 @@ class RankCall:
         rank_plan: Plan of this rank.
         tag: Tag of the call, for envelopes.
         store_entry: Entry in the store of the enclosing checkpoint, or None.
-        recompute_plan: Plan of the recomputation, if its kernel differs from `rank_plan` because
-            the kernel depends on the query rows. None: `rank_plan`.
-        max_logits: [h], raised in place, or None.
+        recompute_plan: Plan of the recomputation; None means `rank_plan`. It differs if the kernel
+            depends on the query rows and the recomputed rows need another kernel.
+        max_logits: [h], updated in place as in `forward`, or None.
         return_lse: Also return lse, without a gradient.
     """
 

@@ -2,8 +2,8 @@
 """Keys and values of other ranks, kept in host memory between the forwards of row chunks.
 
 "Keys" means keys and values. The first forward receives the keys for all row chunks and copies them
-to host memory while it computes. Later forwards communicate nothing. They fetch the keys one chunk
-ahead, so two chunks of keys are on the device.
+to host memory while it computes. Later forwards do not communicate. They fetch keys from host
+memory one chunk ahead, so at most two chunks of keys are on the device.
 
 Source: FPDT (arXiv 2408.16978), section 4.2: offload with double buffering.
 """
@@ -55,7 +55,7 @@ class _DeviceCopy:
         self._tensor = tensor.clone()
 
     def fetch(self) -> None:
-        """Do nothing: the tensor is on the device."""
+        """Do nothing: the tensor is already on the device."""
 
     def release(self) -> None:
         """Do nothing: no copy is pending."""
@@ -88,7 +88,7 @@ class HostKeys:
         """Replace the chunk tables of a forward's rings, one ring per head chunk.
 
         Rings of the first forward copy received keys to host memory. Rings of later forwards fetch
-        the keys from host memory and communicate nothing.
+        the keys from host memory and do not communicate.
         """
         first = not self._stashes
         if first:
@@ -124,7 +124,7 @@ class _OffloadingChunks:
         return self._own[chunk]
 
     def pop(self, chunk: Chunk, /) -> Message:
-        """Remove a chunk. Waits for its copy to host memory, because the buffer is reused."""
+        """Remove and return a chunk, after its copy to host memory: the ring reuses its buffer."""
         _release(self._stash.get(chunk, ()))
         return self._own.pop(chunk)
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class WorkSource(Protocol):
-    """Source of kernel plans for (query spans, key spans), such as `build.KernelWorkCache`."""
+    """Source of kernel plans for given query and key spans, such as `build.KernelWorkCache`."""
 
     kernel: Any
 
@@ -75,8 +75,8 @@ def joined(run: RankPass, schedule: Schedule, works: WorkSource, device: torch.d
     """Return the pass with one call for the pairs of a step that have the same query rows.
 
     Keys are sorted by position if that makes fewer spans, because fewer spans take fewer tiles. A
-    rank's own keys are a separate call without a copy. Kernels with the attribute `joins` differ:
-    they join all pairs, the rank's own pair included, and sort keys themselves.
+    rank's own keys are a separate call without a copy. Kernels with the attribute `joins` get one
+    call for all pairs, including the rank's own pair, and sort keys themselves.
 
     Args:
         run: The pass with one call per pair.
@@ -105,7 +105,8 @@ def joined(run: RankPass, schedule: Schedule, works: WorkSource, device: torch.d
         return joined_calls[key]
 
     def joined_steps(steps: Sequence[Step]) -> tuple[Step, ...]:
-        # Last boundary that posts the receive of a chunk; chunk -> boundary where its sends end.
+        # Last boundary that posts the receive of a chunk. Map from a chunk to the boundary where
+        # its sends end.
         arriving, leaving = -1, dict[Chunk, int]()
         posted = ((step.index, exchange) for step in steps for exchange in step.exchanges)
         for index, exchange in posted:

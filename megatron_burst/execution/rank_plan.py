@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of one rank for an attention call: plain data, made by `planning/build.py`.
 
-The loop in `ring` runs a `RankPass`. A pass contains everything that a plan can compute in advance:
-which hops start together, where their rows are in which buffer, and the target of each pair.
+The loop in `ring` runs a `RankPass`. A pass contains everything that can be computed before the
+call: which hops start together, the buffer and position of their rows, and the target of each pair.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RowPlace:
     Attributes:
         count: Number of rows.
         at: A slice if the rows are consecutive, otherwise an int64 index on the device.
-        whole: True if these are all rows of the buffer.
+        whole: True if the rows are all rows of the buffer.
     """
 
     count: int
@@ -160,10 +160,10 @@ class RecomputePass:
     Row numbers are int64 and refer to this rank's shard in the ring, or to the row chunk.
 
     Attributes:
-        kept: Rows whose results the store has.
+        kept: Rows whose results are in the store.
         missing: Rows that are computed again: the queries of `run`.
-        own_kept: Kept rows of this rank's own shard before ranks share heads, as row numbers of
-            that shard or its row chunk.
+        own_kept: Kept rows of this rank's own shard (before the all-to-all of heads), as row
+            numbers of that shard or its row chunk.
         run: The forward pass of `missing`.
     """
 
@@ -193,8 +193,8 @@ class RowChunk:
         backward: Backward pass.
         recompute: Forward pass of the rows that the store does not keep; None without a store.
         host_forward: Forward pass that receives the keys for all row chunks, for a call with keys
-            in host memory. Any row chunk may run it first. None if the call has no such pass, see
-            `pipeline.RowDemand`.
+            in host memory. Any row chunk may run it first. None with one row chunk, and for
+            algorithms that send more than keys in forward.
     """
 
     rows: torch.Tensor | None
@@ -207,7 +207,7 @@ class RowChunk:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """Endpoints, kernel and passes of one rank.
+    """Process-group endpoints, kernel and passes of one rank.
 
     Attributes:
         ring: Endpoint of the ring.

@@ -93,8 +93,8 @@ class Ring:
             the plugin `sparse`.
         own: Family ("query", "kv") -> tensors of this rank's own chunk.
         sums: Family of partial results -> shape of one row of each tensor.
-        exact: Number of tensors, counted from the last in each family of `sums`, that are sent in
-            the dtype of the sums. All other tensors of `sums` are sent in the wire dtype.
+        exact: In each family of `sums`, the last `exact` tensors are sent in the dtype of the sums.
+            The other tensors are sent in the wire dtype.
     """
 
     def __init__(
@@ -137,7 +137,8 @@ class Ring:
             self._finish(step.index)
             for chunk in step.release:  # chunks of other ranks
                 self.buffers.give(chunk.family, self.chunks.pop(chunk))
-            # Posting comes before computing, which hides it (BurstEngine Algorithms 1 and 2).
+            # Transfers are posted before the computation that hides them (BurstEngine Algorithms 1
+            # and 2).
             for exchange in step.exchanges:
                 self._post(exchange, step.index)
             yield
@@ -303,8 +304,9 @@ def run(rings: Sequence[Ring]) -> None:
 def head_chunks(rank_plan: RankPlan, heads: int, kv_heads: int) -> list[HeadChunk]:
     """Return the head chunks of a rank.
 
-    The pair of the rank's own chunks needs no transfer. The last head chunks compute this pair last
-    to hide their last gradient transfers. Their start is hidden by the first head chunks.
+    The pair of the rank's own chunks needs no transfer. The last head chunks compute this pair
+    last, to hide their last gradient transfers. Computation of the first head chunks hides the
+    first transfers of the last head chunks.
 
     Args:
         rank_plan: Plan of this rank.
@@ -341,7 +343,7 @@ class Forward:
     Attributes:
         kernel: Local attention kernel.
         scoring: Scale and softcap.
-        max_logits: [h], raised in place to the largest score of each head, or None.
+        max_logits: [h], updated in place to the largest score of each head, or None.
     """
 
     kernel: Kernel
@@ -446,8 +448,9 @@ def backward_rings(
 ) -> list[Ring]:
     """Return one ring per head chunk that computes the gradients of the local q, k, v.
 
-    The schedule decides whether queries or keys are sent. Each rank sums its contributions to the
-    gradients of a chunk. The sums are added up on the way to the owner of the chunk.
+    The schedule decides whether queries or keys are sent. Each rank sums its own contributions to
+    the gradients of a chunk. On the way to the owner of the chunk, each rank adds its sum to the
+    received sum.
 
     Source: BurstEngine Algorithms 1 and 2.
 

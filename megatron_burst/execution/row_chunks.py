@@ -40,7 +40,7 @@ class RowChunkState:
         keys: Contiguous k [s, b, k, d] and v [s, b, k, w]; with `exchanged`, the attribute `keys`
             of another call with the same tensors.
         sink: [h] or None.
-        max_logits: [h], raised in place, or None.
+        max_logits: [h], updated in place to the largest score of each head, or None.
         exchanged: True if ranks already exchanged the heads of `keys`.
         host: Host memory that keeps keys of other ranks between the forwards of row chunks. None:
             the forward of every row chunk receives them.
@@ -76,8 +76,8 @@ class RowChunkState:
         Args:
             index: Number of the row chunk.
             q: Queries of the row chunk, [r, b, h, d].
-            stored: Result of `kept` for this row chunk, so that only the other rows are computed;
-                None computes all rows.
+            stored: Result of `kept` for this row chunk; only rows without a stored result are
+                computed. None computes all rows.
 
         Returns:
             out [r, b, h, w] in the dtype of q, and lse with the rows and heads of the ring, [p r,
@@ -352,7 +352,7 @@ class RowChunkedCall:
         keys: Contiguous, detached k [s, b, k, d] and v [s, b, k, w].
         sink: Detached sink [h], or None.
         label: Identifies the call, as in `mb.attention`.
-        max_logits: [h], raised in place, or None.
+        max_logits: [h], updated in place to the largest score of each head, or None.
         host: Host memory for keys, or None.
     """
 

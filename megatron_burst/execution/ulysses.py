@@ -7,8 +7,8 @@ each rank has the rows of the whole group and its share of the heads. `gather` i
 is DeepSpeed-Ulysses; around a ring it is 2D attention (LoongTrain section 4.2).
 
 If there are fewer key/value heads than ranks, each rank receives a copy of the head that it needs.
-`gather` sums the gradients of the copies in a dtype that the caller chooses; gradients may be sent
-in a narrower dtype.
+`gather` sums the gradients of the copies in a dtype that the caller chooses. Gradients may be sent
+in a narrower dtype than this sum.
 
 Shape letters: s local rows, b batch, n heads, d width; p ranks of the ulysses group.
 """

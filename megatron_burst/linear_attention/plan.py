@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of operations on chains. Making a plan takes one all-gather of facts over the ranks.
+"""Plans of operations on chains. To make a plan, the ranks compare facts in one all-gather.
 
 This module resolves algorithm "auto". `request` checks the arguments.
 """
@@ -107,8 +107,8 @@ class LinearPlan:
     def traffic(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return the bytes of states that this rank sends per call, forward and backward.
 
-        Each is a pair (within its node, to other nodes). Final states and rows of a convolution are
-        not included.
+        Both results are pairs (bytes to ranks of its node, bytes to other nodes). Final states and
+        rows of a convolution are not included.
         """
         if self.states is not None and self.sequence.tree is not None:
             near, far = (n * self.states.bytes.map for n in self.walk().sent)
@@ -124,7 +124,7 @@ class LinearPlan:
 
     @property
     def longest_message(self) -> int:
-        """Bytes of the longest message of states of any rank, with envelope and alignment.
+        """Bytes of the longest message of states that any rank sends, with envelope and alignment.
 
         0 if the plan has no scan.
         """
@@ -159,7 +159,8 @@ class LinearPlan:
         """Raise ValueError unless the plan was made for tensors of these shapes and dtypes.
 
         Args:
-            tensors: Tensors or None by name, as the operation takes them.
+            tensors: Tensor arguments of the operation by name; None for an argument that is not
+                passed.
         """
         for name, expected in self.signature:
             tensor = tensors[name]
@@ -326,7 +327,7 @@ class ChainOperation(Operation[ChainRequest, LinearPlan]):
 
 @dataclass(frozen=True, kw_only=True)
 class LinearAttentionOperation(ChainOperation):
-    """A call of `linear_attention` on one rank, with its arguments; `tensors` is by name."""
+    """A call of `linear_attention` on one rank, with its arguments; `tensors` has names as keys."""
 
     tensors: dict[str, Any]
     form: str

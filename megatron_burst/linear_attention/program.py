@@ -26,7 +26,7 @@ from ..schedule.scans.hops import ALL_BLOCKS, MAP, Hops, Task
 from ..schedule.scans.sizes import Form, ScanSizes
 from .maps import shape_of
 
-CACHE_SIZE = 32  # results: enough for a few kinds of layers and a few micro-batches
+CACHE_SIZE = 32  # number of results: a few kinds of layers times a few micro-batches
 
 
 class PackedSequence(NamedTuple):
@@ -46,11 +46,11 @@ class PackedSequence(NamedTuple):
 
 
 class Directions(NamedTuple):
-    """Tables of hops of an algorithm for both directions, and the part of this rank.
+    """Tables of hops of an algorithm for forward and backward, and this rank's part of each table.
 
     Attributes:
-        hops: Tables of forward and backward, over all ranks.
-        programs: Part of this rank in forward and backward.
+        hops: Table of forward and table of backward, over all ranks.
+        programs: This rank's part of the forward table and of the backward table.
     """
 
     hops: tuple[Hops, Hops]
@@ -71,10 +71,10 @@ class ConvolutionWindow(NamedTuple):
 
     Attributes:
         paths: Routes of the rows for x [s, ...].
-        order: Index into the rows of x and the received rows that puts the preceding rows directly
-            before each piece.
-        ends: For each row of x, the index in that order of the first row of the window that ends at
-            this row.
+        order: Index into the concatenation of x and the received rows. It puts the preceding rows
+            directly before each piece.
+        ends: For each row of x, the first row of the window that ends at this row, as an index into
+            `order`.
         longest: Rows of the longest message between any two ranks.
     """
 
@@ -99,14 +99,15 @@ class TreeLevel(NamedTuple):
 
 
 class TreeWalk(NamedTuple):
-    """Exchange of maps along a tree, from the roots to the pieces of one rank.
+    """Exchange of maps along a prefix tree, from the roots to the pieces of one rank.
 
     Attributes:
         paths: Routes of the maps of the rank's pieces and of all their ancestors, in order.
-        levels: Levels of these pieces below the roots, from top to bottom.
-        own: Indices of this rank's pieces among these pieces, in the order of its rows.
-        longest: Pieces in the longest message between any two ranks.
-        sent: Number of pieces that this rank sends within its node, and to other nodes.
+        levels: Levels of the pieces of `paths` below the roots, from top to bottom.
+        own: Indices of this rank's pieces among the pieces of `paths`, in the order of the rank's
+            rows.
+        longest: Number of maps in the longest message between any two ranks.
+        sent: Number of maps that this rank sends to ranks of its node, and to other nodes.
     """
 
     paths: DeviceRoute
@@ -148,7 +149,7 @@ def choice_of(
 ) -> ScanChoice | int:
     """Return the choice of algorithm "auto", or the number of blocks of another algorithm.
 
-    "auto" uses the algorithm with the shortest predicted time at these rates; None: nominal rates.
+    "auto" uses the algorithm with the shortest predicted time at `rates`; None means nominal rates.
     """
     cache, key = groups.recent("linear", CACHE_SIZE), ("choice", sequence, sizes, algorithm, rates)
     choice = cache.find(key)
@@ -312,7 +313,7 @@ def _messages(way: dict[int, list[StateHop]]) -> tuple[RankMessage, ...]:
 
 
 def longest_message(hops: Hops, blocks: StateBlocks, states: States) -> tuple[int, int]:
-    """Return the bytes of the longest message of a table, and the most tensors of a message."""
+    """Return the bytes of a table's longest message, and the most tensors in any message."""
     if not len(hops):
         return 0, 0
     key = np.stack([hops.round, hops.source, hops.destination])

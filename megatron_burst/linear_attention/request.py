@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checked arguments of one rank, for all operations on chains, before the ranks compare them.
 
-This module owns the checks, and the facts on which all ranks must agree. It reads only shapes,
-dtypes and devices. It must not communicate, so that every rank reaches the comparison of arguments.
+This module contains the checks, and collects the facts on which all ranks must agree. It reads only
+shapes, dtypes and devices. It must not communicate, so that every rank reaches the comparison of
+arguments.
 
 Shape letters: s local rows, b batch, g query/key heads, h value heads, d width of keys, w width of
 values, p pieces of this rank, c channels.
@@ -73,9 +74,9 @@ def _fits(shape: tuple[int, ...], sizes: tuple[int | None, ...]) -> bool:
 
 
 def sequence_of_rows(groups: Groups, x: torch.Tensor, options: Options) -> PackedSequence:
-    """Return the sequence of which x [s, b, ...] is a shard, as `sequence_of` does.
+    """Return the sequence of `sequence_of` for a shard x [s, b, ...] of this rank.
 
-    If the sizes are valid with rows and batch swapped, the error message mentions it.
+    If the sizes would be valid with rows and batch swapped, the error message mentions this.
     """
     try:
         return sequence_of(groups, options, x.shape[0] * groups.size)
@@ -92,7 +93,7 @@ def check_together(tensors: dict[str, torch.Tensor], dtype: bool) -> None:
 
     Args:
         tensors: Tensors by name.
-        dtype: Whether the dtype of the first tensor is required too.
+        dtype: Whether all tensors must also have the dtype of the first tensor.
     """
     (name, first), *later = tensors.items()
     for other_name, tensor in later:
@@ -116,7 +117,7 @@ def check_final(value: object) -> None:
 
 
 def check_device(groups: Groups, name: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError unless the groups exchange tensors of this kind of device."""
+    """Raise ValueError unless the groups can exchange tensors on the device of `tensor`."""
     moved, kind = groups.devices, tensor.device.type
     if groups.size > 1 and moved and kind not in moved:
         needed = {"cpu": "gloo", "cuda": "nccl"}.get(kind)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """State scan: a table of hops run on one rank, forward and backward, as an autograd function.
 
-A hop carries a state or a map. A state was received, or is computed from an earlier state and known
-maps. A map is of one piece or of a run of pieces. Algorithms are therefore tables of hops. A round
-is one exchange, so that NCCL runs one batch per round on every rank.
+A hop carries a state, or the map of one piece or of a run of pieces. A rank sends a state that it
+received or computed from an earlier state and known maps. An algorithm is a table of hops. All hops
+of a round are one exchange, so that NCCL runs one batch per round on every rank.
 
 The initial state of a document is part of the map of the document's first piece. One exchange sends
-final states from the rank of a document's last piece to all ranks. Another exchange returns their
-gradients, which are added in the order of the ranks. The final state of a document without
-positions is its initial state, which every rank has.
+final states from the rank of a document's last piece to all ranks. Another exchange returns the
+gradients of final states, which are added in the order of the ranks. The final state of a document
+without positions is its initial state, which every rank has.
 
-Backward runs the same algorithm on the reversed chains, with transposed transitions. The gradients
-of the entering states are its increments.
+Backward runs the same algorithm on the reversed chains, with transposed transitions. In backward,
+the gradients of the entering states have the role of increments.
 
 Shape letters: p pieces of this rank, b batch, h heads, d rows (keys), w columns (values); D
 documents.
@@ -40,8 +40,8 @@ class StateTable:
     """States and maps of one rank, block by block.
 
     Args:
-        begins: True for each piece that begins a document. The entering state of such a piece is
-            zero here. An initial state is part of the piece's map.
+        begins: True for each piece that begins a document. The table treats the entering state of
+            such a piece as zero, because the piece's map includes the initial state.
         blocks: Blocks into which states are split.
         own: Map of each piece of this rank.
     """
@@ -72,7 +72,7 @@ class StateTable:
     def content(self, hop: StateHop) -> list[torch.Tensor]:
         """Return the tensors that a hop sends.
 
-        They are a state, or the transition (if maps have one) and the increment of a map.
+        A state is one tensor. A map is its transition, if maps have one, and its increment.
         """
         if hop.kind == MAP:
             maps = [self.map(hop.first, hop.last, block) for block in self._blocks_of(hop.block)]
@@ -110,7 +110,7 @@ class StateTable:
         return runs[first]
 
     def _path(self, end, block, is_start, least=0) -> list[tuple[int, Map]]:
-        """Return a path of known runs, each with its first piece, from a start to piece `end`.
+        """Return known maps from a start to piece `end`, as (first piece of the run, map).
 
         `is_start` is true for pieces at which the path may start. Long runs are tried first. No run
         begins before piece `least`.
@@ -141,7 +141,7 @@ class StateTable:
         return range(self._blocks.number) if block == ALL_BLOCKS else range(block, block + 1)
 
     def join_blocks(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Return a state [b, h, d, w] from all its blocks; a single block is returned itself."""
+        """Join all blocks of a state to [b, h, d, w]; a single block is returned without a copy."""
         if len(parts) == 1:
             assert parts[0] is not None
             return parts[0]
@@ -186,7 +186,7 @@ class DirectedScan:
 
     Attributes:
         groups: Groups of the rank.
-        program: Part of the rank in the table.
+        program: The rank's part of the table.
         states: Shape and dtype of states.
         device: Device of the tensors.
         name: Name of the direction for error messages.
@@ -269,7 +269,7 @@ class FinalStates:
 
     Attributes:
         groups: Groups of the rank.
-        holders: Rank of the last piece of each document; None means an empty document.
+        holders: Rank that has the last piece of each document; None for an empty document.
         states: Shape and dtype of states.
         device: Device of the tensors.
     """
@@ -408,8 +408,8 @@ class ScanCall(NamedTuple):
 class StateScan(torch.autograd.Function):
     """State scan of one rank.
 
-    Inputs are decay, increment and initial state. The output is the entering states. If
-    `call.leaving` is true, it is the entering states and the final states.
+    Inputs are decay, increment and initial state. The outputs are the entering states and, if
+    `call.leaving` is true, the final states.
     """
 
     @staticmethod
@@ -487,8 +487,8 @@ def _backward(
 def scan_before(first: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
     """Return `first`, with a dependency on `inputs` for autograd.
 
-    The backward of operations on the result then runs if any of these tensors needs a gradient. It
-    runs before the backward of the operations that made `inputs`.
+    The result needs a gradient if `first` or any of `inputs` needs one. Autograd then runs the
+    backward of operations on the result before the backward of the operations that made `inputs`.
     """
     return _ScanBefore.apply(first, *inputs)  # pyright: ignore[reportReturnType]
 

@@ -51,9 +51,9 @@ def short_convolution(
 ) -> Any:
     """Compute a causal depthwise convolution over a sequence that is split over ranks.
 
-    The rows before a document are zeros. The width - 1 rows before a piece are received from all
-    ranks that hold some of them. The gradients of weight and bias belong to this rank's rows; their
-    sum over ranks is the gradient of the sequence.
+    The rows before a document are zeros. The width - 1 rows before a piece are received from the
+    ranks that hold them. The gradients of weight and bias are from this rank's rows only; the
+    gradient of the whole sequence is their sum over ranks.
 
     Args:
         x: Rows of this rank [s, b, c].

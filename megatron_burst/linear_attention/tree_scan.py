@@ -5,8 +5,8 @@ Every rank receives the maps of all ancestors of its pieces in one exchange. It 
 states from the roots to its own pieces, for all pieces of one depth at once. Backward sums the
 gradients of the children of a piece, and the exchange returns the gradients of maps to their ranks.
 
-Shape letters: p pieces of this rank, r these pieces and all their ancestors, b batch, h heads, d
-rows (keys), w columns (values).
+Shape letters: p pieces of this rank, r pieces of this rank and all their ancestors, b batch, h
+heads, d rows (keys), w columns (values).
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ In your own script on Megatron-Core:
     burst.configure(transformer_config, mb.BurstConfig(algorithm="burst"))
 
 `install` affects only models whose configuration was passed to `configure` and that have more than
-one context-parallel rank. Importing this package does not import Megatron-Core, which would take
-seconds; `install` imports it.
+one context-parallel rank. Importing this package does not import Megatron-Core, because that import
+needs seconds; `install` imports it.
 
 The modules, from the lowest level: `patching` replaces functions of Megatron and restores them;
 `checks/` refuses unsupported settings; `data/` cuts batches; `attention/` has core attention,

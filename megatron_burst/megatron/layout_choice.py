@@ -4,8 +4,8 @@
 Without a flag the layout follows from the other options and from Megatron's own settings, if the
 model supports it. "auto" selects the layout of tokens with which a step sends the fewest bytes:
 
-- If tokens are contiguous, a state of linear attention visits each rank once; if they are zigzag,
-twice.
+- If tokens are contiguous, a state of linear attention visits each rank once; if tokens are zigzag,
+the state visits each rank twice.
 - Softmax attention uses zigzag (or `--burst-attention-layout`). If the tokens have another layout,
 rows are exchanged before and after attention.
 

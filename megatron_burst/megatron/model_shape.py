@@ -26,7 +26,7 @@ from ..layout.balanced import CAUSAL, Window
 
 Attention = Literal["softmax", "sparse", "delta_net", "mamba", "kda", "none"]
 
-# One variant under its names before and after 0.19, and one with a gate per channel.
+# The first two name one variant, before and after 0.19; "gdn2" has a gate per channel.
 DELTA_NETS = ("gated_delta_net", "gdn", "gdn2")
 DSA = "dsa"  # the variant with attention over selected keys
 KIMI = "Kimi K3"  # a model of Megatron-Bridge; some of its layers are KDA

@@ -7,8 +7,8 @@ version of Megatron-Core but no newest one: each patch checks the function that 
 error names Megatron's version and the function. A Megatron tree with the patches of `patches/` has
 decorated functions (`seam`), and replacements use them; a tree may have only some of the seams.
 
-The module also contains two utilities for the whole package: log lines that do not depend on the
-script's log level, and the translation of flags in errors to settings of recipes. Megatron-Core is
+The module also contains two utilities for the whole package. Its log lines do not depend on the
+script's log level. Flags in error messages are translated to settings of recipes. Megatron-Core is
 imported inside the functions, because the command line and recipes import this module before they
 need Megatron.
 """
@@ -342,7 +342,7 @@ def _close(seams: list[LocatedSeam], empty: bool) -> None:
         present = inspect.getattr_static(owner, name)
         seam.inner = None if empty or present is seam.bare else present
         setattr(owner, name, call)
-        if inspect.ismodule(owner):  # modules imported meanwhile may have bound other functions
+        if inspect.ismodule(owner):  # modules imported since then may have bound other functions
             rename_everywhere(name, present, call)
             rename_everywhere(name, seam.bare, call)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of a run that the replaced functions of Megatron share until `uninstall`.
 
-All of it is listed here, so that a reader finds who writes and who reads a value. It belongs to the
-set of patches "burst" (`patching.run_state`): removal of the patches removes the state. Modules
-that own a value import this module, so their classes are named only in the docstring.
+All values are listed in one class, with the modules that own them. The state belongs to the set of
+patches "burst" (`patching.run_state`): removal of the patches removes the state. Modules that own a
+value import this module, so their classes are named only in the docstring.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ The module also corrects the validation of supervised fine-tuning. With `--sft` 
 each rank's mean loss per micro-batch over all ranks, so the weight of a token depends on how its
 sequence is split: uneven loss masks change the loss by up to 1e-3. Here each rank of a
 context-parallel group reports the sums of the group, whose mean equals the mean of one rank with
-whole sequences. Training sums before it divides, so it needs no change.
+whole sequences. Megatron's training loss is a sum that is divided at the end, so training needs no
+change.
 """
 
 from __future__ import annotations

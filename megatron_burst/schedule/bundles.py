@@ -35,13 +35,13 @@ class Runs(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Bundles:
-    """The bundles of all owners, sorted by owner. Every row of a shard is in one of them.
+    """The bundles of all owners, sorted by owner. Every row of a shard is in one bundle.
 
     Attributes:
         owner: int [n], rank that owns the bundle.
         number: int64 [n], bit of the bundle in the bit sets of its owner.
         users: bool [n, G], ranks that use the bundle; never its owner.
-        runs: Rows of the bundles, by bundle and then by row.
+        runs: Rows of the bundles, sorted by bundle and then by row.
     """
 
     owner: np.ndarray

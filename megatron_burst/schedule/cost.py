@@ -245,7 +245,7 @@ def visible_pairs(mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) 
 
 
 def ring_spans(layout: Layout, topology: Topology, seq_len: int) -> list[tuple[Span, ...]]:
-    """Return the spans that each member of a ring computes with.
+    """Return the spans of positions with which each rank of a ring computes.
 
     The all-to-all gives every member the rows of its whole ulysses group, in the order of
     `shared_spans`. All rings of a grid have the same spans, so rank 0's ring represents all.

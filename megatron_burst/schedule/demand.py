@@ -122,7 +122,8 @@ class Demand:
         # and the cumulative rows.
         used_rows = []
         for end in (rank, source) if self.gradients else (rank,):
-            # Some window has at least its share of the rows. If that is too much, do not sort.
+            # Some window has at least the mean number of rows. If the mean exceeds the limit, do
+            # not sort.
             if np.bincount(end, rows, 1).max() > room * -(-steps // min(2 * least + 1, steps)):
                 return least
             used = end.astype(np.int64) * 2 * steps + step
@@ -167,7 +168,7 @@ class Demand:
             owner: Owner of the chunk.
             rows: Bit set of the chunk's rows.
             own: int [G], step of each rank's own pair. Default: 0, because the own pair waits for
-                no hop and so hides the first hops.
+                no hop, so its computation hides the first hops.
         """
         home = np.flatnonzero(self.visible.diagonal()).astype(rank.dtype)
         rank, owner = (np.concatenate([home, column]) for column in (rank, owner))

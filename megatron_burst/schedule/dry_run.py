@@ -18,7 +18,7 @@ from .program import parts_of
 from .rings import Schedule, totals_of
 from .tables import ALL, Boundary, Chunk, Hop, Pair
 
-# The state of the memory at one moment: the rows of every buffer of each kind, ascending.
+# The state of the memory at one moment: for each kind, the rows of its buffers, ascending.
 Moment = Mapping[str, tuple[float, ...]]
 
 
@@ -26,13 +26,13 @@ Moment = Mapping[str, tuple[float, ...]]
 class HeldBuffers:
     """The buffers that a rank holds during a pass.
 
-    The kinds of buffers are the families of chunks ("kv", "query", "dkv", "dquery", "out"), "wire"
-    kinds of partial results that are sent in another dtype ("dkv wire"), and "kv joined" and
-    "dkv joined": the keys of a joined call and their gradients.
+    The kinds of buffers are the families of chunks ("kv", "query", "dkv", "dquery", "out"). Partial
+    results that are sent in another dtype have a further kind ("dkv wire"). "kv joined" and "dkv
+    joined" are the keys of a joined call and their gradients.
 
     Attributes:
-        moments: States of the memory. They include the largest one for any bytes per row of each
-            kind. The rank's own sums of gradients are always included.
+        moments: States of the memory, among them the largest state for any choice of bytes per row
+            of each kind. Every state includes the rank's own sums of gradients.
         longest: Rows of the longest message of each family.
         in_use: States of the rows in use: the rows of received chunks, of messages and of partial
             results for other ranks, by kind. A buffer may have room for more rows.
@@ -128,7 +128,7 @@ class _ReplayBuffers:
     Attributes:
         longest: Rows of the longest message.
         short: Whether short messages get short buffers.
-        used: Rows of the messages that are in buffers.
+        used: Sum of the rows of all messages that are in buffers.
         rows: Number of buffers of each size.
     """
 
@@ -377,7 +377,7 @@ class _Replay:
         return self.buffers[kind].take(self._count(chunk))
 
     def _give(self, kind: str, buffer: _ReplayBuffer) -> None:
-        if buffer.room:  # else the rows have their own tensors
+        if buffer.room:  # without room, the rows have separate tensors
             self.buffers[kind].give(buffer)
 
     def _kind(self, chunk: Chunk) -> str:

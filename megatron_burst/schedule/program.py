@@ -22,8 +22,8 @@ def program(tables: Tables, grid: Grid, rank: int, own_last: bool = False) -> tu
         grid: Grid of the ranks.
         rank: The rank.
         own_last: Compute the pair of the rank's own chunks during the last hop of a partial result,
-            instead of at step 0. Later head chunks use this: pairs of earlier head chunks hide
-            their first hops, and their own pair hides their last hop.
+            instead of at step 0. Later head chunks set it: pairs of earlier head chunks hide the
+            first hops, and the own pair hides the last hop.
     """
     hops = hops_of(tables, grid, rank)
     posted = [hop.post for hop in hops if hop.chunk.accumulated and hop.src == rank]
@@ -82,7 +82,7 @@ def _last_use(rank: int, hops: list[Hop], pairs: dict[Pair, int]) -> dict[Chunk,
             last_use[part] = max(last_use[part], until)
 
     for hop in hops:
-        # A buffer stays in use while it is sent from, also after the last pair that reads it.
+        # A buffer is in use while a hop sends it, also after the last pair that reads it.
         if hop.src == rank and not hop.chunk.accumulated:
             use(*hop.chunk, max(hop.land, hop.post + 1))
     for pair, step in pairs.items():

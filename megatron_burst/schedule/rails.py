@@ -24,7 +24,7 @@ PARTS = 64  # rows move to another rail only in parts of at least a mean shard /
 HOT = 1.5  # an owner's node relays its rows if it sends this many times what a rank receives
 SWEEPS = 2  # number of sweeps over all bundles on busy rails
 GROUPS = 4  # bundles with the same target node move to other rails in this many groups
-FANOUT = 2  # number of receivers of a relay
+FANOUT = 2  # number of receivers of a node that relays
 
 
 class Routes(NamedTuple):
@@ -244,7 +244,7 @@ def _parents(
 
     The owner's node sends the bundle to `copies` nodes, which relay it along trees. Trees take the
     nodes in order, beginning `turn` nodes after the owner's node, or in reverse order if `second`
-    is true. So all nodes relay equally. Nodes that already send much are last in the order and
+    is true. So all nodes relay equally. Nodes that already send many rows are last in the order and
     relay nothing.
     """
     nodes = grid.inter

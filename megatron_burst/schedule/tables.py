@@ -29,7 +29,7 @@ Link = Literal["intra", "inter"]
 SIDES: tuple[Side, ...] = get_args(Side)
 ROUTES: tuple[Route, ...] = get_args(Route)
 LINKS: tuple[Link, ...] = get_args(Link)
-FAMILIES = ("kv", "query", "dkv", "dquery", "out")  # documented in `Chunk`
+FAMILIES = ("kv", "query", "dkv", "dquery", "out")  # see `Chunk.family`
 ALL = -1  # every bit set: all rows of a rank's own chunk, in the order of its shard
 RINGS = ("flat", "inter", "intra")  # a rank starts their exchanges in this order
 

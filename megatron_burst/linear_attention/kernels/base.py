@@ -63,7 +63,7 @@ class Maps(NamedTuple):
 
 
 class PieceRun(Protocol):
-    """Computation of one rank: maps before the entering states are known, then outputs."""
+    """Computation of one rank: maps of pieces first, and outputs once entering states are known."""
 
     @property
     def maps(self) -> Maps: ...
@@ -87,9 +87,9 @@ class LinearKernel(Protocol):
     name: str
 
     def refusal(self, form: Form, inputs: LinearInputs) -> str | None:
-        """Return why the kernel, by name, cannot compute these tensors; None if it can.
+        """Return the reason why the kernel cannot compute these tensors; None if it can.
 
-        Only shapes, dtypes and devices are read.
+        The reason contains the name of the kernel. Only shapes, dtypes and devices are read.
 
         Raises:
             ValueError: The kernel's package is installed but not compatible.

@@ -43,8 +43,8 @@ from ...kernels.online_softmax import accumulation_dtype
 from ..forms import Form
 from .base import LinearInputs, Maps, RankPieces, no_maps
 
-# By dtype: exp of the floor is 0, even after the largest growth that exp can represent. Sums of a
-# chunk of floors in float64 still have the digits that exp resolves.
+# Floor of the decay by accumulation dtype. exp(floor + g) is 0 for the largest g with a finite
+# exp(g). The float64 sum of floors over a chunk is still exact enough for exp.
 FLOORS = {torch.float32: -1e4, torch.float64: -1500.0}
 
 
@@ -158,8 +158,8 @@ def _later(size: int, device: torch.device) -> torch.Tensor:
 
 
 SIZE = 64  # rows of a chunk
-# Size of a segment's keys in the accumulation dtype. A segment needs up to 50 times this memory.
-# Its number of launches is a constant plus a number per chunk.
+# Bytes of a segment's keys in the accumulation dtype. Computing a segment needs up to 50 times this
+# memory. Smaller segments launch more kernels in total.
 SEGMENT_BYTES = 16 << 20
 
 
@@ -253,7 +253,7 @@ def scatter(target: torch.Tensor, chunks: torch.Tensor, segment: Segment) -> Non
 class SegmentRows(NamedTuple):
     """Tensors of `base.LinearInputs` of a rank, or chunks of them from `gather`.
 
-    A tensor is None if the form has none or the caller does not need it.
+    A tensor is None if the form does not have it or the caller does not need it.
     """
 
     q: torch.Tensor | None
@@ -361,7 +361,7 @@ def _times(x: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
 class _Inverse(torch.autograd.Function):
     """Inverse (I + L)^-1, where L is the part of a matrix below its diagonal.
 
-    A known inverse is returned as it is.
+    If the caller passes a known inverse, it is returned unchanged.
     """
 
     @staticmethod
@@ -414,7 +414,7 @@ class ChunkwiseRun:
 
 
 class _ChunkedShard:
-    """Computation over the segments of a shard; autograd functions hold the tensors.
+    """Computation over the segments of a shard. The autograd functions hold the tensors.
 
     Attributes:
         inverses: Inverses of the segments of mapped pieces. In forward, outputs reuse the inverses

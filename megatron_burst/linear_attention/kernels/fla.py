@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernel "fla": the chunk functions of flash-linear-attention, if it is installed.
 
-This module maps our tensors to their arguments. None of these functions was run for this project,
-because there was no GPU. Tests compare the arguments with the signatures of the releases
-(`tests/linear_attention/linear_signatures.json`). The meaning of the arguments follows from the
-sources, and stand-ins implement it in the tests.
+This module converts our tensors to the arguments of these functions. None of these functions was
+run for this project, because there was no GPU. Tests compare the arguments with the signatures of
+the releases (`tests/linear_attention/linear_signatures.json`). The meaning of the arguments follows
+from the sources, and stand-ins implement it in the tests.
 
 Tensors are [b, s, h, .], decays are natural logarithms in float32, and states are [sequences, h, d,
 w] in float32. If sequences differ in length, b is 1 and cu_seqlens contains their bounds. Keys and
@@ -58,7 +58,7 @@ def names(form: Form) -> tuple[str, ...]:
 
 
 def unfit(inputs: LinearInputs) -> str | None:
-    """Return why the functions reject these tensors, or None; from checks in their sources."""
+    """Return why the sources of flash-linear-attention reject these tensors, or None."""
     dtypes = {x.dtype for x in (inputs.q, inputs.k, inputs.v)}
     if len(dtypes) > 1 or inputs.v.dtype not in (torch.bfloat16, torch.float16):
         return (
@@ -88,8 +88,8 @@ def run(loaded: FittedFunction, form: Form, inputs: LinearInputs, cut: RankPiece
 def shares_heads(form: Form, loaded: FittedFunction) -> bool:
     """Return True if value heads can share keys and queries in this function.
 
-    The functions of the gated delta rule and of KDA support it since 0.5.0. The first release whose
-    signature shows it is 0.5.1.
+    The functions of the gated delta rule and of KDA support shared heads since 0.5.0. Their
+    signatures show this support only since 0.5.1.
     """
     gated = form.delta and form.decay != "none"
     return gated and "state_v_first" in Signature(form.fla, loaded.function).named

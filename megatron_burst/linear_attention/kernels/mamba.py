@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernel "mamba_ssm": mamba_chunk_scan_combined of Mamba, if it is installed.
 
-This module maps our tensors to the function's arguments. The function was not run for this project,
-because there was no GPU. Tests compare the arguments with the signatures of its releases
+This module converts our tensors to the function's arguments. The function was not run for this
+project, because there was no GPU. Tests compare the arguments with the signatures of its releases
 (`tests/linear_attention/linear_signatures.json`). The meaning of the arguments follows from the
 sources, and a stand-in implements it in the tests.
 
@@ -10,7 +10,7 @@ The function computes S_t = exp(dt_t A) S_{t-1} + dt_t B_t x_t^T with one A per 
 determines both the decay and the write strength. We pass A = -1, dt = -decay and x = v / dt. A
 decay closer to 0 than `SMALLEST` is replaced by -`SMALLEST`.
 Small decays lose digits in their gradients, because x is then large. "auto" therefore does not
-select this kernel. Its states are [b, h, w, d], and it is called once per piece.
+select this kernel. The function's states are [b, h, w, d], and it is called once per piece.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 A function of a package sweeps over whole pieces, from entering states to leaving states, and
 computes the outputs of every row. For pieces that need a map, one sweep computes map and outputs.
 Outputs and states are affine in the entering state, so the sweep starts from zero. For delta rules
-it starts from the state [I | 0] with the values [0 | V]. The outputs of I are then the queries,
-transformed back to the beginning of the piece. The state's contribution to the outputs is a product
-with these queries, once the state is known.
+it starts from the state [I | 0] with the values [0 | V]. The outputs for I are then the queries,
+transformed back to the beginning of the piece. When the entering state is known, its product with
+these queries is added to the outputs.
 
 Other pieces are swept over when their entering states are known. Transitions of additive forms are
 sums of decays. The autograd of the package computes the gradients.
@@ -110,7 +110,7 @@ def fit(
     optional: Sequence[str] = (),
     constants: Mapping[str, Any] | None = None,
 ) -> FittedFunction:
-    """Return a function with a mapping of our arguments to its parameters.
+    """Return a function together with the mapping from our arguments to its parameters.
 
     Args:
         place: Path of the function, for messages.
@@ -142,7 +142,7 @@ class SequencesRun:
             self._sweep_mapped(form)
 
     def _sweep_mapped(self, form: Form) -> None:
-        """Compute the maps of the mapped pieces, and their outputs for entering states of zero."""
+        """Compute maps and zero-state outputs of the pieces that need a map."""
         rows, lengths = self._rows(self.mapped)
         d = rows.k.shape[-1]
         if form.delta:

@@ -49,7 +49,7 @@ from .plan_book import ALL_ROWS, LayerKind, PlanBook, RowChunkSizes, nothing_see
 from .relayout import RowExchange
 
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}
-# Megatron's names for the same masks when documents are packed.
+# For packed documents, Megatron calls the same masks padding_causal and padding.
 CAUSAL_PACKED = _CAUSAL | {AttnMaskType.padding_causal: True, AttnMaskType.padding: False}
 
 
@@ -61,7 +61,8 @@ class AttentionCall(NamedTuple):
         sink: The sink logits [h], or None.
         max_logits: The tensor [h] that receives the largest logits, or None.
         label: The number of the layer, for messages.
-        exchange: The row exchange around attention; None if attention has the layout of the tokens.
+        exchange: The exchange of rows before and after attention; None if attention uses the layout
+            of the tokens.
         value_scale: The factor by which v is multiplied.
     """
 
@@ -272,7 +273,7 @@ class BurstCoreAttention(MegatronModule):
             attn_mask_type: same as in `forward`.
             other_arguments: Megatron's further arguments by name, same as in `check_call`.
             packed_seq_params: same as in `forward`.
-            rows: the row chunks of the call.
+            rows: the number of row chunks of the call, and how its rows are cut into them.
 
         Raises:
             ValueError: Arguments are not supported; all ranks raise the same error.

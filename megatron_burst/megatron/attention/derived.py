@@ -4,10 +4,10 @@
 Megatron-Bridge has such classes for models whose layers differ (Gemma 3 and 4, MiMo-V2-Flash). Each
 class changes the configuration for its layer, for example the window or sink, and passes the result
 to Megatron's class. BurstAttention is built from the arguments that Megatron's class would get, so
-it does not depend on the setting names of a version of Bridge.
+it does not depend on Bridge's names of settings, which change between versions.
 
 A class may override `__init__`. `_VALUE_SCALES` lists the classes whose `forward` is supported.
-Every other override is refused.
+Classes with any other override are refused.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class DerivedCoreAttention(BurstCoreAttention):
         packed_seq_params: Any,
         rows: RowChunkSizes = ALL_ROWS,
     ) -> AttentionCall:
-        """Return the result of `BurstCoreAttention.call`, with the factor of the values."""
+        """Return the result of `BurstCoreAttention.call`, with `value_scale` set."""
         kind = AttnMaskType.causal if self._images else attn_mask_type
         call = super().call(query, key, value, kind, other_arguments, packed_seq_params, rows)
         return call._replace(value_scale=self._value_scale)

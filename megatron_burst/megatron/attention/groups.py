@@ -102,8 +102,9 @@ def _grid(pg_collection: Any, sizes: list[int] | None, burst: BurstConfig) -> Gr
 def _warn_of_spread_nodes(cp: Any, per_node: int) -> None:
     """Warn if a node of the grid includes several hosts; collective over the group.
 
-    This can be intended: fast links may join hosts, such as NVLink within a rack. More often the
-    configured size is too large, because tensor parallelism uses some GPUs of each host.
+    A node of several hosts can be intended: fast links may join hosts, such as NVLink within a
+    rack. More often the configured size is too large, because tensor parallelism uses some GPUs of
+    each host.
     """
     hosts = gather_objects(this_host(), cp)
     line = node_warning(hosts, per_node)

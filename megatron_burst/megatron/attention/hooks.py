@@ -159,8 +159,8 @@ def _replaced(core: Any, stock: tuple[type, ...]) -> Any:
 
     Raises:
         ValueError: The core attention does not derive from Megatron's classes, or it overrides more
-            than `__init__`. It would attend only to tokens of its rank, or split tokens
-            differently.
+            than `__init__`. Such a core attention would attend only to tokens of its rank, or split
+            tokens differently.
     """
     module = module_of(core)
     if isinstance(module, type) and issubclass(module, BurstCoreAttention):

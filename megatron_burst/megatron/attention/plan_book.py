@@ -9,8 +9,9 @@ layer is built and is the same on all ranks. The leader of a kind, the layer wit
 on this rank, makes the plan.
 - The leader communicates in every forward, so that all ranks raise the same error if their calls
 differ. If this rank has the plan already, the leader only compares the plan's facts, in the same
-exchange as ranks that make their plan. Other layers look the plan up. So do all layers that are
-recomputed in backward: the forward of that micro-batch has compared the plan.
+exchange as ranks that make their plan. Other layers only look the plan up. Layers that are
+recomputed in backward also only look it up, because the forward of their micro-batch has compared
+the plan.
 - With a mask of the user (`--burst-mask`) every layer is its own kind: its mask is known only when
 it is called with a batch.
 - Every plan assumes that q, k and v need gradients. One plan then serves forward and recomputation,
@@ -57,7 +58,7 @@ from ..data.packed import Pack, Packs, packs
 from ..users_mask import MaskBatch, MaskLayer, users_mask
 from .relayout import RowExchange, RowExchanges, exchange_line
 
-PLANS_KEPT = 256  # more than packed micro-batches in flight x kinds of layers
+PLANS_KEPT = 256  # exceeds packed micro-batches in flight x kinds of layers
 Tensors = Mapping[str, Any]  # tensors of a call by name; only shapes, dtypes and device are read
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exchange of rows around softmax attention, if attention and tokens have different layouts.
 
-With contiguous tokens, a state of linear attention passes every rank once. With zigzag, causal
-attention gives equal work to every rank. Only the tensors of attention are exchanged: rows of q, k
-and v are sent to the ranks that hold them in attention's layout, and rows of the output are sent
-back. Rotary positions are applied before the exchange.
+In the contiguous layout, a state of linear attention visits every rank once. In the zigzag layout,
+every rank has equal work in causal attention. Only the tensors of attention are exchanged: rows of
+q, k and v are sent to the ranks that hold them in attention's layout, and rows of the output are
+sent back. Rotary positions are applied before the exchange.
 
 Shape letters: s local rows, the same number in both layouts.
 """
@@ -26,7 +26,7 @@ from ...units import byte_size
 from ..data.cut import BatchCut
 from ..data.packed import Pack
 
-EXCHANGES_KEPT = 64  # more than packed micro-batches in flight
+EXCHANGES_KEPT = 64  # exceeds packed micro-batches in flight
 
 
 class RowExchange(NamedTuple):

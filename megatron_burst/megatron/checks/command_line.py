@@ -2,8 +2,8 @@
 """Checks of a Megatron-LM command line, after its arguments are parsed.
 
 Some settings exist only on a command line: the number of ranks, packed batches, a yaml file. All
-other checks read the parsed arguments like a `TransformerConfig`. One error reports all problems
-before anything is built.
+other checks read the parsed arguments like a `TransformerConfig`. One error reports all problems,
+before the script makes process groups or models.
 """
 
 from __future__ import annotations

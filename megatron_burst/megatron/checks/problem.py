@@ -58,8 +58,8 @@ class ConfigView:
 class Rule(NamedTuple):
     """A row of a table of rules: a condition, and the problem if the condition is true.
 
-    Texts may contain {flag} (the `flag` argument of `broken`), {value} (the result of `when`),
-    {c.NAME} (a setting) and {b.NAME} (an option).
+    Texts of a rule may contain {flag} (the `flag` argument of `broken`), {value} (the result of
+    `when`), {c.NAME} (a setting) and {b.NAME} (an option).
 
     Attributes:
         when: The condition: the name of a setting, or a function of the settings and the options.

@@ -117,7 +117,7 @@ SCRIPT = (
 
 
 LINEAR, ATTENTION, PARTITION = "linear_cp_layout", "attention_cp_layout", "cp_partition_mode"
-STREAMS = ("contiguous", "zigzag")  # layouts of tokens that allow another layout of attention
+STREAMS = ("contiguous", "zigzag")  # layouts of tokens for which attention may have another layout
 
 
 class RunLayouts(NamedTuple):
@@ -194,7 +194,7 @@ _TWO_LAYOUTS = (
 )  # fmt: skip
 
 
-OLDEST = (0, 19)  # Megatron-Core with which states can pass from rank to rank
+OLDEST = (0, 19)  # first Megatron-Core in which states can pass from rank to rank
 FLAG = "--burst-linear"
 # In these layouts most rows have their predecessor on the same rank.
 LAYOUTS = ("zigzag", "contiguous", "balanced")

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents and masks of Megatron's data loader, in datasets that every pipeline stage can read.
 
-By default Megatron's data loader makes a dense s x s mask per sample. Here it makes no mask. A
-causal mask is redundant, because attention is causal. The mask of `--reset-attention-mask` hides
-all tokens of earlier documents. It is replaced by document boundaries (`cu_seqlens`), as with
-`--dataloader-inter-document-masking`, but documents end after end-of-document tokens. Position ids
-restart with each document only with `--reset-position-ids`, as in Megatron.
+By default Megatron's data loader makes a dense s x s mask per sample of s tokens. With
+BurstAttention, the data loader makes no mask. A causal mask is redundant, because attention is
+causal. The mask of `--reset-attention-mask` hides all tokens of earlier documents. It is replaced
+by document boundaries (`cu_seqlens`), as with `--dataloader-inter-document-masking`, but documents
+end after end-of-document tokens. Position ids restart with each document only with
+`--reset-position-ids`, as in Megatron.
 
 If batches have `cu_seqlens`, `pretrain_gpt.py` reads a batch on every pipeline stage and for every
 chunk of an interleaved pipeline, because each attention layer needs the documents. Megatron-LM 0.19

@@ -2,10 +2,10 @@
 """Checks of functions of Megatron and Transformer Engine that cut, shift or reorder batches.
 
 The run has one layout. Functions that bypass `get_batch_on_this_cp_rank` may use another layout.
-Ranks would then hold other tokens than attention expects, with valid shapes and without an error.
-Each of these functions is wrapped if the installed version has it. The wrapper raises `ValueError`
-if the function's layout differs from the layout of the run. `check_cut` checks packs in attention,
-because an unknown function may have cut them.
+Ranks would then hold other tokens than attention expects. The shapes would be valid, so no error
+would occur. Each of these functions is wrapped if the installed version has it. The wrapper raises
+`ValueError` if the function's layout differs from the layout of the run. `check_cut` checks packs
+in attention, because an unknown function may have cut them.
 
 `Packs.note_cut` records every pack that this process cuts in the layout of the run. A pack without
 a record was cut by other code. Its layout is then assumed to be contiguous if
@@ -188,8 +188,8 @@ def _batches(layout: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
     """Run `context_parallel.utils.get_batches_on_this_cp_rank` in the layout of the run.
 
     With per-sequence balancing the original cuts packs itself, in zigzag order within padded
-    documents; otherwise it calls `get_batch_on_this_cp_rank`. In a zigzag run both give the same
-    positions.
+    documents; otherwise it calls `get_batch_on_this_cp_rank`. In a zigzag run, both methods give
+    the same positions.
     """
     bound = bound_to(original, args, kwargs)
     bound.apply_defaults()

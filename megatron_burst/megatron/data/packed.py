@@ -36,7 +36,7 @@ from ...masks import Documents, Mask
 from .. import patching
 from .cut import BatchCut
 
-CUTS_KEPT = 4096  # more than packed micro-batches between their slicing and their backward
+CUTS_KEPT = 4096  # exceeds packed micro-batches between their slicing and their backward
 
 
 class _CutCache(dict):
@@ -125,7 +125,7 @@ class Pack:
             (position in the pack, position in the document), each int64 [total / cp_size].
         """
         positions = self.layout(cut, cp_size).positions(rank, self.total)
-        # Only for the rank's tokens: an array for all tokens would be as long as the pack.
+        # Computed only for the rank's tokens: an array for all tokens would be as long as the pack.
         document = np.searchsorted(self._bounds, positions, side="right") - 1
         return positions, positions - self._bounds[document]
 
@@ -164,7 +164,7 @@ class Pack:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `mb.layout.successors` as tensors; cached on the device.
 
-        They are indices of the next token in the document, for each token of the rank.
+        The tensors locate the next token in the document, for each token of the rank.
 
         Args:
             cut: how the run cuts batches.

@@ -2,9 +2,9 @@
 """Rotary embeddings of the rows of a rank, in place of Megatron's tables of the whole sequence.
 
 Megatron computes the angles of all positions, fp32 [S, 1, 1, d], and slices the table. For 20
-million tokens and width 128 a table has 10 GB, per length and, with multi-latent attention, per
-layer. Here a table contains only the positions of the rank, and all layers with the same angles
-share it.
+million tokens and width 128 a table has 10 GB. There is one table per sequence length and, with
+multi-latent attention, per layer. Here a table contains only the positions of the rank, and all
+layers with the same angles share it.
 
 The rows of a packed batch are known only in the function that applies the angles. Until then a
 *blank* replaces the table: a tensor of NaN with the table's shape and a storage of one element.

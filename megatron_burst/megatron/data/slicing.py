@@ -249,7 +249,7 @@ def sequence_group(group: Any, params: Any) -> Any:
 
 
 def _order(total: int, params: Any, group: Any, ranks: Any, cutting: bool) -> torch.Tensor:
-    """Return the concatenated positions, int64, of the tokens of `ranks` in the whole sequence."""
+    """Return the positions of the tokens of `ranks` in the whole sequence, concatenated, int64."""
     name, size = installed_layout(), group.size()
     if name is None:
         raise ValueError("no layout is installed: call install() and configure() first")

@@ -170,7 +170,7 @@ def _one_gate(
     root = scale.exp()
     taps = scale.new_ones((scale.shape[2] * scale.shape[3], 2))
     taps[:, 0] = -1
-    # The row before this one may be on another rank.
+    # The previous row of a row may be on another rank.
     steps = short_convolution(scale.flatten(2), taps, **call)
     return {
         "q": (q / root).to(q.dtype),

@@ -62,7 +62,7 @@ def _packed(patches: PatchSet, run: Callable, named: dict[str, Any]) -> Any:
 
 
 class PackedBatchIterator:
-    """An iterator over micro-batches that are packed already."""
+    """An iterator over micro-batches that are already packed."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self._left = iter(batches)
@@ -90,7 +90,7 @@ def step(
         count: number of batches in a step.
         total: tokens of a micro-batch.
         work: the cost of a token and of a query-key pair.
-        multiple: the number of micro-batches must be a multiple of this.
+        multiple: the number of micro-batches must be a multiple of this number.
 
     Returns:
         The iterators, and the packing (None on a rank that reads no data).

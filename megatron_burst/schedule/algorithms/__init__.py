@@ -63,9 +63,9 @@ def _made_by(file: str, function: str = "tables") -> Callable[[Demand], Tables]:
     return tables
 
 
-# `auto` excludes double_ring, which is burst that waits for every gradient. It excludes two_way and
-# token_ring, because sending in both directions gains nothing if a rank has one NIC. all_gather has
-# a handicap because measured times are up to 1.17 times the prediction.
+# `auto` does not try double_ring, because it equals burst but waits for every gradient. `auto` does
+# not try two_way and token_ring, because sending in both directions gains nothing if a rank has one
+# NIC. all_gather has a handicap because measured times are up to 1.17 times the prediction.
 ALGORITHMS: dict[str, Algorithm] = {
     "burst": Algorithm(_made_by("burst"), routed=True, complexity=1),
     "double_ring": Algorithm(_made_by("burst", "double_ring"), routed=True, automatic=False),

@@ -95,8 +95,8 @@ class _Path:
         """Return a bool array that is true for bundles that are forwarded after a step.
 
         The array is [bundle, outer, inner] within nodes (axis 2), and [bundle, outer] between nodes
-        (axis 1). No gradient is forwarded within a node at inner step 0. The rank then adds to the
-        sum of its node, which crosses to the next node. At outer step 0 it adds to its own
+        (axis 1). No gradient is forwarded within a node at inner step 0: the rank then adds to the
+        sum of its node, which crosses to the next node. At outer step 0, the rank adds to its own
         gradient.
         """
         # A copy starts at its owner, so it makes its hops at the first steps. A gradient ends at
@@ -128,7 +128,8 @@ class _Path:
         unreversed = self.users, self.hops
         bytes_unreversed = self._bytes(axis, row_bytes)
         self.users = _turned(self.users, axis)
-        # Reversed, copies make the hops of gradients, and gradients make the hops of copies.
+        # On a reversed ring, copies make the hops of gradients, and gradients make the hops of
+        # copies.
         inner_hops = self.hops[2] if axis == 2 else [_turned(hops, 1) for hops in self.hops[2]]
         self.hops = {1: self.hops[1], 2: inner_hops} | {axis: self.hops[axis][::-1]}
         if self._bytes(axis, row_bytes) >= bytes_unreversed:
@@ -219,7 +220,7 @@ def _turned(array: np.ndarray, axis: int) -> np.ndarray:
 
 
 def _farthest(users: np.ndarray) -> np.ndarray:
-    """Return the largest index along the last axis with a true entry; 0 if there is none."""
+    """Return the largest index with a true entry along the last axis; 0 if no entry is true."""
     length = users.shape[-1]
     farthest = np.zeros(users.shape[:-1], dtype=np.min_scalar_type(-length - 1))
     for index in range(1, length):  # a loop over columns, as in `_Path._hops`

@@ -19,7 +19,7 @@ def all_gather(demand: Demand) -> Tables:
 
     No hop waits for another. Sends are posted before the first step, and gradients are awaited at
     the end. A rank holds all chunks that it uses and, at the end, all gradients of its own chunk.
-    So ranks need to be equally busy only in total and not at each step. This suits packed
+    So ranks need to be equally busy only in total and not at each step, which suits packed
     documents.
     """
     return tables(demand, ahead=demand.grid.size, at_end=True)
@@ -38,7 +38,7 @@ def tables(demand: Demand, *, ahead: int | None = None, at_end: bool = False) ->
     ring = FlatRing(demand, demand.travelling)
     rank, step, owner, rows = ring.entries(ring.users)
     own = None
-    if at_end and demand.visibility.joined:  # all pairs are one call, after all copies
+    if at_end and demand.visibility.joined:  # one kernel call for all pairs, after all copies
         step, own = np.ones_like(step), np.ones(ring.size, dtype=step.dtype)
     if ahead is None:
         ahead = demand.ahead((rank, step, owner, ring.bundles.rows_of(owner, rows)), 2, 1)

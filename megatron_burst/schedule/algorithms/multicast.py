@@ -5,14 +5,14 @@ Rows that ranks of another node use are sent to that node's gateway: the rank th
 index in its node. The gateway sends every peer the rows that the peer uses. Owners with a busy rail
 first pass rows to node peers, and for busy nodes other nodes relay rows (`rails`). Gradients take
 the same routes back: a node's gradients are summed at its gateway before they cross. Traffic
-between nodes is minimal for a layout: every row that a node uses crosses to it once, and one
-gradient crosses back.
+between nodes is minimal for a given layout: every row that a node uses crosses to this node once,
+and one gradient of the row crosses back.
 
 A rank computes with its own chunk, then with the chunks of its node, then with the chunks of the
 other nodes in rotation. So at any step all ranks receive from different ranks. If gradients are
-sent, half of the chunks of the rank's node come last. While the rank computes with these, the
-gradients of the other chunks cross. The ranks of a node turn to the next node together, so a
-gateway holds relayed rows no longer than one turn.
+sent, half of the chunks of the rank's node come last. While the rank computes with these last
+chunks, the gradients of all other chunks cross. The ranks of a node turn to the next node together,
+so a gateway holds relayed rows no longer than one turn.
 
 Copies land at the step that uses them. A hop is posted at most WITHIN steps earlier within a node,
 and as many steps earlier between nodes as a node has ranks (at least 2). During that time a rank
@@ -224,8 +224,8 @@ class MulticastTiming:
     def _in_turn(self) -> np.ndarray:
         """Return the step of each pair, int32 [owner, rank].
 
-        A rank computes with the chunks of one node after another, in rotation. Its own node is
-        first. If gradients are sent, half of the own node's chunks are last instead. Within the
+        A rank computes with the chunks of one node after another, in rotation. The chunks of its
+        own node are first. If gradients are sent, half of these chunks are last instead. Within the
         turn of a node, its ranks follow in rotation, without gaps.
         """
         paths = self.paths
@@ -251,7 +251,7 @@ class MulticastTiming:
         first = paths.by_node(np.where(paths.use != 0, step, step.max())).min(axis=2)
         at = np.concatenate([step.reshape(-1)[hops.peers], first.reshape(-1)[hops.gates]])
         rows = paths.bundles.rows_of(paths.owner[hops.way], hops.rows)
-        # As many chunks as if all ranks used all rows; a gateway then has one more.
+        # The limit is the number of chunks if all ranks use all rows. A gateway then has one more.
         chunks = WITHIN + 1 + (min(paths.grid) > 1)
         self.within = self.demand.ahead((hops.dst, at, hops.src, rows), chunks, WITHIN)
         self.between = max(self.between, self.within)
@@ -310,8 +310,8 @@ class _JoinedTiming(MulticastTiming):
 
     A hop takes two steps, so it travels during the previous turn. A rank receives from its gateway
     one turn before it computes, and the gateway receives two turns before. So a rank holds the
-    chunks of two nodes, and a gateway also one chunk of a third node. Equally many gradients of
-    keys are held.
+    chunks of two nodes, and a gateway also one chunk of a third node. In backward it also holds the
+    gradients of keys of as many chunks.
     """
 
     def __init__(self, demand: Demand):
@@ -330,8 +330,8 @@ def _runs_of_equal_hops(
     """Return the first bundle of each run of bundles that take the same hops, and the runs' trees.
 
     The trees are [runs, nodes]: the node that sends to each node, or -1. If the owner's node sends
-    to all target nodes directly, all entries are -1. So bundles with different target nodes can
-    then be in one run.
+    to all target nodes directly, all entries are -1. Bundles with different target nodes can then
+    be in one run.
     """
     from_home = (parent == parent.max(axis=1, initial=-1)[:, None]) | (parent < 0)
     tree = np.where(from_home.all(axis=1)[:, None], -1, parent)

@@ -5,13 +5,13 @@ With packed documents, ranks compute unequally much at each step, even if all co
 in total. An exchange at every step then waits for the slowest rank of every step. Here ranks
 synchronize only twice. Copies leave at the first boundaries, and relayed copies as soon as they
 arrive. A rank that relays rows computes nothing before that. Then it computes with its own chunk
-and, when all copies have arrived, with the chunks of other ranks. If keys are sent, that is one
-kernel call (`execution.joined`).
+and, when all copies have arrived, with the chunks of other ranks. If keys are sent, the chunks of
+other ranks are one kernel call (`execution.joined`).
 
-Gradients leave after that and are summed on their way back. Ranks wait for them after the pair of
-their own chunk, which is the last one in backward. A rank holds all rows of other ranks
-that it uses, and their gradients. So the algorithm is for masks with which ranks use few rows of
-other ranks.
+Gradients leave after the computation with chunks of other ranks, and are summed on their way back.
+Ranks wait for gradients after the pair of their own chunk, which is the last pair in backward. A
+rank holds all rows of other ranks that it uses, and their gradients. So the algorithm is for masks
+with which ranks use few rows of other ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _PrefetchTiming(MulticastTiming):
             other_ranks = ~np.eye(size, dtype=bool)  # one call, when all copies have arrived
             np.maximum(ready, ready.max(axis=0), out=ready, where=other_ranks)
         step = np.maximum(ready, last)
-        if self.demand.gradients:  # the own chunk is last: gradients travel meanwhile
+        if self.demand.gradients:  # the own chunk is last: gradients travel during its pair
             np.fill_diagonal(step, 0)
             np.fill_diagonal(step, step.max() + 1)
         return step

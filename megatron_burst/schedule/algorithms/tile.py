@@ -8,8 +8,8 @@ crosses once to each node that uses it, to the rank with its owner's index, whic
 the node. Partial results take the same route back and are summed in the node before they cross.
 
 A tile is slower than a ring if computation hides all hops of the ring, because no later pairs hide
-a tile's last partial results. It sends no fewer bytes than a ring between two nodes, or if few rows
-are used. It holds more chunks than a ring.
+a tile's last partial results. Between two nodes, or if few rows are used, a tile sends no fewer
+bytes than a ring. A rank holds more chunks in a tile than in a ring.
 
 This module decides the order of the pairs, which is the same for all ranks (`_order`). All times
 follow from that order: a copy lands for its first pair, and a partial result leaves after its
@@ -58,8 +58,8 @@ def _order(shape: Shape, keys_first: bool) -> np.ndarray:
     With the last passing chunk, the gathered chunks are finished one after another, the rank's own
     last. This is the order between nodes, and also within a rank's own node. Half of that node's
     pairs come before all others and hide the first hops between nodes. The other half come after
-    all others and hide the last hops. The own pair is the first, because no hop delays it. For
-    later head chunks, `program` makes it the last.
+    all others and hide the last hops. The rank's own pair is the first, because no hop delays it.
+    For later head chunks, `program` moves this pair to the end.
     """
     if keys_first:
         a, b, ranks_a, ranks_b = shape
@@ -92,7 +92,7 @@ def _own_last(a: int, b: int) -> np.ndarray:
 def _chained(lands: np.ndarray) -> dict[int, int]:
     """Map each landing boundary to its post boundary: the landing of the previous transfer.
 
-    So transfers follow one another.
+    Transfers then follow one another.
     """
     lands = np.unique(lands)
     return dict(zip(lands.tolist(), [0, *lands[:-1].tolist()], strict=False))
@@ -189,7 +189,7 @@ class _TileFamily:
 
 
 class _TilePosition(NamedTuple):
-    """Ranks, and their coordinates along the axis (row or column) of the family."""
+    """Ranks, and their coordinates along the grid axis (row or column) of a family."""
 
     rank: np.ndarray
     node: np.ndarray

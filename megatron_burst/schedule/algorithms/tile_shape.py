@@ -57,10 +57,10 @@ def memory(shape: Shape, row_bytes: RowBytes, rows: int = 1) -> int:
 
     A rank holds at most `keys` x (K, V, dK, dV) and `queries` x (Q, dO, D, lse, dQ), or O for the
     last four in forward. It holds fewer chunks of the family that is not gathered (`gathers_keys`):
-    chunks from other nodes are released node by node. The same is true of the gathered family if
-    all chunks of the other family are from one node. A rank then holds the chunks of its own node
-    and of one other node, and the next chunk that crosses. Partial results in flight for other
-    ranks are not counted.
+    chunks from other nodes are released node by node. If all chunks of the other family are from
+    one node, chunks of the gathered family are also released node by node. A rank then holds the
+    chunks of its own node and of one other node, and the next chunk that crosses. Partial results
+    in flight for other ranks are not counted.
 
     Args:
         shape: The shape.
@@ -104,7 +104,7 @@ def chosen(demand: Demand) -> Shape:
         shape for shape, bytes_held in zip(candidates, memory_of, strict=True) if bytes_held <= most
     ]
     between = _bytes_between(demand, {shape[:2] for shape in allowed})
-    # If node grids send the same bytes, take the one whose tile needs the least memory.
+    # If node grids send the same bytes, use the grid whose tile needs the least memory.
     nodes = min(allowed, key=lambda s: (between[s[:2]], memory(s, demand.row_bytes)))[:2]
     within = _bytes_within(demand, [shape for shape in allowed if shape[:2] == nodes])
     return min(within, key=lambda shape: (within[shape], memory(shape, demand.row_bytes)))

@@ -7,10 +7,10 @@ against the direction of the ring, during the next step. The owner merges it by 
 algorithm is for ranks that are all directly connected, so that opposite directions do not share a
 link.
 
-The published code has no backward. Backward here works in the same way: the side that is sent moves
-to the next rank, and its gradients are sent directly back. This also differs from the publication:
-a row moves on only while a rank further along uses it, and the direction is the one that sends
-fewer bytes.
+The published code has no backward. Backward in this module works like forward: the side that is
+sent moves to the next rank, and its gradients are sent directly back. This module also differs from
+the publication in two ways: a row moves on only while a rank further along uses it, and the ring
+runs in the direction that sends fewer bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def tables(demand: Demand) -> Tables:
     parts = [ring.hops(demand.side)]
     rank, step, owner, rows = met = ring.entries(ring.users)
     if getattr(demand.row_bytes, family):
-        # A result is complete after the step, so it travels during the next one. It goes directly
-        # to the owner, against the direction of the ring, so that the two do not share a link.
+        # A result is complete after the step, so it travels during the next step. It is sent
+        # directly to the owner, against the direction of the ring, so that results and queries do
+        # not share a link.
         parts += [transfers(family, "flat", owner, rows, rank, owner, step + 1, step + 2)]
     return demand.as_tables(ring.size, demand.pairs(*met), parts)

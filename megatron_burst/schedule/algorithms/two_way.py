@@ -50,7 +50,7 @@ class OneWay(FlatRing):
         """Return the hops to the next rank in this direction.
 
         A copy travels to the next rank while this rank computes with it. A gradient is complete
-        only after the step, so it travels during the next one. When it lands, the receiver's own
+        only after the step, so it travels during the next step. When it lands, the receiver's own
         part is ready.
         """
         rank, step, owner, rows = self.entries(self.moves(family))

@@ -14,7 +14,7 @@ from .hops import ALL_BLOCKS, MAP, STATE, Hops, PieceRuns, Task, runs_of, table
 
 
 def all_gather(task: Task) -> Hops:
-    """Return hops in at most two rounds for any chain length; one if all ranks share a node."""
+    """Return hops in at most two rounds for chains of any length; in one round on a single node."""
     runs = runs_of(task.chains)
     run, rank = users_of_maps(runs)
     intra = task.topology.per_node

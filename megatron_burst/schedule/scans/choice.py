@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of the scan algorithm and its number of blocks, by predicted time.
 
-This module decides which candidates are tried. A ring is a scan in one block and is not tried. Very
-large all-gathers are not tried, because making the table takes longer than it could save.
+This module decides which candidates are tried. "ring" is not tried, because it equals "scan" with
+one block. An all-gather with more than `LARGE` hops is not tried, because making its table needs
+more time than the algorithm could save.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ class _Trials:
     def _scan(self) -> np.ndarray:
         """Return the seconds of a scan by number of blocks, without contention for NICs.
 
-        That is the time of all hops of the longest chain for the first block, plus the time of the
+        This time is the sum over all hops of the longest chain for the first block, plus the
         slowest hop for each other block.
         """
         links, far = self.links, self._crosses

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of hops of a state scan, over all ranks.
 
-A piece i changes a state to map_i(S) = A_i S + B_i. The state that enters a piece is the one that
-leaves the piece before it, or the zero or initial state at the start of its document. A hop carries
+A piece i changes a state to map_i(S) = A_i S + B_i. The state that enters a piece is the state
+after the previous piece. At the start of a document it is the initial state or zero. A hop carries
 either a state that enters a piece or the map of a run of pieces. Algorithms decide only which of
 the two is sent, and when. The executor runs the table, `timing` simulates it, and `sizes` counts
 its bytes.
@@ -24,7 +24,7 @@ ALL_BLOCKS = -1
 class Hops(NamedTuple):
     """The hops, one per entry, int64 [hops] each, sorted by `round`.
 
-    In a round all ranks send and receive at once, and they send what they have from earlier rounds.
+    In a round all ranks send and receive at once. They send states and maps from earlier rounds.
 
     Attributes:
         round: Round of the hop, from 0; no round is empty.
@@ -34,7 +34,7 @@ class Hops(NamedTuple):
             `first` to `last`, which are of one document.
         first: First piece.
         last: Last piece.
-        block: Index of the block of the state that is sent (`blocks.cut`); of a map, the part that
+        block: Index of the block of the state that is sent (`blocks.cut`); for a map, the part that
             this block needs. ALL_BLOCKS for the whole state or map.
     """
 

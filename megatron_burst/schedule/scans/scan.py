@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-Scan of ZeCO (arXiv 2507.01004): the state passes from piece to piece in blocks.
 
-A rank receives one block while it sends the block before, so all ranks are busy after as many
-rounds as the chain has hops. With the zigzag layout, the chain goes up the ranks and back. The last
-rank holds the pieces on both sides of the turn, so the turn needs no hop.
+A rank receives one block while it sends the previous block, so all ranks are busy after as many
+rounds as the chain has hops. With the zigzag layout, the chain visits the ranks in ascending and
+then in descending order. The last rank holds the pieces on both sides of the turn, so the turn
+needs no hop.
 
 The ring of LASP (arXiv 2404.02882) is this scan with one block, the whole state.
 """
