@@ -2,7 +2,7 @@
 """The settings that can run a workload, with their simulated times and their bytes.
 
 This module decides which algorithms, sides, numbers of head chunks and ulysses groups are tried.
-`select` decides which candidate is taken.
+`select` compares the candidates and selects one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .simulator import IDLE, NOTHING, AccumulationTimes, PassTime
 
 HEAD_CHUNKS = (1, 2, 4, 8)
 WORSE = 0.002  # relative slowdown of more head chunks at which the search stops
-ROUNDING = 1e-9  # largest relative difference of two sums of the same floats
+ROUNDING = 1e-9  # largest relative difference of two sums of the same floats, caused by rounding
 MOST_RECEIVED = 24  # largest bytes of received rows, as a multiple of own queries or keys
 ROOM = 0.5  # fraction of the free memory that rows of other ranks may use
 
@@ -174,7 +174,7 @@ class GridSchedules:
 
     def __init__(self, workload: Workload, topology: Topology, nodes: Nodes | None = None):
         spans = cost.ring_spans(workload.layout, topology, workload.seq_len)
-        joined = workload.attended is not None or None  # None: default of the algorithm
+        joined = workload.attended is not None or None  # None selects the algorithm's default
         self.visibility = visibility_of(workload.mask, spans, spans, joined)
         self.row_chunks = [self.visibility]
         if workload.chunks > 1:
@@ -322,8 +322,8 @@ class GridWork:
     def at_least(self) -> float:
         """Lower bound on the seconds of every candidate.
 
-        The bound assumes that all ranks compute equally many pairs, and that only all-to-alls take
-        time to send.
+        The bound assumes that all ranks compute equally many pairs, and that only the messages of
+        all-to-alls need time.
         """
         rates, trained, row_chunks = self.rates, self.trained, self.schedules.row_chunks
         mean = self.forward.pair_seconds / self.schedules.grid.size

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clusters: nodes of equal GPUs, and the rates of a run on them.
 
-This module decides the value of a rate that is not measured. `Cluster.rank_rates` makes rates from
-published ones, or takes the rates of a cluster file (`cluster_file`).
+This module decides the value of a rate that is not measured. `Cluster.rank_rates` computes rates
+from published rates, or uses the rates of a cluster file (`cluster_file`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .rates import BACKWARD, Rates
 # NIC's rate that one rank and several ranks reach. NIC, SHARED, HALF_ROWS and SLOWDOWN fit
 # LoongTrain's table 4 (64 A100).
 NVLINK, NIC, SHARED, HALF_ROWS, SLOWDOWN = 0.8, 0.82, 0.91, 488.0, 0.088
-# Assumed; `megatron-burst calibrate` measures them. Seconds, seconds, fraction.
+# Assumed values, which `megatron-burst calibrate` measures: seconds, seconds, fraction.
 LATENCY, LAUNCH, EXCHANGE = 15e-6, 30e-6, 0.8
 SOURCE = "published rates"
 
@@ -207,7 +207,7 @@ class Cluster:
         if not documents or self.kernels_measured or not slower:
             return rates
         forward, backward = DOCUMENTS[kernel]
-        # A stated rate is slower on documents by the same factor as the published one.
+        # A stated rate is slower on documents by the same factor as the published rate.
         published = with_kernel(GPUS.get(gpu.name, GPUS["h100"]), gpu.kernel).attention
         compute = gpu.peak / GPUS["h100"].peak * forward * gpu.attention / published
         return replace(rates, compute=compute, backward=BACKWARD * forward / backward)
@@ -218,7 +218,8 @@ class Cluster:
         if self.rates is not None:
             rates, memory_rate = self.rates, self.gpu.memory_rate
             memory = min(rates.memory, memory_rate)
-            # If `adding` is not stated, half_rows includes it. If stated, it is memory traffic.
+            # If `adding` is not stated, `half_rows` includes its time. If stated, it is separate
+            # memory traffic.
             adding = rates.adding if math.isinf(rates.adding) else min(rates.adding, memory_rate)
             return replace(rates, compute=rates.compute or compute, memory=memory, adding=adding,
                            host=self.host_time)  # fmt: skip
@@ -242,8 +243,8 @@ class Cluster:
     def run_rates(self, per_node: int) -> Rates:
         """Return the rates for `prepare`, with shared NICs and the memory of a GPU.
 
-        A run cannot detect shared NICs, and a forecast cannot measure free memory: both are taken
-        from this description.
+        A run cannot detect shared NICs, and a forecast cannot measure free memory. So this
+        description of the cluster determines both values.
 
         Args:
             per_node: Context-parallel ranks of one group on each node. With tensor parallelism they

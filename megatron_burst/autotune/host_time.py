@@ -27,7 +27,7 @@ class HostTime:
 
     Attributes:
         call: Seconds of one attention call of forward, including the addition of its result. A call
-            of backward takes BACKWARD times as long.
+            of backward needs BACKWARD times as long.
         exchange: Seconds to send one message to another rank and to receive one.
         start: Other seconds of a pass, once per head chunk.
         layer: Seconds of a layer without its attention, in forward and again in backward.

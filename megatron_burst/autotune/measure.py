@@ -2,10 +2,10 @@
 """Measurement of links by sending messages, and of kernels by running them.
 
 `measure_rates`, `links` and `kernel_speed` are collective and return equal results on all ranks:
-they gather the measurements and take the slowest link and the median device. They take about a
-second, once per grid. `calibrate`, the doctor and its GPU report use the lower-level functions:
-`peers`, `ring_peers`, `starter`, `exchange_seconds`, `long_enough`, `rate_of`, `link_speeds`,
-`local_calls` and `seconds`.
+they gather the measurements of all ranks, and return the slowest link and the median device. A
+measurement needs about a second, once per grid. `calibrate`, the doctor and its GPU report use the
+lower-level functions: `peers`, `ring_peers`, `starter`, `exchange_seconds`, `long_enough`,
+`rate_of`, `link_speeds`, `local_calls` and `seconds`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from .rates import BACKWARD, Rates
 
 SMALL = 64  # bytes of a message whose time is latency
 FIRST = 2**18  # bytes of the first message of a search
-LONG = 0.2  # seconds of a transfer, long enough to hide bursts and latency
+LONG = 0.2  # seconds of a transfer: long, so that bursts and latency do not change its rate
 LARGEST = 2**27  # bytes of the largest message
 POSTS = 9  # exchanges whose start is timed
 TILE = 0.01  # seconds that a kernel should run
 ROWS = 64, 8192  # smallest and largest number of rows of a tile
-FLAT, ULYSSES = Channel("flat", False), Channel("ulysses", False)  # they reach all neighbours
+FLAT, ULYSSES = Channel("flat", False), Channel("ulysses", False)  # reach all neighbours
 SHORT = 8  # rows of a tile whose time is the launch
 TIMES = 2  # repeats of each size
 COPIED = 2**25  # bytes of a copy on the device

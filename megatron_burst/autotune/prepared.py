@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantities of a simulation that depend only on the schedule and the links, computed once.
 
-A search simulates one schedule for several numbers of heads and rates. Only the arithmetic of the
-simulation is then repeated.
+A search simulates one schedule for several numbers of heads and rates. With these cached
+quantities, only the arithmetic of the simulation is repeated.
 """
 
 from __future__ import annotations

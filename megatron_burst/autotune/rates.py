@@ -29,8 +29,8 @@ class Rates:
             math.inf if the grid has no such links.
         latency: Seconds that each message occupies its link, in addition to its bytes.
         compute: FLOP/s of the local attention: multiplications and additions, two products in
-            forward and five in backward, visible pairs only. math.inf if it takes no time, None to
-            measure it with the plan's kernel.
+            forward and five in backward, visible pairs only. math.inf if attention needs no time,
+            None to measure the rate with the plan's kernel.
         launch: Seconds of each call of the local attention, in addition to its FLOPs.
         posting: Seconds that a rank needs to start an exchange, during which it computes nothing; 0
             if the host runs ahead of a device.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Selection of the fastest algorithm, side, head chunks and ulysses groups, by prediction.
 
-This module takes one of the `candidates` and states the reason. `choose` needs neither process
+This module selects one of the `candidates` and states the reason. `choose` needs neither process
 groups nor tensors. `mb.prepare` calls `best` with its groups. No torch is needed.
 """
 
@@ -34,7 +34,7 @@ from .places import Nodes
 from .rates import Rates, check_rates
 
 OPEN = FixedSettings()
-# Predictions that differ by at most this fraction tie, and the simplest candidate is taken.
+# Predictions that differ by at most this fraction are ties, and the simplest candidate is selected.
 TIE = 0.015
 FASTEST = 1e30  # FLOP/s that replace math.inf
 PLACES = 64  # more than the number of candidates of one algorithm on a grid

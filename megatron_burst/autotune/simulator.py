@@ -2,14 +2,14 @@
 """Simulator of a schedule: the time of one forward or backward pass of attention.
 
 The simulator runs the tables that the executor would run, boundary by boundary, for all ranks of a
-ring at once. Three things take time. A message occupies the sender's and the receiver's end of a
-link class. Both directions are used at once, and messages of one direction follow one another in
-the order of their start. A pair of chunks occupies the device. A rank waits for the chunks that
-must have landed. Overlap, exposed hops and staggered head chunks therefore follow from the schedule
-and from no separate formula.
+ring at once. Messages, computation and waits need time. A message occupies the sender's and the
+receiver's end of a link class. Both directions are used at once, and messages of one direction
+follow one another in the order of their start. The computation of a pair of chunks occupies the
+device. At a boundary, a rank waits for the chunks that must have landed. Overlap, exposed hops and
+staggered head chunks therefore follow from the schedule, without a separate formula.
 
-If a pair of chunks is computed in parts, each part takes a share of its time in proportion to its
-rows.
+If a pair of chunks is computed in parts, the time of a part is in proportion to its query rows
+times its key rows.
 
 Times are in seconds, sizes in bytes. Inputs are plain numbers, so no torch is needed.
 """
@@ -318,7 +318,8 @@ def _per_byte(prepared: PreparedSchedule, rates: Rates) -> np.ndarray:
 
 def _staggered(runs: Sequence[Generator[None, None, None]]) -> None:
     """Start one more pass at every boundary, as `execution.ring.run` does."""
-    # Head chunks are one boundary apart, so that the hops of one travel while another computes.
+    # Head chunks are one boundary apart, so that the hops of one head chunk overlap with
+    # computation of another.
     waiting, running = list(runs), []
     while waiting or running:
         if waiting:

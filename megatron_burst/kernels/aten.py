@@ -106,8 +106,9 @@ class AtenKernel:
             r, c = item.tile.rows, item.tile.columns
             inputs = q[:, :, r], k[:, :, c], v[:, :, c]
             part, stats = self.operator.forward(*inputs, item.visibility(q), scoring.scale)
-            # `merge_` skips rows with lse -inf. Operators return lse 0 for a row that a bias hides
-            # entirely, which would count like a key, and anything for a row without columns.
+            # `merge_` skips rows with lse -inf. For a row that a bias hides entirely, operators
+            # return lse 0, which would count like a key. For a row without columns, they return an
+            # undefined lse.
             blind = item.blind
             if item.lengths is not None and item.lengths.idle:
                 *_, blind = item.lengths.on(stats.device)

@@ -70,7 +70,8 @@ class Kernel(Protocol):
     def work_for(self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -> Any:
         """Plan `forward` and `backward` for a pair of shards. Called once per plan.
 
-        The result is passed to `forward` and `backward` as `work`. None: no query sees a key.
+        The result is passed to `forward` and `backward` as `work`. The result is None if no query
+        sees a key.
 
         Raises:
             ValueError: The kernel does not support the mask.
@@ -98,8 +99,8 @@ class Kernel(Protocol):
             scoring: Scale and softcap.
             out: [s, b, h, w] in the accumulation dtype, 0 in rows that attended to no key so far.
             lse: [s, b, h] in the accumulation dtype, -inf in rows that attended to no key so far.
-            max_logits: [h] in the accumulation dtype, raised to the largest visible score of each
-                head. None if the kernel has no `maximum`.
+            max_logits: [h] in the accumulation dtype, updated in place to the largest visible score
+                of each head. None if the kernel has no `maximum`.
         """
         ...
 

@@ -5,14 +5,14 @@ This module converts tensors to arguments of these packages. It defines which wi
 they support, and how many multiprocessors they leave to NCCL. `flash_packages` has the parameters
 of each release.
 
-No kernel of these packages was run for this project: there was no GPU. Tests compare the arguments
-with the signatures of their releases (`tests/kernels/flash_signatures.json`); version 4 was also
-compiled for them (`tests/kernels/flash4_compiles.py`, 4.0.0b36, sm_90 and sm_100). The following
-facts come from the sources. Tensors are [b, s, h, d], contiguous in d and with any other strides.
-lse is [b, h, s], float32, natural logarithm. Gradients are written into the given dq, dk, dv.
-Version 3 needs the output in backward, or its stand-in. Version 4 subtracts dlse from rowsum(dout *
-out): with out = 0 and dlse = -delta it uses delta, so no stand-in is needed. Windows are aligned to
-the last row and column, as in `operators`.
+No kernel of these packages was run for this project, because there was no GPU. Tests compare our
+arguments with the function signatures of their releases (`tests/kernels/flash_signatures.json`);
+version 4 was also compiled for them (`tests/kernels/flash4_compiles.py`, 4.0.0b36, sm_90 and
+sm_100). The following facts come from the sources. Tensors are [b, s, h, d]; d must be contiguous,
+and the other dimensions may have any strides. lse is [b, h, s], float32, natural logarithm.
+Gradients are written into the given dq, dk, dv. Version 3 needs the output in backward, or its
+stand-in. Version 4 subtracts dlse from rowsum(dout * out): with out = 0 and dlse = -delta it uses
+delta, so no stand-in is needed. Windows are aligned to the last row and column, as in `operators`.
 
 Both versions accept many concatenated sequences in one call: tensors [s, h, d], lse [h, s], and the
 bounds of the sequences. For rows without columns, version 3 writes out 0 and lse -inf. Version 4
@@ -34,8 +34,8 @@ from .operators_cuda import heads_first, rows_first, stats_of
 
 # The forward of FlashAttention 3 launches one thread block per multiprocessor, each with a fixed
 # share of the work. If NCCL occupies a multiprocessor, one block starts only after other blocks
-# have ended, so the time doubles. Leaving multiprocessors free costs only their share. This is
-# from the sources, not measured.
+# have ended, so the time doubles. Leaving multiprocessors free costs only their share of the speed.
+# This behaviour is from the sources and was not measured.
 RING_MULTIPROCESSORS = 16
 MLA = (192, 128)  # widths of keys and values
 

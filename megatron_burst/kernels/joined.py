@@ -3,7 +3,7 @@
 
 FlashAttention computes many sequences of different lengths in one call, given by cumulative
 lengths. Consecutive tiles become the sequences of one call. The rows and columns between tiles
-become sequences without columns or rows. So a pair of shards takes one or a few calls, for any
+become sequences without columns or rows. So a pair of shards needs one or a few calls, for any
 number of documents. `joined` decides which tiles share a call.
 """
 

@@ -33,7 +33,8 @@ class Lengths:
         rows, columns = lengths.max(axis=0).tolist()
         self._idle = np.repeat(lengths[:, 1] == 0, lengths[:, 0])  # bool [rows]
         self.idle = bool(self._idle.any())
-        # If the maximum is one row, FlashAttention 2 assumes that every sequence has one row.
+        # If the maximum is one row, FlashAttention 2 assumes that every sequence has exactly one
+        # row.
         self.longest = (rows if lengths[:, 0].all() else max(rows, 2)), columns
         zero = np.zeros((1, 2), dtype=np.int32)
         self._ends = np.concatenate([zero, np.cumsum(lengths, axis=0, dtype=np.int32)])
@@ -91,7 +92,7 @@ class Operator(Protocol):
         windows: True if the operator supports a window.
         joins: True if the operator computes many sequences of different lengths in one call.
         deterministic: True if results are reproducible with torch.use_deterministic_algorithms.
-        takes_delta: True if backward takes delta [b, h, s] instead of out.
+        takes_delta: True if backward has the argument delta [b, h, s] instead of out.
     """
 
     device: str

@@ -100,7 +100,7 @@ class CudaCudnn:
         # Some releases of torch cache a graph by q, k and v only. A cached graph assumes the
         # strides of out and dout in the first call, so these strides must never change.
         dout, out = (_dense(x) for x in (dout, out))
-        seed = torch.empty((), dtype=torch.int64, device=q.device)  # no dropout: never read
+        seed = torch.empty((), dtype=torch.int64, device=q.device)  # never read: no dropout
         sizes = (None, None, q.shape[2], k.shape[2])
         # One row is contiguous with any strides, but cuDNN requires a last stride of 1.
         stats = lse.clone(memory_format=torch.contiguous_format)

@@ -2,8 +2,8 @@
 """Merge, delta and stand-in output by one Triton launch each, if `csrc/` is not built.
 
 This module checks whether Triton supports given tensors. `online_softmax` and `aten` call these
-functions if `native` does not support the tensors. If this module does not either, they use several
-torch operators. `rowwise_code` has the kernels.
+functions if `native` does not support the tensors. If this module does not support them either, the
+callers use several torch operators. `rowwise_code` has the kernels.
 
 Shape letters: s query rows, b batch, h query heads, w value width.
 """

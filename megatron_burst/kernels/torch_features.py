@@ -66,7 +66,7 @@ def _shares_heads() -> bool:
         q, k = (torch.zeros(1, heads, 8, 16, device="cpu") for heads in (2, 1))
         try:
             taken = torch._fused_sdp_choice(q, k, k, None, 0.0, True, enable_gqa=True)
-        except RuntimeError:  # no allowed backend supports them
+        except RuntimeError:  # no allowed backend supports shared key heads
             return False
     return taken == SDPBackend.FLASH_ATTENTION.value
 

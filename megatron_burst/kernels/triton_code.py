@@ -81,7 +81,7 @@ def forward(
 ):  # fmt: skip
     """Compute one block of rows of one head; (out, lse) in float32, in place.
 
-    max_logits is float32 [heads], raised to the largest score, or None.
+    max_logits is float32 [heads], updated in place to the largest score, or None.
     """
     batch, head, start, first, stop = _program(programs, heads, M)
     lanes = tl.arange(0, M)

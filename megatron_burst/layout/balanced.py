@@ -4,10 +4,9 @@
 This module assigns documents, and shares of documents, to nodes and ranks. Most documents are whole
 on one rank.
 
-In *mirror order*, the tokens of a document are taken from both ends in turn: 0, l - 1, 1, l - 2,
-... Take a run of tokens of a causal document in mirror order. Each token of such a run sees on
-average l / 2 keys, wherever the run is. So a document has a constant density (visible pairs per
-token).
+In *mirror order*, the tokens of a document alternate between its two ends: 0, l - 1, 1, l - 2, ...
+In a causal document of length l, the tokens of a run in mirror order see on average l / 2 keys,
+wherever the run is. So a document has a constant density (visible pairs per token).
 
 The solver fills each rank to the mean density of the pack. Documents are sorted by density. Every
 rank takes a run of tokens from the dense end and a run from the sparse end. The lengths of the two
@@ -105,7 +104,7 @@ class DocumentCosts:
         front, back, base = (place + 1) // 2, place // 2, self.bases[document]
         pairs = 0
         for (left, right), count in self.windows:
-            if left is None and right == 0:  # same as the other branch, in a third of the time
+            if left is None and right == 0:  # same result as `else`, three times as fast
                 seen = (front * (front + 1) - back * (back - 1)) // 2 + back * length + place * base
             else:
                 left, right = (base + length if reach is None else reach for reach in (left, right))
@@ -371,7 +370,7 @@ class Balanced(Layout):
         row_cost: Sequence[float] | None = None,
     ):
         super().__init__(cp_size)
-        self.bases: tuple[int, ...] = ()  # of segments of a tree
+        self.bases: tuple[int, ...] = ()  # bases of a tree's segments
         if tree is not None:
             if cu_seqlens is not None or len(padding):
                 raise ValueError(
@@ -474,7 +473,7 @@ class Balanced(Layout):
         # Documents that are cut into parts send more rows than whole documents.
         busy, even = self._least_busy([even] if even is tried[0] else [even, tried[0]])
         limit = CLEARLY * busy
-        if max(self._pairs(even)) >= limit:  # computation alone takes too long
+        if max(self._pairs(even)) >= limit:  # computation alone exceeds the limit
             return True, even
         whole_documents = tuple(keep_whole(self._costs, self.cp_size, self.per_node))
         busy, uneven = self._least_busy([self._mixed(MORE_SLACK), whole_documents])

@@ -4,8 +4,8 @@
 A state that is carried along a document passes from piece to piece. In a prefix tree it passes from
 the end of a segment to all segments that continue it. This module decides what a piece is: the
 longest run of rows of one rank with consecutive positions of one document, or of one segment of a
-tree. Layout contiguous gives a rank one piece of each of its documents. Layout zigzag gives it
-two pieces. The last rank has one piece, because its two runs are adjacent.
+tree. Layout contiguous gives a rank one piece of each of its documents. Layout zigzag gives a rank
+two pieces of each of its documents; the last rank has one piece, because its two runs are adjacent.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from .balanced import Balanced, Window
 from .layouts import NAMES, BlockStriped, Contiguous, DocumentZigzag, Layout, Striped, Zigzag
 
 LAYOUTS: dict[str, type[Layout]] = {cls.name: cls for cls in (Contiguous, Zigzag, Striped)}
-# The layouts that take each argument; all take cp_size.
+# The layouts that have each argument; all layouts have cp_size.
 _TAKEN = {"block": ("block_striped",), "cu_seqlens": ("zigzag", "balanced")} | dict.fromkeys(
     ("per_node", "windows", "padding", "tree", "row_cost"), ("balanced",)
 )

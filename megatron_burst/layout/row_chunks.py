@@ -25,8 +25,8 @@ def row_chunks(layout: Layout, rows: int, count: int, blocks: int = 1) -> tuple[
 
     The shard has `blocks` equal runs of rows, one per rank of sequence parallelism. A chunk has
     equally many rows of each run. Chunks differ by at most one row per block. If there are more
-    chunks than rows, some are empty. With a zigzag layout, chunk c takes the c-th part of the early
-    half of a shard, and the c-th part from the end of the late half.
+    chunks than rows, some are empty. With a zigzag layout, chunk c contains the c-th part of the
+    early half of a shard, and the c-th part from the end of the late half.
 
     Args:
         layout: The layout.

@@ -4,7 +4,7 @@
 Single pass: forward computes the gradients of sum(weights * loss) while it has the logits. If the
 incoming gradient is a scalar times the weights, backward only multiplies the gradients by this
 scalar. Otherwise backward computes the logits again. The host reads one flag per backward to choose
-between the two. Meanwhile the device scales the gradients.
+between these two methods. Meanwhile the device scales the gradients.
 
 Recompute: forward saves one number per token, and backward computes the logits again, without
 synchronizing the host.
@@ -102,9 +102,9 @@ class LinearCrossEntropy(torch.autograd.Function):
 def _needs_weight_gradient(ctx: Any) -> bool:
     """Return True if this backward computes the weight gradient.
 
-    torch.autograd.grad(loss, hidden) does not, but `needs_input_grad` is True then, and an addition
-    to a sink cannot be undone. The engine gives no information about leaves, so the weight is
-    passed as a view.
+    torch.autograd.grad(loss, hidden) does not need it, but `needs_input_grad` is True then, and an
+    addition to a sink cannot be undone. The engine gives no information about leaves, so the weight
+    is passed as a view.
     """
     if not ctx.needs_input_grad[1]:
         return False

@@ -111,7 +111,7 @@ def softmax_gradient_(
     of_all = weights * (formula.smoothing / formula.vocab_size)
     if peak is not None:
         of_softmax = of_softmax * (peak - lse).exp_()
-    of_softmax = of_softmax.masked_fill(unused, 0)  # lse may be NaN there
+    of_softmax = of_softmax.masked_fill(unused, 0)  # lse may be NaN in unused rows
     logits_lse = None if peak is not None else lse
     gradient = native.LogitGradient(index, logits_lse, of_softmax, of_label, of_all)
     if native.softmax_gradient_(z, gradient, columns.real, formula.scale, formula.softcap):
@@ -313,10 +313,10 @@ def _row_stats(
 ) -> torch.Tensor:
     """Return [5, n]: lse, target, total or entropy, best, winner.
 
-    The last three are 0 unless they are requested.
+    Total or entropy, best and winner are 0 unless they are requested.
     """
     lse, target, third, best, winner = out = z.new_zeros((5, len(z)), dtype=dtype)
-    if not columns.real:  # all padding
+    if not columns.real:  # all columns are padding
         lse.fill_(-torch.inf)
         best.fill_(-torch.inf)
         return out

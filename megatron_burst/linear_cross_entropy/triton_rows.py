@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ..kernels.native import LogitGradient
 
-BLOCK = 4096  # columns
+BLOCK = 4096  # columns of a block
 # 16 columns per thread: a multiprocessor has room for two thread blocks, and nothing spills
 # (`python -m benchmarks.triton_compile_rows`).
 WARPS = 8

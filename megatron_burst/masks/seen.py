@@ -24,7 +24,7 @@ from .base import FAR, Cover, Mask, Viewers
 
 _Rows = tuple[np.ndarray, np.ndarray]  # first rows, stops
 PAIRS = 1 << 20  # largest number of pairs of pieces that are compared one by one
-ALL_PAIRS = 1 << 12  # up to this many pairs, queries of a mask without `viewers` are not grouped
+ALL_PAIRS = 1 << 12  # most pairs for which queries are not grouped if there is no `viewers`
 
 
 class RankRows(NamedTuple):

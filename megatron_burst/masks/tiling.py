@@ -52,8 +52,8 @@ class ShardSlice(NamedTuple):
 
 
 def arrays(parts: list[ShardSlice], shape: tuple[int, ...]) -> Spans:
-    """Return the spans of many slices as arrays, as `Mask.covers` takes them."""
-    # `np.array` treats each span as a list, which takes four times longer.
+    """Return the spans of many slices as arrays, for the arguments of `Mask.covers`."""
+    # `np.array` would treat each span as a list, which needs four times as long.
     numbers = chain.from_iterable(part.span for part in parts)
     fields = np.fromiter(numbers, np.int64, 3 * len(parts)).reshape(-1, 3).T
     return Spans(*(field.reshape(shape) for field in fields))
@@ -179,20 +179,22 @@ class Cutter:
 
     Attributes:
         band_rows: Largest number of rows of a band per tile. Fewer rows waste less at the slanted
-            edges. None takes all rows at once, for kernels that skip hidden pairs of a triangle.
-        table_rows: Largest number of rows and columns of a rectangle that becomes a table. This is
-            done if only a table describes the rectangle, or if a table is cheaper than its tiles.
-            None: the kernel takes no tables, and a mask that needs one raises ValueError.
-        windows: Whether the kernel takes a whole band with a left edge. Otherwise such bands need
-            tables.
+            edges. None puts all rows into one tile, for kernels that skip hidden pairs of a
+            triangle.
+        table_rows: Largest number of rows and columns of a rectangle that becomes a table. A
+            rectangle becomes a table if only a table describes it, or if a table is cheaper than
+            its tiles. None: the kernel supports no tables, and a mask that needs one raises
+            ValueError.
+        windows: Whether the kernel supports a whole band with a left edge. Otherwise such bands
+            need tables.
         tile_cost: Cost of one more tile, in pairs, in addition to its pairs.
     """
 
     band_rows: int | None
     table_rows: int | None
     windows: bool = False
-    # Measured with torch's operator on a CPU, forward and backward: 500 to 5900, most with few
-    # narrow heads.
+    # Measured with torch's operator on a CPU, forward and backward: 500 to 5900 pairs; the most
+    # pairs with few narrow heads.
     tile_cost: int = 2048
     # The pairs of a ring have few different bands, and all blocks of a window share one table.
     _bands: dict[tuple, tuple[BandTile, ...]] = field(
@@ -210,10 +212,10 @@ class Cutter:
             k_spans: Key spans in shard order.
 
         Raises:
-            ValueError: The mask needs tables or windows that the kernel does not take.
+            ValueError: The mask needs tables or windows that the kernel does not support.
         """
         tiles = _joined(self._cut_all(mask, whole_spans(q_spans), whole_spans(k_spans)))
-        # A kernel that takes bands in blocks of rows needs the small triangles.
+        # A kernel that computes bands in blocks of rows needs the small triangles.
         return tuple(tiles if self.band_rows is not None else _joined_triangles(tiles))
 
     def _cut_all(self, mask: Mask, q: list[ShardSlice], k: list[ShardSlice]) -> Iterator[Tile]:
@@ -275,10 +277,11 @@ class Cutter:
             yield from self._table(mask, q, k)
             return
         tiles = _joined(self._cut_all(mask, *parts))
-        if not within(self.table_rows, q, k):  # too large for a table
+        if not within(self.table_rows, q, k):  # the pair is too large for a table
             yield from tiles
             return
-        # If both are possible, take the one that computes fewer pairs, including tile_cost.
+        # If both a table and tiles are possible, use whichever computes fewer pairs, including
+        # tile_cost.
         cheap = self._cheaper(tiles, q.span.length * k.span.length + self.tile_cost)
         yield from self._table(mask, q, k) if cheap is None else cheap
 
@@ -441,7 +444,7 @@ def left_edge(rows: int, columns: int, band: Band) -> bool:
     """Return whether some row sees some column but not the first column.
 
     Rows are visible from -band.right on. Without such a row, the band is a lower triangle and
-    rectangles, which every kernel takes.
+    rectangles, which every kernel supports.
     """
     return min(rows, columns + band.left) > max(0, -band.right, band.left + 1)
 

@@ -20,7 +20,7 @@ from .base import EMPTY, FULL, Cover, Mask, parts
 
 EXHAUSTIVE = 16  # longest sequence whose pairs of spans are all compared
 PAIRS, POINTS = 1 << 12, 32  # pairs of spans, and pairs of positions in each, of a full check
-FEW_PAIRS, FEW_POINTS = 1 << 9, 16  # the same for the check at a custom mask's first plan
+FEW_PAIRS, FEW_POINTS = 1 << 9, 16  # same numbers for the check at a custom mask's first plan
 CANDIDATES = 1 << 10  # keys of a query that are searched for edges of the visible region
 MOST_CHANGES = 32  # largest number of edges for each query and each key
 
@@ -35,9 +35,9 @@ class _SpanPairs(NamedTuple):
 def check(mask: Mask, seq_len: int) -> None:
     """Check that `cover`, `covers`, `bands`, `breaks` and `viewers` of a mask agree with `visible`.
 
-    Up to 16 positions, `cover` is compared for all pairs of spans, else for a fixed sample of 4,096
-    pairs. Only the check of a short sequence is a proof, so check a short length too. A custom mask
-    is also checked by a sample of 512 pairs when its first plan is made.
+    For at most 16 positions, `cover` is compared for all pairs of spans; for longer sequences, for
+    a fixed sample of 4,096 pairs. Only the complete comparison is a proof, so check a short length
+    too. A custom mask is also checked by a sample of 512 pairs when its first plan is made.
 
     Args:
         mask: A mask of this package, a custom mask, or a combination of them.

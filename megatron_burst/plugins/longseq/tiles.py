@@ -7,7 +7,7 @@ Sources: ALST (TiledMLP), MEMO (a fate per tile of tokens).
 
 Autograd must see one gradient per parameter and backward, whatever the number of tiles, because
 Megatron's data-parallel hook counts gradients to start its reduction. `torch.autograd.grad` runs no
-such hook. It therefore computes the gradients of a tile, and `ParameterSums` adds them.
+such hook. So `torch.autograd.grad` computes the gradients of a tile, and `ParameterSums` adds them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ParameterSums:
 
     A layer with Megatron's fused weight gradient adds to ``parameter.main_grad`` itself, sets
     ``parameter.grad_added_to_main_grad`` and returns a tensor of arbitrary content to autograd.
-    Such tensors are never summed. One of them is returned for the hooks that wait for it.
+    Such tensors are never summed. One of them is returned, for the hooks that wait for a gradient.
 
     Args:
         parameters: Parameters, in the order of their gradients.
@@ -40,7 +40,7 @@ class ParameterSums:
     def __init__(self, parameters: Sequence[torch.Tensor]):
         self.parameters = tuple(parameters)
         self._sums: list[Gradient] = [None] * len(self.parameters)
-        self._owned = [False] * len(self.parameters)  # true if only this object reads the sum
+        self._owned = [False] * len(self.parameters)  # true if no other code reads the sum
 
     def add(self, grads: Sequence[Gradient]) -> None:
         """Add the gradients of one tile.

@@ -136,9 +136,9 @@ class TrajectoryBatch:
     def of_trajectories(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Return one tensor [n - 1] per trajectory of n tokens; entry i belongs to token i + 1.
 
-        Collective over context-parallel ranks; each gets the values of all trajectories. The result
-        is differentiable if every rank computes the same loss from it. Each rank's gradient reaches
-        only the rank's own values.
+        Collective over context-parallel ranks; every rank gets the values of all trajectories. The
+        result is differentiable if every rank computes the same loss from it. Each rank's gradient
+        reaches only the rank's own values.
 
         Args:
             values: Values [e] of this rank's `edges`.
@@ -170,8 +170,8 @@ class _Gathered(torch.autograd.Function):
 def rows_multiple(config: Any, cp_size: int, merged: bool) -> int:
     """Return the required divisor of the number of rows of a pack.
 
-    Context-parallel ranks get equal numbers of rows, and with sequence parallelism so do
-    tensor-parallel ranks. For documents, some layouts require two pieces per rank.
+    Context-parallel ranks get equal numbers of rows. With sequence parallelism, tensor-parallel
+    ranks also get equal numbers of rows. For documents, some layouts require two pieces per rank.
 
     Args:
         config: `TransformerConfig` of the model.

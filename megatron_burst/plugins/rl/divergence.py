@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """KL divergence of a student from a teacher without materializing the full logits.
 
-For distillation over the whole vocabulary. With the logits x and t of a row of student and teacher,
-and their softmax p and q,
+The module is for distillation over the whole vocabulary. For each row, let x be the student's
+logits with softmax p, and t the teacher's logits with softmax q. Then
 
     forward  KL(q || p) = sum q (log q - log p),    d / d x_j = p_j - q_j
     reverse  KL(p || q) = sum p (log p - log q),    d / d x_j = p_j (log p_j - log q_j - KL)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probabilities and entropies of tokens without materializing the full logits.
 
-For reinforcement learning and distillation. The incoming gradient depends on ratios and advantages
-that are unknown in forward. So forward saves two numbers per row, and backward recomputes the
-logits tile by tile. With the logits x of a row and their softmax p,
+The module is for reinforcement learning and distillation. The incoming gradient depends on
+probability ratios and advantages that are unknown in forward. So forward saves two numbers per row,
+and backward recomputes the logits tile by tile. With the logits x of a row and their softmax p,
 
     log p_y = x_y - lse(x),    H = -sum(p log p),
     d log p_y / d x_j = [j = y] - p_j,    d H / d x_j = -p_j (log p_j + H).

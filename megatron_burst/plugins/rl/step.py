@@ -2,8 +2,9 @@
 """Public function `mb.rl.logprobs`: trajectories over micro-batches, ranks and pipeline stages.
 
 Megatron's own schedule runs forward and backward for all parallel sizes. The caller passes the loss
-as a function of complete trajectories. The gradient is of the loss, summed over all micro-batches
-and data-parallel ranks. It does not depend on the distribution of trajectories.
+as a function of complete trajectories. The gradient is the gradient of the loss summed over all
+micro-batches and data-parallel ranks. It does not depend on the distribution of trajectories over
+micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def logprobs(
     all micro-batches and data-parallel ranks. Gradients are accumulated in Megatron's gradient
     buffers, so zero these before (`zero_grad_buffer`, `optimizer.zero_grad`). The auxiliary loss of
     a router has the same weight as in Megatron's own steps. Megatron divides the auxiliary loss by
-    micro-batches, or by rows with `calculate_per_token_loss`. A shared token counts as one row, and
-    rows of padding count too.
+    micro-batches, or by rows with `calculate_per_token_loss`. In these row counts, a shared token
+    is one row, and rows of padding are included.
 
     Args:
         model: GPTModel or HybridModel of Megatron, or the list of its chunks, after
@@ -101,7 +102,7 @@ def logprobs(
             documents.
         max_tokens: Limit of the distinct tokens of a micro-batch over all context-parallel ranks.
             None for one micro-batch per data-parallel rank.
-        vocab_size: Rows of the LM head without padding; padding takes no part in the softmax. None
+        vocab_size: Rows of the LM head without padding; padding rows are not in the softmax. None
             for all rows.
 
     Returns:
@@ -147,7 +148,7 @@ def logprobs(
 
         def reported(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
             results = _results_of(index, batch, values)
-            value = values[:, :0].sum()  # 0; it lets every rank take part in backward
+            value = values[:, :0].sum()  # 0; with it, every rank takes part in backward
             if loss is not None and index:
                 value = value + _scalar(loss(results))
             report = replace(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefix tree as a packed batch: `PackedSeqParams`, and distribution of rows over ranks.
 
-Data loading, rotary embedding and attention look up the pack of a `PackedSeqParams` in `packed`.
-The pack of a tree has the mask of the tree, positions along paths, and a balanced layout that does
-not depend on the layout of the run.
+Data loading, rotary embedding and attention look up the pack of a `PackedSeqParams` in the module
+`data.packed`. The pack of a tree has the mask of the tree, positions along paths, and a balanced
+layout that does not depend on the layout of the run.
 
 Cumulative lengths cannot describe a tree, so the `cu_seqlens` of a tree only identify its pack. The
 registry `packed.packs()` finds the pack by the identity of this tensor. A field or a subclass of

@@ -6,8 +6,8 @@ prefixes into a tree of segments (runs of tokens without a branch) and orders it
 `masks.Tree` then describes the visible rows by one bound per row.
 
 An *edge* is a prediction: a row, and the row before it on its path. Every row except the first row
-of a root has one edge. Results per edge (log-probabilities, entropies) serve all trajectories that
-pass through the edge. The module needs no torch.
+of a root has one edge. Results per edge (log-probabilities, entropies) are valid for all
+trajectories that pass through the edge. The module needs no torch.
 """
 
 from __future__ import annotations
@@ -292,7 +292,8 @@ def _of_trajectories(trajectories: Sequence[Any]) -> list[np.ndarray]:
 
 
 def _neighbours(tokens: list[np.ndarray]) -> tuple[list[int], list[int]]:
-    # Sorted as big-endian bytes, a prefix comes right before the trajectories that start with it.
+    # In the order of big-endian bytes, a prefix directly precedes the trajectories that start with
+    # it.
     order = sorted(range(len(tokens)), key=lambda i: tokens[i].astype(">u8").tobytes())
     shared = [0, *(_common(tokens[a], tokens[b]) for a, b in pairwise(order))]
     return order, shared[: len(order)]

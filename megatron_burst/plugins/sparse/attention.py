@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Public operation `mb.sparse_attention`: exact attention over selected keys, across ranks.
 
-The operation uses the loop of `mb.attention`, with a kernel that has the selection. Keys are sent,
-in backward with their gradients. Queries stay on their rank, like the selection.
+The operation uses the loop of `mb.attention`, with a kernel that has the selection. Keys are sent;
+in backward their gradients are sent too. Queries and their selection stay on their rank.
 
 Shape letters: s local rows, b batch, h query heads, k key/value heads, d width, w value width.
 """
@@ -125,7 +125,7 @@ def selected_setting(
 ) -> SparseSetting:
     """Return the `SparseSetting` of a call over a selection.
 
-    Without a plan, layout and mask are those of the selection.
+    Without a plan, the selection's layout and mask apply.
     """
     at = setting(plan, groups, None, None, algorithm)
     if plan is None and isinstance(selection, Selection):

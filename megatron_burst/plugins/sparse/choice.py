@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Algorithm "auto" of the sparse operations: the algorithm with the lowest predicted time.
 
-The cost model is the cost model of attention, with the number of selected query-key pairs and the
-measured speed of the sparse kernel. The module is imported only if a call needs it, like
+The cost model is the same as for dense attention, but with the number of selected query-key pairs
+and the measured speed of the sparse kernel. The module is imported only if a call needs it, like
 `planning.automatic`.
 
 Shape letters: s query rows, t key rows, b batch, h heads, d width, w value width.
@@ -43,7 +43,7 @@ def chosen(request: Request, groups: Groups) -> Request | ValueError:
     # Time the heads of one row instead of the heads of all rows of a unit; the speed is the same.
     if kernel.of is not None:
         q = q[:, :, : q.shape[2] // kernel.of.block]
-    if kernel.latent:  # whole keys: value columns and key columns
+    if kernel.latent:  # whole keys have value columns and key columns
         q, k = (torch.empty_like(t[..., :1]).expand(*t.shape[:3], t.shape[3] + v.shape[3])
                 for t in (q, k))  # fmt: skip
     trial: Any = _TimedPair(kernel)

@@ -96,8 +96,8 @@ def select(
         The `Selection` of this rank's queries.
 
     Raises:
-        ValueError: An argument is not supported. Every rank raises the same error; with a plan only
-            the rank with the invalid argument does.
+        ValueError: An argument is not supported. Without a plan, every rank raises the same error.
+            With a plan, only the rank with the invalid argument raises it.
     """
     refuse_transforms("mb.select")
     at = setting(plan, groups, layout, mask, algorithm)
@@ -375,7 +375,7 @@ class UnitSelector:
 
 @dataclass(frozen=True)
 class _MeanLogSumExp:
-    """Computation of a pair of shards: log-sum-exp of the scores of all means that a query sees.
+    """Computation of a pair of shards: log-sum-exp over the scores of all means that a query sees.
 
     lse is float64 [s, b, i], so that the rounded result does not depend on the number of ranks.
     """

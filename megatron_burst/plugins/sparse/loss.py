@@ -295,7 +295,7 @@ class _IndexScores:
 class _IndexGradients:
     """Computation of a pair of shards: adds gradients to dq, dweights and the ring's sums (dk).
 
-    slope [s, b, H, top_k] is the gradient of the loss by each index score.
+    slope [s, b, H, top_k] is the gradient of the loss with respect to each index score.
     """
 
     part: _LossCall
@@ -321,7 +321,7 @@ class _IndexGradients:
             with torch.enable_grad():
                 scores = rule.scores(leaves[0], leaves[1], leaves[2] if len(leaves) > 2 else None)
                 chosen = (scores.gather(-1, at) * slope).sum()
-            if not chosen.requires_grad:  # the scores of the rule do not depend on these tensors
+            if not chosen.requires_grad:  # the rule's scores do not depend on these tensors
                 continue
             grads = torch.autograd.grad(chosen, leaves, materialize_grads=True)
             self.dq[rows] += grads[0]
@@ -349,7 +349,7 @@ def _run_attention_pass(
 
 
 def _forward(part: _LossCall, shard: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss [s, b, H], and its gradient by each index score [s, b, H, top_k]."""
+    """Return the loss [s, b, H], and its gradient with respect to index scores [s, b, H, top_k]."""
     index_q, index_k, weights = shard
     q, k = (t.detach().contiguous() for t in part.main[:2])
     lse = part.main[2]

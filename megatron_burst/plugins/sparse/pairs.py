@@ -98,9 +98,9 @@ class SelectedPairs:
 
 
 class PairKernel:
-    """Stand-in for a kernel in plans; it only prepares the positions of each pair of shards.
+    """Stand-in for a kernel in plans, which only prepares the positions of each pair of shards.
 
-    Each call replaces it by a kernel with the selection.
+    Each call replaces the stand-in by a kernel with the selection.
 
     Attributes:
         by: Class of the kernel that calls use: a kernel of `kernels`, or `UnitSelector`.
@@ -116,7 +116,7 @@ class PairKernel:
     maximum = False
     deterministic = True
     passed_over: tuple[str, ...] = ()
-    joins = True  # a kernel call reads all queries and results, however few keys it gets
+    joins = True  # a kernel call reads all queries and results, for any number of keys
 
     def __init__(
         self, by: Any, of: SelectionRule | None, heads: int, top_k: int,

@@ -24,7 +24,7 @@ from .pairs import SelectedPairs
 from .selection import Selection
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-WIDEST = 512  # columns of k and of v; a latent of 576 columns has 64 columns in k and 512 in v
+WIDEST = 512  # most columns of k or of v; a latent of 576 columns has 64 columns in k and 512 in v
 LISTED = 1 << 26  # limit of the bytes of a tile's list of keys
 LANES = 1024  # selected positions that a program of `find` processes at once
 

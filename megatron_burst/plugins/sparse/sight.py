@@ -66,7 +66,7 @@ def interval(mask: Mask, q: np.ndarray) -> Interval | None:
 
     Returns:
         (low, high), int64 [s] each: a query sees low <= k < high. None if a query may see several
-        intervals, or if this is unknown.
+        intervals, or if the number of intervals is unknown.
     """
     kind = type(mask)
     if kind is Full:

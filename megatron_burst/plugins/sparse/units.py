@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Format in which index keys are sent: one row per unit, so that no schedule splits a unit.
 
-With a rule that scores means, a row contains only the means of a unit, a fraction of the bytes of
-all keys. Otherwise a row contains all keys of a unit. The ring's layout and mask apply to units
-instead of positions.
+With a rule that scores means, a row contains only the means of a unit, which have a fraction of the
+bytes of all its keys. With other rules, a row contains all keys of a unit. The ring's layout and
+mask apply to units instead of positions.
 
 Shape letters: t key rows, u units, n means or keys of a unit, b batch, k index key heads, d width.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Allocator of host memory: slabs of whole pages, cut into blocks of any length.
 
-Allocation is best fit: a block takes the smallest gap that is large enough. A freed block merges
+Allocation is best fit: a block gets the smallest gap that is large enough. A freed block merges
 with neighbouring gaps, so that packed batches of varying lengths reuse the same memory. A block is
 freed when its Python object is destroyed, on any thread, even during a garbage collection. The next
 block in this memory waits for pending copies of the freed block.
@@ -9,9 +9,9 @@ block in this memory waits for pending copies of the freed block.
 Torch's own allocator of pinned memory (`CachingHostAllocator.h`) is not suitable. It rounds every
 request up to a power of two, never splits or merges blocks, and has no limit.
 `pinned_max_round_threshold_mb` disables the rounding, but for the whole process, including data
-loaders that pin memory. With this setting, releases up to 2.13 return any cached block between the
-same two powers of two, even if the block is smaller than the request; 2.15 requires one that is
-large enough.
+loaders that pin memory. With this setting, torch up to 2.13 returns any cached block between the
+same two powers of two, even if the block is smaller than the request; torch 2.15 returns only
+blocks that are large enough.
 """
 
 from __future__ import annotations

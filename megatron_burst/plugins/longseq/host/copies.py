@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of device memory on the host, and handles to the copied tensors.
 
-A copy contains a range of elements of one storage. The last elements are on the host; the first
-ones stay on the device in separate memory. Several tensors may share one copy, which is fetched
-once for all of them. A copy references its source tensor until the compute stream waits for the
-transfer to the host (`release`). So the order in which device memory is reused does not depend on
-the speed of the transfer.
+A copy contains a range of elements of one storage. The last elements of the range are on the host;
+the first elements stay on the device in separate memory. Several tensors may share one copy, which
+is fetched once for all of them. A copy references its source tensor until the compute stream waits
+for the transfer to the host (`release`). So the order in which device memory is reused does not
+depend on the speed of the transfer.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class HostCopy:
         self._arrived: Event | None = None
         self._fetched: torch.Tensor | None = None
         self._handles: set[object] = set()
-        self._waiting: set[object] = set()  # handles that have not taken `_fetched`
+        self._waiting: set[object] = set()  # handles that have not received `_fetched`
 
     @property
     def holds_source(self) -> bool:
@@ -108,7 +108,7 @@ class HostCopy:
             self._source = None
 
     def fetch(self) -> None:
-        """Begin the transfer back to the device, unless it has begun."""
+        """Begin the transfer back to the device, unless this transfer has already begun."""
         if self._buffer is not None or self._fetched is not None:
             return
         self.release()  # otherwise the elements would be on the device twice
@@ -122,13 +122,13 @@ class HostCopy:
         self.traffic.bytes_back += len(target)
 
     def unfetch(self) -> None:
-        """Discard the transfer back to the device if no handle has taken the result."""
+        """Discard the transfer back to the device if no handle has received the result."""
         if self._buffer is not None:
             self.traffic.back.guard(self._buffer)
             self._buffer = self._arrived = None
 
     def take(self, handle: object) -> torch.Tensor:
-        """Return all n elements on the device; they are kept until every handle has taken them."""
+        """Return all n elements on the device; they are kept until all handles received them."""
         if self._fetched is None:
             self.fetch()
             assert self._buffer is not None
@@ -200,7 +200,7 @@ class MovedTensor:
         return self._copy is not None
 
     def fetch(self) -> None:
-        """Begin to copy the tensor back to the device, unless this has begun."""
+        """Begin to copy the tensor back to the device, unless this copy has already begun."""
         if self._copy is not None:
             with self._copy.traffic.exclusive():
                 self._copy.fetch()

@@ -8,7 +8,7 @@ emulate a link of this rate. Tests run the CUDA engine with streams that only re
 not tested on a GPU.
 
 With `strict`, data arrive in separate memory, and the first wait copies them to the target. Code
-that does not wait then reads old data, however fast the copy is.
+that does not wait then always reads old data, even if the copy is fast.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .copies import MovedTensor
 
-MIN_BYTES = 2**20  # the launch dominates the time of a smaller copy
+MIN_BYTES = 2**20  # launch time dominates smaller copies
 _FLOAT8 = "float8"
 
 

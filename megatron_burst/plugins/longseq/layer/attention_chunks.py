@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention half of a transformer layer in row chunks, as one autograd function.
 
-Between input norm and residual, a layer allocates about twelve tensors with one entry per row. This
-module allocates them for one row chunk at a time. Only keys and values are kept for all rows,
-because every chunk of queries needs them. Forward first runs each chunk up to its keys and values,
-then each chunk completely. Backward recomputes each chunk twice: first for the gradients through
-its queries, then for the gradients through its keys and values, which are complete only after the
-last chunk. Outputs and log-sum-exp of core attention are kept, so that no attention is computed
-twice. Source: FPDT (arXiv 2408.16978), section 4, which uses head parallelism.
+Between input norm and residual, a layer allocates about twelve tensors of activations for all rows.
+This module allocates these tensors for one row chunk at a time. Only keys and values are kept for
+all rows, because every chunk of queries needs them. Forward first runs each chunk up to its keys
+and values, then each chunk completely. Backward recomputes each chunk twice: first for the
+gradients through its queries, then for the gradients through its keys and values, which are
+complete only after the last chunk. Outputs and log-sum-exp of core attention are kept, so that no
+attention is computed twice. Source: FPDT (arXiv 2408.16978), section 4, which uses head
+parallelism.
 
 Shape letters: s rows of this rank's shard, r of a chunk, t tensor-parallel ranks that share rows,
 b batch, h query heads, g key/value heads, d width, w value width, H hidden size.
@@ -68,7 +69,7 @@ class RowChunkedHalf:
         chunks, ring = half.rows(plan), None
         recomputing = stored is not None and stored.store.filled
         if not recomputing or plan.recompute is None or plan.recompute.keep < 1:
-            # A recomputation reads few keys, and each chunk reads different ones.
+            # A recomputation reads few keys, and each chunk reads different keys.
             host = None if recomputing else self.host
             ring = self._ring(hidden, chunks, self.call.max_logits, host)
         output, holders = None, []
@@ -243,7 +244,7 @@ class _StoredAttention(torch.autograd.Function):
 
 
 class _SavedResult(torch.autograd.Function):
-    """Function that saves tensors immediately; `_RowChunkedHalfFunction` saves only at its end."""
+    """Autograd function that saves tensors at once; `_RowChunkedHalfFunction` saves at its end."""
 
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ output gate, bias and residual. So Megatron's own code runs with the hidden stat
 of some rows, while `forward` of core attention is replaced. Rows of packed batches run as rows of
 one sequence, with the rotary angles of their positions within documents.
 
-Shape letters: s rows of this rank's shard, t tensor-parallel ranks that share them (sequence
+Shape letters: s rows of this rank's shard, t tensor-parallel ranks that share these rows (sequence
 parallelism; else 1), b batch, r rows of a chunk on this rank, H hidden size.
 """
 
@@ -139,13 +139,13 @@ class AttentionHalf:
             inputs: AttentionInputs = stopped.args[0]
         else:
             raise RuntimeError("the attention half of the layer does not call core attention")
-        while len(utils._nvtx_range_messages) > ranges:  # the exception skipped these pops
+        while len(utils._nvtx_range_messages) > ranges:  # the exception skipped these calls
             utils.nvtx_range_pop()
         return inputs
 
 
 class Angles:
-    """Rotary angles of the rows of a shard: a tensor, or one for queries and one for keys.
+    """Rotary angles of a shard's rows: one tensor, or a pair of tensors (for queries, for keys).
 
     Latent attention computes its own angles, for the number of rows of its hidden states. Here they
     are computed for all rows, and an object that returns them replaces its rotary module.

@@ -2,10 +2,10 @@
 """Patch of `TransformerLayer._forward_attention`, which runs the attention half in row chunks.
 
 This module decides how many row chunks "auto" selects. The choice considers only memory, because
-more chunks only send keys more often. The working set of one chunk is at most a quarter of the
-tensors that are as long as all rows. Infinitely many chunks would save only a fifth more. A chunk
-has at least `MIN_CHUNK_ROWS` rows, because fewer rows give short matrix products and short
-messages.
+the only other effect of more chunks is that keys are sent more often. The tensors of one chunk have
+at most a quarter of the bytes of the tensors for all rows. Even infinitely many chunks would save
+only a fifth more memory. A chunk has at least `MIN_CHUNK_ROWS` rows, because fewer rows give short
+matrix products and short messages.
 """
 
 from __future__ import annotations
@@ -167,10 +167,11 @@ def chunk_count(q: Any, k: Any, v: Any, *, width: int, blocks: int) -> tuple[int
 def bytes_per_row(q: Any, k: Any, v: Any, width: int, blocks: int) -> tuple[int, int]:
     """Return bytes per row of tensors of a chunk and of tensors of all rows.
 
-    Both are counted in backward, where they are largest. A chunk has input, norm, output and their
-    gradients (a rank's share of the rows), the gathered input and its gradient, q, k, v before and
-    after rope and their gradients (for q also in fp32), out and its gradient. Tensors of all rows
-    are hidden states, the gradients of input and output, k and v and their fp32 gradients, and out.
+    Both numbers are counted in backward, which needs the most memory. A chunk has input, norm,
+    output and their gradients (a rank's share of the rows), the gathered input and its gradient, q,
+    k, v before and after rope and their gradients (for q also in fp32), out and its gradient.
+    Tensors of all rows are hidden states, the gradients of input and output, k and v and their fp32
+    gradients, and out.
     """
     queries, keys, values = (x[0, 0].numel() for x in (q, k, v))
     out = q.shape[2] * v.shape[3]

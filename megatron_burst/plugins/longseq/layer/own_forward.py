@@ -23,7 +23,7 @@ _HOME = "megatron.core.transformer.transformer_layer"
 # Class name -> methods of TransformerLayer that run although the class overrides them or `forward`.
 _STILL_RUN = {
     f"{_HOME}.MoETransformerLayer": ("_forward_mlp",),
-    # Its forward calls both methods, but not the inherited forward.
+    # The forward of this class calls both methods, but not the inherited forward.
     f"{_HOME}.HyperConnectionTransformerLayer": ("_forward_attention", "_forward_mlp"),
 }
 # (flag, option, its default, the method in which it takes effect)

@@ -2,8 +2,8 @@
 """MLP half of transformer layers, and the final norm, in tiles of rows.
 
 Norm, MLP, bias-dropout-add and residual of a dense layer treat rows independently. So a tile runs
-all of `TransformerLayer._forward_mlp`, with any modules of the layer spec. The gather of sequence
-parallelism is part of it and gathers one tile.
+all of `TransformerLayer._forward_mlp`, with any modules of the layer spec. `_forward_mlp` includes
+the all-gather of sequence parallelism, which then gathers one tile.
 
 In a layer with experts, only the matrix product of the router is row-wise. Its decisions depend on
 all tokens of a micro-batch (auxiliary losses, z-loss, capacity, expert bias). So the layer runs in
@@ -13,7 +13,8 @@ rows of the routing result. Both norms are recomputed, and no tensor of the widt
 states is kept.
 
 The final norm belongs to no layer. The backward of torch's RMSNorm, if it is not fused, allocates
-up to 15 tensors of the size of its input. In tiles only input, output and one tile's tensors exist.
+up to 15 tensors of the size of its input. If the norm runs in tiles, only its input, its output and
+the tensors of one tile exist.
 
 This module decides the number of tiles and which tiles are moved to host memory
 (`--burst-mlp-tiles`).
@@ -153,7 +154,7 @@ def forward_moe(
         lambda tile: _logits(layer, tile),
         hidden,
         parameters=[*norm.parameters(), *moe.router.parameters()],
-        fates=None,  # recompute all: little work, and wide tensors
+        fates=None,  # recompute all tiles: little work, and wide tensors
     )
     probs, chosen = _route(layer, logits, arguments)
 

@@ -80,7 +80,7 @@ def choice(demand: HostDemand, node: HostNode, link: float) -> OffloadFraction:
         link: Bytes per second of the slower direction while all ranks of the node copy.
     """
     calls = demand.saved_bytes / max(1, demand.call_bytes)
-    # Keys of other ranks use the link and the memory too, whatever the fraction.
+    # Keys of other ranks use the link and the memory too, for any fraction.
     seconds = max(0.0, demand.call_seconds - demand.key_bytes / link) if link else 0.0
     limit = max(0, node.limit - demand.key_bytes * node.ranks)
     return choose_fraction(demand.call_bytes, seconds, link, limit, calls, node.ranks)

@@ -9,8 +9,9 @@ other.
 Under saved-tensor hooks, torch unpacks each saved tensor as a new object. This object shares the
 memory of the tensor, but lacks the attributes of Megatron's parameters. With gradient accumulation
 fusion, the backward of a linear layer reads and sets such attributes (`grad_added_to_main_grad`).
-On the new object they would be lost, and data parallelism would miss a gradient. So backward of
-linear layers gets the original weight. Transformer Engine (2.9 and later) keeps its own reference.
+On the new object these attributes would be lost, and data parallelism would miss a gradient. So
+backward of linear layers gets the original weight. Transformer Engine (2.9 and later) does not need
+this patch, because it keeps its own reference to the weight.
 """
 
 from __future__ import annotations

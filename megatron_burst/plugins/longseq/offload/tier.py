@@ -4,9 +4,10 @@
 The first step moves tensors as long as they fit, and never raises `OutOfHostMemory`. At its end all
 ranks decide together, from the measured bytes and times, whether the run fits.
 
-Megatron's schedule holds the input that a pipeline stage received until backward. The first layer
-saves it, so it is copied to the host like the input of every layer. Its device memory is freed
-after the copy: backward reads the gradient and the shape of the held tensor, never its elements.
+Until backward, Megatron's schedule holds the input that a pipeline stage received. The first layer
+saves this input, so the input is copied to the host like the input of every layer. Its device
+memory is freed after the copy: backward reads the gradient and the shape of the held tensor, never
+its elements.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .demand import HostDemand, HostNode, choice, line, too_small
 # Keys of `RunState.plugins`.
 OPTIONS = "longseq: options"  # the options of a configuration that offloads
 TIER = "longseq: tier"  # the tier, created at the first use
-MIN_BYTES = 1 << 20  # smaller tensors stay: the launch dominates the time of their copy
+MIN_BYTES = 1 << 20  # smaller tensors stay: launch time dominates their copies
 
 
 def configured(patches: PatchSet, config: Any, burst: LongSequenceOptions) -> None:

@@ -78,7 +78,7 @@ def _refuse_unsupported(original: Callable, /, *args: Any, **kwargs: Any) -> Non
     burst = getattr(config, "burst", None)
     unsupported = is_sparse(arguments["submodules"].core_attention) and kind != BurstDSAttention
     enabled = splits_with_burst(config, burst)
-    # `configure` has not checked these layers.
+    # The check of `configure` does not include these layers.
     if unsupported and enabled and ModelShape.of(config).sparse_setting is None:
         raise ValueError(
             f"{type(arguments['self']).__name__} with {kind.__name__}, but the configuration has "

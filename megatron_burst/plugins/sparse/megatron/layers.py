@@ -271,7 +271,7 @@ def _coefficient(config: Any, choice: LayerRule) -> float:
     if choice.loss_coeff is not None:
         return choice.loss_coeff
     configured = getattr(config, "dsa_indexer_loss_coeff", None)
-    return LOSS if configured is None else configured  # 0 means no loss
+    return LOSS if configured is None else configured  # a configured 0 means no loss
 
 
 class RuleSelfAttention(SelfAttention):
