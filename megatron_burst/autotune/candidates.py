@@ -51,7 +51,7 @@ class Workload:
         chunks: Number of row chunks, as `sequence_chunks` of a call.
         blocks: Blocks of rows, as `row_blocks` of a call.
         attended: Largest number of keys that sparse attention selects per query. Only the query's
-            rank knows the selection, so keys are sent. None: a query attends to all visible keys.
+            rank knows the selection, so keys are sent. None if a query attends to all visible keys.
         latent: Whether values are columns of the keys. Keys are then wider than `sizes.width` by
             these columns.
     """
@@ -153,7 +153,7 @@ def on_grid(
     while left:
         for made in left.pop().by_chunks():
             yield from made
-        work.schedules.forget()  # schedules of one algorithm take hundreds of MB at 1,024 ranks
+        work.schedules.forget()  # schedules of one algorithm have hundreds of MB at 1,024 ranks
 
 
 class GridSchedules:
@@ -164,7 +164,7 @@ class GridSchedules:
     Args:
         workload: The attention.
         topology: The grid.
-        nodes: As in `on_grid`.
+        nodes: Same as in `on_grid`.
 
     Attributes:
         visibility: Visibility of the whole shards.

@@ -26,7 +26,7 @@ class Wires:
     Attributes:
         pairs: Whether any two ranks of a node have a separate link. Otherwise, and between nodes, a
             rank has one port.
-        places: Node and NIC of each rank. None: ranks are on the nodes of the grid, and every rank
+        places: Node and NIC of each rank. None if ranks are on the nodes of the grid and every rank
             has its own NIC.
         together: Whether messages that a rank starts at one boundary share its ports and end
             together, as TCP streams do. Otherwise they follow one another.
@@ -128,8 +128,8 @@ def _waves(transfers: Transfers, exchange: np.ndarray, grid: Grid) -> np.ndarray
         return np.zeros_like(exchange)
     src, dst = transfers.src.astype(np.int64), transfers.dst.astype(np.int64)
     between = transfers.between(grid)
-    # The distance is within the node or over all ranks. Messages of one distance have no sender and
-    # no receiver in common.
+    # The distance is counted within the node, or over all ranks. Messages with one distance have no
+    # sender and no receiver in common.
     away = np.where(between, grid.intra + (dst - src) % grid.size, (dst - src) % grid.intra)
     away *= clash[exchange]
     order, group = _grouped(np.stack([exchange, src, dst]))

@@ -54,8 +54,8 @@ class Gpu:
         linear: Fraction of the peak that large matrix products reach.
         nic: Bytes per second of a NIC of the vendor's node, in one direction; that node has one NIC
             per GPU.
-        small: A matrix product of sizes m x k x n takes longer by the fraction small / m + small /
-            k + small / n.
+        small: A matrix product of sizes m x k x n is slower than large products by the fraction
+            small / m + small / k + small / n.
         kernel: Kernel of the rate `attention`, as in `--burst-kernel`; None for the fastest.
 
     Raises:
@@ -80,7 +80,7 @@ class Gpu:
         for name in ("memory", "peak", "host_link", "nvlink", "memory_rate", "nic"):
             value = getattr(self, name)
             if name in ("memory_rate", "nvlink", "nic") and value == math.inf:
-                continue  # a link that does not exist, or memory passes that take no time
+                continue  # inf: a link that does not exist, or memory passes that need no time
             if not is_finite(value) or value <= 0:
                 wrong.append(f"{name} must be a finite number above 0: {value!r}")
         for name in ("attention", "linear"):

@@ -259,12 +259,12 @@ def link_speeds(
 def long_enough(
     seconds_of_ranks: Callable[[int], list[float]], long: float, largest: int
 ) -> tuple[int, list[float]]:
-    """Return the bytes of a message that takes about `long` seconds, and its time on each rank.
+    """Return the bytes of a message that needs about `long` seconds, and its time on each rank.
 
     Args:
         seconds_of_ranks: Returns the seconds of a message of this many bytes on every rank; the
             slowest counts.
-        long: Seconds that the message should take.
+        long: Required seconds of the message.
         largest: Largest number of bytes.
     """
     size, of_ranks = FIRST, seconds_of_ranks(FIRST)

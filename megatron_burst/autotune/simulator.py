@@ -140,7 +140,7 @@ class _Clocks:
     def compute(self, seconds: np.ndarray) -> None:
         """Add the seconds that each rank computes.
 
-        While a rank's links are busy, its computation takes 1 + slowdown times as long.
+        While a rank's links are busy, its computation needs 1 + slowdown times as long.
         """
         if self.slowdown:
             until = self.busy.reshape(2, -1).max(axis=0)
@@ -333,7 +333,7 @@ def _program(prepared: PreparedSchedule, seconds: np.ndarray, own_last: bool) ->
     Args:
         prepared: The schedule.
         seconds: Seconds of each pair.
-        own_last: As in `Schedule.program`.
+        own_last: Same as in `Schedule.program`.
     """
     schedule, starting = prepared.schedule, prepared.starting
     size, tables = schedule.grid.size, schedule.tables

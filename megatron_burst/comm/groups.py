@@ -221,7 +221,7 @@ class Groups:
 
         Args:
             group: Process group of the context-parallel ranks.
-            ulysses: As in `Groups`.
+            ulysses: Same as in `Groups`.
 
         Raises:
             ValueError: `group` is not a process group of this rank, or arguments differ.
@@ -253,10 +253,10 @@ class Groups:
         Args:
             group: Process group of the context-parallel ranks.
             intra: Ranks per node.
-            ulysses: As in `Groups`.
-            placement: As in `Groups`.
-            reuse: As in `Groups`.
-            nccl_max_ctas: As in `Groups`.
+            ulysses: Same as in `Groups`.
+            placement: Same as in `Groups`.
+            reuse: Same as in `Groups`.
+            nccl_max_ctas: Same as in `Groups`.
 
         Raises:
             ValueError: The ranks do not form a grid, or arguments differ between ranks.

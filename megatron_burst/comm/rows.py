@@ -71,7 +71,7 @@ def exchange_rows(
         route: Route of this rank. A `DeviceRoute` avoids a copy to the device per call.
         groups: Groups of the ranks.
         identity: Digest of the facts on which the ranks agreed.
-        label: As in `mb.attention`.
+        label: Same as in `mb.attention`.
 
     Returns:
         For each tensor, [r, ...]; rows that no rank sends are zero.

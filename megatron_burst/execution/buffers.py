@@ -220,7 +220,7 @@ def rows_at(tensors: Tensors, place: RowPlace) -> Tensors:
 
 
 def _clear(family: str, message: Message, at: slice | torch.Tensor | None = None) -> None:
-    """Set rows (None: all) to the empty result: 0, and an lse of -inf."""
+    """Set some rows, or all rows for None, to the empty result: 0, and an lse of -inf."""
     if at is None and family != "out" and message.flat is not None:
         message.flat.zero_()  # all tensors at once
         return

@@ -74,7 +74,7 @@ class JoinedKeys(tuple[KeyPart, ...]):
 def joined(run: RankPass, schedule: Schedule, works: WorkSource, device: torch.device) -> RankPass:
     """Return the pass with one call for the pairs of a step that have the same query rows.
 
-    Keys are sorted by position if that makes fewer spans, because fewer spans take fewer tiles. A
+    Keys are sorted by position if that makes fewer spans, because fewer spans need fewer tiles. A
     rank's own keys are a separate call without a copy. Kernels with the attribute `joins` get one
     call for all pairs, including the rank's own pair, and sort keys themselves.
 
@@ -124,7 +124,7 @@ def joined(run: RankPass, schedule: Schedule, works: WorkSource, device: torch.d
                 chunk
                 for chunk in (after.release if after and step.index >= arriving else ())
                 if uses[chunk] == 1 and leaving.get(chunk, 0) <= step.index
-            )  # before `arriving`, `release` lets later receives reuse the buffer instead
+            )  # before `arriving`, later receives reuse the buffer through `release`
             calls_by_queries: dict[Any, list[KernelCall]] = {}
             for call in step.calls:
                 own = in_order and call.keys.owner == call.queries.owner

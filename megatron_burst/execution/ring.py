@@ -248,9 +248,9 @@ def kinds(
 
     Args:
         run: The pass.
-        own: As in `Ring`.
-        sums: As in `Ring`.
-        exact: As in `Ring`.
+        own: Same as in `Ring`.
+        sums: Same as in `Ring`.
+        exact: Same as in `Ring`.
         total: dtype of sums.
         wire: dtype in which sums are sent.
     """

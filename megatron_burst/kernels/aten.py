@@ -179,7 +179,8 @@ class _TileWork(NamedTuple):
     def _window(self) -> Window | None:
         """Return (left, right) of the tile's band.
 
-        `Tile.band` is aligned to the first row and column, windows of operators to the last ones.
+        `Tile.band` is aligned to the first row and column. Windows of operators are aligned to the
+        last row and column.
         """
         if self.tile.band is None:
             return None
@@ -193,7 +194,7 @@ class _TileWork(NamedTuple):
         """Return [rows, columns] in the dtype of q, -inf for hidden pairs; None without a table."""
         if self.hidden is None:
             return None
-        # The bias is made in every call: biases of all tiles in a plan would take two to eight
+        # The bias is made in every call: biases of all tiles in a plan would need two to eight
         # times the memory of the tables.
         zeros = torch.zeros(self.hidden.shape, dtype=q.dtype)
         return zeros.masked_fill_(self.hidden, float("-inf"))

@@ -49,7 +49,7 @@ class Kernel(Protocol):
 
     Attributes:
         name: Name in `registry.KERNELS`.
-        passed_over: For each kernel that "auto" would have preferred, the reason why it was not
+        passed_over: For each kernel that "auto" prefers to this kernel, the reason why it was not
             chosen.
         softcaps: True if the kernel supports a softcap.
         maximum: True if `forward` can return the largest scores.

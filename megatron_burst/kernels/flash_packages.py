@@ -51,7 +51,7 @@ class FlashPackage(Package):
         forward: Forward function.
         backward: Backward function.
         unlimited: Argument for a side of a window without limit.
-        takes_delta: As in `operators.Operator`.
+        takes_delta: Same as in `operators.Operator`.
     """
 
     modules: tuple[str, ...]

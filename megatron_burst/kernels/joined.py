@@ -19,8 +19,8 @@ from .operators import Lengths
 
 # Kinds of tiles of one call: triangles and bands along the diagonal; or fully visible tiles.
 DIAGONAL, SQUARE = "diagonal", "square"
-# Maximum number of rows or columns between two tiles of one call. Merging 4096 unused rows takes
-# about as long as a separate call (32 heads of width 128: 200 MB read and written).
+# Maximum number of rows or columns between two tiles of one call. Merging 4096 unused rows needs
+# about as much time as a separate call (32 heads of width 128: 200 MB read and written).
 GAP = 4096
 
 

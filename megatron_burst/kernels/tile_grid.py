@@ -256,7 +256,8 @@ def _spread(bands: _Bands, numbers: TileNumbers) -> tuple[TileRuns, TileParts]:
     begin = x.column + np.maximum(m - x.left, 0)  # first column that a row sees
     end = x.column + np.minimum(last + x.right + 1, x.columns)
     tile, past = begin // columns, (end - 1) // columns + 1
-    # All rows see the columns from the last row's first visible column to the first row's last one.
+    # Every row sees the columns from the last row's first visible column to the first row's last
+    # visible column.
     inner = -(-(x.column + np.maximum(last - x.left, 0)) // columns)
     outer = (x.column + np.minimum(m + x.right + 1, x.columns)) // columns
     fully_visible = (inner < outer) & (bottom - top == numbers.high(x.pair, block))

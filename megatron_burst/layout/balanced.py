@@ -9,7 +9,7 @@ In a causal document of length l, the tokens of a run in mirror order see on ave
 wherever the run is. So a document has a constant density (visible pairs per token).
 
 The solver fills each rank to the mean density of the pack. Documents are sorted by density. Every
-rank takes a run of tokens from the dense end and a run from the sparse end. The lengths of the two
+rank gets a run of tokens from the dense end and a run from the sparse end. The lengths of the two
 runs follow from one equation in one unknown, so ranks have equal work. A document is cut only where
 a run ends. Nodes are filled first, then the ranks of each node. Runs are cut by integer arithmetic,
 so every process computes the same layout.
@@ -40,7 +40,7 @@ from .layouts import (
     tree_mask,
 )
 
-Window = tuple[int | None, int | None]  # visible keys before a query, and after it; None: all
+Window = tuple[int | None, int | None]  # visible keys before a query, and after it; None for all
 CAUSAL: Window = (None, 0)
 # Largest relative error of the pairs of a bin (a node or a rank) that is accepted to keep a
 # document whole. The second value is for slow links.
@@ -51,7 +51,8 @@ EVEN = 1.05
 # parts of nearly constant density, at these offsets in mirror order, in multiples of the window.
 # Later entries are tried only if earlier entries do not balance the work.
 PARTS = ((), (2.0,), (1.0, 2.0), (0.5, 1.0, 1.5, 2.0))
-# Shares with unequal work must take less than this fraction of the estimated time of equal work.
+# Shares with unequal work are used if their estimated time is below this fraction of the time of
+# equal work.
 CLEARLY = 0.8
 LONGEST = 1 << 28  # longest document whose pairs, summed over many kinds of layers, fit int64
 
@@ -170,7 +171,7 @@ def mix(
 
 
 class _Pool:
-    """Shares sorted by density, from which bins take runs of tokens at both ends.
+    """Shares sorted by density, whose tokens are assigned to bins in runs from both ends.
 
     Offsets count tokens in density order; tokens before `low` and from `high` on are already
     assigned.
@@ -292,7 +293,7 @@ def keep_whole(costs: DocumentCosts, ranks: int, per_node: int) -> list[list[Doc
     late = []
 
     def give(rank: int, document: int, first: int) -> int:
-        """Assign as much of a document as fits to a rank; return the end of this share."""
+        """Assign tokens of a document to a rank with free space; return the end of this share."""
         share = DocumentShare(document, first, min(lengths[document], first + int(free[rank])))
         shares[rank].append(share)
         free[rank] -= share.stop - first

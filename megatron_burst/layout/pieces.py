@@ -49,7 +49,7 @@ class Chains:
         documents: Number of documents, including empty ones, which have no piece.
         ranks: Number of ranks that hold the sequence.
         parents: int64 [pieces], for a tree: the piece that each piece continues, -1 for none. The
-            segments of a tree count as documents. None: the pieces of a document continue one
+            segments of a tree count as documents. None if the pieces of each document continue one
             another.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes: which rows of a shard are sent to each rank, and to which rows of the result there.
+"""Routes: rows of a shard that are sent to each rank, and their places in that rank's result.
 
 `preceding` returns routes of the rows before each piece, such as for a convolution. `relayout`
 returns routes from one layout to another. This module decides the order of rows between two ranks,
@@ -345,7 +345,7 @@ def successors(
     sent = np.pad(rows, (0, most - len(rows)), mode="edge")
 
     taken = np.arange(1, len(positions) + 1)
-    elsewhere = np.append(rows[1:], len(positions)) - 1  # their next token is not in the next row
+    elsewhere = np.append(rows[1:], len(positions)) - 1  # next token not in the next row
     number = np.empty(total + 1, dtype=np.int64)  # index of each sent token
     for source, (row, position) in enumerate(firsts):
         number[position] = source * most + np.arange(len(row))

@@ -3,7 +3,8 @@
 
 This module decides the rows of each chunk. They are the same on every rank, so that all-to-alls
 among ranks that share heads have messages of equal size. If a layout mirrors early and late
-positions, a chunk has equally many of both, so that chunks are as balanced as the whole shard.
+positions, a chunk has as many early as late positions, so that chunks are as balanced as the whole
+shard.
 """
 
 from __future__ import annotations
@@ -75,12 +76,12 @@ def _mirrored(layout: Layout, rows: int) -> list[int]:
 
 
 class _BlockProgress(NamedTuple):
-    """The rows of a block that earlier chunks have taken.
+    """The rows of a block that earlier chunks already contain.
 
     Attributes:
         part: Index of the current part.
-        early: Rows before this one are taken.
-        late: Rows of the part from this one to `end` are taken.
+        early: Earlier chunks contain the rows before this row.
+        late: Earlier chunks contain the rows of the part from this row to `end`.
         end: End of the part's rows in this block.
     """
 
@@ -93,14 +94,14 @@ class _BlockProgress(NamedTuple):
 def _progress(parts: Sequence[int], first: int, end: int, turns: int) -> _BlockProgress:
     """Return the progress in the block of rows `first` to `end` after `turns` rows.
 
-    The rows of a part are taken from both ends inwards, an early row before the late row of its
-    pair. A part begins when the part before it is finished.
+    Chunks are filled with the rows of a part from both ends inwards, an early row before the late
+    row of its pair. A part begins when the previous part is finished.
 
     Args:
         parts: First row of each part, then the number of all rows.
         first: First row of the block.
         end: End of the block.
-        turns: Number of rows that are taken.
+        turns: Number of rows that earlier chunks contain.
     """
     row = first + turns
     if len(parts) == 1:
@@ -118,7 +119,7 @@ def _progress(parts: Sequence[int], first: int, end: int, turns: int) -> _BlockP
 
 
 def _between(before: _BlockProgress, after: _BlockProgress) -> Iterator[Run]:
-    """Yield the rows that are taken between two states, as ascending runs."""
+    """Yield the rows of the chunk between two states, as ascending runs."""
     if before.part == after.part:
         runs = [(before.early, after.early), (after.late, before.late)]
     else:

@@ -85,7 +85,7 @@ def linear_attention(
         plan: Plan of `mb.prepare_linear`, which replaces the other keywords and groups. Without a
             plan the call is also a collective of the hosts. With a plan, initial_state and
             return_final_state must be the same on all ranks.
-        label: As for `mb.attention`.
+        label: Same as in `mb.attention`.
 
     Returns:
         The output [s, b, h, w] in the dtype of v. With `return_final_state` a pair of the output

@@ -245,21 +245,21 @@ def prepare_linear(
     KB per rank on the host. The first call creates a process group of all ranks.
 
     Args:
-        q: As for `linear_attention`; of all tensors only shape, dtype, device and `requires_grad`
-            are read.
-        k: As for `linear_attention`.
-        v: As for `linear_attention`.
-        decay: As for `linear_attention`.
-        beta: As for `linear_attention`.
-        form: As for `linear_attention`.
-        cu_seqlens: As for `linear_attention`.
-        scale: As for `linear_attention`.
-        algorithm: As for `linear_attention`.
-        kernel: As for `linear_attention`.
+        q: Same as in `linear_attention`; of all tensors only shape, dtype, device and
+            `requires_grad` are read.
+        k: Same as in `linear_attention`.
+        v: Same as in `linear_attention`.
+        decay: Same as in `linear_attention`.
+        beta: Same as in `linear_attention`.
+        form: Same as in `linear_attention`.
+        cu_seqlens: Same as in `linear_attention`.
+        scale: Same as in `linear_attention`.
+        algorithm: Same as in `linear_attention`.
+        kernel: Same as in `linear_attention`.
         groups: Groups of the ranks.
-        layout: As for `linear_attention`.
-        tree: As for `linear_attention`.
-        rates: As for `linear_attention`.
+        layout: Same as in `linear_attention`.
+        tree: Same as in `linear_attention`.
+        rates: Same as in `linear_attention`.
 
     Raises:
         ValueError: An argument is invalid or differs between ranks; every rank raises the same

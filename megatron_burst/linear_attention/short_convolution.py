@@ -69,7 +69,7 @@ def short_convolution(
             Without a plan the call is also a collective of the hosts, which compares x, width,
             activation and the presence of a bias. With a plan, these must be the same on all ranks,
             otherwise ranks are out of step.
-        label: As for `mb.attention`.
+        label: Same as in `mb.attention`.
 
     Returns:
         The result [s, b, c] in the dtype of x. It is computed in the dtype of weight if that is

@@ -84,7 +84,7 @@ def state_scan(
         plan: Plan of `mb.prepare_linear`, which replaces the keywords above. Without a plan the
             call is also a collective of the hosts. With a plan, initial_state and
             return_final_state must be the same on all ranks.
-        label: As for `mb.attention`.
+        label: Same as in `mb.attention`.
 
     Returns:
         The entering states [p, b, h, d, w] in float32 (float64 for float64). A piece that begins a

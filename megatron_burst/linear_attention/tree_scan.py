@@ -30,9 +30,9 @@ def along_tree(
 
     Args:
         plan: Plan of the call.
-        decay: As for `mb.state_scan`.
-        increment: As for `mb.state_scan`.
-        label: As for `mb.state_scan`.
+        decay: Same as in `mb.state_scan`.
+        increment: Same as in `mb.state_scan`.
+        label: Same as in `mb.state_scan`.
     """
     check_label(label)
     assert plan.states is not None

@@ -338,7 +338,8 @@ def _row_stats(
             x.sub_(best[block, None]).exp_()
             torch.sum(x, 1, out=lse[block])
         elif entropy:
-            # With the largest logit at 0 both terms are positive: lse(x) - sum(p x) would cancel.
+            # With logits relative to the largest logit, both terms are positive. lse(x) - sum(p x)
+            # would cancel.
             peak = x.amax(1, keepdim=True)
             x = x - peak
             e = x.exp()

@@ -132,10 +132,10 @@ def describe(
     Args:
         hidden: Hidden states [..., d].
         weight: Weight [v, d].
-        tp_group: As in `linear_cross_entropy`.
-        sequence_parallel: As in `linear_cross_entropy`.
-        tile: As in `linear_cross_entropy`.
-        mode: As in `linear_cross_entropy`.
+        tp_group: Same as in `linear_cross_entropy`.
+        sequence_parallel: Same as in `linear_cross_entropy`.
+        tile: Same as in `linear_cross_entropy`.
+        mode: Same as in `linear_cross_entropy`.
     """
     split = Split(tp_group, sequence_parallel and tp_group is not None)
     rows, tiles, row_bytes = tiling(hidden, weight, split, tile)

@@ -58,8 +58,8 @@ class SpanBands(NamedTuple):
     """Bands of many pairs of spans, as arrays.
 
     Attributes:
-        left: As in `Band`.
-        right: As in `Band`.
+        left: Same as in `Band`.
+        right: Same as in `Band`.
         known: bool, true if the visible part is this band; otherwise `left` and `right` are
             undefined.
     """

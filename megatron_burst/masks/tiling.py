@@ -183,7 +183,7 @@ class Cutter:
             triangle.
         table_rows: Largest number of rows and columns of a rectangle that becomes a table. A
             rectangle becomes a table if only a table describes it, or if a table is cheaper than
-            its tiles. None: the kernel supports no tables, and a mask that needs one raises
+            its tiles. None if the kernel supports no tables; a mask that needs a table then raises
             ValueError.
         windows: Whether the kernel supports a whole band with a left edge. Otherwise such bands
             need tables.
@@ -430,8 +430,8 @@ class BandTile(NamedTuple):
     Attributes:
         rows: (first, stop) of the rows within the band.
         columns: (first, stop) of the columns within the band.
-        triangle: As in `Tile`.
-        table: As in `Tile`.
+        triangle: Same as in `Tile`.
+        table: Same as in `Tile`.
     """
 
     rows: tuple[int, int]

@@ -247,7 +247,7 @@ def path_of(cls: type) -> str:
 
 
 def require_parameters(function: Callable, names: Sequence[str], symbol: str) -> None:
-    """Raise `RuntimeError` unless `function` takes (at least) the parameters `names`."""
+    """Raise `RuntimeError` unless `function` has at least the parameters `names`."""
     import megatron.core
 
     parameters = list(inspect.signature(function).parameters)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks of the user in Megatron: `--burst-mask MODULE:NAME`.
 
-NAME is a callable. It takes a `MaskLayer` and a `MaskBatch` and returns the mask of that layer for
-that batch: a mask of `mb.masks`, or an instance of a subclass of `mb.masks.Mask`. Every rank calls
-the function for every layer and batch. Ranks compare the returned masks before they compute
-attention. This module defines the arguments of the callable and checks the callable.
+NAME is a callable. Its arguments are a `MaskLayer` and a `MaskBatch`, and it returns the mask of
+that layer for that batch: a mask of `mb.masks`, or an instance of a subclass of `mb.masks.Mask`.
+Every rank calls the function for every layer and batch. Ranks compare the returned masks before
+they compute attention. This module defines the arguments of the callable and checks the callable.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class PlannedPasses(NamedTuple):
         schedules: (forward, backward) of every row chunk.
         chunks: Plans of row chunks.
         recomputes: Recomputation of every row chunk, if a store keeps results.
-        order: As in `RankPlan.order`.
+        order: Same as in `RankPlan.order`.
         digest: Digest of the tables of all schedules.
         host_forward: Forward that receives the keys for all row chunks into host memory, or None.
     """
@@ -93,8 +93,8 @@ class RingRequest:
 
         Args:
             queries: Query spans of each rank of the ring.
-            joined: As in `Visibility`. The attribute `joins` of the kernel replaces it; kernels of
-                sparse attention have this attribute.
+            joined: Same as in `Visibility`. The attribute `joins` of the kernel replaces it;
+                kernels of sparse attention have this attribute.
         """
         request = self.request
         return visibility_of(
@@ -106,10 +106,10 @@ def passes(request: Request, groups: Groups, sizes: Sizes, keys: Shards) -> Plan
     """Run all stages for one rank.
 
     Args:
-        request: As in `RingRequest`.
-        groups: As in `RingRequest`.
-        sizes: As in `RingRequest`.
-        keys: As in `RingRequest`.
+        request: Same as in `RingRequest`.
+        groups: Same as in `RingRequest`.
+        sizes: Same as in `RingRequest`.
+        keys: Same as in `RingRequest`.
     """
     ring = RingRequest(request, groups, sizes, keys)
     return programs(ring, schedules(ring, demands(ring)))

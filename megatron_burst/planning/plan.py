@@ -111,11 +111,11 @@ class Plan:
         """Check that the plan is valid for a call with these tensors.
 
         Args:
-            q: As in `mb.attention`.
-            k: As in `mb.attention`.
-            v: As in `mb.attention`.
-            sink: As in `mb.attention`.
-            max_logits: As in `mb.attention`.
+            q: Same as in `mb.attention`.
+            k: Same as in `mb.attention`.
+            v: Same as in `mb.attention`.
+            sink: Same as in `mb.attention`.
+            max_logits: Same as in `mb.attention`.
 
         Raises:
             ValueError: The plan was made for other tensors, or its kernel refuses the call.
@@ -196,9 +196,9 @@ class Plan:
         Args:
             k: Keys of this rank, all rows, as in `mb.attention`.
             v: Values of this rank, all rows, as in `mb.attention`.
-            sink: As in `mb.attention`.
-            label: As in `mb.attention`.
-            max_logits: As in `mb.attention`.
+            sink: Same as in `mb.attention`.
+            label: Same as in `mb.attention`.
+            max_logits: Same as in `mb.attention`.
             host: A `mb.HostMemory`, on all ranks or on none. The first forward then receives the
                 keys for all row chunks, and later forwards fetch them from host memory. None: every
                 forward receives the keys that its row chunk sees.

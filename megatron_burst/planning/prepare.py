@@ -142,14 +142,14 @@ class AttentionOperation(RingOperation):
     """A call of attention on one rank, with the arguments of `prepare`.
 
     Attributes:
-        groups: As in `prepare`.
+        groups: Same as in `prepare`.
         tensors: q, k and v, or None for each.
         shapes: Shapes that replace q, k and v, or None.
-        options: As in `prepare`.
-        needs_grad: As in `prepare`.
-        sink: As in `prepare`.
-        max_logits: As in `prepare`.
-        rates: As in `prepare`.
+        options: Same as in `prepare`.
+        needs_grad: Same as in `prepare`.
+        sink: Same as in `prepare`.
+        max_logits: Same as in `prepare`.
+        rates: Same as in `prepare`.
     """
 
     groups: Groups

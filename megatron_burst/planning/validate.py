@@ -100,12 +100,12 @@ def check(
 
     Args:
         tensors: q, k and v.
-        groups: As in `mb.prepare`.
-        options: As in `mb.prepare`.
-        needs_grad: As in `mb.prepare`.
-        sink: As in `mb.prepare`.
-        max_logits: As in `mb.prepare`.
-        rates: As in `mb.prepare`.
+        groups: Same as in `mb.prepare`.
+        options: Same as in `mb.prepare`.
+        needs_grad: Same as in `mb.prepare`.
+        sink: Same as in `mb.prepare`.
+        max_logits: Same as in `mb.prepare`.
+        rates: Same as in `mb.prepare`.
 
     Returns:
         The request of this rank.

@@ -102,7 +102,7 @@ def forward_schedule(
         grid: Grid of the ranks.
         visibility: Pairs of rows that attend.
         sizes: Sizes of the attention call.
-        route: As in `rings.Schedule`; "auto" uses the route with fewer bytes.
+        route: Same as in `rings.Schedule`; "auto" uses the route with fewer bytes.
 
     Raises:
         ValueError: There is no algorithm of that name.
@@ -128,7 +128,7 @@ def backward_schedule(
         visibility: Pairs of rows that attend.
         sizes: Sizes of the attention call.
         side: Family that is sent; "auto" uses the side with fewer bytes.
-        route: As in `rings.Schedule`; "auto" uses the route with fewer bytes.
+        route: Same as in `rings.Schedule`; "auto" uses the route with fewer bytes.
 
     Raises:
         ValueError: There is no algorithm or side of that name.
@@ -157,8 +157,8 @@ def backward_schedules(
         grid: Grid of the ranks.
         row_chunks: Visible rows of each row chunk.
         sizes: Sizes of the attention call.
-        side: As in `backward_schedule`.
-        route: As in `backward_schedule`.
+        side: Same as in `backward_schedule`.
+        route: Same as in `backward_schedule`.
 
     Raises:
         ValueError: There is no algorithm or side of that name.
@@ -239,7 +239,7 @@ def _clearly_fewer(ring: Schedule, grid: Grid) -> bool:
 
 def visible_pairs(mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -> int:
     """Return the exact number of (query, key) pairs of two shards that attend."""
-    # The sizes affect the time that counting takes, not its result.
+    # The sizes affect the time of counting, not its result.
     cutter = Cutter(band_rows=256, table_rows=256)
     return sum(tile.visible for tile in cutter.tiles(mask, q_spans, k_spans))
 

@@ -52,8 +52,8 @@ class Visibility:
         visible: bool [G, G], true if some query of rank i attends to some key of rank j.
         queries: Query rows of all ranks, grouped by the ranks that use them.
         keys: Key rows of all ranks, grouped by the ranks that use them.
-        joined: Whether one kernel call computes all pairs of a step. None: the default of the
-            algorithm.
+        joined: Whether one kernel call computes all pairs of a step. None selects the default of
+            the algorithm.
         common: Cache of results that algorithms share between passes.
     """
 
@@ -220,7 +220,7 @@ def visibility_of(
         mask: The mask.
         q_shards: Query spans of each rank; a shard may have no spans.
         k_shards: Key spans of each rank.
-        joined: As in `Visibility`.
+        joined: Same as in `Visibility`.
     """
     queries, keys = rows_seen(mask, q_shards, k_shards)
     return Visibility(

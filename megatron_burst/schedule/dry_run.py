@@ -94,8 +94,8 @@ def held_bytes(schedule: Schedule, rank: int, summed: RowBytes | None = None) ->
     Args:
         schedule: Schedule of the pass.
         rank: The rank.
-        summed: Bytes per row of partial results in the dtype of the sum; None: the dtype in which
-            they are sent.
+        summed: Bytes per row of partial results in the dtype of the sum; None selects the dtype in
+            which they are sent.
     """
     sent = schedule.row_bytes
     summed = summed or sent

@@ -4,7 +4,7 @@
 The module also decides the order of the rows on a rank after the all-to-all. It is plain arithmetic
 and needs no process groups, so checks, the executor and the simulator share it. Source:
 DeepSpeed-Ulysses (arXiv 2309.14509) for equal shares. If there are fewer key/value heads than
-ranks, several ranks take a copy of the same head.
+ranks, several ranks receive a copy of the same head.
 """
 
 from __future__ import annotations

@@ -174,10 +174,10 @@ def _turns(selected: np.ndarray, crossing: _Crossing) -> Iterator[np.ndarray]:
 
 
 def _filled(move: np.ndarray, room: np.ndarray, least: int, own: np.ndarray) -> np.ndarray:
-    """Return how many of `move` rows [i] each rail takes: [i, rails].
+    """Return the number of `move` rows [i] that each rail gets: [i, rails].
 
-    Rails take rows in proportion to their free capacity `room` [i, rails]. So every rail keeps
-    capacity for rows that can use only that rail. A rail takes at least `least` rows or none.
+    Rails get rows in proportion to their free capacity `room` [i, rails]. So every rail keeps
+    capacity for rows that can use only that rail. A rail gets no rows or at least `least` rows.
     """
     # If capacities are equal, rails follow their order from `own` on, so nodes with the same needs
     # use different rails.
@@ -242,10 +242,10 @@ def _parents(
 ) -> np.ndarray:
     """Return the node that sends a bundle to each node, [n, nodes]; -1 for none.
 
-    The owner's node sends the bundle to `copies` nodes, which relay it along trees. Trees take the
-    nodes in order, beginning `turn` nodes after the owner's node, or in reverse order if `second`
-    is true. So all nodes relay equally. Nodes that already send many rows are last in the order and
-    relay nothing.
+    The owner's node sends the bundle to `copies` nodes, which relay it along trees. Trees contain
+    the nodes in order, beginning `turn` nodes after the owner's node, or in reverse order if
+    `second` is true. So all nodes relay equally. Nodes that already send many rows are last in the
+    order and relay nothing.
     """
     nodes = grid.inter
     node, _, rows, targets, copies = crossing

@@ -151,7 +151,7 @@ def forward(
         grid: Grid of the ranks.
         visibility: Pairs of rows that attend; default: all.
         row_bytes: Bytes of a row of each family.
-        route: As in `Schedule`.
+        route: Same as in `Schedule`.
 
     Raises:
         ValueError: There is no algorithm of that name.
@@ -177,7 +177,7 @@ def backward(
         side: Family that is sent: "kv" or "query".
         visibility: Pairs of rows that attend; default: all.
         row_bytes: Bytes of a row of each family.
-        route: As in `Schedule`.
+        route: Same as in `Schedule`.
 
     Raises:
         ValueError: There is no algorithm or side of that name.

@@ -520,7 +520,7 @@ class _MapsOfPieces(torch.autograd.Function):
     """Maps of the pieces.
 
     Inputs are k, v, decay and beta. Outputs are the transition of each piece (None for the
-    identity), the increment, and each input that needs a gradient (None for the others).
+    identity), the increment, and each input, or None for an input that needs no gradient.
     """
 
     @staticmethod

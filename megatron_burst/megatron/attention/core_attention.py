@@ -98,7 +98,7 @@ class BurstCoreAttention(MegatronModule):
 
     With `log_max_attention_logit` or `qk_clip`, `current_max_attn_logits` [h] is the largest logit
     of each head. It covers the calls of this rank since Megatron's optimizer step last reset it to
-    None. Megatron takes the maximum over data- and context-parallel ranks.
+    None. Megatron computes the maximum over data- and context-parallel ranks.
 
     Args:
         config: a `TransformerConfig`, after `configure`.

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of options other than attention: the fused LM head, packing, and options of plugins.
 
-Each function takes a `TransformerConfig`, or parsed arguments with the same names.
+The argument `config` of each function is a `TransformerConfig`, or parsed arguments with the same
+names.
 """
 
 from __future__ import annotations

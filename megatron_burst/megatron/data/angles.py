@@ -73,7 +73,7 @@ def angles_at(positions: torch.Tensor, rates: TurnRates, reach: int) -> torch.Te
     """Return rotary angles, fp32 [n, 1, 1, d], on the device of the rates.
 
     Angles of positions below `EXACT` are not reduced; later angles are within +-pi. Temporary
-    tensors take a few MB.
+    tensors have a few MB.
 
     Args:
         positions: int64 [n].

@@ -129,7 +129,8 @@ def _prepared(
 ) -> tuple[dict[str, Any], torch.Tensor]:
     """Compute the inputs of linear attention and the output gate with the layer's own methods.
 
-    The methods take and return [b, s, ...]; from 0.20, a single method makes all inputs.
+    The layer's methods use tensors [b, s, ...]. From Megatron-Core 0.20 on, a single method makes
+    all inputs.
 
     Returns:
         q, k, v, decay, and beta or erase and write, each [s, b, ...]; and the gate [b, s, h, w].

@@ -146,7 +146,7 @@ class LazyHead:
 
     @contextmanager
     def bound(self, masks: Iterator[HeadMask]) -> Iterator[None]:
-        """Make logits lazy inside the context; each computed loss takes the next mask."""
+        """Make logits lazy inside the context; each computed loss uses the next mask."""
         self._masks = masks
         try:
             yield

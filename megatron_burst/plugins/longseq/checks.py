@@ -6,7 +6,8 @@ for the recomputation. Settings are refused if recomputed results would differ: 
 state kept between calls, deferred work. Other features that move or free activations are refused
 too, and so are untested combinations.
 
-Each function takes a `TransformerConfig`, or parsed arguments under the same names.
+The argument `config` of each function is a `TransformerConfig`, or parsed arguments with the same
+names.
 """
 
 from __future__ import annotations

@@ -86,9 +86,9 @@ class TrajectoryBatch:
 
         Args:
             model: Model chunk of the stage, as Megatron's schedule passes it.
-            temperature: As for `logprobs`.
+            temperature: Same as in `logprobs`.
             entropy: Also return entropies.
-            vocab_size: As for `logprobs`.
+            vocab_size: Same as in `logprobs`.
 
         Returns:
             The activations of the stage. The last stage returns the log-probabilities of this

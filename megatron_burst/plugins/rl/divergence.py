@@ -63,11 +63,11 @@ def linear_kl(
             True for KL(student || teacher), for data that the student sampled.
         temperature: Divisor of the logits of both models. To scale the logits of one model only,
             multiply the hidden states of this model.
-        tp_group: As for `linear_cross_entropy`, for both models.
-        sequence_parallel: As for `linear_cross_entropy`, for both models.
-        logit_scale: As for `linear_cross_entropy`, for both models.
-        logit_softcap: As for `linear_cross_entropy`, for both models.
-        vocab_size: As for `linear_cross_entropy`, for both models.
+        tp_group: Same as in `linear_cross_entropy`, for both models.
+        sequence_parallel: Same as in `linear_cross_entropy`, for both models.
+        logit_scale: Same as in `linear_cross_entropy`, for both models.
+        logit_softcap: Same as in `linear_cross_entropy`, for both models.
+        vocab_size: Same as in `linear_cross_entropy`, for both models.
         tile: Maximum bytes of the logits of both models that are in memory at a time.
 
     Raises:

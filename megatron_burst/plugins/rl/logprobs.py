@@ -96,13 +96,13 @@ def linear_logprobs(
         temperature: Divisor of the logits, after `logit_softcap`.
         entropy: Return entropies too; False saves time.
         top_k: Number of the largest log-probabilities to return, or None.
-        ignore_index: As for `linear_cross_entropy`.
-        tp_group: As for `linear_cross_entropy`.
-        sequence_parallel: As for `linear_cross_entropy`; cannot be combined with `rows`.
-        logit_scale: As for `linear_cross_entropy`.
-        logit_softcap: As for `linear_cross_entropy`.
-        vocab_size: As for `linear_cross_entropy`.
-        tile: As for `linear_cross_entropy`.
+        ignore_index: Same as in `linear_cross_entropy`.
+        tp_group: Same as in `linear_cross_entropy`.
+        sequence_parallel: Same as in `linear_cross_entropy`; cannot be combined with `rows`.
+        logit_scale: Same as in `linear_cross_entropy`.
+        logit_softcap: Same as in `linear_cross_entropy`.
+        vocab_size: Same as in `linear_cross_entropy`.
+        tile: Same as in `linear_cross_entropy`.
 
     Raises:
         ValueError: Arguments are invalid or differ between ranks. The message lists all reasons,

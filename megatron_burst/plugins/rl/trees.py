@@ -227,7 +227,7 @@ def neighbours(trajectories: Sequence[Any]) -> tuple[list[int], list[int]]:
     token that a later trajectory does not share with the previous one.
 
     Args:
-        trajectories: As for `pack`.
+        trajectories: Same as in `pack`.
 
     Returns:
         The indices of the trajectories in this order, and the length of the prefix that each shares
@@ -255,8 +255,8 @@ def from_segments(
             a root.
         ends: Last segment of each trajectory. Default: every segment that no other segment
             continues.
-        weights: As for `pack`.
-        multiple: As for `pack`.
+        weights: Same as in `pack`.
+        multiple: Same as in `pack`.
 
     Raises:
         ValueError: An argument is invalid.

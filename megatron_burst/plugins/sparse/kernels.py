@@ -88,7 +88,7 @@ class SelectedKernel(PairKernel):
         return order[at], present & work.sees(rows, selected_positions.clamp(min=0))
 
     def whole_keys(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Return keys with all columns: for latents, the columns of v and then those of k."""
+        """Return keys with all columns: for latents, the columns of v before the columns of k."""
         return torch.cat([v, k], dim=-1) if self.latent else k
 
     def split_gradients(

@@ -112,7 +112,7 @@ class _Path:
         rank or node that adds to it.
         """
         users = self.users
-        if axis == 1:  # loop over columns: NumPy's reductions of a short axis take far longer
+        if axis == 1:  # loop over columns: NumPy's reductions of a short axis are far slower
             users = reduce(np.logical_or, np.moveaxis(users, 2, 0))
         # The reversed ring counts from its end, so the farthest rank is the first one that adds.
         return _farthest(users), _farthest(_turned(users, axis))
@@ -179,8 +179,8 @@ class _Path:
     def between(self, family: str, blocks: bool) -> Transfers:
         """Return the hops to the next node.
 
-        A hop has a whole outer step to cross the slow link, so `width` pairs hide it. The last part
-        of a node's sum takes one more hop within the node, if it has several ranks. The sum then
+        A hop has a whole outer step to cross the slow link, so `width` pairs hide it. If a node has
+        several ranks, the last part of its sum needs one more hop within the node. The sum then
         crosses during the next outer step.
         """
         width, gradient = self.rings.intra, family != self.demand.side

@@ -66,7 +66,7 @@ class LinkRates(Protocol):
 
 
 def links_of(rates: LinkRates | None) -> Links:
-    """Return the links of measured or stated rates; None: `NOMINAL`."""
+    """Return the links of measured or stated rates, or `NOMINAL` for None."""
     if rates is None:
         return NOMINAL
     values = rates.intra, rates.inter, rates.latency, rates.latency
@@ -177,8 +177,8 @@ class _Trials:
     def _two_level(self) -> np.ndarray:
         """Return approximate seconds of a two-level scan by number of blocks, without contention.
 
-        A round takes as long as one message to the next node or the messages to all other ranks of
-        this node, whichever is longer.
+        The time of a round is the longer of two times: one message to the next node, or the
+        messages to all other ranks of this node.
         """
         links, lanes = self.links, self.topology.per_node
         size = self.sizes.state / self.numbers

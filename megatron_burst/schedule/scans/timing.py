@@ -27,7 +27,7 @@ class Links(NamedTuple):
         intra_latency: Seconds per message within a node, in addition to its bytes.
         inter_latency: Seconds per message between nodes, in addition to its bytes.
         combine: Bytes per second at which a rank combines received states and maps; inf if
-            combining takes no time.
+            combining needs no time.
         posting: Seconds that a rank needs to start a round.
     """
 

@@ -15,7 +15,7 @@ import numpy as np
 from .all_gather import carried, users_of_maps
 from .hops import ALL_BLOCKS, STATE, Hops, PieceRuns, Task, runs_of, table
 
-DIRECT_RUNS = 4  # with at most this many runs, sending each map to all its users takes no longer
+DIRECT_RUNS = 4  # with at most this many runs, sending each map to all its users is as fast
 
 
 def two_level(task: Task) -> Hops:

@@ -183,7 +183,7 @@ class Arena:
         return block
 
     def _best_fit(self, size: int) -> tuple[Slab, _Gap] | None:
-        """Return the smallest gap of at least `size` bytes, the first one if several are equal."""
+        """Return the smallest gap of at least `size` bytes, the first gap if several are equal."""
         fitting = [(slab, gap) for slab in self._slabs for gap in slab.gaps if gap.size >= size]
         return min(fitting, key=lambda fit: fit[1].size, default=None)
 
