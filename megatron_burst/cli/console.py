@@ -15,12 +15,12 @@ WIDE = 10_000  # characters; wider than any table
 
 
 def unwrapped(stderr: bool = False) -> Console:
-    """Return a console that keeps every row of a table on one line, for logs and other programs."""
+    """Return a rich console that never wraps lines, for logs and for output that programs read."""
     return Console(stderr=stderr, width=WIDE, highlight=False)
 
 
 def wrapped(stderr: bool = False) -> Console:
-    """Return a console that wraps lines in a terminal, and does not wrap in a log."""
+    """Return a rich console that wraps lines in a terminal but not in a log."""
     console = Console(stderr=stderr, highlight=False)
     return console if console.is_terminal else unwrapped(stderr)
 
@@ -36,8 +36,8 @@ def progress(title: str) -> Iterator[Callable[[int, int], None]]:
         title: Description of the work.
 
     Yields:
-        Function of (done, total) that updates the bar. Until its first call, the bar is
-        indeterminate.
+        Function `update(done, total)` that sets the bar. Until its first call, the bar shows no
+        fraction.
     """
     console = Console(stderr=True)
     if not console.is_terminal:

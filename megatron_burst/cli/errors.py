@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distinction between user errors and errors of a program that a command runs.
+"""User errors, as opposed to errors of the script or recipe that a command runs.
 
 An error that this package raises is about flags or settings. It becomes a `ValueError`, which the
 command line prints as one line. For any other error, the traceback is printed, with exit status 1.
@@ -16,18 +16,19 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def raised_here(error: BaseException) -> bool:
-    """Return True if this package raised the error, not a library or the program."""
+    """Return True if code of this package raised the error, False for any other code."""
     last = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
     return PACKAGE in Path(last.f_code.co_filename).parents
 
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Return a context manager for running a program that is not part of this package.
+    """Return a context manager that converts the errors of a script that runs in its block.
 
     Raises:
         ValueError: This package raised an error.
-        SystemExit: Any other ValueError or RuntimeError, after its traceback was printed; status 1.
+        SystemExit: Other code raised a ValueError or RuntimeError. Its traceback is printed; the
+            exit status is 1.
     """
     try:
         yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line `megatron-burst`: sub-commands, also those of plugins, and error reports.
+"""The command line `megatron-burst`: parser, sub-commands (also of plugins) and error messages.
 
 Each sub-command is a module with `add_arguments(parser)` and `run(arguments)`. Only the module of
 the typed command is imported. `run` raises ValueError for bad input, which is printed as one line
@@ -36,7 +36,7 @@ COMMANDS = {
 
 
 def commands() -> dict[str, Command]:
-    """Return all sub-commands, including those of plugins."""
+    """Return the module and help text of each sub-command, by name, including plugins."""
     return COMMANDS | registry.commands()
 
 
@@ -46,7 +46,7 @@ REQUIRED = ("torch", "numpy", "rich", "typing_extensions", "tomli")
 
 class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, *args: Any, **named: Any) -> Any:
-        """Refuse unknown arguments in the sub-parser, so that the error names the sub-command."""
+        """Parse arguments; refuse unknown ones here, so that the error names the sub-command."""
         arguments, unknown = super().parse_known_args(*args, **named)
         if unknown:
             self.error(unrecognized(self, unknown))
@@ -68,13 +68,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run the sub-command that `argv` names.
 
     Args:
         argv: Arguments without the program name. Default: the arguments of the process.
 
     Returns:
-        Exit status of the command; 0 if it returns None; 2 for bad input.
+        The sub-command's exit status, 0 if it returns None; 2 for bad input.
     """
     try:
         return _main(sys.argv[1:] if argv is None else list(argv))

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parser for the flags of a Megatron command that this package reads.
 
-`doctor` checks these flags for hazards; `advise` and `memory` read model and run from them. Names,
-types and defaults are the same as in Megatron. All other flags are accepted and ignored. Values of
-our own flags stay strings, so that a caller can report all wrong values, or only the first.
+`doctor` looks for problems in these flags. `advise` and `memory` derive the model and the parallel
+sizes from them. Names, types and defaults are the same as in Megatron. All other flags are accepted
+and ignored. Values of this package's own flags stay strings, so that a caller can choose to report
+all wrong values or only the first.
 """
 
 from __future__ import annotations
@@ -77,10 +78,10 @@ ATTRIBUTES = {"--fp8-format": "fp8", "--fp4-format": "fp4"}
 class MegatronCommand(argparse.Namespace):
     """Flags of a Megatron command, with Megatron's names and defaults.
 
-    The value of one of our own flags is a string, or None if it is not set.
+    The value of a flag of this package is a string, or None if the flag is not set.
 
     Attributes:
-        unknown: Flags that are neither ours nor in the tables above.
+        unknown: Names of flags that are neither in the tables above nor flags of this package.
     """
 
     unknown: list[str]
@@ -103,7 +104,7 @@ class MegatronCommand(argparse.Namespace):
 
     @property
     def fitting_sizes(self) -> list[int] | None:
-        """Return the hierarchical sizes if their product is the context-parallel size, or None."""
+        """Return the hierarchical sizes; None if their product is not the context-parallel size."""
         return self.sizes if self.sizes and math.prod(self.sizes) == self.cp else None
 
     @property
@@ -116,7 +117,7 @@ class MegatronCommand(argparse.Namespace):
         return [name for name in names if getattr(self, _attribute(name)) not in (None, False)]
 
     def burst_arguments(self) -> tuple[SimpleNamespace, list[str]]:
-        """Return the converted values of our flags for `flags.add_defaults`, and error messages."""
+        """Return the converted values of this package's flags, and messages for wrong values."""
         # The default layout depends on the number of ranks.
         values, wrong = SimpleNamespace(context_parallel_size=self.cp), []
         for name in self.given(*FLAGS):
@@ -130,7 +131,7 @@ class MegatronCommand(argparse.Namespace):
 
 
 def parse(words: Sequence[str]) -> MegatronCommand:
-    """Parse a command line.
+    """Parse the words of a Megatron command; flags that this module does not read are accepted.
 
     Raises:
         ValueError: A flag has no value, or a value of another type.
@@ -195,7 +196,7 @@ def _frequency(text: str) -> Any:
 
 
 def _pair(text: str) -> list[int]:
-    """Parse "4,0" or "(4,0)"."""
+    """Parse "4,0" or "(4,0)" to [4, 0]."""
     try:
         left, right = (int(side) for side in text.strip("()").split(","))
     except ValueError:

@@ -18,7 +18,7 @@ HELP = "(--help lists the options)"
 
 
 def nearest(word: str, words: Iterable[str]) -> str | None:
-    """Return the most similar of `words`, preferably an anagram of `word`; None without any."""
+    """Return the word most similar to `word`, preferably an anagram; None if none is similar."""
     words = list(words)
     near = difflib.get_close_matches(word, words, max(1, len(words)), cutoff=0.7)
     return max(near, key=lambda candidate: sorted(candidate) == sorted(word), default=None)
@@ -31,7 +31,7 @@ def suggestion(word: str, words: Iterable[str]) -> str:
 
 
 def unrecognized(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
-    """Return the error message for words that `parser` does not have."""
+    """Return an error message for arguments that `parser` does not accept, with a suggestion."""
     flag = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
     near = "" if flag is None else suggestion(flag, parser._option_string_actions)
     return f"unrecognized arguments: {' '.join(words)}{near}"
@@ -39,14 +39,14 @@ def unrecognized(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
 
 @contextmanager
 def one_line_errors(prefix: str) -> Iterator[None]:
-    """Return a context manager in which all argument parsers report an error as one line.
+    """Return a context manager in which every argparse parser prints an error as one line.
 
-    If all ranks of a launcher have the same error, it is printed once. The exit status is 2.
+    If all ranks have the same error, only rank 0 prints it. The exit status is 2.
     Parsers that accept unknown arguments (`parse_known_args`), or have `exit_on_error=False`, work
     as before.
 
     Args:
-        prefix: Name of the command, for the message.
+        prefix: Name of the command, with which the message begins.
     """
     stock = argparse.ArgumentParser.parse_args, argparse.ArgumentParser.error
 

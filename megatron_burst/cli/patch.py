@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megatron-burst patch MEGATRON`: report whether a Megatron tree is patched or can be.
+"""`megatron-burst patch MEGATRON`: report whether a Megatron source tree is or can be patched.
 
 Each patch series of `megatron_burst/patches` is tried on a copy of the files that it changes: git
 applies the patches, and then every function in `seam.PLACES` must have its decorator. The tree
@@ -24,12 +24,12 @@ PATCHED, PATCHABLE, NEITHER = 0, 1, 2
 
 
 class PatchAttempt(NamedTuple):
-    """Result of one patch on one tree.
+    """Result of trying one patch on one source tree.
 
     Attributes:
-        patch: File of the patch.
+        patch: Path of the patch file.
         applied: True if the tree already has the patch.
-        refusal: Reason why the patch does not apply; None if it applies.
+        refusal: Reason why the patch does not apply; None if it applies or is already applied.
     """
 
     patch: Path
@@ -47,10 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print whether the tree is patched or can be, and return the exit status.
+    """Print whether the tree is or can be patched, and return the exit status.
 
     Raises:
-        ValueError: There is not exactly one tree, or the tree is not Megatron.
+        ValueError: The command names no tree or two trees, or the tree is not Megatron.
     """
     trees = [tree for tree in (arguments.tree, arguments.check) if tree is not None]
     if len(trees) != 1:
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check(tree: Path) -> tuple[int, list[str]]:
-    """Try all patch series on a tree.
+    """Try all patch series on a source tree, and describe the series that fits best.
 
     Args:
         tree: Folder that contains megatron/core.
@@ -84,7 +84,7 @@ def check(tree: Path) -> tuple[int, list[str]]:
     version = version_of(tree)
 
     def refusals(series_attempts: list[PatchAttempt]) -> tuple[int, bool]:
-        """Return a sort key: number of refused patches, then whether the version differs."""
+        """Return the sort key of a series: patches that fail, then made for another version."""
         made_for = series_attempts[0].patch.parent.name.split("-")[0]
         return sum(
             attempt.refusal is not None for attempt in series_attempts
@@ -129,7 +129,7 @@ def _try(tree: Path, patch: Path) -> PatchAttempt:
 
 
 def _apply(patch: Path, folder: Path) -> str | None:
-    """Apply a patch in a folder; return git's error message, or None."""
+    """Apply a patch in a folder; return git's error message, or None if the patch applies."""
     try:
         # Inside a subfolder of another repository, git apply would silently skip all files.
         subprocess.run(["git", "init", "--quiet", folder], check=True, capture_output=True)
@@ -154,7 +154,7 @@ def _has_seam(file: Path, place: SeamPlace) -> bool:
 
 
 def version_of(tree: Path) -> str:
-    """Return the version in a tree's package_info.py."""
+    """Return the Megatron-Core version that a source tree's package_info.py has."""
     text = (tree / "megatron" / "core" / "package_info.py").read_text(encoding="utf-8")
     parts = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = ['\"]?([^'\"\n]*)", text, re.M))
     return ".".join(parts.get(key, "?") for key in ("MAJOR", "MINOR", "PATCH")) + parts.get(

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands on several ranks: print an error of all ranks once, and destroy process groups at exit.
+"""Error messages and exit of commands that run on several ranks.
 
-The launcher (torchrun, srun) starts the ranks and sets RANK, WORLD_SIZE and the address of a store.
+An error that all ranks have is printed once. Process groups are destroyed at exit. The launcher
+(torchrun, srun) starts the ranks and sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MOMENT = timedelta(seconds=1)  # wait for other ranks to read the verdict, if er
 
 
 def report(prefix: str, error: BaseException) -> None:
-    """Print an error; only on rank 0 if all ranks report the same error within 5 s."""
+    """Print "PREFIX: error: ERROR"; only on rank 0 if all ranks report the same error in 5 s."""
     rank, world = (
         int(os.environ.get(name, count)) for name, count in (("RANK", "0"), ("WORLD_SIZE", "1"))
     )
@@ -31,8 +32,8 @@ def report(prefix: str, error: BaseException) -> None:
 def _shared(rank: int, world: int, message: str) -> bool:
     """Return True if rank 0 printed this error for all ranks.
 
-    Returns False if errors differ or the store cannot be reached. No rank exits before all ranks
-    have the verdict, because a launcher kills the other ranks when the first rank fails.
+    Returns False if errors differ or the store cannot be reached. Ranks wait until all of them have
+    read the result, because a launcher kills the other ranks when the first rank exits.
     """
     run = f"burst-error/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     texts, verdict = [f"{run}/{other_rank}" for other_rank in range(world)], f"{run}/verdict"
@@ -68,9 +69,9 @@ def _all_report(store: Any, texts: list[str], message: str) -> bool:
 
 
 def _store(rank: int) -> Any:
-    """Return a store that all ranks share.
+    """Return the torch.distributed store that all ranks share.
 
-    The store is that of the default process group, if it exists, or of the launcher. Otherwise rank
+    It is the store of the default process group, if that exists, or of the launcher. Otherwise rank
     0 opens a store at MASTER_ADDR and MASTER_PORT.
     """
     import torch.distributed as dist  # takes seconds
@@ -84,7 +85,7 @@ def _store(rank: int) -> Any:
 
 @contextmanager
 def groups_ended() -> Iterator[None]:
-    """Return a context manager that destroys the process groups of a program at a normal exit.
+    """Return a context manager that destroys all process groups when its block ends normally.
 
     Otherwise threads of process groups may abort the process while Python exits, with the exit
     status of a crash.

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Train a recipe.
+    """Train the recipe that the arguments name.
 
     Raises:
         ValueError: A name, setting or value is wrong.

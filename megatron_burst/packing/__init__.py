@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing of the documents of a global batch into micro-batches of equal time.
+"""Packing of a global batch: documents are assigned to micro-batches that need equal time.
 
-The rates of `autotune` convert work into seconds. `megatron` moves the tokens.
+`autotune` has the rates that convert work into seconds. `megatron` moves the tokens between ranks.
 """
 
 from ..layout.balanced import document_pairs

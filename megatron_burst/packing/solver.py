@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Assignment of documents to micro-batches.
 
-All micro-batches have the same number of tokens, the capacity. Padding fills the tokens that the
-documents do not use. Linear work is therefore equal, and only attention has to be balanced.
+All micro-batches have the same number of tokens, the capacity; padding fills unused tokens. The
+work of linear layers is therefore equal, and only the work of attention has to be balanced.
 
-Documents are placed in the order of the longest processing time first (LPT). Then the busiest
-micro-batch moves a document to another micro-batch, or exchanges one with it, while that makes it
-less busy. All values are integers, so that ranks that pack the same documents compute the same
-packing.
+First each document goes to the micro-batch with the least work, in the order of decreasing work
+(the LPT rule: longest processing time first). Then documents of the busiest micro-batch are moved
+to other micro-batches or exchanged with their documents, until that no longer reduces the largest
+work. All values are integers, so that ranks that pack the same documents compute the same packing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .work import Work
 
 @dataclass(frozen=True)
 class Packing:
-    """Micro-batches of a step.
+    """Assignment of the documents of a training step to micro-batches.
 
     Attributes:
         places: Document indices of each micro-batch, `places[rank][micro_batch]`.
@@ -35,12 +35,12 @@ class Packing:
 
     @property
     def count(self) -> int:
-        """Number of micro-batches per rank."""
+        """Number of micro-batches of each rank."""
         return len(self.places[0])
 
     @property
     def imbalance(self) -> float:
-        """Work of the busiest micro-batch divided by the mean."""
+        """Work of the busiest micro-batch, divided by the mean work of a micro-batch."""
         mean = float(self.loads.mean())
         return float(self.loads.max()) / mean if mean else 1.0
 
@@ -61,15 +61,15 @@ def pack(
 ) -> Packing:
     """Pack documents into micro-batches of `capacity` tokens.
 
-    The number of micro-batches is the smallest into which the documents fit. One `multiple` more is
-    used if the forecast is faster.
+    The number of micro-batches per rank is the smallest multiple of `multiple` for which an
+    assignment is found, or the next multiple if that makes the step faster (`Packing.slowest`).
 
     Args:
         lengths: Tokens of each document, at least 1.
-        work: Cost of the documents.
+        work: Work per token and per visible pair.
         ranks: Number of ranks; all get the same number of micro-batches.
         capacity: Tokens of a micro-batch.
-        multiple: Divisor of the number of micro-batches per rank.
+        multiple: Number that must divide the number of micro-batches per rank.
         original: Documents of each micro-batch before packing. This assignment is used if the
             solver finds no other assignment with that number of micro-batches.
 
@@ -121,7 +121,10 @@ def _checked(lengths: object, ranks: int, capacity: int, multiple: int) -> np.nd
 
 
 class _Bins:
-    """Micro-batches during packing."""
+    """Micro-batches during packing, called bins.
+
+    `busy` has the attention work of each bin, `room` the tokens that still fit into it.
+    """
 
     def __init__(self, lengths: np.ndarray, attention: np.ndarray, count: int, capacity: int):
         self.lengths, self.attention = lengths, attention
@@ -131,9 +134,9 @@ class _Bins:
     def fill(self, original: Sequence[Sequence[int]]) -> bool:
         """Assign every document to a bin. Return False if no assignment fits.
 
-        The first attempt places each document into the least busy bin with room, longest processing
-        time first. If a document fits in no bin, the second attempt places each document into the
-        fullest bin with room, longest first. The last attempt is the original assignment.
+        The first attempt puts each document into the least busy bin with room, in the order of
+        decreasing work. If a document fits in no bin, the second attempt puts each document into
+        the fullest bin with room, longest first. The last attempt is the original assignment.
         """
         return (
             self._place(fullest=False)
@@ -171,11 +174,11 @@ class _Bins:
         return bool((self.room >= 0).all())
 
     def exchange(self) -> None:
-        """Move or exchange documents while that makes the busiest bin less busy.
+        """Move or exchange documents of the busiest bin, until that no longer reduces its work.
 
-        Each round chooses the move after which the busier of the two bins has the least work. It
-        tries the least busy bins first, and all bins if these do not help. The search ends if no
-        move helps, after `_ROUNDS` rounds, or if the busiest bin is within 0.1 % of the mean.
+        Each round chooses the change after which the busier of the two bins has the least work. It
+        tries the least busy bins as partners first, then all bins. The search ends if no change
+        helps, after `_ROUNDS` rounds, or if the busiest bin is within 0.1 % of the mean.
         """
         enough = int(self.busy.sum()) // self.count * 1001 // 1000
         for _ in range(_ROUNDS):
@@ -213,7 +216,7 @@ class _Bins:
 
 
 def _sample(documents: np.ndarray, limit: int) -> np.ndarray:
-    """Return at most `limit` of the documents, evenly spaced, to bound the time of a round."""
+    """Return at most `limit` of the documents, evenly spaced, which bounds the time of a round."""
     return documents[:: -(-len(documents) // limit) or 1]
 
 
@@ -223,9 +226,15 @@ _IDLEST = 8  # micro-batches that a round tries first
 
 
 def _dealt(bins: _Bins, ranks: int, linear: int) -> Packing:
-    """Distribute bins over ranks, the busiest first.
+    """Return the packing that distributes the bins over ranks.
 
-    The order of the ranks alternates, so that the sums of the ranks are nearly equal too.
+    Bins are dealt in the order of decreasing work, alternately from the first to the last rank and
+    back, so that the total work of each rank is nearly equal too.
+
+    Args:
+        bins: The bins, filled.
+        ranks: Number of ranks; divides the number of bins.
+        linear: Linear work of each bin, in pairs.
     """
     documents: list[list[int]] = [[] for _ in range(bins.count)]
     for index, target in enumerate(bins.of.tolist()):

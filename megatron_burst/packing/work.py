@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost of a document: pairs of attention, and linear work per token.
+"""Work of a document: visible pairs of attention, and linear work per token.
 
-The unit is one visible pair (query, key) of one layer, forward and backward. Work is counted in
-integers, so that all ranks that pack the same documents compute the same packing. `Work.seconds`
-converts work into a forecast.
+The unit of work is the pair: the forward and backward of one visible (query, key) pair in one
+layer. Work is an integer, so that all ranks that pack the same documents compute the same packing.
+`Work.seconds` converts work to a forecast time.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ LINEAR_BACKWARD = 2.0  # FLOPs of a linear layer's backward per FLOP of its forw
 
 @dataclass(frozen=True)
 class Work:
-    """Work of a model per document, in pairs.
+    """Work that a model does per document, in pairs.
 
     Attributes:
         token: Linear work per token, in pairs. Padding has this work too.
-        windows: One (left, right, layers) per kind of layer. left and right limit how many earlier
-            and later tokens of its document a token sees; None means no limit.
-        pair_flops: FLOPs of a pair in forward: 2 x (d + d_v) x heads.
+        windows: (left, right, layers) for each attention window of the model. `layers` is the
+            number of layers with it. A token sees at most `left` earlier and `right` later tokens
+            of its document; None means no limit.
+        pair_flops: Forward FLOPs of a visible pair in one layer: 2 x (width of q and k + width of
+            v) x heads.
 
     Raises:
         ValueError: An attribute is invalid.
@@ -54,12 +56,12 @@ class Work:
 
     @classmethod
     def of(cls, *, token_flops: float, pair_flops: int, windows: Sequence[Window]) -> Work:
-        """Return the work of a model from the FLOPs of its forward.
+        """Return the work of a model, computed from the FLOPs of its forward.
 
         Args:
-            token_flops: FLOPs per token of all layers without attention.
-            pair_flops: FLOPs of a pair of one layer.
-            windows: Attention window of each layer.
+            token_flops: FLOPs per token of all layers, without attention to other tokens.
+            pair_flops: FLOPs of a visible pair in one layer.
+            windows: Attention window (left, right) of each layer.
 
         Raises:
             ValueError: `pair_flops` is not a positive integer.
@@ -74,7 +76,7 @@ class Work:
         return cls(token, tuple((*kind, layers) for kind, layers in kinds.items()), pair_flops)
 
     def attention(self, lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the pairs of each document over all layers, int64 [documents].
+        """Return the number of visible pairs of each document in all layers, int64 [documents].
 
         Args:
             lengths: Tokens of each document.
@@ -98,15 +100,15 @@ class Work:
         return pairs
 
     def seconds(self, load: float, rates: Rates, *, ranks: int = 1, link: float = 0.0) -> float:
-        """Return the forecast time of a load in seconds, forward and backward.
+        """Return the forecast time of work in seconds, forward and backward.
 
-        Linear work is assumed to run at the rate of attention.
+        Linear layers are assumed to run at the FLOP/s of attention.
 
         Args:
             load: Work in pairs.
             rates: Rates of the cluster.
-            ranks: Number of ranks that share the load.
-            link: Seconds of the transfers, which run concurrently with the computation.
+            ranks: Number of ranks that share the work equally.
+            link: Seconds of the transfers, which overlap with the computation.
 
         Raises:
             ValueError: `rates` has no compute rate.

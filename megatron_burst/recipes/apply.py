@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`apply_burst`: one call that adds BurstAttention to a recipe.
 
-This module checks only names and values of the arguments. Launchers override the sizes of a recipe
-afterwards, so checks that depend on sizes are made when the recipe is used (`recipes.validate`).
+This module checks only names and values of the arguments. A launcher may override the sizes of a
+recipe later, so `recipes.validate` makes the checks that depend on sizes when the recipe is used.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _STACKS = ("hybrid_stack_spec", "mamba_stack_spec")  # settings of hybrid models
 def apply_burst(recipe: Any, *, intra: int | None = None, **choices: Any) -> Any:
     """Change a recipe so that it trains with BurstAttention.
 
-    The call sets the layer spec. Two options change other settings too, and the log reports the
-    change: a fused `lm_head_loss` turns `cross_entropy_loss_fusion` off, and `store` turns full
-    recomputation on if the recipe recomputes nothing. A second call replaces the first.
+    The call sets the layer spec. Two options change other settings too, and the change is logged. A
+    fused `lm_head_loss` turns `cross_entropy_loss_fusion` off. `store` turns full recomputation on
+    if the recipe recomputes nothing. A second call replaces the first.
 
     Settings may be overridden after the call. They are checked before the first process group is
     made (in NeMo 2: when the model is built).
@@ -103,11 +103,11 @@ _RECOMPUTE = {
 
 
 def _adjusted(model: Any, choices: dict[str, Any], before: dict[str, Any], spec: Any) -> Any:
-    """Change the settings that an option requires, and return `spec` with the old values.
+    """Change the settings that the options require, and return `spec` with the old values recorded.
 
     Args:
         model: the model configuration; changed.
-        choices: the options.
+        choices: the options of `apply_burst`.
         before: old values that an earlier call of `apply_burst` recorded. They are restored first,
             except for settings that the user changed after that call.
         spec: the layer spec.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three kinds of recipe, and the recipe setting that corresponds to each flag.
+"""Kinds of recipe, and the recipe setting that corresponds to a flag of Megatron-LM.
 
-Errors of this package name flags of Megatron-LM. A recipe has settings instead of flags, with paths
-that depend on the kind of recipe. Therefore flags in errors are replaced by the paths of settings.
+The kinds are Megatron-Bridge recipes, those with a nested `model.transformer`, and NeMo 2 recipes.
+Errors of this package name flags. A recipe has settings instead, with paths that depend on the kind
+of recipe. Therefore each flag in an error is replaced by the path of its setting.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ _STRATEGY = (
 
 @dataclass(frozen=True)
 class RecipeKind:
-    """A kind of recipe, and the paths of its settings in overrides.
+    """A kind of recipe, and the paths under which its settings are overridden.
 
     Attributes:
         name: Name of the kind, for messages.
-        transformer: Path of the fields of a `TransformerConfig`.
-        model: Path of further fields of the model configuration.
-        strategy: Path of the parallel sizes.
-        batch: Path of the micro-batch size.
+        transformer: Path that contains the fields of `TransformerConfig`.
+        model: Path that contains the other fields of the model configuration.
+        strategy: Path that contains the parallel sizes.
+        batch: Path that contains the micro-batch size.
     """
 
     name: str
@@ -46,7 +47,7 @@ class RecipeKind:
     batch: str
 
     def path(self, flag: str, owner: Any) -> str:
-        """Return the path of the setting for a flag, or the flag if there is no such setting.
+        """Return the path of the setting that corresponds to a flag, or the flag if there is none.
 
         Args:
             flag: a flag of Megatron-LM or of this package.
@@ -73,7 +74,7 @@ NEMO = RecipeKind("a NeMo 2 recipe", "model.config", "model.config", "trainer.st
 
 
 def kind_of(model: Any) -> RecipeKind:
-    """Return the kind of the recipe that has this model configuration."""
+    """Return the kind of recipe to which this model configuration belongs."""
     if getattr(model, "transformer", None) is not None:
         return NESTED
     return NEMO if type(model).__module__.startswith("nemo.") else PROVIDER
@@ -87,7 +88,7 @@ def translated(model: Any, text: str) -> str:
 
 @contextmanager
 def translating(model: Any) -> Iterator[None]:
-    """Replace flags by recipe settings in a `ValueError` that is raised inside the context."""
+    """Return a context in which the message of a `ValueError` names recipe settings, not flags."""
     try:
         yield
     except ValueError as error:

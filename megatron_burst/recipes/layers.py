@@ -27,12 +27,14 @@ def burst_layer_spec(
     before: dict[str, Any] | None = None,
     **choices: Any,
 ) -> Any:
-    """Call `megatron.specs.burst_layer_spec`; errors name recipe settings instead of flags.
+    """Return the layer spec of `megatron.specs.burst_layer_spec`, for a recipe.
+
+    Errors name recipe settings instead of flags. Modules of Bridge that are loaded are patched.
 
     Args:
         config: the model configuration of the recipe.
-        vp_stage: the stage of an interleaved pipeline.
-        base: the layers without BurstAttention.
+        vp_stage: the virtual pipeline stage, if the pipeline is interleaved.
+        base: the recipe's layer spec without BurstAttention.
         before: the values of settings before `apply_burst` changed them. Only a later call of
             `apply_burst` reads them, to restore the settings.
         choices: fields of `BurstConfig`; they take precedence over flags.
@@ -64,7 +66,7 @@ def is_ours(spec: Any) -> bool:
 
 
 def fields_of(spec: functools.partial) -> dict[str, Any]:
-    """Return the fields of `BurstConfig` that are set in a layer spec of `apply_burst`."""
+    """Return the fields of `BurstConfig` that a layer spec made by `apply_burst` sets."""
     return {name: x for name, x in spec.keywords.items() if name not in ("base", "before")}
 
 

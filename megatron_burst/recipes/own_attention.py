@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches of Megatron-Bridge's providers that refuse context parallelism.
+"""Patches of Megatron-Bridge for models with their own attention: MiMo-V2-Flash, Gemma 3 and 4.
 
-Bridge does not support context parallelism for MiMo-V2-Flash and, in 0.6, for Gemma 3 VL:
-Transformer Engine does not split their windows and masks over ranks. BurstAttention replaces the
-core attentions of these models (`megatron.attention.derived`). To pass the provider's own check,
-`context_parallel_size` is 1 until the provider calls the layer spec of `apply_burst`. The layers
-are then built for all ranks.
+A provider is Bridge's class that configures and builds a model. Bridge refuses context parallelism
+for MiMo-V2-Flash and, in 0.6, for Gemma 3 VL, because Transformer Engine does not split their
+windows and masks over ranks. BurstAttention replaces the core attentions of these models
+(`megatron.attention.derived`). To pass the provider's check, `context_parallel_size` is 1 until the
+provider calls the layer spec of `apply_burst`. The layers are then built for all ranks.
 
-Providers of dense Gemma 4 models get their layers from a function of their module. This function is
-replaced, so that it returns the layers of `apply_burst`: the provider's layers with BurstAttention
-as core attention.
+Providers of dense Gemma 4 models get their layer spec from a function of their module. A function
+that returns the layer spec of `apply_burst` replaces it.
 
 Gemma 3 and MiMo-V2-Flash have two rotary embeddings, for layers with and without a window, and
-stack the two tables. In packed batches, blanks replace the tables until they are applied
-(`data.rope`), and a stack would copy the blanks. `RotaryTables.pair` replaces the stack.
+stack the two tables. For packed batches, `data.rope` passes placeholders (blanks) instead of the
+tables, and `torch.stack` would copy the blanks. `RotaryTables.pair` replaces the stack.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ _GEMMA4, _GEMMA4_LAYERS = "Gemma4DenseProvider", "get_gemma4_layer_spec"
 def patch_provider(model: Any, is_ours: Callable[[Any], bool]) -> None:
     """Patch the provider class of a recipe to accept several context-parallel ranks.
 
-    Only the providers in `_PROVIDERS` and of dense Gemma 4 models are patched. The patch has an
-    effect if `apply_burst` made the layer spec of the recipe. Idempotent.
+    Only the classes in `_PROVIDERS` and the provider of dense Gemma 4 models are patched. The patch
+    changes only recipes whose layer spec `apply_burst` made. Idempotent.
 
     Args:
-        model: the provider.
+        model: the provider, which is the recipe's model configuration.
         is_ours: `layers.is_ours`.
     """
     dense = _gemma4(model)
@@ -77,7 +76,7 @@ def _gemma4(model: Any) -> type | None:
 
 
 def gemma4_problems(model: Any, transformer: Any) -> Iterator[Problem]:
-    """Yield the settings that only a provider of dense Gemma 4 models excludes."""
+    """Yield a problem for each setting that is unsupported only in dense Gemma 4 models."""
     if _gemma4(model) and getattr(transformer, "recompute_granularity", None) == "full":
         yield Problem(
             f"--recompute-granularity full with {type(model).__name__}: Bridge passes a pair of "
@@ -88,9 +87,9 @@ def gemma4_problems(model: Any, transformer: Any) -> Iterator[Problem]:
 
 
 def name_to_bridge() -> None:
-    """Register the sinks of our core attentions in Bridge's weight conversion, if it is loaded.
+    """Register our core attention classes in Bridge's weight conversion, if Bridge is loaded.
 
-    The sinks are split over tensor-parallel ranks like the sinks of the replaced classes.
+    Bridge then splits their sinks over tensor-parallel ranks, as it does for the replaced classes.
     """
     home = sys.modules.get("megatron.bridge.models.conversion.param_mapping")
     if home is not None:
@@ -99,9 +98,9 @@ def name_to_bridge() -> None:
 
 
 def patch_ropes() -> None:
-    """Wrap Bridge's pairs of rotary embeddings, so that they do not copy blanks (`data.rope`).
+    """Wrap Bridge's classes that stack two rotary tables, so that they do not copy blanks.
 
-    Has an effect only for modules that are already loaded. Idempotent.
+    Only modules that are already loaded are patched. Idempotent.
 
     Raises:
         RuntimeError: Bridge's models do not have the expected parameters.
@@ -116,7 +115,10 @@ def patch_ropes() -> None:
 
 
 def _table_pair(original: Callable, self: Any, *args: Any, **named: Any) -> Any:
-    """Return the tables of both rotary embeddings: one stacked tensor, or in Bridge 0.3 a tuple."""
+    """Return the two rotary tables, for layers with and without a window, or a blank for the pair.
+
+    The tables are one stacked tensor, or in Bridge 0.3 a tuple.
+    """
     from ..megatron.data.rope import is_blank, tables
 
     arguments = patching.given_to(original, (self, *args), named)
@@ -142,7 +144,7 @@ def _with_layers(
     *args: Any,
     **named: Any,
 ) -> Any:
-    """Build a dense Gemma 4 model with the layers of the recipe, if `apply_burst` made them."""
+    """Build a dense Gemma 4 model; use the recipe's layer spec if `apply_burst` made it."""
     spec = self.transformer_layer_spec
     if not is_ours(spec):
         return original(self, *args, **named)

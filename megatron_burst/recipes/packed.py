@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed batches of Megatron-Bridge, cut in the layout that attention expects.
+"""Cutting of Megatron-Bridge's packed batches over ranks, in the layout that attention expects.
 
-Bridge's training step cuts a packed batch with one function, which calls Transformer Engine.
-Transformer Engine supports only zigzag and requires padded documents. This module replaces the
-function; `megatron.data.packed` determines which positions a rank holds.
+Bridge's training step cuts a packed batch with a function that calls Transformer Engine, which
+supports only zigzag and requires padded documents. This module replaces the function.
+`megatron.data.packed` determines which positions a rank holds.
 """
 
 from __future__ import annotations
@@ -61,5 +61,5 @@ def _cutting(original: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
 
 
 def _spans(x: Any, rows: list[torch.Tensor]) -> bool:
-    """Return whether an entry of a batch has one value per token."""
+    """Return True if an entry of a batch has one value per token."""
     return isinstance(x, torch.Tensor) and bool(rows) and x.shape == rows[0].shape

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ready-made recipes: recipes of Megatron-Bridge with sizes for long sequences and `apply_burst`.
+"""Ready-made recipes: recipes of Megatron-Bridge, changed for long sequences and BurstAttention.
 
-A recipe's name contains model, task, number and type of GPUs, and sequence length. Comments give
-the reason for each setting. Model, optimizer, data (random tokens until `dataset.blend` is set) and
-learning-rate schedule are Bridge's. No recipe has been run on the GPUs in its name; `docs/nemo.md`
-estimates the memory.
+A recipe's name contains the model, the task, number and type of GPUs, and the sequence length.
+Comments give the reason for each setting. Model, optimizer, data (random tokens until
+`dataset.blend` is set) and learning-rate schedule are the same as in Bridge's recipe. No recipe has
+been run on the GPUs in its name; `docs/nemo.md` estimates the memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ K, M = 2**10, 2**20
 
 
 def llama3_8b_pretrain_8gpu_h100_256k() -> Any:
-    """Llama 3 8B at 256K tokens on one node of 8 H100."""
+    """Return the recipe of Llama 3 8B with 256K-token sequences, for one node of 8 H100."""
     recipe = _bridge(
         "llama", "llama3_8b_128k_pretrain_config", "llama3_8b_pretrain_64gpu_h100_bf16_128k_config"
     )
@@ -32,7 +32,7 @@ def llama3_8b_pretrain_8gpu_h100_256k() -> Any:
 
 
 def llama3_8b_pretrain_32gpu_h100_1m() -> Any:
-    """Llama 3 8B at 1M tokens on 4 nodes of 8 H100."""
+    """Return the recipe of Llama 3 8B with 1M-token sequences, for 4 nodes of 8 H100."""
     recipe = _bridge(
         "llama", "llama3_8b_128k_pretrain_config", "llama3_8b_pretrain_64gpu_h100_bf16_128k_config"
     )
@@ -47,7 +47,7 @@ def llama3_8b_pretrain_32gpu_h100_1m() -> Any:
 
 
 def qwen3_14b_pretrain_64gpu_h100_2m() -> Any:
-    """Qwen3 14B at 2M tokens on 8 nodes of 8 H100."""
+    """Return the recipe of Qwen3 14B with 2M-token sequences, for 8 nodes of 8 H100."""
     recipe = _bridge(
         "qwen", "qwen3_14b_pretrain_config", "qwen3_14b_pretrain_8gpu_h100_bf16_config"
     )
@@ -58,7 +58,10 @@ def qwen3_14b_pretrain_64gpu_h100_2m() -> Any:
 
 
 def llama2_7b_pretrain_32gpu_a800_2m() -> Any:
-    """Llama 2 7B at 2M tokens on 4 nodes of 8 A800, the setting of the BurstEngine paper."""
+    """Return the recipe of Llama 2 7B with 2M-token sequences, for 4 nodes of 8 A800.
+
+    The BurstEngine paper has the same model, length and GPUs.
+    """
     recipe = _bridge(
         "llama", "llama2_7b_pretrain_config", "llama2_7b_pretrain_2gpu_h100_bf16_config"
     )
@@ -81,7 +84,7 @@ RECIPES: dict[str, Callable[[], Any]] = {
 
 
 def find(name: str) -> Callable[[], Any]:
-    """Return the function that makes a ready-made recipe, or a recipe of Bridge with `apply_burst`.
+    """Return a function that makes the named recipe; recipes of Bridge are passed to `apply_burst`.
 
     Args:
         name: name of a recipe in `RECIPES` or in `megatron.bridge.recipes`.
@@ -101,7 +104,12 @@ def find(name: str) -> Callable[[], Any]:
 
 
 def _bridge(family: str, *names: str) -> Any:
-    """Return Bridge's recipe under the first of `names` that exists in the installed version."""
+    """Make the recipe of the first of `names` that exists in the installed version of Bridge.
+
+    Args:
+        family: module of `megatron.bridge.recipes`.
+        names: names of one recipe in different versions of Bridge.
+    """
     module = importlib.import_module(f"megatron.bridge.recipes.{family}")
     recipe = next((getattr(module, name) for name in names if hasattr(module, name)), None)
     if recipe is None:
@@ -110,7 +118,14 @@ def _bridge(family: str, *names: str) -> Any:
 
 
 def _sizes(recipe: Any, *, tokens: int, tensor: int, context: int) -> None:
-    """Set sizes for micro-batches of one sequence of `tokens`, over `tensor` x `context` GPUs."""
+    """Set the sizes of a recipe; a micro-batch is one sequence.
+
+    Args:
+        recipe: the recipe; changed.
+        tokens: length of the sequence.
+        tensor: tensor-parallel size.
+        context: context-parallel size.
+    """
     model = recipe.model
     model.seq_length = tokens
     recipe.dataset.seq_length = tokens

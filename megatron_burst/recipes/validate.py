@@ -2,8 +2,8 @@
 """Check of a Megatron-Bridge recipe after all overrides.
 
 The check runs when Bridge validates a configuration, before Bridge makes process groups. Without
-it, sizes that do not fit fail in an assertion of Bridge that names no setting. One error reports
-all problems. All ranks read the same configuration, so all raise the same error.
+the check, wrong sizes would fail in an assertion of Bridge that names no setting. One error reports
+all problems. All ranks read the same configuration, so all ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def check(recipe: Any) -> None:
 
 
 def _check_layout_of_others(transformer: Any) -> None:
-    """Raise an error if a recipe without BurstAttention would get an earlier recipe's layout."""
+    """Raise an error if a recipe without BurstAttention would use an earlier recipe's layout."""
     layout = installed_layout()
     if layout not in (None, "zigzag") and getattr(transformer, "context_parallel_size", 1) != 1:
         raise ValueError(

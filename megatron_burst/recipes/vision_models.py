@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detection of vision-language models in recipes, and access to the plugin `vision`."""
+"""Detection of recipes of vision-language models, and access to the plugin `vision`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..megatron.checks.problem import Problem
 
 
 class VisionRecipes(Protocol):
-    """The functions of `plugins.vision.recipes`, for Megatron-Bridge's vision-language models."""
+    """Interface of the module `plugins.vision.recipes`, which supports vision-language models."""
 
     def check_provider(self, model: Any, is_ours: Callable[[Any], bool]) -> None:
         """Raise `ValueError` for a model that is not supported.
@@ -23,11 +23,11 @@ class VisionRecipes(Protocol):
         ...
 
     def with_mask(self, model: Any, choices: dict[str, Any]) -> dict[str, Any]:
-        """Return `choices` (fields of `BurstConfig`), plus the mask that a split model requires."""
+        """Return `choices` (fields of `BurstConfig`), with the mask that Gemma 3 VL requires."""
         ...
 
     def problems(self, model: Any, transformer: Any) -> Iterator[Problem]:
-        """Yield the settings that only vision-language models exclude."""
+        """Yield a problem for each setting that is unsupported only in vision-language models."""
         ...
 
     def patch_bridge(self) -> None:
@@ -36,7 +36,7 @@ class VisionRecipes(Protocol):
 
 
 def is_vision(model: Any) -> bool:
-    """Return whether this provider of Bridge makes a vision-language model."""
+    """Return True if this provider of Bridge builds a vision-language model."""
     # Providers of pure language models also have is_vision_language.
     names = vars(model).keys() - {"is_vision_language"}
     return any("vision" in name.split("_") for name in names)  # not a substring: "revision"

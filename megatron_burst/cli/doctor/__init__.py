@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _gpu(arguments: argparse.Namespace) -> int:
-    """Run `--gpu-report`. It excludes COMMAND, whose paths may be private."""
+    """Run `--gpu-report`. Refuse COMMAND, because its paths may be private."""
     if arguments.gpu_report is None:
         raise ValueError("--device requires --gpu-report FILE; add it, or leave --device out")
     excluded = {

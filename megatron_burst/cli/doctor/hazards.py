@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems of the user's Megatron command: hazards, and all settings that the run would refuse.
+"""Problems of the user's Megatron command: hazards, and settings that the run would refuse.
+
+A hazard is a setting that runs, but may give wrong results or waste time or memory.
 
 `config` and `megatron.checks` decide which settings are refused. This module passes the command to
 these checks and converts problems to findings. It does not import Megatron-Core, which would take
@@ -40,13 +42,13 @@ LARGE_MASK = 2**30  # bytes; an attention mask of this size is a problem
 def hazards(
     command: MegatronCommand, gpus_per_node: int, machine: dict[str, Any], te: str | None
 ) -> Iterator[Finding]:
-    """Yield the hazards of a command.
+    """Yield a finding for each setting of a command that may be a hazard.
 
     Args:
         command: The command.
         gpus_per_node: GPUs per node.
         machine: Result of `machine.describe`.
-        te: Version of Transformer Engine, or None.
+        te: Installed version of Transformer Engine, or None.
     """
     yield from _choice(command)
     yield from _sizes(command, gpus_per_node)
@@ -173,7 +175,7 @@ def refusals(command: MegatronCommand, te: str | None) -> Iterator[Finding]:
 
     Args:
         command: The command.
-        te: Version of Transformer Engine, or None.
+        te: Installed version of Transformer Engine, or None.
     """
     unknown = [name for name in command.unknown if name.startswith("--burst-")]
     burst_flags = command.given(*FLAGS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the installation: versions of packages, and whether the hooks fit Megatron.
+"""Checks of the installation: versions of packages, and whether our hooks fit Megatron-Core.
 
 Versions are read without importing the packages. The hooks are installed into Megatron and removed
 again. `TESTED` has the versions of Megatron-Core that the tests cover.
@@ -34,7 +34,7 @@ UNNEEDED = "not installed, and not needed"
 
 
 def version(*distributions: str) -> str | None:
-    """Return the version of the first installed distribution, or None."""
+    """Return the version of the first of `distributions` that is installed; None if none is."""
     for name in distributions:
         try:
             return metadata.version(name)
@@ -72,7 +72,7 @@ def versions(megatron: bool) -> Iterator[Finding]:
 
 
 def torch_findings() -> Iterator[Finding]:
-    """Yield the version of torch and the features that this torch lacks."""
+    """Yield a finding with the version of torch, and one per feature that this version lacks."""
     version = str(torch.__version__)
     built = ", a development build; its features were checked" if DEVELOPMENT(version) else ""
     yield ok("torch", version + built)
@@ -83,7 +83,7 @@ def torch_findings() -> Iterator[Finding]:
 
 
 def flash_attention() -> Iterator[Finding]:
-    """Yield for each FlashAttention package whether it is installed and has known functions."""
+    """Yield a finding per FlashAttention package: is it installed, and does it fit this package?"""
     for name, package in FLASH.items():
         presence = package_presence(name)
         if presence.usable is None:
@@ -109,8 +109,8 @@ def _megatron(needed: bool) -> Finding:
 def megatron_version() -> str | None:
     """Return the version of the Megatron-Core that would be imported, or None.
 
-    The version is read from the source, because a checkout may precede an installed wheel on the
-    path.
+    The version is read from the source files, because on `sys.path` a checkout may precede an
+    installed wheel.
     """
     try:
         spec = util.find_spec("megatron.core")
@@ -125,7 +125,7 @@ def megatron_version() -> str | None:
 
 
 def hooks() -> Iterator[Finding]:
-    """Install the hooks into Megatron, remove them, and yield whether they fit this version."""
+    """Install our hooks into Megatron-Core, remove them, and yield a finding: do they fit?"""
     if megatron_version() is None:
         return  # `versions` reports this
     try:

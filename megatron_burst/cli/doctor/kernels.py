@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test of local attention kernels on the pairs of shards of two ranks.
+"""Test of attention kernels: one process computes the kernel calls of a ring of two ranks.
 
 The doctor compares each kernel with the kernel "reference". The GPU report compares each kernel
 with the dense formula in float64.
@@ -28,12 +28,12 @@ MASKS = {"causal": masks.Causal(), "other": masks.Window(63, 0)}
 
 
 def kernels() -> Iterator[Finding]:
-    """Yield a finding per local attention kernel, and one for the kernels that "auto" selects.
+    """Yield a finding per attention kernel, and one for the kernels that "auto" selects.
 
     Each kernel runs forward and backward on this machine's device and is compared with the kernel
-    "reference", which has a finding only if it fails. The inputs have grouped heads, a length that
-    is not a power of two, and queries that were sent without out. torch does not test its operators
-    with such inputs.
+    "reference", which has a finding only if it fails. The inputs have grouped heads and a length
+    that is not a power of two. Some backward calls get queries without their attention output.
+    torch does not test its operators with such inputs.
     """
     cuda = torch.cuda.is_available()
     device, dtype = (
@@ -71,7 +71,7 @@ def kernels() -> Iterator[Finding]:
 
 
 def _outcome(name: str, mask: masks.Mask, inputs: Sequence[torch.Tensor]) -> float | Exception:
-    """Return the largest difference from the reference, or the exception that the kernel raised."""
+    """Return the largest error relative to "reference", or the exception that the kernel raised."""
     try:
         results = [by_pairs(kernel, mask, "query", inputs) for kernel in (name, "reference")]
     except Exception as failure:
@@ -82,7 +82,7 @@ def _outcome(name: str, mask: masks.Mask, inputs: Sequence[torch.Tensor]) -> flo
 def _kernel(
     name: str, device: torch.device, outcomes: Sequence[float | Exception], bound: float
 ) -> Finding:
-    """Convert the outcomes of a kernel to a finding.
+    """Convert the results of `_outcome` for the masks in `MASKS` to a finding.
 
     Wrong results are a problem. A kernel that does not support this device or these widths, or is
     not installed, is absent. Any other failure is a note.
@@ -104,12 +104,13 @@ def _kernel(
 
 
 def error(result: torch.Tensor, exact: torch.Tensor, whole: torch.Tensor | None = None) -> float:
-    """Return the largest difference, relative to the largest exact value; inf if not finite.
+    """Return the largest absolute error, divided by the largest exact value; inf if not finite.
 
     Args:
         result: Computed values.
         exact: Exact values.
-        whole: Tensor that contains `exact`, whose largest value is used. Default: `exact`.
+        whole: Tensor of which `exact` is a part; its largest value is the divisor. Default:
+            `exact`.
     """
     largest = (exact if whole is None else whole).double().abs().max()
     off = ((result.double() - exact.double()).abs().max() / largest).item()
@@ -119,13 +120,13 @@ def error(result: torch.Tensor, exact: torch.Tensor, whole: torch.Tensor | None 
 def by_pairs(
     name: Any, mask: masks.Mask, side: Any, inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return out, dq, dk, dv, computed from the pairs of shards of two ranks in layout zigzag.
+    """Return out, dq, dk, dv [s, 1, heads, d] from the kernel calls of two ranks in layout zigzag.
 
     Args:
         name: Kernel, as in `mb.prepare`.
         mask: Mask of the whole sequence.
-        side: Tensors that ranks would send in backward. With "query", a pair of shards of different
-            ranks is computed without out.
+        side: Tensors that ranks would send in backward, "kv" or "query". With "query", backward of
+            one rank's queries with the other rank's keys does not get the queries' out.
         inputs: q, k, v and the gradient of out, [s, 1, heads, d], s divisible by four.
 
     Raises:
@@ -170,9 +171,10 @@ def _rows(x: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
 def dense(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, seen: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Return out, dq, dk, dv of dense attention by formula, in float64, one head at a time.
+    """Return out, dq, dk, dv of dense attention, in float64, from the formulas of attention.
 
-    The function shares no code with the kernels. Scores are divided by sqrt(d).
+    The function shares no code with the kernels. It computes one head at a time. Scores are divided
+    by sqrt(d).
 
     Args:
         q: [s, 1, h, d].

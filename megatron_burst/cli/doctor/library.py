@@ -49,7 +49,7 @@ def _device_finding(device: str) -> Finding:
 
 
 def _errors(device: torch.device) -> Iterator[tuple[str, float]]:
-    """Yield the name and largest error of each operator; inf if the operator did not run."""
+    """Yield (name, largest relative error) of each operator; inf if the operator did not run."""
     generator = torch.Generator().manual_seed(0)
     x, y, z = torch.randn(3, 16, 1, 2, 64, generator=generator).to(device)
     lse, other_lse = x[..., 0].clone(), y[..., 0].clone()

@@ -28,14 +28,14 @@ VARIABLES = (
 
 
 def describe(sys_class: Path = SYS) -> dict[str, Any]:
-    """Return a dict with host, gpus, nics (name -> speed) and variables (name -> value)."""
+    """Return the facts about this machine by name: host, gpus, nics and variables."""
     return {"host": socket.gethostname(), "gpus": gpus(), "nics": nics(sys_class)} | {
         "variables": variables()
     }
 
 
 def gpus() -> list[str]:
-    """Return name, memory and compute capability of each GPU."""
+    """Return a text per GPU: name, memory and compute capability."""
     if not torch.cuda.is_available():
         return []
     properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -46,7 +46,7 @@ def gpus() -> list[str]:
 
 
 def nics(sys_class: Path = SYS) -> dict[str, str]:
-    """Return a dict from name to speed of active network interfaces and RDMA adapters.
+    """Return the speed of each active network interface and RDMA adapter, by name.
 
     RDMA adapters are InfiniBand and RoCE. Interfaces without hardware (loopback, bridges, veth) are
     omitted.
@@ -64,7 +64,7 @@ def nics(sys_class: Path = SYS) -> dict[str, str]:
 
 
 def variables() -> dict[str, str]:
-    """Return the values of those `VARIABLES` that are set."""
+    """Return the values of the environment variables in `VARIABLES` that are set, by name."""
     return {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
@@ -89,7 +89,7 @@ def local_rank() -> int:
 
 
 def own_device() -> torch.device:
-    """Return the GPU of this rank and make it current; the CPU without a GPU."""
+    """Return this rank's GPU and make it torch's current device; without a GPU, return the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank())

@@ -95,9 +95,10 @@ class Report:
             self.console.print(_row(finding))
 
     def end(self, facts: dict[str, Any]) -> None:
-        """Print absent packages and the number of problems and notes.
+        """Print absent packages and the number of problems and notes, or everything as JSON.
 
-        JSON output has all findings and the facts.
+        Args:
+            facts: Further entries of the JSON output.
         """
         counts = {
             level: sum(finding.level == level for finding in self.findings) for level in LEVELS
@@ -120,7 +121,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _row(finding: Finding) -> Table:
-    """Return a row with level, topic and result; a second line has the fix."""
+    """Return a table of one row with level, topic and result; a second row has the fix."""
     row = Table.grid(padding=(0, 2))
     row.add_column(min_width=len("problem"))
     row.add_column(min_width=TOPIC, no_wrap=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks under torchrun: results of attention on the process groups, and the speed of each ring.
 
-Every rank makes the same input, computes dense attention and its gradients by formula in float64,
-and compares its own rows. Ranks exchange the errors, so that all ranks exit with the same status.
+Every rank makes the same inputs and computes dense attention and its gradients in float64. It
+compares the rows that it holds. Ranks gather all errors, so all exit with the same status.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run(command: MegatronCommand, gpus_per_node: int | None, as_json: bool) -> i
 
 
 def examine(command: MegatronCommand, gpus_per_node: int | None, as_json: bool) -> int:
-    """Check process groups of the context-parallel ranks, made from the default process group.
+    """Make context-parallel groups from the default process group, check them, and print a report.
 
     Returns:
         Exit status, the same on all ranks.
@@ -84,7 +84,10 @@ def examine(command: MegatronCommand, gpus_per_node: int | None, as_json: bool) 
 def _context_groups(
     command: MegatronCommand, per_node: int
 ) -> tuple[list[tuple[str, mb.Groups]], HierarchicalSizes]:
-    """Make the `Groups` of this rank for rings, ulysses and hybrid. A collective call."""
+    """Return this rank's `Groups` by name: "ring", "ulysses", and "hybrid" on several nodes.
+
+    A collective call. Also returns the hierarchical sizes of the groups.
+    """
     world, tp = dist.get_world_size(), command.tp
     cp = command.cp if command.cp_given else max(1, world // tp)
     sizes = hierarchical_sizes(tp, cp, per_node)
@@ -110,7 +113,7 @@ def _context_groups(
 
 
 def _nodes(here: list[dict[str, Any]], per_node: int) -> Iterator[Finding]:
-    """Yield the hosts with their GPUs and network interfaces, and their differences."""
+    """Yield a finding per host with its GPUs and network interfaces, and notes if hosts differ."""
     hosts = [host_facts["host"] for host_facts in here]
     for host in dict.fromkeys(hosts):
         host_facts = here[hosts.index(host)]
@@ -137,7 +140,7 @@ def _nodes(here: list[dict[str, Any]], per_node: int) -> Iterator[Finding]:
 
 
 def _gather(value: Value) -> list[Value]:
-    """Return the value of every rank."""
+    """Return the values of all ranks, in the order of ranks. A collective call."""
     values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -147,7 +150,11 @@ def _gather(value: Value) -> list[Value]:
 
 
 def _correctness(made: list[tuple[str, mb.Groups]]) -> Iterator[Finding]:
-    """Compare every algorithm and side that these groups support with dense attention."""
+    """Yield a finding per algorithm and side: do the results match dense attention?
+
+    Args:
+        made: Name and groups, from `_context_groups`.
+    """
     grids = dict(made)
     ring, algorithms = grids["ring"], list(ALGORITHMS)
     if 1 in (ring.topology.intra_size, ring.topology.inter_size):
@@ -180,9 +187,10 @@ def _correctness(made: list[tuple[str, mb.Groups]]) -> Iterator[Finding]:
 
 
 def _oracle(ranks: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return (q, k, v, dout) and (out, dq, dk, dv) of dense causal attention.
+    """Return the inputs (q, k, v, dout) and results (out, dq, dk, dv) of dense causal attention.
 
-    All are [S, 1, h, d] on the CPU, computed by formula in float64, one head at a time.
+    All tensors are [whole sequence, 1, heads, width] on the CPU. Inputs have `dtype`, results
+    float64.
     """
     length, heads = 2 * ROWS * ranks, ranks * math.ceil(4 / ranks)
     draw = torch.Generator().manual_seed(1)
@@ -195,7 +203,7 @@ def _oracle(ranks: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[to
 def _worst(
     groups: mb.Groups, algorithm: Any, side: Any, inputs: list[torch.Tensor], expected: list
 ) -> float:
-    """Return the largest relative error of this rank's out, dq, dk, dv."""
+    """Return the largest relative error of this rank's rows of out, dq, dk and dv."""
     first, second = groups.rank, 2 * groups.size - 1 - groups.rank  # zigzag, by hand
     rows = torch.cat([torch.arange(i * ROWS, (i + 1) * ROWS) for i in (first, second)])
     q, k, v, dout = (x[rows].to(machine.own_device()) for x in inputs)
@@ -211,7 +219,7 @@ def _worst(
 
 
 def _bandwidths(groups: mb.Groups) -> Iterator[Finding]:
-    """Yield for each ring the bandwidth from a rank to its neighbour while all ranks send."""
+    """Yield a finding per ring: the bandwidth to the next rank while all ranks send."""
     device = machine.own_device()
     for ring in ("intra", "inter"):
         name, route = f"bandwidth {ring}", measure.ring_peers(groups, ring, device)
@@ -228,7 +236,7 @@ def _bandwidths(groups: mb.Groups) -> Iterator[Finding]:
 
 
 def _communicators(groups: mb.Groups, before: int | None) -> Finding:
-    """Return a note about the process groups of rings, and the memory of all groups made here."""
+    """Return a note: the process groups of rings, and the GPU memory of this check's groups."""
     made = groups.communicators.removeprefix("communicators: ")
     text = f"{made}; under Megatron, activations are sent on Megatron's own process groups"
     after = memory_taken(machine.own_device())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hierarchical context-parallel sizes that fit a cluster.
 
-Megatron numbers ranks tensor-parallel first, context-parallel next. With T tensor-parallel ranks, a
-node of G GPUs has G / T consecutive context-parallel ranks.
+In Megatron's order, ranks next to each other are tensor-parallel ranks first, then context-parallel
+ranks. With T tensor-parallel ranks, a node of G GPUs has G / T consecutive context-parallel ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class HierarchicalSizes(NamedTuple):
 
     @property
     def flags(self) -> str:
-        """Return the hierarchical flag with values; empty for a flat ring."""
+        """Return the command-line flag that sets these sizes; empty for a flat ring."""
         return (
             "" if self.flat else f"--hierarchical-context-parallel-sizes {self.intra} {self.inter}"
         )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replacements of Transformer Engine's attention and of gated delta nets in Megatron Lite.
+"""Replacements for Transformer Engine's attention and for gated delta nets in Megatron Lite.
 
-Shape letters: t rows of all documents on this rank, s local rows, b batch, h heads, k key/value
-heads, d width, w value width.
+Shape letters: t rows of all documents on this rank, s rows of a sequence on this rank, b batch, h
+query heads, k key/value heads, d width of queries and keys, w width of values.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from .micro_batches import LiteKind, MicroBatches
 
 
 class LiteCoreAttention(torch.nn.Module):
-    """Core attention of a layer, with the arguments of Lite's core attention.
+    """Core attention of a layer; `forward` has the arguments of Lite's core attention.
 
     Args:
-        shared: the plans of the model.
-        kind: the kind of the layer.
-        leads: whether the layer is the leader, the first layer of its kind.
+        shared: the process groups and plans that all layers of the model share.
+        kind: the kind of the layer; layers of one kind share plans.
+        leads: True if the layer is the leader, the first layer of its kind.
         number: layer number, for messages.
-        before: the replaced values, by attribute of the layer. In a dict, so that torch does not
-            register replaced modules.
+        before: the layer's original attribute values, by name. They are in a dict, so that torch
+            does not register the replaced modules.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class LiteCoreAttention(torch.nn.Module):
             key: [t, k, d], or [s, b, k, d].
             value: [t, k, w], or [s, b, k, w].
             core_attention_bias_type: must be "no_bias".
-            attn_mask_type: must be causal.
+            attn_mask_type: must end with "causal".
             qkv_format: ignored.
-            cu_seqlens_q: cumulative lengths of packed documents over all ranks, int32
-                [documents + 1].
+            cu_seqlens_q: cumulative lengths of the packed documents, of which each rank holds a
+                part, int32 [documents + 1].
             cu_seqlens_kv: None, or equal to `cu_seqlens_q`.
             cu_seqlens_q_padded: None, or equal to `cu_seqlens_q`.
             cu_seqlens_kv_padded: None, or equal to `cu_seqlens_q`.
@@ -78,7 +78,7 @@ class LiteCoreAttention(torch.nn.Module):
             max_seqlen_kv: ignored.
 
         Returns:
-            [t, h w] or [s, b, h w].
+            [t, h * w] or [s, b, h * w].
 
         Raises:
             ValueError: There is a bias or another mask, cumulative lengths differ, or packed rows
@@ -114,9 +114,10 @@ class LiteCoreAttention(torch.nn.Module):
 
 @dataclass
 class DeltaNetForward:
-    """Replacement of a gated delta net's forward, in which each rank keeps its rows and all heads.
+    """Replacement for the `forward` of a gated delta net: ranks pass states, no tokens or heads.
 
-    It uses the layer's own projections, gates and norms, and our convolution and linear attention.
+    It uses the projections, gates and norms of the layer `net`, and this package's convolution and
+    linear attention. Attributes are the same as in `LiteCoreAttention`.
     """
 
     net: Any
@@ -128,9 +129,9 @@ class DeltaNetForward:
     def __call__(
         self, x: torch.Tensor, position_ids: Any = None, packed_seq_params: Any = None
     ) -> torch.Tensor:
-        """Return the output [s, b, width] for x [s, b, width].
+        """Return the layer's output for hidden states x; both are [s, b, hidden size].
 
-        With sequence parallelism, x contains only the rows of this tensor-parallel rank.
+        With sequence parallelism, x and the output contain only this tensor-parallel rank's rows.
         """
         net = self.net
         mixed = net.in_proj(x)  # [s, b, q | k | v | gate | beta | alpha]
@@ -155,7 +156,7 @@ class DeltaNetForward:
         return net.o_proj(out.transpose(0, 1).contiguous())
 
     def _stand_ins(self, mixed: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return stand-ins for the inputs of linear attention: shapes and dtypes, no memory."""
+        """Return tensors without memory, with shapes and dtypes of the linear-attention inputs."""
         net = self.net
         like = partial(rows_like, mixed, net.num_v_heads_local)
         decay = torch.promote_types(torch.float32, net.A_log.dtype)
@@ -166,6 +167,6 @@ class DeltaNetForward:
 
 
 def _ends(params: Any) -> dict[str, Any]:
-    """Return the cumulative lengths of queries in a `PackedSeqParams`, by name."""
+    """Return `cu_seqlens_q` and `cu_seqlens_q_padded` of a `PackedSeqParams`, by name."""
     names = ("cu_seqlens_q", "cu_seqlens_q_padded")
     return {name: getattr(params, name, None) for name in names}

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plans that the layers of a model of Megatron Lite share, one per micro-batch.
 
-This module decides which layer makes a plan and which layers look it up. The leader of a kind is
-the first layer of the kind: in each forward it makes the plan, or compares an existing plan with
-the other ranks. Later layers, and all recomputed layers, look the plan up. If batches differ
-between ranks, every rank raises the same `ValueError`.
+Layers of the same class and sizes are of one kind and share plans. The first layer of a kind is its
+leader. In each forward, the leader makes the plan, or compares an existing plan with the other
+ranks. Later layers, and all recomputed layers, look the plan up. If batches differ between ranks,
+every rank raises the same `ValueError`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,12 @@ PLANS_KEPT = 256  # more than packed micro-batches in flight x kinds of layers
 
 
 class LiteKind(NamedTuple):
-    """The properties of a layer that are known when it is built; the same on all ranks.
-
-    Layers of equal kinds share plans.
+    """Properties of a layer on which its plans depend; layers of equal kind share plans.
 
     Attributes:
-        sort: Name of Lite's class of the layer.
-        sizes: Numbers of heads and widths.
-        scale: The factor of the logits; None for the default.
+        sort: Name of the layer's class in Lite.
+        sizes: Numbers of heads, and widths of heads.
+        scale: Softmax scale; None for the default.
     """
 
     sort: str
@@ -47,12 +45,12 @@ class LiteKind(NamedTuple):
 
 @dataclass
 class MicroBatches:
-    """The process groups and the plans of micro-batches, which all layers of a model share.
+    """Process groups and plans (one per micro-batch) that all layers of a model share.
 
     Attributes:
         groups: The process groups.
-        options: Options of `mb.attention`.
-        linear: The algorithm of linear attention.
+        options: Keyword arguments of `mb.attention`.
+        linear: The algorithm by which linear attention passes states between ranks.
     """
 
     groups: Groups
@@ -63,18 +61,19 @@ class MicroBatches:
     _bounds: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
     def leads(self, kind: LiteKind) -> bool:
-        """Register a layer, and return whether it is the first of its kind."""
+        """Register a layer, and return True if it is the first of its kind."""
         first = kind not in self._kinds
         self._kinds.add(kind)
         return first
 
     def documents(self, ends: Mapping[str, torch.Tensor | None]) -> tuple[int, ...] | None:
-        """Return the cumulative lengths of the documents, over all ranks; None without documents.
+        """Return the cumulative lengths of the packed documents; None if nothing is packed.
 
-        A tensor is read from its device once.
+        Each tensor is copied from its device only once.
 
         Args:
-            ends: tensors [documents + 1], by name.
+            ends: tensors of cumulative lengths [documents + 1], or None, by argument name. All
+                tensors must be equal.
 
         Raises:
             ValueError: The tensors differ.
@@ -102,14 +101,14 @@ class MicroBatches:
         ends: Mapping[str, torch.Tensor | None],
         make: Callable[[tuple[int, ...] | None], Any],
     ) -> Any:
-        """Return the plan for these tensors; a collective if `leads`, except in backward.
+        """Return the plan for these tensors. If `leads`, a collective call, except in backward.
 
         Args:
             kind: the kind of the layer.
-            leads: whether the layer is the leader, the first layer of its kind.
-            tensors: [s, b, ...] by name; only shapes, dtypes and devices are read.
-            ends: cumulative lengths of documents, by name.
-            make: makes a plan from the cumulative lengths.
+            leads: True if the layer is the leader, the first layer of its kind.
+            tensors: inputs [s, b, ...] by name; only shapes, dtypes and devices are read.
+            ends: same as in `documents`.
+            make: function that makes a plan from the cumulative lengths of the documents.
 
         Raises:
             ValueError: The documents do not fit the rows, ranks disagree, or a layer gets other
@@ -141,10 +140,10 @@ class MicroBatches:
         return self._plans.of(key, partial(make, bounds))
 
     def cut(self, bounds: tuple[int, ...] | None) -> dict[str, Any]:
-        """Return the layout in which Lite has cut a batch, as a dict with the key "layout".
+        """Return {"layout": layout in which Lite has cut a batch}, an argument of `mb.prepare`.
 
         Args:
-            bounds: cumulative lengths of the documents; None for one sequence.
+            bounds: cumulative lengths of the documents; None if nothing is packed.
 
         Raises:
             ValueError: Documents cannot be cut in zigzag order, which Lite uses; raised on every
@@ -162,7 +161,7 @@ class MicroBatches:
     def plan_attention(
         self, tensors: Mapping[str, torch.Tensor], scale: float | None, bounds: Any
     ) -> Any:
-        """Make a plan of softmax attention; a collective."""
+        """Make a plan of softmax attention. A collective call."""
         mask = Causal() if bounds is None else Documents(bounds) & Causal()
         return prepare(
             *tensors.values(), groups=self.groups, needs_grad=(True, True, True), mask=mask,
@@ -170,7 +169,7 @@ class MicroBatches:
         )  # fmt: skip
 
     def plan_states(self, tensors: Mapping[str, torch.Tensor], bounds: Any) -> Any:
-        """Make a plan of linear attention; a collective."""
+        """Make a plan of linear attention. A collective call."""
         return prepare_linear(
             **tensors, groups=self.groups, cu_seqlens=bounds, algorithm=self.linear,
             **self.cut(bounds),

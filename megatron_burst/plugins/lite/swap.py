@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replacement of the attention of a built model of Megatron Lite.
 
-This module decides which layers get our attention and which models are refused. Layers are
+This module decides which layers get BurstAttention and which models are refused. Layers are
 identified by the names of Lite's classes, so that Lite is not imported.
 """
 
@@ -38,17 +38,17 @@ def set_attention_backend(
 ) -> Groups | None:
     """Replace the attention of a built model of Megatron Lite, between training steps.
 
-    A collective of each context-parallel group. No parameter, buffer or optimizer state changes.
-    Checkpoints saved with backend "burst" do not contain Transformer Engine's `_extra_state` of the
-    replaced modules.
+    All ranks of a context-parallel group must call this function. Parameters, buffers and optimizer
+    state do not change. Checkpoints saved with backend "burst" do not contain Transformer Engine's
+    `_extra_state` of the replaced modules.
 
     Args:
         model: the model or a list of its chunks, with or without wrappers (DDP).
         backend: "burst", or "te", which restores the replaced modules.
         groups: the groups of an earlier call, or `mb.Groups` over the ranks of the model's
             context-parallel group; None makes groups in which the ranks on one host form a node.
-        linear: how gated delta nets pass states: "auto", "ring", "scan", "all_gather" or
-            "two_level"; "lite" does not replace these layers.
+        linear: how gated delta nets pass states between ranks: "auto", "ring", "scan", "all_gather"
+            or "two_level"; "lite" keeps Lite's gated delta nets.
         options: `algorithm`, `side`, `kernel`, `grad_wire_dtype`, `head_chunks`; same as in
             `mb.attention`.
 
@@ -129,7 +129,7 @@ def _layers(model: Any) -> Iterator[Any]:
 
 
 def _sort(layer: Any) -> str:
-    """Return the name of Lite's attention class that a module is an instance of, or ""."""
+    """Return the name of the module's attention class in Lite; "" for any other module."""
     for cls in type(layer).__mro__:
         is_lite = (
             cls.__name__ in _WITH_CORE or cls.__name__ in _REFUSED or cls.__name__ == _DELTA_NET
@@ -140,9 +140,9 @@ def _sort(layer: Any) -> str:
 
 
 def _refuse_wrapped(layer: Any) -> None:
-    """Raise `ValueError` if Lite's recomputation or offload wraps only the replaced module.
+    """Raise `ValueError` if Lite's recomputation or offload wraps the module to be replaced.
 
-    Lite then replaces the `forward` of that module, so replacing the module would drop the wrapper.
+    Lite wraps a module by replacing its `forward`; a replaced module would lose the wrapper.
     """
     delta = _sort(layer) == _DELTA_NET
     replaced = layer if delta else layer.core_attn
@@ -155,7 +155,13 @@ def _refuse_wrapped(layer: Any) -> None:
 
 
 def _swap(layer: Any, shared: MicroBatches, number: int) -> None:
-    """Replace the attention of a layer."""
+    """Replace the attention of a layer.
+
+    Args:
+        layer: the layer of Lite; changed.
+        shared: the process groups and plans of the model.
+        number: layer number, for messages.
+    """
     if _sort(layer) == _DELTA_NET:
         sizes = (layer.num_k_heads_local, layer.num_v_heads_local, layer.dk, layer.dv)
         kind = LiteKind(_DELTA_NET, sizes)
@@ -175,7 +181,7 @@ def _swap(layer: Any, shared: MicroBatches, number: int) -> None:
 
 
 def _restore(layer: Any) -> None:
-    """Restore the attributes that `_swap` has replaced."""
+    """Restore the attributes of a layer that `_swap` replaced, if any."""
     if _sort(layer) == _DELTA_NET:
         if isinstance(vars(layer).get("forward"), DeltaNetForward):
             del layer.forward
@@ -185,7 +191,7 @@ def _restore(layer: Any) -> None:
 
 
 def _name(chunks: Sequence[Any], backend: str) -> None:
-    """Set `attention_backend` of all modules that have it; Lite reads it to prepare batches."""
+    """Set `attention_backend` of all modules that have it. Lite reads it to prepare batches."""
     for chunk in chunks:
         for part in chunk.modules():
             lite = type(part).__module__.startswith("megatron.lite.model.")

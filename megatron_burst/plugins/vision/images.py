@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images among the tokens of a micro-batch: their positions, and their embeddings.
+"""Images among the tokens of a micro-batch: masks that depend on their positions, and embeddings.
 
-In Gemma 3 and 4 the tokens of an image see each other, and the positions of images differ in every
-micro-batch. A script passes the positions (spans) in the `PackedSeqParams` of the model's forward
-(`with_spans`). Thus recomputed layers, and pipeline stages with several micro-batches in flight,
-read the spans of the right micro-batch. `gemma3` and `gemma4` are functions for `--burst-mask` that
-read the spans.
+In Gemma 3 and 4 the tokens of an image see each other, and the positions of images differ between
+micro-batches. A script passes the positions (spans) in the `PackedSeqParams` of the model's forward
+(`with_spans`). Thus recomputed layers and pipeline stages read the spans of the right micro-batch,
+even if several are in flight. `gemma3` and `gemma4` are mask functions for `--burst-mask` that read
+the spans.
 
 Shape letters: s tokens of the whole sequence, t tokens of this context-parallel rank, h hidden
 size, n image tokens.
@@ -35,7 +35,8 @@ def image_spans(
 ) -> list[tuple[int, int]]:
     """Return the spans of consecutive image tokens in a sequence, for `with_spans`.
 
-    Adjacent images form one span, as in Hugging Face's Gemma. Waits for the device of `tokens`.
+    Adjacent images form one span, as in Hugging Face's Gemma. Synchronizes with the device of
+    `tokens`.
 
     Args:
         tokens: integers [s] or [1, s], the whole sequence before it is cut.
@@ -44,7 +45,7 @@ def image_spans(
             boundary is split into two.
 
     Returns:
-        [(first, stop)].
+        (first, stop) of each span: its first position, and the position after its last.
 
     Raises:
         ValueError: Tokens or boundaries have another shape, or ids are not integers.
@@ -113,9 +114,9 @@ def place_images(
 ) -> torch.Tensor:
     """Put image embeddings at their positions among this rank's token embeddings.
 
-    Differentiable. Each rank computes the gradients of the image rows that it holds; the sum over
-    context-parallel ranks is complete, and Megatron sums the gradients of all weights. Waits for
-    the device of `positions`.
+    Differentiable: each rank computes the gradients of the image rows that it holds, and
+    Megatron's sum of weight gradients over context-parallel ranks completes them. Synchronizes
+    with the device of `positions`.
 
     Args:
         embeddings: [t, 1, h], embeddings of the tokens that `shard_sequence` assigns to this rank;
@@ -126,7 +127,7 @@ def place_images(
         group: same as in `shard_sequence`.
 
     Returns:
-        [t, 1, h].
+        [t, 1, h], `embeddings` with the images that this rank holds.
 
     Raises:
         ValueError: Shapes or positions do not match.
@@ -151,16 +152,16 @@ def encode_shared(
     *,
     group: Any = None,
 ) -> torch.Tensor:
-    """Distribute the encoding of images over context-parallel ranks; place their embeddings.
+    """Encode each image on one context-parallel rank, and put the embeddings at their positions.
 
-    Each rank encodes images with about the same number of tokens. A rank without images encodes the
-    smallest image and drops the result, so that every rank's encoder runs and has gradients. If
-    there is no image, no rank calls `encode`. If parameters of the encoder are gathered or reduced
-    together with ranks of other micro-batches, the caller must then run the encoder.
+    All ranks encode about the same number of tokens. A rank without images encodes the smallest
+    image and drops the result, so that every rank's encoder runs and has gradients. If there is no
+    image, no rank calls `encode`. The caller must then run the encoder if collectives on its
+    parameters include ranks of other micro-batches.
 
-    One all-to-all of the group sends the rows to the ranks that hold their tokens; another returns
-    the gradients. Each rank computes the gradients of the images that it encodes; the sum over
-    context-parallel ranks is complete, and Megatron sums the gradients of all weights.
+    An all-to-all sends the rows to the ranks that hold their tokens; in backward, another returns
+    the gradients. Each rank computes the gradients of the images that it encodes, and Megatron's
+    sum of weight gradients over context-parallel ranks completes them.
 
     Args:
         embeddings: same as in `place_images`.
@@ -210,7 +211,7 @@ def encode_shared(
 class _ExchangeImages(torch.autograd.Function):
     """All-to-all of rows in a group; backward sends the gradients back.
 
-    `out_of` has the number of rows sent to each rank, `into` the number received from each rank.
+    `out_of` is the number of rows to send to each rank, `into` the number to receive from each.
     """
 
     @staticmethod
@@ -230,7 +231,7 @@ class _ExchangeImages(torch.autograd.Function):
 
 
 def _shares(sizes: np.ndarray, ranks: int) -> list[list[int]]:
-    """Return the indices of the images that each rank encodes, ascending.
+    """Return, for each rank, the ascending indices of the images that it encodes.
 
     Images are assigned in order of decreasing size, each to the rank with the fewest tokens so far.
     """
@@ -245,13 +246,13 @@ def _shares(sizes: np.ndarray, ranks: int) -> list[list[int]]:
 def _homes(
     embeddings: torch.Tensor, places: np.ndarray, packed_seq_params: Any, group: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rank and the local row of each position.
+    """Return which rank holds each position, and in which of its rows this rank holds it.
 
     Raises `ValueError` if `places` has positions outside the sequence or a position twice.
 
     Returns:
-        The rank that holds each position, int64 [s], and the row of each position on this rank,
-            int64 [s], -1 for positions of other ranks.
+        Two arrays, int64 [s]: the rank that holds each position; and this rank's row with that
+            position, or -1 if another rank holds it.
     """
     from ...megatron.data.slicing import held_positions
 
@@ -292,12 +293,12 @@ def gemma3(layer: MaskLayer, batch: MaskBatch) -> Mask:
     """Return the mask of Gemma 3, in which the tokens of an image see each other in every layer.
 
     For `--burst-mask`. In layers with a window (`--window-size`, `--window-attn-skip-freq`) an
-    image token sees the window and the whole image; in other layers it sees all earlier tokens and
+    image token sees the window and the whole image. In other layers it sees all earlier tokens and
     the whole image.
 
     Args:
-        layer: the layer.
-        batch: the batch.
+        layer: properties of the layer that the mask depends on: causal, window.
+        batch: the micro-batch, with the spans of images.
 
     Raises:
         ValueError: The micro-batch was not passed to `with_spans`.
@@ -312,8 +313,8 @@ def gemma4(layer: MaskLayer, batch: MaskBatch) -> Mask:
     window treat image tokens like text tokens.
 
     Args:
-        layer: the layer.
-        batch: the batch.
+        layer: properties of the layer that the mask depends on: causal, window.
+        batch: the micro-batch, with the spans of images.
 
     Raises:
         ValueError: The micro-batch was not passed to `with_spans`.
@@ -324,7 +325,7 @@ def gemma4(layer: MaskLayer, batch: MaskBatch) -> Mask:
 
 
 def _without_images(layer: MaskLayer) -> Mask:
-    """Return the mask that the layer has without images: causal or full, with its window."""
+    """Return the mask of a layer for text only: causal or full, with the layer's window."""
     if not layer.causal:
         return Full() if layer.window is None else Window(*layer.window)
     return Causal() if layer.window is None else Causal() & Window(layer.window[0], 0)
@@ -350,13 +351,13 @@ def _token_ids(image_tokens: Any) -> list[int]:
 
 
 def _boundaries(cu_seqlens: Any) -> np.ndarray:
-    """Return the boundaries of documents, int64 [n]; data loaders may pass them as [1, n]."""
+    """Return document boundaries as int64 [n]; data loaders may pass them as [1, n]."""
     shape = np.shape(cu_seqlens)
     return _host(cu_seqlens[0] if len(shape) == 2 and shape[0] == 1 else cu_seqlens, "cu_seqlens")
 
 
 def _host(positions: Positions, name: str = "positions") -> np.ndarray:
-    """Return positions on the host, int64 [n]; raise `ValueError` if they are not integers."""
+    """Return positions as a numpy array, int64 [n]; raise `ValueError` if they are not integers."""
     if isinstance(positions, torch.Tensor):
         positions = positions.detach().cpu().numpy()
     array = np.asarray(positions)

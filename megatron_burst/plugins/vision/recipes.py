@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Support of Megatron-Bridge's vision-language models: checks, and cutting of their sequences.
+"""Support for Megatron-Bridge's vision-language models: checks, and cutting of their sequences.
 
-Qwen2.5-VL and Qwen3-VL compute embeddings (text and images) and positions of three axes for the
-whole sequence, and pass them to the language model. Bridge does not cut them, so these models
-support only one context-parallel rank. Here embeddings, labels and loss mask are cut in the layout
-of the run when the language model gets them. Positions are cut by Megatron's rotary embedding
-(Qwen2.5-VL) or here (Qwen3-VL, which uses Hugging Face's rotary embedding).
+Qwen2.5-VL and Qwen3-VL compute embeddings (text and images) and position ids (three per token) of
+the whole sequence, and pass them to the language model. Bridge does not cut them over ranks, so
+without this module these models support only one context-parallel rank. This module cuts
+embeddings, labels and loss mask in the layout of the run when the language model gets them.
+Megatron's rotary embedding cuts the position ids of Qwen2.5-VL. This module cuts those of Qwen3-VL,
+which uses Hugging Face's rotary embedding.
 
 Gemma 3 VL cuts its sequences with a function of Megatron, which our patches adapt to the layout of
-the run. The positions of images (`vision.gemma3`) replace its dense masks of the whole sequence.
+the run. The mask `plugins.vision.images.gemma3` replaces its dense masks of the whole sequence.
 
-The first layers of Qwen3-VL add further image features to the hidden states ("deepstack"), one row
-per image token; each rank keeps the rows of its own tokens.
+The first layers of Qwen3-VL add further image features ("deepstack"), one row per image token, to
+the hidden states. Each rank keeps the rows of its own tokens.
 
-Shape letters: b sequences, s tokens of a sequence, n image tokens of all of them, h hidden size.
+Shape letters: b sequences, s tokens of a sequence, n image tokens of all sequences, h hidden size.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _REASONS = {
 
 
 def check_provider(model: Any, is_ours: Callable[[Any], bool]) -> None:
-    """Raise an error for a provider of a vision-language model that is not supported.
+    """Raise an error if the vision-language model of a provider is not supported.
 
     Qwen3-VL is supported in Bridge 0.3; later versions cut the sequences in zigzag order
     themselves. The provider of Qwen3-VL is patched to use the recipe's layer spec if `apply_burst`
@@ -81,7 +82,10 @@ def check_provider(model: Any, is_ours: Callable[[Any], bool]) -> None:
 
 
 def with_mask(model: Any, choices: dict[str, Any]) -> dict[str, Any]:
-    """Return `choices` (fields of `BurstConfig`), plus the mask that a split model requires."""
+    """Return `choices` (fields of `BurstConfig`), with the mask that Gemma 3 VL requires.
+
+    The mask is added only if BurstAttention splits the sequence, and only if `choices` has no mask.
+    """
     names = [kind.__name__ for kind in type(model).__mro__]
     if _GEMMA3 not in names or choices.get("algorithm") == OFF or model.context_parallel_size == 1:
         return choices
@@ -89,7 +93,7 @@ def with_mask(model: Any, choices: dict[str, Any]) -> dict[str, Any]:
 
 
 def problems(model: Any, transformer: Any) -> Iterator[Problem]:
-    """Yield the settings that only vision-language models exclude."""
+    """Yield a problem for each setting that is unsupported only in vision-language models."""
     if transformer.context_parallel_size == 1:
         return
     name = type(model).__name__
@@ -119,8 +123,8 @@ def problems(model: Any, transformer: Any) -> Iterator[Problem]:
 def patch_bridge() -> None:
     """Patch all loaded vision-language models of Bridge. Idempotent.
 
-    Qwen2.5-VL and Qwen3-VL then cut sequences in the layout of the run. Gemma 3 VL passes the
-    positions of images to attention.
+    Patched models of Qwen2.5-VL and Qwen3-VL cut sequences in the layout of the run. Patched models
+    of Gemma 3 VL pass the positions of images to attention.
 
     Raises:
         RuntimeError: Bridge's models do not have the expected parameters.
@@ -137,7 +141,7 @@ def patch_bridge() -> None:
 
 
 def _cuts_itself() -> bool:
-    """Return whether this Bridge's Qwen3-VL cuts its sequences over context-parallel ranks."""
+    """Return True if the installed Bridge's Qwen3-VL cuts its sequences over ranks itself."""
     home = importlib.import_module(_HOMES["Qwen3VLModel"])
     return hasattr(home, "split_data_cp_rank")
 
@@ -167,11 +171,11 @@ def _provided(
 
 
 def _cutting(original: Callable, self: Any, *args: Any, **named: Any) -> Any:
-    """Run a model's forward with cut inputs of the language model.
+    """Run the forward of a Qwen-VL model; the language model gets only this rank's tokens.
 
     Returns:
-        The output; with a loss mask (output, loss mask of this rank's tokens), as Bridge's step
-            expects.
+        The output; if the model gets a loss mask, the pair (output, loss mask of this rank's
+            tokens), which Bridge's step expects.
     """
     from ...megatron.data.cut import installed_layout
     from ...megatron.data.slicing import context_group, shard_sequence
@@ -200,7 +204,7 @@ def _cutting(original: Callable, self: Any, *args: Any, **named: Any) -> Any:
 
 
 def _showing_images(original: Callable, self: Any, *args: Any, **named: Any) -> Any:
-    """Run the forward of Gemma 3 VL with the positions of images in place of dense masks."""
+    """Run the forward of Gemma 3 VL; pass the positions of images instead of dense masks."""
     from ...megatron.data.cut import installed_layout
     from ...megatron.data.slicing import context_group
     from . import images as vision
@@ -236,7 +240,7 @@ def _own_features(image: torch.Tensor, features: list[torch.Tensor]) -> dict[str
 
     Args:
         image: bool [b, s], True for image tokens in the whole sequences.
-        features: per layer [n, h], in the order of the image tokens.
+        features: a tensor [n, h] per layer, rows in the order of the image tokens.
     """
     from ...megatron.data.slicing import shard_sequence
 
