@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local attention kernels for one device."""
+"""Kernels: local attention of one block of queries to one block of keys, on one device."""

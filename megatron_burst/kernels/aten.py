@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of a pair of shards by unmodified operators of torch or of FlashAttention packages.
 
-There is one operator call per tile, or one for many consecutive tiles if the operator supports
-sequences of different lengths. This module converts tiles to the arguments of operators. The
+Each tile is one operator call. If the operator supports sequences of different lengths, one call
+computes many consecutive tiles. This module converts tiles to the arguments of operators. The
 operators are defined in `operators`, `operators_cuda` and `flash`.
 
 Most backward operators require the attention output. On side "query" the output is not sent, so
-`stand_in` computes a substitute from dout and delta. An operator with a delta argument gets delta
-directly.
+`stand_in` computes a substitute from dout and delta. Operators with a delta argument do not need
+the output.
 
-Shape letters as in `base`. The operators use [b, h, s, d], which are views of our tensors.
+Shape letters as in `base`. The operators get views [b, h, s, d] of our tensors [s, b, h, d].
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ from .operators import Lengths, Operator, TileVisibility, Widths, Window
 
 
 class AtenKernel:
-    """Kernel that calls one operator. `name` is the name in `registry.KERNELS`."""
+    """Kernel that computes each tile, or many joined tiles, by one call of an operator.
+
+    Args:
+        name: Name of the kernel in `registry.KERNELS`.
+        operator: The operator.
+    """
 
     softcaps = False
     maximum = False  # the operators return lse only
@@ -56,7 +61,7 @@ class AtenKernel:
         return operator.unfit(q.device, self._widths(q, v))
 
     def _widths(self, q: torch.Tensor, v: torch.Tensor) -> Widths:
-        """Return the widths of keys and values, padded if the operator requires equal widths."""
+        """Return the widths of keys and values, padded to the larger one if they must be equal."""
         widths = q.shape[-1], v.shape[-1]
         if widths[0] == widths[1] or self.operator.unfit(q.device, widths) is None:
             return widths
@@ -160,10 +165,12 @@ class _TileWork(NamedTuple):
 
     Attributes:
         tile: The tile, or the rows and columns that enclose joined tiles.
-        hidden: bool [rows, columns]: pairs that the table hides; None without a table.
-        blind: bool [rows]: rows that see nothing; None if every row sees something.
-        lengths: Lengths of joined tiles, or None.
-        separate: Plans of the joined tiles, for computing them one by one.
+        hidden: bool [rows, columns], True for pairs that the mask hides; None if the tile needs no
+            table of pairs.
+        blind: bool [rows], True for rows of the tile that see no column; None if there are no such
+            rows.
+        lengths: Rows and columns of each joined tile; None for a single tile.
+        separate: One plan per joined tile, used instead if the batch size is above 1.
     """
 
     tile: Tile
@@ -173,14 +180,14 @@ class _TileWork(NamedTuple):
     separate: tuple[_TileWork, ...] = ()
 
     def visibility(self, q: torch.Tensor) -> TileVisibility:
-        """Return the visibility argument of the operator, with a bias in the dtype of q."""
+        """Return the operator's argument for visible pairs; a bias has the dtype of q."""
         return TileVisibility(self.tile.triangle, self._bias(q), self._window(), self.lengths)
 
     def _window(self) -> Window | None:
-        """Return (left, right) of the tile's band.
+        """Return the tile's band as the operator's window (left, right); None without a band.
 
-        `Tile.band` is aligned to the first row and column. Windows of operators are aligned to the
-        last row and column.
+        `Tile.band` counts from the first row and column; windows of operators count from the last
+        ones.
         """
         if self.tile.band is None:
             return None
@@ -191,7 +198,7 @@ class _TileWork(NamedTuple):
         return left + columns - rows, right + rows - columns
 
     def _bias(self, q: torch.Tensor) -> torch.Tensor | None:
-        """Return [rows, columns] in the dtype of q, -inf for hidden pairs; None without a table."""
+        """Return [rows, columns]: 0 for visible pairs, -inf for hidden ones; None without table."""
         if self.hidden is None:
             return None
         # The bias is made in every call: biases of all tiles in a plan would need two to eight
@@ -201,10 +208,10 @@ class _TileWork(NamedTuple):
 
 
 def _calls(work: Sequence[_TileWork], batch: int) -> Iterator[_TileWork]:
-    """Yield the plan of each operator call.
+    """Yield one plan per operator call for a batch size of `batch`.
 
-    Sequences of different lengths require batch size 1. With larger batches, every tile is computed
-    separately.
+    Operators compute sequences of different lengths only with batch size 1. With larger batches,
+    every tile is a separate call.
     """
     for work_item in work:
         if work_item.lengths is None or batch == 1:
@@ -216,13 +223,14 @@ def _calls(work: Sequence[_TileWork], batch: int) -> Iterator[_TileWork]:
 def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     """Return a substitute O' for the attention output, with rowsum(dout * O') = delta.
 
-    Backward operators use the output only for this sum (FlashAttention-2, arXiv 2307.08691,
-    Algorithm 2). With m the largest |dout| of a row and n = dout / m: O' = n * (delta / m / |n|^2),
-    and 0 if dout is 0. Without the scaling by m, rows of tiny gradients lose all accuracy.
+    Backward operators use the attention output only to compute this sum (FlashAttention-2, arXiv
+    2307.08691, Algorithm 2). Let m be the largest |dout| of a row, and n = dout / m. Then O' = n *
+    (delta / m / |n|^2), or 0 if dout is 0. Without the division by m, rows with tiny gradients
+    would lose all accuracy.
 
-    If O' exceeds the range of float16, O' = sign(dout) * (delta / |dout|_1) is used. It is never
-    larger than the output, but all elements are rounded in the same direction, so errors do not
-    average out.
+    If O' exceeds the range of float16, O' = sign(dout) * (delta / |dout|_1) is used. Its elements
+    are never larger than those of the output. But they are all rounded in the same direction, so
+    rounding errors do not average out.
 
     Args:
         dout: [s, b, h, w].
@@ -250,6 +258,6 @@ def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
 
 
 def _heads_first(x: torch.Tensor, width: int) -> torch.Tensor:
-    """Return [s, b, h, d] as [b, h, s, width]: a view, or padded with zeros."""
+    """Permute x [s, b, h, d] to [b, h, s, width]; a larger width is padded with zeros."""
     padded = x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
     return padded.permute(1, 2, 0, 3)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Guards for operations with a handwritten backward.
 
-The guards refuse second derivatives and torch.func transforms, and break torch.compile's graph.
-torch's `once_differentiable` raises an error only if the incoming gradient requires a gradient;
-otherwise it drops second-order terms silently. Here, every backward with create_graph=True raises
-an error.
+The guards raise an error for second derivatives and torch.func transforms. They exclude the
+operations from graphs of torch.compile. torch's `once_differentiable` does not suffice: it raises
+an error only if the incoming gradient requires a gradient, and otherwise drops second-order terms
+silently. These guards raise an error for every backward with create_graph=True.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ def first_order_only(
     """Return a decorator for the static `backward` of an autograd function.
 
     The decorated backward raises RuntimeError if torch builds a graph of the backward pass
-    (`create_graph=True`). This is detected by grad mode, which the engine enables only then.
+    (`create_graph=True`). The decorator detects this by grad mode: the engine enables it in
+    backward only with `create_graph=True`.
 
     Args:
-        operation: Public name of the operation; None if the forward sets `ctx.operation`.
+        operation: Public name of the operation, for the message. None: the name is `ctx.operation`,
+            which the forward sets.
     """
 
     def decorate(backward: Callable[..., Result]) -> Callable[..., Result]:
@@ -49,10 +51,13 @@ def first_order_only(
 
 
 def refuse_transforms(operation: str) -> None:
-    """Check that no torch.func transform is active, because transforms wrap tensors.
+    """Raise ValueError if a transform of torch.func is active: the operation does not support it.
+
+    Args:
+        operation: Public name of the operation, for the message.
 
     Raises:
-        ValueError: grad, vmap, jacrev, jvp, ... of torch.func is active.
+        ValueError: grad, vmap, jacrev, jvp or another transform of torch.func is active.
     """
     active = getattr(torch._C, "_are_functorch_transforms_active", None)
     if active is not None and active():
@@ -63,10 +68,10 @@ def refuse_transforms(operation: str) -> None:
 
 
 def outside_graphs(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorate `function` so that torch.compile breaks the graph at calls and does not compile it.
+    """Return `function`, excluded from torch.compile: a call breaks the graph and runs eagerly.
 
-    torch's own decorator would import the compiler when this package is imported. This decorator
-    uses the compiler only if it was already imported.
+    torch's own decorator would import the compiler whenever this package is imported. This
+    decorator uses the compiler only if it is already imported.
     """
     eager = torch._disable_dynamo(function)
 

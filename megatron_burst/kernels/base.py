@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interface of kernels: local attention of one pair of shards on one device.
 
-A pair is described by spans of positions and a mask, so a kernel does not depend on layout,
-schedule and side.
+Spans of positions and a mask describe the pair. So a kernel does not depend on the layout, the
+schedule or the side (the tensors that backward sends).
 
 Shape letters: s query rows, t key rows, b batch, h query heads, k key/value heads (k divides h), d
 width of queries and keys, w width of values.
@@ -38,7 +38,7 @@ class Rows(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """The score of a query and a key: t = scale * q.k, or cap * tanh(t / cap) with a softcap."""
+    """Scale and softcap of scores: t = scale * q.k, or cap * tanh(t / cap) with a softcap."""
 
     scale: float
     softcap: float | None = None
@@ -49,10 +49,9 @@ class Kernel(Protocol):
 
     Attributes:
         name: Name in `registry.KERNELS`.
-        passed_over: For each kernel that "auto" prefers to this kernel, the reason why it was not
-            chosen.
+        passed_over: One reason per kernel that "auto" would prefer to this one but cannot use.
         softcaps: True if the kernel supports a softcap.
-        maximum: True if `forward` can return the largest scores.
+        maximum: True if `forward` can return the largest score of each head.
         deterministic: True if results are bitwise reproducible with
             torch.use_deterministic_algorithms.
     """
@@ -64,14 +63,14 @@ class Kernel(Protocol):
     deterministic: bool
 
     def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
-        """Return why shape, dtype or device of the tensors are not supported; None if they are."""
+        """Return why the kernel does not support these tensors; None if it does."""
         ...
 
     def work_for(self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -> Any:
         """Plan `forward` and `backward` for a pair of shards. Called once per plan.
 
-        The result is passed to `forward` and `backward` as `work`. The result is None if no query
-        sees a key.
+        The caller passes the result to `forward` and `backward` as `work`. The result is None if no
+        query sees a key.
 
         Raises:
             ValueError: The kernel does not support the mask.
@@ -89,18 +88,18 @@ class Kernel(Protocol):
         lse: torch.Tensor,
         max_logits: torch.Tensor | None = None,
     ) -> None:
-        """Merge the result of this pair into out and lse by online softmax.
+        """Compute attention of the pair, and merge it into out and lse by online softmax.
 
         Args:
             q: [s, b, h, d].
             k: [t, b, k, d].
             v: [t, b, k, w].
-            work: From `work_for`.
+            work: Result of `work_for`.
             scoring: Scale and softcap.
             out: [s, b, h, w] in the accumulation dtype, 0 in rows that attended to no key so far.
             lse: [s, b, h] in the accumulation dtype, -inf in rows that attended to no key so far.
-            max_logits: [h] in the accumulation dtype, updated in place to the largest visible score
-                of each head. None if the kernel has no `maximum`.
+            max_logits: [h] in the accumulation dtype. Entries below the largest visible score of
+                their head are raised to it. None if the caller needs no largest scores.
         """
         ...
 
@@ -121,7 +120,7 @@ class Kernel(Protocol):
             rows: The query chunk.
             k: [t, b, k, d].
             v: [t, b, k, w].
-            work: From `work_for`.
+            work: Result of `work_for`.
             scoring: Scale and softcap.
             dq: [s, b, h, d], or None if not needed.
             dk: [t, b, k, d], or None if not needed.

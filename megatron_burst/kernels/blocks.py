@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block sizes of the Triton kernels by device and width, in one table.
+"""The table of block sizes of the Triton kernels, by device and head width.
 
-There is no autotuning during training. A missing entry is replaced by the entry of the next older
-device and the next larger width. Entries for Hopper were measured on an H100 with Triton 3.6
-(`benchmarks/gpu.sh --parts blocks`), except backward of width 256. Other entries were chosen by the
-registers and spills that the compiler reports (`python -m benchmarks.triton_compile`).
+There is no autotuning during training. If the table lacks an entry, the entry of the next older
+device and the next larger width is used. Entries for Hopper were measured on an H100 with Triton
+3.6 (`benchmarks/gpu.sh --parts blocks`), except backward of width 256. For other entries, we
+compared the registers and spills that the compiler reports (`python -m benchmarks.triton_compile`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ class BlockSizes(NamedTuple):
     """Tile size and launch options of a kernel.
 
     Attributes:
-        rows: Rows of a tile, a power of two.
-        columns: Columns of a tile, a power of two of at least 32.
-        warps: Warps.
-        stages: Pipeline stages of loads.
+        rows: Query rows of a tile, a power of two.
+        columns: Columns (keys) of a tile, a power of two of at least 32.
+        warps: Warps per program.
+        stages: Stages of the software pipeline of loads (Triton's `num_stages`).
     """
 
     rows: int
@@ -64,7 +64,7 @@ WIDEST = 256
 
 
 def blocks(capability: int, direction: str, width: int, itemsize: int = 2) -> BlockSizes:
-    """Return the block sizes for a device.
+    """Return the block sizes of a Triton kernel for a device and head width.
 
     Args:
         capability: Compute capability, 90 for 9.0.

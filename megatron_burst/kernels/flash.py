@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlashAttention 3 and 4 as operators of `AtenKernel`: `flash3` and `flash4`.
 
-This module converts tensors to arguments of these packages. It defines which widths and devices
-they support, and how many multiprocessors they leave to NCCL. `flash_packages` has the parameters
-of each release.
+This module converts tensors to arguments of these packages. It defines which widths and devices the
+packages support, and how many multiprocessors their kernels leave free for NCCL. `flash_packages`
+has the parameters of each release.
 
-No kernel of these packages was run for this project, because there was no GPU. Tests compare our
-arguments with the function signatures of their releases (`tests/kernels/flash_signatures.json`);
-version 4 was also compiled for them (`tests/kernels/flash4_compiles.py`, 4.0.0b36, sm_90 and
-sm_100). The following facts come from the sources. Tensors are [b, s, h, d]; d must be contiguous,
-and the other dimensions may have any strides. lse is [b, h, s], float32, natural logarithm.
-Gradients are written into the given dq, dk, dv. Version 3 needs the output in backward, or its
-stand-in. Version 4 subtracts dlse from rowsum(dout * out): with out = 0 and dlse = -delta it uses
-delta, so no stand-in is needed. Windows are aligned to the last row and column, as in `operators`.
+No kernel of these packages was run for this project: there was no GPU. Tests compare the arguments
+with the signatures of the releases (`tests/kernels/flash_signatures.json`). Kernels of version
+4.0.0b36 were also compiled for sm_90 and sm_100 (`tests/kernels/flash4_compiles.py`). The following
+facts come from the sources of the packages. Tensors are [b, s, h, d], contiguous in d and with any
+other strides. lse is [b, h, s], float32, natural logarithm. Gradients are written into the given
+dq, dk, dv. Version 3 needs the output or its stand-in in backward. Version 4 subtracts dlse from
+rowsum(dout * out): with out = 0 and dlse = -delta it uses delta, so no stand-in is needed. Windows
+are aligned to the last row and column, as in `operators`.
 
 Both versions accept many concatenated sequences in one call: tensors [s, h, d], lse [h, s], and the
 bounds of the sequences. For rows without columns, version 3 writes out 0 and lse -inf. Version 4
-does the same on sm_100. On sm_90 it attends to keys of a neighbouring sequence, so the result for
-these rows is not used. Both versions write gradients 0 for columns without rows and rows without
-columns. FlashAttention 2 is the kernel in torch: use `aten`.
+does the same on sm_100. On sm_90, rows without columns attend to keys of a neighbouring sequence,
+so their result is not used. Both versions write gradients 0 for columns without rows and rows
+without columns. FlashAttention 2 is part of torch and is the kernel `aten`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Flash:
         return dq, dk, dv
 
     def _arguments(self, q, k, v, visibility: TileVisibility, scale: float) -> dict[str, Any]:
-        """Return the arguments that forward and backward share, by our names; tensors are views."""
+        """Return the common arguments of forward and backward, by our names; tensors are views."""
         q, k, v = (rows_first(x, visibility.lengths) for x in (q, k, v))
         arguments = {"q": q, "k": k, "v": v, "softmax_scale": scale, "causal": visibility.causal}
         unlimited = self.package.unlimited
@@ -100,7 +100,7 @@ class Flash:
         )
 
     def _zeros_like(self, x: torch.Tensor) -> torch.Tensor:
-        """Return dense zeros with the shape of x, allocated once for the pairs of a pass."""
+        """Return dense zeros like x; calls with equal shapes share the same tensor."""
         zeros = self._zeros
         if zeros is None or (zeros.shape, zeros.dtype, zeros.device) != (
             x.shape,
@@ -112,14 +112,15 @@ class Flash:
 
 
 def kernel(name: str, beside_rings: bool = False) -> AtenKernel:
-    """Return an `AtenKernel` that uses an installed package.
+    """Return an `AtenKernel` that calls an installed FlashAttention package.
 
     Args:
         name: "flash3" or "flash4".
         beside_rings: True if tensors are sent while the kernel runs.
 
     Raises:
-        ValueError: The package is missing or its functions are unknown, see `load`.
+        ValueError: The package is missing, or its functions have unknown parameters; see
+            `flash_packages.load`.
     """
     return AtenKernel(name, Flash(name, PACKAGES[name], load(name), beside_rings))
 
@@ -127,17 +128,17 @@ def kernel(name: str, beside_rings: bool = False) -> AtenKernel:
 def unfit(
     name: str, major: int, widths: Widths, deterministic: bool, newer: bool = True
 ) -> str | None:
-    """Return why a package does not support these widths on a device, or None.
+    """Return why a FlashAttention package does not support these widths; None if it does.
 
-    The rules are from the checks in the sources of the packages.
+    The rules are copied from the checks in the sources of the packages.
 
     Args:
         name: "flash3" or "flash4".
-        major: Major compute capability.
+        major: Major compute capability of the device.
         widths: Widths of keys and of values.
-        deterministic: Gradients must be deterministic.
-        newer: True for FlashAttention 3 since December 2025, in which windows have two parameters
-            and backward supports different widths of keys and values.
+        deterministic: True if gradients must be deterministic.
+        newer: False for releases of FlashAttention 3 before December 2025. In these, backward
+            requires equal widths of keys and values.
     """
     first, last = {"flash3": (8, 9), "flash4": (9, 12)}[name]
     if not first <= major <= last:
@@ -158,7 +159,7 @@ def unfit(
 
 
 def _two_widths(name: str, major: int, widths: Widths, newer: bool) -> bool:
-    """Return True if a package supports these two different widths."""
+    """Return True if a package supports these widths of keys and values, which differ."""
     keys, values = widths
     if name == "flash3":
         return newer and major == 9 and 128 < keys <= 192 and 96 < values <= 128

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The installed FlashAttention packages: the functions that are called, and their arguments.
 
-This module defines the constant arguments of calls, and maps our argument names to the names in
-releases. It does not import torch.
+This module defines which arguments are constant, and maps our argument names to the parameter names
+of the installed release. It does not import torch.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class FlashFunction(NamedTuple):
 
     Attributes:
         name: Name of the function.
-        constants: Name -> value of constant arguments.
-        unused: Parameters that get None if they are required.
+        constants: Value of each constant argument, by parameter name.
+        unused: Parameters that this project does not use; they get None if a release requires them.
     """
 
     name: str
@@ -47,11 +47,11 @@ class FlashPackage(Package):
     """A FlashAttention package.
 
     Attributes:
-        modules: Modules that may contain the functions; the first existing one is used.
+        modules: Modules that may contain the functions; the first that exists is used.
         forward: Forward function.
         backward: Backward function.
-        unlimited: Argument for a side of a window without limit.
-        takes_delta: Same as in `operators.Operator`.
+        unlimited: Value that means "no limit" for the left or right size of a window.
+        takes_delta: As in `operators.Operator`.
     """
 
     modules: tuple[str, ...]
@@ -62,7 +62,7 @@ class FlashPackage(Package):
 
     @property
     def backward_names(self) -> tuple[str, ...]:
-        """Return our names of the arguments of backward."""
+        """Return our names of the arguments of the backward function."""
         return (*BACKWARD, "dlse") if self.takes_delta else BACKWARD
 
 
@@ -96,7 +96,7 @@ class FlashFunctions(NamedTuple):
         backward: Backward function.
         windows: True if both functions support windows.
         joins: True if both functions support many sequences in one call.
-        deterministic: True if gradients can be deterministic.
+        deterministic: True if the backward function can compute deterministic gradients.
     """
 
     forward: FittedFunction
@@ -107,10 +107,10 @@ class FlashFunctions(NamedTuple):
 
 
 def load(name: str) -> FlashFunctions:
-    """Return the functions of the package of a kernel.
+    """Return the forward and backward function of the installed package of a kernel.
 
     Args:
-        name: "flash3" or "flash4".
+        name: Name of the kernel, "flash3" or "flash4".
 
     Raises:
         NotInstalled: The package is not installed.
@@ -130,10 +130,10 @@ def load(name: str) -> FlashFunctions:
 def fitted(
     package: FlashPackage, place: str, forward: Callable, backward: Callable
 ) -> FlashFunctions:
-    """Check the parameters of forward and backward, and map our argument names to them.
+    """Check the parameters of both functions, and return them with a map from our argument names.
 
     Raises:
-        ValueError: A parameter is missing or unknown, see `fit`.
+        ValueError: A function lacks a parameter, or requires an unknown one; see `fit`.
     """
     first = fit(place, forward, package.forward, FORWARD)
     second = fit(place, backward, package.backward, package.backward_names)
@@ -149,15 +149,15 @@ def fitted(
 def fit(
     place: str, function: Callable, flash_function: FlashFunction, names: Sequence[str]
 ) -> FittedFunction:
-    """Check the parameters of a function, and map our argument names to them.
+    """Check the parameters of a function, and return it with a map from our argument names.
 
-    WINDOW and LENGTHS are included if the function has these parameters.
+    The map includes the names in `WINDOW` and `LENGTHS` if the function has these parameters.
 
     Args:
-        place: Name of the function's module.
+        place: Name of the function's module, for messages.
         function: The function.
-        flash_function: Name and constant arguments of the function.
-        names: Our names of the arguments.
+        flash_function: Name, constant arguments and unused parameters of the function.
+        names: Our names of the arguments that are always passed.
 
     Raises:
         ValueError: The function lacks a parameter, or requires an unknown one.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several tiles as sequences of different lengths in one operator call.
+"""Joining of tiles: one operator call computes several tiles as sequences of different lengths.
 
 FlashAttention computes many sequences of different lengths in one call, given by cumulative
 lengths. Consecutive tiles become the sequences of one call. The rows and columns between tiles
-become sequences without columns or rows. So a pair of shards needs one or a few calls, for any
+become sequences without columns or rows. So a pair of shards needs only one or a few calls, for any
 number of documents. `joined` decides which tiles share a call.
 """
 
@@ -25,14 +25,14 @@ GAP = 4096
 
 
 class JoinedTiles(NamedTuple):
-    """Tiles of one kind; each starts in a later row and column than the previous one ends.
+    """Tiles for one call; each starts at or after the last row and column of the previous tile.
 
     Attributes:
         tiles: The tiles.
-        span: Rows and columns that enclose the tiles. If it is a triangle, every tile is a
-            triangle. If it has a band, every tile has this band, with the right edge on the
-            diagonal of the tile.
-        lengths: Rows and columns of the tiles, and of the gaps between them.
+        span: Rows and columns that enclose all tiles, and the visibility that the call applies to
+            each tile. If `span` is a triangle, every tile is a triangle. If `span` has a band, it
+            is the band of every tile, and ends at the tile's diagonal.
+        lengths: Rows and columns of each tile, and of each gap between two tiles.
     """
 
     tiles: tuple[Tile, ...]
@@ -41,7 +41,7 @@ class JoinedTiles(NamedTuple):
 
 
 def joined(tiles: Sequence[Tile]) -> list[Tile | JoinedTiles]:
-    """Join consecutive tiles of one kind, and return joined and single tiles sorted by rows."""
+    """Join tiles that can share a call, and return joined and single tiles sorted by first row."""
     # A tile of one row and one column is a triangle and a square: use the kind of other tiles.
     single_kind = DIAGONAL if any(tile.triangle or tile.band for tile in tiles) else SQUARE
     chains: dict[str | None, list[_Chain]] = {DIAGONAL: [], SQUARE: [], None: []}
@@ -57,9 +57,11 @@ def joined(tiles: Sequence[Tile]) -> list[Tile | JoinedTiles]:
 
 
 def _kind(tile: Tile, single_kind: str) -> str | None:
-    """Return the kind of a tile; None if it is computed alone.
+    """Return `DIAGONAL` or `SQUARE`: only tiles of one kind can join a call. None: no joining.
 
-    `single_kind` is the kind of a tile with one row and one column.
+    Args:
+        tile: The tile.
+        single_kind: Result for a tile with one row and one column, which fits both kinds.
     """
     if tile.table is not None or tile.rows.step not in (1, None):
         return None
@@ -72,7 +74,7 @@ def _kind(tile: Tile, single_kind: str) -> str | None:
 
 
 class _Chain:
-    """Tiles of one kind for one call."""
+    """Tiles that are joined in one call, collected one by one."""
 
     def __init__(self, first: Tile):
         self.tiles = [first]
@@ -84,7 +86,7 @@ class _Chain:
         return (a.rows.start, a.columns.start) < (b.rows.start, b.columns.start)
 
     def extend(self, tile: Tile) -> bool:
-        """Add a tile if it follows closely and can share the call; return whether it was added."""
+        """Add a tile if it can join the call; return True if it was added."""
         last = self.tiles[-1]
         if not 0 <= tile.rows.start - last.rows.stop <= GAP:
             return False

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled operators of `csrc/`, if they were built.
 
-This module checks whether the operators support given tensors. `online_softmax`, `aten` and
-`linear_cross_entropy.rows` call these functions first and use torch if they return False or None.
-The library is in the same folder (`python setup.py build_csrc`) and is loaded at first use.
-`megatron-burst doctor` reports whether the library is used.
+Each function checks whether its operator supports the tensors, and returns False or None if not.
+`online_softmax`, `aten` and `linear_cross_entropy.rows` call these functions first, and then use
+Triton or torch. The library is in the folder of this module (built by `python setup.py build_csrc`)
+and is loaded at first use. `megatron-burst doctor` reports whether the library is used.
 
 Shape letters: s query rows, b batch, h query heads, w value width; n rows, v vocabulary rows.
 """
@@ -37,9 +37,9 @@ ACCUMULATORS = {
 
 @functools.cache  # torch never unloads a library
 def load(file: str) -> frozenset[str]:
-    """Load the library, and return the device types that it supports; empty without a library.
+    """Load the library `file`, and return the device types that it supports; empty without it.
 
-    Warns if the library exists but cannot be loaded.
+    Warns if the library exists but cannot be used.
     """
     if not Path(file).exists():
         return frozenset()
@@ -64,7 +64,7 @@ def _open(file: str) -> str | None:
 
 
 def _registered(key: str) -> bool:
-    """Return True if all `OPERATORS` exist with these arguments for a dispatch key."""
+    """Return True if torch has all `OPERATORS`, with these arguments, for a dispatch key."""
     defined = torch._C._dispatch_get_all_op_names()
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     for name, arguments in OPERATORS.items():
@@ -85,11 +85,11 @@ def serves(device: str) -> bool:
 def merge_(
     out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
 ) -> bool:
-    """Compute `online_softmax.merge_`; return False if the tensors are not supported.
+    """Merge part into out, like `online_softmax.merge_`; return False if tensors are unsupported.
 
     Args:
-        out: [s, b, h, w].
-        lse: [s, b, h].
+        out: [s, b, h, w], changed in place.
+        lse: [s, b, h], changed in place.
         part: [s, b, h, w].
         part_lse: [s, b, h].
     """
@@ -103,12 +103,12 @@ def merge_(
 
 
 def delta(dout: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """Compute `online_softmax.row_delta`; return None if the tensors are not supported.
+    """Return `online_softmax.row_delta` [s, b, h]; None if the tensors are unsupported.
 
     Args:
         dout: [s, b, h, w].
         out: [s, b, h, w].
-        dtype: Accumulation dtype of the result [s, b, h].
+        dtype: Dtype of the result, the accumulation dtype.
     """
     if not (_supported(dout, out) and in_rows(dout, out) and dout.dtype == out.dtype):
         return None
@@ -120,7 +120,7 @@ def delta(dout: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> torch.Te
 
 
 def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor | None:
-    """Compute `kernels.aten.stand_in`; return None if the tensors are not supported.
+    """Return `kernels.aten.stand_in` [s, b, h, w]; None if the tensors are unsupported.
 
     Args:
         dout: [s, b, h, w].
@@ -136,17 +136,17 @@ def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor | None:
 
 
 class LogitGradient(NamedTuple):
-    """Coefficients of the gradient that replaces a tile of products z [n, v].
+    """Coefficients of the gradient of a tile z [n, v] of products of hidden states and weights.
 
-    x = scale * z is a logit, or x = cap * tanh(scale * z / cap) with a softcap. An element becomes
-    exp(x - lse) * of_softmax - of_all, plus of_label in the column of the label. With a softcap it
-    is multiplied by 1 - (x / cap)^2. A row becomes 0 if its three factors are 0, even if it
-    contains NaN.
+    A logit is x = scale * z, or x = cap * tanh(scale * z / cap) with a softcap. Its gradient is
+    exp(x - lse) * of_softmax - of_all, plus of_label in the column of the label. With a softcap,
+    this is multiplied by 1 - (x / cap)^2. A row whose three factors are 0 gets gradient 0, even if
+    the row contains NaN.
 
     Attributes:
-        column: int64 [n], column of the label.
-        lse: [n]. None if z contains exp(x - c) for a constant c per row; `of_softmax` then includes
-            the factor exp(c - lse).
+        column: int64 [n], column of the row's label.
+        lse: [n], log-sum-exp of the row's logits. None if z contains exp(x - c) for a constant c
+            per row; `of_softmax` then includes the factor exp(c - lse).
         of_softmax: [n], factor of the softmax.
         of_label: [n], summand in the column of the label.
         of_all: [n], subtracted in all columns.
@@ -162,13 +162,13 @@ class LogitGradient(NamedTuple):
 def softmax_gradient_(
     z: torch.Tensor, gradient: LogitGradient, real: int, scale: float, softcap: float | None
 ) -> bool:
-    """Replace products z by their gradient; return False if the tensors are not supported.
+    """Replace products z by their gradient; return False if the tensors are unsupported.
 
     Args:
-        z: Products [n, v].
+        z: Products [n, v] of hidden states and the rows of the output weight; changed in place.
         gradient: Coefficients of the gradient.
-        real: Number of columns without padding; the columns after them become 0.
-        scale: Factor of the logits.
+        real: Number of columns that are not padding; gradients of padding columns are 0.
+        scale: Factor by which products are multiplied to get logits.
         softcap: Softcap of the logits, or None.
     """
     index, lse, *of = gradient
@@ -190,9 +190,10 @@ def _supported(*tensors: torch.Tensor) -> bool:
 
 
 def plain(*tensors: torch.Tensor) -> bool:
-    """Return True for ordinary tensors on one device, outside autograd and torch.compile.
+    """Return True if all are plain `torch.Tensor`s on one device, without autograd or compilation.
 
-    torch.compile cannot trace these custom operators.
+    Only such tensors can be passed to the custom operators, because torch.compile cannot trace
+    them.
     """
     if torch.compiler.is_compiling():  # the checks below cannot be traced
         return False
@@ -203,7 +204,7 @@ def plain(*tensors: torch.Tensor) -> bool:
 
 
 def changed(*tensors: torch.Tensor) -> None:
-    """Count an in-place write, as torch's operators do, so that autograd detects it."""
+    """Increase the version counters of tensors after an in-place write, so autograd detects it."""
     for tensor in tensors:
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)

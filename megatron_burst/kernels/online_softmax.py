@@ -19,12 +19,20 @@ Partial = tuple[torch.Tensor, torch.Tensor]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums over ranks: float64 for float64, float32 for everything else."""
+    """Return the dtype in which partial results are summed: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def empty_result(q: torch.Tensor, width: int) -> Partial:
-    """Return out [s, b, h, width] = 0 and lse [s, b, h] = -inf for queries q [s, b, h, d]."""
+    """Return an accumulator for queries [s, b, h, d]: out = 0 and lse = -inf.
+
+    Args:
+        q: Queries.
+        width: Width of the values.
+
+    Returns:
+        out [s, b, h, width] and lse [s, b, h], in the accumulation dtype.
+    """
     dtype = accumulation_dtype(q.dtype)
     out = torch.zeros((*q.shape[:-1], width), dtype=dtype, device=q.device)
     lse = torch.full(q.shape[:-1], float("-inf"), dtype=dtype, device=q.device)
@@ -34,13 +42,13 @@ def empty_result(q: torch.Tensor, width: int) -> Partial:
 def merge_(
     out: torch.Tensor, lse: torch.Tensor, out_new: torch.Tensor, lse_new: torch.Tensor
 ) -> None:
-    """Merge (out_new, lse_new) into (out, lse), in place.
+    """Merge a partial result (out_new, lse_new) into the accumulators (out, lse), in place.
 
-    The new pair may have a lower precision than the accumulators.
+    The partial result may have a lower precision than the accumulators.
 
     Args:
         out: [s, b, h, d].
-        lse: [s, b, h], natural logarithm.
+        lse: [s, b, h], log-sum-exp in natural logarithm.
         out_new: [s, b, h, d].
         lse_new: [s, b, h].
     """
@@ -58,19 +66,31 @@ def merge_(
 
 
 def _finite(lse: torch.Tensor) -> torch.Tensor:
-    """Return `lse` with 0 for -inf, to avoid -inf - -inf = NaN."""
+    """Return `lse` with 0 for -inf, because -inf - (-inf) is NaN."""
     return lse.masked_fill(lse == float("-inf"), 0.0)
 
 
 def add_sink_(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> None:
-    """Add a logit `sink` [h] without a value to every row of (out, lse), in place."""
+    """Add a sink logit, which has no value, to the softmax of every row, in place.
+
+    Args:
+        out: [s, b, h, d].
+        lse: [s, b, h].
+        sink: [h], logit of each head.
+    """
     total = torch.logaddexp(lse, sink.to(lse.dtype).expand_as(lse))
     out.mul_(torch.exp(lse - _finite(total)).unsqueeze(-1))
     lse.copy_(total)
 
 
 def row_delta(dout: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return delta = rowsum(dout * out) [s, b, h], summed in `dtype`; dout, out [s, b, h, d]."""
+    """Return delta = rowsum(dout * out) [s, b, h].
+
+    Args:
+        dout: [s, b, h, d].
+        out: [s, b, h, d].
+        dtype: Dtype of the sum and of the result.
+    """
     delta = native.delta(dout, out, dtype)
     if delta is None and (out.device.type == "cuda" or "triton" in sys.modules):
         delta = rowwise.delta(dout, out, dtype)
@@ -82,7 +102,7 @@ def sink_gradient(sink: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) ->
 
     Args:
         sink: [h].
-        lse: [s, b, h], with the sink.
+        lse: [s, b, h], including the sink.
         delta: [s, b, h].
     """
     return -(torch.exp(sink.to(lse.dtype) - _finite(lse)) * delta).sum(dim=(0, 1))

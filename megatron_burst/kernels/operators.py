@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interface of flash attention operators, and torch's operator for CPUs.
 
-`operators_cuda` has torch's operators for GPUs, `flash` the operators of FlashAttention packages.
-These modules define which widths and dtypes each operator supports, and convert a tile to operator
-arguments. Windows are aligned to the last row and column, as in FlashAttention.
+`operators_cuda` has torch's operators for GPUs, and `flash` has the operators of FlashAttention
+packages. Each operator class defines the supported widths and dtypes, and converts a tile to
+operator arguments. Windows are aligned to the last row and column, as in FlashAttention.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ..layout.sharding import to_device
 
 
 class Lengths:
-    """Numbers of rows and columns of many sequences, copied to each device once.
+    """Numbers of rows and columns of the sequences of one call, copied to each device once.
 
     Args:
-        sizes: (rows, columns) of each sequence; one of the two may be 0.
+        sizes: (rows, columns) of each sequence; one of the two numbers may be 0.
 
     Attributes:
         idle: True if a sequence has rows but no columns.
@@ -41,7 +41,12 @@ class Lengths:
         self._by_device: dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return cumulative rows and columns (int32 [n + 1] each), and idle rows (bool [rows])."""
+        """Return the arguments for `device`.
+
+        Returns:
+            Cumulative rows (int32 [n + 1] for n sequences), cumulative columns (int32 [n + 1]), and
+            a bool per row, True if its sequence has no columns.
+        """
         if device not in self._by_device:
             ends = np.ascontiguousarray(self._ends.T).view(np.uint8).ravel()
             packed = to_device(np.concatenate([ends, self._idle.view(np.uint8)]), device)
@@ -59,17 +64,17 @@ ONE_WIDTH = "requires equal widths of keys and values"  # the caller then pads t
 
 
 class TileVisibility(NamedTuple):
-    """The columns that each row sees in one call with s rows and t columns.
+    """The columns that each row sees in one operator call with s rows and t columns.
 
-    Row m sees column n: if causal (s = t), when n <= m; with a bias, when it is not -inf; with a
-    window (left, right), when m + t - s - left <= n <= m + t - s + right; otherwise always.
+    Row m sees column n if all set fields allow it. `causal` (s = t) allows n <= m. `bias` allows
+    entries that are not -inf. `window` allows m + t - s - left <= n <= m + t - s + right.
 
     Attributes:
-        causal: Lower triangle.
-        bias: [s, t], or None.
+        causal: True for a causal square tile.
+        bias: [s, t], added to the scores, or None.
         window: (left, right), or None.
-        lengths: Lengths of many sequences that are concatenated in one batch entry (b = 1). The
-            rules above hold for each sequence.
+        lengths: Rows and columns of many sequences that are concatenated in one batch entry (b =
+            1). The rules above hold for each sequence.
     """
 
     causal: bool = False
@@ -79,20 +84,22 @@ class TileVisibility(NamedTuple):
 
 
 class Operator(Protocol):
-    """Forward and backward operator on tensors [b, h, s, d] with lse [b, h, s].
+    """A flash attention operator: forward and backward on tensors [b, h, s, d] with lse [b, h, s].
 
-    With many sequences, some may have no rows or no columns. Rows without columns get gradients 0,
-    an arbitrary finite out and an arbitrary lse. Columns without rows get gradients 0.
+    One call may compute many sequences, and some of them may have no rows or no columns. Rows
+    without columns get gradients 0, an arbitrary finite out and an arbitrary lse. Columns without
+    rows get gradients 0.
 
     Attributes:
-        device: Device type.
+        device: Device type, such as "cpu".
         dtypes: Supported dtypes.
         multiple: Number of which widths must be a multiple.
-        limits: Limits of `masks.tiling.Cutter`; tables are passed as a bias.
+        limits: Arguments of `masks.tiling.Cutter` that limit the sizes of tiles. Tables of visible
+            pairs are passed as a bias.
         windows: True if the operator supports a window.
         joins: True if the operator computes many sequences of different lengths in one call.
         deterministic: True if results are reproducible with torch.use_deterministic_algorithms.
-        takes_delta: True if backward has the argument delta [b, h, s] instead of out.
+        takes_delta: True if the argument `out` of backward is delta [b, h, s].
     """
 
     device: str
@@ -105,9 +112,10 @@ class Operator(Protocol):
     takes_delta: bool
 
     def unfit(self, device: torch.device, widths: Widths) -> str | None:
-        """Return why a device does not support these widths of keys and values, or None.
+        """Return why these widths of keys and values are not supported; None if they are.
 
-        The caller first passes the actual widths. If these are unfit, it pads to the larger width.
+        If different widths are unsupported, the caller pads both to the larger one and checks
+        again.
         """
         ...
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch's attention operators for CUDA: FlashAttention 2 and cuDNN.
 
-This module defines which widths and devices each operator supports, and converts a tile, or many
-sequences, to operator arguments. It is imported only if tensors are on a GPU.
+Each operator class defines the supported widths and devices, and converts a tile, or many
+sequences, to operator arguments. The module is imported only if tensors are on a GPU.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ class CudaCudnn:
     joins = False
 
     def unfit(self, device: torch.device, widths: Widths) -> str | None:
-        """Return why these widths are not supported, or None.
+        """Return why these widths of keys and values are not supported; None if they are.
 
-        These limits hold for backward in all supported releases of torch: (192, 128) of MLA with
-        cuDNN 9.11 or newer; 256 on Hopper with cuDNN 9.10 or newer.
+        These limits hold for backward in all supported releases of torch: the widths (192, 128) of
+        MLA need cuDNN 9.11 or newer, and width 256 needs Hopper with cuDNN 9.10 or newer.
         """
         if max(widths) <= 128:
             return None
@@ -86,7 +86,7 @@ class CudaCudnn:
 
     @functools.cached_property
     def stats_end(self) -> torch.Size:
-        """Return the shape of cuDNN's statistics after [b, h, s]; torch 2.9 added a dimension 1."""
+        """Return the dimensions after [b, h, s] of cuDNN's lse: (1,) since torch 2.9, else ()."""
         x = torch.empty(1, 1, 8, 8, dtype=torch.bfloat16, device="meta")
         return aten._scaled_dot_product_cudnn_attention(x, x, x, None, True, 0.0, True)[1].shape[3:]
 
@@ -111,10 +111,10 @@ class CudaCudnn:
 
 
 def prefers_cudnn(device: torch.device) -> bool:
-    """Return True if cuDNN is the faster operator of torch on this device.
+    """Return True if torch prefers its cuDNN operator to FlashAttention 2 on this device.
 
-    This is torch's own rule: Hopper and Blackwell, with cuDNN newer than 9.15.0, which fixed
-    lengths that are not a multiple of 128.
+    The rule is copied from torch: Hopper or Blackwell, and cuDNN newer than 9.15.0. That version
+    fixed sequence lengths that are not a multiple of 128.
     """
     capability = torch.cuda.get_device_capability(device)
     version = torch.backends.cudnn.version() or 0
@@ -122,7 +122,7 @@ def prefers_cudnn(device: torch.device) -> bool:
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
-    """Return x [b, h, s, d], copied unless it is dense as [s, b, h, d]."""
+    """Return x [b, h, s, d] as it is if its memory is dense as [s, b, h, d]; else a dense copy."""
     b, h, _, d = x.shape
     strides = (h * d, d, b * h * d, 1)
     if x.stride() == strides:
@@ -131,23 +131,26 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 
 
 def rows_first(x: torch.Tensor, lengths: Lengths | None) -> torch.Tensor:
-    """Return a view [b, s, h, d] of [b, h, s, d], or [s, h, d] for many sequences (b = 1)."""
+    """Return x [b, h, s, d] as a view [b, s, h, d], or [s, h, d] with `lengths` (then b = 1)."""
     x = x.transpose(1, 2)
     return x if lengths is None else x.squeeze(0)
 
 
 def heads_first(x: torch.Tensor) -> torch.Tensor:
-    """Return a view [b, h, s, d] of [b, s, h, d] or [s, h, d], the inverse of `rows_first`."""
+    """Return x [b, s, h, d] or [s, h, d] as a view [b, h, s, d]: the inverse of `rows_first`."""
     return (x if x.dim() == 4 else x.unsqueeze(0)).transpose(1, 2)
 
 
 def stats_of(x: torch.Tensor, lengths: Lengths | None) -> torch.Tensor:
-    """Return lse or delta [b, h, s] contiguous for FlashAttention; [h, s] for many sequences."""
+    """Return x, lse or delta [b, h, s], contiguous for FlashAttention; [h, s] with `lengths`."""
     return (x if lengths is None else x.squeeze(0)).contiguous()
 
 
 def _lengths(q: torch.Tensor, k: torch.Tensor, visibility: TileVisibility) -> tuple:
-    """Return cumulative rows and columns, and maximum rows and columns, for torch's operator."""
+    """Return cumulative rows, cumulative columns, most rows and most columns of the sequences.
+
+    Without sequences, the cumulative counts are None. q and k are `rows_first`.
+    """
     if visibility.lengths is None:
         return None, None, q.shape[1], k.shape[1]
     rows, columns, _ = visibility.lengths.on(q.device)
@@ -155,7 +158,7 @@ def _lengths(q: torch.Tensor, k: torch.Tensor, visibility: TileVisibility) -> tu
 
 
 def _no_dropout(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return seed and offset, which are never read."""
+    """Return seed and offset, which the operators require but do not read without dropout."""
     seed = torch.empty(2, dtype=torch.uint64, device=device)
     return seed, torch.empty((), dtype=torch.uint64, device=device)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of optional packages: compatibility of the installed release, and calls by name.
+"""Functions of optional packages: compatibility checks of the installed release, and calls by name.
 
 Compatibility is decided by the signatures of functions, never by the version of the package. If a
-release lacks a parameter that we pass, or requires an unknown one, an error names the parameter.
+function lacks a parameter that we pass, or requires an unknown one, an error names the parameter.
 Parameters in `**kwargs` count as missing, because some releases ignore unknown arguments. Packages
 are imported when a kernel needs them. This module does not import torch.
 """
@@ -28,9 +28,9 @@ class Package:
     """An optional package.
 
     Attributes:
-        title: Name in messages.
-        distribution: Name for pip.
-        fits: Supported releases, for messages.
+        title: Name of the package in messages.
+        distribution: Name of the package for pip.
+        fits: Text for messages that names the supported releases.
     """
 
     title: str
@@ -39,19 +39,19 @@ class Package:
 
     @property
     def version(self) -> str | None:
-        """Return the installed version; None if there is no metadata."""
+        """Return the installed version; None if the package has no metadata."""
         try:
             return metadata.version(self.distribution)
         except metadata.PackageNotFoundError:
             return None
 
     def module(self, *names: str, root: str | None = None) -> ModuleType:
-        """Import the first existing module.
+        """Import and return the first of these modules that exists.
 
         Args:
-            *names: Modules to try, in this order.
-            root: Package whose absence means "not installed"; any other missing module is an
-                error. Default: the module itself.
+            *names: Names of the modules to try, in this order.
+            root: Package whose absence raises `NotInstalled`; absence of any other module raises
+                ValueError. Default: the module itself.
 
         Raises:
             NotInstalled: None of the modules exists.
@@ -69,11 +69,11 @@ class Package:
 
     @contextmanager
     def blamed(self, kernel: str, remedy: str) -> Iterator[None]:
-        """Add kernel, installed version and remedy to a ValueError that is raised in the context.
+        """Add kernel, installed version and remedy to a ValueError that is raised in this context.
 
         Args:
-            kernel: Name of the kernel.
-            remedy: What to use instead.
+            kernel: Name of the kernel that uses the package.
+            remedy: Alternative that the message recommends.
         """
         try:
             yield
@@ -105,7 +105,7 @@ class Signature:
         }
 
     def check(self, passed: Sequence[str]) -> None:
-        """Check that the function has all passed parameters and requires no others.
+        """Check that a call which passes these parameters by name is possible.
 
         Raises:
             ValueError: The function lacks a passed parameter, or requires another parameter.
@@ -121,12 +121,12 @@ class Signature:
 
 
 class FittedFunction(NamedTuple):
-    """A function of a package, called with arguments under our names.
+    """A function of a package that is called with our names of its arguments.
 
     Attributes:
         function: The function.
-        names: Our name of each argument -> name in the function.
-        constants: Name in the function -> value of constant arguments.
+        names: Name of the function's parameter by our name of the argument.
+        constants: Value of each constant argument by name of the parameter.
     """
 
     function: Callable
@@ -134,21 +134,21 @@ class FittedFunction(NamedTuple):
     constants: Mapping[str, Any]
 
     def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keyword arguments of the function for values under our names."""
+        """Return the keyword arguments of the function from `values`, which are by our names."""
         return {name: values[our_name] for our_name, name in self.names.items()} | dict(
             self.constants
         )
 
     def __call__(self, values: Mapping[str, Any], **overrides: Any) -> Any:
-        """Call the function; `overrides` replace constants."""
+        """Call the function with `values` by our names; `overrides` replace constant arguments."""
         return self.function(**self.arguments(values) | overrides)
 
 
 def function_of(module: ModuleType, name: str) -> Callable:
-    """Return a function of a module.
+    """Return the function `name` of a module.
 
     Raises:
-        ValueError: There is no function with this name.
+        ValueError: The module has no function with this name.
     """
     function = getattr(module, name, None)
     if not callable(function):

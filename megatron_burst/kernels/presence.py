@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention kernels that are available on this machine, for the doctor and for forecasts."""
+"""Availability of attention kernels on this machine, for `megatron-burst doctor` and forecasts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Presence(NamedTuple):
     """Availability of a kernel.
 
     Attributes:
-        usable: True if the kernel can be used; None if its package is not installed.
-        text: Description for reports.
+        usable: True or False for an installed package; None if the package is not installed.
+        text: Description of the installed release, or of the problem, for reports.
     """
 
     usable: bool | None
@@ -25,7 +25,7 @@ class Presence(NamedTuple):
 
 
 def package_presence(name: str) -> Presence:
-    """Return whether a FlashAttention package is installed and has known functions."""
+    """Return whether the FlashAttention package of a kernel is installed and usable."""
     try:
         load(name)
     except NotInstalled:
@@ -38,10 +38,11 @@ def package_presence(name: str) -> Presence:
 
 
 def kernel_here(name: str) -> str | None:
-    """Describe whether this machine has an attention kernel; None without a GPU.
+    """Return a text on the availability of an attention kernel on this machine; None without a GPU.
 
     Args:
-        name: A kernel with a published rate: of torch, or of a FlashAttention package.
+        name: Name of a kernel of torch or of a FlashAttention package, such as "aten_cudnn" or
+            "flash3".
     """
     if not torch.cuda.is_available():
         return None

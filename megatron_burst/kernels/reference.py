@@ -5,7 +5,7 @@ The kernel computes in the accumulation dtype and materializes all scores. It is
 the specification: tests compare every other kernel with it, and compare it with handwritten
 matrices.
 
-Shape letters as in `base`; g = h / k query heads share a key head.
+Shape letters as in `base`, and g = h / k: the number of query heads per key head.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .online_softmax import merge_
 
 
 class ReferenceWork:
-    """Hidden pairs of rows and columns as dense tables, copied to each device once."""
+    """Dense tables of the hidden pairs of a pair of shards, copied to each device once."""
 
     def __init__(self, table: np.ndarray):
         self.hidden = ~table  # bool [s, t]
@@ -31,7 +31,7 @@ class ReferenceWork:
         self._by_device: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (hidden, unseen) on `device`."""
+        """Return two bool tensors on `device`: hidden pairs [s, t], and keys that no query sees."""
         if device not in self._by_device:
             packed = to_device(np.concatenate([self.hidden.ravel(), self.unseen]), device)
             hidden, unseen = packed.split([self.hidden.size, self.unseen.size])
@@ -115,7 +115,7 @@ def _to_accumulation(x: torch.Tensor) -> torch.Tensor:
 
 
 def _without_unseen(x: torch.Tensor, work: ReferenceWork) -> torch.Tensor:
-    """Return keys or values with 0 in rows that no query sees, because 0 * NaN would be NaN."""
+    """Return keys or values with 0 in rows that no query sees, so that 0 * NaN cannot occur."""
     _, unseen = work.on(x.device)
     return _to_accumulation(x).masked_fill(unseen[:, None, None, None], 0.0)
 
@@ -140,5 +140,5 @@ def _probabilities(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
 
 
 def _rows_last(lse: torch.Tensor) -> torch.Tensor:
-    """Return lse [b, k, g, s] as [s, b, h]."""
+    """Permute and reshape lse from [b, k, g, s] to [s, b, h]."""
     return lse.permute(3, 0, 1, 2).flatten(2, 3)

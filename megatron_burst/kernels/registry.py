@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of kernels: `make` returns a kernel by name for given tensors.
+"""The table of kernels, and `make`, which returns a kernel by name or chooses one.
 
 `KERNELS` has one line per kernel. `automatic` defines the order in which "auto" tries kernels.
 """
@@ -70,13 +70,13 @@ FASTEST = {(9, 0): "flash3", (10, 0): "flash4", (10, 3): "flash4"}
 
 
 def automatic(device: torch.device, mask: Mask) -> tuple[str, ...]:
-    """Return the kernels that "auto" tries, in this order.
+    """Return the names of the kernels that "auto" tries, in this order.
 
-    If few flash attention calls can express the mask, flash attention comes first. On Hopper and
-    Blackwell, this is the FlashAttention package made for the device, if it is installed, and then
-    torch's own operators. Other masks, and calls with a softcap, use the Triton kernel, which
-    supports any mask. cuDNN compiles a graph for every shape, so it is omitted if shapes of the
-    mask change with the batch.
+    If few flash attention calls can compute the mask, flash attention kernels are first. On Hopper
+    and Blackwell, the first one is the installed FlashAttention package for the device, followed by
+    torch's operators. Other masks, and calls with a softcap, use the Triton kernel, which supports
+    any mask. cuDNN compiles a graph for every shape, so it is omitted if shapes of the mask change
+    with the batch.
 
     Args:
         device: Device of the tensors.
@@ -104,7 +104,7 @@ def make(
     beside_rings: bool = False,
     maximum: bool = False,
 ) -> Kernel:
-    """Return a kernel for tensors like q, k, v.
+    """Return a kernel for tensors with the shapes, dtype and device of q, k and v.
 
     Args:
         name: A name in `KERNELS`, or "auto" for the first kernel of `automatic` that supports the
@@ -116,10 +116,11 @@ def make(
         mask: Mask of the call. Default: causal.
         beside_rings: True if tensors are sent while the kernel runs. The kernel may then leave
             multiprocessors free.
-        maximum: True if the kernel must return the largest scores.
+        maximum: True if the kernel must return the largest score of each head.
 
     Raises:
-        ValueError: There is no such kernel, it does not support the call, or torch is too old.
+        ValueError: There is no kernel of this name, the kernel does not support the call, or torch
+            is too old.
     """
     if not isinstance(name, str) or (name != "auto" and name not in KERNELS):
         raise ValueError(f"kernel must be one of auto, {', '.join(KERNELS)}, got {name!r}")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merge, delta and stand-in output by one Triton launch each, if `csrc/` is not built.
+"""Merge, delta and stand-in output as one Triton launch each, used if `csrc/` is not built.
 
-This module checks whether Triton supports given tensors. `online_softmax` and `aten` call these
-functions if `native` does not support the tensors. If this module does not support them either, the
-callers use several torch operators. `rowwise_code` has the kernels.
+`online_softmax` and `aten` call these functions if `native` does not support the tensors. Each
+function returns False or None if Triton does not support the tensors. The callers then use several
+torch operators. `rowwise_code` has the Triton kernels.
 
 Shape letters: s query rows, b batch, h query heads, w value width.
 """
@@ -22,7 +22,7 @@ ELEMENTS = 2048  # per program, unless a row is wider
 
 
 def _code(device: str) -> Any:
-    """Return the module of the kernels if they run on this device type, otherwise None."""
+    """Return the module of the Triton kernels; None if they do not run on this device type."""
     # On other devices only Triton's interpreter runs kernels. Use it only if Triton was imported.
     if device != "cuda" and "triton" not in sys.modules:
         return None
@@ -39,11 +39,11 @@ def _code(device: str) -> Any:
 def merge_(
     out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
 ) -> bool:
-    """Compute `online_softmax.merge_`; return False if the tensors are not supported.
+    """Merge part into out, like `online_softmax.merge_`; return False if tensors are unsupported.
 
     Args:
-        out: [s, b, h, w].
-        lse: [s, b, h].
+        out: [s, b, h, w], changed in place.
+        lse: [s, b, h], changed in place.
         part: [s, b, h, w].
         part_lse: [s, b, h].
     """
@@ -58,12 +58,12 @@ def merge_(
 
 
 def delta(dout: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """Compute `online_softmax.row_delta`; return None if the tensors are not supported.
+    """Return `online_softmax.row_delta` [s, b, h]; None if the tensors are unsupported.
 
     Args:
         dout: [s, b, h, w].
         out: [s, b, h, w].
-        dtype: Accumulation dtype of the result [s, b, h].
+        dtype: Dtype of the result, the accumulation dtype.
     """
     code = _serving(dout, out)
     if code is None or not native.in_rows(dout, out):
@@ -74,7 +74,7 @@ def delta(dout: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> torch.Te
 
 
 def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor | None:
-    """Compute `aten.stand_in`; return None if the tensors are not supported.
+    """Return `aten.stand_in` [s, b, h, w]; None if the tensors are unsupported.
 
     Args:
         dout: [s, b, h, w].
@@ -102,7 +102,12 @@ def _launch(
 ) -> None:
     """Launch `kernel` over all rows of `shape` [s, b, h, w].
 
-    `inputs` have any strides; `outputs` are contiguous.
+    Args:
+        kernel: Triton kernel of `rowwise_code`.
+        shape: Shape of the largest tensor.
+        inputs: Tensors that are passed with their strides.
+        *outputs: Contiguous tensors, passed without strides.
+        **constants: Compile-time constants of the kernel.
     """
     s, b, h, w = shape
     width = 1 << max(0, w - 1).bit_length()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels over rows of an attention result: merge, delta, stand-in.
+"""Triton kernels that process rows of an attention result: merge, delta and stand-in output.
 
-A row is one position, batch entry and head. A program processes some rows with their full width, so
-every number is read once. The module is imported only if a kernel is launched. The formulas are the
-same as in `online_softmax` and `aten.stand_in`.
+A row belongs to one position, batch entry and head. Each program processes a few whole rows, so
+every element is read once. The module is imported only if a kernel is launched. The formulas are
+the same as in `online_softmax` and `aten.stand_in`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def merge(
     part_row, part_batch, part_head, new_row, new_batch, new_head,
     count, batch, heads, width, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Merge (part, part_lse) into (out, lse), in place; two empty results stay 0 and -inf."""
+    """Merge (part, part_lse) into (out, lse) in place; if both are empty, out is 0 and lse -inf."""
     position, entry, head, inside = _rows(count, batch, heads, R)
     lse_at = lse + position * lse_row + entry * lse_batch + head * lse_head
     part_at = part_lse + position * new_row + entry * new_batch + head * new_head
@@ -64,7 +64,7 @@ def delta(
     dout_row, dout_batch, dout_head, out_row, out_batch, out_head,
     count, batch, heads, width, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Compute result [rows, contiguous] = rowsum(dout * out)."""
+    """Compute rowsum(dout * out) into `result`, a contiguous array with one entry per row."""
     position, entry, head, inside = _rows(count, batch, heads, R)
     visible = inside[:, None] & (tl.arange(0, W) < width)[None, :]
     x = tl.load(
@@ -86,7 +86,7 @@ def stand_in(
     dout_row, dout_batch, dout_head, delta_row, delta_batch, delta_head,
     count, batch, heads, width, LARGEST: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Compute target [rows, width, contiguous] with rowsum(dout * target) = delta.
+    """Compute `target` [rows, width], contiguous, so that rowsum(dout * target) = delta.
 
     LARGEST is the largest finite float16 if target is float16, otherwise 0.
     """

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pair of shards as a grid of equal tiles, for kernels that process tiles of one size.
+"""Grids of equal tiles: the visible tiles of a pair of shards, for kernels with one tile size.
 
 The grid lists the visible tiles of each block of rows, and of each block of columns. Fully visible
 and partly visible tiles are separate lists. A partly visible tile has a bit table of visible pairs.
-Equal tiles share a table: the diagonal of a causal mask needs one table, a window two. So kernels
-need no code for bands, strides and documents. This module does not import torch.
+Tiles with equal visible pairs share a table: a causal mask needs one table for its diagonal, and a
+window needs two. So kernels need no code for bands, strides and documents. This module does not
+import torch.
 
-Visibility is computed from bands, not from single positions. Spans are split into pieces at the
-positions where the definition of the mask changes (`Mask.breaks`). For a piece of queries and a
-piece of keys, the mask returns a band. Arithmetic on bands gives the fully visible tiles, and the
-visible parts of other tiles, for all pairs of a plan at once. Packed documents have hundreds of
-pieces that change with every micro-batch, so only pieces with nearby positions are compared. If the
-visibility of two pieces is not a band, the mask is evaluated at all positions of a tile. Tiles with
-equal parts share one table, which is filled row by row from intervals, 32 columns at a time.
+A tile's visible pairs are computed from bands, not position by position. Spans are split into
+pieces at the positions where the definition of the mask changes (`Mask.breaks`). For a piece of
+queries and a piece of keys, the mask returns a band of visible pairs. Arithmetic on bands gives the
+fully visible tiles, and the visible parts of other tiles, for all pairs of a plan at once. Packed
+documents have hundreds of pieces, which change with every micro-batch. So only pieces with nearby
+positions are compared. If the visibility of two pieces is not a band, the mask is evaluated at all
+positions of a tile. Each table is filled row by row from intervals of columns, 32 columns at a
+time.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ Pairs = Sequence[tuple[Sequence[Span], Sequence[Span]]]
 
 
 class TileNumbers:
-    """Numbering of the tiles of several pairs of shards: by pair, row block, column block.
+    """Numbers of all tiles, in the order of pairs of shards, then row blocks, then column blocks.
 
     Attributes:
         size: Rows and columns of a tile.
@@ -63,16 +65,16 @@ class TileNumbers:
         return (pair, *np.divmod(tile - self.base[pair], self.blocks[1][pair]))
 
     def high(self, pair: np.ndarray, row: np.ndarray) -> np.ndarray:
-        """Return the number of rows of a block; the last block of a shard may have fewer."""
+        """Return the number of rows in row block `row` of `pair`; the last block may have fewer."""
         return np.minimum(self.size[0], self.length[0][pair] - row * self.size[0])
 
 
 class TileRuns(NamedTuple):
-    """Runs of consecutive fully visible tiles in a row block.
+    """Runs of consecutive fully visible tiles in a row block, one array entry per run.
 
     Attributes:
         first: Number of the first tile of each run.
-        wide: Number of tiles of each run.
+        wide: Number of tiles in each run.
     """
 
     first: np.ndarray
@@ -82,8 +84,8 @@ class TileRuns(NamedTuple):
 class TileParts(NamedTuple):
     """Visible parts of tiles, one array entry per part. Parts of a tile do not overlap.
 
-    `tile` is the number of the tile. With a, b row and column in the tile: rows top <= a < bottom
-    see columns begin <= b < end if low <= b - a <= high.
+    `tile` is the number of the tile. Rows a and columns b count from the tile's first row and
+    column. Row a sees column b if top <= a < bottom, begin <= b < end and low <= b - a <= high.
     """
 
     tile: np.ndarray
@@ -99,10 +101,10 @@ class TileParts(NamedTuple):
 
 
 class _Bands(NamedTuple):
-    """Bands in pairs of shards, one array entry per band.
+    """Bands of visible pairs in pairs of shards, one array entry per band.
 
-    A band covers `rows` rows from row `row` on, and `columns` columns from column `column` on. Its
-    row m sees its columns m - left to m + right, where m and the columns count from 0.
+    A band covers `rows` rows from row `row` on, and `columns` columns from column `column` on.
+    Within the band, row m sees columns m - left to m + right; both count from 0.
     """
 
     pair: np.ndarray
@@ -123,9 +125,11 @@ class TileCandidates(NamedTuple):
     Attributes:
         q: Pieces of queries; `owner` is the index of the pair of shards.
         k: Pieces of keys; `owner` is the index of the pair of shards.
-        begin: For each piece of keys, the first piece of queries that may see it.
-        met: For each piece of keys, the number of consecutive pieces of queries that may see it.
-        many: True if these are too many pieces to compare at once.
+        begin: Index of the first piece of queries that may see the piece of keys, one entry per
+            piece of keys.
+        met: Number of consecutive pieces of queries that may see the piece of keys, one entry per
+            piece of keys.
+        many: True if there are too many such combinations to compare at once.
     """
 
     q: Pieces
@@ -136,10 +140,11 @@ class TileCandidates(NamedTuple):
 
 
 def candidates(mask: Mask, pairs: Pairs, numbers: TileNumbers) -> TileCandidates:
-    """Return the pieces of queries and keys to compare, for all pairs.
+    """Return the pieces of queries and keys that may see each other, for all pairs of shards.
 
-    If the result has `many` set, the caller splits `pairs`. For a single pair, neighbouring pieces
-    are merged instead, which is less precise but valid.
+    If `many` of the result is true, the caller splits `pairs` and tries again. For a single pair,
+    neighbouring pieces are merged instead; more of its tiles are then evaluated position by
+    position.
     """
     shards = [pieces_of([pair[side] for pair in pairs]) for side in (0, 1)]
     breaks = mask.breaks
@@ -157,7 +162,7 @@ def candidates(mask: Mask, pairs: Pairs, numbers: TileNumbers) -> TileCandidates
 def tile_parts(
     mask: Mask, near_pieces: TileCandidates, numbers: TileNumbers
 ) -> tuple[TileRuns, TileParts, np.ndarray]:
-    """Return the visible tiles of all pairs.
+    """Return the visible tiles of all pairs of shards.
 
     Args:
         mask: The mask.
@@ -165,8 +170,8 @@ def tile_parts(
         numbers: Numbering of the tiles.
 
     Returns:
-        Runs of fully visible tiles; visible parts of other tiles; and the numbers of tiles for
-        which the mask must be evaluated position by position.
+        A tuple: the runs of fully visible tiles, the visible parts of other tiles, and the numbers
+            of the tiles for which the mask must be evaluated position by position.
     """
     i, j = (
         counted(near_pieces.begin, near_pieces.met),
@@ -184,7 +189,7 @@ def tile_parts(
 
 
 def _nearby(mask: Mask, q: Pieces, k: Pieces) -> tuple[np.ndarray, np.ndarray]:
-    """Return `TileCandidates.begin` and `TileCandidates.met`.
+    """Return the arrays `begin` and `met` of `TileCandidates`.
 
     Pieces of queries are sorted by pair and position. Positions are shifted by pair, so that one
     binary search handles all pairs.
@@ -202,7 +207,7 @@ def _nearby(mask: Mask, q: Pieces, k: Pieces) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _bands_of(mask: Mask, q: Pieces, k: Pieces) -> tuple[_Bands, Pieces, Pieces]:
-    """Return the bands of (q[i], k[i]) for all i, and the pieces whose visibility is no band."""
+    """Return the bands of pairs (q[i], k[i]), and q and k of the pairs that are not a band."""
     covers = mask.covers(q.span, k.span)
     left = np.where(covers == FULL, FAR, -FAR)
     right, partly = left.copy(), np.flatnonzero(covers == PARTIAL)
@@ -218,7 +223,7 @@ def _bands_of(mask: Mask, q: Pieces, k: Pieces) -> tuple[_Bands, Pieces, Pieces]
 
 
 def _cells(q: Pieces, k: Pieces, size: tuple[int, int]) -> tuple[Pieces, Pieces]:
-    """Split pairs of pieces at the ends of tiles, and return all combinations of their parts."""
+    """Split each pair (q[i], k[i]) at tile boundaries, and return all combinations of its parts."""
     parts = [_blocks(side, rows) for side, rows in zip((q, k), size, strict=True)]
     (rows, high, top), (columns, wide, left) = parts
     of = np.repeat(np.arange(len(high)), high * wide)
@@ -227,10 +232,10 @@ def _cells(q: Pieces, k: Pieces, size: tuple[int, int]) -> tuple[Pieces, Pieces]
 
 
 def _blocks(pieces: Pieces, size: int) -> tuple[Pieces, np.ndarray, np.ndarray]:
-    """Split pieces at multiples of `size` rows.
+    """Split pieces at multiples of `size` rows of their shard.
 
-    Returns the parts, the number of parts of each piece, and the index of the first part of each
-    piece.
+    Returns a tuple: the parts, the number of parts of each piece, and the index of the first part
+    of each piece.
     """
     length = pieces.span.length
     low, high = pieces.first // size, (pieces.first + length - 1) // size + 1
@@ -244,7 +249,7 @@ def _blocks(pieces: Pieces, size: int) -> tuple[Pieces, np.ndarray, np.ndarray]:
 
 
 def _spread(bands: _Bands, numbers: TileNumbers) -> tuple[TileRuns, TileParts]:
-    """Return runs of fully visible tiles, and the visible parts of other tiles, from bands."""
+    """Convert bands to runs of fully visible tiles and visible parts of other tiles."""
     (rows, columns), x = numbers.size, bands
     first = x.row + np.maximum(-x.right, 0)  # first row that sees something
     stop = x.row + np.minimum(x.rows, x.columns + x.left)
@@ -286,11 +291,11 @@ TABLES_AT_ONCE = 1024  # tables that are filled together
 
 
 class BitTables(NamedTuple):
-    """Tables of visible pairs.
+    """Tables of the visible pairs of n partly visible tiles.
 
     Attributes:
         bits: int32 [n, rows, columns / 32]; column c of a row is bit c % 32 of entry c // 32.
-        visible: int64 [n], number of set bits.
+        visible: int64 [n], number of visible pairs.
     """
 
     bits: np.ndarray
@@ -304,13 +309,13 @@ def tables_of(
 
     Args:
         mask: The mask.
-        pairs: Spans of queries and keys of each pair.
+        pairs: Query spans and key spans of each pair of shards.
         numbers: Numbering of the tiles.
-        parts: Visible parts of tiles.
-        evaluated: Tiles for which the mask is evaluated position by position.
+        parts: Visible parts of the partly visible tiles.
+        evaluated: Numbers of further tiles, for which the mask is evaluated position by position.
 
     Returns:
-        Sorted tile numbers, the index of each tile's table, and the tables.
+        A tuple: the sorted numbers of the tiles, the index of each tile's table, and the tables.
     """
     tiles, tile_index = np.unique(parts.tile, return_inverse=True)
     drawn = np.bincount(tile_index, parts.bottom - parts.top)
@@ -330,10 +335,10 @@ def tables_of(
 def _equal_tiles(
     parts: TileParts, size: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray, TileParts]:
-    """Group tiles with equal parts.
+    """Group tiles with equal visible parts, because they can share a table.
 
-    Returns the tiles, the group of each tile, and the parts of one tile per group, whose field
-    `tile` is the group.
+    Returns a tuple: the numbers of the tiles, the group of each tile, and the parts of one example
+    tile per group. The field `tile` of these parts is the group.
     """
     rows, columns = size
     fields = (*parts[1:5], parts.low + rows, parts.high + rows)
@@ -359,7 +364,7 @@ def _equal_tiles(
 
 
 def _drawn(parts: TileParts, size: tuple[int, int]) -> BitTables:
-    """Return one table per value of `parts.tile`, in this order."""
+    """Return tables made from parts; table i has the parts whose field `tile` is i."""
     tables = int(parts.tile.max(initial=-1)) + 1
     bits = np.zeros((tables, size[0], size[1] // WORD), dtype=np.int32)
     visible = np.zeros(tables, dtype=np.int64)
@@ -371,7 +376,14 @@ def _drawn(parts: TileParts, size: tuple[int, int]) -> BitTables:
 
 
 def _draw(parts: TileParts, bits: np.ndarray, visible: np.ndarray, low: int) -> None:
-    """Fill tables, the first of which has number `low`, from one interval per part and row."""
+    """Fill tables in place from parts, one interval of columns per part and row.
+
+    Args:
+        parts: Visible parts, sorted by table; `parts.tile - low` is the index of the table.
+        bits: Zeros as in `BitTables.bits`.
+        visible: Zeros as in `BitTables.visible`.
+        low: Number of the first table.
+    """
     (_, rows, words), high = bits.shape, parts.bottom - parts.top
     of, row = np.repeat(np.arange(len(high)), high), counted(parts.top, high)
     begin = np.maximum(parts.begin[of], row + parts.low[of])
@@ -389,7 +401,7 @@ def _draw(parts: TileParts, bits: np.ndarray, visible: np.ndarray, low: int) -> 
 
 
 def _looked_up(mask: Mask, pairs: Pairs, numbers: TileNumbers, tiles: np.ndarray) -> BitTables:
-    """Return the tables of tiles by evaluating the mask at all positions of the tiles."""
+    """Return the tables of the tiles `tiles`, by evaluating the mask at all their positions."""
     rows, columns = numbers.size
     bits = np.zeros((len(tiles), rows, columns // WORD), dtype=np.int32)
     visible = np.zeros(len(tiles), dtype=np.int64)
@@ -409,13 +421,15 @@ def _looked_up(mask: Mask, pairs: Pairs, numbers: TileNumbers, tiles: np.ndarray
 
 
 class Worklist(NamedTuple):
-    """Programs of a kernel launch and their tiles; int32.
+    """The programs of one kernel launch and the tiles that each program computes; int32 arrays.
 
     Attributes:
-        programs: [n, 3]: (block, begin, end), where `others[begin:end]` are the tiles of the block.
-            Programs with many tiles come first, so that the last programs are short.
-        others: [tiles]: block on the other side: column block if `programs` has row blocks.
-        tables: [tiles]: index in `TileGrid.bits`; empty for fully visible tiles.
+        programs: [n, 3], (block, begin, end) of each program. It computes the tiles of row block
+            (or column block) `block` with the column blocks (or row blocks) `others[begin:end]`.
+            Programs with many tiles are first, so that the last programs are short.
+        others: [tiles], column block of each tile if programs have row blocks; else its row block.
+        tables: [tiles], index of each tile's table in `TileGrid.bits`; empty for fully visible
+            tiles.
     """
 
     programs: np.ndarray
@@ -428,10 +442,12 @@ class TileGrid:
     """Visible tiles of a pair of shards, sorted by row block and column block.
 
     Attributes:
-        full: [tiles, 2]: row block and column block of fully visible tiles.
-        partial: [tiles, 3]: row block, column block and table of partly visible tiles.
+        full: [tiles, 2], row block and column block of each fully visible tile.
+        partial: [tiles, 3], row block, column block and index in `bits` of each partly visible
+            tile.
         bits: int32 [tables, rows, columns / 32]; column c of a row is bit c % 32 of entry c // 32.
-            Bits of columns beyond the end of the shard are 0; rows beyond the end are undefined.
+            In tiles at the end of a shard, bits of columns beyond the end are 0, and bits of rows
+            beyond the end are undefined.
     """
 
     full: np.ndarray
@@ -443,12 +459,12 @@ class TileGrid:
 
     @cached_property
     def by_rows(self) -> tuple[Worklist, Worklist]:
-        """Return the worklists of fully and partly visible tiles, one program per row block."""
+        """Return the worklists of fully visible and of partly visible tiles, by row block."""
         return _worklist(self.full, 0), _worklist(self.partial, 0)
 
     @cached_property
     def by_columns(self) -> tuple[Worklist, Worklist]:
-        """Return the worklists of fully and partly visible tiles, one program per column block."""
+        """Return the worklists of fully visible and of partly visible tiles, by column block."""
         return _worklist(self.full, 1), _worklist(self.partial, 1)
 
 
@@ -457,14 +473,14 @@ def tile_grid(
 ) -> TileGrid:
     """Return the visible tiles of a pair of shards.
 
-    `rows` and `columns` are the size of a tile; `columns` is a multiple of 32.
+    A tile has `rows` rows and `columns` columns; `columns` must be a multiple of 32.
     """
     (grid,) = tile_grids(mask, [(q_spans, k_spans)], rows, columns)
     return grid
 
 
 def tile_grids(mask: Mask, pairs: Pairs, rows: int, columns: int) -> list[TileGrid]:
-    """Return `tile_grid` of many pairs of shards, computed together."""
+    """Return the `tile_grid` of each pair of shards; one computation for all pairs is faster."""
     if not pairs:
         return []
     numbers = TileNumbers(pairs, rows, columns)
@@ -490,7 +506,7 @@ def tile_grids(mask: Mask, pairs: Pairs, rows: int, columns: int) -> list[TileGr
 
 
 def _full(numbers: TileNumbers, runs: TileRuns, tiles: np.ndarray) -> list[np.ndarray]:
-    """Return (row block, column block) of the fully visible tiles of each pair."""
+    """Return an array (row block, column block) of the fully visible tiles for each pair."""
     first = np.concatenate([runs.first, tiles])
     count = np.concatenate([runs.wide, np.ones_like(tiles)])
     order = np.argsort(first, kind="stable")
@@ -506,9 +522,17 @@ def _full(numbers: TileNumbers, runs: TileRuns, tiles: np.ndarray) -> list[np.nd
 def _numbered(
     pair: np.ndarray, table: np.ndarray, bits: np.ndarray, pairs: int
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Number the tables within each pair, in tile order, and return the bits of each pair.
+    """Give each partly visible tile a table number within its pair, and collect the tables by pair.
 
-    Table 0 of each pair has all bits set.
+    Args:
+        pair: Pair of shards of each tile, sorted.
+        table: Index in `bits` of each tile.
+        bits: All tables.
+        pairs: Number of pairs.
+
+    Returns:
+        Table number of each tile, and the tables of each pair. Table 0 of each pair has all bits
+        set.
     """
     index: dict[bytes, int] = {}
     equal = np.array([index.setdefault(x.tobytes(), len(index)) for x in bits], dtype=np.int64)
@@ -528,7 +552,7 @@ def _numbered(
 
 
 def _worklist(tiles: np.ndarray, side: int) -> Worklist:
-    """Group tiles by their block on one side (0: rows, 1: columns)."""
+    """Return the worklist with one program per row block (`side` 0) or column block (1)."""
     if side:  # tiles are sorted by rows, so a stable sort by column block suffices
         key = tiles[:, 1].astype(np.uint16 if tiles[:, 1].max(initial=0) < 1 << 16 else np.int32)
         tiles = tiles[np.argsort(key, kind="stable")]

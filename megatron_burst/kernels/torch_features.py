@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features that this package needs from torch, detected in the imported torch.
+"""The features of torch that this package needs, and tests whether the imported torch has them.
 
-Version numbers are not reliable: NVIDIA's containers have development builds, and "2.9.0a0" may be
-from before or after a change. So each feature is tested in the imported torch. Error messages name
-the first release that certainly has the feature. Public functions use `refusal`; reports use
-`lacking`.
+Version numbers are not reliable: NVIDIA's containers have development builds, and a build "2.9.0a0"
+may be older or newer than a change. So a function tests each feature. Error messages name the first
+release that certainly has the feature. Public functions call `refusal` before they use a feature;
+reports call `lacking`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 class Feature(NamedTuple):
-    """A feature of torch.
+    """A feature of torch that a part of this package needs.
 
     Attributes:
-        part: Part of this package that needs the feature; `PACKAGE` for all of it.
+        part: Name of the part of this package that needs the feature; `PACKAGE` for the whole
+            package.
         present: Function that returns whether the imported torch has the feature.
-        since: First release with the feature.
-        without: What happens without the feature.
-        refused: True if the part is refused without the feature.
+        since: First release of torch with the feature.
+        without: Text that describes the problem without the feature.
+        refused: True if the part raises an error without the feature; False if it only uses more
+            time or memory.
     """
 
     part: str
@@ -38,7 +40,7 @@ class Feature(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """Return the required release of torch as text."""
+        """Return the required release of torch as text, such as "torch 2.8 or newer"."""
         return f"torch {self.since} or newer"
 
 
@@ -53,9 +55,9 @@ def _wide_products() -> bool:
 
 @functools.cache
 def _shares_heads() -> bool:
-    """Return True if torch's flash attention for CPUs supports shared key heads.
+    """Return True if torch's flash attention for CPUs supports fewer key heads than query heads.
 
-    The operator cannot be called as a test: without support it writes out of bounds.
+    This test does not call the operator, because without support it writes out of bounds.
     """
     with (
         _disable_current_modes(),
@@ -121,7 +123,7 @@ def lacking() -> list[Feature]:
 
 
 def refusal(part: str) -> str | None:
-    """Return a reason such as "needs torch 2.8 or newer, ..." to refuse a part; otherwise None."""
+    """Return why `part` cannot be used, such as "needs torch 2.8 or newer, ..."; None if it can."""
     for feature in FEATURES:
         if feature.part == part and feature.refused and not feature.present():
             return f"needs {feature.remedy}, got {torch.__version__}, in which {feature.without}"

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over a grid of tiles as Triton kernels: forward, and backward by keys or by queries.
+"""Triton kernels of attention over a grid of tiles: forward, backward by keys, backward by queries.
 
 Every kernel processes a `tile_grid.Worklist`. Fully visible tiles need no mask; partly visible
-tiles have a bit table. Fully and partly visible tiles have separate launches, because one loop for
-both spills registers. Launches accumulate: forward loads out and lse, which are normalized, updates
-and stores them; backward adds to given sums. In backward, lse and delta cover the whole sequence,
-so sides "query" and "kv" use the same kernels.
+tiles have a bit table. Fully and partly visible tiles have separate launches, because one loop over
+both lists would spill registers. Launches accumulate: forward loads normalized out and lse, updates
+them and stores them; backward adds to existing sums. In backward, lse and delta cover the whole
+sequence, so sides "query" and "kv" use the same kernels.
 
-The module is imported only when a Triton kernel is made. Masks are passed as worklists, block sizes
-as constants. Tensors are [b, heads, rows, width], passed as descriptors whose block is some rows of
-one head; elements beyond the end read as zero.
+The module is imported only when a Triton kernel is made. Arguments describe masks as worklists, and
+block sizes as constants. Tensors are [b, heads, rows, width], passed as descriptors. A descriptor's
+block is some rows of one head; elements beyond the end read as zero.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NOTHING = tl.constexpr(float("-inf"))
 
 @triton.jit
 def _logits(products, scale, CAP: tl.constexpr):
-    """Return scores in base 2, for exp2. CAP 0: no softcap."""
+    """Return the scores of products q.k in base 2, for exp2. CAP is the softcap; 0 for none."""
     if CAP == 0:
         return products * (scale * LOG2E)
     # tanh by exp2, because the interpreter has no tanh; a series near 0, where exp2 cancels.
@@ -38,9 +38,10 @@ def _logits(products, scale, CAP: tl.constexpr):
 
 @triton.jit
 def _visible(bits, table, M: tl.constexpr, N: tl.constexpr, BY_COLUMNS: tl.constexpr):
-    """Return the visible pairs of a tile: bool [M, N], or [N, M] BY_COLUMNS.
+    """Return the visible pairs of a tile as bool [M, N], or as bool [N, M] if BY_COLUMNS.
 
-    A 32-bit word is loaded once and broadcast to its 32 columns in registers.
+    `table` is the index of the tile's table in `bits`. A 32-bit word is loaded once and broadcast
+    to its 32 columns in registers.
     """
     rows, words, columns = tl.arange(0, M), tl.arange(0, N // 32), tl.arange(0, N)
     at = bits + table.to(tl.int64) * (M * N // 32)
@@ -57,7 +58,7 @@ def _visible(bits, table, M: tl.constexpr, N: tl.constexpr, BY_COLUMNS: tl.const
 
 @triton.jit
 def _program(programs, heads, SIZE: tl.constexpr):
-    """Return batch entry, head, first row (or column) of the program's block, and tile range."""
+    """Return this program's batch entry, head, first row or column, and range of tiles."""
     entry, head = programs + 3 * tl.program_id(0), tl.program_id(1)
     start = tl.load(entry) * SIZE
     return head // heads, head % heads, start, tl.load(entry + 1), tl.load(entry + 2)
@@ -65,7 +66,7 @@ def _program(programs, heads, SIZE: tl.constexpr):
 
 @triton.jit
 def _offset(batch, head, of_batch, of_head):
-    """Return the 64-bit offset of one head of a batch entry.
+    """Return the 64-bit offset of one head of a batch entry, from their strides `of_...`.
 
     In tensors with more than 2^31 elements, 32-bit products of index and stride would overflow.
     """
@@ -79,9 +80,10 @@ def forward(
     CAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Compute one block of rows of one head; (out, lse) in float32, in place.
+    """Update (out, lse), float32, in place, with one list of tiles.
 
-    max_logits is float32 [heads], updated in place to the largest score, or None.
+    Each program computes one block of rows of one head. `max_logits` is None or float32 [heads];
+    each entry is raised to the largest score of its head.
     """
     batch, head, start, first, stop = _program(programs, heads, M)
     lanes = tl.arange(0, M)
@@ -121,7 +123,7 @@ def forward(
 
 @triton.jit
 def _weights(products, stats, scale, visible, CAP: tl.constexpr, MASKED: tl.constexpr):
-    """Return probabilities and d score / d (scale * product); `stats` is lse in base 2."""
+    """Return the probabilities, and d score / d (scale * product); `stats` is lse in base 2."""
     x = _logits(products, scale, CAP)
     p = tl.exp2(x - stats)
     if MASKED:
@@ -135,7 +137,7 @@ def _weights(products, stats, scale, visible, CAP: tl.constexpr, MASKED: tl.cons
 
 @triton.jit
 def _statistics(lse, delta, batch, head, start, M: tl.constexpr):
-    """Return lse in base 2 and delta of a block of rows.
+    """Return lse in base 2 and delta of the M rows from row `start` on.
 
     Rows without visible keys get lse = inf, so their probabilities are 0. Rows beyond the end read
     as 0; they add nothing, because their queries and gradients are 0 too.
@@ -153,9 +155,10 @@ def backward_keys(
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
     DQ: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """Compute one block of keys of one key head: dk and dv from all queries that see it.
+    """Add to dk and dv of one block of keys of one key head, from all queries that see it.
 
-    If DQ, also add dq atomically, in place. `heads` counts key heads; lse, delta [b, h, rows].
+    If DQ is true, the kernel also adds to dq atomically. `heads` is the number of key heads. lse
+    and delta are [b, h, rows].
     """
     batch, head, start, first, stop = _program(programs, heads, N)
     lanes, widths = tl.arange(0, M), tl.arange(0, D)
@@ -202,7 +205,7 @@ def backward_queries(
     CAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of one block of rows of one head, in a deterministic order."""
+    """Add to dq of one block of query rows of one head, in a deterministic order."""
     batch, head, start, first, stop = _program(programs, heads, M)
     query = q.load([batch, head, start, 0]).reshape(M, D)
     gradient = dout.load([batch, head, start, 0]).reshape(M, W)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention by our own Triton kernels: any mask, lse and delta as inputs, sums in place.
+"""The attention kernel "triton", for any mask: it launches our own Triton kernels.
 
-The kernels update out and lse in float32 and add to dq, dk and dv in place, so nothing is merged,
-zeroed or converted between two pairs of a ring. Sides "query" and "kv" use the same kernels. This
-module launches the kernels for a pair of shards. `triton_code` defines the kernels, `tile_grid` the
-visible tiles, and `blocks` the tile sizes.
+The kernels update out and lse in float32 and add to dq, dk and dv in place, so no merge, zero-fill
+or conversion is needed between two pairs of a ring. Their inputs lse and delta cover the whole
+sequence, so sides "query" and "kv" use the same kernels. `triton_code` defines the kernels,
+`tile_grid` the visible tiles, and `blocks` the tile sizes.
 
-Shape letters as in `kernels.base`. dq is added atomically, in any order. With
-torch.use_deterministic_algorithms, a second kernel computes dq instead, so backward has seven
+Shape letters as in `kernels.base`. Programs add to dq atomically, in any order. With
+torch.use_deterministic_algorithms, a second kernel computes dq instead. Backward then has seven
 matrix products per tile instead of five.
 """
 
@@ -39,8 +39,8 @@ Inputs = tuple[tuple[Any, ...], Any, Any]  # descriptors of q, dout, k, v; of ls
 class MaskedPairs:
     """All pairs of shards that were planned for one mask.
 
-    Tile grids are made at first use, for all pairs together. Their lists are copied to a device
-    together, so a plan needs one copy per pass, not several per pair.
+    Tile grids are made at first use, for all pairs at once. The arrays of all grids are copied to a
+    device at once, so a plan needs one copy per pass instead of several per pair.
     """
 
     def __init__(self, mask: Mask):
@@ -50,13 +50,13 @@ class MaskedPairs:
         self.lists: dict[tuple, list[list[Launch]]] = {}
 
     def tiles(self, rows: int, columns: int) -> list[TileGrid]:
-        """Return the tile grid of every pair, with tiles of `rows` x `columns`."""
+        """Return one tile grid per pair of shards, with tiles of `rows` x `columns`."""
         grids = self.grids.setdefault((rows, columns), [])
         grids += tile_grids(self.mask, self.spans[len(grids) :], rows, columns)
         return grids
 
     def launches(self, pair: int, size: BlockSizes, by: str, device: torch.device) -> list[Launch]:
-        """Return the launches of a pair, by "rows" or "columns"."""
+        """Return the arguments of each launch, with programs by="rows" or by="columns"."""
         launches = self.lists.setdefault((size.rows, size.columns, by, device), [])
         if pair >= len(launches):
             missing = self.tiles(size.rows, size.columns)[len(launches) :]
@@ -65,21 +65,21 @@ class MaskedPairs:
 
 
 class PairWork(NamedTuple):
-    """Kernel plan of one pair of shards: pair `number` of `pairs`."""
+    """Kernel plan of one pair of shards: `number` is its index in `pairs`."""
 
     pairs: MaskedPairs
     number: int
 
     def launches(self, size: BlockSizes, by: str, device: torch.device) -> list[Launch]:
-        """Return the launches of this pair, by "rows" or "columns"."""
+        """Return the arguments of each launch, with programs by="rows" or by="columns"."""
         return self.pairs.launches(self.number, size, by, device)
 
 
 class TritonKernel:
-    """Our attention kernel, selected by "triton".
+    """The kernel that is selected by "triton".
 
     Args:
-        size: Block sizes for both directions. Default: the table in `blocks`.
+        size: Block sizes of both directions. Default: the sizes in the table of `blocks`.
     """
 
     name = "triton"
@@ -219,7 +219,7 @@ class TritonKernel:
 
 
 def unavailable(device: str) -> str | None:
-    """Return why Triton kernels do not run on this device type, or None."""
+    """Return why Triton kernels do not run on this device type; None if they do."""
     try:
         from triton.runtime.interpreter import InterpretedFunction  # pyright: ignore
         from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: F401 # pyright: ignore
@@ -234,7 +234,7 @@ def unavailable(device: str) -> str | None:
 
 
 def capability(device: torch.device) -> int:
-    """Return the compute capability of a device, 90 for 9.0."""
+    """Return the compute capability of a GPU as an int (90 for 9.0); 0 for other devices."""
     if device.type != "cuda":
         return 0  # interpreter: smallest blocks
     major, minor = torch.cuda.get_device_capability(device)
@@ -242,7 +242,7 @@ def capability(device: torch.device) -> int:
 
 
 def _any_visible(mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -> bool:
-    """Return True if any query sees any key."""
+    """Return True if any query of one shard sees any key of the other shard."""
     q, k = (np.array([(s.start, s.last) for s in spans]).ravel() for spans in (q_spans, k_spans))
     if mask.visible(q[:, None], k[None, :]).any():  # the ends of spans suffice for most pairs
         return True
@@ -250,7 +250,7 @@ def _any_visible(mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -
 
 
 def _arrays(grid: TileGrid, by: str) -> list[tuple[np.ndarray, ...]]:
-    """Return the arrays of each launch of a pair: programs, others, tables, bits."""
+    """Return the arrays of each launch of a grid: programs, other blocks, tables, bits."""
     worklists = grid.by_rows if by == "rows" else grid.by_columns
     return [(*work, grid.bits) for work in worklists if len(work.programs)]
 
@@ -258,7 +258,7 @@ def _arrays(grid: TileGrid, by: str) -> list[tuple[np.ndarray, ...]]:
 def _on_device(
     pairs: Sequence[Sequence[tuple[np.ndarray, ...]]], device: torch.device
 ) -> list[list[Launch]]:
-    """Copy the int32 arrays of all launches of several pairs to `device` at once."""
+    """Copy the int32 arrays of all launches of all pairs to `device` in one transfer."""
     arrays = {id(x): x for launches in pairs for launch in launches for x in launch}
     unit = ALIGNED // np.dtype(np.int32).itemsize  # aligned like separate tensors
     sizes = [x.size + -x.size % unit for x in arrays.values()]
@@ -272,7 +272,7 @@ def _on_device(
 
 
 def _launch(code: Any, q: torch.Tensor, programs: int, heads: int, size: BlockSizes) -> Any:
-    """Return a function that launches `code` on a grid of programs and heads, on q's device."""
+    """Return a function that launches `code` on q's device for `programs` x (batch * `heads`)."""
 
     def call(*args: Any, **constants: Any) -> None:
         options = {"num_warps": size.warps, "num_stages": size.stages}
@@ -283,7 +283,7 @@ def _launch(code: Any, q: torch.Tensor, programs: int, heads: int, size: BlockSi
 
 
 def _inputs(rows: Rows, k: torch.Tensor, v: torch.Tensor, size: BlockSizes) -> Inputs:
-    """Return descriptors of q, dout, k, v, lse and delta for backward."""
+    """Return descriptors of backward: a tuple of q, dout, k and v; then lse; then delta."""
     d, w = _padded(k, v)
     inputs = (
         _block(rows.q, size.rows, d),
@@ -295,7 +295,7 @@ def _inputs(rows: Rows, k: torch.Tensor, v: torch.Tensor, size: BlockSizes) -> I
 
 
 def _statistics(x: torch.Tensor, rows: int) -> Any:
-    """Return a descriptor of lse or delta [s, b, h] for `rows` rows of one head.
+    """Return a descriptor of x, lse or delta [s, b, h]; a block is `rows` rows of one head.
 
     The descriptor refers to a copy in which the rows of a head are contiguous. Without a
     descriptor, every thread would load all rows that it needs.
@@ -328,12 +328,16 @@ def _constants(
 
 
 def _padded(q: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:
-    """Return the widths of blocks: powers of two of at least 16; padding reads as zero."""
+    """Return the block widths for keys and values: the next powers of two, at least 16."""
     return tuple(max(16, 1 << (x.shape[-1] - 1).bit_length()) for x in (q, v))  # pyright: ignore
 
 
 def _block(x: torch.Tensor, rows: int, width: int, output: bool = False) -> Any:
-    """Return a descriptor of x [n, b, h, d] for `rows` rows of one head, zero beyond its end."""
+    """Return a descriptor of x [n, b, h, d], whose block is `rows` rows x `width` of one head.
+
+    Elements beyond the end of x read as zero. An input with unsupported strides is copied; an
+    output with unsupported strides raises ValueError.
+    """
     from triton.tools.tensor_descriptor import TensorDescriptor  # pyright: ignore
 
     # A dimension of size 1 may have any stride.
