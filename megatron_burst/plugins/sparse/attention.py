@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Public operation `mb.sparse_attention`: exact attention over selected keys, across ranks.
 
-The operation uses the loop of `mb.attention`, with a kernel that has the selection. Keys are sent;
-in backward their gradients are sent too. Queries and their selection stay on their rank.
+The operation uses the loop of `mb.attention`, with a kernel that has the selection. Forward sends
+keys, and backward sends keys and their gradients. Queries and their selection stay on their rank.
 
 Shape letters: s local rows, b batch, h query heads, k key/value heads, d width, w value width.
 """
@@ -113,7 +113,7 @@ def sparse_attention(
 
 
 def _recompute_plan(rank_plan: RankPlan) -> RankPlan:
-    """Return the plan with a kernel for only those rows that the attention store does not keep."""
+    """Return the plan with a kernel for only the rows that the attention store does not keep."""
     assert isinstance(rank_plan.kernel, SelectedKernel)
     partial = rank_plan.chunks[0].recompute
     assert partial is not None
@@ -123,9 +123,9 @@ def _recompute_plan(rank_plan: RankPlan) -> RankPlan:
 def selected_setting(
     selection: object, plan: Plan | None, groups: Groups | None, algorithm: str | None
 ) -> SparseSetting:
-    """Return the `SparseSetting` of a call over a selection.
+    """Return the `SparseSetting` of a call that has a selection.
 
-    Without a plan, the selection's layout and mask apply.
+    Without a plan, the layout and mask of the selection apply.
     """
     at = setting(plan, groups, None, None, algorithm)
     if plan is None and isinstance(selection, Selection):
@@ -183,7 +183,9 @@ def _check_width(value_width: int | None, latent: bool, width: int) -> None:
 
 
 def over_selection(request: Request, selection: Selection, kernel: str, latent: bool) -> Request:
-    """Return the request with the kernel and the facts of a call over a selection.
+    """Return the request with the kernel and the facts of a call that has a selection.
+
+    Facts are values that must be equal on all ranks.
 
     Args:
         request: Checked request.
@@ -192,7 +194,8 @@ def over_selection(request: Request, selection: Selection, kernel: str, latent: 
         latent: True if values are columns of the keys.
 
     Raises:
-        ValueError: The selection has another layout or mask, or does not fit the tensors.
+        ValueError: The selection has another layout or mask than the request, or does not fit the
+            tensors.
     """
     q, k, _ = request.tensors
     for name in ("layout", "mask"):
@@ -211,7 +214,7 @@ def over_selection(request: Request, selection: Selection, kernel: str, latent: 
 
 
 def kernel_for(plan: Plan, selection: Selection) -> SelectedKernel:
-    """Return the kernel of the plan's `PairKernel`, with the selection."""
+    """Return the kernel for this selection that the plan's `PairKernel` stands for."""
     pairs = plan.kernel
     assert isinstance(pairs, PairKernel)
     return pairs.by(selection, pairs.latent)

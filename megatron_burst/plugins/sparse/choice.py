@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Algorithm "auto" of the sparse operations: the algorithm with the lowest predicted time.
+"""Choice of the algorithm of a sparse operation that is called with algorithm "auto".
 
-The cost model is the same as for dense attention, but with the number of selected query-key pairs
-and the measured speed of the sparse kernel. The module is imported only if a call needs it, like
-`planning.automatic`.
+The cost model of attention predicts the time of each algorithm. It gets the number of selected
+query-key pairs and the measured speed of the sparse kernel. This module imports the simulator, so
+it is imported only if a call uses "auto", like `planning.automatic`.
 
 Shape letters: s query rows, t key rows, b batch, h heads, d width, w value width.
 """
@@ -36,14 +36,15 @@ from .top_k import no_units
 def chosen(request: Request, groups: Groups) -> Request | ValueError:
     """Return the request with the algorithm of the lowest predicted time, or this rank's error.
 
-    A collective. It measures the rates of the links and of the kernel if they are unknown.
+    This is a collective. It measures the rates of the links and of the kernel if they are not
+    cached.
     """
     kernel, (q, k, v) = request.kernel, request.tensors
     assert isinstance(kernel, PairKernel)
     # Time the heads of one row instead of the heads of all rows of a unit; the speed is the same.
     if kernel.of is not None:
         q = q[:, :, : q.shape[2] // kernel.of.block]
-    if kernel.latent:  # whole keys have value columns and key columns
+    if kernel.latent:  # whole keys: value columns and key columns
         q, k = (torch.empty_like(t[..., :1]).expand(*t.shape[:3], t.shape[3] + v.shape[3])
                 for t in (q, k))  # fmt: skip
     trial: Any = _TimedPair(kernel)
@@ -53,7 +54,7 @@ def chosen(request: Request, groups: Groups) -> Request | ValueError:
 
 
 def with_fastest(request: Request, groups: Groups, rates: Rates) -> Request:
-    """Return the request with the algorithm of the lowest predicted time at these rates."""
+    """Return the request with the algorithm that has the lowest predicted time at these rates."""
     kernel = request.kernel
     assert isinstance(kernel, PairKernel)
     all_keys = request.sizes.tokens * request.layout.cp_size
@@ -69,7 +70,10 @@ def with_fastest(request: Request, groups: Groups, rates: Rates) -> Request:
 
 
 class _TimedPair:
-    """Adapter that times a sparse kernel like an attention kernel: queries select all keys."""
+    """Wrapper of a sparse kernel with the interface of an attention kernel, to measure its speed.
+
+    Each query selects all keys.
+    """
 
     def __init__(self, of: PairKernel):
         self.by, self.rule, self.latent = of.by, of.of, of.latent

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public operation `mb.select`: the top_k best units of keys of every query, across ranks.
+"""Public operation `mb.select`: the top_k best units of keys for every query, across ranks.
 
 A unit is a block of consecutive keys. Index keys are sent like keys of attention, one row per unit.
 Each rank keeps the best units of its own queries.
 
-Shape letters: s local rows, r rows of a tile, u units of a chunk, n means or keys of a unit, b
-batch, i index heads, k index key heads, d width, H selections of a row.
+Shape letters: s local rows, r rows of a tile, u units of a chunk, n the number of means in a unit
+(if the rule has no means, of keys), b batch, i index heads, k index key heads, d width, H
+selections of a row.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ def select(
         The `Selection` of this rank's queries.
 
     Raises:
-        ValueError: An argument is not supported. Without a plan, every rank raises the same error.
-            With a plan, only the rank with the invalid argument raises it.
+        ValueError: An argument is not supported. Every rank raises the same error; with a plan only
+            the rank with the invalid argument does.
     """
     refuse_transforms("mb.select")
     at = setting(plan, groups, layout, mask, algorithm)
@@ -125,7 +126,7 @@ def select(
 
 @dataclass(frozen=True, kw_only=True)
 class IndexOperation(SelectedOperation):
-    """A call on one rank that sends index keys around the ring, one row per unit.
+    """Call on one rank of an operation that sends index keys around the ring, one row per unit.
 
     The fields are arguments of `mb.select`.
     """
@@ -136,7 +137,7 @@ class IndexOperation(SelectedOperation):
     index_weights: Any
 
     def checked_rule(self) -> SelectionRule:
-        """Return the rule as an object.
+        """Return the selection rule as an object.
 
         Raises:
             ValueError: The operation does not support the rule.
@@ -174,13 +175,13 @@ class SelectOperation(IndexOperation):
 
 
 def index_placeholders(rule: SelectionRule, q: Any, k: Any, weights: Any) -> QKV:
-    """Return placeholders for q, k and v of a ring that sends one row per unit.
+    """Check index tensors and return placeholders (q, k, v) for a ring that sends one row per unit.
 
     Args:
         rule: Selection rule.
-        q: Index queries.
-        k: Index keys.
-        weights: Weights of the index heads, or None.
+        q: Index queries [s, b, i, d].
+        k: Index keys [s, b, k, d].
+        weights: Weights of the index heads [s, b, i], or None.
 
     Raises:
         ValueError: The index tensors do not fit the rule.
@@ -212,7 +213,7 @@ def index_placeholders(rule: SelectionRule, q: Any, k: Any, weights: Any) -> QKV
 
 
 def over_units(request: Request, rule: SelectionRule, top_k: int) -> Request:
-    """Return the request of a ring that sends one row of index keys per unit, and no values."""
+    """Return the request for a ring that sends one row of index keys per unit, and no values."""
     q, k, v = request.tensors
     facts = {"rule": described(rule), "top_k": top_k} | request.facts  # the first facts in messages
     heads = rule.selections(q.shape[2] // rule.block, k.shape[2])
@@ -221,9 +222,13 @@ def over_units(request: Request, rule: SelectionRule, top_k: int) -> Request:
 
 
 def tags_of(passes: Sequence[tuple[Plan, str]], label: object) -> list[CallTag]:
-    """Return one tag per pass over the ring, for the messages of the pass.
+    """Return one message tag for each pass over the ring.
 
     Without a label, the first tag contains the source line of the caller.
+
+    Args:
+        passes: Plan and name of each pass.
+        label: Label of the call, or None.
     """
     first = None if label is None else (label, passes[0][1])
     labels = [first, *((label, name) for _, name in passes[1:])]
@@ -234,7 +239,10 @@ def tags_of(passes: Sequence[tuple[Plan, str]], label: object) -> list[CallTag]:
 
 
 def _select(operation: SelectOperation, plan: Plan, tags: Sequence[CallTag]) -> torch.Tensor:
-    """Compute `Selection.ids` of this rank."""
+    """Compute this rank's selected units, int32 [s, b, H, top_k], as in `Selection.ids`.
+
+    `tags` has one tag for each pass over the ring.
+    """
     rule, top_k = rule_of(operation.rule), operation.top_k
     q, k, weights = operation.index_q, operation.index_k, operation.index_weights
     rank_plan, dtype, rows = plan.rank_plan, accumulation_dtype(q.dtype), rows_of_units(k, rule)
@@ -264,7 +272,7 @@ def run_pass(
     rows: torch.Tensor,
     sums: dict[str, Any] = NO_SUMS,
 ) -> ring.Ring:
-    """Send the rows of units of all ranks around the ring, and compute each received chunk.
+    """Send the unit rows of all ranks around the ring, and compute each received chunk.
 
     `compute` holds the queries, in their own dtype. The ring gets one placeholder row per unit in
     place of the queries.
@@ -275,10 +283,10 @@ def run_pass(
         tag: Tag of the messages.
         compute: Object with the method `pair`, called for each received chunk.
         rows: Rows of this rank's units.
-        sums: Shapes of the sums.
+        sums: Shapes of the tensors that ranks sum in this pass, by family, such as "dkv".
 
     Returns:
-        The ring, with the sums.
+        The ring after the pass; its `partials` has the sums.
     """
     (part,) = ring.head_chunks(rank_plan, rank_plan.heads, rank_plan.kv_heads)
     own: dict[str, Tensors] = {"query": (rows[..., :1],), "kv": (rows,)}
@@ -292,9 +300,9 @@ class VisibleUnits(NamedTuple):
 
     Attributes:
         units: Units of the chunk, int64 [u].
-        own: The unit that contains each row [r].
+        own: Unit that contains each query row [r].
         seen: Bool [r, u], True for visible units.
-        place: Offset of each row in its own unit [r].
+        place: Offset of each query row in its own unit [r].
         causal: True if the mask is causal.
     """
 
@@ -308,7 +316,7 @@ class VisibleUnits(NamedTuple):
 def visible_units(
     work: SelectedPairs, rows: slice, block: int, device: torch.device
 ) -> VisibleUnits:
-    """Return the visibility of a chunk of units for a tile of query rows."""
+    """Return the units of a chunk, with their visibility for a tile of query rows."""
     query_units, units, _ = work.on(device)
     row = torch.arange(rows.start, rows.stop, device=device)
     unit_row = row // block
@@ -317,7 +325,16 @@ def visible_units(
 
 
 def keys_of_chunk(rows: torch.Tensor, work: SelectedPairs, rule: SelectionRule) -> torch.Tensor:
-    """Return the keys or means of a chunk in order of position, for `SelectionRule.scores`."""
+    """Return the keys or means of a chunk in order of position, for `SelectionRule.scores`.
+
+    Args:
+        rows: Received rows of the chunk [u, b, k, n * d].
+        work: Positions of the chunk.
+        rule: Selection rule.
+
+    Returns:
+        Keys or means [u * n, b, k, d] in the dtype of scores.
+    """
     _, _, order = work.on(rows.device)
     rows = rows if work.order is None else rows.index_select(0, order)
     return wide(keys_of_units(rows, rule))
@@ -325,7 +342,7 @@ def keys_of_chunk(rows: torch.Tensor, work: SelectedPairs, rule: SelectionRule) 
 
 @dataclass(frozen=True)
 class UnitSelector:
-    """Computation of a pair of shards: scores units and keeps the best units of each query.
+    """Computation of a received chunk: scores its units, and keeps the best units of each query.
 
     Attributes:
         rule: Selection rule.
@@ -361,7 +378,7 @@ class UnitSelector:
         return padded_scores(self.rule, self.q[rows], k, weights)[..., : len(at.units)]
 
     def _forced(self, at: VisibleUnits, work: SelectedPairs, rows: slice) -> torch.Tensor:
-        """Return a bool [r, u], True for units that the rule selects whatever their score is."""
+        """Return a bool [r, u], True for units that the rule selects regardless of their scores."""
         rule, distance = self.rule, at.own[:, None] - at.units
         selected_units = (distance == 0) if rule.own else torch.zeros_like(at.seen)
         if near := getattr(rule, "near", 0):
@@ -375,7 +392,7 @@ class UnitSelector:
 
 @dataclass(frozen=True)
 class _MeanLogSumExp:
-    """Computation of a pair of shards: log-sum-exp over the scores of all means that a query sees.
+    """Computation of a received chunk: updates lse, the log-sum-exp of the scores of visible means.
 
     lse is float64 [s, b, i], so that the rounded result does not depend on the number of ranks.
     """
@@ -396,9 +413,9 @@ class _MeanLogSumExp:
 
 @dataclass(frozen=True)
 class _SoftmaxSelector(UnitSelector):
-    """Computation of a pair of shards that selects units by the softmax of the scores of means.
+    """`UnitSelector` for rules that compare units by the softmax of the scores of their means.
 
-    lse [s, b, i] is the log-sum-exp of the scores of all visible means.
+    lse [s, b, i] is the log-sum-exp of the scores of all means that a query sees.
     """
 
     lse: torch.Tensor
@@ -413,9 +430,9 @@ class _SoftmaxSelector(UnitSelector):
 def _mean_scores(
     rule: SelectionRule, q: torch.Tensor, k: torch.Tensor, at: VisibleUnits
 ) -> torch.Tensor:
-    """Return the scores [r, b, i, u * n] of the means.
+    """Return the scores [r, b, i, u * n] of the means of a chunk for a tile of query rows.
 
-    The score is -inf if a position of the mean is not visible.
+    The score is -inf if the query does not see all positions of the mean.
     """
     n = parts_per_unit(rule)
     seen = at.seen.unsqueeze(-1).expand(-1, -1, n)
@@ -430,10 +447,10 @@ def _mean_scores(
 def padded_scores(
     rule: SelectionRule, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the scores of the rows q, with columns of padding at the end.
+    """Return `rule.scores` of the query rows q, followed by columns of padding.
 
     Matrix products round incomplete tiles differently. Rows and keys are padded, so that the result
-    does not depend on the size of a chunk.
+    does not depend on the size of a chunk. The caller removes the columns of padding.
     """
     rows, n = len(q), parts_per_unit(rule)
     units = -(-len(k) // n) + -(len(k) // n) % (EVEN // math.gcd(EVEN, n))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch kernels for attention over a selection, for a pair of shards: dense, or with gathered keys.
+"""Torch kernels that compute attention of this rank's queries to the selected keys of a chunk.
 
-Both kernels have the selection of this rank's queries, and merge results by online softmax, like
-every kernel of `kernels`.
+`SelectedReference` computes the scores of all keys. `SelectedAten` gathers the selected keys. The
+results of chunks are merged by online softmax, like those of every kernel in `kernels`.
 
 Shape letters: s query rows, r rows of a tile, t key rows, b batch, h query heads, k key/value
-heads, d width, w value width; H selections of a row; m = max(H, k) heads of keys, each with
-g = h / m query heads; n gathered units per row and selection.
+heads, d width, w value width; H selections of a row; m = max(H, k) heads of keys, each with g = h /
+m query heads; n gathered units per row and selection.
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ def _bytes(device: torch.device) -> int:
 
 
 class GatheredKeys(NamedTuple):
-    """Gathered keys of a tile of rows.
+    """Keys that a tile of query rows has selected, copied from a chunk.
+
+    They are copied in units of `unit` positions: the block of the selection, or 1 if the chunk has
+    no whole blocks.
 
     Attributes:
         places: Index of each gathered unit in the row's list of selected units [r, b, H, n].
-        units: Index of each gathered unit in `UnitRows` [r * b * m * n].
+        units: Index of each gathered unit in `UnitRows.rows` [r * b * m * n].
         seen: Bool [r, b, m, n * unit], True for visible positions.
         keys: Keys [r, b, m, n * unit, d].
         values: Values [r, b, m, n * unit, w].
@@ -54,7 +57,7 @@ class GatheredKeys(NamedTuple):
 
 
 class SelectedKernel(PairKernel):
-    """Base class of the kernels over a selection.
+    """Base class of the kernels that compute attention to selected keys.
 
     Attributes:
         selection: Selection of this rank's queries.
@@ -66,16 +69,16 @@ class SelectedKernel(PairKernel):
         self.selection, self.latent = selection, latent
 
     def of_rows(self, rows: torch.Tensor) -> SelectedKernel:
-        """Return the kernel for a subset of the queries; `rows` is an int64 index of query rows."""
+        """Return the kernel for some query rows; `rows` is their int64 index."""
         selection = replace(self.selection, ids=self.selection.ids.index_select(0, rows))
         return type(self)(selection, self.latent)
 
     def places(self, work: SelectedPairs, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Look up the selected positions of a tile of rows in the chunk of keys.
+        """Look up in the chunk of keys the positions that a tile of query rows has selected.
 
         Returns:
-            The row in the chunk of each selected position, int64 [r, b, H, top_k * block], and a
-            bool of the same shape that is True if the position is in the chunk and visible.
+            For each selected position, its row in the chunk, int64 [r, b, H, top_k * block]; and a
+            bool of the same shape, True if the position is in the chunk and visible.
         """
         ids, block = self.selection.ids[rows], self.selection.block
         _, positions, order = work.on(ids.device)
@@ -88,17 +91,17 @@ class SelectedKernel(PairKernel):
         return order[at], present & work.sees(rows, selected_positions.clamp(min=0))
 
     def whole_keys(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Return keys with all columns: for latents, the columns of v before the columns of k."""
+        """Return keys with all columns: for latents, the columns of v, then the columns of k."""
         return torch.cat([v, k], dim=-1) if self.latent else k
 
     def split_gradients(
         self, dkeys: torch.Tensor, dvalues: torch.Tensor, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients of k and v in the columns in which k and v are sent.
+        """Return the gradients of k and v, with the columns that k and v have when they are sent.
 
         Args:
-            dkeys: Gradients of `whole_keys`.
-            dvalues: Gradients of values.
+            dkeys: Gradients of the result of `whole_keys`.
+            dvalues: Gradients of the values.
             width: Number of value columns.
         """
         if not self.latent:
@@ -123,7 +126,10 @@ class SelectedReference(SelectedKernel):
     def _dense(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: SelectedPairs, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return scores [s, b, h, t], and keys and values repeated for query heads [t, b, h, .]."""
+        """Return scores [s, b, h, t], keys [t, b, h, d] and values [t, b, h, w].
+
+        Keys and values are repeated for the query heads that share them.
+        """
         group = q.shape[2] // k.shape[2]
         keys = wide(self.whole_keys(k, v)).repeat_interleave(group, dim=2)
         values = wide(v).repeat_interleave(group, dim=2)
@@ -175,9 +181,10 @@ class SelectedReference(SelectedKernel):
 
 
 class UnitRows:
-    """Keys (or values) reshaped for gathering: one row per unit, [u * b * k, unit * columns].
+    """Keys or values as a matrix with one row per unit and head, [u * b * k, unit * columns].
 
-    With units of one position, a contiguous tensor is not copied.
+    Its rows are copied to gather units of `unit` positions. If `unit` is 1, a contiguous tensor is
+    not copied to make the matrix.
     """
 
     def __init__(self, rows: torch.Tensor, unit: int):
@@ -190,12 +197,15 @@ class UnitRows:
         return x.unflatten(0, (-1, self.unit)).permute(0, 2, 3, 1, 4)
 
     def take(self, index: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """Gather the units in `index` (n per element of `shape`), [*shape, n * unit, columns]."""
+        """Copy the units at `index` to a tensor [*shape, n * unit, columns].
+
+        `index` has n entries for each element of `shape`.
+        """
         positions = len(index) // math.prod(shape) * self.unit
         return self.rows.index_select(0, index).view(*shape, positions, self.shape[3])
 
     def add_(self, index: torch.Tensor, grads: torch.Tensor) -> None:
-        """Add grads [..., n * unit, columns] to the units in `index`."""
+        """Add the gradients `grads` [..., n * unit, columns] to the units at `index`."""
         self.rows.index_add_(0, index, grads.reshape(len(index), self.rows.shape[1]))
 
     def add_to_(self, total: torch.Tensor) -> None:
@@ -207,7 +217,10 @@ class UnitRows:
 
 
 def _gradient_rows(total: torch.Tensor | None, unit: int) -> UnitRows | None:
-    """Return `UnitRows` for gradients: a view of `total` if possible, otherwise zeros."""
+    """Return `UnitRows` in which gradients are summed, or None if `total` is None.
+
+    They are a view of `total` if its memory layout allows it, otherwise zeros; see `add_to_`.
+    """
     if total is None:
         return None
     plain = total.is_contiguous() and (unit == 1 or total.shape[1] * total.shape[2] == 1)
@@ -215,10 +228,11 @@ def _gradient_rows(total: torch.Tensor | None, unit: int) -> UnitRows | None:
 
 
 class SelectedAten(SelectedKernel):
-    """Kernel "aten": gathers the selected keys of a tile of rows, then uses batched matmuls.
+    """Kernel "aten": gathers the selected keys of a tile of query rows, then uses batched matmuls.
 
-    Memory: one tile, and the chunk of keys in the dtype of scores. For latents, values are columns
-    of the gathered keys. Blocks are gathered as a whole if they are contiguous in the chunk.
+    It allocates memory for one tile, and for the chunk of keys in the dtype of scores. For latents,
+    values are columns of the gathered keys. Blocks are gathered as a whole if they are contiguous
+    in the chunk.
     """
 
     def _visible_units(
@@ -229,8 +243,9 @@ class SelectedAten(SelectedKernel):
         Units that are not in the chunk or not visible come last.
 
         Returns:
-            Index of the units in the chunk, int64 [r, b, H, n]; their index in the row's list of
-            selected units, same shape; and a bool [r, b, H, n, unit], True for visible positions.
+            The index of each unit in the chunk, int64 [r, b, H, n]; its index in the row's list of
+            selected units, with the same shape; and a bool [r, b, H, n, unit], True for visible
+            positions.
         """
         ids, block = self.selection.ids[rows], self.selection.block
         _, positions, order = work.on(ids.device)
@@ -273,7 +288,7 @@ class SelectedAten(SelectedKernel):
         work: SelectedPairs,
         unit: int,
     ) -> Iterator[tuple[slice, GatheredKeys]]:
-        """Yield tiles of rows with their gathered keys; if v is None, values are empty."""
+        """Yield tiles of rows, each with its gathered keys; if v is None, values are empty."""
         ids, (_, batch, key_heads, _) = self.selection.ids, k.shape
         keys = UnitRows(wide(k if v is None else self.whole_keys(k, v)), unit)
         values = None if v is None or self.latent else UnitRows(wide(v), unit)
@@ -303,14 +318,14 @@ class SelectedAten(SelectedKernel):
                 )
 
     def _scores(self, q: torch.Tensor, gathered: GatheredKeys, scale: float) -> torch.Tensor:
-        """Return scores [r, b, m, g, n * unit], -inf if there is no visible key."""
+        """Return scores [r, b, m, g, n * unit] of gathered keys; -inf if a key is not visible."""
         scores = q.unflatten(2, (gathered.seen.shape[2], -1)) @ gathered.keys.mT * scale
         return scores.masked_fill_(~gathered.seen.unsqueeze(3), float("-inf"))
 
     def add_lse_(
         self, q: torch.Tensor, k: torch.Tensor, work: SelectedPairs, scale: float, lse: torch.Tensor
     ) -> None:
-        """Add the keys of this chunk to the log-sum-exp lse [s, b, h], in place."""
+        """Update lse [s, b, h], the log-sum-exp of scores, with the selected keys of a chunk."""
         for rows, gathered in self._gathered(q, k, None, work, work.unit(self.selection.block)):
             stats = self._scores(wide(q[rows]), gathered, scale).logsumexp(dim=-1).flatten(2, 3)
             torch.logaddexp(lse[rows], stats, out=lse[rows])

@@ -133,7 +133,7 @@ def indexer_loss(
 
 @dataclass(frozen=True, kw_only=True)
 class SelectedProbabilities(SelectedOperation):
-    """Pass of `mb.indexer_loss` over the keys of attention, on one rank.
+    """Part of `mb.indexer_loss` on one rank that sends the keys of attention around the ring.
 
     The fields are arguments of `mb.indexer_loss`.
 
@@ -170,7 +170,7 @@ class SelectedProbabilities(SelectedOperation):
 
 @dataclass(frozen=True, kw_only=True)
 class SelectedScores(IndexOperation):
-    """Pass of `mb.indexer_loss` over the index keys, on one rank.
+    """Part of `mb.indexer_loss` on one rank that sends the index keys around the ring.
 
     The fields are arguments of `mb.indexer_loss`.
     """
@@ -206,7 +206,10 @@ class SelectedScores(IndexOperation):
 
 
 def _calls(attention: Plan, index: Plan, label: object, lse: bool) -> list[CallTag]:
-    """Return the tags of the forward passes; backward also uses the last tag."""
+    """Return one message tag for each forward pass; backward uses the last tag again.
+
+    If `lse` is True, the first pass computes the log-sum-exp of attention.
+    """
     passes = [(attention, "log-sum-exp")] if lse else []
     return tags_of([*passes, (attention, "probabilities"), (index, "index scores")], label)
 
@@ -236,7 +239,7 @@ class _LossCall:
 
 @dataclass
 class _AttentionLogSumExp:
-    """Computation of a pair of shards: accumulates the log-sum-exp of attention in `lse`."""
+    """Computation of a received chunk: updates lse [s, b, h], the log-sum-exp of attention."""
 
     kernel: SelectedAten
     scale: float
@@ -251,7 +254,10 @@ class _AttentionLogSumExp:
 
 @dataclass
 class _AttentionProbabilities(_AttentionLogSumExp):
-    """Computation of a pair of shards: accumulates attention probabilities in `total`."""
+    """Computation of a received chunk: adds probabilities of attention to `total`.
+
+    `total` is [s, b, H, top_k].
+    """
 
     total: torch.Tensor
 
@@ -264,7 +270,7 @@ class _AttentionProbabilities(_AttentionLogSumExp):
 
 @dataclass
 class _IndexScores:
-    """Computation of a pair of shards: stores the index score of every selected unit in `scores`.
+    """Computation of a received chunk: stores the index scores of its selected units in `scores`.
 
     `scores` is [s, b, H, top_k].
     """
@@ -293,7 +299,7 @@ class _IndexScores:
 
 @dataclass
 class _IndexGradients:
-    """Computation of a pair of shards: adds gradients to dq, dweights and the ring's sums (dk).
+    """Computation of a received chunk: adds gradients to dq, dweights and the ring's sums (dk).
 
     slope [s, b, H, top_k] is the gradient of the loss with respect to each index score.
     """
@@ -332,7 +338,7 @@ class _IndexGradients:
 
 
 def _find_units(ids: torch.Tensor, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the index of each selected unit in `units`, and a bool that is False if absent."""
+    """Return where `units` contains each of `ids`, and a bool that is False if it does not."""
     selected_ids = ids.long()
     at = torch.searchsorted(units, selected_ids).clamp_(max=len(units) - 1)
     return at, units[at] == selected_ids
@@ -397,7 +403,7 @@ def _backward(
 
 
 class _IndexerLoss(torch.autograd.Function):
-    """The loss of this rank as an autograd function of index_q, index_k and index_weights."""
+    """Autograd function of index_q, index_k and index_weights; returns this rank's loss."""
 
     @staticmethod
     def forward(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positions and visibility of a pair of shards (queries of this rank, a chunk of keys).
+"""Pairs of this rank's queries and a chunk of keys: their positions, and what each query sees.
 
-`execution/ring.py` runs these pairs with every schedule that sends keys in forward, and keys and
-their gradients in backward. Queries and their selection stay on their rank. Tables of positions are
-made for a tile of rows at a time, never for all rows.
+The loop of `execution/ring.py` computes such pairs with every schedule that sends keys in forward,
+and keys and their gradients in backward. Queries and their selection stay on their rank. Tensors
+with the positions of selected keys are made for a tile of query rows at a time, never for all rows.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ TILE = 1 << 22  # elements of the largest tensor of a tile of rows
 
 
 class SelectedPairs:
-    """Positions of a pair of shards, with keys in ascending order.
+    """Positions of this rank's queries and of a chunk of keys, with the keys in ascending order.
 
     Attributes:
-        queries: Positions of the queries.
-        keys: Positions of the keys, ascending.
-        order: Row in the chunk of each entry of `keys`; None if the rows are in ascending order.
+        queries: Positions of the queries [s].
+        keys: Positions of the keys [t], ascending.
+        order: Row in the chunk of each entry of `keys` [t]; None if the chunk is in ascending
+            order.
         span_rows: Start, stride, length and first row of each span of keys, int32 [spans, 4].
         condition: Function that evaluates the mask on a device; None if only the host can.
         tables: Cache of arrays on the device, shared by the pairs of a plan.
@@ -56,12 +57,15 @@ class SelectedPairs:
 
     @property
     def interval(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """(low, high), int32 [s], if every query sees one interval low <= p < high, or None."""
+        """(low, high), int32 [s] each: every query sees the positions low <= k < high.
+
+        None if `condition` is not an `IntervalCondition`.
+        """
         seen = self.condition
         return (seen.low, seen.high) if isinstance(seen, IntervalCondition) else None
 
     def unit(self, block: int) -> int:
-        """Return `block` if the rows of the chunk consist of whole units, otherwise 1.
+        """Return `block` if the chunk consists of whole units of `block` positions, otherwise 1.
 
         A unit is `block` consecutive rows with consecutive positions from a multiple of `block` on.
         """
@@ -74,18 +78,21 @@ class SelectedPairs:
         return block
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return `queries`, `keys` and `order` as int64 tensors on `device`."""
+        """Return the positions of queries [s] and keys [t], and each key's row in the chunk [t].
+
+        All three are int64 tensors on `device`.
+        """
         q, k, order = (
             self.tables.on(array, device) for array in (self.queries, self.keys, self._rows)
         )
         return q, k, order
 
     def sees(self, rows: Rows, positions: torch.Tensor) -> torch.Tensor:
-        """Return a bool tensor, True for positions that the query of the row sees.
+        """Return a bool tensor [r, ...], True for positions that the query of the row sees.
 
         Args:
-            rows: Index of query rows.
-            positions: Positions in the sequence; dimension 0 corresponds to `rows`.
+            rows: Index of r query rows.
+            positions: Positions in the sequence [r, ...], on a device.
         """
         q, _, _ = self.on(positions.device)
         q = q[rows].view(-1, *[1] * (positions.dim() - 1))
@@ -98,15 +105,17 @@ class SelectedPairs:
 
 
 class PairKernel:
-    """Stand-in for a kernel in plans, which only prepares the positions of each pair of shards.
+    """Placeholder for a kernel in plans, because calls with one plan have different selections.
 
-    Each call replaces the stand-in by a kernel with the selection.
+    It only prepares the positions of each pair (`work_for`). Each call replaces it by a kernel that
+    has the selection of the call.
 
     Attributes:
-        by: Class of the kernel that calls use: a kernel of `kernels`, or `UnitSelector`.
+        by: Class or function that makes the kernel of a call: an entry of `KERNELS`, or
+            `UnitSelector`.
         of: Selection rule for `UnitSelector`, otherwise None.
-        heads: Selections of a row.
-        top_k: Units of a selection.
+        heads: Number of selections of a query row.
+        top_k: Number of units of a selection.
         attended: Largest number of keys of a query; None for all visible keys.
         latent: True if values are columns of the keys and are not sent separately.
     """
@@ -116,7 +125,7 @@ class PairKernel:
     maximum = False
     deterministic = True
     passed_over: tuple[str, ...] = ()
-    joins = True  # a kernel call reads all queries and results, for any number of keys
+    joins = True  # a kernel call reads all queries and results, however few keys it gets
 
     def __init__(
         self, by: Any, of: SelectionRule | None, heads: int, top_k: int,
@@ -145,12 +154,13 @@ class PairKernel:
 
 
 def tiles(rows: int, per_row: int, limit: int | None = None) -> list[slice]:
-    """Split rows into tiles of bounded size, as slices.
+    """Return slices that split rows into tiles of bounded size.
 
     Args:
         rows: Number of rows.
         per_row: Elements or bytes per row.
-        limit: Largest size of a tile, in the unit of `per_row`; default `TILE`.
+        limit: Largest number of elements or bytes of a tile; default `TILE`. A tile has at least
+            one row.
     """
     step = max(1, (limit or TILE) // max(1, per_row))
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]

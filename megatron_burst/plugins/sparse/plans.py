@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of the sparse operations: same as plans of `mb.prepare`, with a kernel for a selection.
+"""Plans of the sparse operations: plans as in `mb.prepare`, with a placeholder for the kernel.
 
-Without a plan argument, making the plan is a collective, like `mb.prepare`. From a plan of
-`mb.attention`, which all ranks have compared, a plan is derived without a collective and cached. If
-that plan was made with algorithm "auto", each operation selects its own algorithm with the rates of
-that plan.
+If a call has no plan argument, making its plan is a collective, as in `mb.prepare`. Otherwise its
+plan is derived from the plan argument and cached. This needs no collective, because the ranks have
+compared that plan. If it was made with algorithm "auto", each operation selects its own algorithm
+with the rates of that plan.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SparseSetting:
         groups: Groups of the rank.
         made: The plan argument, or None if the call has keywords instead.
         options: Options of the ring.
-        attention_store: Store of the checkpoint around the call, or None.
+        attention_store: Attention store of the `mb.checkpoint` around the call, or None.
     """
 
     groups: Groups
@@ -69,10 +69,14 @@ class SparseSetting:
         return q.shape[-1] ** -0.5
 
     def stored(self, key: object, label: object) -> StoredResults | None:
-        """Return the store entry of the call with this label, or None without a store.
+        """Return the entry of this call in the attention store, or None if there is no store.
+
+        Args:
+            key: Operation of the call and the arguments that determine its result.
+            label: Label of the call.
 
         Raises:
-            ValueError: The checkpoint stores another fraction than the plan.
+            ValueError: The checkpoint stores another fraction of rows than the plan.
         """
         if self.made is not None and self.made.store_entry(self.attention_store, label) is None:
             return None
@@ -134,7 +138,7 @@ class SelectedOperation(RingOperation):
         made: Plan of attention from which the plan of this call is derived, or None.
         options: Options of the ring.
         sink: Logits [h], or None.
-        needs_grad: For q, k and v each, True if it needs a gradient.
+        needs_grad: Whether q, k and v need gradients.
     """
 
     groups: Groups
@@ -145,14 +149,14 @@ class SelectedOperation(RingOperation):
 
     @abstractmethod
     def tensors(self) -> QKV:
-        """Return q, k and v, or placeholders, with the shapes that are sent.
+        """Return q, k and v, or placeholders for them, with the shapes that are sent.
 
         Raises:
             ValueError: The arguments of the call are invalid.
         """
 
     def ring_options(self) -> AttentionOptions:
-        """Return the options of the ring; layout and mask describe the rows that are sent."""
+        """Return the options of the ring, whose layout and mask apply to the rows that are sent."""
         return self.options
 
     @abstractmethod
@@ -187,7 +191,7 @@ class SelectedOperation(RingOperation):
 
 
 def plan_of(operation: SelectedOperation) -> Plan:
-    """Return the plan of an operation; a collective if the call has no plan argument.
+    """Return the plan of an operation. This is a collective if the call has no plan argument.
 
     Raises:
         ValueError: The call is not supported; without a plan argument, raised on every rank.

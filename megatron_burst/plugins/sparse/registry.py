@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Table of the kernels over a selection, and the choice of kernel "auto"."""
+"""Table of the kernels that compute attention to selected keys, and the choice of "auto"."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KERNELS: dict[str, Callable[[Selection, bool], SelectedKernel]] = {
 
 
 def kernel_name(kernel: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
-    """Return the name of the kernel for q, k and v with the shapes that are sent.
+    """Return the name of the kernel that `kernel` selects for q, k and v as they are sent.
 
     "auto" selects "triton" on CUDA if it supports the tensors, and otherwise "aten".
 

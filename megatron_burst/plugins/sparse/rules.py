@@ -22,13 +22,13 @@ class SelectionRule(Protocol):
     Ranks compare the class and the attributes of a rule. A rule may have further attributes:
 
     - `means` (int): a divisor of `block`. Each unit is divided into `means` equal parts, and the
-      mean key of each part is sent; `scores` gets the means in place of keys. With 0 all keys are
-      sent.
+      mean key of each part is sent; `scores` gets the means in place of keys. If it is 0, all keys
+      are sent.
     - `first` (bool): whether the first visible unit is always selected.
     - `near` (int): how many units before the query's own unit are always selected.
-    - `softmax` (bool): `scores` returns the scores [s, b, i, n] of single means. Units are compared
-      by the softmax of these scores over all means that end at or before the query, summed over the
-      heads of a selection and the means of a unit.
+    - `softmax` (bool): if True, `scores` returns a score [s, b, i, n] for each of the n means, not
+      for units. Units are compared by the softmax of these scores over all means that end at or
+      before the query, summed over the heads of a selection and the means of a unit.
 
     Attributes:
         block: Number of positions of a unit.
@@ -46,14 +46,14 @@ class SelectionRule(Protocol):
     def weighted(self) -> bool: ...
 
     def selections(self, heads: int, key_heads: int) -> int:
-        """Return the number of selections of a row.
+        """Return H, the number of selections of a query row.
 
         Args:
             heads: Number of index heads.
             key_heads: Number of index key heads.
 
         Raises:
-            ValueError: The rule does not support these numbers.
+            ValueError: The rule does not support these numbers of heads.
         """
         ...
 
@@ -83,7 +83,10 @@ def _shared(heads: int, key_heads: int) -> int:
 def _weighted(
     q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None, relu: bool
 ) -> torch.Tensor:
-    """Return sum_h weights[h] * relu(q[h] . k) [s, b, 1, t]; if `relu` is False, without relu."""
+    """Return the scores sum_h weights[h] * relu(q[h] . k) [s, b, 1, t].
+
+    If `relu` is False, the products are summed without relu.
+    """
     assert weights is not None
     products = torch.einsum("sbid,tbd->sbit", q, k[:, :, 0])
     products = torch.relu(products) if relu else products
@@ -91,16 +94,16 @@ def _weighted(
 
 
 def _dots(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Return q . k [s, b, i, t]; consecutive query heads share a key head."""
+    """Return the products q . k [s, b, i, t]; consecutive query heads share a key head."""
     products = torch.einsum("sbkgd,tbkd->sbkgt", q.unflatten(2, (k.shape[2], -1)), k)
     return products.flatten(2, 3)
 
 
 @dataclass(frozen=True)
 class Dsa:
-    """Selection of tokens by sum_h w[h] * relu(q[h] . k) (DeepSeek-V3.2).
+    """Rule that selects single tokens by the score sum_h w[h] * relu(q[h] . k) (DeepSeek-V3.2).
 
-    All heads share one selection. With `relu` False the products are summed directly (GLM-5).
+    All heads share one selection. If `relu` is False, the products are summed without relu (GLM-5).
     """
 
     block: int = 1
@@ -119,7 +122,10 @@ class Dsa:
 
 @dataclass(frozen=True)
 class Qsa(Dsa):
-    """Selection of blocks by the `Dsa` score of the mean key, always with the own block (Qwen)."""
+    """Rule that selects blocks by the `Dsa` score of their mean key (Qwen).
+
+    The query's own block is always selected.
+    """
 
     block: int = 4
     own: bool = True
@@ -128,7 +134,10 @@ class Qsa(Dsa):
 
 @dataclass(frozen=True)
 class Moba:
-    """Selection of blocks by q . mean key, per query head, always with the own block (Kimi)."""
+    """Rule that selects blocks for each query head, by the product of q and the mean key (Kimi).
+
+    The query's own block is always selected.
+    """
 
     block: int = 512
     own: bool = True
@@ -146,9 +155,10 @@ class Moba:
 
 @dataclass(frozen=True)
 class Msa(Moba):
-    """Selection of blocks by the largest q . k, per index head, always with the own block.
+    """Rule that selects blocks for each index head, by the largest q . k in the block (MiniMax-M3).
 
-    MiniMax-M3 has one index head per key/value head, and one index key head.
+    The query's own block is always selected. MiniMax-M3 has one index head per key/value head, and
+    one index key head.
     """
 
     block: int = 128
@@ -162,12 +172,12 @@ class Msa(Moba):
 
 @dataclass(frozen=True)
 class Nsa:
-    """Selection of blocks by attention over their compressed keys (DeepSeek NSA).
+    """Rule that selects blocks by the query's attention to compressed keys (DeepSeek NSA).
 
-    The attention is summed over the query heads of a key head. The first visible block, the own
-    block and the block before it are always selected. index_q and index_k are q and k of attention.
-    Compressed keys are the means of equal parts without overlap. A learned compression can be
-    applied as a linear map of the keys before the call.
+    The attention is summed over the query heads that share a key head. The first visible block, the
+    query's own block and the block before it are always selected. Pass q and k of the attention as
+    index_q and index_k. Compressed keys are the means of equal parts without overlap. A learned
+    compression can be applied as a linear map of the keys before the call.
 
     Source: arXiv 2502.11089, section 3.3.2.
 
@@ -203,7 +213,7 @@ RULES: dict[str, type[SelectionRule]] = {
 
 
 def rule_of(rule: str | SelectionRule) -> SelectionRule:
-    """Return the rule with this name, or check and return a rule object.
+    """Return the rule of this module with the given name, or check and return a rule object.
 
     Raises:
         ValueError: The name is unknown, or the object does not implement `SelectionRule`.
@@ -227,7 +237,7 @@ def rule_of(rule: str | SelectionRule) -> SelectionRule:
 
 
 def described(rule: SelectionRule) -> tuple[object, ...]:
-    """Return the properties of a rule that ranks compare."""
+    """Return the properties of a rule that ranks compare: class name, block and attributes."""
     return type(rule).__name__, rule.block, rule.own, tuple(sorted(vars(rule).items()))
 
 
@@ -237,5 +247,5 @@ def forced(rule: SelectionRule) -> int:
 
 
 def parts_per_unit(rule: SelectionRule) -> int:
-    """Return how many means (or keys, if the rule has no means) of a unit are sent."""
+    """Return how many means of a unit are sent or, if the rule has no means, how many keys."""
     return getattr(rule, "means", 0) or rule.block

@@ -29,10 +29,10 @@ def find(
     ids, low, high, seen, spans, table, counts,
     per_row, places, width, pieces, BLOCK: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """List the keys of one selection of one query row.
+    """List the rows of a chunk that one selection of one query row contains and the mask shows.
 
-    One program handles one selection; the first dimension of the tensors, ".", is over selections,
-    per_row of them for each query row.
+    One program handles one selection. The first dimension "." of a tensor has one entry per
+    selection, and each query row has per_row consecutive entries.
 
     Args:
         ids: Selected units [., places / BLOCK].
@@ -81,7 +81,10 @@ def find(
 
 @triton.jit
 def _at(row, batch, head, of_row, of_batch, of_head):
-    """Return the int64 offset of (row, batch, head); tensors may have more than 2^31 elements."""
+    """Return the offset of element (row, batch, head), given the strides of the three dimensions.
+
+    It is int64, because tensors may have more than 2^31 elements.
+    """
     return (
         row * tl.cast(of_row, tl.int64)
         + tl.cast(batch, tl.int64) * of_batch
@@ -91,9 +94,10 @@ def _at(row, batch, head, of_row, of_batch, of_head):
 
 @triton.jit
 def _columns(at, present, SHIFT: tl.constexpr, first, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """Return the offsets [., PADDED] of columns from `first` on, and a mask of valid elements.
+    """Return the offsets [rows, PADDED] of columns from `first` on, and a mask of valid elements.
 
-    Column 0 of WIDTH columns is SHIFT elements after `at`.
+    Each row has WIDTH columns. Column 0 is SHIFT elements after the offset of the row in `at`.
+    `present` is True for valid rows.
     """
     columns = first + tl.arange(0, PADDED)
     shown = present[:, None]
@@ -122,7 +126,7 @@ def _add(x, at, present, value, first, WIDTH: tl.constexpr, PADDED: tl.constexpr
 
 @triton.jit
 def _program(groups, group, M: tl.constexpr):
-    """Return (row, batch entry, index of the head group, heads [M], mask of valid heads [M]).
+    """Return (row, batch entry, head group, heads [M], mask of valid heads [M]) for this program.
 
     There are `groups` head groups of `group` query heads each. A program computes at most M heads
     of a group.
@@ -146,7 +150,10 @@ def forward(
     M: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of a block of heads of one query row; update (out, lse) in place."""
+    """Compute attention of a block of query heads of one row to the keys in `table`.
+
+    The result is merged into (out, lse) in place.
+    """
     row, batch, of, heads, present = _program(groups, group, M)
     chosen = (row * batches + batch) * selections + of * selections // groups
     count = tl.load(counts + chosen)
@@ -196,7 +203,7 @@ def backward_queries(
     M: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of a block of heads of one query row, and add it in place.
+    """Compute dq of a block of query heads of one row from the keys in `table`; add it in place.
 
     lse and delta [rows, b, h] are contiguous.
     """
@@ -259,11 +266,11 @@ def backward_keys(
     M: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of a block of heads of one query row, and add them atomically.
+    """Compute dk and dv of the keys in `table` from a block of query heads of one row.
 
-    dk or dv may be None. Columns are processed in pieces, so that a block can contain all heads of
-    a latent; each query row then makes one atomic addition per key. lse and delta [rows, b, h] are
-    contiguous.
+    They are added atomically to dk and dv, each of which may be None. Columns are processed in
+    pieces, so that a block can contain all heads of a latent; each query row then makes one atomic
+    addition per key. lse and delta [rows, b, h] are contiguous.
     """
     PIECE: tl.constexpr = 128
     DC: tl.constexpr = DP if DP < PIECE else PIECE

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernel "triton": gathers and processes the selected keys of each query row on the GPU.
 
-For a tile of query rows, `find` lists the selected keys of a chunk on the device; the tile size
-limits the size of the list. The attention kernels of `selected_code` then process the list, with
-one program per query row and block of heads that share a selection and a key head. The host does
-not wait for the device. dk and dv are added atomically in any order, so the kernel is not
-deterministic.
+For a tile of query rows, `find` lists the selected keys of a chunk on the device; the number of
+rows in a tile limits the size of the list. The attention kernels of `selected_code` then process
+the list, with one program per query row and block of heads that share a selection and a key head.
+The host does not wait for the device. dk and dv are added atomically in any order, so the kernel is
+not deterministic.
 
 Shape letters: same as in `kernels`.
 """
@@ -68,7 +68,8 @@ def blocks(direction: str, columns: int, heads: int, itemsize: int) -> HeadBlock
     Args:
         direction: Kernel: "forward", "backward_queries" or "backward_keys".
         columns: Sum of the columns of k and v.
-        heads: Query heads of a group; a tile has no more heads than the next power of two.
+        heads: Query heads that share a selection and a key head; a tile has no more heads than the
+            next power of two.
         itemsize: Bytes of an input element.
     """
     if itemsize > 2:
@@ -79,7 +80,7 @@ def blocks(direction: str, columns: int, heads: int, itemsize: int) -> HeadBlock
 
 
 class SelectedTriton(SelectedKernel):
-    """Kernel "triton".
+    """Kernel "triton", which needs Triton and a GPU.
 
     Args:
         selection: Selection of this rank's queries.
@@ -96,7 +97,7 @@ class SelectedTriton(SelectedKernel):
 
     @staticmethod
     def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return why the kernel does not support q, k and v (as sent), or None."""
+        """Return why the kernel does not support q, k and v as they are sent; None if it does."""
         missing = unavailable(q.device.type)
         if missing:
             return missing
@@ -169,7 +170,7 @@ class SelectedTriton(SelectedKernel):
     def _lists(
         self, work: SelectedPairs, rows: int, keys: int
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Yield tiles of query rows with the lists of their selected and visible keys.
+        """Yield tiles of query rows, each with the list of its selected and visible keys.
 
         Yields:
             (tile, table, counts). table [r, b, H, n], int32, has the rows of the chunk that are
@@ -232,7 +233,10 @@ class SelectedTriton(SelectedKernel):
         }
 
     def _launch(self, code: Any, size: HeadBlocks, q: torch.Tensor, k: torch.Tensor) -> Any:
-        """Return a function that launches the kernel `code` for all query rows and head blocks."""
+        """Return a function that launches the Triton kernel `code`.
+
+        Each query row and block of heads gets one program.
+        """
         groups = self._groups(k)
         programs = q.shape[1] * groups * -(-q.shape[2] // groups // size.heads)
         options = {"num_warps": size.warps, "num_stages": size.stages}
@@ -245,7 +249,7 @@ class SelectedTriton(SelectedKernel):
 
 
 def unavailable(device: str) -> str | None:
-    """Return why the kernels cannot run on a device type such as "cuda", or None."""
+    """Return why the kernels cannot run on a device type such as "cuda"; None if they can."""
     try:
         from triton.runtime.interpreter import InterpretedFunction  # pyright: ignore
     except ImportError as error:
@@ -262,7 +266,7 @@ def _padded(width: int) -> int:
 
 
 def _inner(x: torch.Tensor) -> torch.Tensor:
-    """Return x, copied if the last dimension is not contiguous."""
+    """Return x, or a contiguous copy if the last dimension of x is not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -20,14 +20,15 @@ class Selection:
     visible in `mask`.
 
     Attributes:
-        ids: Selected units, int32 [s, b, H, top_k], ascending, then -1 in unused entries. Unit u is
-            the `block` positions of the whole sequence from u * block on. H divides the query
-            heads: one selection per query head, per group of heads, or for all heads (1).
+        ids: Selected units, int32 [s rows, b batch, H, top_k], ascending, then -1 in unused
+            entries. Unit u is the `block` positions of the whole sequence from u * block on. H
+            divides the query heads: one selection per query head, per group of heads, or for all
+            heads (1).
         layout: Layout of the queries and keys.
         mask: Mask of the queries and keys.
         block: Number of positions of a unit.
-        checked: True if the ids need no check, as after `mb.select`. False for copies
-            (`dataclasses.replace`).
+        checked: True for a result of `mb.select`: its ids need no check. False for your own
+            selections and for copies (`dataclasses.replace`).
     """
 
     ids: torch.Tensor
@@ -38,18 +39,18 @@ class Selection:
 
     @property
     def counts(self) -> torch.Tensor:
-        """Number of selected units, int32 [s, b, H]."""
+        """Number of selected units for each row, batch entry and selection, int32 [s, b, H]."""
         return (self.ids >= 0).sum(dim=-1, dtype=torch.int32)
 
     def check(self, q: torch.Tensor, key_heads: int, seq_len: int) -> None:
         """Raise ValueError unless the selection fits these queries.
 
-        If `checked` is False, the values of the ids are read, which waits for the device.
+        If `checked` is False, the values of the ids are also checked, which waits for the device.
 
         Args:
             q: Queries [s, b, h, d].
             key_heads: Number of key heads.
-            seq_len: Number of positions of the sequence.
+            seq_len: Number of positions of the whole sequence.
         """
         ids = self.ids
         if not isinstance(ids, torch.Tensor) or ids.dtype != torch.int32 or ids.dim() != 4:
@@ -90,7 +91,7 @@ class Selection:
 
 
 def selected(*fields: Any) -> Selection:
-    """Return a `Selection` with `checked` True: the caller ensures that the ids are valid."""
+    """Return `Selection(*fields)` with `checked` True; the caller ensures valid ids."""
     made = Selection(*fields)
     object.__setattr__(made, "checked", True)
     return made

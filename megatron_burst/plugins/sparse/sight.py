@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation of masks on the device, without synchronization with the host.
+"""Evaluation of masks on the device of the queries, if possible without waiting for the host.
 
-With most masks a query sees one interval of positions, which a plan stores as two numbers per
-query. `Tree`, `Dilated`, `BlockSparse` and combinations are evaluated on the device, with tables of
-at most the size of the sequence, which are copied to the device once per plan. The host evaluates
-`Dense` and users' masks.
+With most masks, a query sees one interval of positions, which a plan stores as two numbers per
+query. `Tree`, `Dilated`, `BlockSparse` and combinations of them are also evaluated on the device;
+their tables are copied to the device once per plan. The host evaluates `Dense` and users' masks.
 """
 
 from __future__ import annotations
@@ -30,16 +29,17 @@ Condition = Callable[[Rows, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class VisibilityTables:
-    """Cache of a plan: conditions of visibility, and copies of arrays on devices."""
+    """Cache of one plan: functions that evaluate its mask, and copies of arrays on devices."""
 
     def __init__(self):
         self._on_device: dict[tuple[int, torch.device], tuple[np.ndarray, torch.Tensor]] = {}
         self._seen: dict[tuple[Span, ...], tuple[Mask, np.ndarray, Condition | None]] = {}
 
     def of(self, mask: Mask, spans: tuple[Span, ...]) -> tuple[np.ndarray, Condition | None]:
-        """Return the positions of the queries in `spans`, and the condition of their visibility.
+        """Return the positions [s] of the queries in `spans`, and a function that evaluates `mask`.
 
-        Most pairs of a plan have the same query spans, so the result is cached.
+        The function is the result of `condition`: None if only the host can evaluate the mask. Both
+        are cached, because most pairs of a plan have the same query spans.
         """
         cached_mask, q, seen = self._seen.get(spans, (None, np.empty(0), None))
         if cached_mask is not mask:
@@ -65,8 +65,8 @@ def interval(mask: Mask, q: np.ndarray) -> Interval | None:
         q: Positions of queries [s].
 
     Returns:
-        (low, high), int64 [s] each: a query sees low <= k < high. None if a query may see several
-        intervals, or if the number of intervals is unknown.
+        (low, high), int64 [s] each: a query sees low <= k < high. None if a query may see more than
+        one interval.
     """
     kind = type(mask)
     if kind is Full:
@@ -91,7 +91,10 @@ def interval(mask: Mask, q: np.ndarray) -> Interval | None:
 
 
 def _combined(symbol: str, a: Interval, b: Interval) -> Interval | None:
-    """Return the intersection (&) or union of intervals; None if a union has a gap."""
+    """Return the intersection (`symbol` "&") or union of the intervals a and b of each query.
+
+    None if the union of a query's two intervals has a gap.
+    """
     if symbol == "&":
         return np.maximum(a[0], b[0]), np.minimum(a[1], b[1])
     no_a, no_b = (bounds[1] <= bounds[0] for bounds in (a, b))
@@ -106,9 +109,9 @@ def _combined(symbol: str, a: Interval, b: Interval) -> Interval | None:
 
 
 def condition(mask: Mask, q: np.ndarray, tables: VisibilityTables) -> Condition | None:
-    """Return a function that evaluates the mask for queries at q [s] on a device.
+    """Return a function that evaluates the mask on a device, for queries at positions q [s].
 
-    None if only the host can evaluate the mask.
+    None if only the host can evaluate the mask. See `Condition` for the arguments of the function.
     """
     bounds = interval(mask, q)
     if bounds is not None:
@@ -130,7 +133,10 @@ def condition(mask: Mask, q: np.ndarray, tables: VisibilityTables) -> Condition 
 
 @dataclass(frozen=True)
 class IntervalCondition:
-    """Condition of a mask with one interval per query: low <= k < high, int32 [s] each."""
+    """Condition of a mask with which each query sees one interval of positions: low <= k < high.
+
+    low and high are int32 [s].
+    """
 
     low: np.ndarray
     high: np.ndarray
@@ -143,7 +149,7 @@ class IntervalCondition:
 
 @dataclass(frozen=True)
 class _CombinedCondition:
-    """Intersection (&) or union of two conditions."""
+    """Intersection (`symbol` "&") or union of two conditions."""
 
     symbol: str
     a: Condition
@@ -156,7 +162,7 @@ class _CombinedCondition:
 
 @dataclass(frozen=True)
 class _StrideCondition:
-    """Condition of `masks.Dilated`: the distance to the query is a multiple of the stride."""
+    """Condition of `masks.Dilated`: q - k must be a multiple of the stride."""
 
     stride: int
 
@@ -166,7 +172,7 @@ class _StrideCondition:
 
 @dataclass(frozen=True)
 class _BlockCondition:
-    """Condition of `masks.BlockSparse`: a table of visible blocks."""
+    """Condition of `masks.BlockSparse`: table[i, j] is True if query block i sees key block j."""
 
     table: np.ndarray
     block: int
@@ -179,7 +185,7 @@ class _BlockCondition:
 
 @dataclass(frozen=True)
 class _TreeCondition:
-    """Condition of `masks.Tree`; `depths` is None without a window."""
+    """Condition of `masks.Tree` with the mask's arrays; `depths` is None without a window."""
 
     out: np.ndarray
     depths: np.ndarray | None

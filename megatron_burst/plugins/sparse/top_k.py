@@ -13,7 +13,7 @@ NOTHING = torch.iinfo(torch.int32).max  # marks an unused entry; sorts after all
 
 
 def no_units(shape: tuple[int, ...], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return initial (scores, int32 units) without any unit: -inf and `NOTHING`.
+    """Return the initial state of a running top-k: scores of -inf, and int32 units `NOTHING`.
 
     Args:
         shape: Shape of both tensors, [..., top_k].
@@ -26,12 +26,12 @@ def no_units(shape: tuple[int, ...], like: torch.Tensor) -> tuple[torch.Tensor, 
 def add_units_(
     scores: torch.Tensor, units: torch.Tensor, new: torch.Tensor, new_units: torch.Tensor
 ) -> None:
-    """Merge new units into the best units, in place.
+    """Merge new units into the best units of each query, in place.
 
     Args:
         scores: Scores of the best units so far [..., top_k].
-        units: Best units so far [..., top_k].
-        new: Scores of new units [..., u]; -inf for units that the query does not see.
+        units: Best units so far, int32 [..., top_k].
+        new: Scores of the new units [..., u]; -inf for units that the query does not see.
         new_units: New units, int32 [u], ascending. Each unit may be added only once.
     """
     count = scores.shape[-1]
@@ -47,6 +47,9 @@ def add_units_(
 
 
 def in_order(units: torch.Tensor) -> torch.Tensor:
-    """Return the units of each query in ascending order, then -1 in unused entries."""
+    """Sort the units [..., top_k] of each query in ascending order.
+
+    Unused entries (`NOTHING`) are last, and become -1.
+    """
     units = units.sort(dim=-1).values
     return units.masked_fill(units == NOTHING, -1)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Format in which index keys are sent: one row per unit, so that no schedule splits a unit.
 
-With a rule that scores means, a row contains only the means of a unit, which have a fraction of the
-bytes of all its keys. With other rules, a row contains all keys of a unit. The ring's layout and
-mask apply to units instead of positions.
+If the selection rule scores means of keys, a row contains only the means of a unit, a fraction of
+the bytes of its keys. Otherwise a row contains all keys of a unit. The ring's layout and mask apply
+to units instead of positions.
 
-Shape letters: t key rows, u units, n means or keys of a unit, b batch, k index key heads, d width.
+Shape letters: t key rows, u units, n the number of means in a unit (if the rule has no means, of
+keys), b batch, k index key heads, d width.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from .rules import SelectionRule, parts_per_unit
 
 
 class UnitLayout(Layout):
-    """Layout of units instead of positions, derived from a layout that keeps units on one rank.
+    """Layout whose entries are units, derived from a layout of positions that cuts no unit.
 
     Args:
         of: Layout of positions.
-        block: Positions of a unit; unit u starts at position u * block.
+        block: Number of positions of a unit; unit u starts at position u * block.
     """
 
     def __init__(self, of: Layout, block: int):
@@ -52,7 +53,7 @@ class UnitLayout(Layout):
 def by_units(
     options: AttentionOptions, size: int, index_q: torch.Tensor, rule: SelectionRule
 ) -> AttentionOptions:
-    """Return the options of a ring of units: layout and mask apply to units.
+    """Return options for a ring that sends one row per unit: layout and mask apply to units.
 
     If the layout or mask is invalid, return `options` unchanged; the checks of every plan then
     raise the error.
@@ -60,7 +61,7 @@ def by_units(
     Args:
         options: Options with the layout and mask of positions.
         size: Number of ranks.
-        index_q: Index queries [s, b, i, d].
+        index_q: Index queries of this rank; only their number of rows, dimension 0, is used.
         rule: Selection rule.
 
     Raises:
@@ -101,10 +102,10 @@ def _check_layout(layout: Layout, seq_len: int, block: int) -> None:
 
 
 def _of_units(mask: Mask, block: int, padded: bool) -> Mask | None:
-    """Return the mask of units, or None if the mask cuts a unit.
+    """Return the mask that applies to units instead of positions; None if `mask` has no such mask.
 
-    With `padded`, padding may start within a unit. The keys of such padding are part of a mean that
-    only queries of the same unit see, and these queries always select the unit.
+    If `padded` is True, padding may start within a unit. Only queries of that unit see the mean
+    that includes keys of the padding, and these queries always select the unit.
     """
     if isinstance(mask, Combined) and mask.symbol == "&":
         a, b = (_of_units(part, block, padded) for part in (mask.a, mask.b))
@@ -118,16 +119,16 @@ def _of_units(mask: Mask, block: int, padded: bool) -> Mask | None:
 
 
 def is_causal(mask: Mask) -> bool:
-    """Return whether a mask of `by_units` is causal: no position sees a later position."""
+    """Return whether a mask that `by_units` supports is causal: no query sees a later position."""
     if isinstance(mask, Combined):
         return is_causal(mask.a) or is_causal(mask.b)
     return type(mask) is Causal
 
 
 def rows_of_units(k: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
-    """Return the rows [u, b, k, n * d] to send for keys [t, b, k, d].
+    """Return the rows [u, b, k, n * d] in which the index keys k [t, b, k, d] are sent.
 
-    Means have the dtype of scores (float32 or float64), keys their own dtype.
+    Means have the dtype of scores (float32 or float64); keys keep their dtype.
     """
     part_size = rule.block // parts_per_unit(rule)
     if part_size > 1:
@@ -136,17 +137,17 @@ def rows_of_units(k: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
 
 
 def keys_of_units(rows: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
-    """Return the means or keys [u * n, b, k, d] in rows [u, b, k, n * d], in order of units."""
+    """Split rows [u, b, k, n * d] into means or keys [u * n, b, k, d], in the order of units."""
     return rows.unflatten(3, (parts_per_unit(rule), -1)).permute(0, 3, 1, 2, 4).flatten(0, 1)
 
 
 def rows_of_parts(keys: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
-    """Return the rows [u, b, k, n * d] for means or keys [u * n, b, k, d]."""
+    """Join means or keys [u * n, b, k, d] to rows [u, b, k, n * d]; inverse of `keys_of_units`."""
     return keys.unflatten(0, (-1, parts_per_unit(rule))).permute(0, 2, 3, 1, 4).flatten(3)
 
 
 def gradient_of_keys(rows: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
-    """Return the gradient of the keys [t, b, k, d] for gradients of the rows [u, b, k, n * d]."""
+    """Return the gradient of index keys [t, b, k, d], given that of their rows [u, b, k, n * d]."""
     part_size = rule.block // parts_per_unit(rule)
     return keys_of_units(rows, rule).repeat_interleave(part_size, dim=0) / part_size
 
@@ -154,9 +155,10 @@ def gradient_of_keys(rows: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
 def unit_placeholders(
     q: torch.Tensor, k: torch.Tensor, rule: SelectionRule
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return placeholders for q, k and v in the plan of a ring of units; only shapes are used.
+    """Return placeholders (q, k, v) for the plan of a ring that sends one row per unit.
 
-    Each row of q represents a unit of queries and has the index heads of all queries of the unit.
+    Plans read only their shapes, dtype and device. A row of q stands for the queries of a unit, and
+    has the index heads of all these queries.
     """
     (rows, batch, heads, width), n = q.shape, parts_per_unit(rule)
     dtype = k.dtype if n == rule.block else accumulation_dtype(k.dtype)

@@ -34,9 +34,9 @@ def selects(config: Any, burst: SparseOptions | None) -> bool:
 
 
 def sparse_algorithm(burst: SparseOptions) -> str:
-    """Return the algorithm of `mb.select` and `mb.sparse_attention` for these options.
+    """Return the algorithm with which `mb.select` and `mb.sparse_attention` run for these options.
 
-    With "auto", each of the two operations selects an algorithm itself.
+    If it is "auto", each of the two operations selects its own algorithm.
 
     Args:
         burst: Options of the run.
@@ -108,12 +108,12 @@ _RULES = (
 
 
 def sparse_problems(config: Any, burst: SparseOptions, setting: str) -> Iterator[Problem]:
-    """Yield the settings that exclude sparse attention in a model that is split over ranks.
+    """Yield the settings with which a model that is split over ranks cannot use sparse attention.
 
     Args:
         config: `TransformerConfig`, or any object with attributes of the same names.
         burst: Options of the run.
-        setting: The flag, with its value, that selects sparse attention.
+        setting: The flag that selects sparse attention, with its value.
     """
     if OFF in (burst.algorithm, burst.sparse):
         yield from _megatron_problems(config, burst, setting)
@@ -130,7 +130,7 @@ def sparse_problems(config: Any, burst: SparseOptions, setting: str) -> Iterator
 
 
 def _megatron_problems(config: Any, burst: SparseOptions, setting: str) -> Iterator[Problem]:
-    """Yield the settings that exclude Megatron's own sparse attention."""
+    """Yield the settings with which Megatron's own sparse attention cannot run."""
     view: Any = ConfigView(config)
     if burst.layout != "zigzag" and burst.algorithm != OFF:
         yield Problem(

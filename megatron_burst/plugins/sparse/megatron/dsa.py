@@ -36,7 +36,7 @@ CACHED_ROWS = 16  # tables of rows, one per micro-batch in flight
 
 
 class BurstDSAttention(dsa.DSAttention):
-    """Replacement of `DSAttention` in `AbsorbedMLASelfAttention` at context-parallel size > 1.
+    """Replacement for `DSAttention` in `AbsorbedMLASelfAttention` at context-parallel size > 1.
 
     After `install` and `configure`, Megatron's layers construct this class.
 
@@ -140,9 +140,10 @@ class BurstDSAttention(dsa.DSAttention):
     def _selected(
         self, rows: int, x: torch.Tensor, qr: torch.Tensor, packed: Any, call: SparseCall
     ) -> tuple[tuple[torch.Tensor, ...] | None, Selection]:
-        """Return the index tensors and the selection for a forward of `rows` local rows.
+        """Return the index tensors (queries, keys, weights) and the selection of this forward.
 
-        The index tensors are (queries, keys, weights), or None if the indexer is not trained.
+        The index tensors are None if the indexer is not trained. `rows` is the number of query rows
+        of this rank.
         """
         trains = self.training and torch.is_grad_enabled() and self._coefficient > 0
         with torch.enable_grad() if trains else torch.no_grad():
@@ -158,8 +159,8 @@ class BurstDSAttention(dsa.DSAttention):
     def _all_visible_keys(self, plan: Plan) -> Selection:
         """Return a selection of all visible keys of each row, for a loss over all keys.
 
-        It has (number of rows) x (length of the longest document) entries. Megatron needs a table
-        of this size per head.
+        Its ids have one entry per row of this rank and position of the longest document. Megatron
+        needs a table of this size per head.
         """
         cache = self.layer.book.groups.recent("dsa rows", CACHED_ROWS)
         rows = cache.find(plan.identity)
@@ -201,11 +202,11 @@ class BurstDSAttention(dsa.DSAttention):
 
     @property
     def _selections(self) -> dict[int, Selection]:
-        """Last selection of each source layer, by layer number."""
+        """Last selection of each layer that selects for other layers, by layer number."""
         return self.layer.book.groups.cache.setdefault(_NOTE, {})
 
     def _source_selection(self, call: SparseCall) -> Selection:
-        """Return the selection of the source layer, which this layer shares.
+        """Return the selection of the earlier layer `source_layer`, which this layer shares.
 
         Before this layer is recomputed, the source layer may have run for another micro-batch.
         Therefore the attention store of the checkpoint around this call keeps the selection.
@@ -234,10 +235,11 @@ class BurstDSAttention(dsa.DSAttention):
 
 
 def _rows(plan: Plan) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return (first, last, longest) for the rows of this rank.
+    """Return the first and last visible position of this rank's rows, and the longest document.
 
-    `first` and `last` are the first and last visible position of each row, int32 [s]. A row without
-    visible positions has last < first. `longest` is the length of the longest document.
+    Returns:
+        first and last, int32 [s] each; a row without visible positions has last < first. Then the
+        length of the longest document.
     """
     groups, total = plan.groups, plan.signature[0][0][0] * plan.groups.size
     positions = plan.layout.positions(groups.rank, total)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrappers of the functions with which Megatron configures and builds sparse attention."""
+"""Patches of the Megatron functions that check the configuration of DSA and build its layers."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def patch(patches: PatchSet) -> None:
 
 
 def _allow_any_exchange(original: Callable, self: Any) -> None:
-    """Check a configuration without Megatron's assertion that `cp_comm_type` is all-gather for DSA.
+    """Run Megatron's check of a configuration as if `cp_comm_type` were all-gather.
 
-    The assertion is skipped if the run uses BurstAttention. If Megatron's own DSA runs, `configure`
-    checks `cp_comm_type`.
+    Megatron asserts all-gather for DSA. The assertion is skipped if the run uses BurstAttention. If
+    Megatron's own DSA runs, `configure` checks `cp_comm_type`.
     """
     comm_type = getattr(self, "cp_comm_type", None)
     variant = getattr(self, "experimental_attention_variant", None)
@@ -58,7 +58,7 @@ def _allow_any_exchange(original: Callable, self: Any) -> None:
 
 
 def _replace_core(original: Callable, /, *args: Any, **kwargs: Any) -> None:
-    """Construct an `AbsorbedMLASelfAttention` with our core attention, if the run selects it."""
+    """Construct an `AbsorbedMLASelfAttention`, with our core attention if the run selects it."""
     bound = bound_to(original, args, kwargs)
     config, submodules = bound.arguments["config"], bound.arguments["submodules"]
     core = submodules.core_attention

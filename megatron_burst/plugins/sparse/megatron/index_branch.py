@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Indexer of a GPT layer with a selection rule: parameters, and computation of index tensors.
+"""Indexer of a GPT layer with a selection rule: its parameters, and how it computes index tensors.
 
 Parameters are the same on all tensor-parallel ranks, so checkpoints do not depend on the
 tensor-parallel size. Hidden states are detached, because only the loss of the indexer trains it.
@@ -29,8 +29,8 @@ class LayerRule:
     Attributes:
         rule: Selection rule.
         top_k: Number of units per query and selection.
-        index_heads: Number of index heads. None for one per key/value head. 0 for no indexer: the
-            index tensors are then the queries and keys of attention.
+        index_heads: Number of index heads. None means one per key/value head. 0 means no indexer:
+            the index tensors are then the queries and keys of attention.
         index_width: Width of index heads.
         loss_coeff: Weight of the indexer's loss, or None for the default.
     """
@@ -43,7 +43,7 @@ class LayerRule:
 
     @property
     def pooled(self) -> bool:
-        """True if index keys are averaged over their block before norm and rotary embedding."""
+        """True if norm and rotary embedding apply to the mean of the index keys of a block."""
         return isinstance(self.rule, Qsa)
 
     @property
@@ -58,8 +58,8 @@ class IndexTensors(NamedTuple):
     Attributes:
         tensors: index_q [s, b, i, d], index_k [s, b, 1, d] and, if the rule uses weights,
             index_weights [s, b, i].
-        heads_of: Tensor-parallel group if all its ranks have these index tensors (and different
-            heads of attention); None if only this rank has them.
+        heads_of: Tensor-parallel group if all its ranks have the same index tensors, with different
+            heads of attention; None if no other rank has these index tensors.
         attach: Function (output of attention, losses) -> output with the losses attached; None if
             the indexer is not trained.
     """
@@ -70,7 +70,7 @@ class IndexTensors(NamedTuple):
 
 
 class IndexBranch(MegatronModule):
-    """Projections and norms of an indexer.
+    """Indexer of a layer: projections and norms.
 
     Names in checkpoints: `linear_q.weight` [i * d, w], `linear_k.weight` [d, w] and `k_norm.weight`
     [d]. Rule `dsa` also has `k_norm.bias` [d]; all other rules have `q_norm.weight` [d]. If
@@ -91,11 +91,14 @@ class IndexBranch(MegatronModule):
     def forward(
         self, hidden: torch.Tensor, rotate: Callable[[torch.Tensor], torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return index queries, keys and weights of all index heads.
+        """Return index queries, index keys, and the weights of index heads or None.
 
         Args:
             hidden: Hidden states [s, b, w].
             rotate: Function that applies rotary embedding to [s, b, heads, d].
+
+        Returns:
+            Queries [s, b, i, d], keys [s, b, 1, d], and weights [s, b, i] if the rule uses them.
         """
         width, block = self.choice.index_width, self.choice.rule.block
         q = self.linear_q(hidden).unflatten(-1, (self.heads, width))
@@ -128,7 +131,7 @@ class IndexBranch(MegatronModule):
 
 
 class _IndexNorm(MegatronModule):
-    """Norm over the index width: RMS norm, or layer norm with `centers`.
+    """RMS norm over the index width or, if `centers` is True, layer norm.
 
     With `layernorm_zero_centered_gamma` the weights are offsets from 1, as in other norms.
     """
@@ -153,10 +156,17 @@ def _device(config: Any) -> Any:
 
 
 def of_this_rank(x: torch.Tensor | None, heads: int, group: Any) -> torch.Tensor | None:
-    """Return the index heads [s, b, heads / ranks, ...] of this tensor-parallel rank.
+    """Return the part of x for the index heads of this tensor-parallel rank.
 
-    x [s, b, heads or 1, ...] is the same on all ranks, and a single head is shared by all ranks.
-    The gradient of x is summed over the ranks.
+    A single head is shared by all ranks. The gradient of x is summed over the ranks.
+
+    Args:
+        x: Tensor [s, b, heads or 1, ...] that is the same on all ranks, or None.
+        heads: Number of index heads of all ranks.
+        group: Tensor-parallel group.
+
+    Returns:
+        [s, b, heads / ranks, ...], or x if it has a single head.
     """
     if x is None or group.size() == 1:
         return x

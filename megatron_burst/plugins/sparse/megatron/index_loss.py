@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of an indexer, whose gradient is added in the backward of attention.
+"""Loss of an indexer, whose gradient is computed in the backward of attention.
 
-The gradient is scaled like the loss of the model in Megatron, and the value is stored in Megatron's
-tracker of indexer losses. Every row of a micro-batch has the same weight, so the loss does not
-depend on the number of context-parallel ranks.
+The gradient is scaled in the same way as Megatron scales the loss of the model. The value of the
+loss is stored in Megatron's tracker of indexer losses. Every row of a micro-batch has the same
+weight, so the loss does not depend on the number of context-parallel ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def patch(patches: patching.PatchSet) -> None:
     """Wrap Megatron's schedules, to record the number of micro-batches of each step.
 
     Args:
-        patches: Set of patches.
+        patches: Set of patches that records what it replaces.
     """
 
     def record(run: Callable[..., Any], named: dict[str, Any]) -> Any:

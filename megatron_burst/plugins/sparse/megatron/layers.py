@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT layers whose attention uses a selection rule: the layer spec, and the attention classes.
+"""GPT layers whose attention uses a selection rule: layer spec and attention classes.
 
 Megatron's own self attention computes queries, keys and values. `RuleSelfAttention` adds the index
 tensors and passes them to `RuleCoreAttention` as `attention_bias`: Megatron passes this argument
@@ -189,7 +189,7 @@ def _with_rule(layer: ModuleSpec, choice: LayerRule) -> ModuleSpec:
 
 
 def _norm_apart(fused: Any) -> tuple[Any, Any]:
-    """Return Transformer Engine's separate (linear layer, norm) for its fused module `fused`."""
+    """Return Transformer Engine's linear layer and its norm, which together replace `fused`."""
     engine: Any = importlib.import_module("megatron.core.extensions.transformer_engine")
     if fused is not getattr(engine, "TELayerNormColumnParallelLinear", None):
         raise ValueError(
@@ -308,10 +308,11 @@ class RuleSelfAttention(SelfAttention):
         packed_seq_params: Any = None,
         **unsupported: Any,
     ) -> Any:
-        """Run Megatron's forward, with the index tensors as `attention_bias`.
+        """Run Megatron's forward, and pass the index tensors to core attention as `attention_bias`.
 
         Raises:
-            ValueError: attention_bias or an argument of inference or cross attention is not None.
+            ValueError: attention_bias, or another argument that only inference or cross attention
+                uses, is not None.
         """
         for name, value in {"attention_bias": attention_bias, **unsupported}.items():
             if value is not None:
@@ -331,7 +332,7 @@ class RuleSelfAttention(SelfAttention):
         """Compute the index tensors for this tensor-parallel rank.
 
         Args:
-            hidden: Normed input of the layer; it gets no gradient.
+            hidden: Hidden states after the input norm of the layer; they get no gradient.
             angles: Megatron's rotary embedding.
             packed: `PackedSeqParams`, or None.
         """
@@ -395,13 +396,13 @@ class RuleCoreAttention(BurstCoreAttention):
     """`BurstCoreAttention` with a selection rule, at any context-parallel size.
 
     Attributes:
-        choice: Rule of the layer, set by its `RuleSelfAttention`.
+        choice: Selection rule of the layer, set by its `RuleSelfAttention`.
     """
 
     choice: LayerRule
 
     def _layer_kind(self, mask_type: Any) -> LayerKind:
-        """Return the kind of the layer; `burst` has an algorithm that sends keys."""
+        """Return the kind of the layer, with options of an algorithm that sends keys."""
         config: Any = self.config
         options: SparseOptions = config.burst
         burst: Any = dataclasses.replace(
@@ -424,7 +425,7 @@ class RuleCoreAttention(BurstCoreAttention):
         packed_seq_params: Any = None,
         **unknown: Any,
     ) -> torch.Tensor:
-        """Compute attention over selected keys; shapes are the same as in `BurstCoreAttention`.
+        """Select keys and compute attention over them.
 
         Args:
             query: Queries [s, b, h, d].
@@ -437,7 +438,7 @@ class RuleCoreAttention(BurstCoreAttention):
             **unknown: Further arguments of Megatron, which must be None.
 
         Returns:
-            [s, b, h * w], or [t, h * w] for a packed batch.
+            The output [s, b, h * w], or [s, h * w] for a packed batch.
         """
         if packed_seq_params is not None:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
@@ -472,7 +473,7 @@ class RuleCoreAttention(BurstCoreAttention):
         return out if packed_seq_params is None else out.squeeze(1)
 
     def _announce(self, plan: Plan, tensors: tuple[torch.Tensor, ...]) -> None:
-        """Log which tensors are sent and their bytes, once per kind of layer."""
+        """Log once per kind of layer which tensors are sent, and their bytes."""
         _, key, value, *index = tensors
         index = index[1] if index else key
         name = f"layers with rule {type(self.choice.rule).__name__}, top_k {self.choice.top_k}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin's patches of Megatron, which `install` applies (hook `patch_megatron`)."""
+"""Patches of Megatron for sparse attention; `mb.megatron.install` applies them by a hook."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from . import index_loss
 
 
 def patch(patches: PatchSet) -> None:
-    """Apply the patches of indexer losses and, from Megatron-Core 0.19 on, of sparse attention.
+    """Patch Megatron's schedules for indexer losses and, from version 0.19 on, its DSA layers.
 
     Args:
-        patches: Set of patches.
+        patches: Set of patches that records what it replaces.
     """
     index_loss.patch(patches)
     if core_version() >= OLDEST:

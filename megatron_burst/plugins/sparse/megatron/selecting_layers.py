@@ -2,10 +2,10 @@
 """Common code of layers with sparse attention: groups, plans and log lines.
 
 Each layer has a `SelectingLayer`, whose plan is a plan of causal attention over the layer's queries
-and keys. Plans are shared as in `attention.plan_book`: the leader of each kind makes or compares
-the plan in every forward, a collective. `mb.select`, `mb.sparse_attention` and `mb.indexer_loss`
-derive their plans from this plan without a collective. This module also makes the start-up line
-about the exchange of index keys and keys.
+and keys. Plans are shared as in `attention.plan_book`: in every forward, the first layer of each
+kind makes or compares the plan, which is a collective. `mb.select`, `mb.sparse_attention` and
+`mb.indexer_loss` derive their plans from this plan without a collective. This module also makes the
+start-up line about the exchange of index keys and keys.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from .checks import sparse_algorithm
 
 @dataclass(frozen=True)
 class SelectingKind:
-    """The properties of a sparse attention layer that are known when it is built.
+    """Properties of a sparse attention layer that are fixed when it is built, equal on all ranks.
 
-    The same on all ranks.
+    Layers with equal properties share plans.
 
     Attributes:
         burst: Options of the run.
-        cut: How the run cuts batches.
-        name: Name of these layers for messages.
-        index: Name of index keys for messages, and their elements per token.
-        keys: Name of the keys and values of attention for messages, and their elements per token.
+        cut: Positions of each rank's part of a batch.
+        name: Name of these layers in messages.
+        index: Name of index keys in messages, and their number of elements per token.
+        keys: Name of the keys and values of attention in messages, and their number of elements per
+            token.
     """
 
     burst: SparseOptions
@@ -52,12 +53,20 @@ class SelectingKind:
     keys: tuple[str, int]
 
     def own_mask(self, pack: Pack | None, seq_len: int) -> None:
-        """Return None: these layers are causal."""
+        """Return None: these layers have no mask of their own, only the causal mask."""
 
     def prepare(
         self, book: PlanBook, tensors: Tensors, pack: Pack | None, rows: RowChunkSizes, own: None
     ) -> Plan:
-        """Make the plan of causal attention for q [s, b, h, d], k [s, b, k, d], v [s, b, k, w]."""
+        """Make the plan of causal attention for the tensors of a layer.
+
+        Args:
+            book: Cache of the plans of the layers of a context-parallel group.
+            tensors: q [s, b, h, d], k [s, b, k, d] and v [s, b, k, w] by name.
+            pack: Documents of a packed batch, or None.
+            rows: Not used.
+            own: Not used.
+        """
         layout: Any = self.cut.name
         if pack is not None:
             layout = pack.layout(self.cut, book.groups.size)
@@ -83,7 +92,7 @@ class SelectingKind:
         return plan
 
     def describe(self, plan: Plan) -> str:
-        """Return the start-up line of these layers."""
+        """Return the start-up log line about the exchange of keys in these layers."""
         topology = plan.groups.topology
         (_, _, _, width), (_, _, heads, values) = (plan.signature[n][0] for n in (1, 2))
         planned = heads * (width + values)
@@ -118,7 +127,7 @@ class SparseCall(TypedDict):
 class SelectingLayer:
     """Access of one layer to the plans of its context-parallel group.
 
-    The first layer on a group creates the grid of the group, a collective.
+    The first layer of a group creates the `mb.Groups` of the group, which is a collective.
 
     Args:
         config: `TransformerConfig` after `configure`.
@@ -159,7 +168,7 @@ class SelectingLayer:
         unsupported: dict[str, Any],
         mask_type: AttnMaskType | None = None,
     ) -> SparseCall:
-        """Return the plan and label for one forward; a collective if this layer is a leader.
+        """Return the plan and label for one forward; a collective in the first layer of each kind.
 
         Only shapes, dtypes and device of q, k and v are read.
 
@@ -172,7 +181,8 @@ class SelectingLayer:
             mask_type: Type of the mask; None means causal.
 
         Raises:
-            ValueError: An argument is not supported; raised on all ranks if this layer is a leader.
+            ValueError: An argument is not supported; the first layer of a kind raises it on all
+                ranks.
         """
         with self.book.shared_errors(self.leads):
             pack = self._pack(q, packed_seq_params, unsupported, mask_type or AttnMaskType.causal)
