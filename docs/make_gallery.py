@@ -33,8 +33,9 @@ Each command draws the picture below it, from the masks, layouts and schedules o
   output. `3/8` means three of eight rows. Dashed boxes are idle steps, dashed arrows are skipped
   transfers.
 - **Scan of states** ([linear attention](linear-attention.md)): the top row has the pieces of the
-  sequence, in the colours of their ranks. A column is a round: s3 is the state that enters piece 3,
-  m3 the map of piece 3. Red arrows are transfers to another node.
+  sequence, in the colours of their ranks. Each column is one round of messages, and an arrow is one
+  message. Label s3 is the state that enters piece 3. Label m3 is the map of piece 3: how the piece
+  changes a state. Rounds with more than 8 messages have no labels. Red arrows cross between nodes.
 - **Tree** ([prefix trees](trees.md)): a bar is a segment (consecutive tokens without a branch). The
   tree grows from left to right. The mask has the rows in depth-first order.
 """
@@ -148,10 +149,11 @@ SECTIONS = (
     )),
     Section("States of linear attention", (
         Picture("scan-two-level", "scan --algorithm two_level --nodes 2 --per-node 4",
-                "In zigzag, consecutive pieces are on the ranks in order, then in reverse order. "
-                "States are cut into parts. For each part, one rank per node gathers the maps of "
-                "the pieces in its node, sends the part to the next node, and sends entering "
-                "states to the ranks of its node."),
+                "In zigzag, ranks 0 to 7 hold the pieces in this order, then ranks 6 to 0. The "
+                "map of a piece computes the state after the piece from the state before it. "
+                "States are cut into four parts, and each rank of a node handles one part. First "
+                "it receives this part of the maps in its node. Then it sends its part of the "
+                "state to the next node, and to the ranks of its node."),
     )),
     Section("Prefix trees", (
         Picture("tree-balanced",
