@@ -74,8 +74,8 @@ def unshard(parts: Sequence[torch.Tensor], layout: Layout, *, dim: int = 0) -> t
             f"parts must have one part for each of the {layout.cp_size} ranks of the layout, got "
             f"{len(parts)} parts"
         )
-    for part in parts:
-        _check_tensor("parts", part, dim)
+    for i, part in enumerate(parts):
+        _check_tensor(f"parts[{i}]", part, dim)
     seq_len = sum(part.shape[dim] for part in parts)
     order: list[np.ndarray] = [layout.positions(rank, seq_len) for rank in range(layout.cp_size)]
     expected, rows = [len(positions) for positions in order], [part.shape[dim] for part in parts]
@@ -101,6 +101,6 @@ def _check(layout: Layout) -> None:
 
 def _check_tensor(name: str, x: object, dim: int) -> None:
     if not isinstance(x, torch.Tensor):
-        raise ValueError(f"{name} must be a tensor, or tensors, got {type(x).__name__}")
+        raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim: {name} has {x.dim()} dimensions, got dim={dim}")

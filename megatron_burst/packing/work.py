@@ -45,7 +45,9 @@ class Work:
             if type(value) is not int or value < least:
                 raise ValueError(f"work: {name} must be an integer >= {least}, got {value!r}")
         if not self.windows:
-            raise ValueError("work: windows must name at least one kind of layer")
+            raise ValueError(
+                "work: windows must have at least one entry (left, right, layers), got none"
+            )
         for kind in self.windows:
             sides = tuple(0 if side is None else side for side in kind[:2])
             if len(kind) != 3 or any(type(n) is not int or n < 0 for n in (*sides, kind[2])):

@@ -155,7 +155,7 @@ def test_the_default_scope_of_this_megatron_is_whole_layers():
         ("fp8_multi_head_attention", "attention in fp8"),
         ("sequence_packing_scheduler", "cuts packed batches"),
         ("use_kitchen_attention", "replaces the attention"),
-        ("batch_invariant_mode", "its bits depend on the number of ranks"),
+        ("batch_invariant_mode", "its rounding depends on the number of ranks"),
         ("overlap_moe_expert_parallel_comm", "interleaving the layers of two micro-batches"),
     ],
 )

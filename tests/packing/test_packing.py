@@ -175,7 +175,7 @@ def test_refusals(words, lengths, sizes):
 @pytest.mark.parametrize(
     ("words", "arguments"),
     [("token must be", {"token": -1}), ("pair_flops must be", {"pair_flops": 0}),
-     ("at least one kind", {"windows": ()})],
+     ("at least one entry", {"windows": ()})],
 )  # fmt: skip
 def test_work_refuses(words, arguments):
     with pytest.raises(ValueError, match=words):

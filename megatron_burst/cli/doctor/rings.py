@@ -42,8 +42,8 @@ def run(command: MegatronCommand, gpus_per_node: int | None, as_json: bool) -> i
     """
     if not machine.launched():
         raise ValueError(
-            "--distributed runs on all ranks: torchrun --nproc-per-node N -m megatron_burst doctor "
-            "--distributed"
+            "--distributed must be started on all ranks: torchrun --nproc-per-node N -m "
+            "megatron_burst doctor --distributed"
         )
     backend = {"cuda": "nccl", "cpu": "gloo"}[machine.own_device().type]
     dist.init_process_group(backend, timeout=LIMIT)

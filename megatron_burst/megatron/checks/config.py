@@ -404,8 +404,8 @@ _MODEL = (
         ),
         use_kitchen_attention="BurstAttention replaces the attention that this flag selects",
         batch_invariant_mode=(
-            "attention merges partial results of ranks, so its bits depend on the number of ranks; "
-            "Megatron's own attention over ranks does not support this mode either"
+            "attention merges partial results of ranks, so its rounding depends on the number of "
+            "ranks, as with Megatron's own --cp-comm-type p2p"
         ),
         overlap_moe_expert_parallel_comm=(
             "interleaving the layers of two micro-batches on CUDA streams was not tested with "

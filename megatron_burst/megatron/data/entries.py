@@ -147,7 +147,8 @@ def _dim(
             raise ValueError(
                 f"{_entry(key, tensors)}: positions of several axes (M-RoPE) do not work with "
                 "packed sequences, because Megatron selects the angles of packed documents by "
-                "row; use one sequence per row, without cu_seqlens"
+                "the index in the pack; do not pack: use a batch [b, s] with one sequence in each "
+                "of the b rows, and remove cu_seqlens"
             )
         return None  # M-RoPE cuts the angles
     if shape[:2] == (rows, length) or (key == POSITIONS and shape == (1, length)):

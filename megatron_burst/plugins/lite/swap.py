@@ -122,7 +122,8 @@ def _layers(model: Any) -> Iterator[Any]:
         sort = _sort(layer)
         if sort in _REFUSED and layer.ps.cp_size > 1:
             raise ValueError(
-                f"{sort} ({_REFUSED[sort]}) is not supported in Megatron Lite; keep its own backend"
+                f"BurstAttention does not support {sort} ({_REFUSED[sort]}) in Megatron Lite; use "
+                "Megatron Lite's own attention backend for this model"
             )
         if sort in _WITH_CORE or sort == _DELTA_NET:
             yield layer

@@ -111,10 +111,11 @@ _TILES = (
         ),
         cpu_offloading="it moves tensors that a tile recomputes; --burst-offload moves tiles",
         moe_pad_expert_input_to_capacity=(
-            "the capacity would be computed per tile, and other tokens would be dropped"
+            "the expert capacity would be computed per tile, so different tokens would be dropped "
+            "than without tiles"
         ),
-        moe_input_jitter_eps="a tile would be recomputed with other noise",
-        moe_router_force_load_balancing="a tile would be recomputed with other random logits",
+        moe_input_jitter_eps="a tile would be recomputed with different noise",
+        moe_router_force_load_balancing="a tile would be recomputed with different random logits",
         moe_router_force_biased="its bias is drawn for all tokens together",
         moe_paged_stash="it keeps tensors that a tile recomputes",
         use_megatron_fsdp="not tested with parameters that are gathered per module",

@@ -225,7 +225,7 @@ def test_rates_are_those_of_the_copies():
 def test_arguments_that_cannot_be_are_refused(given, name):
     with pytest.raises(ValueError, match=f"^{name} must be"):
         mb.HostMemory(**{"limit": MIB, "device": "cpu", **given})
-    with pytest.raises(ValueError, match="tensor must be a tensor, got list"):
+    with pytest.raises(ValueError, match=r"tensor must be a torch\.Tensor, got list"):
         memory().move([1, 2])
     for fraction in (-0.1, 1.1, "half", True):
         with pytest.raises(ValueError, match="fraction must be a fraction from 0 to 1"):

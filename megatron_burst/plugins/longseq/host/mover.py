@@ -132,7 +132,7 @@ class HostMemory:
         """
         check_fraction("fraction", fraction)
         if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"tensor must be a tensor, got {type(tensor).__name__}")
+            raise ValueError(f"tensor must be a torch.Tensor, got {type(tensor).__name__}")
         if fraction == 0 or not movable(tensor, self.device.type):
             return MovedTensor(tensor, None)
         with torch.no_grad():

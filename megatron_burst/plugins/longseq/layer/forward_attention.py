@@ -134,13 +134,13 @@ def _check(layer: Any, arguments: dict[str, Any]) -> None:
     if layer.hidden_dropout:
         raise ValueError(
             f"{FLAG}: hidden dropout is {layer.hidden_dropout}, and recomputed rows would draw "
-            "other random numbers; add --hidden-dropout 0"
+            "different random numbers; add --hidden-dropout 0"
         )
     for name, module in layer.self_attention.named_modules():
         if isinstance(module, torch.nn.Dropout) and module.p:
             raise ValueError(
                 f"{FLAG}: dropout of self_attention.{name} is {module.p}, and recomputed rows "
-                "would draw other random numbers; set it to 0"
+                "would draw different random numbers; set it to 0"
             )
 
 

@@ -174,7 +174,8 @@ def _grid(arguments: argparse.Namespace) -> Grid:
 def _at_most(flag: str, value: int, limit: int) -> None:
     if value > limit:
         raise ValueError(
-            f"{flag}: a picture shows at most {limit}, got {value}; reduce all sizes together"
+            f"{flag}: a picture shows at most {limit}, got {value}; divide all sizes (ranks, "
+            "tokens, window) by the same factor"
         )
 
 

@@ -25,7 +25,7 @@ REFUSED = {
     "--moe-shared-expert-overlap": {"moe_shared_expert_overlap": True},
     "--fine-grained-activation-offloading": {"fine_grained_activation_offloading": True},
     "--cpu-offloading-num-layers": {"cpu_offloading": True},
-    "--moe-pad-expert-input-to-capacity: the capacity would be computed per tile": {
+    "--moe-pad-expert-input-to-capacity: the expert capacity would be computed per tile": {
         "moe_pad_expert_input_to_capacity": True
     },
     "--moe-input-jitter-eps": {"moe_input_jitter_eps": 0.1},

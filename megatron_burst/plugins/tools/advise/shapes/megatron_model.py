@@ -157,8 +157,9 @@ def _pattern(
     window = ast.literal_eval(window) if isinstance(window, str) else window
     if isinstance(window, int):
         raise ValueError(
-            f"{name}: {flag('window_size')} {window} is one number; set two, the tokens back and "
-            "ahead, such as [1023, 0], and window_attn_skip_freq, or use --model with a name"
+            f"{name}: {flag('window_size')} {window} is one number. Set two numbers, the tokens "
+            "before and after the query, such as [1023, 0], and also set window_attn_skip_freq. "
+            "Or pass the name of a known model as --model"
         )
     left = window[0]
     skip = get("window_attn_skip_freq")

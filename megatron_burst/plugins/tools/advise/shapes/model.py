@@ -172,8 +172,9 @@ class Model:
             raise ValueError(f"model {self.name}: L and M layers require a mixer")
         if not 0 <= self.moe_layers <= self.mlps or (self.moe_layers and not self.experts):
             raise ValueError(
-                f"model {self.name}: moe_layers {self.moe_layers} must be from 0 to {self.mlps}, "
-                f"the layers with an MLP, and 0 without experts, got experts {self.experts}"
+                f"model {self.name}: moe_layers is {self.moe_layers}. It must be at most "
+                f"{self.mlps} (the number of layers with an MLP), and 0 if the model has no "
+                f"experts (experts is {self.experts})"
             )
         experts = self.expert_pattern
         if experts and (

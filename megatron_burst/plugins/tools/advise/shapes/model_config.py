@@ -262,7 +262,7 @@ def _check_positions(source: Source) -> None:
         table = next((key for key in keys if key in fields), "model_type")
         raise ValueError(
             f"{fields.name}: {table!r} {fields.get(table)!r}: model_type {source.kind!r} has no "
-            "rotary positions; only models with rotary positions are counted"
+            "rotary positions; only models with rotary positions are supported"
         )
 
 
@@ -272,7 +272,7 @@ def _check_windows(fields: Fields) -> None:
         if (size := fields.size(key)) != fields.size(full_key) and size:
             raise ValueError(
                 f"{fields.name}: {key!r} {size} differs from {full_key!r} {fields.size(full_key)}; "
-                "only layers of equal heads are counted"
+                "only models whose layers all have the same heads are supported"
             )
 
 
