@@ -509,9 +509,9 @@ def _algorithms(workload: Workload, topology: Topology, fixed: FixedSettings) ->
 def _few_rows(visibility: Visibility, own: Sizes, shared: Sizes, room: float) -> bool:
     """Return whether a rank can hold all rows of other ranks that it uses at once.
 
-    It must use at most half of the rows of other ranks. The memory of these rows (`held_of_row`)
-    must be at most MOST_RECEIVED times the bytes of the rank's own rows, and at most ROOM of the
-    free memory.
+    The rank must use at most half of the rows of other ranks. The memory of these rows
+    (`held_of_row`) must be at most MOST_RECEIVED times the bytes of the rank's own rows, and at
+    most ROOM of the free memory.
 
     Args:
         visibility: Rows that ranks use.

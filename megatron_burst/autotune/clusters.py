@@ -154,8 +154,8 @@ class Cluster:
     def link(self) -> float:
         """Bytes per second between one GPU and the host, in one direction.
 
-        If it was not measured, it is half of `gpu.host_link`: all GPUs copy at the same time, and
-        two GPUs often share a switch.
+        If the rate was not measured, it is half of `gpu.host_link`: all GPUs copy at the same time,
+        and two GPUs often share a switch.
         """
         return self.host_rate or self.gpu.host_link / 2
 

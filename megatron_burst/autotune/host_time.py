@@ -20,10 +20,10 @@ class HostTime:
 
     The defaults fit the table of docs/performance.md, "Host time" (median error 7 %, largest 30 %).
     `layer` is the time of a Megatron-Core layer with local modules and without its core attention,
-    at 8 rows. It is corrected by the ratio of the table to the time of the plain ring loop on the
-    same day. `plan` is the time of layout and plan on 8 ranks with 100 documents in layout
-    balanced, rounded down (11 ms; 18, 19 and 48 ms on 16, 64 and 256 ranks). No value was measured
-    on a host with a GPU.
+    at 8 rows. The value is corrected by a ratio: the table's time of the plain ring loop divided by
+    its time on the day of the measurement. `plan` is the time of layout and plan on 8 ranks with
+    100 documents in layout balanced, rounded down (11 ms; 18, 19 and 48 ms on 16, 64 and 256
+    ranks). No value was measured on a host with a GPU.
 
     Attributes:
         call: Seconds of one attention call of forward, including the addition of its result. A call

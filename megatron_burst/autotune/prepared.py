@@ -98,10 +98,10 @@ class PreparedSchedule:
     def added(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Rows of queries, rows of keys and copied rows of each pair, float.
 
-        Rows of queries and of keys count if the pair's results for them are added to results of
-        another pair. These are the rows that attend to a chunk of another rank. Rows of keys are
-        copied if their call has several chunks. A call adds to each row of its queries once; these
-        rows count with its first pair.
+        Rows of queries and of keys count if the pair's results for these rows are added to results
+        of another pair. This is the case for rows that attend to a chunk of another rank. Rows of
+        keys are copied if their call has several chunks. A call adds to each row of its queries
+        once; these rows count with its first pair.
         """
         visibility, pairs = self.schedule.visibility, self.schedule.tables.pairs
         queries, keys = (_rows_used(bundles) for bundles in (visibility.queries, visibility.keys))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rates of a rank's links and device, measured by `measure` or stated by the user.
 
-They are plain numbers, so the simulator needs no torch.
+Rates are plain numbers, so the simulator needs no torch.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Rates:
             messages travel.
         handling: Seconds per byte sent on a ring during which the sender computes nothing; 0 if
             links read the bytes by DMA.
-        memory: Bytes per second that a device reads and writes in its memory. It limits sparse
-            attention, whose calls read all queries and add to all results.
+        memory: Bytes per second that a device reads and writes in its memory. This rate limits
+            sparse attention, whose calls read all queries and add to all results.
         adding: Bytes per second at which a call of dense attention adds its results to other
             results; math.inf if `compute` and `half_rows`, measured on whole calls, include it.
         room: Bytes of a device's memory that remain for rows of other ranks, measured or stated;

@@ -189,7 +189,7 @@ def pass_time(
         schedule: The schedule. A `PreparedSchedule` has its own wires.
         sizes: Sizes of the attention call.
         seconds: float [G, G], seconds of a device for query chunk i and key chunk j, all heads.
-            Each head chunk computes a share of it.
+            Each head chunk computes a share of these seconds.
         rates: Rates of each rank.
         head_chunks: Number of head chunks.
         wires: Links between ranks.

@@ -365,7 +365,7 @@ def forward_rings(
     keys: Tensors,
     max_logits: torch.Tensor | None = None,
 ) -> list[Ring]:
-    """Return one ring per head chunk that computes attention to the keys of all ranks.
+    """Return one ring per head chunk; each computes attention to the keys of all ranks.
 
     Source: BurstEngine Algorithm 1.
 

@@ -356,7 +356,7 @@ def successors(
 
 
 def _firsts(spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
-    """Return row and position of each token that does not follow the token in the row before.
+    """Return row and position of each token whose predecessor is not in the previous row.
 
     All tokens of a span with a stride are such tokens.
     """

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Row chunks: parts of every shard whose attention is computed one after another.
 
-This module decides the rows of each chunk. They are the same on every rank, so that all-to-alls
-among ranks that share heads have messages of equal size. If a layout mirrors early and late
-positions, a chunk has as many early as late positions, so that chunks are as balanced as the whole
-shard.
+This module decides the rows of each chunk. These rows are the same on every rank, so that
+all-to-alls among ranks that share heads have messages of equal size. If a layout mirrors early and
+late positions, a chunk has as many early as late positions, so that chunks are as balanced as the
+whole shard.
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ def chunk_runs(layout: Layout, rows: int, count: int, blocks: int = 1) -> list[l
 def _mirrored(layout: Layout, rows: int) -> list[int]:
     """Return the number of rows of each part of a shard with mirrored early and late positions.
 
-    In such a part the first row is as early as the last row is late, and so on inwards. The parts
-    are documents or the sequence; the list is empty if the layout has no such parts.
+    Row i from the start of a part is as far from the start of the document as row i from the end of
+    the part is from the end of the document. Parts are documents, or the whole sequence. The list
+    is empty if the layout does not mirror positions.
     """
     if isinstance(layout, DocumentZigzag):
         return [2 * n for n in (np.diff(layout.bounds) // (2 * layout.cp_size)).tolist() if n]
@@ -111,7 +112,8 @@ def _progress(parts: Sequence[int], first: int, end: int, turns: int) -> _BlockP
     middle = (begin + stop) // 2
     left, right = max(first, begin), min(end, stop)  # the part's rows in this block
     early, late = max(0, min(end, middle) - left), max(0, right - max(first, middle))
-    # If the block has rows of both halves: by how many rows the late half starts farther inwards.
+    # If the block has rows of both halves: number of rows by which the late half starts farther
+    # inwards.
     inwards = (stop - right) - (left - begin)
     taken = row - left
     of_early = min(max((taken + inwards + 1) // 2, taken - late, 0), early, taken)

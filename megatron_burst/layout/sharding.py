@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions that cut a tensor into the shards of a layout, and join shards.
 
-They are for inputs and results: attention works on shards and never calls them. This module decides
-how row numbers are copied to a device. No row numbers are copied if a few slices are equivalent.
-Otherwise the copy does not block the host.
+These functions are for inputs and results: attention works on shards and never calls them. This
+module decides how row numbers are copied to a device. No row numbers are copied if a few slices are
+equivalent. Otherwise the copy does not block the host.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ def short_convolution(
         label: Same as in `mb.attention`.
 
     Returns:
-        The result [s, b, c] in the dtype of x. It is computed in the dtype of weight if that is
-        wider.
+        The result [s, b, c] in the dtype of x. It is computed in the wider of the dtypes of x and
+        weight.
 
     Raises:
         ValueError: An argument is not supported.

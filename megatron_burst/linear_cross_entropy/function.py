@@ -102,9 +102,9 @@ class LinearCrossEntropy(torch.autograd.Function):
 def _needs_weight_gradient(ctx: Any) -> bool:
     """Return True if this backward computes the weight gradient.
 
-    torch.autograd.grad(loss, hidden) does not need it, but `needs_input_grad` is True then, and an
-    addition to a sink cannot be undone. The engine gives no information about leaves, so the weight
-    is passed as a view.
+    torch.autograd.grad(loss, hidden) does not need the weight gradient, but `needs_input_grad` is
+    True then, and an addition to a sink cannot be undone. The engine gives no information about
+    leaves, so the weight is passed as a view.
     """
     if not ctx.needs_input_grad[1]:
         return False

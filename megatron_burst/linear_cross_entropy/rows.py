@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statistics of rows of logits, and softmax gradient of the rows in place.
 
-The torch implementation supports every device and dtype. On CUDA `triton_rows` replaces it if
-Triton is installed, and `csrc` computes the gradient if it was built. A tile is processed in blocks
-of rows that fit into a cache, so no temporary tensor has the size of a tile.
+The torch implementation supports every device and dtype. On CUDA `triton_rows` replaces this
+implementation if Triton is installed, and `csrc` computes the gradient if `csrc` was built. A tile
+is processed in blocks of rows that fit into a cache, so no temporary tensor has the size of a tile.
 
 Shape letters: n rows, v vocabulary rows of this rank.
 """

@@ -145,8 +145,8 @@ class Mask:
         """Return how much of `q_span` x `k_span` is visible.
 
         EMPTY and FULL must be exact, PARTIAL is always allowed. The default is the result of
-        `covers` if a mask defines it. Otherwise it is PARTIAL, so that every key is sent to every
-        rank.
+        `covers` if a mask defines `covers`. Otherwise the default is PARTIAL, so that every key is
+        sent to every rank.
 
         Args:
             q_span: Span of queries.

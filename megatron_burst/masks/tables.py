@@ -299,7 +299,8 @@ class Dense(_Table):
 def shards_visible(mask: Mask, q_shards: Shards, k_shards: Shards) -> np.ndarray:
     """Return which shards of queries may see which shards of keys: bool [G, G].
 
-    False means that no pair is visible. True follows `Mask.cover`, so all pairs may be hidden.
+    False means that no pair is visible. True means that `Mask.cover` is not EMPTY; all pairs may
+    still be hidden.
 
     Args:
         mask: The mask.

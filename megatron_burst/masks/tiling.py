@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiles of a pair of shards that stock kernels can compute.
 
-A tile is a rectangle of local rows and columns. It is wholly visible, a lower triangle (column <=
-row, square), a band, or given by a table. Hidden pairs are in no tile, or False in a table. This
-module decides how to cut, from the mask and from the abilities of the kernel (`Cutter`). A slice is
-a regular run of rows of a shard that holds one span. If a pair of slices is partly visible and of
-no known shape, the module decides where to cut it next. It needs no torch, so that `cost` counts
-exactly the tiles that run.
+A tile is a rectangle of local rows and columns. A tile is wholly visible, a lower triangle (column
+<= row, square), a band, or described by a table. Hidden pairs are in no tile, or False in a table.
+This module decides how to cut, from the mask and from the abilities of the kernel (`Cutter`). A
+slice is a regular run of rows of a shard that holds one span. If a pair of slices is partly visible
+and of no known shape, the module decides where to cut it next. The module needs no torch, so that
+`cost` counts exactly the tiles that run.
 
 Each tile is one kernel call, so few and large tiles are fast. But at the slanted edge of a band (a
 causal mask or a sliding window over local rows and columns) a kernel also computes hidden pairs:
@@ -95,8 +95,9 @@ def split(
 def _coarse(cuts: np.ndarray, part: ShardSlice, size: int | None) -> np.ndarray:
     """Return the first and the last cut in every `size` rows, if many cuts are close together.
 
-    A slice that still has cuts inside is then shorter than `size`. So a table may describe it if
-    that is cheaper than a tile between every two cuts, such as for documents of a few tokens.
+    A slice that still has cuts inside is then shorter than `size`. So a table may describe the
+    slice if a table is cheaper than a tile between every two cuts, such as for documents of a few
+    tokens.
     """
     if size is None or part.span.length <= size:
         return cuts
@@ -187,7 +188,7 @@ class Cutter:
             ValueError.
         windows: Whether the kernel supports a whole band with a left edge. Otherwise such bands
             need tables.
-        tile_cost: Cost of one more tile, in pairs, in addition to its pairs.
+        tile_cost: Fixed cost of a tile, in pairs; the pairs of the tile are added to it.
     """
 
     band_rows: int | None

@@ -401,8 +401,8 @@ class ChunkwiseRun:
         if any(cut.mapped):
             mapped: Any = _MapsOfPieces.apply(self.work, *tensors)
             self.maps = Maps(mapped[0], mapped[1])
-            # Outputs use the k, v, decay and beta that the maps returned. Their gradients then
-            # reach the backward of the maps, which adds its own in place.
+            # Outputs use the k, v, decay and beta that the maps returned. The gradients of the
+            # outputs then reach the backward of the maps, which adds its own gradients in place.
             tensors = [
                 x if replacement is None else replacement
                 for x, replacement in zip(tensors, mapped[2:], strict=True)

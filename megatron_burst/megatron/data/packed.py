@@ -189,7 +189,7 @@ class Pack:
 
 
 class Packs:
-    """Cache of the packs of batches in use, by the `cu_seqlens` tensors that describe them."""
+    """Cache of packs of the batches in use; the keys are their `cu_seqlens` tensors."""
 
     def __init__(self) -> None:
         self._packs: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -70,8 +70,8 @@ def _forward(mixer: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) 
     x = x.unflatten(-1, (heads, mixer.headdim))
     steps = F.softplus(steps.to(wide(steps)) + mixer.dt_bias)
     skip = mixer.D.to(steps.dtype).unflatten(0, (heads, -1))  # [h, 1], [h, p] with D_has_hdim
-    # Values get the dtype of keys, although Megatron keeps the step in fp32: mixed dtypes are
-    # refused, and the kernels of fla support only 16-bit values.
+    # Values get the dtype of keys, although Megatron keeps the step size in fp32: mixed dtypes are
+    # refused, and flash-linear-attention supports only 16-bit values.
     out = linear_attention(
         queries.unflatten(-1, (groups, -1)),
         keys.unflatten(-1, (groups, -1)),

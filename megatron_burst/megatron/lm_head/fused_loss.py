@@ -5,9 +5,9 @@ With this option, the output layer of a model (GPTModel or HybridModel) returns 
 of logits if the forward has labels. `compute_language_model_loss` computes the loss from
 `LazyLogits` without materializing the full logits; any other use computes the logits.
 
-This module decides when logits are lazy and which loss mask belongs to which head. It also handles
-the gradient of a weight with `main_grad` as Megatron requires. `linear_cross_entropy` computes the
-loss.
+This module decides when logits are lazy and which loss mask belongs to which head. The module also
+handles the gradient of a weight with `main_grad` as Megatron requires. `linear_cross_entropy`
+computes the loss.
 
 Shape letters: s tokens of this context-parallel rank, b batch, v vocabulary rows of this
 tensor-parallel rank.

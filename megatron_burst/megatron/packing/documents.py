@@ -84,8 +84,8 @@ def micro_batch(documents: Sequence[Document], like: Document, total: int) -> di
     """Concatenate documents to a batch in the format of the data loader, padded to `total` tokens.
 
     Padding has no loss. Padding is part of `cu_seqlens`, because Megatron's rotary embeddings
-    require `cu_seqlens` to end with the pack. It consists of short documents, over which attention
-    is fast.
+    require `cu_seqlens` to end with the pack. Padding consists of short documents, over which
+    attention is fast.
 
     Args:
         documents: the documents.

@@ -48,8 +48,8 @@ class LogProbs(NamedTuple):
     Attributes:
         logprobs: Log-probabilities, shaped like labels; 0 for ignored labels.
         entropy: Entropy in nats of the distribution of the label's row, shaped like labels; 0 for
-            ignored labels. None if not requested. In float32 its gradient has an error of up to 1 %
-            in rows with an entropy below 1e-3.
+            ignored labels. None if not requested. In float32, the gradient of the entropy has an
+            error of up to 1 % in rows with an entropy below 1e-3.
         top: The k largest log-probabilities of the label's row [..., k], largest first, without a
             gradient. Also computed for ignored labels. None if not requested.
         top_ids: Vocabulary rows of `top`, int64 [..., k], or None.

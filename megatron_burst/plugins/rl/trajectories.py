@@ -3,9 +3,9 @@
 
 Trajectories are ordered so that those with a shared prefix are neighbours (`mb.trees.neighbours`).
 A micro-batch is a range of consecutive trajectories. A prefix is computed twice only if two
-micro-batches contain it. A bisection over the maximum work finds the cut into a given number of
-ranges whose busiest micro-batch has the least work. All values are integers, so that ranks that
-pack the same trajectories compute the same cut.
+micro-batches contain it. A bisection over the maximum work computes the cut: for a given number of
+ranges, the busiest micro-batch has the least work. All values are integers, so that ranks that pack
+the same trajectories compute the same cut.
 """
 
 from __future__ import annotations

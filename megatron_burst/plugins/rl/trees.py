@@ -397,7 +397,7 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def _tokens(name: str, argument: Any) -> np.ndarray:
-    """Return token ids as int64. Raise ValueError that names the argument if they are invalid."""
+    """Return token ids as int64; raise ValueError with the argument's name if they are invalid."""
     try:
         ids = np.asarray(argument)
     except (TypeError, ValueError, RuntimeError) as error:  # ragged, or on another device

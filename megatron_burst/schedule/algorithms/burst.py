@@ -99,8 +99,8 @@ class _Path:
         sum of its node, which crosses to the next node. At outer step 0, the rank adds to its own
         gradient.
         """
-        # A copy starts at its owner, so it makes its hops at the first steps. A gradient ends at
-        # its owner, so it makes its hops at the last steps, from the first rank that adds to it.
+        # A copy starts at its owner, so its hops are at the first steps. A gradient ends at its
+        # owner, so its hops are at the last steps, from the first rank that adds to the gradient.
         hops, length = self.hops[axis][gradient][..., None], self.rings[axis - 1]
         step = np.arange(length, dtype=hops.dtype)
         return step >= length - hops if gradient else step < hops

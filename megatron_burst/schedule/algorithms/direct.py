@@ -32,7 +32,8 @@ def tables(demand: Demand, *, ahead: int | None = None, at_end: bool = False) ->
         demand: Demand of the pass.
         ahead: Number of steps that a hop takes: a chunk is sent this many steps before its use.
             Default: one step, so that a rank holds at most two received chunks. If ranks use few
-            rows, the default is the largest number of steps that needs no more memory.
+            rows, the default is the largest number of steps that needs at most the memory of two
+            whole chunks.
         at_end: Whether ranks wait for gradients after the last step.
     """
     ring = FlatRing(demand, demand.travelling)

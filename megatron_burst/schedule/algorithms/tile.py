@@ -141,7 +141,7 @@ class _TileFamily:
     def copies(self, crossing: dict[int, int]) -> list[Transfers]:
         """Return the copies to each node's rank on the owner's rail, and from there to its peers.
 
-        A copy travels during the pairs of the copy before it.
+        A copy travels while ranks compute the pairs of the previous copy.
 
         Args:
             crossing: Post boundary of each landing boundary, between nodes.

@@ -53,7 +53,7 @@ def shapes(grid: Grid) -> list[Shape]:
 
 
 def memory(shape: Shape, row_bytes: RowBytes, rows: int = 1) -> int:
-    """Return the largest number of bytes that a rank holds of whole chunks, its own included.
+    """Return the largest number of bytes of whole chunks that a rank holds, including its own.
 
     A rank holds at most `keys` x (K, V, dK, dV) and `queries` x (Q, dO, D, lse, dQ), or O for the
     last four in forward. It holds fewer chunks of the family that is not gathered (`gathers_keys`):
@@ -83,7 +83,7 @@ def gathers_keys(row_bytes: RowBytes) -> bool:
 
 
 def chunks_held(shape: Shape, row_bytes: RowBytes) -> tuple[int, int]:
-    """Return the largest numbers of key chunks and of query chunks on a rank, its own included."""
+    """Return the largest numbers of key chunks and query chunks on a rank, including its own."""
     keys = min(shape.keys, 2 * shape.key_ranks + 1)
     queries = min(shape.queries, 2 * shape.query_ranks + 1)
     if gathers_keys(row_bytes):

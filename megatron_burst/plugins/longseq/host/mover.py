@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`HostMemory`, the public interface to host memory for tensors that backward needs.
 
-It combines the allocator (`arena`), asynchronous copies (`engines`), handles (`copies`), the order
-of fetches (`frames`) and saved-tensor hooks (`saved`). Sources: MEMO (arXiv 2407.12117: swap or
-recompute per token), FPDT (arXiv 2408.16978: double buffer).
+`HostMemory` combines the allocator (`arena`), asynchronous copies (`engines`), handles (`copies`),
+the order of fetches (`frames`) and saved-tensor hooks (`saved`). Sources: MEMO (arXiv 2407.12117:
+swap or recompute per token), FPDT (arXiv 2408.16978: double buffer).
 """
 
 from __future__ import annotations
