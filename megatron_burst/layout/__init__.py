@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts: the positions of the sequence that each rank holds, and their order.
 
-`layouts`, `balanced` (with its solver), `pieces`, `routes` and `registry` are arithmetic on
-positions and need no torch. `sharding` cuts and joins tensors.
+`registry` makes a layout by name, and `layouts` and `balanced` define the layouts. `pieces` and
+`routes` compute which rows ranks exchange. These modules need no torch. `sharding` cuts tensors
+into shards and joins shards.
 """
 
 from importlib import import_module

@@ -5,18 +5,18 @@ This module assigns documents, and shares of documents, to nodes and ranks. Most
 on one rank.
 
 In *mirror order*, the tokens of a document alternate between its two ends: 0, l - 1, 1, l - 2, ...
-In a causal document of length l, the tokens of a run in mirror order see on average l / 2 keys,
-wherever the run is. So a document has a constant density (visible pairs per token).
+In a causal document of length l, the tokens of any run in mirror order see l / 2 keys on average.
+So a document has a constant density (visible pairs per token).
 
 The solver fills each rank to the mean density of the pack. Documents are sorted by density. Every
-rank gets a run of tokens from the dense end and a run from the sparse end. The lengths of the two
-runs follow from one equation in one unknown, so ranks have equal work. A document is cut only where
-a run ends. Nodes are filled first, then the ranks of each node. Runs are cut by integer arithmetic,
-so every process computes the same layout.
+rank gets one run of tokens from the dense end and one from the sparse end of this order. One
+equation with one unknown gives the lengths of the two runs, so that ranks have equal work. A
+document is cut only where a run ends. Nodes are filled first, then the ranks of each node. Runs are
+cut by integer arithmetic, so every process computes the same layout.
 
 If ranks have equal work, nearly every boundary between ranks cuts a document, and ranks exchange
 its rows. If links are slow, ranks with unequal work and whole documents are faster. Such
-assignments are tried if `row_cost`, the cost of sending a row, is given.
+assignments are tried if the caller passes `row_cost`, the cost of sending a row.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class DocumentShare(NamedTuple):
 
 
 class DocumentCosts:
-    """Visible pairs of documents: of all tokens, or of the first tokens in mirror order.
+    """Counts of visible pairs: of whole documents, and of runs of tokens in mirror order.
 
     Args:
         lengths: Lengths of the documents.
         windows: Window (left, right) of each kind of layer; None for no limit.
         padding: Indices of documents without visible pairs.
-        bases: For segments of a tree: number of ancestors of each segment's first token. All tokens
+        bases: Number of ancestors of each segment of a tree, if documents are segments. All tokens
             of the segment see these ancestors. Default: 0.
     """
 
@@ -96,7 +96,7 @@ class DocumentCosts:
         self.whole = pairs.tolist()
 
     def before(self, document: int, place: int) -> int:
-        """Return the pairs of the first `place` tokens of a document in mirror order."""
+        """Return the visible pairs of the first `place` tokens of a document in mirror order."""
         length = self.lengths[document]
         if place >= length:
             return self.whole[document]
@@ -117,7 +117,7 @@ class DocumentCosts:
         return pairs
 
     def of(self, share: DocumentShare) -> int:
-        """Return the pairs of a share."""
+        """Return the visible pairs of a share."""
         return self.before(share.document, share.stop) - self.before(share.document, share.first)
 
 
@@ -130,16 +130,16 @@ def _reached(n: int, reach: int) -> int:
 def document_pairs(
     lengths: Sequence[int] | np.ndarray, window: Window = CAUSAL, bases: np.ndarray | int = 0
 ) -> np.ndarray:
-    """Return the visible pairs of documents, int64 [documents].
+    """Return the number of visible pairs of each document.
 
     Args:
         lengths: Lengths of the documents.
-        window: (left, right) of the layer; None for no limit.
-        bases: Number of tokens before each document that all tokens of the document also see.
+        window: Window (left, right) of the layer; None for no limit.
+        bases: Number of earlier tokens that all tokens of a document also see.
 
     Returns:
-        int64 array. If a document has more than `LONGEST` tokens, it holds Python integers, which
-        cannot overflow.
+        int64 [documents]. If a document has more than `LONGEST` tokens, the dtype is object with
+        Python integers, which cannot overflow.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if (sizes + bases).max(initial=0) > LONGEST:
@@ -157,12 +157,12 @@ def _reached_all(n: np.ndarray, reach: int | None) -> np.ndarray:
 def mix(
     shares: Sequence[DocumentShare], bins: int, costs: DocumentCosts, slack: float = SLACK
 ) -> list[list[DocumentShare]]:
-    """Divide shares among `bins` bins with equal tokens and nearly equal pairs.
+    """Divide shares among `bins` bins with equal tokens and nearly equal visible pairs.
 
     Args:
         shares: Shares; their total number of tokens is a multiple of `bins`.
         bins: Number of bins (nodes or ranks).
-        costs: Pairs of documents.
+        costs: Visible pairs of documents.
         slack: Largest relative error of a bin's pairs that is accepted to keep a document whole.
     """
     pool = _Pool(shares, costs, slack)
@@ -171,10 +171,10 @@ def mix(
 
 
 class _Pool:
-    """Shares sorted by density, whose tokens are assigned to bins in runs from both ends.
+    """Shares sorted by density, from which `take` removes runs of tokens at both ends.
 
-    Offsets count tokens in density order; tokens before `low` and from `high` on are already
-    assigned.
+    Offsets are indices of tokens in density order. The tokens from offset `low` to `high`
+    (exclusive) are not assigned yet.
     """
 
     def __init__(self, shares: Sequence[DocumentShare], costs: DocumentCosts, slack: float):
@@ -194,15 +194,15 @@ class _Pool:
 
     @property
     def pairs(self) -> int:
-        """Pairs of the tokens that are not assigned yet."""
+        """Visible pairs of the tokens that are not assigned yet."""
         return self._before(self.high) - self._before(self.low)
 
     def take(self, room: int, need: int) -> list[DocumentShare]:
-        """Assign `room` tokens with about `need` pairs, and return their shares."""
+        """Remove `room` tokens with about `need` visible pairs from both ends; return them."""
         goal = need - self.pairs
 
         def excess(dense: int) -> int:
-            """Return how many pairs exceed `need` with `dense` tokens from the dense end."""
+            """Return pairs minus `need`, if `dense` of the tokens are from the dense end."""
             # Pairs of the two runs: all unassigned pairs minus the pairs between the runs.
             return self._before(self.low + room - dense) - self._before(self.high - dense) - goal
 
@@ -213,7 +213,7 @@ class _Pool:
         return taken
 
     def _before(self, place: int) -> int:
-        """Return the pairs of all tokens before offset `place`."""
+        """Return the visible pairs of all tokens before offset `place`."""
         index = bisect_right(self.starts, place) - 1
         if index == len(self.shares):
             return self.sums[-1]
@@ -229,9 +229,13 @@ class _Pool:
         )
 
     def _whole(self, room: int, dense: int, excess: Callable[[int], int], tolerance: int) -> int:
-        """Return `dense`, or a close number of tokens with which a run ends between documents.
+        """Return `dense`, or a close number with which no document is cut at one end.
 
-        The run at the dense end is tried first, then the run at the sparse end.
+        Args:
+            room: Number of tokens of both runs.
+            dense: Number of tokens of the run at the dense end that gives equal work.
+            excess: Function that returns the error in visible pairs for a number of tokens.
+            tolerance: Largest accepted error.
         """
         for end in (self.high, self.low + room):
             place = bisect_left(self.starts, end - dense)
@@ -255,7 +259,7 @@ class _Pool:
 
 
 def _root(excess: Callable[[int], int], top: int) -> int:
-    """Return the integer in 0..top at which an increasing function is nearest to 0.
+    """Return the integer x in 0..top at which the increasing function `excess` is nearest to 0.
 
     The search uses false position, which is fast for piecewise linear functions, and bisection
     after a slow step.
@@ -280,12 +284,12 @@ def _root(excess: Callable[[int], int], top: int) -> int:
 
 
 def keep_whole(costs: DocumentCosts, ranks: int, per_node: int) -> list[list[DocumentShare]]:
-    """Return shares with equally many tokens per rank, and documents whole if possible.
+    """Return the shares of each rank, with equal tokens, and with whole documents if possible.
 
-    Documents are assigned in descending order of pairs. Each is assigned to the rank with the
-    fewest pairs among the ranks that have room for it. A document longer than a rank's share fills
-    empty ranks, of one node if possible. Documents that fit on no rank are assigned last, in parts,
-    to the ranks with the most room.
+    Documents are assigned in descending order of visible pairs. Each document is assigned to the
+    rank with the fewest pairs among the ranks with enough free tokens. A document that is longer
+    than a rank's shard first fills empty ranks, of one node if possible. Documents that fit on no
+    rank are assigned last, in parts, to the ranks with the most free tokens.
     """
     lengths, room = costs.lengths, sum(costs.lengths) // ranks
     free, pairs, node = np.full(ranks, room), np.zeros(ranks), np.arange(ranks) // per_node
@@ -293,7 +297,7 @@ def keep_whole(costs: DocumentCosts, ranks: int, per_node: int) -> list[list[Doc
     late = []
 
     def give(rank: int, document: int, first: int) -> int:
-        """Assign tokens of a document to a rank with free space; return the end of this share."""
+        """Assign tokens of a document from `first` on to a rank; return the end of its share."""
         share = DocumentShare(document, first, min(lengths[document], first + int(free[rank])))
         shares[rank].append(share)
         free[rank] -= share.stop - first
@@ -328,25 +332,28 @@ def keep_whole(costs: DocumentCosts, ranks: int, per_node: int) -> list[list[Doc
 class Balanced(Layout):
     """Layout of packed documents with equal tokens and nearly equal visible pairs on every rank.
 
-    The longest documents are divided into mirrored shares of neighbouring ranks, of one node if
-    they fit. Nearly all other documents are whole on one rank. Spans are sorted by position.
+    The longest documents are divided among neighbouring ranks, if possible of one node: each rank
+    gets tokens from both ends of the document. Nearly all other documents are whole on one rank.
+    Spans are sorted by position.
 
     Args:
         cp_size: Number of ranks.
-        cu_seqlens: Cumulative lengths of the documents, of any length. The sum must be a multiple
-            of `cp_size`.
-        per_node: Ranks per node, for placement only; default: the greatest common divisor of
-            `cp_size` and 8.
-        windows: Window (left, right) of every kind of layer, as in `masks.Window`, within a
-            document. The pairs of all kinds are summed. (None, 0) is causal; with (None, None) a
-            token sees its whole document. Default: causal, or the window of the tree.
+        cu_seqlens: Cumulative lengths of the documents. Documents may have any length; the sum must
+            be a multiple of `cp_size`.
+        per_node: Ranks per node. The layout keeps documents within a node if possible. Default: the
+            greatest common divisor of `cp_size` and 8.
+        windows: Window (left, right) within a document for each kind of layer, as in
+            `masks.Window`. The layout balances the sum of the visible pairs of all kinds. (None, 0)
+            is causal; with (None, None) a token sees its whole document. Default: causal, or the
+            window of the tree.
         padding: Indices of documents that are padding and attend to nothing.
         tree: Prefix tree in place of `cu_seqlens` and `padding`: the result of `mb.trees.pack`, or
-            a `masks.Tree`. Its segments are laid out like documents, each token also sees the
-            ancestors of its segment, and windows are (left, 0).
-        row_cost: Cost of sending a row to a rank, in pairs that the rank computes in the same time:
-            (from its node, from another node). If given, ranks may have unequal work if keeping
-            documents whole is estimated to be faster. Not supported for trees.
+            a `masks.Tree`. Its segments are laid out like documents. Each token also sees the
+            ancestors of its segment. Windows must be (left, 0).
+        row_cost: Two costs of sending a row to a rank: from its node, and from another node. The
+            unit is the number of visible pairs that the rank computes in the same time. If given,
+            ranks have unequal work if whole documents are estimated to be faster. Not supported for
+            trees.
 
     Raises:
         ValueError: An argument is invalid.
@@ -432,7 +439,7 @@ class Balanced(Layout):
         )
 
     def describe(self) -> str:
-        """Return the name, and the busiest rank's pairs divided by the mean."""
+        """Return a text with the name of the layout and its imbalance."""
         why = "" if self._taken[0] else ", to keep documents whole"
         return f"{self.name} (busiest rank {self.balance:.2f} x the mean{why})"
 
@@ -449,7 +456,7 @@ class Balanced(Layout):
 
     @property
     def balance(self) -> float:
-        """Pairs of the busiest rank divided by the mean; 1 if there are no pairs."""
+        """Visible pairs of the busiest rank divided by the mean over ranks; 1 without pairs."""
         pairs = self.pairs
         return max(pairs) * len(pairs) / (sum(pairs) or 1) or 1.0
 
@@ -461,12 +468,12 @@ class Balanced(Layout):
 
     @property
     def shares(self) -> tuple[list[DocumentShare], ...]:
-        """Shares of each rank."""
+        """Shares of documents on each rank."""
         return self._taken[1]
 
     @cached_property
     def _taken(self) -> tuple[bool, tuple[list[DocumentShare], ...]]:
-        """Result of a search: True if shares have equal work, and the shares of each rank."""
+        """A pair: whether all ranks have equal work, and the selected shares of each rank."""
         tried = self._evenly()
         even = min(tried, key=lambda shares: max(self._pairs(shares)))
         if self.row_cost is None or self.cp_size == 1:
@@ -481,7 +488,7 @@ class Balanced(Layout):
         return (False, uneven) if busy < limit else (True, even)
 
     def _evenly(self) -> list[tuple[list[DocumentShare], ...]]:
-        """Return assignments with equal work; each cuts documents into more parts than the last."""
+        """Return assignments with equal work; each cuts documents into more parts than before."""
         windowed = any(left is not None for left, _ in self.windows)
         limit, tried = EVEN * sum(self._costs.whole), []
         for parts in PARTS if windowed else PARTS[:1]:
@@ -507,17 +514,17 @@ class Balanced(Layout):
     def _least_busy(
         self, candidates: Iterable[tuple[list[DocumentShare], ...]]
     ) -> tuple[float, tuple[list[DocumentShare], ...]]:
-        """Return the least `_busy` of all candidates, and the first candidate with this value."""
+        """Return the smallest `_busy` of all candidates, and the candidate with this value."""
         return min(
             ((self._busy(shares), shares) for shares in candidates), key=lambda entry: entry[0]
         )
 
     def _busy(self, shares: Sequence[Sequence[DocumentShare]]) -> float:
-        """Return an estimate of the time of these shares, in pairs.
+        """Return an estimate of the time of these shares, in visible pairs computed in this time.
 
-        It is the pairs of the busiest rank plus the cost of the rows on the busiest links. Overlap
-        of computation and communication is ignored. A row that several ranks of a node need is sent
-        to the node once. The links of all ranks of the node share these rows.
+        The estimate is the pairs of the busiest rank plus the cost of the rows on the busiest
+        links. Overlap of computation and communication is ignored. A row that several ranks of a
+        node need is sent to the node once. The links of all ranks of the node share these rows.
         """
         assert self.row_cost is not None
         within, between = self.row_cost
@@ -529,13 +536,14 @@ class Balanced(Layout):
         return max(self._pairs(shares)) + max(within * alone, between * together / self.per_node)
 
     def _pairs(self, shares: Sequence[Sequence[DocumentShare]]) -> tuple[int, ...]:
-        """Return the pairs of each rank with these shares."""
+        """Return the visible pairs of each rank if ranks have these shares."""
         return tuple(sum(map(self._costs.of, rank_shares)) for rank_shares in shares)
 
     def _rows(self, shares: Iterable[DocumentShare]) -> int:
-        """Return the number of rows outside these shares that they see, summed over `windows`.
+        """Return how many rows of the same documents these shares see but do not contain.
 
-        Several shares of one document are counted separately.
+        The numbers for all `windows` are added, and the numbers for several shares of one document
+        too.
         """
         rows, lengths, padding = 0, self._costs.lengths, self._costs.padding
         for document, first, stop in shares:
@@ -564,7 +572,7 @@ class Balanced(Layout):
         )
 
     def _pieces(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return start, stop and rank of the two runs of positions of every share."""
+        """Return start, stop and rank of all runs of positions; a share has one or two runs."""
         owners = np.repeat(
             np.arange(self.cp_size), [len(rank_shares) for rank_shares in self.shares]
         )
@@ -583,7 +591,7 @@ class Balanced(Layout):
 
 
 def _merged(shares: Iterable[DocumentShare]) -> list[DocumentShare]:
-    """Return the shares of several ranks with adjacent shares joined."""
+    """Return the shares, sorted, with adjacent shares of a document joined to one."""
     merged: list[DocumentShare] = []
     for share in sorted(shares):
         if merged and merged[-1][::2] == share[:2]:  # continues the last share

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The positions of the global sequence that each rank holds, and their order.
+"""Layouts that are defined by arithmetic, the class `Span`, and checks of arguments.
 
-This module owns the arithmetic of positions: all other code gets spans from a layout. A shard is a
-sequence of spans (regular runs of positions) in shard order. All layouts cut a sequence of S
-positions into G shards of S / G positions (BurstEngine, section 3.3).
+A layout cuts a sequence of S positions into G shards of S / G positions (BurstEngine, section 3.3).
+It returns a shard as spans (regular runs of positions), in the order of the shard's rows. All other
+code gets the positions of a rank from these spans.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAMES: tuple[LayoutName, ...] = get_args(LayoutName)
 
 
 class Span(NamedTuple):
-    """The positions start, start + stride, ... of a regular run.
+    """A run of `length` regularly spaced positions: start, start + stride, start + 2 stride, ...
 
     Attributes:
         start: First position.
@@ -50,12 +50,12 @@ Shards = Sequence[Sequence[Span]]
 
 
 class Spans(NamedTuple):
-    """Many spans at once, as integer arrays that broadcast together.
+    """Many spans, as integer arrays that broadcast against each other.
 
     Attributes:
-        start: First positions.
-        stride: Distances between positions.
-        length: Numbers of positions.
+        start: First position of each span.
+        stride: Distance between positions of each span.
+        length: Number of positions of each span.
     """
 
     start: np.ndarray
@@ -73,12 +73,12 @@ class Spans(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Spans of shards, or pieces of these spans, as columns.
+    """Spans of shards, or pieces of these spans, as arrays with one entry per span or piece.
 
     Attributes:
-        owner: Rank of the shard.
-        first: Row of the shard at which the span begins.
-        span: The spans.
+        owner: Rank that holds the positions.
+        first: First row in the owner's shard.
+        span: The positions.
     """
 
     owner: np.ndarray
@@ -91,7 +91,7 @@ class Pieces(NamedTuple):
 
 
 def pieces_of(shards: Shards) -> Pieces:
-    """Return all spans of all shards; a shard has the spans of a rank, possibly none."""
+    """Return all spans of all shards; `shards` has the spans of each rank, possibly none."""
     count = np.array([len(shard) for shard in shards], dtype=np.int64)
     numbers = chain.from_iterable(chain.from_iterable(shards))
     span = Spans(*np.fromiter(numbers, dtype=np.int64).reshape(-1, 3).T.copy())
@@ -102,7 +102,7 @@ def pieces_of(shards: Shards) -> Pieces:
 
 
 def counted(first: np.ndarray | int, count: np.ndarray) -> np.ndarray:
-    """Return `count` consecutive numbers from each `first` on, concatenated."""
+    """Return first[i], first[i] + 1, ... (count[i] numbers) for each i, concatenated."""
     skipped = np.repeat(first - (np.cumsum(count) - count), count)
     return np.arange(len(skipped)) + skipped
 
@@ -115,7 +115,7 @@ def integer(name: str, value: object) -> int:
         value: The value.
 
     Raises:
-        ValueError: `value` is not an integer. True and False are refused too.
+        ValueError: `value` is not an integer, or is True or False.
     """
     if type(value) is int:
         return value
@@ -133,7 +133,7 @@ def check_fraction(name: str, value: object, alternative: str = "") -> None:
     Args:
         name: Name of the argument, for the message.
         value: The value.
-        alternative: Other valid values, for the message.
+        alternative: Text for the message that names other valid values.
 
     Raises:
         ValueError: `value` is not a number from 0 to 1.
@@ -186,7 +186,7 @@ def padding_documents(padding: Iterable[int], documents: int) -> tuple[int, ...]
 
 
 class Layout:
-    """Base class of layouts: the positions that each of `cp_size` ranks holds.
+    """Base class of layouts, which assign the positions of a sequence to `cp_size` ranks.
 
     Subclasses define `name`, `pieces_per_rank` and `_spans`.
 
@@ -219,7 +219,7 @@ class Layout:
         return self.name
 
     def check(self, seq_len: int) -> None:
-        """Raise ValueError unless a sequence of `seq_len` positions can be laid out."""
+        """Raise ValueError unless the layout can split a sequence of `seq_len` positions."""
         multiple = self.pieces_per_rank * self.cp_size
         if seq_len < multiple or seq_len % multiple:
             padded = max(1, -(-seq_len // multiple)) * multiple
@@ -253,9 +253,9 @@ class Layout:
 
 
 class Contiguous(Layout):
-    """Layout of equal runs: rank r holds the r-th of `cp_size` runs.
+    """Layout of equal runs: rank r holds run r of `cp_size` runs of consecutive positions.
 
-    It is not balanced for causal masks.
+    With causal masks, later ranks have more work.
 
     Args:
         cp_size: Number of ranks.
@@ -275,7 +275,7 @@ class Contiguous(Layout):
 class Zigzag(Layout):
     """Layout of mirrored pieces: rank r of G holds pieces r and 2G - 1 - r of 2G equal pieces.
 
-    It is Megatron's layout, and it is balanced for causal masks.
+    It is Megatron's layout. With causal masks, all ranks have equal work.
 
     Args:
         cp_size: Number of ranks, G.
@@ -297,7 +297,7 @@ class Zigzag(Layout):
 class Striped(Layout):
     """Layout of stripes: rank r of G holds positions r, r + G, r + 2G, ...
 
-    It is balanced for causal masks on any prefix.
+    With causal masks, ranks have nearly equal work on every prefix of the sequence.
 
     Args:
         cp_size: Number of ranks, G.
@@ -314,10 +314,11 @@ class Striped(Layout):
 
 
 class BlockStriped(Striped):
-    """Striped layout for block-sparse masks, which balances any block table.
+    """Striped layout for block-sparse masks; ranks have equal work with any block table.
 
-    Every block is striped over all ranks. The positions are the same as in `Striped`. This layout
-    checks in addition that the ranks divide the blocks of the mask (BurstEngine, section 3.4).
+    The positions are the same as in `Striped`. In addition, the layout checks that `cp_size`
+    divides `block`, so that every rank has equally many positions of each block (BurstEngine,
+    section 3.4).
 
     Args:
         cp_size: Number of ranks.

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chains: the pieces of each document over all ranks, in the order of their positions.
 
-A state that is carried along a document passes from piece to piece. In a prefix tree it passes from
-the end of a segment to all segments that continue it. This module decides what a piece is: the
-longest run of rows of one rank with consecutive positions of one document, or of one segment of a
-tree. Layout contiguous gives a rank one piece of each of its documents. Layout zigzag gives a rank
-two pieces of each of its documents; the last rank has one piece, because its two runs are adjacent.
+A piece is the longest run of rows of one rank with consecutive positions of one document, or of one
+segment of a prefix tree. The state of linear attention passes from piece to piece of a document. In
+a tree, it passes from the end of a segment to all segments that continue it. Layout contiguous
+gives a rank one piece of each of its documents. Layout zigzag gives a rank two pieces of each of
+its documents; the last rank has one piece, because its two runs are adjacent.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Piece(NamedTuple):
 
     Attributes:
         rank: Rank of the shard.
-        first: First row of the shard.
+        first: First row of the run in the shard.
         length: Number of rows.
         document: Index of the document.
-        position: First position.
+        position: Position of the first row in the whole sequence.
     """
 
     rank: int
@@ -42,15 +42,15 @@ class Piece(NamedTuple):
 class Chains:
     """All pieces of a sequence, in the order of their positions.
 
-    `backward` reverses the order, which is the order of gradients.
+    `backward` reverses the order, because gradients pass from the last piece to the first.
 
     Attributes:
-        table: int64 [pieces, 5], the fields of `Piece`.
+        table: int64 [pieces, 5]; the columns are the fields of `Piece`, in order.
         documents: Number of documents, including empty ones, which have no piece.
         ranks: Number of ranks that hold the sequence.
-        parents: int64 [pieces], for a tree: the piece that each piece continues, -1 for none. The
-            segments of a tree count as documents. None if the pieces of each document continue one
-            another.
+        parents: For a tree, int64 [pieces]: index of the piece that each piece continues, -1 for
+            none. The segments of a tree then count as documents. Without a tree, None: each piece
+            continues the previous piece of its document.
     """
 
     table: np.ndarray
@@ -73,14 +73,14 @@ class Chains:
 
     @cached_property
     def begins(self) -> np.ndarray:
-        """True for the first piece of a document or of a tree, bool [pieces]."""
+        """Bool [pieces], true for the first piece of a document or of a tree."""
         if self.parents is not None:
             return self.parents < 0
         return np.append(True, self.document[1:] != self.document[:-1])
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """True for pieces that no other piece continues, bool [pieces]."""
+        """Bool [pieces], true for pieces that no other piece continues."""
         if self.parents is not None:
             return ~np.isin(np.arange(len(self)), self.parents)
         return np.append(self.begins[1:], True)
@@ -106,7 +106,7 @@ class Chains:
         return own[np.argsort(self.table[own, 1], kind="stable")]
 
     def backward(self) -> Chains:
-        """Return the same pieces in the opposite order: piece i becomes piece len - 1 - i.
+        """Return the same pieces in reverse order: piece i becomes piece len(self) - 1 - i.
 
         Raises:
             ValueError: The pieces are of a tree.
@@ -122,7 +122,7 @@ def chains(
     cu_seqlens: Sequence[int] | np.ndarray | None = None,
     tree: Any = None,
 ) -> Chains:
-    """Return the chains of a sequence under a layout.
+    """Return the pieces of all documents of a sequence that is distributed by a layout.
 
     Args:
         layout: The layout.
@@ -131,8 +131,8 @@ def chains(
         tree: Prefix tree in place of documents: the result of `mb.trees.pack`, or a `masks.Tree`.
 
     Raises:
-        ValueError: The documents do not end with the sequence, or the layout leaves no two
-            consecutive positions on one rank.
+        ValueError: The documents do not end at `seq_len`, or the layout puts no two consecutive
+            positions on one rank.
 
     Example:
         >>> zigzag = mb.layout.make("zigzag", cp_size=2)
@@ -178,7 +178,7 @@ def chains(
 
 
 def _table(shards: Sequence[tuple[Span, ...]], bounds: np.ndarray) -> np.ndarray:
-    """Return the pieces of all shards, rank by rank, in the order of rows: int64 [pieces, 5]."""
+    """Return `Chains.table` of all shards, sorted by rank and row; `bounds` are of documents."""
     spans = np.array([span for shard in shards for span in shard], dtype=np.int64)
     rank = np.repeat(np.arange(len(shards)), [len(shard) for shard in shards])
     start, stop = spans[:, 0], spans[:, 0] + spans[:, 2]
@@ -199,7 +199,7 @@ def _table(shards: Sequence[tuple[Span, ...]], bounds: np.ndarray) -> np.ndarray
 
 
 def rows_before(rank: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """Return the number of rows of the same rank before each run; runs are sorted by rank."""
+    """Return the total length of the earlier runs of the same rank; runs are sorted by rank."""
     row = np.cumsum(length) - length
     opens = np.append(True, rank[1:] != rank[:-1])
     return row - row[opens][np.cumsum(opens) - 1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts by name: `make`, and the arguments of each name."""
+"""The table of layouts, and `make`, which makes a layout by name."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ def make(
     tree: Any = None,
     row_cost: Sequence[float] | None = None,
 ) -> Layout:
-    """Return a layout by name.
+    """Return the layout with this name.
 
     Args:
         name: "contiguous", "zigzag", "striped", "block_striped" or "balanced".
         cp_size: Number of ranks.
-        block: Positions per block; for "block_striped", which requires it.
+        block: Number of positions of a block. Only for "block_striped", which requires it.
         cu_seqlens: Cumulative lengths of documents. With "zigzag" the layout is zigzag within each
             document. "balanced" requires them or a tree.
-        per_node: For "balanced"; see `Balanced`.
-        windows: For "balanced"; see `Balanced`.
-        padding: For "balanced"; see `Balanced`.
-        tree: For "balanced", in place of `cu_seqlens` and `padding`: the result of `mb.trees.pack`,
-            or a `masks.Tree`.
-        row_cost: For "balanced"; see `Balanced`.
+        per_node: Only for "balanced"; see `Balanced`.
+        windows: Only for "balanced"; see `Balanced`.
+        padding: Only for "balanced"; see `Balanced`.
+        tree: Only for "balanced", in place of `cu_seqlens` and `padding`: the result of
+            `mb.trees.pack`, or a `masks.Tree`.
+        row_cost: Only for "balanced"; see `Balanced`.
 
     Raises:
-        ValueError: There is no layout of that name, or an argument is invalid, missing, or not for
-            this layout.
+        ValueError: There is no layout of that name, or an argument is invalid, missing or not
+            supported by this layout.
 
     Example:
         >>> layout = mb.layout.make("zigzag", cp_size=4)

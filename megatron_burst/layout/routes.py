@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes: rows of a shard that are sent to each rank, and their places in that rank's result.
+"""Routes: the rows that a rank sends to each rank, and the rows that it receives.
 
-`preceding` returns routes of the rows before each piece, such as for a convolution. `relayout`
-returns routes from one layout to another. This module decides the order of rows between two ranks,
-so that sender and receiver agree without communication. Routes are computed from runs of positions,
-not from single positions.
+`preceding` returns routes for the rows before each piece, which a convolution needs. `relayout`
+returns routes from one layout to another. Every rank computes the order of the rows between two
+ranks in the same way, so sender and receiver agree without communication. Routes are computed from
+runs of positions, not from single positions.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .pieces import Chains
 
 
 class Route(NamedTuple):
-    """One rank's part of an exchange of rows.
+    """The rows that one rank sends and receives in an exchange of rows.
 
     Attributes:
-        sends: For each rank, int64 rows of this rank's shard that are sent to that rank. This rank
-            itself is included, and a row is repeated if it is needed several times.
-        receives: For each rank, int64 rows of the result that are received from that rank, in the
-            order of sending.
-        rows: Number of rows of the result. Rows that no rank sends are zero.
+        sends: For each destination rank, including this rank: int64 indices of the rows of this
+            rank's shard to send. A row is repeated if the destination needs it several times.
+        receives: For each source rank: int64 indices of the result's rows for the received rows, in
+            the order in which the source sends them.
+        rows: Number of rows of the result on this rank. Rows that no rank sends are zero.
     """
 
     sends: tuple[np.ndarray, ...]
@@ -56,14 +56,15 @@ class Route(NamedTuple):
 
 
 def preceding(chains: Chains, width: int, rank: int) -> Route:
-    """Return the route of the `width` - 1 rows before each piece of a rank.
+    """Return the route with which a rank receives the `width` - 1 rows before each of its pieces.
 
     The result has width - 1 rows for each piece, in the order of the rank's rows, with the nearest
     row last. Rows before the document's first row are zero.
 
     Args:
         chains: Chains of the sequence.
-        width: Width of the window that ends at a row, at least 1.
+        width: Width of the convolution: the number of rows that a row depends on, itself included,
+            at least 1.
         rank: The rank.
 
     Raises:
@@ -78,7 +79,7 @@ def preceding(chains: Chains, width: int, rank: int) -> Route:
 
 
 def preceding_and_most(chains: Chains, width: int, rank: int) -> tuple[Route, int]:
-    """Return `preceding`, and the number of rows of the longest message between two ranks."""
+    """Return the route of `preceding`, and the rows of the longest message of any two ranks."""
     moves = _preceding(chains, width)
     _check_rank(rank, chains.ranks)
     pairs = (moves.source * chains.ranks + moves.destination)[moves.source != moves.destination]
@@ -88,7 +89,7 @@ def preceding_and_most(chains: Chains, width: int, rank: int) -> tuple[Route, in
 
 
 def _preceding(chains: Chains, width: int) -> _RowMoves:
-    """Return the moves of all ranks."""
+    """Return the row moves of `preceding` for all ranks."""
     count = integer("width", width) - 1
     if count < 0:
         raise ValueError(f"width must be at least 1, got {width}")
@@ -110,14 +111,15 @@ def _preceding(chains: Chains, width: int) -> _RowMoves:
 
 
 class Lineage(NamedTuple):
-    """The paths of a tree of pieces from the roots to the pieces of one rank.
+    """The pieces of one rank and all their ancestors in a tree of pieces.
 
     Attributes:
-        pieces: int64, the rank's pieces and all their ancestors, in order.
-        route: Route of one row for each of `pieces`. Rows are sent in the order of a rank's pieces.
-        parents: int64, for each of `pieces`, index in `pieces` of its parent; -1 for none.
+        pieces: int64, ascending indices of the rank's pieces and all their ancestors.
+        route: Route with which the rank receives one row for each of `pieces`. A source rank has
+            one row per piece, in the order of its pieces.
+        parents: int64, index in `pieces` of the parent of each of `pieces`; -1 for none.
         own: int64, indices in `pieces` of the rank's pieces, in the order of its rows.
-        longest: Rows of the longest message between any two ranks.
+        longest: Number of rows of the longest message between any two ranks.
     """
 
     pieces: np.ndarray
@@ -161,10 +163,10 @@ def lineage(chains: Chains, rank: int) -> Lineage:
 
 
 def relayout(source: Layout, target: Layout, seq_len: int, rank: int) -> Route:
-    """Return a rank's route from its shard under one layout to its shard under another.
+    """Return the route that moves a rank's rows from layout `source` to layout `target`.
 
     Args:
-        source: Present layout of the shards.
+        source: Current layout of the shards.
         target: Layout of the result.
         seq_len: Number of positions of the sequence.
         rank: The rank.
@@ -206,7 +208,11 @@ def _check_rank(rank: int, ranks: int) -> None:
 
 
 class _RowMoves(NamedTuple):
-    """Moves of rows, int64 [moves]: `row` of `source` becomes row `landing` of `destination`."""
+    """Moves of rows, int64 [moves] each.
+
+    Row `row` of the shard of rank `source` becomes row `landing` of the result of rank
+    `destination`.
+    """
 
     source: np.ndarray
     row: np.ndarray
@@ -214,7 +220,7 @@ class _RowMoves(NamedTuple):
     landing: np.ndarray
 
     def route(self, rank: int, ranks: int, rows: int) -> Route:
-        """Return the route of one rank; rows between two ranks are sorted by `landing`."""
+        """Return the route of `rank` of `ranks` ranks; its result has `rows` rows."""
         out, into = self.source == rank, self.destination == rank
         sends = _split(self.destination[out], self.landing[out], self.row[out], ranks)
         return Route(
@@ -225,14 +231,14 @@ class _RowMoves(NamedTuple):
 def _split(
     group: np.ndarray, key: np.ndarray, rows: np.ndarray, groups: int
 ) -> tuple[np.ndarray, ...]:
-    """Return `rows` of each group, sorted by `key`."""
+    """Return the entries of `rows` for each group 0 to `groups` - 1, sorted by `key`."""
     order = np.lexsort((key, group))
     cuts = np.searchsorted(group[order], np.arange(1, groups))
     return tuple(np.split(rows[order], cuts))
 
 
 def _runs(layout: Layout, seq_len: int) -> Pieces:
-    """Return the runs of a layout, sorted by their first position."""
+    """Return the spans of all ranks, sorted by their first position."""
     runs = pieces_of([layout.spans(rank, seq_len) for rank in range(layout.cp_size)])
     start, stride, length = runs.span
     runs = runs._replace(span=Spans(start, np.where(length > 1, stride, 1), length))
@@ -248,7 +254,7 @@ def _of(runs: Pieces, rank: int) -> Pieces:
 
 
 def _one_by_one(runs: Pieces) -> Pieces:
-    """Split runs into runs of one row each."""
+    """Split spans into spans of one row each."""
     index = np.repeat(np.arange(len(runs.owner)), runs.span.length)
     owner, first, (start, stride, _) = runs.at(index)
     nth, ones = counted(0, runs.span.length), np.ones_like(index)
@@ -256,13 +262,15 @@ def _one_by_one(runs: Pieces) -> Pieces:
 
 
 class _RunOverlaps(NamedTuple):
-    """The common positions of runs of two layouts, sorted by source run, then by target run.
+    """Common positions of spans of two layouts; one entry per overlapping source and target span.
 
     Attributes:
-        source_rank: Rank of the source run.
-        target_rank: Rank of the target run.
-        source_rows: int64 [overlaps, 3], rows of the source shard as (first, step, count).
-        target_rows: int64 [overlaps, 3], rows of the target shard as (first, step, count).
+        source_rank: Rank of the source span.
+        target_rank: Rank of the target span.
+        source_rows: int64 [overlaps, 3], rows of the common positions in the source shard, as
+            (first, step, count).
+        target_rows: int64 [overlaps, 3], rows of the common positions in the target shard, as
+            (first, step, count).
     """
 
     source_rank: np.ndarray
@@ -272,7 +280,7 @@ class _RunOverlaps(NamedTuple):
 
 
 def _overlaps(sources: Pieces, targets: Pieces) -> _RunOverlaps:
-    """Return the overlaps of runs. Strides above 1 must be equal on both sides."""
+    """Return the overlaps of source and target spans. All strides above 1 must be equal."""
     i, j = _pairs(sources, targets)
     a, b = sources.span.at(i), targets.span.at(j)
     stride = np.maximum(a.stride, b.stride)
@@ -292,7 +300,10 @@ def _overlaps(sources: Pieces, targets: Pieces) -> _RunOverlaps:
 
 
 def _pairs(sources: Pieces, targets: Pieces) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pairs of runs that may overlap: all pairs if one side is strided."""
+    """Return source and target indices of the pairs of spans that may overlap.
+
+    If any span is strided, these are all pairs.
+    """
     if _strided(sources) or _strided(targets):
         i, j = np.indices((len(sources.owner), len(targets.owner))).reshape(2, -1)
         return i, j
@@ -304,7 +315,7 @@ def _pairs(sources: Pieces, targets: Pieces) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _grouped(rank: np.ndarray, rows: np.ndarray, ranks: int) -> tuple[np.ndarray, ...]:
-    """Return, for each rank, the rows of its overlaps, in order."""
+    """Expand rows (first, step, count) of overlaps, and group them by the rank of the overlap."""
     order = np.argsort(rank, kind="stable")
     first, step, count = rows[order].T
     flat = np.repeat(first, count) + np.repeat(step, count) * counted(0, count)
@@ -315,12 +326,12 @@ def _grouped(rank: np.ndarray, rows: np.ndarray, ranks: int) -> tuple[np.ndarray
 def successors(
     layout: Layout, cu_seqlens: Sequence[int] | np.ndarray, rank: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return indices with which each row gets the next token: (sent, taken), int64 [n] and [s].
+    """Return indices with which each row of a rank gets the next token: a pair (sent, taken).
 
-    Every rank sends its rows `sent`. These are n rows on every rank, padded with copies of the last
-    row. `taken` is the index of each row's next token in a concatenation: the s rows of `rank`, the
-    cp_size * n sent rows in the order of ranks, and one row of zeros. The last token of a document
-    gets the row of zeros.
+    Every rank sends its rows `sent`, int64 [n]. n is equal on all ranks; indices are padded with
+    the last row. `taken`, int64 [s], is the index of each row's next token in a concatenation: the
+    s rows of `rank`, the cp_size * n sent rows in the order of ranks, and one row of zeros. The
+    last token of a document gets the row of zeros.
 
     Args:
         layout: The layout.

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Row chunks: parts of every shard whose attention is computed one after another.
 
-This module decides the rows of each chunk. These rows are the same on every rank, so that
-all-to-alls among ranks that share heads have messages of equal size. If a layout mirrors early and
-late positions, a chunk has as many early as late positions, so that chunks are as balanced as the
-whole shard.
+A row chunk has the same row indices on every rank, so that all messages of an all-to-all have equal
+size. If a layout mirrors early and late positions, a chunk has equally many early and late
+positions. So the chunks of all ranks are as balanced as the whole shards.
 """
 
 from __future__ import annotations
@@ -22,31 +21,31 @@ Run = tuple[int, int]  # first row, stop
 
 
 def row_chunks(layout: Layout, rows: int, count: int, blocks: int = 1) -> tuple[np.ndarray, ...]:
-    """Return the rows of a shard in each chunk: ascending int64 arrays, disjoint and complete.
+    """Divide the rows of a shard into `count` chunks; return the ascending int64 rows of each.
 
     The shard has `blocks` equal runs of rows, one per rank of sequence parallelism. A chunk has
-    equally many rows of each run. Chunks differ by at most one row per block. If there are more
-    chunks than rows, some are empty. With a zigzag layout, chunk c contains the c-th part of the
-    early half of a shard, and the c-th part from the end of the late half.
+    equally many rows of each run. The sizes of two chunks differ by at most one row per run. If
+    there are more chunks than rows, some are empty. With a zigzag layout, chunk c contains the c-th
+    part of the early half of a shard, and the c-th part from the end of the late half.
 
     Args:
         layout: The layout.
         rows: Rows of a shard.
         count: Number of chunks.
-        blocks: Number of blocks of rows.
+        blocks: Number of equal runs of rows.
     """
     return tuple(rows_of(chunk) for chunk in chunk_runs(layout, rows, count, blocks))
 
 
 def rows_of(runs: Sequence[Run]) -> np.ndarray:
-    """Return the rows of some runs, int64."""
+    """Return the rows of all runs (first, stop), int64, concatenated."""
     return np.concatenate([np.arange(0), *(np.arange(*run) for run in runs)])
 
 
 def chunk_runs(layout: Layout, rows: int, count: int, blocks: int = 1) -> list[list[Run]]:
-    """Return the chunks of `row_chunks` as ascending runs of rows.
+    """Return the chunks of `row_chunks` as ascending runs (first, stop) of rows.
 
-    The time to compute them is independent of the length of the runs.
+    The computation time does not depend on the lengths of the runs.
     """
     parts = [0, *accumulate(_mirrored(layout, rows))]
     block_rows = rows // blocks
@@ -65,11 +64,10 @@ def chunk_runs(layout: Layout, rows: int, count: int, blocks: int = 1) -> list[l
 
 
 def _mirrored(layout: Layout, rows: int) -> list[int]:
-    """Return the number of rows of each part of a shard with mirrored early and late positions.
+    """Return the number of rows of each mirrored part of a shard; empty if there are none.
 
-    Row i from the start of a part is as far from the start of the document as row i from the end of
-    the part is from the end of the document. Parts are documents, or the whole sequence. The list
-    is empty if the layout does not mirror positions.
+    A part is the rows of a document, or the whole shard. It is mirrored if row i from its start is
+    as early in the document as row i from its end is late.
     """
     if isinstance(layout, DocumentZigzag):
         return [2 * n for n in (np.diff(layout.bounds) // (2 * layout.cp_size)).tolist() if n]
@@ -81,9 +79,9 @@ class _BlockProgress(NamedTuple):
 
     Attributes:
         part: Index of the current part.
-        early: Earlier chunks contain the rows before this row.
-        late: Earlier chunks contain the rows of the part from this row to `end`.
-        end: End of the part's rows in this block.
+        early: First row that earlier chunks do not contain.
+        late: Row from which on earlier chunks contain the last rows of the part.
+        end: Row after the part's last row in this block.
     """
 
     part: int
@@ -93,16 +91,16 @@ class _BlockProgress(NamedTuple):
 
 
 def _progress(parts: Sequence[int], first: int, end: int, turns: int) -> _BlockProgress:
-    """Return the progress in the block of rows `first` to `end` after `turns` rows.
+    """Return which rows of the block `first` to `end` the earlier chunks contain.
 
-    Chunks are filled with the rows of a part from both ends inwards, an early row before the late
-    row of its pair. A part begins when the previous part is finished.
+    Chunks are filled with the rows of one part after another. The rows of a part are used from both
+    ends inwards, in turns: an early row, then a late row.
 
     Args:
         parts: First row of each part, then the number of all rows.
         first: First row of the block.
-        end: End of the block.
-        turns: Number of rows that earlier chunks contain.
+        end: Row after the last row of the block.
+        turns: Number of rows of the block that earlier chunks contain.
     """
     row = first + turns
     if len(parts) == 1:
@@ -121,7 +119,7 @@ def _progress(parts: Sequence[int], first: int, end: int, turns: int) -> _BlockP
 
 
 def _between(before: _BlockProgress, after: _BlockProgress) -> Iterator[Run]:
-    """Yield the rows of the chunk between two states, as ascending runs."""
+    """Yield the rows of a chunk as ascending runs: rows that are in `after` but not in `before`."""
     if before.part == after.part:
         runs = [(before.early, after.early), (after.late, before.late)]
     else:

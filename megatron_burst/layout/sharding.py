@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions that cut a tensor into the shards of a layout, and join shards.
 
-These functions are for inputs and results: attention works on shards and never calls them. This
-module decides how row numbers are copied to a device. No row numbers are copied if a few slices are
-equivalent. Otherwise the copy does not block the host.
+Callers use them for inputs and results; attention itself works on shards and does not call them. A
+shard of a few spans is cut by slices. For other shards, row numbers are copied to the device
+without blocking the host.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SLICES = 8  # largest number of spans whose slices are joined, without row numbe
 
 
 def shard(x: torch.Tensor, layout: Layout, rank: int, *, dim: int = 0) -> torch.Tensor:
-    """Return the rows of a tensor that a rank holds, in shard order.
+    """Return the rows of a tensor that a rank holds under a layout, in shard order.
 
     Args:
         x: The whole sequence, S rows along `dim`; any dtype and device.
@@ -86,9 +86,9 @@ def unshard(parts: Sequence[torch.Tensor], layout: Layout, *, dim: int = 0) -> t
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Return `array` as a tensor on `device`; on the CPU the two share memory.
+    """Return `array` as a tensor on `device`; on the CPU, the tensor shares the array's memory.
 
-    The host does not wait for a GPU: it copies into pinned memory, which the GPU reads later.
+    For a GPU, the array is copied into pinned memory, and the host does not wait for the transfer.
     """
     host = torch.from_numpy(array)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention masks: the (query position, key position) pairs that attend.
 
-A mask describes positions of the global sequence, so one mask is valid for every layout and every
-number of ranks. Masks combine with `&` and `|`. `base` defines the interface, `positions`, `tables`
-and `tree` hold the masks, and `verify` checks them. `tiling` cuts a pair of shards into tiles that
-kernels can compute, and `seen` computes the rows that must be sent.
+A mask uses positions in the whole sequence, so one mask is valid for every layout and every number
+of ranks. Masks combine with `&` and `|`. `base` defines the interface, and `positions`, `tables`
+and `tree` define the masks. `verify` checks whether the methods of a mask agree. `tiling` cuts a
+pair of shards into tiles that kernels can compute, and `seen` computes the rows that must be sent.
 """
 
 from importlib import import_module

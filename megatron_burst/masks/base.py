@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of masks, and the combination of masks.
+"""Base class `Mask`, the types of its results, and combinations of masks by `&` and `|`.
 
-`visible` is exact, for arrays of positions. `cover` is conservative, for two spans: PARTIAL is
-always correct, EMPTY and FULL are promises. A custom mask must define `visible`. `cover` saves
-computation and messages, and `check` compares it with `visible`. With `bands` and `breaks`, fewer
-rows are sent, and a partly visible rectangle is cut into fewer tiles. `modulus` is for masks of
-residue classes, such as `Dilated`. `viewers` makes plans faster; if a mask does not define it, it
-is derived from `covers` (`seen.viewers_of`).
+A custom mask must define `visible`, which is exact, for arrays of positions. All other methods are
+optional. `cover` describes two spans: EMPTY and FULL must be exact, and PARTIAL is always allowed.
+`cover` saves computation and messages; `verify.check` compares it with `visible`. With `bands` and
+`breaks`, fewer rows are sent, and a partly visible rectangle is cut into fewer tiles. `modulus` is
+for masks that depend on distances modulo a number, such as `Dilated`. `viewers` makes plans faster;
+without it, the package derives viewers from `covers` (`seen.viewers_of`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FAR = 1 << 60  # larger than any distance of two positions
 
 
 class Cover(IntEnum):
-    """The visible part of a rectangle of pairs: none (EMPTY), some (PARTIAL) or all (FULL).
+    """Number of visible pairs of a query span and a key span: none, some or all.
 
     Example:
         >>> span = mb.layout.Span(0, 1, 4)
@@ -43,7 +43,7 @@ EMPTY, PARTIAL, FULL = (int(cover) for cover in Cover)
 
 
 class Band(NamedTuple):
-    """A band: local row m sees local column n exactly if m - left <= n <= m + right.
+    """A band of visible pairs: local row m sees local column n if m - left <= n <= m + right.
 
     Attributes:
         left: Number of visible columns before the diagonal.
@@ -55,13 +55,13 @@ class Band(NamedTuple):
 
 
 class SpanBands(NamedTuple):
-    """Bands of many pairs of spans, as arrays.
+    """Bands of many pairs of spans, as arrays with one entry per pair.
 
     Attributes:
         left: Same as in `Band`.
         right: Same as in `Band`.
-        known: bool, true if the visible part is this band; otherwise `left` and `right` are
-            undefined.
+        known: bool, true if the visible pairs are exactly this band; otherwise `left` and `right`
+            are undefined.
     """
 
     left: np.ndarray
@@ -70,14 +70,14 @@ class SpanBands(NamedTuple):
 
 
 class Viewers(NamedTuple):
-    """The query positions that see keys of each span, as arrays.
+    """The query positions that see keys of a span, as arrays with one entry per key span.
 
     Attributes:
-        first: First query that may see keys of the span.
-        last: Last query that may see keys of the span.
-        left: A query at p sees no keys of the span before p - left.
-        right: A query at p sees no keys of the span after p + right.
-        exact: bool, true if every query from `first` to `last` sees all keys of the span from p -
+        first: Position of the first query that may see keys of the span.
+        last: Position of the last query that may see keys of the span.
+        left: A query at position p sees no keys of the span before p - left.
+        right: A query at position p sees no keys of the span after p + right.
+        exact: bool, true if every query p from `first` to `last` sees all keys of the span from p -
             left to p + right.
     """
 
@@ -88,14 +88,20 @@ class Viewers(NamedTuple):
     exact: np.ndarray
 
     def holds(self, others: Viewers) -> np.ndarray:
-        """Return bool, true if these viewers see all keys that viewers `others` may see."""
+        """Return a bool per span, true if these viewers see all keys that `others` may see."""
         wider = (self.first <= others.first) & (self.last >= others.last)
         return wider & (self.left >= others.left) & (self.right >= others.right) & self.exact
 
     def reached(self, keys: Spans) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return two ranges (first, last): queries that may see some of `keys`, and all of `keys`.
+        """Return two ranges of query positions per span of `keys`.
 
-        If `exact` is true, the queries of the second range do see all keys.
+        Args:
+            keys: Key spans.
+
+        Returns:
+            First and last query that may see some key of each span; first and last query that may
+            see all of its keys. If `exact` is true, the queries of the second range do see all
+            keys.
         """
         return [
             (np.maximum(self.first, x - self.right), np.minimum(self.last, y + self.left))
@@ -107,9 +113,9 @@ class Mask:
     """Base class of masks. A custom mask defines `visible`, and usually `cover`.
 
     Attributes:
-        modulus: If above 1, the mask depends only on distances modulo this number, and tiles are
-            cut by residue class. 1 for most masks.
-        flash_compatible: Whether a few rectangles and lower triangles describe the mask, as flash
+        modulus: 1 for most masks. If above 1, the mask depends only on distances modulo this
+            number, and tiles are cut by residue class.
+        flash_compatible: True if a few rectangles and lower triangles describe the mask, as flash
             attention kernels require.
 
     Example:
@@ -125,15 +131,15 @@ class Mask:
 
     @property
     def cacheable(self) -> bool:
-        """True if plans may reuse their results for masks with an equal repr.
+        """True if masks with equal `repr` are equal, so that plans for one may be used for another.
 
-        This requires that the mask is the same in every batch and that its repr describes it
-        completely. By default only masks of this package are cacheable.
+        A cacheable mask is the same in every batch, and its `repr` describes it completely. By
+        default only masks of this package are cacheable.
         """
         return type(self).__module__.startswith(f"{__package__}.")
 
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
-        """Return a bool array that is true for pairs that attend.
+        """Return a bool array that is true for pairs (query, key) that attend.
 
         Args:
             q: Integer array of query positions.
@@ -144,9 +150,8 @@ class Mask:
     def cover(self, q_span: Span, k_span: Span) -> Cover:
         """Return how much of `q_span` x `k_span` is visible.
 
-        EMPTY and FULL must be exact, PARTIAL is always allowed. The default is the result of
-        `covers` if a mask defines `covers`. Otherwise the default is PARTIAL, so that every key is
-        sent to every rank.
+        EMPTY and FULL must be exact; PARTIAL is always allowed. The default calls `covers` if the
+        mask defines it. Otherwise it returns PARTIAL, so every key is sent to every rank.
 
         Args:
             q_span: Span of queries.
@@ -157,7 +162,7 @@ class Mask:
         return Cover(int(self.covers(_as_arrays(q_span), _as_arrays(k_span))))
 
     def covers(self, q_spans: Spans, k_spans: Spans) -> np.ndarray:
-        """Return `cover` of many pairs of spans, int64 values of `Cover`.
+        """Return the `Cover` of many pairs of spans, as an int64 array.
 
         Args:
             q_spans: Spans of queries, as integer arrays.
@@ -174,7 +179,7 @@ class Mask:
         return np.array(covers, dtype=np.int64).reshape(fields[0].shape)
 
     def bands(self, q_spans: Spans, k_spans: Spans) -> SpanBands:
-        """Return the visible part of each pair of spans as a band, if it is known to be one.
+        """Return the visible pairs of each pair of spans as a band, if they are known to be a band.
 
         Args:
             q_spans: Spans of queries.
@@ -185,7 +190,7 @@ class Mask:
         return SpanBands(reach, reach, covers != Cover.PARTIAL)
 
     def band(self, q_span: Span, k_span: Span) -> Band | None:
-        """Return `bands` of one pair of spans; None if it is not known to be a band.
+        """Return the band of visible pairs of two spans; None if they are not known to be a band.
 
         Args:
             q_span: Span of queries.
@@ -202,7 +207,8 @@ class Mask:
     def viewers(self, k_spans: Spans) -> Viewers:
         """Return the query positions that see keys of each span.
 
-        This method is optional. The default allows all positions, which `covers` then restricts.
+        This method is optional. The default returns all positions; the package then restricts them
+        by `covers`.
 
         Args:
             k_spans: Spans of keys, as int64 arrays of one shape.
@@ -212,11 +218,14 @@ class Mask:
 
     @property
     def breaks(self) -> np.ndarray:
-        """Sorted positions that begin a new part of the mask, such as the bounds of documents."""
+        """Sorted positions at which the mask changes, such as the bounds of documents."""
         return np.empty(0, dtype=np.int64)
 
     def cuts(self, span: Span) -> np.ndarray:
-        """Return sorted local indices 0 < i < span.length at which `span` first reaches a break."""
+        """Return sorted indices i, 0 < i < span.length, at which to cut `span`: one per break.
+
+        Index i is the first index in the span whose position is at or after the break.
+        """
         low, high = np.searchsorted(self.breaks, (span.start + 1, span.last + 1))
         return np.unique(-((span.start - self.breaks[low:high]) // span.stride))  # rounded up
 
@@ -224,13 +233,13 @@ class Mask:
         """Raise ValueError unless the mask is valid for sequences of `seq_len` positions."""
 
     def narrowed(self, other: Mask) -> Mask | None:
-        """Return the combination with `other` (&), if `other` has another meaning under this mask.
+        """Return the mask of `self & other` if this class defines `&` specially; otherwise None.
 
-        `Tree` defines this method: under a tree, windows count along paths and not in positions.
-        Most masks return None.
+        `Tree` defines this method, because a window of a tree counts tokens on the path to the
+        root. Most masks return None.
 
         Args:
-            other: The other mask.
+            other: Second operand of `&`.
         """
         return None
 
@@ -254,14 +263,14 @@ class Mask:
 
 
 class VectorMask(Mask):
-    """Base class of masks that compute `covers` for arrays; `cover` uses it."""
+    """Base class of masks that define `covers`, for arrays of spans; `cover` calls `covers`."""
 
     def covers(self, q_spans: Spans, k_spans: Spans) -> np.ndarray:
         raise NotImplementedError
 
 
 def cover_where(empty: np.ndarray | bool, full: np.ndarray | bool) -> np.ndarray:
-    """Return EMPTY where `empty`, else FULL where `full`, else PARTIAL."""
+    """Return EMPTY if `empty` is true, else FULL if `full` is true, else PARTIAL, elementwise."""
     return np.where(empty, EMPTY, np.where(full, FULL, PARTIAL))
 
 
@@ -270,11 +279,11 @@ def _as_arrays(span: Span) -> Spans:
 
 
 class Combined(VectorMask):
-    """Two masks and the operator between them.
+    """Combination of two masks `a` and `b` by an operator.
 
     Attributes:
         symbol: The operator, "&" or "|".
-        inner: Function of the covers of both masks that returns the cover of the combination.
+        inner: Function that computes the covers of the combination from the covers of both masks.
     """
 
     symbol: str
@@ -314,7 +323,7 @@ class Combined(VectorMask):
 
 
 def parts(mask: Mask) -> Iterator[Mask]:
-    """Yield the masks that a combination consists of."""
+    """Yield the masks that a combination consists of, or `mask` if it is no combination."""
     if isinstance(mask, Combined):
         yield from parts(mask.a)
         yield from parts(mask.b)
@@ -329,7 +338,7 @@ def custom_parts(mask: Mask) -> list[Mask]:
 
 
 class _And(Combined):
-    """The pairs that both masks show."""
+    """Combination `a & b`: the pairs that are visible in both masks."""
 
     symbol, inner = "&", np.minimum
 
@@ -352,7 +361,7 @@ class _And(Combined):
 
 
 class _Or(Combined):
-    """The pairs that at least one mask shows."""
+    """Combination `a | b`: the pairs that are visible in at least one of both masks."""
 
     symbol, inner = "|", np.maximum
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks that compare two positions: Full, Causal, Window, Dilated, Prefix.
+"""Masks that compare the positions of query and key: Full, Causal, Window, Dilated, Prefix.
 
-All of them compute with arrays of spans, so that a large grid of ranks needs no Python loop.
+Their methods compute with arrays of spans, so plans for many ranks need no Python loop.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from .base import FAR, Band, Cover, Mask, SpanBands, VectorMask, Viewers, cover_
 
 
 def _position(mask: Mask, name: str) -> int:
-    """Replace field `name` of a frozen mask by a plain int of at most FAR, and return it.
+    """Convert field `name` of a frozen mask to an int of at most FAR, in place, and return it.
 
-    Numbers beyond FAR have the same meaning as FAR, and sums of them would overflow int64.
+    FAR means "no limit". Sums of larger numbers would overflow int64.
 
     Raises:
         ValueError: The field is not an integer.
@@ -82,7 +82,7 @@ class Window(VectorMask):
 
     @cached_property
     def reach(self) -> Band:
-        """The window in positions, with FAR for no limit."""
+        """The fields `left` and `right`, with FAR for no limit."""
         return Band(*(FAR if size is None else size for size in (self.left, self.right)))
 
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:

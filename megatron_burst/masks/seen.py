@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of every shard that ranks use, which a schedule must send.
+"""Computation of the rows of every shard that other ranks use, which a schedule must send.
 
-Spans are cut where the description of the mask changes. For bands, documents and prefixes, the
-queries that see a piece of keys are an interval of positions. Every query of the interval sees a
+Spans are cut into pieces at the breaks of the mask (`Mask.breaks`). For bands, documents and
+prefixes, the queries that see a piece of keys are an interval of positions, and each of them sees a
 band (`Mask.viewers`). Pieces of queries are sorted by position. So most pieces of queries that see
-a piece of keys see all of it, and they form one range. Only pieces at the edges of the interval or
-of the band are compared one by one.
+a piece of keys see all of it, and they are one range of indices. Only pieces at the edges of the
+interval or of the band are compared one by one.
 
-This module decides the granularity of rows: intervals, which are exact for bands. A pair of pieces
-that is partly visible and not a band counts as seen completely.
+The used rows of a piece are one interval, which is exact for bands. If a pair of pieces is partly
+visible and not a band, all its rows count as used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ ALL_PAIRS = 1 << 12  # most pairs for which queries are not grouped if there is 
 
 
 class RankRows(NamedTuple):
-    """Rows that ranks use: `rank` uses the rows first <= row < stop of the shard, in `piece`."""
+    """Rows that ranks use, as arrays with one entry per (piece, rank).
+
+    Attributes:
+        piece: Index of the piece that contains the rows.
+        rank: Rank that uses the rows.
+        first: First row in the owner's shard.
+        stop: Row after the last row.
+    """
 
     piece: np.ndarray
     rank: np.ndarray
@@ -37,14 +44,14 @@ class RankRows(NamedTuple):
 
 
 class VisibleRows(NamedTuple):
-    """The rows of the shards that each rank uses.
+    """The rows of all shards, divided into pieces, and the ranks that use them.
 
     Attributes:
-        owner: Owner of each piece; pieces are sorted by owner and row.
-        first: First row of each piece.
-        stop: End of the rows of each piece.
-        full: bool [pieces, G], ranks that use all of a piece.
-        partial: Ranks that use some rows of a piece.
+        owner: Rank that owns each piece; pieces are sorted by owner and row.
+        first: First row of each piece in the owner's shard.
+        stop: Row after the last row of each piece.
+        full: bool [pieces, G], true for ranks that use all rows of a piece.
+        partial: Ranks that use some rows of a piece, and these rows.
     """
 
     owner: np.ndarray
@@ -54,7 +61,7 @@ class VisibleRows(NamedTuple):
     partial: RankRows
 
     def ranks(self, owners: int) -> np.ndarray:
-        """Return a bool [owners, G] that is true for ranks that use some row of a shard."""
+        """Return a bool [owners, G], true for ranks that use some row of the owner's shard."""
         users = np.zeros((owners, self.full.shape[1]), dtype=bool)
         present, first, count = np.unique(self.owner, return_index=True, return_counts=True)
         users[present] = united(self.full, first, count)
@@ -63,15 +70,10 @@ class VisibleRows(NamedTuple):
 
 
 class _Ranges(NamedTuple):
-    """For each piece of keys, the ranges of query pieces that see it.
+    """For each piece of keys, a range of indices of the query pieces that may see it.
 
-    Query pieces are sorted by position.
-
-    Attributes:
-        begin: First query piece that may see some keys.
-        full_begin: First query piece that sees all keys.
-        full_end: End of the query pieces that see all keys.
-        end: End of the query pieces that may see some keys.
+    Query pieces are sorted by position. Query pieces `begin` to `end` (exclusive) may see some keys
+    of the piece. Query pieces `full_begin` to `full_end` (exclusive) see all of its keys.
     """
 
     begin: np.ndarray
@@ -80,7 +82,7 @@ class _Ranges(NamedTuple):
     end: np.ndarray
 
     def partial_pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the pairs (queries, keys) of pieces that may be partly visible."""
+        """Return query indices and key indices of the pairs that may be partly visible."""
         first = np.concatenate([self.begin, self.full_end])
         count = np.concatenate([self.full_begin, self.end]) - first
         keys = np.repeat(np.tile(np.arange(len(self.begin)), 2), count)
@@ -90,13 +92,14 @@ class _Ranges(NamedTuple):
 def rows_seen(mask: Mask, q_shards: Shards, k_shards: Shards) -> tuple[VisibleRows, VisibleRows]:
     """Return the query rows that see keys of each rank, and the key rows that each rank sees.
 
-    A shard has the spans of a rank, possibly none. Rows that are not listed see nothing and are not
-    seen. Rows that are listed may still see nothing.
+    The first result has the query rows with the ranks whose keys they may see. The second result
+    has the key rows with the ranks whose queries may see them. A row that is not listed for a rank
+    has no visible pair with this rank; a listed row may have none either.
 
     Args:
         mask: The mask.
-        q_shards: Query spans of each rank.
-        k_shards: Key spans of each rank.
+        q_shards: Query spans of each rank, possibly none.
+        k_shards: Key spans of each rank, possibly none.
     """
     shards = pieces_of(q_shards), None if k_shards is q_shards else pieces_of(k_shards)
     breaks = mask.breaks
@@ -128,9 +131,9 @@ def rows_seen(mask: Mask, q_shards: Shards, k_shards: Shards) -> tuple[VisibleRo
 
 
 def meeting(mask: Mask, shards: Shards) -> tuple[Pieces, Pieces, np.ndarray, np.ndarray]:
-    """Return query pieces, key pieces, and indices i, j of the pairs that may be visible.
+    """Return query pieces, key pieces, and indices i, j: queries[i] may see keys[j].
 
-    Spans are cut where the description of the mask changes, unless that makes too many pairs.
+    Spans are cut at the breaks of the mask, unless that makes too many pairs.
     """
     spans = pieces_of(shards)
     for breaks in (mask.breaks, mask.breaks[:0]):
@@ -145,11 +148,11 @@ def meeting(mask: Mask, shards: Shards) -> tuple[Pieces, Pieces, np.ndarray, np.
 
 
 def viewers_of(mask: Mask, queries: Spans, keys: Spans) -> Viewers:
-    """Return `Mask.viewers` of keys; if a mask does not define it, `covers` restricts the range.
+    """Return the viewers of `keys`, by `Mask.viewers` or by `Mask.covers` of groups of queries.
 
-    `covers` is computed for groups of neighbouring queries. Only its promise of EMPTY is used, so
-    every query that sees something stays in the range. The queries of a group that sees nothing
-    are then not compared one by one.
+    If a mask does not define `viewers`, `covers` is computed for groups of neighbouring queries.
+    Groups with EMPTY are excluded from the range of queries, so their queries need not be compared
+    one by one.
 
     Args:
         mask: The mask.
@@ -170,7 +173,7 @@ def viewers_of(mask: Mask, queries: Spans, keys: Spans) -> Viewers:
 
 
 def _ranges(queries: Spans, keys: Spans, viewers: Viewers) -> _Ranges:
-    """Return the ranges of query pieces; `queries` are sorted by their first positions."""
+    """Return the ranges for each key span; `queries` are sorted by their first position."""
     top = np.maximum.accumulate(queries.last)  # largest position of all queries up to this one
     begin = np.searchsorted(top, np.maximum(viewers.first, keys.start - viewers.right))
     end = np.searchsorted(
@@ -185,9 +188,9 @@ def _ranges(queries: Spans, keys: Spans, viewers: Viewers) -> _Ranges:
 
 
 def _inside(queries: Spans, viewers: Viewers, ranges: _Ranges) -> np.ndarray:
-    """Return bool, true for pieces of keys whose possible viewers are all in `first` to `last`.
+    """Return a bool per key piece, true if all query pieces of its range are in `viewers`.
 
-    Pieces are cut at breaks, so a piece crosses `first` or `last` only if breaks were left out.
+    A query piece can extend beyond `viewers.first` or `viewers.last` only if breaks were omitted.
     """
     visible = ranges.begin < ranges.end
     begin, end = (column[visible] for column in (ranges.begin, ranges.end))
@@ -200,10 +203,19 @@ def _inside(queries: Spans, viewers: Viewers, ranges: _Ranges) -> np.ndarray:
 def _bands(
     mask: Mask, queries: Pieces, keys: Pieces, viewers: Viewers, i: np.ndarray, j: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, _Rows, _Rows]:
-    """Return the pairs of pieces i, j with visible pairs of rows, and these rows.
+    """Return the pairs of pieces that have visible pairs of rows, and the rows of these pairs.
+
+    Args:
+        mask: The mask.
+        queries: Query pieces.
+        keys: Key pieces.
+        viewers: Viewers of the key pieces.
+        i: Index of the query piece of each pair that may be visible.
+        j: Index of the key piece of each pair.
 
     Returns:
-        i, j, the query rows (first, stop) that see something, and the key rows that are seen.
+        i and j of the visible pairs; (first, stop) of the query rows that see something; (first,
+        stop) of the key rows that are seen.
     """
     # There may be a million pairs, so use the smallest integers that hold the positions.
     small = max(x.span.last.max(initial=0) for x in (queries, keys)) < 1 << 28
@@ -237,7 +249,7 @@ def _bands(
 
 
 def _mask_bands(mask: Mask, q: Spans, k: Spans) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mask's band of each pair of spans; FAR on both sides if it is not a band."""
+    """Return left and right of each pair's band: FAR if not a band, -FAR if nothing is visible."""
     covers = mask.covers(q, k)
     reach = np.where(covers == Cover.EMPTY, -FAR, FAR)
     left, right = reach, reach.copy()
@@ -250,7 +262,7 @@ def _mask_bands(mask: Mask, q: Spans, k: Spans) -> tuple[np.ndarray, np.ndarray]
 
 
 def cut_at(spans: Pieces, breaks: np.ndarray) -> Pieces:
-    """Return the spans cut at the breaks."""
+    """Return `spans` cut before the positions `breaks`."""
     start, stride, length = spans.span
     low, high = np.searchsorted(breaks, (start + 1, spans.span.last + 1))
     index, at = np.repeat(np.arange(len(start)), high - low), counted(low, high - low)
@@ -269,7 +281,7 @@ def cut_at(spans: Pieces, breaks: np.ndarray) -> Pieces:
 
 
 def _among(ranks: np.ndarray, begin: np.ndarray, end: np.ndarray, size: int) -> np.ndarray:
-    """Return a bool [n, size] that is true for ranks in ranks[begin:end]."""
+    """Return a bool [n, size]: entry [i, r] is true if r is in ranks[begin[i]:end[i]]."""
     table = np.zeros((len(begin), size), dtype=bool)
     nonempty = np.flatnonzero(begin < end)
     if len(nonempty):
@@ -286,7 +298,10 @@ def _among(ranks: np.ndarray, begin: np.ndarray, end: np.ndarray, size: int) -> 
 def _within(
     ranks: np.ndarray, begin: np.ndarray, end: np.ndarray, size: int, count: int
 ) -> np.ndarray:
-    """Return a bool [count, size] that is true for the ranks[j] with begin[j] <= i < end[j]."""
+    """Return a bool [count, size] that is true for ranks with an interval around row i.
+
+    Entry [i, r] is true if some j has ranks[j] = r and begin[j] <= i < end[j].
+    """
     nonempty = np.flatnonzero(begin < end)
     if not len(nonempty):
         return np.zeros((count, size), dtype=bool)
@@ -297,7 +312,7 @@ def _within(
 
 
 def _running(extreme: np.ufunc, table: np.ndarray) -> None:
-    """Replace each row by the minimum or maximum of all rows up to it, in place.
+    """Replace each row by the elementwise minimum or maximum of all rows up to it, in place.
 
     The computation runs within blocks of rows, for all blocks at once, and then from block to
     block. This is ten times faster than `accumulate` along the first axis.
@@ -313,9 +328,9 @@ def _running(extreme: np.ufunc, table: np.ndarray) -> None:
 
 
 def united(table: np.ndarray, first: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """Return a bool [n, G] that is true if one of the rows first, ..., first + count - 1 is true.
+    """Return a bool [n, G]: the "or" of count[i] consecutive rows of `table` from first[i] on.
 
-    `count` is at least 1.
+    Each `count` is at least 1.
     """
     combined = table[first]
     order = np.argsort(-count, kind="stable")

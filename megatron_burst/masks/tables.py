@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks that look positions up in a table: Documents, SameSpan, BlockSparse, Dense.
+"""Masks that are defined by bounds or tables: Documents, SameSpan, BlockSparse, Dense.
 
-The module also computes which query shards see which key shards.
+`shards_visible` computes which query shards see which key shards.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Documents(VectorMask):
     def bounds(self) -> np.ndarray:
         """Cumulative lengths, int64 [documents + 1].
 
-        The array is read-only, because plans are made from it.
+        The array is read-only, because plans depend on it.
         """
         return self._bounds
 
@@ -68,7 +68,7 @@ class Documents(VectorMask):
         return False  # every batch has other documents
 
     def document(self, positions: np.ndarray | int) -> np.ndarray:
-        """Return the index of each position's document, plus one; 0 is before the first document.
+        """Return the index of each position's document plus one; 0 for negative positions.
 
         Args:
             positions: Integer array of positions.
@@ -98,7 +98,7 @@ class Documents(VectorMask):
         return Viewers(first, last, far, far, (after == end) | hidden)
 
     def _all_hidden(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Return whether all documents from `first` to `last` are padding."""
+        """Return a bool array, true if all of `first` to `last` (by `document`) are padding."""
         before = self._hidden_before
         return before[last + 1] - before[first] == last + 1 - first
 
@@ -125,8 +125,8 @@ class SameSpan(VectorMask):
     see each other is `Causal() | SameSpan(images)`.
 
     Args:
-        spans: (start, stop) of each span: integers in ascending order without overlaps. Spans that
-            touch do not see each other.
+        spans: (start, stop) of each span: integers in ascending order, without overlaps. Adjacent
+            spans do not see each other.
 
     Raises:
         ValueError: `spans` is invalid.
@@ -174,13 +174,13 @@ class SameSpan(VectorMask):
 
 
 class _Table(Mask):
-    """A mask with a square table."""
+    """Base class of masks with a square table of visible pairs."""
 
     table: np.ndarray
 
     @cached_property
     def digest(self) -> str:
-        """Shape and hash of the table, which represent it in the mask's repr."""
+        """Text with shape and hash of the table, for the mask's repr."""
         digest = hashlib.blake2b(np.packbits(self.table).tobytes(), digest_size=8).hexdigest()
         return f"<{self.table.shape[0]} x {self.table.shape[1]}, {digest}>"
 
@@ -223,7 +223,7 @@ class BlockSparse(_Table, VectorMask):
 
     @cached_property
     def _sums(self) -> np.ndarray:
-        """[n + 1, n + 1], number of visible blocks above and left of each corner."""
+        """Number of visible blocks above and left of each block corner, [n + 1, n + 1]."""
         return np.pad(self.table.cumsum(0).cumsum(1), ((1, 0), (1, 0)))
 
     def viewers(self, k_spans: Spans) -> Viewers:
@@ -236,7 +236,7 @@ class BlockSparse(_Table, VectorMask):
 
     @cached_property
     def _rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """First and last query block that sees each key block, int64 [n]; n and -1 for none."""
+        """First and last query block that sees each key block, int64 [n]; n and -1 if none does."""
         any_, n = self.table.any(axis=0), len(self.table)
         last = n - 1 - self.table[::-1].argmax(axis=0)
         return np.where(any_, self.table.argmax(axis=0), n), np.where(any_, last, -1)
@@ -257,9 +257,9 @@ class BlockSparse(_Table, VectorMask):
 
 
 class Dense(_Table):
-    """Dense mask: query q attends to key k if table[q, k]; for masks that no other class describes.
+    """Dense mask: query q attends to key k if table[q, k]. Use it if no other class fits.
 
-    The table needs S squared bytes of host memory on every rank.
+    The table needs S * S bytes of host memory on every rank.
 
     Args:
         table: bool or 0/1, [S, S].
@@ -297,10 +297,10 @@ class Dense(_Table):
 
 
 def shards_visible(mask: Mask, q_shards: Shards, k_shards: Shards) -> np.ndarray:
-    """Return which shards of queries may see which shards of keys: bool [G, G].
+    """Return a bool [query ranks, key ranks], true if queries may see keys of the other shard.
 
-    False means that no pair is visible. True means that `Mask.cover` is not EMPTY; all pairs may
-    still be hidden.
+    If an entry is false, no pair is visible. If it is true, `Mask.cover` is not EMPTY, but all
+    pairs may still be hidden.
 
     Args:
         mask: The mask.
@@ -316,7 +316,7 @@ def shards_visible(mask: Mask, q_shards: Shards, k_shards: Shards) -> np.ndarray
 
 
 def _spans(spans: Sequence[tuple[int, int]] | np.ndarray) -> tuple[tuple[int, int], ...]:
-    """Return the spans as plain numbers, or raise ValueError if they are invalid."""
+    """Return the spans as tuples of int; raise ValueError if they are invalid."""
     try:
         array = np.asarray(spans)
     except (TypeError, ValueError, RuntimeError) as error:  # ragged, on a device, or with gradient
@@ -337,9 +337,9 @@ def _spans(spans: Sequence[tuple[int, int]] | np.ndarray) -> tuple[tuple[int, in
 def _square(table: np.ndarray) -> np.ndarray:
     """Return a copy of `table` as bool [n, n].
 
-    An additive mask, with 0 if visible and -inf if hidden, has the opposite meaning of 0 and 1. So
-    it is refused and not converted. ValueError is raised unless the table is square and holds 0 and
-    1.
+    ValueError is raised unless the table is square and holds only 0 and 1. Additive masks, with 0
+    for visible and -inf for hidden pairs, are not converted, because their 0 has the opposite
+    meaning.
     """
     try:
         array = np.asarray(table)  # np.array warns for tensors, which have no copy keyword

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles of a pair of shards that stock kernels can compute.
+"""Tiling: cuts a pair of shards into tiles that flash attention operators can compute.
 
-A tile is a rectangle of local rows and columns. A tile is wholly visible, a lower triangle (column
-<= row, square), a band, or described by a table. Hidden pairs are in no tile, or False in a table.
-This module decides how to cut, from the mask and from the abilities of the kernel (`Cutter`). A
-slice is a regular run of rows of a shard that holds one span. If a pair of slices is partly visible
-and of no known shape, the module decides where to cut it next. The module needs no torch, so that
-`cost` counts exactly the tiles that run.
+A tile is a rectangle of local rows and columns. Its visible part is everything, a square's lower
+triangle (column <= row), a band, or a table. Hidden pairs are in no tile, or False in a table. The
+cuts depend on the mask and on the abilities of the kernel (`Cutter`). A slice is a regular run of
+rows of a shard that holds one span. If a pair of slices is partly visible but not a band, it is cut
+further. This module does not import torch, so `schedule.cost` uses it to count exactly the tiles
+that run.
 
 Each tile is one kernel call, so few and large tiles are fast. But at the slanted edge of a band (a
 causal mask or a sliding window over local rows and columns) a kernel also computes hidden pairs:
@@ -32,20 +32,20 @@ from .base import PARTIAL, Band, Mask, SpanBands
 
 
 class ShardSlice(NamedTuple):
-    """Rows of a shard that hold one span: every `step`-th row from local row `start` on."""
+    """The rows of a shard that hold the span `span`: every `step`-th row from row `start` on."""
 
     start: int
     step: int
     span: Span
 
     def take(self, first: int, count: int, every: int = 1) -> ShardSlice:
-        """Return every `every`-th row from index `first` on, `count` rows in total."""
+        """Return `count` rows of this slice: every `every`-th one from index `first` on."""
         start, stride, _ = self.span
         span = Span(start + first * stride, stride * every, count)
         return ShardSlice(self.start + first * self.step, self.step * every, span)
 
     def rows(self, first: int, stop: int) -> slice:
-        """Return the local rows from index `first` to `stop` of this slice."""
+        """Return the rows of the shard at indices `first` to `stop` (exclusive) of this slice."""
         start = self.start + first * self.step
         end = self.start + (stop - 1) * self.step + 1
         return slice(start, end, self.step)
@@ -60,7 +60,7 @@ def arrays(parts: list[ShardSlice], shape: tuple[int, ...]) -> Spans:
 
 
 def two_by_two(pairs: list[tuple[ShardSlice, ShardSlice]]) -> tuple[Spans, Spans]:
-    """Return the spans of pairs of slices as arrays."""
+    """Return the query spans and the key spans of pairs of slices, as arrays [pairs]."""
     q, k = zip(*pairs, strict=True)
     return arrays(list(q), (-1,)), arrays(list(k), (-1,))
 
@@ -74,9 +74,10 @@ def whole_spans(spans: Sequence[Span]) -> list[ShardSlice]:
 def split(
     mask: Mask, q: ShardSlice, k: ShardSlice, smallest: int | None
 ) -> tuple[list[ShardSlice], list[ShardSlice]] | None:
-    """Return the smaller slices of both sides to compare next; None if only a table is possible.
+    """Cut a pair of slices further; return query slices and key slices, or None for a table.
 
-    Slices are cut at changes of the mask's description, then by residue classes, then by halves.
+    Slices are cut at the breaks of the mask, else by residue classes, else in halves. `smallest` is
+    the limit of `within`. None means that only a table can describe the pair.
     """
     # Breaks are first, because between them a mask is mostly one band or nothing. Residues are
     # before halves: halves keep their stride, so they never separate the classes.
@@ -93,11 +94,10 @@ def split(
 
 
 def _coarse(cuts: np.ndarray, part: ShardSlice, size: int | None) -> np.ndarray:
-    """Return the first and the last cut in every `size` rows, if many cuts are close together.
+    """Return only the first and last cut in each group of `size` rows, if the slice is longer.
 
-    A slice that still has cuts inside is then shorter than `size`. So a table may describe the
-    slice if a table is cheaper than a tile between every two cuts, such as for documents of a few
-    tokens.
+    Slices that still contain cuts then have fewer than `size` rows, so a table can describe them.
+    For documents of a few tokens, a table is cheaper than one tile per document.
     """
     if size is None or part.span.length <= size:
         return cuts
@@ -107,7 +107,7 @@ def _coarse(cuts: np.ndarray, part: ShardSlice, size: int | None) -> np.ndarray:
 
 
 def within(size: int | None, q: ShardSlice, k: ShardSlice) -> bool:
-    """Return whether a table may describe this pair of slices."""
+    """Return True if both slices have at most `size` rows, so a table may describe the pair."""
     return size is not None and max(q.span.length, k.span.length) <= size
 
 
@@ -120,8 +120,8 @@ def _cut_before(part: ShardSlice, cuts: np.ndarray) -> list[ShardSlice]:
 def _residues(part: ShardSlice, modulus: int) -> list[ShardSlice]:
     """Split a slice into residue classes.
 
-    The stride of each class is a multiple of `modulus`, so a dilated mask shows all or nothing of
-    the class.
+    The stride of each class is a multiple of `modulus`. So of two classes, either all pairs are
+    visible in a dilated mask, or none.
     """
     every = modulus // np.gcd(part.span.stride, modulus).item()
     length = part.span.length
@@ -135,14 +135,14 @@ _LISTED_PAIRS = 256  # largest number of pairs of slices that are listed one by 
 
 
 class Tile(NamedTuple):
-    """Local rows and columns, and their visible part: all, or as in `triangle`, `table` or `band`.
+    """Local rows and columns, all visible unless `triangle`, `table` or `band` is set.
 
     Attributes:
         rows: Local rows, possibly with a step.
         columns: Local columns, possibly with a step.
-        triangle: Whether the lower triangle is visible.
-        table: bool [rows, columns], visible pairs.
-        band: Visible band; every row sees some column.
+        triangle: True if only the lower triangle is visible.
+        table: bool [rows, columns], true for visible pairs, or None.
+        band: Band of visible pairs, in which every row sees some column, or None.
     """
 
     rows: slice
@@ -158,12 +158,12 @@ class Tile(NamedTuple):
 
     @property
     def computed(self) -> int:
-        """Number of pairs that a kernel computes if it skips nothing within a tile."""
+        """Number of pairs in the rectangle: computed by a kernel that skips no hidden pair."""
         return self.shape[0] * self.shape[1]
 
     @property
     def visible(self) -> int:
-        """Number of pairs that attend."""
+        """Number of visible pairs."""
         rows, columns = self.shape
         if self.table is not None:
             return int(self.table.sum())
@@ -176,7 +176,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Cutter:
-    """Cuts shards into tiles for one kind of kernel.
+    """Cuts pairs of shards into tiles for a kernel with these limits.
 
     Attributes:
         band_rows: Largest number of rows of a band per tile. Fewer rows waste less at the slanted
@@ -188,7 +188,8 @@ class Cutter:
             ValueError.
         windows: Whether the kernel supports a whole band with a left edge. Otherwise such bands
             need tables.
-        tile_cost: Fixed cost of a tile, in pairs; the pairs of the tile are added to it.
+        tile_cost: Fixed cost of a tile: the number of pairs whose computation takes as long as one
+            more call.
     """
 
     band_rows: int | None
@@ -220,7 +221,7 @@ class Cutter:
         return tuple(tiles if self.band_rows is not None else _joined_triangles(tiles))
 
     def _cut_all(self, mask: Mask, q: list[ShardSlice], k: list[ShardSlice]) -> Iterator[Tile]:
-        """Return the tiles of every pair of slices that sees something."""
+        """Yield the tiles of every visible combination of a query slice and a key slice."""
         q_spans, k_spans = arrays(q, (-1, 1)), arrays(k, (1, -1))
         # One call for all pairs: a shard of packed documents has hundreds of them.
         covers = mask.covers(q_spans, k_spans)
@@ -231,7 +232,7 @@ class Cutter:
     def _tiles_of_pairs(
         self, mask: Mask, pairs: list[tuple[ShardSlice, ShardSlice]], covers: np.ndarray
     ) -> Iterator[Iterable[Tile]]:
-        """Yield the tiles of each pair of slices with a known cover."""
+        """Yield the tiles of each pair of slices, given the `Cover` of each pair."""
         partly = [pairs[n] for n in np.flatnonzero(covers == PARTIAL)]
         bands = mask.bands(*two_by_two(partly)) if partly else SpanBands(*np.empty((3, 0)))
         unknown = [
@@ -249,7 +250,7 @@ class Cutter:
     def _cut_many(
         self, mask: Mask, pairs: list[tuple[ShardSlice, ShardSlice]]
     ) -> Iterator[Iterable[Tile]]:
-        """Yield the tiles of pairs that are partly visible and not bands."""
+        """Yield the tiles of each pair of slices; all pairs are partly visible and not bands."""
         if self.table_rows is not None or not pairs:
             yield from (self._cut(mask, q, k) for q, k in pairs)
             return
@@ -269,7 +270,7 @@ class Cutter:
                 yield list(_joined(chain.from_iterable(own_tiles)))
 
     def _cut(self, mask: Mask, q: ShardSlice, k: ShardSlice) -> Iterator[Tile]:
-        """Yield the tiles of a pair that is partly visible and not a band.
+        """Yield the tiles of a pair of slices that is partly visible and not a band.
 
         The pair is cut further or becomes a table.
         """
@@ -287,7 +288,7 @@ class Cutter:
         yield from self._table(mask, q, k) if cheap is None else cheap
 
     def _cheaper(self, tiles: Iterable[Tile], limit: int) -> list[Tile] | None:
-        """Return the tiles if they cost at most `limit` pairs, else None.
+        """Return the tiles if their cost is at most `limit` pairs, else None.
 
         The iteration stops when the limit is exceeded, because a fine mask can have very many
         tiles.
@@ -338,10 +339,10 @@ class Cutter:
 
 
 def _window(q: ShardSlice, k: ShardSlice, band: Band) -> Iterator[Tile]:
-    """Yield the tiles of a band with a left edge, without rows and columns that see nothing.
+    """Yield the tiles of a band with a left edge, without rows and columns with no visible pair.
 
-    The first tiles are the rows that the left edge does not reach. The last tile has no more rows
-    than columns.
+    The last tile has the band, and at most as many rows as columns. If there are more rows, earlier
+    tiles have the first rows, which see the first column.
     """
     # `AtenKernel` corrects rows that see nothing only in tables, so a band must have none.
     begin, end = max(0, -band.right), min(q.span.length, k.span.length + band.left)
@@ -359,13 +360,13 @@ def _window(q: ShardSlice, k: ShardSlice, band: Band) -> Iterator[Tile]:
 
 
 def _joined(tiles: Iterable[Tile]) -> Iterator[Tile]:
-    """Join wholly visible neighbours, because one large call is faster."""
+    """Join adjacent fully visible tiles, because one large call is faster."""
     # Join along rows first, because tiles are in row order; then join tiles of equal width.
     return _joined_along(_joined_along(tiles, "rows", "columns"), "columns", "rows")
 
 
 def _joined_along(tiles: Iterable[Tile], same: str, along: str) -> Iterator[Tile]:
-    """Join consecutive tiles with equal slices `same` that touch `along` the other dimension."""
+    """Join consecutive, fully visible tiles that are adjacent along `along` and equal in `same`."""
     last: Tile | None = None
     for tile in tiles:
         if last and _touch(last, tile, same, along):
@@ -387,14 +388,15 @@ def _touch(a: Tile, b: Tile, same: str, along: str) -> bool:
 
 
 def _fully_visible(tile: Tile) -> bool:
-    """Return whether all of the tile is visible."""
+    """Return True if all pairs of the tile are visible."""
     return not tile.triangle and tile.table is None and tile.band is None
 
 
 def _joined_triangles(tiles: Iterable[Tile]) -> list[Tile]:
-    """Join a triangle, the square below it, and the triangle next to the square to one triangle.
+    """Join two triangles and the square between them to one triangle.
 
-    These are pieces of one document on one rank, such as the halves of zigzag.
+    The square is below the first triangle and left of the second. Such tiles are made from adjacent
+    pieces of a document on one rank, such as the two zigzag pieces of the last rank.
     """
     joined: list[Tile] = []
     for tile in tiles:
@@ -408,7 +410,7 @@ def _joined_triangles(tiles: Iterable[Tile]) -> list[Tile]:
 
 
 def _are_steps(upper: Tile, square: Tile, lower: Tile) -> bool:
-    """Return whether these tiles are the top, the square and the bottom of a lower triangle."""
+    """Return True if these tiles are the top, the square and the bottom of one lower triangle."""
     if not (upper.triangle and _fully_visible(square) and lower.triangle):
         return False
     steps = {part.step for tile in (upper, square, lower) for part in (tile.rows, tile.columns)}
@@ -426,11 +428,11 @@ _SMALLEST_BLOCK = 128  # a smaller call costs more than the hidden pairs that it
 
 
 class BandTile(NamedTuple):
-    """One tile of a band.
+    """A tile of a band; rows and columns count from the first ones of the band.
 
     Attributes:
-        rows: (first, stop) of the rows within the band.
-        columns: (first, stop) of the columns within the band.
+        rows: (first, stop) of the rows.
+        columns: (first, stop) of the columns.
         triangle: Same as in `Tile`.
         table: Same as in `Tile`.
     """
@@ -442,20 +444,20 @@ class BandTile(NamedTuple):
 
 
 def left_edge(rows: int, columns: int, band: Band) -> bool:
-    """Return whether some row sees some column but not the first column.
+    """Return True if some row sees a column but does not see the first column.
 
-    Rows are visible from -band.right on. Without such a row, the band is a lower triangle and
-    rectangles, which every kernel supports.
+    If there is no such row, the band is a lower triangle and rectangles, which every kernel
+    supports.
     """
     return min(rows, columns + band.left) > max(0, -band.right, band.left + 1)
 
 
 def band_tiles(rows: int, columns: int, band: Band, block: int | None) -> tuple[BandTile, ...]:
-    """Return the tiles of a band over `rows` x `columns`.
+    """Return the tiles of a band in a rectangle of `rows` x `columns`.
 
-    The first tiles are the rows that the left edge does not reach: a rectangle and a lower
-    triangle. The other tiles are blocks of at most `block` rows: the columns that the whole block
-    sees, and the slanted edges.
+    Rows that see the first column become a rectangle and a lower triangle. Later rows are cut into
+    blocks of at most `block` rows. A block becomes a tile of the columns that all its rows see, and
+    tiles of the slanted edges.
 
     Args:
         rows: Number of rows.
@@ -489,11 +491,11 @@ def band_tiles(rows: int, columns: int, band: Band, block: int | None) -> tuple[
 
 
 def _triangle(begin: int, end: int, right: int, block: int) -> Iterator[BandTile]:
-    """Divide a lower triangle into a square and two triangles, recursively down to `block` rows.
+    """Divide a lower triangle into a square and two triangles, down to triangles of `block` rows.
 
-    Squares are then as large as possible, which is fastest for kernels. Each row and column is in
-    few squares, so there is little to merge. Causal attention of 4K tokens on a CPU is up to 10 %
-    slower if it is cut into rows of blocks.
+    The squares are as large as possible, which is fastest for kernels. Each row is in few squares,
+    so few results are merged. Causal attention of 4K tokens on a CPU is up to 10 % slower if the
+    triangle is cut into rows of equal blocks.
     """
     blocks = -(-(end - begin) // block)
     if blocks == 1:
@@ -508,7 +510,7 @@ def _triangle(begin: int, end: int, right: int, block: int) -> Iterator[BandTile
 def _block_tiles(
     begin: int, end: int, columns: int, band: Band, edges: dict[tuple, np.ndarray]
 ) -> Iterator[BandTile]:
-    """Yield the tiles of rows `begin` to `end` of a band; equal blocks share their `edges`."""
+    """Yield the tiles of rows `begin` to `end` of a band; `edges` caches tables of equal edges."""
     left, right = band
     first, first_full = max(0, begin - left), max(0, end - 1 - left)
     stop_full, stop = min(columns, begin + right + 1), min(columns, end + right)
@@ -530,7 +532,7 @@ def _block_tiles(
 
 
 def _edge(edges: dict[tuple, np.ndarray], rows: int, columns: int, low: int, high: int):
-    """Return a bool [rows, columns]: true for column n of row m if m + low <= n <= m + high."""
+    """Return a bool [rows, columns], true if m + low <= n <= m + high for row m and column n."""
     key = (rows, columns, low, high)
     if key not in edges:
         ahead = np.arange(columns)[None, :] - np.arange(rows)[:, None]

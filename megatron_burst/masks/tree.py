@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mask `Tree`: prefix trees of trajectories, in depth-first order.
+"""Mask `Tree`, for prefix trees of token sequences whose rows are in depth-first order.
 
 The rows of a subtree are one interval, so one bound per key decides visibility: query q sees key k
-if k <= q < out[k] (as in flash attention's column bounds). Runs of rows with equal bounds are
-segments of the tree. Between two breaks the mask is a causal band or empty.
+if k <= q < out[k]. Runs of rows with equal bounds are segments of the tree. Between two breaks the
+mask is a causal band or empty.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from .positions import Window
 
 
 class Tree(VectorMask):
-    """Mask of prefix trees: a row sees itself and its ancestors.
+    """Mask of prefix trees: a token attends to itself and its ancestors.
 
-    Row q sees row k if k <= q < out[k]. Several trees may follow one another. If `out` has the
-    end of its document for every row, the mask is `Documents(cu_seqlens) & Causal()`. `Tree(out) &
-    Window(w, 0)` is `Tree(out, window=w)`.
+    Row q sees row k if k <= q < out[k]. A sequence may have several trees, one after another. If
+    out[k] is the end of k's document for every k, the mask equals `Documents(cu_seqlens) &
+    Causal()`. `Tree(out) & Window(w, 0)` is `Tree(out, window=w)`.
 
     Args:
         out: Integers [S]. out[k] is the first row after the subtree of row k, with rows in
             depth-first order (`mb.trees.pack` makes them). A row with out[k] <= k is padding: it
             sees nothing, and no row sees it.
-        window: Number of nearest ancestors that a row sees, in addition to itself. Distances count
-            along the path from the root, not in rows. None for no limit.
+        window: Number of nearest ancestors that a row sees, in addition to itself. Distances are
+            counted along the path to the root, not in rows. None for no limit.
 
     Attributes:
-        bounds: Bounds of the segments, which are runs of rows with equal `out`.
-        parents: Segment that each segment continues; -1 for roots and padding.
+        bounds: int64 [segments + 1], first row of each segment, then S. A segment is a run of rows
+            with equal `out`.
+        parents: int64 [segments], index of each segment's parent segment; -1 for roots and padding.
 
     Raises:
-        ValueError: `out` is not from a tree, or `window` is invalid.
+        ValueError: `out` does not describe trees, or `window` is invalid.
 
     Example:
         >>> mask = mb.masks.Tree([4, 3, 3, 4])
@@ -65,7 +66,7 @@ class Tree(VectorMask):
 
     @cached_property
     def depths(self) -> np.ndarray:
-        """Number of ancestors of each row, its position on the path from the root, int64 [S]."""
+        """Number of ancestors of each row, int64 [S]: its position on the path from the root."""
         rows, size = np.flatnonzero(self.out), len(self.out) + 1
         begun = np.bincount(rows + 1, minlength=size)
         return np.cumsum(begun - np.bincount(self.out[rows], minlength=size))[:-1]
@@ -166,21 +167,21 @@ class Tree(VectorMask):
             )
 
     def _segments(self, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
-        """Return the indices of the segments of the first and the last position of spans."""
+        """Return the segment of the first position, and of the last position, of each span."""
         first, last = (
             np.searchsorted(self.bounds, row, side="right") - 1 for row in (spans.start, spans.last)
         )
         return first, last
 
     def _padding(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Return the number of padding rows from `first` to `last`."""
+        """Return the number of padding rows from row `first` to row `last`, inclusive."""
         before = self._padding_before
         return before[np.add(last, 1)] - before[first]
 
     def _depths_within(
         self, spans: Spans, first: np.ndarray, last: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the least and the greatest depth of spans in segments `first` to `last`."""
+        """Return the smallest and largest depth in each span of segments `first` to `last`."""
         low, high = self.depths[spans.start], self.depths[spans.last]
         # A span has the first rows of segments first + 1 to last, and the last rows of segments
         # first to last - 1.
@@ -215,9 +216,9 @@ class Tree(VectorMask):
 
 
 class _Extremes:
-    """A sparse table with the minimum or maximum of values[first..last], for arrays of ranges.
+    """A sparse table that computes the minimum or maximum of values[first..last] in O(1).
 
-    Row j of the table holds the extremes of 2^j consecutive values.
+    Row j of the table has the minimum (or maximum) of 2^j consecutive values.
     """
 
     def __init__(self, values: np.ndarray, pick: np.ufunc):
@@ -233,7 +234,7 @@ class _Extremes:
 
 
 def _bounds(out: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Return a copy of `out` as int64 [S], 0 for padding, or raise ValueError if it is invalid."""
+    """Return a copy of `out` as int64 [S], with 0 for padding; raise ValueError if invalid."""
     try:
         array = np.asarray(out)
     except (TypeError, ValueError, RuntimeError) as error:  # ragged, on a device, or with gradient
@@ -255,7 +256,7 @@ def _bounds(out: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 def _parents(first: list[int], outs: list[int]) -> np.ndarray:
-    """Return the parent of each segment, int64 [segments], -1 for none.
+    """Return the parent segment of each segment, int64 [segments]; -1 for roots and padding.
 
     Raises ValueError unless each subtree is within the subtree of its parent.
     """

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparison of the methods of a mask with its `visible`.
+"""Check of masks: compares the methods of a mask with its `visible`.
 
-`cover`, `covers`, `bands` and `viewers` are promises about `visible`. A wrong promise gives wrong
-attention without an error: ranks skip pairs that are promised to be hidden (EMPTY), and compute
-pairs that are promised to be visible (FULL) without a mask. `check` compares all pairs of spans of
-a short sequence, or a sample of a long one. The sample is the same on every rank. It has shards of
-common layouts, small spans at the edges of the visible region, and random spans.
+`cover`, `covers`, `bands` and `viewers` must agree with `visible`. If they do not, attention is
+wrong without an error: ranks skip pairs with cover EMPTY, and compute pairs with cover FULL without
+a mask. `check` compares all pairs of spans of a short sequence, or a sample of a long one. The
+sample is the same on every rank. It has shards of common layouts, small spans at the edges of the
+visible region, and random spans.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_CHANGES = 32  # largest number of edges for each query and each key
 
 
 class _SpanPairs(NamedTuple):
-    """Pairs of spans of queries and of keys."""
+    """Pairs of a query span and a key span, as arrays [pairs]."""
 
     q: Spans
     k: Spans
@@ -60,7 +60,7 @@ def check(mask: Mask, seq_len: int) -> None:
 
 
 def check_custom(mask: Mask, seq_len: int) -> None:
-    """Check a custom mask with a small sample of pairs of spans."""
+    """Check a custom mask with a sample of 512 pairs of spans."""
     _check(mask, seq_len, FEW_PAIRS, FEW_POINTS)
 
 
@@ -98,7 +98,7 @@ def _all_pairs(seq_len: int) -> _SpanPairs:
 
 
 def _sample(mask: Mask, seq_len: int, count: int, rng: np.random.Generator) -> _SpanPairs:
-    """Return at most `count` pairs: 25 % shards, 50 % at edges, the rest random spans."""
+    """Return `count` pairs: 25 % shards, at most 50 % at edges of visibility, the rest random."""
     shards = _shards(seq_len)
     i, j = rng.integers(0, len(shards), (2, count // 4))
     rows = [np.concatenate([shards[i], shards[j]], 1), _at_edges(mask, seq_len, count // 2, rng)]
@@ -123,7 +123,7 @@ def _inside(spans: np.ndarray, seq_len: int) -> np.ndarray:
 
 
 def _shards(seq_len: int) -> np.ndarray:
-    """Return the spans of 1 to 16 ranks in layouts contiguous and striped: int64 [n, 3]."""
+    """Return the shards of 1 to 16 ranks, contiguous and striped, as (start, stride, length)."""
     spans = [(0, 1, seq_len)]
     for ranks in (2, 4, 8, 16):
         size = -(-seq_len // ranks)
@@ -133,7 +133,11 @@ def _shards(seq_len: int) -> np.ndarray:
 
 
 def _at_edges(mask: Mask, seq_len: int, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Return pairs of spans that begin or end where `visible` changes: int64 [n <= count, 6]."""
+    """Return pairs of spans that begin or end near changes of `visible`.
+
+    The result is int64 [n, 6] with n = `count`, or 0 if nothing changes: start, stride and length
+    of the query span, then of the key span.
+    """
     rows = np.unique([0, 1, seq_len // 2, seq_len - 1, *rng.integers(0, seq_len, 4)])
     rows = rows[rows < seq_len]
     edges = []
@@ -151,7 +155,7 @@ def _at_edges(mask: Mask, seq_len: int, count: int, rng: np.random.Generator) ->
 
 
 def _changes(mask: Mask, row: int, seq_len: int, of_key: bool) -> np.ndarray:
-    """Return some positions before which visibility changes, for query or key `row`."""
+    """Return some positions at which the visibility of query `row`, or of key `row`, changes."""
     near = np.arange(max(0, row - CANDIDATES // 2), min(seq_len, row + CANDIDATES // 2))
     far = np.linspace(0, seq_len - 1, CANDIDATES // 2).astype(np.int64)
     ends = np.clip([1, 2, seq_len - 3, seq_len - 2], 0, seq_len - 1)
@@ -177,7 +181,7 @@ def _changes(mask: Mask, row: int, seq_len: int, of_key: bool) -> np.ndarray:
 
 
 def _check_shapes(mask: Mask, seq_len: int) -> None:
-    """Check the results of `visible` for arrays of several shapes, and `breaks`."""
+    """Check that `visible` supports arrays of several shapes, and that `breaks` are sorted."""
     positions = np.unique(np.linspace(0, seq_len - 1, 8).astype(np.int64))
     table = _visible(mask, positions[:, None], positions[None])
     for i, q in enumerate(positions):
@@ -216,7 +220,7 @@ def _covers(mask: Mask, pairs: _SpanPairs) -> np.ndarray:
 
 
 def _check_all(mask: Mask, seq_len: int, pairs: _SpanPairs) -> None:
-    """Compare `covers` with all pairs of every rectangle."""
+    """Compare `covers` with `visible` for all positions of all pairs of spans."""
     at = np.arange(seq_len)
     seen = _visible(mask, at[:, None], at[None])
     n = round(len(pairs.k.start) ** 0.5)
@@ -239,9 +243,9 @@ def _check_all(mask: Mask, seq_len: int, pairs: _SpanPairs) -> None:
 def _points(
     pairs: _SpanPairs, points: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return local rows and columns [pairs, points]: corners and random points.
+    """Return rows and columns to compare in each pair of spans, [pairs, points] each.
 
-    For a small rectangle, all its points are returned.
+    These are corners and random points. For a small rectangle, they are all its points.
     """
     rows, columns = (x.length[:, None] for x in pairs)
     index = np.arange(points)[None]
@@ -317,7 +321,7 @@ def _check_viewers(
 def _raise(
     mask: Mask, method: str, value: str, pairs: _SpanPairs, i: Any, at: tuple[Any, Any]
 ) -> None:
-    """Raise ValueError for pair i of spans and two positions that contradict its promise."""
+    """Raise ValueError: at positions `at` of pair i, `method` contradicts `visible`."""
     q_span, k_span = (f"Span({x.start[i]}, {x.stride[i]}, {x.length[i]})" for x in pairs)
     q, k = map(int, at)
     seen = bool(mask.visible(np.array([q]), np.array([k]))[0])
