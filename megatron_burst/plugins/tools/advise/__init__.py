@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time and memory of a run on a cluster, from plain numbers without torch and Megatron.
+"""Prediction of the time and memory of a training run on a cluster of GPUs.
 
-`shapes` describes models, `settings` the settings of a run. `account` computes memory, `forecast`
-computes time, and `search` finds the fastest settings that fit.
+`shapes` describes models, and `settings` the settings of a run. `account` predicts memory,
+`forecast` predicts time, and `search` finds the fastest settings that fit into memory. Predictions
+for models in `shapes.models` require neither torch nor Megatron.
 """

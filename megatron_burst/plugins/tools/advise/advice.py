@@ -50,7 +50,8 @@ class Advice:
         ranked: Best configuration for each choice of parallel sizes (TP, PP, CP, DP) that fits. The
             recommended configuration is first; the others are ordered by time.
         ways: Number of choices of parallel sizes.
-        tried: Number of these choices that were not excluded by a lower bound on time.
+        tried: Number of these choices that the search tried. A lower bound on time excluded the
+            other choices.
         lengths: Lengths of the documents of a pack; () without packed documents.
         search: Search that found the result.
     """
@@ -66,27 +67,27 @@ class Advice:
 
     @property
     def best(self) -> Configuration:
-        """Recommended configuration: the simplest of those that tie with the fastest."""
+        """Recommended configuration: the simplest within 1.5 % of the time of the fastest."""
         return self.ranked[0]
 
     @cached_property
     def rivals(self) -> list[Rival]:
-        """Estimates of Megatron's own context parallelism with the parallel sizes of `best`."""
+        """Predictions for Megatron's own context parallelism with the parallel sizes of `best`."""
         return rivals(self.model, self.cluster, self.best.run, self.lengths)
 
     @cached_property
     def fastest_rival(self) -> Rival | None:
-        """Fastest kind of Megatron's own context parallelism, over all parallel sizes.
+        """Prediction for the fastest kind of Megatron's own context parallelism that fits.
 
-        None if no kind fits.
+        All parallel sizes are tried. None if nothing fits into memory.
         """
         return fastest(self.model, self.cluster, self.want, lengths=self.lengths)
 
     @cached_property
     def by_kind(self) -> str:
-        """Text on the time that `best` saves by separate algorithms per kind of layers.
+        """Sentence on how much faster `best` is than with one algorithm for all layers.
 
-        "" if all layers use one algorithm.
+        "" if all layers of `best` use one attention algorithm.
         """
         run = self.best.run
         if not run.by_kind:
@@ -102,7 +103,7 @@ class Advice:
 
     @cached_property
     def kernel(self) -> AssumedKernel:
-        """Attention kernel of the forecast, and step times of `best` with other kernels."""
+        """Attention kernel of the prediction, and step times of `best` with other kernels."""
         assert self.search is not None
         attention, run = self.search.attention, self.best.run
 
@@ -113,7 +114,7 @@ class Advice:
 
     @property
     def cut(self) -> Cut | Literal[""]:
-        """Layout of packed documents; "" without packed documents."""
+        """Layout of packed documents, "zigzag" or "balanced"; "" without packed documents."""
         return "zigzag" if self.want.documents else "balanced" if self.lengths else ""
 
     def flags(self, index: int = 0) -> list[str]:
@@ -156,7 +157,7 @@ class Advice:
 
     @property
     def why(self) -> str:
-        """Text with the four longest parts of the step of `best`, and their shares."""
+        """Text with the four longest parts of a step of `best`, and their shares of its time."""
         time = self.best.time
         parts = sorted(time.parts.items(), key=lambda part: -part[1])
         return ", ".join(f"{name} {taken / time.seconds:.0%}" for name, taken in parts[:4])
@@ -194,7 +195,8 @@ def advise(
         packed: Lengths of documents that fill packs of `seq` tokens: a list, the path of a file, or
             a key of `packed.NAMED`.
         top: Number of configurations to return.
-        progress: Function of (finished, total), the numbers of choices of parallel sizes.
+        progress: Function that is called with two numbers of choices of parallel sizes: finished
+            choices and all choices.
         **fixed: Values of `mb.Settings` fields that are not searched, such as `tp=8, store=0.5`.
 
     Returns:
@@ -244,15 +246,15 @@ def advise(
 
 
 def nodes_and_gpus(cluster: Cluster) -> tuple[int, int]:
-    """Return (number of nodes, GPUs per node)."""
+    """Return the number of nodes of a cluster, and the number of GPUs per node."""
     per_node = min(cluster.gpus, cluster.ranks_per_node)
     return cluster.gpus // per_node, per_node
 
 
 def _together(goal: TrainingGoal) -> str:
-    """Return the error message if fixed settings exclude each other.
+    """Return the error message for fixed settings that exclude each other.
 
-    Of all settings only `store` depends on others: on `cp` and `recompute`.
+    `store` is the only setting that depends on other settings: on `cp` and `recompute`.
     """
     pinned_flags = " ".join(f"{flag_of(name)} {value}" for name, value in goal.pinned.items())
     return (
@@ -262,7 +264,7 @@ def _together(goal: TrainingGoal) -> str:
 
 
 def cluster_of(cluster: str | Path | Cluster, gpus: int | None, per_node: int) -> Cluster:
-    """Return a cluster by the name of its GPU, from a file, or unchanged."""
+    """Return the cluster for a name of a GPU or a cluster file; `gpus` sets its number of GPUs."""
     if isinstance(cluster, Cluster):
         return cluster if gpus is None else replace(cluster, gpus=gpus)
     if str(cluster).endswith(".toml"):
@@ -283,7 +285,7 @@ def goal_of(
     Args:
         seq: Tokens of a sequence.
         tokens_per_step: Tokens of a step; None for 4M, or one sequence if longer.
-        fixed: Fixed settings.
+        fixed: Fields of `Settings` that are not searched.
 
     Raises:
         ValueError: `tokens_per_step` is not a multiple of `seq`.

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megatron-burst advise`: find flags with the shortest step, and predict time and memory.
+"""`megatron-burst advise`: find the flags with the shortest step, and predict time and memory.
 
     megatron-burst advise --model llama3-8b --gpus 64 --gpu h100 --seq 1M
     megatron-burst advise --model qwen3-30b-a3b --cluster cluster.toml --seq 128K --top 3
     megatron-burst advise --gpus 64 --gpu h100 -- pretrain_gpt.py --num-layers 32 ...
 
-The forecast is computed from schedules, sizes of tensors, and rates of links and kernels.
+The prediction is computed from schedules, sizes of tensors, and rates of links and kernels.
 `tools.advise.search.search` describes the search. Exit status: 0 if settings are found, 1 if no
 settings fit, 2 for invalid input.
 """
@@ -39,7 +39,7 @@ FIXED = [name for name in flags.FIELDS if name not in NOT_FIXED]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `advise`."""
+    """Add the flags of `advise` to a parser."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     flags.add_run(parser)
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the advice and return the exit status."""
+    """Print the advice and return the exit status: 0, or 1 if no settings fit."""
     if arguments.sbatch and arguments.json:
         raise ValueError("--sbatch and --json print different output; use only one of them")
     if arguments.train_iters is not None and not arguments.sbatch:
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _model(arguments: argparse.Namespace) -> tuple[Model, str | int]:
-    """Return the model, and `seq` of `mb.advise` (tokens or "longest")."""
+    """Return the model, and the length to pass to `mb.advise` as `seq`."""
     model, described = model_arguments.find(arguments.model, arguments.megatron)
     if arguments.longest and arguments.seq is not None:
         raise ValueError("--longest and --seq both set the sequence length; use only one of them")
@@ -113,7 +113,7 @@ def _model(arguments: argparse.Namespace) -> tuple[Model, str | int]:
 
 
 def _cluster(arguments: argparse.Namespace) -> clusters.Cluster:
-    """Return the cluster of `--cluster` or `--gpu`, changed by the other flags."""
+    """Return the cluster of `--cluster` or `--gpu`; flags such as `--gpus` override its values."""
     if arguments.cluster is None:
         if arguments.gpus is None:
             raise ValueError("--gpus is required, such as --gpus 64, or --cluster FILE")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check of a dataclass field's value against the type of the field."""
+"""Check of a value against the type of a dataclass field."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, get_args
 
 
 def problem_of(kind: Any, value: Any, least: int = 0) -> str:
-    """Return the reason why a value is invalid for a field of this type; "" if it is valid.
+    """Return the reason why a value is invalid for a type; "" if it is valid.
 
     Args:
-        kind: `int`, `bool`, `str`, `float` (a fraction from 0 to 1), a `Literal` of words, or one
-            of these or None.
-        value: The value.
+        kind: `int`, `bool`, `str`, `float` (a fraction from 0 to 1), a `Literal` of strings, or an
+            optional one of these types.
+        value: Value to check.
         least: Minimum of an integer.
     """
     choices = get_args(kind)

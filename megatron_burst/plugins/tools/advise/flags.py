@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags that `advise` and `memory` share: fields of `Settings`, model and cluster.
+"""Flags that `advise` and `memory` share: for the model, the cluster and fields of `Settings`.
 
-The flag of a field has the field's name, and its type or choices.
+The flag of a field has the name of the field, and its type or choices.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TYPES = get_type_hints(Settings)
 
 
 def add_fields(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
-    """Add the flags of fields of `Settings`."""
+    """Add one flag to a parser for each of the named fields of `Settings`."""
     for name in names:
         kind, text = _TYPES[name], FIELDS[name]
         kinds = [option for option in get_args(kind) if option is not NoneType]
@@ -47,13 +47,13 @@ def add_fields(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
 
 
 def given_fields(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Return the fields whose flags the user has set, with their values."""
+    """Return field name -> value for the named fields whose flags the user has set."""
     values = {name: getattr(arguments, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the model and the GPUs."""
+    """Add the flags for the model, the sequence length, the GPUs and JSON output."""
     add = parser.add_argument
     add("--model", metavar="NAME", help=model_arguments.HELP)
     add(*named("--seq"), metavar="N", help="sequence length in tokens: 131072, 128K, 1M")
@@ -70,7 +70,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def add_packed(parser: argparse.ArgumentParser) -> None:
-    """Add the flag for packed documents."""
+    """Add the flag `--packed` for the lengths of packed documents."""
     lengths = f"lengths such as 8K,32K,128K, a file of lengths, or {', '.join(NAMED)}"
     text = f"packed documents, in packs of --seq tokens: {lengths}"
     parser.add_argument(TITLE, metavar="LENGTHS", help=text)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention kernel that a forecast assumes, and whether it is installed here."""
+"""Attention kernel that a forecast assumes, and whether it is installed on this machine."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ DRIVER = Path("/dev/nvidiactl"), Path("/dev/dxg")
 
 @dataclass(frozen=True)
 class AssumedKernel:
-    """Attention kernel of a forecast.
+    """Attention kernel whose rate a forecast uses.
 
     Attributes:
-        name: Value of `--burst-kernel`; None if the rate was measured, or stated without a kernel.
+        name: Name as in `--burst-kernel`; None if the rate was measured, or if the cluster has a
+            rate without the name of a kernel.
         measured: Whether `calibrate` measured the rate.
-        here: Text on whether the kernel can be used on this machine.
+        here: Text on whether the kernel can be used on this machine; "" if this is unknown.
         seconds: Kernel name -> predicted seconds of a step, for other kernels with a published
             rate.
     """
@@ -43,7 +44,7 @@ class AssumedKernel:
 
     @property
     def described(self) -> str:
-        """Text on one line: the kernel, and the times with other kernels."""
+        """Line of output: the kernel, and predicted times of a step with other kernels."""
         if self.measured:
             return "attention kernel: measured by calibrate; `auto` selects it on this cluster"
         if self.name is None:
@@ -69,7 +70,7 @@ class AssumedKernel:
 
 
 def titled(name: str) -> str:
-    """Return a kernel's name with its full name, such as "flash3 (FlashAttention 3)"."""
+    """Return the short and the full name of a kernel, such as "flash3 (FlashAttention 3)"."""
     return f"{name} ({TITLES[name]})" if name in TITLES else name
 
 
@@ -80,7 +81,7 @@ def of_forecast(
 
     Args:
         cluster: The cluster of the forecast.
-        seconds_on: Function that returns the seconds of a step on another cluster.
+        seconds_on: Function that returns the predicted seconds of a step on a cluster.
         documents: Whether documents are packed.
     """
     if cluster.kernels_measured:
@@ -94,7 +95,7 @@ def of_forecast(
 
 
 def installed_here(name: str | None) -> str:
-    """Describe whether a kernel can be used here, as the doctor does; "" for unknown names."""
+    """Return a text on whether a kernel can be used on this machine; "" for unknown kernels."""
     if name not in TITLES:
         return ""
     if not any(path.exists() for path in DRIVER) or importlib.util.find_spec("torch") is None:

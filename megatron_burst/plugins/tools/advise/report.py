@@ -85,7 +85,7 @@ def show(advice: Advice, command: Sequence[str] = ()) -> None:
 
 
 def layers_text(model: Model) -> str:
-    """Return the number of layers of each kind, with windows and chunks in tokens."""
+    """Return the numbers of layers by kind, such as "4 full attention, 20 window of 1,024"."""
     names = {FULL: "full attention", WINDOW: f"window of {model.window:,}",
              CHUNKED: f"chunks of {model.chunk:,}", "none": "MLP alone",
              MIXER: model.mixer.name if model.mixer is not None else MIXER}  # fmt: skip
@@ -93,7 +93,7 @@ def layers_text(model: Model) -> str:
 
 
 def headline(advice: Advice) -> str:
-    """Return a line with the model, the training and the cluster."""
+    """Return a line with the model, the tokens per sequence and step, and the cluster."""
     want, cluster = advice.want, advice.cluster
     packs = "packs of " if advice.lengths else "sequences of "
     return (
@@ -138,7 +138,11 @@ def ranking(advice: Advice) -> Table:
 
 
 def stages_text(model: Model, run: Settings) -> str:
-    """Return numbers of stages and virtual stages, or layers per stage: "4 of 15, 2 x 16, 14"."""
+    """Return the pipeline stages as a text.
+
+    "4" means 4 stages, "4 x 2" means 4 stages with 2 virtual stages each, and "4 of 15, 2 x 16, 14"
+    means 4 stages with 15, 16, 16 and 14 layers.
+    """
     first, *middle, last = stage_layers(model, run) * (2 if run.pp == 1 else 1)
     if len({first, *middle, last}) > 1:
         between = f"{len(middle)} x {middle[0]}, " if middle else ""
@@ -165,7 +169,7 @@ def fitting(table: Table, console: Console) -> tuple[Table, list[str]]:
 
 
 def _least_width(table: Table) -> int:
-    """Return the minimum width of a table in characters, if cells wrap at spaces."""
+    """Return the minimum width of a table in characters. Left-aligned cells wrap at spaces."""
     widths = [
         max(len(word) for cell in (column.header, *column.cells)
             for word in (str(cell).split() if column.justify == "left" else [str(cell)]))
@@ -175,7 +179,10 @@ def _least_width(table: Table) -> int:
 
 
 def grid_text(run: Settings) -> str:
-    """Return the context-parallel grid as "16 = 8 x 2" (per node x nodes), and shared heads."""
+    """Return the context-parallel size, such as "16 = 8 x 2" (ranks per node x nodes).
+
+    If ranks share heads, the text also contains their number and the size of the rings.
+    """
     intra = run.intra or run.cp
     text = str(run.cp)
     if 1 < intra < run.cp:
@@ -186,7 +193,7 @@ def grid_text(run: Settings) -> str:
 
 
 def batches_text(run: Settings) -> str:
-    """Return the number of micro-batches of a rank, and of sequences per micro-batch."""
+    """Return "4 x 2" for 4 micro-batches of 2 sequences per rank and step, "4" for 1 sequence."""
     count = str(run.micro_batches)
     return f"{count} x {run.micro_batch}" if run.micro_batch > 1 else count
 
@@ -230,7 +237,7 @@ def _show_time(console: Console, advice: Advice) -> None:
 
 
 def memory_table(account: Account, cluster: Cluster, title: str) -> Table:
-    """Return a table of the bytes at an account's peak by item, and of the available memory."""
+    """Return a table with the bytes of each item at an account's peak, and the available memory."""
     peak = account.peak
     table = Table(Column(title), Column("bytes per GPU", justify="right"),
                   Column("share", justify="right"), box=None, pad_edge=False)  # fmt: skip
@@ -312,7 +319,7 @@ def launched(cluster: Cluster, script: str) -> list[str]:
 
 
 def _vocabulary(advice: Advice, command: Sequence[str]) -> str:
-    """Return a note on the assumed vocabulary if the command has no --vocab-size."""
+    """Return a note on the assumed vocabulary; "" if the command has --vocab-size."""
     if any(word.split("=")[0] == "--vocab-size" for word in command):
         return ""
     return (
@@ -321,7 +328,7 @@ def _vocabulary(advice: Advice, command: Sequence[str]) -> str:
 
 
 def facts(advice: Advice, command: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the advice as plain data for JSON, in bytes and seconds."""
+    """Return the advice as plain data for JSON, in bytes and seconds; `command` as in `show`."""
     cluster = advice.cluster
     return {
         "model": advice.model.name,
@@ -345,14 +352,14 @@ def facts(advice: Advice, command: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _flags(advice: Advice, command: Sequence[str]) -> list[str]:
-    """Return the flags to paste; if there is a command, only the flags of the run."""
+    """Return the recommended flags, without flags of the model if `command` describes it."""
     if command:
         return run_flags(advice.model, advice.best.run, advice.cut)
     return advice.flags()
 
 
 def configuration_facts(configuration: Configuration, cluster: Cluster) -> dict[str, Any]:
-    """Return one configuration as plain data for JSON."""
+    """Return one configuration as plain data for JSON, in bytes and seconds."""
     run, time, peak = configuration.run, configuration.time, configuration.account.peak
     names = ("tp", "pp", *ENDS, "vpp", "ep", "cp", "dp", "micro_batch", "micro_batches")
     return {

@@ -2,11 +2,11 @@
 """Predicted time and memory of Megatron's own context parallelism, for comparison.
 
 There are four kinds (`--cp-comm-type`). The simulator predicts their times, with the same rates and
-kernels as for our algorithms. The model follows Transformer Engine's `context_parallel.py`
+kernels as for our algorithms. The predictions follow Transformer Engine's `context_parallel.py`
 (2.20.0.dev0, commit d0067d0d, August 2026):
 
 - `p2p`: one ring over all ranks in rank order. Whole chunks of keys and values are sent, even if
-  the mask hides them; in backward also their gradients. All messages have the dtype of the keys.
+  the mask hides them. Backward also sends their gradients. All messages have the dtype of the keys.
   The chunks of all ranks and the partial results of all steps stay allocated until forward ends.
 - `a2a`: an all-to-all sends q, k and v to the ranks that compute their heads, and the results back.
   The number of ranks must divide the query heads and the key/value heads.
@@ -24,9 +24,9 @@ request 2994: B200, all four kinds, not MXFP8). Two options of Transformer Engin
 FP8, and `NO_LOAD_BALANCE` (pull request 3221, experimental), with which `all_gather` accepts the
 contiguous layout and the last rank has the most pairs.
 
-Where details are unknown, the estimate favours Megatron. Copies that reorder gathered rows take no
-time. Kernels are not slower on short pieces of documents. Padding is not attended to. All packs of
-a step are equal.
+If details are unknown, the estimate favours Megatron. It assumes that copies that reorder gathered
+rows take no time, that kernels are not slower on short pieces of documents, that padding is not
+attended to, and that all packs of a step are equal.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ RingOf = Callable[[Topology, Nodes, int, bool], PreparedSchedule]
 
 @dataclass(frozen=True)
 class Rival:
-    """Estimate for one kind of Megatron's context parallelism.
+    """Predicted time and memory of one kind of Megatron's context parallelism.
 
     Attributes:
         kind: Value of `--cp-comm-type`.
-        refused: Reason why the kind is not supported; "" if it is supported. The following fields
-            are set only in this case.
+        refused: Reason why the kind is not supported. If it is supported, this is "", and all other
+            fields are set.
         run: Settings of the run with this kind.
-        recompute: Recomputation, a key of `RECOMPUTE`.
+        recompute: Recomputation, an entry of `RECOMPUTE`.
         time: Predicted time of a step.
         attention: Predicted time of one call of full attention.
         bytes: Peak of GPU memory in bytes.
@@ -110,7 +110,7 @@ class Rival:
 def rivals(
     model: Model, cluster: Cluster, run: Settings, lengths: Sequence[int] = ()
 ) -> list[Rival]:
-    """Return estimates of all kinds with the parallel sizes of a run.
+    """Return an estimate of every kind with the parallel sizes of a run.
 
     Without context parallelism all kinds are equal, so one estimate is returned.
 
@@ -129,7 +129,7 @@ def rival(
 ) -> Rival:
     """Return the estimate for one kind, with the fastest recomputation that fits.
 
-    If none fits, the recomputation with the least memory is taken.
+    If none fits, the estimate has the recomputation with the least memory.
     """
     if reason := refused(kind, model, cluster, run):
         return Rival(kind, reason)
@@ -146,7 +146,7 @@ def _timed(
     kind: Kind, model: Model, cluster: Cluster, run: Settings, lengths: Sequence[int],
     ring: RingOf | None = None,
 ) -> list[Rival]:  # fmt: skip
-    """Return estimates of a kind with each recomputation, fastest first; `bytes` is not set."""
+    """Return an estimate per entry of `RECOMPUTE`, fastest first, without `bytes` and `fits`."""
     own = settings(kind, model, cluster, run, lengths)
     calls = cache(lambda window: attention(kind, model, cluster, own, window, lengths, ring))
     timed = []
@@ -159,7 +159,7 @@ def _timed(
 
 
 def _fitted(estimate: Rival, model: Model, cluster: Cluster) -> Rival:
-    """Return the estimate with `bytes` and `fits` set."""
+    """Return the estimate with `bytes` and `fits` computed."""
     assert estimate.run is not None
     size = peak_bytes(estimate.kind, model, estimate.run, estimate.recompute)
     return replace(estimate, bytes=size, fits=size <= cluster.room)
@@ -169,15 +169,16 @@ def fastest(
     model: Model, cluster: Cluster, goal: TrainingGoal, kinds: Sequence[Kind] = KINDS,
     lengths: Sequence[int] = (),
 ) -> Rival | None:  # fmt: skip
-    """Search kinds and parallel sizes; return the fastest that fits, None if none fits.
+    """Return the fastest estimate that fits into memory, over kinds and parallel sizes.
 
-    Parallel sizes and optimizer settings that the user has fixed are kept.
+    The result is None if no estimate fits. Parallel sizes and optimizer settings that the user has
+    fixed are not searched.
 
     Args:
         model: Shape of the model.
         cluster: Cluster of GPUs.
         goal: Goal of the search.
-        kinds: Kinds to try.
+        kinds: Kinds of context parallelism to try, values of `--cp-comm-type`.
         lengths: Lengths of the documents of a pack; () without packed documents.
     """
     pinned = {name: groups for name, groups in goal.pinned.items() if name in KEPT_CHOICES}
@@ -212,7 +213,7 @@ def fastest(
 
 
 def _may_fit(model: Model, cluster: Cluster, run: Settings) -> bool:
-    """Return whether a lower bound on memory fits: states, inputs of layers, and logits."""
+    """Return False if the states and layer inputs, or the logits alone, exceed GPU memory."""
     logits = run.rows * model.vocabulary / run.tp * run.logits_bytes
     states = least_bytes(model, replace(run, recompute="full"))
     return states <= cluster.room and logits <= cluster.room
@@ -224,7 +225,7 @@ def _seconds(timed: Rival) -> float:
 
 
 def refused(kind: Kind, model: Model, cluster: Cluster, run: Settings) -> str:
-    """Return the reason why a kind does not support these parallel sizes; "" if it does."""
+    """Return the reason why a kind does not support a model with a run's parallel sizes, or ""."""
     if run.cp == 1:
         return ""
     if model.indexer is not None and kind != "all_gather":
@@ -263,7 +264,7 @@ def shared(model: Model, cluster: Cluster, run: Settings) -> int:
 def settings(
     kind: Kind, model: Model, cluster: Cluster, run: Settings, lengths: Sequence[int] = ()
 ) -> Settings:
-    """Return settings of Megatron's own context parallelism with a run's parallel sizes.
+    """Return settings that describe Megatron's own context parallelism with the sizes of `run`.
 
     Megatron computes the loss separately from the LM head and does not offload activations. Padding
     of documents increases `seq`.
@@ -287,13 +288,13 @@ def attention(
     """Return the time of one attention call.
 
     Args:
-        kind: Kind of `--cp-comm-type`.
+        kind: Value of `--cp-comm-type`.
         model: Shape of the model.
         cluster: Cluster of GPUs.
         run: Result of `settings`.
         window: Tokens that a query attends to (sliding window); 0 for full causal attention.
-        lengths: Lengths of documents without padding.
-        ring: Function that returns schedules, for example a cached one.
+        lengths: Lengths of documents without padding; () without packed documents.
+        ring: Function to call instead of `_ring`, for example a cached one.
     """
     rates, topology = cluster.rank_rates(documents=bool(lengths)), topology_of(cluster, run)
     if model.indexer is not None:
@@ -318,7 +319,10 @@ def attention(
 
 
 def _ring(topology: Topology, nodes: Nodes, tokens: int, forward: bool) -> PreparedSchedule:
-    """Return the schedule of forward or backward in which every rank's rows go around the ring."""
+    """Return the schedule of a ring that sends every rank's keys and values to all other ranks.
+
+    `tokens` is the number of rows per rank. `forward` selects the schedule of forward or backward.
+    """
     grid = Grid(topology.inter_size, topology.intra_size)
     want = all_visible(topology.ring_size, tokens)
     schedule = (
@@ -330,11 +334,11 @@ def _ring(topology: Topology, nodes: Nodes, tokens: int, forward: bool) -> Prepa
 
 
 def pairs(lengths: Sequence[int], ranks: int, window: int = 0) -> np.ndarray:
-    """Return the visible pairs of each rank's queries and each rank's keys, float [G, G].
+    """Return the number of visible pairs of queries of rank i and keys of rank j, float [i, j].
 
-    Zigzag cuts every document: rank i has pieces i and 2 G - 1 - i of 2 G. Between different ranks
-    two full squares of pieces are visible. On the diagonal one square and two triangles are
-    visible.
+    Zigzag cuts every document into 2 G pieces for G ranks, and rank i has pieces i and 2 G - 1 - i.
+    Of the four pairs of pieces of two ranks, two are fully visible. Of the four pairs of pieces of
+    one rank, one is fully visible, and two are causal. With a window, pairs are spread evenly.
 
     Args:
         lengths: Lengths of documents in tokens.
@@ -354,8 +358,9 @@ def _gathered(
 ) -> PassTime:
     """Return the time of forward or backward of `all_gather`.
 
-    Each pass gathers all keys and values and launches two kernels. Backward also reduce-scatters
-    all gradients. Communication does not overlap with compute.
+    `seconds` are kernel times for queries of rank i and keys of rank j, [i, j]. Each pass gathers
+    all keys and values and launches two kernels. Backward also reduce-scatters all gradients.
+    Communication does not overlap with compute.
     """
     rates, x = cluster.rank_rates(), LayerSizes.of(model, run)
     moved = ring_seconds(cluster, run.cp, run.tp, whole_bytes(x, run)) * (1 if forward else 2)
@@ -369,7 +374,7 @@ def _gathered(
 
 
 def _sparse(cluster: Cluster, run: Settings, model: Model) -> AttentionTime:
-    """Return the time of Megatron's sparse attention.
+    """Return the time of one call of Megatron's sparse attention.
 
     Forward gathers index keys, selects keys, gathers latents and computes attention. Backward
     computes attention and reduce-scatters gradients. Communication does not overlap with compute.
@@ -407,7 +412,7 @@ def whole_bytes(x: LayerSizes, run: Settings) -> int:
 
 
 def peak_bytes(kind: Kind, model: Model, run: Settings, recompute: str) -> int:
-    """Return the bytes at the peak of the rank that needs the most memory.
+    """Return the peak of GPU memory in bytes, on the rank that needs the most.
 
     Selective recomputation saves q, k, v, results of attention, and the input of the MLP half.
     """
@@ -426,7 +431,7 @@ def peak_bytes(kind: Kind, model: Model, run: Settings, recompute: str) -> int:
 
 
 def core(kind: Kind, x: LayerSizes, run: Settings) -> Core:
-    """Return the memory of one layer's core attention on the rank with the most.
+    """Return the memory of one layer's core attention, on the rank that needs the most.
 
     Source: see the module docstring. p2p: forward allocates chunks of all ranks and a partial
     result of each step; backward allocates two buffers of keys, values and their gradients.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of a run on which memory and time depend: parallel sizes and options."""
+"""`Settings`: the parallel sizes and options of a run that affect its memory and time."""
 
 from __future__ import annotations
 
@@ -31,25 +31,28 @@ ENDS = ("first_layers", "last_layers")
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a run. Fields annotated with a help text have a flag of the same name.
+    """Settings of a training run.
+
+    Fields annotated with a help text have a flag of the same name in `advise` or `memory`.
 
     Attributes:
         seq: Tokens of a sequence, over all context-parallel ranks.
         logits_bytes: Bytes per logit if the loss is not fused (lm_head_loss "off"): one bf16 and
             two fp32 copies.
-        window_algorithm: Algorithm of sliding-window layers; None for `algorithm`. Training chooses
-            it with `--context-parallel-algo auto`.
+        window_algorithm: Attention algorithm of sliding-window layers; None to use `algorithm`. In
+            training, `--context-parallel-algo auto` chooses it.
         chunk_algorithm: Like `window_algorithm`, for layers with chunked attention.
-        kernel: Attention kernel; None for the fastest one.
-        rope_local: Whether rotary tables have only this rank's rows, instead of the whole sequence.
+        kernel: Name of the attention kernel; None for the fastest kernel.
+        rope_local: Whether rotary tables contain only this rank's positions, instead of the
+            positions of the whole sequence.
         intra: Context-parallel ranks per node; None to derive the number from the cluster.
-        inner: Ranks of an inner ring; None for the ranks of a node.
-        route: "auto" as in training; "ring" forwards chunks along the ring even if few rows are
-            needed.
+        inner: Ranks of an inner ring; None for all ranks of the ring that are on one node.
+        route: "ring": ranks forward chunks along the ring. "direct": the owner of a chunk sends it
+            to each rank that needs it. "auto": the route with fewer bytes, as in training.
         gathered: Number of layers whose parameters are gathered at the same time with `fsdp`
             (ZeRO-3).
-        chunks_on_host: Whether queries, keys, values and results of all row chunks but two are in
-            host memory. This models FPDT; the package has no such flag.
+        chunks_on_host: Whether queries, keys, values and results of all row chunks except two are
+            in host memory. This models FPDT; the package has no such flag.
     """
 
     seq: int
@@ -115,29 +118,29 @@ class Settings:
 
     @property
     def rows(self) -> int:
-        """Rows of a context-parallel rank, over all sequences of a micro-batch."""
+        """Rows of a context-parallel rank in all sequences of a micro-batch."""
         return self.seq // self.cp * self.micro_batch
 
     @property
     def by_kind(self) -> dict[str, str]:
-        """Kind of layers -> algorithm, for kinds whose algorithm differs from `algorithm`."""
+        """Kind of layers -> attention algorithm, for kinds that do not use `algorithm`."""
         own = {WINDOW: self.window_algorithm, CHUNKED: self.chunk_algorithm}
         return {kind: algorithm for kind, algorithm in own.items() if algorithm is not None}
 
     @property
     def keys_on_host(self) -> bool:
-        """True if keys of other ranks are in host memory between row chunks of a forward."""
+        """True if forward keeps other ranks' keys in host memory between row chunks."""
         ring = ALGORITHMS.get(ring_algorithm(self.algorithm))
         offloaded = self.offload > 0 and ring is not None and ring.keeps
         return offloaded and self.sequence_chunks > 1 and self.cp > self.ulysses
 
     def uniform(self) -> Settings:
-        """Return the settings with `algorithm` in all kinds of layers."""
+        """Return the settings with `algorithm` for all kinds of layers."""
         return replace(self, window_algorithm=None, chunk_algorithm=None)
 
     @property
     def uneven(self) -> bool:
-        """True if the number of layers of the first or the last stage is set."""
+        """True if the first or the last pipeline stage has its own number of layers."""
         return self.first_layers is not None or self.last_layers is not None
 
     @property
@@ -147,10 +150,10 @@ class Settings:
 
 
 def selection_text(model: Model, run: Settings) -> str | None:
-    """Return a sentence on sparse attention and the bytes that each rank sends.
+    """Describe sparse attention in a sentence: numbers of selected keys and of sent bytes.
 
     Returns:
-        One sentence, or None without sparse attention.
+        The sentence; None if the model has no sparse attention.
     """
     if (index := model.indexer) is None or (low := model.latent) is None:
         return None
@@ -214,7 +217,7 @@ def check(model: Model, run: Settings) -> None:
 
 
 def stage_layers(model: Model, run: Settings) -> list[int]:
-    """Return the number of layers of each pipeline stage.
+    """Return a list with the number of layers of each pipeline stage.
 
     Args:
         model: Shape of the model.
@@ -245,7 +248,7 @@ def stage_layers(model: Model, run: Settings) -> list[int]:
 
 
 def uneven_rounds(run: Settings) -> str:
-    """Return the reason why the number of micro-batches does not fit virtual stages, or ""."""
+    """Return an error message if virtual stages exclude this number of micro-batches, else ""."""
     if run.vpp == 1 or run.micro_batches % run.pp == 0:
         return ""
     return (
@@ -255,9 +258,10 @@ def uneven_rounds(run: Settings) -> str:
 
 
 def uneven_ends(layers: int, stages: int) -> tuple[int, int] | None:
-    """Choose numbers of layers for the first and the last stage, fewer than for other stages.
+    """Return numbers of layers for the first and the last pipeline stage.
 
-    These stages also have the embedding and the loss. None if there are too few layers.
+    These stages have at most as many layers as the other stages, because they also have the
+    embedding and the loss. The result is None if there are too few layers, or only one stage.
 
     Args:
         layers: Number of layers of the model.
@@ -269,7 +273,7 @@ def uneven_ends(layers: int, stages: int) -> tuple[int, int] | None:
 
 
 def _one_of(numbers: Sequence[int]) -> str:
-    """Return possible values in words: "4", or "one of 1, 2, 4"."""
+    """Return the possible values of a setting in words: "4", or "one of 1, 2, 4"."""
     return f"{'one of ' if len(numbers) > 1 else ''}{', '.join(map(str, numbers))}"
 
 
@@ -294,7 +298,7 @@ def check_carried(model: Model, layout: str) -> None:
 
 
 def check_fields(run: Settings) -> None:
-    """Raise ValueError if a field has a value of the wrong type."""
+    """Raise ValueError if a field has a value of a wrong type or outside its range."""
     wrong = []
     for name, kind in _TYPES.items():
         problem = problem_of(kind, getattr(run, name), 0 if name.endswith("_bytes") else 1)
@@ -307,12 +311,12 @@ _TYPES = get_type_hints(Settings)
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of `advise` and `memory` for a field."""
+    """Return the command-line flag of a field, such as "--mlp-tiles" for "mlp_tiles"."""
     return f"--{name.replace('_', '-')}"
 
 
 def _check_heads(model: Model, run: Settings) -> None:
-    """Raise ValueError if a rank's heads are not divisible by `ulysses` or `head_chunks`."""
+    """Raise ValueError if a model's heads or its sparse attention do not support the settings."""
     heads, kv_heads = model.heads // run.tp, max(1, model.kv_heads // run.tp)
 
     def fits(ranks: int) -> bool:
@@ -358,7 +362,7 @@ def _check_heads(model: Model, run: Settings) -> None:
 
 
 def _check_kind(model: Model, run: Settings, kind: str, algorithm: str) -> None:
-    """Raise ValueError if layers of this kind cannot have their own algorithm."""
+    """Raise ValueError if layers of a kind cannot have their own attention algorithm."""
     name = {WINDOW: "window_algorithm", CHUNKED: "chunk_algorithm"}[kind]
     field_text = f"{name} {algorithm}"
     if algorithm not in ALGORITHMS:
@@ -375,10 +379,10 @@ def _check_kind(model: Model, run: Settings, kind: str, algorithm: str) -> None:
 
 
 def _check_mixer(model: Model, run: Settings) -> None:
-    """Raise ValueError if the number of ranks does not divide the heads of a mixer.
+    """Raise ValueError if ranks cannot share the heads of linear-attention layers equally.
 
-    The context-parallel size matters only for Megatron's exchange of heads; a scan of states
-    supports any size.
+    The context-parallel size matters only with `linear="megatron"`, which exchanges heads. Scans of
+    states support any context-parallel size.
     """
     mixer, shared = model.mixer, run.linear == "megatron" and run.cp > 1
     if mixer is None or model.carried(run.tp, run.cp if shared else 1):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`mb.simulate`: predict the time of one attention call, one layer or one step.
 
-This is the public interface to the forecast that `advise` also uses.
+This is the public interface to the predictions that `advise` also uses.
 """
 
 from __future__ import annotations

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Analytical memory of one rank over a training step, tensor by tensor."""
+"""Predicted memory of one rank during a training step, computed tensor by tensor."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory account: bytes of one rank by item (such as "optimizer"), over one training step.
 
-The account allocates and frees every tensor on a `tape`, in the order in which training does. The
-tape yields the peak of each phase and the items at the peak. Temporary tensors of a kernel are
+To compute it, every tensor is allocated and freed on a `tape.Tape`, in the order of training. The
+tape records the peak of each phase and the items at the peak. Temporary tensors of a kernel are
 counted if they have as many rows as the input of the kernel. Memory of CUDA, NCCL and the allocator
-(`Cluster.reserve`) and gradients of norms and biases in transit are not counted.
+(`Cluster.reserve`) and temporary gradients of norms and biases are not counted.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Account:
     Attributes:
         model: Shape of the model.
         run: Settings of the run.
-        states: Bytes by item of parameters, gradients and optimizer, which exist during the whole
-            step.
+        states: Item ("parameters", "gradients", "optimizer") -> bytes that are allocated during the
+            whole step.
         moments: Snapshots of the memory during a step, including `states`.
-        host: Bytes of this rank's host memory by item.
+        host: Item -> bytes of host memory of this rank.
     """
 
     model: Model
@@ -44,12 +44,12 @@ class Account:
 
     @cached_property
     def peak(self) -> Moment:
-        """The moment with the most bytes."""
+        """Moment with the most bytes of GPU memory."""
         return max(self.moments, key=lambda moment: moment.bytes)
 
     @property
     def peaks(self) -> list[Moment]:
-        """The moment with the most bytes of each phase, in order."""
+        """For each phase, in order, the moment with the most bytes of GPU memory."""
         return peaks(self.moments)
 
     @property
@@ -69,7 +69,8 @@ class MemoryLeft(NamedTuple):
     Attributes:
         device: Unused bytes of GPU memory.
         host: Unused bytes of host memory.
-        binds: Scarcer memory: "host memory", or "GPU memory: " and the largest item.
+        binds: Memory with the smaller unused fraction: "host memory", or "GPU memory: " and the
+            largest item.
     """
 
     device: float
@@ -90,7 +91,7 @@ def account(model: Model, run: Settings, every: bool = True, core_of: CoreOf = c
         run: Settings of the run.
         every: Keep all moments and simulate all layers. False keeps the peak of each phase and
             skips layers that cannot set a new peak, which suffices for a search.
-        core_of: Function that returns the memory of core attention.
+        core_of: Function that returns the memory of core attention, such as `rings.core_of`.
 
     Raises:
         ValueError: The settings are impossible for the model.
@@ -103,14 +104,14 @@ def account(model: Model, run: Settings, every: bool = True, core_of: CoreOf = c
 def fullest_stages(run: Settings) -> list[int]:
     """Return the pipeline stages that may need the most memory.
 
-    The first stage has the most micro-batches in flight and the last has the LM head. If stages
-    between them have more layers, the earliest of these stages is included.
+    The first stage has the most micro-batches in flight, and the last stage has the LM head. If
+    one of them has its own number of layers, the second stage is included, too.
     """
     return sorted({0, run.pp - 1, *([1] if run.uneven and run.pp > 2 else [])})
 
 
 def fit(rank_account: Account, cluster: Cluster) -> MemoryLeft:
-    """Return the unused memory per GPU of a cluster, given the account of a run."""
+    """Return the memory per GPU of a cluster that a run with this account does not use."""
     items = rank_account.peak.items
     device = cluster.room - rank_account.peak.bytes
     host = cluster.host_per_rank - rank_account.host_bytes
@@ -134,10 +135,10 @@ def _of_stage(model: Model, run: Settings, stage: int, every: bool, core_of: Cor
 
 
 def states_of(model: Model, run: Settings, stage: int) -> tuple[dict[str, int], int]:
-    """Return bytes of parameters, gradients and optimizer of a rank.
+    """Return the GPU bytes of a rank's states by item, and the host bytes of its optimizer.
 
-    The result is (GPU bytes by item, host bytes). With `fsdp`, parameters and gradients are sharded
-    like the optimizer; the module `steps` counts the gathered parameters.
+    States are parameters, gradients and the optimizer. With `fsdp`, parameters and gradients are
+    sharded like the optimizer; the module `steps` counts the gathered parameters.
     """
     dense, experts = parameters(model, run, stage)
     ranks = run.dp * run.cp
@@ -153,9 +154,10 @@ def states_of(model: Model, run: Settings, stage: int) -> tuple[dict[str, int], 
 
 
 def parameters(model: Model, run: Settings, stage: int) -> tuple[float, float]:
-    """Return (dense parameters, expert parameters) of one rank of a pipeline stage.
+    """Return the numbers of dense and of expert parameters on one rank of a pipeline stage.
 
-    Dense parameters are replicated over data-parallel ranks.
+    Dense parameters except norms are split over tensor-parallel ranks. Experts are split over
+    tensor- and expert-parallel ranks.
     """
     ends = (stage == 0) + (stage == run.pp - 1 and not (model.tied and run.pp == 1))
     shared, experts = ends * model.vocabulary * model.hidden, 0
@@ -167,7 +169,7 @@ def parameters(model: Model, run: Settings, stage: int) -> tuple[float, float]:
 
 
 def least_bytes(model: Model, run: Settings) -> float:
-    """Return a lower bound on GPU memory in bytes: states, and activations kept between layers."""
+    """Return a lower bound on GPU memory in bytes: states, and activations kept for backward."""
     plain = model.attentions == model.mlps == model.layers
     rows, hidden = run.rows, run.rows / run.tp * model.hidden
     out = rows * (model.heads // run.tp) * model.value_dim

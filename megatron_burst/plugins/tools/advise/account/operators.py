@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention half and the MLP half of a transformer layer as lists of operators.
+"""The attention half and the MLP half of a transformer layer as lists of operators (`tape.Op`).
 
 Each operator lists the tensors that the modules of Megatron allocate and save for autograd.
 `Settings.path` selects the modules. "gpu" means Transformer Engine's fused norm and linear modules,
@@ -7,9 +7,8 @@ fused rope and SwiGLU, and weight gradients that are accumulated in place. "cpu"
 local modules: torch's RMSNorm in fp32, rope of several operators, SwiGLU as silu and product, and
 separate weight gradients. Activations are bf16, statistics fp32.
 
-Letters: R rows of a context-parallel rank (or of a row chunk), n rows of a tensor-parallel rank
-with sequence parallelism. Widths: h hidden states, a heads times width, c keys and values together,
-f MLP.
+`rows` are rows of a context-parallel rank, or of a row chunk. n = rows / TP are rows of a
+tensor-parallel rank with sequence parallelism.
 """
 
 from __future__ import annotations
@@ -35,20 +34,21 @@ class LayerSizes:
         kv_heads: Key/value heads.
         width: Width of a query or key head.
         value_width: Width of a value head.
-        ffn: Width of the MLP, or of all experts that process a row.
+        ffn: Width of the MLP, or total width of the experts that process a row.
         experts: Number of experts that process a row.
         gated: Whether the MLP has a gate.
         tp: Tensor-parallel ranks.
-        cpu: Whether the modules are Megatron's local modules.
+        cpu: Whether the modules are Megatron's local modules (`Settings.path` is "cpu").
         gate: Whether attention's result is multiplied by a gate.
-        latent: Width of all latents of multi-head latent attention; not split over ranks.
-        up: Width of the keys and values to which latents are projected up.
+        latent: Total width of the latents of multi-head latent attention, which are not split over
+            ranks; 0 for other attention.
+        up: Width of the keys and values that are projected from latents.
         mixer: Linear attention of the layer, on this rank; None for softmax attention.
         batch: Sequences of a micro-batch.
-        indexer: Indexer of sparse attention; None without. Core attention then has the sizes
-            `absorbed`.
-        kv_rank: Width of the compressed keys and values of a latent.
-        rope: Width of the rotary part of a latent.
+        indexer: Indexer of sparse attention, whose core attention has the sizes `absorbed`; None
+            for dense attention.
+        kv_rank: Width of the latent from which keys and values are projected.
+        rope: Width of the rotary part of a key.
     """
 
     hidden: int
@@ -72,16 +72,16 @@ class LayerSizes:
 
     @property
     def absorbed(self) -> LayerSizes:
-        """Sizes of core attention if attention is sparse.
+        """Sizes of sparse core attention, which computes on latents.
 
-        All heads share latents as keys, whose first columns are the values.
+        All query heads share one key head: a latent and the rotary part. The latent is the value.
         """
         width = self.kv_rank + self.rope
         return replace(self, kv_heads=1, width=width, value_width=self.kv_rank)
 
     @property
     def scan(self) -> Mixer | None:
-        """Mixer, if the memory of its scan is counted; otherwise None."""
+        """`mixer`, if its form of linear attention is known, so that its scan is counted."""
         return self.mixer if self.mixer is not None and self.mixer.form else None
 
     @property
@@ -112,7 +112,7 @@ class LayerSizes:
 
     @classmethod
     def of(cls, model: Model, run: Settings, sparse: bool | None = None) -> LayerSizes:
-        """Return the sizes of a layer of a model.
+        """Return the sizes of a layer of a model on one tensor-parallel rank.
 
         Args:
             model: Shape of the model.
@@ -155,15 +155,15 @@ class Core:
 
     Attributes:
         forward: Bytes of ring buffers in forward.
-        backward: Bytes of ring buffers in backward, without the sums of the rank's own gradients.
-        sums: Bytes of the sums of the rank's own gradients.
+        backward: Bytes of ring buffers in backward, without `sums`.
+        sums: Bytes of the buffers that accumulate the gradients of the rank's own q, k and v.
         keys: Number of key rows that one kernel call reads.
         store: Fraction of rows whose attention results are stored for the recomputation.
         heads_shared: Number of ranks that share heads.
         reordered: Whether rows are reordered after the all-to-all of ranks that share heads.
-        parts: Number of head chunks, whose results are concatenated.
+        parts: Number of head chunks, whose outputs are concatenated.
         wire: Bytes per element of gradients that are sent.
-        room: Minimum size of a message buffer in bytes (on a CPU).
+        room: Minimum size of a message buffer in bytes; 0 on a GPU.
     """
 
     forward: float = 0
@@ -179,7 +179,7 @@ class Core:
 
 
 def core_ops(x: LayerSizes, rows: int, core: Core) -> list[Op]:
-    """Return the operators of core attention over the ring.
+    """Return the operators of core attention of `rows` queries, computed on a ring of ranks.
 
     Forward accumulates out in fp32; backward accumulates dq, dk and dv in fp32. The kernel itself
     also allocates fp32 gradients on a GPU, and tiles of half the queries on a CPU.
@@ -204,7 +204,7 @@ def core_ops(x: LayerSizes, rows: int, core: Core) -> list[Op]:
 
 
 def _with_all_to_all(x: LayerSizes, rows: int, core: Core) -> list[Op]:
-    """Return the operators of core attention if ranks share heads (`execution.ulysses`).
+    """Return the operators of core attention of ranks that share heads (`execution.ulysses`).
 
     Ranks send copies of q, k and v to the ranks that compute their heads and receive out. Backward
     sends the gradient of out and receives the gradients of q, k and v. Saved for backward are the
@@ -223,7 +223,7 @@ def _with_all_to_all(x: LayerSizes, rows: int, core: Core) -> list[Op]:
     peers = core.heads_shared - 1
 
     def messages(size: float) -> float:
-        """Bytes sent to and received from the peers."""
+        """Return the bytes of packed messages for a tensor of `size` bytes; 0 on a GPU."""
         per_peer = size / core.heads_shared
         return peers * (per_peer + max(per_peer, core.room)) if x.cpu else 0.0
 
@@ -262,7 +262,7 @@ def attention_half(x: LayerSizes, rows: int, core: Core, prefix: str = "") -> Ha
         x: Sizes of the layer.
         rows: Number of rows.
         core: Memory of core attention.
-        prefix: Prefix of tensor names.
+        prefix: Prefix of tensor names on the tape.
     """
     n = rows / x.tp
     inputs = {"x": n * x.hidden * B}
@@ -287,7 +287,7 @@ def attention_half(x: LayerSizes, rows: int, core: Core, prefix: str = "") -> Ha
 
 
 def _latent(x: LayerSizes, rows: int) -> list[Op]:
-    """Return the operators of multi-head latent attention.
+    """Return the operators that compute q, k and v in multi-head latent attention.
 
     Each tensor-parallel rank projects its share of rows down to latents. The latents are normalized
     and projected up to heads.
@@ -306,10 +306,11 @@ def _latent(x: LayerSizes, rows: int) -> list[Op]:
 
 
 def _selected(x: LayerSizes, index: Indexer, rows: int, core: Core) -> list[Op]:
-    """Return the operators of key selection, and of attention of absorbed queries to latents.
+    """Return the operators of sparse attention: key selection, core attention, up-projection.
 
-    The selection saves int32 positions. Results of attention are projected up to values afterwards.
-    Messages of index keys are not counted, because messages of latents are larger.
+    The selection saves int32 positions of the selected keys. Core attention attends to latents, and
+    its outputs are projected up to the width of values. Ring buffers of index keys are estimated
+    from the ring buffers of latents.
     """
     y, chosen = x.absorbed, rows * index.top_k * 4
     index_q = {"index q": rows * index.heads * index.width * B}
@@ -334,7 +335,7 @@ def _selected(x: LayerSizes, index: Indexer, rows: int, core: Core) -> list[Op]:
 def mlp_half(x: LayerSizes, rows: int, prefix: str = "") -> Half:
     """Return the MLP half of a layer: norm, MLP and residual.
 
-    Rows are copied to experts and back.
+    If the MLP has experts, rows are copied to the experts and back.
     """
     n, wide, experts = rows / x.tp, (2 if x.gated else 1) * x.ffn, x.experts
     ops = norm_linear(x, rows, "x", "wide", wide, "fc1")
@@ -361,9 +362,9 @@ def norm_linear(x: LayerSizes, rows: int, source: str, made: str, wide: int, nam
     Args:
         x: Sizes of the layer.
         rows: Number of rows.
-        source: Name of the input.
-        made: Name of the result.
-        wide: Width of the result.
+        source: Name of the input tensor.
+        made: Name of the output tensor.
+        wide: Width of the output tensor.
         name: Name of the linear layer.
     """
     n, h = rows / x.tp, x.hidden
@@ -385,7 +386,7 @@ def norm_linear(x: LayerSizes, rows: int, source: str, made: str, wide: int, nam
 
 
 def _rope(x: LayerSizes, rows: int) -> list[Op]:
-    """Return the operators that copy q, rotate q and k and make v contiguous."""
+    """Return the operators that copy q, rotate q and k, and make v contiguous."""
     q, k, v = (rows * width * B for width in (x.query, x.keys, x.values))
     cut = Op("cut", ("mixed",), {"q": q})
     if not x.cpu:
@@ -412,9 +413,9 @@ def projection(x: LayerSizes, rows: int, source: str, wide: int, made: str, name
     Args:
         x: Sizes of the layer.
         rows: Number of rows.
-        source: Name of the input.
-        wide: Width of the input.
-        made: Name of the result.
+        source: Name of the input tensor.
+        wide: Width of the input tensor.
+        made: Name of the output tensor.
         name: Name of the linear layer.
     """
     item = ATTENTION if name == "proj" else MLP
@@ -429,7 +430,7 @@ PIECES = 2  # pieces of the sequence per rank, with layout zigzag
 
 
 def mixer_half(x: LayerSizes, rows: int, prefix: str = "") -> Half:
-    """Return the mixer half of a layer: norm, projections, linear attention and residual.
+    """Return the attention half of a layer with a mixer: norm, projections, mixer and residual.
 
     If `Mixer.form` is empty, only the projections are counted.
     """
@@ -448,7 +449,7 @@ def mixer_half(x: LayerSizes, rows: int, prefix: str = "") -> Half:
 
 
 def _linear_attention(x: LayerSizes, scan: Mixer, rows: int) -> list[Op]:
-    """Return the operators between the input projection and the output projection."""
+    """Return the operators of a mixer between its input and its output projection."""
     values, keys = rows * scan.values * B, rows * scan.keys * B
     ops, source = [], "mixed"
     if scan.taps:
@@ -473,7 +474,7 @@ def _linear_attention(x: LayerSizes, scan: Mixer, rows: int) -> list[Op]:
 
 
 def chunk_states(x: LayerSizes, scan: Mixer, rows: int) -> float:
-    """Return the bytes of the states at the beginning of all chunks.
+    """Return the bytes of the linear-attention states that are stored, one per chunk of rows.
 
     flash-linear-attention stores them in the dtype of keys, our kernel in fp32.
     """
@@ -484,8 +485,8 @@ def head_bytes(model: Model, run: Settings) -> dict[str, float]:
     """Return the bytes that the LM head and the loss allocate.
 
     Returns:
-        "while": during forward; "kept": from forward to backward; "back": during backward, if it
-            allocates.
+        Dict to bytes from "while" (allocated during forward), "kept" (from forward to backward) and
+        "back" (during backward; absent if nothing is allocated).
     """
     rows, columns = run.rows, model.vocabulary / run.tp
     hidden = rows / run.tp * model.hidden * B

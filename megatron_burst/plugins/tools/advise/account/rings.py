@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes of the ring buffers of core attention, from the schedules that a run would execute.
 
-`schedule.dry_run` runs these schedules with short shards. This module converts rows to bytes.
+`schedule.dry_run` simulates these schedules with short shards and counts rows of buffers. This
+module converts rows to bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def core_of(
         window: Tokens that a query attends to (sliding window); 0 for full causal attention.
 
     Returns:
-        The memory in addition to the tensors of the layer.
+        The memory in addition to q, k, v and out.
     """
     shared, x = run.ulysses, on_ring(x if x.indexer is None else x.absorbed, run)
     rows, chunk = run.rows * shared, run.rows * shared // run.sequence_chunks
@@ -83,12 +84,12 @@ def core_of(
 
 
 def cached_core_of() -> CoreOf:
-    """Return `core_of` with a cache of ring buffers; the cache serves all sequence lengths."""
+    """Return `core_of` with a cache of ring buffers, which all sequence lengths share."""
     return partial(core_of, buffers_of=cache(ring_held))
 
 
 def on_ring(x: LayerSizes, run: Settings) -> LayerSizes:
-    """Return the sizes on the ring, on which a rank has 1 / `run.ulysses` of the heads.
+    """Return the sizes of one rank on the ring, which has 1 / `run.ulysses` of the heads.
 
     If there are fewer key/value heads than ranks that share heads, each rank has a copy of one.
     """
@@ -99,7 +100,7 @@ def on_ring(x: LayerSizes, run: Settings) -> LayerSizes:
 def joins(sparse: bool) -> bool | None:
     """Return `Visibility.joined`: whether one kernel call reads all keys of a step.
 
-    True for sparse attention; None to let the algorithm decide.
+    The result is True for sparse attention. It is None otherwise: the algorithm decides.
     """
     return True if sparse else None
 
@@ -120,7 +121,7 @@ def visiting_rows(run: Settings, window: int = 0) -> int:
 
 
 def intra_of(run: Settings) -> int:
-    """Return the number of ranks of an inner ring: `run.inner`, or a ring's ranks on one node."""
+    """Return the number of ranks of an inner ring: `run.inner`, or the ring's ranks on one node."""
     size = run.cp // run.ulysses
     if run.inner is not None:
         return run.inner if size % run.inner == 0 else size
@@ -129,9 +130,10 @@ def intra_of(run: Settings) -> int:
 
 
 def side_by_bytes(run: Settings, sizes: RowSizes) -> str:
-    """Return the side ("kv" or "query") that backward sends; "auto" takes the one with fewer bytes.
+    """Return the tensors that ranks send in backward (the side): "kv" or "query".
 
-    Each row chunk of queries sends the keys around the ring once.
+    If `run.side` is "auto", this is the side with fewer bytes. Keys and values are sent once per
+    row chunk.
 
     Args:
         run: Settings of the run.
@@ -147,15 +149,15 @@ def side_by_bytes(run: Settings, sizes: RowSizes) -> str:
 def room_bytes(
     x: LayerSizes, run: Settings, of: RowSizes, side: str
 ) -> Callable[[str, int], float]:
-    """Return a function (kind of buffer, rows on the ring) -> bytes of one buffer.
+    """Return a function that converts the rows of a kind of ring buffer to bytes.
 
-    On a CPU each buffer has room for the longest message.
+    The kinds are the kinds of `HeldBuffers`. On a CPU each buffer has room for the longest message.
 
     Args:
         x: Sizes of a layer on the ring.
         run: Settings of the run.
-        of: Sizes of rows on the ring.
-        side: Side that is sent in backward.
+        of: Sizes of the tensors of one rank on the ring.
+        side: Side that is sent in backward: "kv" or "query".
     """
     least = 0.0
     per_row = {"kv": of.forward.kv, "query": of.backward.query, "dkv": x.kv * F,
@@ -187,20 +189,20 @@ def ring_held(
     algorithm: str, layout: str, cp: int, intra: int, side: str, wire: bool, packed: bool,
     joined: bool | None = None, before: int | None = None, host: bool = False,
 ) -> tuple[HeldBuffers, HeldBuffers]:  # fmt: skip
-    """Return the buffers of the rank with the most, in forward and in backward.
+    """Return the ring buffers in forward and in backward, of the rank with the most rows.
 
     Args:
         algorithm: Name of the ring algorithm.
         layout: Name of the layout; shards have `SHORT` rows.
         cp: Number of ranks of the ring.
         intra: Number of ranks of an inner ring.
-        side: Side that is sent in backward.
+        side: Side that is sent in backward: "kv" or "query".
         wire: Whether gradients are sent in bf16.
         packed: Whether messages are packed into one buffer (on a CPU).
         joined: Result of `joins`.
         before: Number of preceding rows that a query attends to; None for all.
-        host: Keys of other ranks are in host memory. Kernel calls of forward then read one chunk
-            each.
+        host: Whether keys of other ranks are in host memory, so that each kernel call of forward
+            reads one chunk.
     """
     intra = intra if cp % intra == 0 else cp
     grid = Grid(cp // intra, intra)
@@ -216,7 +218,7 @@ def most_held(
     algorithm: str, grid: Grid, seen: Visibility, sizes: RowSizes, side: str, ranks: Sequence[int],
     *, wire: bool, packed: bool, host: bool = False,
 ) -> tuple[HeldBuffers, HeldBuffers]:  # fmt: skip
-    """Return the buffers of the rank with the most among `ranks`, in forward and in backward."""
+    """Return `ring_held` for a grid and the visible pairs `seen`, considering only `ranks`."""
     name = ring_algorithm(algorithm)
     one_by_one = replace(seen, joined=False) if host else seen
     forward = cost.forward_schedule(name, grid, one_by_one, sizes)

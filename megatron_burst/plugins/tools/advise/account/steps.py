@@ -3,8 +3,8 @@
 
 `LayerWalk` simulates one layer on a `Tape`. The halves of a layer run whole, or in chunks and tiles
 of rows. Saved tensors remain until backward, or backward recomputes them from the layer's input.
-With a pipeline, the step is the backward of the oldest micro-batch; the other micro-batches in
-flight keep their activations.
+One micro-batch is simulated. With a pipeline, the activations of the other micro-batches in flight
+are added.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ INPUTS, BETWEEN, SUMS = "layer inputs", "between layers", "weight gradients of a
 
 
 class LayerWalk:
-    """Simulation of layers on a tape: allocations of forward and backward.
+    """Simulation of the allocations of layers on a tape, in forward and backward.
 
     Attributes:
         hidden: Bytes of a layer's input.
@@ -78,10 +78,10 @@ class LayerWalk:
         Args:
             part: Kinds of the halves of the layer.
             made: Name of the result on the tape.
-            item: Item as which the result is counted.
+            item: Item of the memory account to which the result belongs.
             time: "first", or "again" for a recomputation.
             grad: Keep the tensors that backward needs.
-            prefix: Prefix of tensor names.
+            prefix: Prefix of tensor names on the tape.
             left: (name, item, bytes) of further tensors that the attention half leaves allocated.
         """
         kinds = halves_of(part)
@@ -102,7 +102,8 @@ class LayerWalk:
     def backward_saved(self, part: LayerPart, prefix: str) -> None:
         """Simulate backward from the tensors that `forward` saved.
 
-        On the tape, "dy" is first the gradient of the layer's result, then of the layer's input.
+        The tensor "dy" on the tape is the gradient of the layer's result before the call, and of
+        the layer's input after the call.
         """
         for kind in reversed(halves_of(part)):
             half = self._half(part, kind, "first", prefix)
@@ -120,7 +121,10 @@ class LayerWalk:
         return tape.moments[-1].bytes
 
     def backward(self, part: LayerPart, name: str, left: tuple[str, str]) -> None:
-        """Recompute a layer, simulate backward and free the tensors `left` (input and store)."""
+        """Simulate recomputation and backward of a layer; then free its input and store (`left`).
+
+        `name` is the name of the layer in phases of the tape.
+        """
         tape, run, results = self.tape, self.run, []
         if self._in_pieces(part, ATTENTION):
             results = [("results", ATTENTION, self.out * (run.store < 1) * self.on_device)]
@@ -143,7 +147,7 @@ class LayerWalk:
         tape.move("dx", "dy", BETWEEN)
 
     def visiting(self, part: LayerPart) -> float:
-        """Return the bytes of keys of other ranks in host memory during the layer's forward."""
+        """Return the bytes of other ranks' keys and values in host memory during forward."""
         own = replace(self.run, algorithm=part.algorithm) if part.algorithm else self.run
         if not own.keys_on_host or not self._in_pieces(part, ATTENTION):
             return 0.0
@@ -151,7 +155,7 @@ class LayerWalk:
         return visiting_rows(own, window) * self.key_row
 
     def _in_pieces(self, part: LayerPart, kind: str) -> bool:
-        """Return whether a half (`kind`) of a layer runs in row chunks or tiles."""
+        """Return whether a half of a layer, ATTENTION or MLP, runs in row chunks or tiles."""
         if kind == MLP:
             return self.run.mlp_tiles > 1
         return self.run.sequence_chunks > 1 and part.attention not in (None, MIXER)
@@ -159,11 +163,12 @@ class LayerWalk:
     def _pieces(
         self, part: LayerPart, kind: str, time: str, made: str, item: str, *, grad: bool
     ) -> None:
-        """Simulate one piece (row chunk or tile) of a half, with `grad` also backward.
+        """Simulate one piece (row chunk or tile) of a half, with `grad` also its backward.
 
         All pieces have equal sizes, so one piece suffices. Tensors that exist during all pieces are
-        allocated first: keys and values of all rows, and results of all chunks. In backward these
-        are sums of gradients and the gradient of the input (named `made`).
+        allocated first. In forward these are keys and values of all rows, and results of all
+        chunks. In backward these are also sums of gradients. `made` is the name of the result, or
+        with `grad` of the gradient of the input.
         """
         tape, run, chunks = self.tape, self.run, kind == ATTENTION
         beside = [("keys", ATTENTION, self.keys * B * self.on_device)] if chunks else []
@@ -197,7 +202,7 @@ class LayerWalk:
     def _half(
         self, part: LayerPart, kind: str, time: str, prefix: str = "", rows: int | None = None
     ) -> Half:
-        """Return a half (`kind`) of a layer for `rows` rows (None: all), from a cache."""
+        """Return a half of a layer, ATTENTION or MLP, from a cache; `rows` None means all rows."""
         key = part, kind, time, prefix, rows
         if key not in self._halves:
             self._halves[key] = self._made(part, kind, time, prefix, rows or self.run.rows)
@@ -211,7 +216,7 @@ class LayerWalk:
         return attention_half(self.dense, rows, self._core(part, time), prefix)
 
     def _core(self, part: LayerPart, time: str) -> Core:
-        """Return the memory of a layer's core attention.
+        """Return the memory of a layer's core attention; `time` is "first" or "again".
 
         A layer without its own algorithm counts as full attention, which needs the most memory.
         """
@@ -224,7 +229,7 @@ class LayerWalk:
 
 
 def halves_of(part: LayerPart) -> list[str]:
-    """Return the halves of a layer, in order."""
+    """Return the halves of a layer in forward order: ATTENTION, MLP or both."""
     return [ATTENTION] * (part.attention is not None) + [MLP] * part.mlp
 
 
@@ -240,13 +245,14 @@ class TrainingStep:
         model: Shape of the model.
         run: Settings of the run.
         stage: Index of the pipeline stage.
-        core_of: Function that returns the memory of core attention.
+        core_of: Function that returns the memory of core attention, such as `rings.core_of`.
         every: Simulate all layers and keep all moments. False keeps the peak of each phase and
             skips layers that cannot set a new peak.
 
     Attributes:
         host: Bytes of activations in host memory.
-        keys_on_host: Bytes of keys of other ranks in host memory, at most one layer at a time.
+        keys_on_host: Bytes of other ranks' keys and values in host memory, which are there for one
+            layer at a time.
     """
 
     def __init__(
@@ -302,10 +308,10 @@ class TrainingStep:
         return {0, 1, self.layers - 2, self.layers - 1, *last.values()}
 
     def _gathered(self) -> float:
-        """Return the bytes of gathered parameters with `fsdp`, otherwise 0.
+        """Return the bytes of gathered parameters and gradients with `fsdp`, otherwise 0.
 
-        Counted are the parameters of `run.gathered` layers and the gradients of one layer, each as
-        large as the largest layer.
+        These are the parameters of `run.gathered` layers and the gradients of one layer. Each layer
+        counts as the largest layer of the stage.
         """
         run, of = self.run, self.model.by_layer
         if not run.fsdp:
@@ -320,11 +326,11 @@ class TrainingStep:
         return rows * (low.rope if low else self.model.head_dim) * F
 
     def _stored(self, layer: int) -> float:
-        """Return the bytes of attention results that a layer stores."""
+        """Return the bytes of stored attention results of a layer; 0 without softmax attention."""
         return self.walk.store * (self.parts[layer].attention in SOFTMAX)
 
     def _in_flight(self) -> None:
-        """Add activations of other micro-batches in flight: 1F1B, or interleaved stages."""
+        """Allocate activations of the other micro-batches in flight (1F1B or interleaved)."""
         run = self.run
         first = (run.vpp - 1) * run.pp + 2 * (run.pp - 1 - self.stage) + 1
         chunks = first if run.vpp > 1 else run.pp - self.stage
@@ -340,7 +346,7 @@ class TrainingStep:
         self.tape.make("others", IN_FLIGHT, layers * left)
 
     def _head(self, hidden: str) -> None:
-        """Simulate final norm, LM head and loss, and their backward."""
+        """Simulate forward and backward of final norm, LM head and loss on the tensor `hidden`."""
         tape, sizes = self.tape, head_bytes(self.model, self.run)
         tape.begin("LM head and loss")
         tape.drop("whole")
@@ -392,14 +398,14 @@ class TrainingStep:
         self.walk.backward(part, f"layer {layer}", (f"input {layer}", f"store {layer}"))
 
     def _move_out(self, layer: int) -> None:
-        """Offload a layer's input after its forward, and its store during the next layer."""
+        """Offload the input of a layer after its forward, and the store of the layer before it."""
         if offload := self.run.offload:
             self.host += round(offload * (self.hidden + self._stored(layer)))
             self._resize("input", layer, 1 - offload)
             self._resize("store", layer - 1, 1 - offload)
 
     def _resize(self, name: str, layer: int, share: float) -> None:
-        """Set the fraction of a layer's "input" or "store" that is on the device."""
+        """Set the fraction of a layer's "input" or "store" that is in GPU memory."""
         sizes = {"input": (INPUTS, self.hidden), "store": (STORE, self._stored(layer))}
         item, size = sizes[name]
         if layer >= 0 and size:
@@ -418,7 +424,7 @@ def layers_of(model: Model, run: Settings, stage: int) -> list[int]:
 
 
 def parts_of(model: Model, run: Settings, stage: int) -> list[LayerPart]:
-    """Return a `LayerPart` per layer of a stage, with the algorithm if its kind has its own."""
+    """Return a `LayerPart` per layer of a stage, with the layer's own algorithm, if any."""
     parts = [model.parts[layer] for layer in layers_of(model, run, stage)]
     own = run.by_kind
     return [part._replace(algorithm=own.get(part.attention or "")) for part in parts]

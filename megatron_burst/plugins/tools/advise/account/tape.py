@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory over time: a record of allocations and frees, in the order in which training does them.
 
-`Tape` sums the bytes and keeps the largest moment of each phase. `Half` is a small symbolic
-autograd over a list of operators. Each operator lists the tensors that it returns, saves for
-backward and allocates temporarily; lifetimes in forward and backward follow. No tensor is computed.
+`Tape` sums the bytes and records moments of each phase. `Half` is a small symbolic autograd over a
+list of operators. Each operator lists the tensors that it returns, saves for backward and allocates
+temporarily. `Half` derives the lifetimes of tensors in forward and backward. No tensor is computed.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Tape:
         self._phase = "start"
 
     def begin(self, phase: str) -> None:
-        """Begin a phase."""
+        """Begin a phase, whose name the following moments have."""
         self._phase, self._most = phase, -1
         self._note()
 
     def make(self, name: str, item: str, size: float) -> None:
-        """Allocate a tensor. Its name must not be in use."""
+        """Allocate a tensor of `size` bytes and count it as `item`; no tensor may have its name."""
         assert name not in self._tensors, name
         bytes_ = round(size)
         self._tensors[name] = item, bytes_
@@ -67,7 +67,7 @@ class Tape:
         self._note()
 
     def move(self, old: str, new: str, item: str) -> None:
-        """Rename a tensor and count it as another item."""
+        """Rename a tensor from `old` to `new` and count it as `item`."""
         before, size = self._tensors.pop(old)
         self._items[before] -= size
         self._tensors[new] = item, size
@@ -87,7 +87,7 @@ class Tape:
         return name in self._tensors
 
     def enter(self, sizes: Mapping[str, float]) -> None:
-        """Add bytes by item until `leave` removes them."""
+        """Add temporary bytes (item -> bytes), which `leave` removes."""
         if sizes:
             for item, size in sizes.items():
                 self._items[item] += round(size)
@@ -95,13 +95,13 @@ class Tape:
             self._note()
 
     def leave(self, sizes: Mapping[str, float]) -> None:
-        """Remove the bytes that `enter` added, without recording a moment."""
+        """Remove temporary bytes that `enter` has added, without recording a moment."""
         for item, size in sizes.items():
             self._items[item] -= round(size)
             self._here -= round(size)
 
     def pass_by(self, sizes: Mapping[str, float]) -> None:
-        """Add bytes by item, record the moment, and remove the bytes."""
+        """Add temporary bytes (item -> bytes), record the moment, and remove the bytes."""
         self.enter(sizes)
         self.leave(sizes)
 
@@ -120,17 +120,17 @@ class Op:
 
     Attributes:
         name: Name of the operator.
-        reads: Names of the inputs that get a gradient from this operator.
-        makes: Bytes of the results by name.
+        reads: Names of the inputs to which backward of the operator returns a gradient.
+        makes: Result name -> bytes.
         saves: Names of inputs or results that are saved for backward.
-        extra_saves: Bytes by name of other tensors that are saved for backward.
-        before: Temporary bytes by item, freed before the results are allocated.
-        during: Temporary bytes by item, freed after the results are allocated.
-        back_before: Like `before`, in backward, whose results are the gradients of `reads`.
-        back: Like `during`, in backward.
-        adds: Whether this is a sum, whose incoming gradient is also the gradient of the inputs.
-        elsewhere: Bytes of gradients by name of a result, for results that are counted elsewhere (0
-            bytes in `makes`).
+        extra_saves: Name -> bytes of other tensors that are saved for backward.
+        before: Item -> temporary bytes that are freed before the results are allocated.
+        during: Item -> temporary bytes that are freed after the results are allocated.
+        back_before: Like `before`, for backward, whose results are the gradients of `reads`.
+        back: Like `during`, for backward.
+        adds: Whether the operator is a sum. Backward of a sum allocates no gradients.
+        elsewhere: Result name -> bytes of its gradient, for results that are counted elsewhere and
+            have 0 bytes in `makes`.
     """
 
     name: str
@@ -147,12 +147,12 @@ class Op:
 
 
 class Half:
-    """Half of a layer: operators in sequence, with the lifetimes of their tensors.
+    """Half of a layer: a sequence of operators, with the lifetimes of their tensors.
 
     Args:
-        item: Item as which the tensors are counted.
+        item: Item of the memory account to which the tensors belong.
         ops: Operators in forward order.
-        inputs: Bytes of the inputs by name. The caller allocates and frees the inputs.
+        inputs: Input name -> bytes. The caller allocates and frees the inputs.
         held_until: Name of a tensor -> name of the operator after which it is freed, if a Python
             variable references the tensor after its last use.
         prefix: Prefix of tensor names on the tape.
@@ -184,7 +184,7 @@ class Half:
                 self._gone[at].append(name)
 
     def forward(self, tape: Tape, grad: bool) -> None:
-        """Simulate forward; the result remains, and with `grad` also saved tensors."""
+        """Simulate forward. The result, and with `grad` also saved tensors, stay allocated."""
         for op, gone in zip(self.ops, self._gone, strict=True):
             tape.pass_by(op.before)
             tape.enter(op.during)
@@ -198,8 +198,8 @@ class Half:
     def backward(self, tape: Tape) -> None:
         """Simulate backward.
 
-        The caller must have allocated the gradient of the result. Gradients of the inputs remain as
-        "d " + name, and saved tensors are freed.
+        The caller must have allocated the gradient of the result. Gradients of the inputs stay
+        allocated under the names "d " + input name. Saved tensors are freed.
         """
         left = Counter(self._saved)
         arrived: set[str] = set()
@@ -218,11 +218,11 @@ class Half:
             self._drop(tape, (f"d {n}" for n in op.makes if n != self.result))
 
     def named(self, name: str) -> str:
-        """Return the full name under which a tensor of this half is on the tape."""
+        """Return the name that a tensor of this half has on the tape."""
         return f"{self.prefix}{self.item}: {name}"
 
     def _gradient(self, tape: Tape, name: str, accumulate: bool) -> None:
-        """Allocate a gradient, or with `accumulate` a temporary one that is added to it."""
+        """Allocate a gradient, if absent; `accumulate` adds a temporary gradient to it."""
         size = self._gradients.get(name, self.sizes[name])
         if not tape.holds(self.named(f"d {name}")):
             tape.make(self.named(f"d {name}"), self.item, size)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicted time of core attention of one layer, in forward and backward.
 
-`autotune.simulator` simulates the schedules that the run would execute, over the links of the
-cluster. The placement of ranks decides which ranks share a NIC. `RingKey` is the key of a cache of
-schedules, so that a search creates each schedule once.
+`autotune.simulator` simulates the schedules that the run would execute, on the links of the
+cluster. The placement of ranks decides which ranks share a NIC. A search caches schedules by
+`RingKey`, so that it creates each schedule once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RingKey(NamedTuple):
 
     Attributes:
         algorithm: Algorithm of the ring.
-        side: Side that is sent in backward.
+        side: Tensors that ranks send in backward: "kv" or "query".
         route: `Settings.route`.
         layout: Layout of the rows.
         topology: Topology of the context-parallel ranks.
@@ -54,8 +54,8 @@ class RingKey(NamedTuple):
         seq: Tokens of a sequence.
         nodes: Nodes of the ranks, with their NICs.
         chunks: Number of row chunks.
-        sizes: Sizes of one rank, with the number of heads reduced in proportion. All multiples of
-            these heads have equal schedules.
+        sizes: Sizes of one rank's tensors. The numbers of heads are divided by their greatest
+            common divisor, because schedules depend only on the ratio of query to key heads.
         window: Tokens that a query may attend to (sliding window); 0 for full causal attention.
         attended: Maximum number of keys that a query attends to (sparse attention); 0 for no limit.
         joined: Result of `account.rings.joins`.
@@ -81,12 +81,11 @@ class RingKey(NamedTuple):
 class RingPasses(NamedTuple):
     """Schedules of a ring, and the number of visible pairs.
 
-    With row chunks, these are the schedules of the last chunk. If keys are in host memory, the
-    schedule of forward receives the keys of all chunks.
+    With row chunks, these are the schedules of the last row chunk. If keys of other ranks are kept
+    in host memory, the schedule of forward sends the keys that all row chunks need.
 
     Attributes:
-        pairs: Visible (query, key) pairs [G, G] between queries of rank i and keys of rank j of the
-            ring.
+        pairs: Number of visible pairs of queries of rank i and keys of rank j, float [i, j].
         forward: Schedule of forward.
         backward: Schedule of backward.
     """
@@ -107,7 +106,7 @@ def sizes_of(model: Model, run: Settings) -> Sizes:
 
 
 def index_sizes(model: Model, run: Settings) -> Sizes:
-    """Return the sizes of one rank's tensors when the indexer selects keys.
+    """Return the sizes of one rank's index queries and index keys in sparse attention.
 
     Every tensor-parallel rank computes the scores of all index heads.
     """
@@ -130,7 +129,7 @@ def topology_of(cluster: Cluster, run: Settings) -> Topology:
 
 
 def ring_of(model: Model, cluster: Cluster, run: Settings, window: int = 0) -> RingKey:
-    """Return the cache key of the rings of a run.
+    """Return the cache key of the schedules of a run's rings.
 
     Args:
         model: Shape of the model.
@@ -139,7 +138,7 @@ def ring_of(model: Model, cluster: Cluster, run: Settings, window: int = 0) -> R
         window: Tokens that a query attends to (sliding window); 0 for full causal attention.
 
     Raises:
-        ValueError: The ring size is not a multiple of the inner ring.
+        ValueError: The size of a ring is not a multiple of the size of an inner ring.
     """
     topology, sizes = topology_of(cluster, run), sizes_of(model, run).shared(run.ulysses)
     inner = min(run.inner or topology.intra_size, topology.ring_size)
@@ -158,7 +157,7 @@ def ring_of(model: Model, cluster: Cluster, run: Settings, window: int = 0) -> R
 
 
 def ring_passes(ring: RingKey) -> RingPasses:
-    """Create the schedules of a ring."""
+    """Return the schedules and visible pairs of a ring."""
     topology, layout = ring.topology, make(ring.layout, cp_size=ring.topology.size)
     mask = Window(ring.window - 1, 0) if ring.window else Causal()
     queries = spans = ring_spans(layout, topology, ring.seq)
@@ -187,7 +186,7 @@ RingsOf = Callable[[RingKey], RingPasses]  # called as `ring_passes`
 
 
 def cached_ring_passes() -> RingsOf:
-    """Return `ring_passes` with a cache of `CACHED_RINGS` rings; large rings are not cached."""
+    """Return `ring_passes` with a cache of `CACHED_RINGS` rings of at most `LARGEST` ranks."""
     cached = lru_cache(CACHED_RINGS)(ring_passes)
     return lambda ring: ring_passes(ring) if ring.topology.ring_size > LARGEST else cached(ring)
 
@@ -200,8 +199,9 @@ class AttentionTime:
         forward: Seconds of forward, including the all-to-all of ranks that share heads.
         backward: Seconds of backward, including the all-to-all.
         exchange: Seconds of the all-to-all in forward and in backward.
-        busy: Busy seconds of the busiest rank over both passes: device ("compute"), links within a
-            node ("intra") and between nodes ("inter").
+        busy: Resource -> seconds in which the busiest rank uses it, in forward and backward
+            together: device ("compute"), links within a node ("intra"), and between nodes
+            ("inter").
         host: CPU seconds spent launching kernels, in forward and in backward; overlaps with device
             time.
         planning: CPU seconds before the first layer of each micro-batch, if every micro-batch needs
@@ -269,7 +269,7 @@ def attention_time(
 ) -> AttentionTime:
     """Return the time of one causal attention call.
 
-    Forward of sparse attention includes the selection, without the indexer's loss.
+    Forward of sparse attention includes the selection of keys, but not the indexer's loss.
 
     Args:
         model: Shape of the model.
@@ -313,7 +313,7 @@ def attention_time(
 def _selection(
     model: Model, run: Settings, rings: RingsOf, ring: RingKey, rates: Rates
 ) -> simulator.PassTime:
-    """Return the time in which the indexer of sparse attention computes scores."""
+    """Return the time that sparse attention takes to score keys; no time if attention is dense."""
     if model.indexer is None:
         return simulator.IDLE
     assert rates.compute is not None

@@ -3,13 +3,15 @@
 
 The times of these operations are added: matrix products, memory-bound operators, core attention
 (`attention_time`), linear attention (`scan_time`), and collectives of tensor- and expert-parallel
-ranks. Copies to the host overlap with them and cost only the excess. The same holds for kernel
-launches within a layer, because the launch queue of a GPU holds about one layer.
+ranks. Copies to the host overlap with these operations, so that only the time by which they are
+longer is added. Kernel launches overlap in the same way within a layer, because the launch queue of
+a GPU holds about one layer.
 
-There are no published times of linear attention kernels. The forecast counts the products of chunks
-of `CHUNK` rows at the rate of large matrix products, or memory traffic if that takes longer. This
-is a lower bound, because products of 64 rows do not reach this rate. Sources: the chunkwise forms
-of Mamba-2's SSD (arXiv 2405.21060, section 6) and of delta rules (2412.06464, section 3).
+There are no published times of linear attention kernels. Their predicted time is the time of the
+products of chunks of `CHUNK` rows at the rate of large matrix products, or the time of memory
+traffic if it is longer. This is a lower bound, because products of 64 rows do not reach this rate.
+Sources: the chunkwise forms of Mamba-2's SSD (arXiv 2405.21060, section 6) and of delta rules
+(2412.06464, section 3).
 
 Letters: R rows of a context-parallel rank, n = R / TP rows of a rank with sequence parallelism, h
 width of hidden states.
@@ -35,7 +37,7 @@ from .scan_time import States, scan_seconds
 
 
 class SecondsByPart(dict[str, float]):
-    """Dict from part of the step (such as "attention") to seconds; absent parts take 0 s."""
+    """Dict from a part of the step (such as "attention") to seconds; absent parts have 0 s."""
 
     def __missing__(self, name: str) -> float:
         return 0.0
@@ -67,13 +69,13 @@ class SecondsByPart(dict[str, float]):
 
 
 class Product(NamedTuple):
-    """Matrix product [rows, inner] x [inner, columns] of a layer on one rank.
+    """Matrix product [rows, inner] x [inner, columns] in a layer on one rank.
 
     Attributes:
         rows: Rows of the result.
         inner: Inner size.
         columns: Columns of the result.
-        times: Number of such products.
+        times: Number of products of this shape.
         repeats: Number of additional executions for row chunks or tiles, in forward and in
             backward.
     """
@@ -88,9 +90,9 @@ class Product(NamedTuple):
 def products(model: Model, run: Settings, part: LayerPart) -> Iterator[Product]:
     """Yield the matrix products of a layer's forward on one rank.
 
-    Backward has two products for each of them. With row chunks, the projections to q, k and v run
-    twice in forward and three more times in backward. The output projection, and the products of
-    MLP tiles, run once more in backward.
+    Backward has two products for each product of forward. With row chunks, the projections to q, k
+    and v run twice in forward and three more times in backward. The output projection with row
+    chunks, and the products of MLP tiles, run once more in backward.
     """
     x = LayerSizes.of(model, run, part.sparse)
     if part.attention == MIXER:
@@ -153,7 +155,9 @@ def product_seconds(gpu: Gpu, product: Product) -> float:
 
 
 def memory_bytes(model: Model, run: Settings, part: LayerPart) -> tuple[float, float]:
-    """Return the bytes of memory traffic outside products and attention, in forward and backward.
+    """Return the bytes that operators other than products and attention read and write.
+
+    The result is the pair (forward, backward).
 
     Norms read and write rows in each half, and residuals read two rows and write one. Rope reads
     and writes queries and keys. The activation reads its input and writes half as much (gated) or
@@ -190,9 +194,9 @@ BACKWARD = 3
 
 
 def output_operations(scan: Mixer, rows: int) -> float:
-    """Return the FLOPs of a linear-attention forward for given entering states, over all heads.
+    """Return the FLOPs of linear-attention forward over all heads, after states are exchanged.
 
-    Each row counts: query times keys of the chunk, these products times values of the chunk,
+    The FLOPs of a row are: query times keys of the chunk, these products times values of the chunk,
     reading the state and writing the state. Delta rules add: key times keys of the chunk, the
     solution of a triangular system (c^2 / 3 for c rows), products of the solution with keys and
     values, and reading the state for the key.
@@ -205,11 +209,11 @@ def output_operations(scan: Mixer, rows: int) -> float:
 
 
 def state_operations(scan: Mixer, rows: int) -> float:
-    """Return the FLOPs before ranks exchange states, over all heads.
+    """Return the FLOPs of linear attention over all heads, before ranks exchange states.
 
-    They compute the map from an entering state to the state after the rows. Without delta rules
-    this only writes the state. With delta rules it is the recurrence with d + w columns instead of
-    w.
+    A rank computes the map from the state before its rows to the state after its rows. Without
+    delta rules it only writes the state. With delta rules it computes the recurrence of a state
+    with d + w columns instead of w, for key width d and value width w.
     """
     c, d, w = CHUNK, scan.width, scan.value_width
     per_row = 2.0 * d * w
@@ -219,9 +223,10 @@ def state_operations(scan: Mixer, rows: int) -> float:
 
 
 def memory_traffic(x: LayerSizes, scan: Mixer, rows: int) -> float:
-    """Return the bytes that one pass over the rows reads and writes (for outputs, or for states).
+    """Return the bytes that one pass of linear attention over the rows reads and writes.
 
-    The sum includes arguments, results, and the states of chunks, which are written and read.
+    A pass computes outputs, or states. The sum includes arguments, results, and the states of
+    chunks, which are written and read.
     """
     arguments = scan.convolved * B + (scan.decays + scan.heads * scan.delta) * F
     return rows * (arguments + scan.values * B) + 2 * chunk_states(x, scan, rows)
@@ -230,7 +235,10 @@ def memory_traffic(x: LayerSizes, scan: Mixer, rows: int) -> float:
 def linear_seconds(
     gpu: Gpu, x: LayerSizes, scan: Mixer, rows: int, scanned: bool
 ) -> tuple[float, float]:
-    """Return seconds of linear attention in forward and backward; `scanned`: ranks send states."""
+    """Return the seconds of linear attention in forward and in backward, without communication.
+
+    If ranks exchange states (`scanned`), the time includes the computation of states to send.
+    """
     computed = output_operations(scan, rows) + scanned * state_operations(scan, rows)
     read = (1 + scanned) * memory_traffic(x, scan, rows)
     forward = max(computed / (gpu.peak * gpu.linear), read / gpu.memory_rate)
@@ -266,7 +274,7 @@ class LayerTime:
     kernel: str | None = None
 
     def waiting(self) -> LayerTime:
-        """Return the time with the part `LAUNCHES` added; call it once."""
+        """Return a copy with the part `LAUNCHES`, waiting for kernel launches; call it once."""
         forward, backward = SecondsByPart(self.forward), SecondsByPart(self.backward)
         first, second = self.launching
         forward[LAUNCHES] = max(0.0, first - forward.total)
@@ -317,7 +325,8 @@ def layer_time(
         run: Settings of the run.
         part: Layer from `parts_of`; None for the last layer.
         attention: Function that predicts the time of core attention; a search passes a cached one.
-        states: Function that predicts the time in which ranks exchange states.
+        states: Function that predicts the seconds that ranks take to exchange states of linear
+            attention.
     """
     part = part or parts_of(model, run, run.pp - 1)[-1]
     forward, backward, recompute = SecondsByPart(), SecondsByPart(), SecondsByPart()
@@ -388,7 +397,7 @@ def collectives(
     forward: SecondsByPart,
     backward: SecondsByPart,
 ) -> None:
-    """Add the collectives of tensor- and expert-parallel ranks.
+    """Add the seconds of tensor- and expert-parallel collectives to `forward` and `backward`.
 
     With sequence parallelism, rows are gathered before each half and reduce-scattered after it.
     Backward gathers rows once more for weight gradients. All-to-alls send rows to experts and back.
@@ -411,7 +420,7 @@ def host_bytes(model: Model, run: Settings, part: LayerPart) -> float:
 
 
 def key_bytes(model: Model, run: Settings, part: LayerPart) -> float:
-    """Return the bytes of keys of other ranks that one rank copies to the host in a forward."""
+    """Return the bytes of other ranks' keys and values that forward copies to host memory."""
     own = replace(run, algorithm=part.algorithm) if part.algorithm else run
     if part.attention not in SOFTMAX or not own.keys_on_host:
         return 0.0
@@ -434,7 +443,7 @@ def visible(seq: int, window: int = 0) -> float:
 
 
 def recomputed_attention(core: AttentionTime, run: Settings) -> float:
-    """Return the seconds in which backward recomputes attention of rows without stored results.
+    """Return the seconds that backward takes to recompute attention of rows that are not stored.
 
     The store contains the results of the last rows. Compute time is proportional to the busiest
     rank's visible pairs, transfer time to the number of keys.

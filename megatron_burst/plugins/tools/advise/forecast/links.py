@@ -11,7 +11,7 @@ from .....autotune.clusters import Cluster
 
 
 def rates_of(cluster: Cluster) -> tuple[float, float]:
-    """Return bytes per second that a rank sends (within the node, to other nodes).
+    """Return the bytes per second that a rank sends within its node, and to other nodes.
 
     All ranks of the node send at the same time and share the NICs.
     """
@@ -20,12 +20,12 @@ def rates_of(cluster: Cluster) -> tuple[float, float]:
 
 
 def in_node(cluster: Cluster, size: int, stride: int) -> int:
-    """Return how many ranks of a group are on one node; the `size` ranks are `stride` apart."""
+    """Return how many of the `size` ranks of a group, `stride` ranks apart, are on one node."""
     return max(1, min(size, cluster.ranks_per_node // stride))
 
 
 def ring_seconds(cluster: Cluster, size: int, stride: int, total: float) -> float:
-    """Return the seconds of an all-gather or reduce-scatter, while all groups communicate.
+    """Return the seconds of an all-gather or reduce-scatter that all groups run at the same time.
 
     Each node sends the tensor once, over the NICs of the group's ranks on this node. Within a node
     each rank sends it.
@@ -44,7 +44,7 @@ def ring_seconds(cluster: Cluster, size: int, stride: int, total: float) -> floa
 
 
 def all_to_all_seconds(cluster: Cluster, size: int, stride: int, sent: float) -> float:
-    """Return the seconds of an all-to-all. Both link classes are used at the same time.
+    """Return the seconds of an all-to-all, which uses links in and between nodes at the same time.
 
     Args:
         cluster: Cluster of GPUs.

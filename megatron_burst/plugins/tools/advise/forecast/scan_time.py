@@ -29,7 +29,7 @@ ACCESSES = 3  # memory accesses per received state: read the state and a map, wr
 def scan_time(
     algorithm: str, layout: str, topology: Topology, sizes: ScanSizes, links: timing.Links
 ) -> float:
-    """Return the seconds of a scan of one sequence's states, until the last rank has finished."""
+    """Return the seconds of a scan of linear-attention states, until the last rank has finished."""
     # The result does not depend on the length of the pieces.
     chain = chains(make(layout, cp_size=topology.size), 2 * topology.size)
     if algorithm == "auto":
@@ -42,7 +42,7 @@ def scan_time(
 def scan_seconds(
     cluster: Cluster, run: Settings, x: LayerSizes, timed: Callable[..., float] = scan_time
 ) -> float:
-    """Return the seconds of communication in forward, or equally in backward.
+    """Return the seconds that a layer communicates in forward, and equally long in backward.
 
     A scan sends states from piece to piece, and gradients in the opposite direction. The short
     convolution receives rows from the previous rank. With `linear="megatron"`, ranks exchange
@@ -77,7 +77,7 @@ def sizes_of(scan: Mixer, batch: int) -> ScanSizes:
 
 
 def links_of(cluster: Cluster) -> timing.Links:
-    """Return the links of a rank while all ranks of its node send."""
+    """Return the rates of a rank's links while all ranks of its node send."""
     rates = cluster.rank_rates()
     return timing.Links(
         *rates_of(cluster), rates.latency, rates.latency,
@@ -86,7 +86,7 @@ def links_of(cluster: Cluster) -> timing.Links:
 
 
 def rows_before(topology: Topology, run: Settings, scan: Mixer, links: timing.Links) -> float:
-    """Return the seconds in which ranks send the rows that precede each piece (convolution)."""
+    """Return the seconds that the short convolution takes to send the rows before each piece."""
     if scan.taps < 2:
         return 0.0
     pieces = 2 if run.layout == "zigzag" else 1

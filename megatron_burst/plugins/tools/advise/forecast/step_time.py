@@ -2,8 +2,8 @@
 """Predicted time of a training step by parts.
 
 Pipeline stages process embedding, layers and LM head, micro-batch by micro-batch. Then gradients
-are reduced and the optimizer updates parameters. `parts` describe the busiest stage; the time in
-which it waits is the pipeline bubble.
+are reduced and the optimizer updates parameters. `StepTime.parts` describes the busiest stage. The
+time in which this stage waits is the pipeline bubble.
 
 There are three kinds of data parallelism. Without sharding, gradients are all-reduced and every
 rank updates all parameters. The distributed optimizer reduce-scatters gradients over data- and
@@ -52,8 +52,8 @@ def over_ranks(cluster: Cluster, run: Settings, dense: float, experts: float) ->
     Args:
         cluster: Cluster of GPUs.
         run: Settings of the run.
-        dense: Bytes of dense parameters, over data- and context-parallel ranks.
-        experts: Bytes of expert parameters, over ranks with equal experts.
+        dense: Bytes of dense parameters, which data- and context-parallel ranks exchange.
+        experts: Bytes of expert parameters, which ranks with equal experts exchange.
     """
     size = run.dp * run.cp
     dense_seconds = ring_seconds(cluster, size, run.tp, dense)
@@ -66,14 +66,14 @@ def states_seconds(
     rank_parameters: tuple[float, float],
     hiding: tuple[float, float],
 ) -> Mapping[str, float]:
-    """Return seconds by part of gradient reduction and parameter gathers in one step.
+    """Return part -> seconds per step of gradient reduction, parameter gathering and optimizer.
 
     Args:
         cluster: Cluster of GPUs.
         run: Settings of the run.
         rank_parameters: Dense and expert parameters of a rank, from `memory.parameters`.
-        hiding: Seconds of forward and backward of one micro-batch on this stage, which hide at most
-            the fraction `Cluster.overlap` of transfers.
+        hiding: Seconds of forward and of backward of one micro-batch on this stage. Transfers
+            overlap with them, up to the fraction `Cluster.overlap` of the transfers.
     """
     in_forward, in_backward = hiding
     gradients, gathered = (
@@ -181,9 +181,10 @@ def step_time(
         cluster: Cluster of GPUs.
         run: Settings of the run.
         attention: Function that predicts the time of core attention; a search passes a cached one.
-        states: Function that predicts the time in which ranks exchange states of a layer.
-        bound: Return a lower bound that also holds if layers are slower, so that another stage is
-            the busiest.
+        states: Function that predicts the seconds that ranks take to exchange states of one layer
+            of linear attention.
+        bound: Return a lower bound for runs with slower layers, in which another stage may be the
+            busiest.
 
     Raises:
         ValueError: The settings are impossible.
@@ -246,7 +247,7 @@ def model_operations(model: Model, seq: int) -> float:
 def stages_of(
     model: Model, cluster: Cluster, run: Settings, layer: Callable[[LayerPart], LayerTime]
 ) -> list[Stage]:
-    """Return the time of one micro-batch on every stage; `layer` predicts the time of a layer."""
+    """Return the time of one micro-batch on each stage; `layer` predicts the time of a layer."""
     timed = cache(layer)
     return [_stage(model, cluster, run, index, timed) for index in range(run.pp)]
 
@@ -297,7 +298,7 @@ def head_seconds(model: Model, cluster: Cluster, run: Settings) -> tuple[float, 
 
 
 def send_time(model: Model, cluster: Cluster, run: Settings) -> float:
-    """Return the seconds in which stages send activations and gradients to each other.
+    """Return the seconds per step that stages take to send activations and gradients.
 
     With 1F1B every micro-batch waits for its transfer. With interleaved stages, only micro-batches
     that fill or drain the pipeline wait.

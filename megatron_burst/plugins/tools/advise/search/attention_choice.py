@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choice of attention settings and their predicted times, with caches for a search.
 
-The choice is made by `autotune.select`, as for `--context-parallel-algo auto` in training, so that
-both agree.
+`autotune.select` makes the choice, as for `--context-parallel-algo auto` in training, so that the
+prediction agrees with training.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ LARGEST_RING = 128  # ranks of a ring; larger rings are tried only if no smaller
 
 
 class AttentionForecast:
-    """Attention settings and times of one model on one cluster, cached.
+    """Attention settings and predicted times of one model on one cluster, with caches.
 
     Args:
         model: Shape of the model.
@@ -85,15 +85,15 @@ class AttentionForecast:
         return AttentionForecast(self.model, cluster, self.pinned)
 
     def step(self, run: Settings) -> StepTime:
-        """Return the time of a step of a run."""
+        """Return the predicted time of a step of a run."""
         return step_time(self.model, self.cluster, run, self.time, self.states)
 
     def step_at_least(self, run: Settings) -> StepTime:
-        """Return a lower bound of `step` over all attention settings."""
+        """Return a lower bound of `step` for all attention settings."""
         return step_time(self.model, self.cluster, run, self.at_least, self.states, True)
 
     def settled(self, run: Settings) -> Settings:
-        """Return the run with the fastest predicted attention settings, equal in all layers."""
+        """Return the run with the fastest predicted attention settings, the same in all layers."""
         if run.cp == 1:
             return run
         key = tuple(getattr(run, name) for name in CHOICE_INPUTS)
@@ -136,7 +136,7 @@ class AttentionForecast:
         return None if own == ring_algorithm(run.algorithm) else own
 
     def _in_chunks(self, run: Settings) -> Settings:
-        """Return the run with the fastest side, given that keys are sent once per row chunk."""
+        """Return the run with the `side` that is fastest if keys are sent once per row chunk."""
         key = self._key(run)
         if key not in self._choices:
             sides = [self.pinned["side"]] if "side" in self.pinned else SIDES
@@ -207,7 +207,7 @@ class AttentionForecast:
         return self.cluster.rank_rates()
 
     def mask(self, run: Settings) -> Mask:
-        """Return the mask."""
+        """Return the attention mask of a run, without sliding windows."""
         return Causal()
 
     def layout(self, run: Settings) -> Layout:

@@ -94,7 +94,7 @@ def job_of(
 ) -> str:  # fmt: skip
     """Return a script for sbatch that trains with `flags_of(model, run, cut)`.
 
-    Arguments of the script are passed on as further flags.
+    The script appends its own arguments to the flags.
 
     Args:
         model: Shape of the model.
@@ -104,7 +104,8 @@ def job_of(
         summary: Description of the job in one line.
         cut: Layout of packed documents; "" without packed documents.
         step: Predicted seconds of a step, and the upper end of the range of the prediction.
-        train_iters: Training steps, for the time limit; None to let the user set the time limit.
+        train_iters: Number of training steps, from which the time limit is computed; None to let
+            the user set the time limit.
     """
     included = ["checkpoints"] + ["--train-iters"] * (train_iters is not None)
     missing = [left_to_the_user(model, included), *lacking(model)]
@@ -145,7 +146,7 @@ def job_name(model: str) -> str:
 
 
 def _time(longest: float, train_iters: int | None) -> Iterator[str]:
-    """Yield the lines on the time limit; `longest` is the maximum seconds of a step."""
+    """Yield the lines with the time limit; `longest` is the maximum seconds of a step."""
     if train_iters is None:
         yield f"# SET_ME: the number of steps x {duration(longest)}, the upper end of the forecast,"
         yield f"# and {duration(START)} to start and save. sbatch refuses the file until it is set."
@@ -157,7 +158,7 @@ def _time(longest: float, train_iters: int | None) -> Iterator[str]:
 
 
 def time_limit(seconds: float) -> str:
-    """Return seconds in Slurm's notation, rounded up to minutes: "1-02:30:00"."""
+    """Return seconds in Slurm's notation, rounded up to minutes, such as "1-02:30:00"."""
     hours, minutes = divmod(math.ceil(seconds / 60), 60)
     days, hours = divmod(hours, 24)
     return f"{days}-{hours:02}:{minutes:02}:00"

@@ -3,7 +3,7 @@
 
 `mb.advise(seq="longest")` and `memory --longest` use it. For each choice of parallel sizes, the
 settings with the least memory are tried, regardless of their speed. Attention settings are the ones
-that `auto` would choose at this length. `advise` then searches the fastest settings for this
+that `auto` would choose at this length. `advise` then searches for the fastest settings at this
 length.
 """
 
@@ -43,7 +43,7 @@ class Longest:
         run: Settings with `seq` set to the longest length.
         account: Memory account at this length.
         left: Unused memory at this length.
-        binds: Description of the memory that the next longer sequence would exceed.
+        binds: Memory that a longer sequence would exceed, with the values of `MemoryLeft.binds`.
     """
 
     run: Settings
@@ -89,13 +89,13 @@ def longest_of(
 def best(
     model: Model, cluster: Cluster, runs: Iterable[Settings], core_of: CoreOf | None = None
 ) -> Longest:
-    """Return the run with the longest sequence; runs that do not fit are skipped.
+    """Return the longest sequence over several runs; runs that do not fit are skipped.
 
     Args:
         model: Shape of the model.
         cluster: Cluster of GPUs.
         runs: Settings of the runs.
-        core_of: See `longest_of`.
+        core_of: Function that returns the memory of core attention, such as a cached one.
 
     Raises:
         ValueError: No run fits; the message names a remedy for the last run.
@@ -127,13 +127,16 @@ def best(
 
 
 def _unit(run: Settings) -> int:
-    """Return the unit of the lengths to try, in tokens."""
+    """Return the number of tokens of which the lengths to try are multiples."""
     even = evenly(run)
     return even * -(-GRANULE // even)
 
 
 def evenly(run: Settings) -> int:
-    """Return the unit of lengths for which all ranks and row chunks have equally many rows."""
+    """Return the number of which a sequence length must be a multiple.
+
+    All ranks, row chunks and MLP tiles then have equally many rows.
+    """
     return 2 * run.cp * run.tp * math.lcm(run.sequence_chunks, run.mlp_tiles)
 
 
@@ -141,12 +144,12 @@ def layouts_of(
     model: Model, cluster: Cluster, run: Settings, ep: int | None = None,
     documents: tuple[int, ...] = (),
 ) -> list[Settings]:  # fmt: skip
-    """Return the run with each possible tensor-parallel size; other ranks are context-parallel.
+    """Return a run for each possible tensor-parallel size; other ranks are context-parallel.
 
     Args:
         model: Shape of the model.
         cluster: Cluster of GPUs.
-        run: Settings; stages, virtual stages and micro-batch size are kept.
+        run: Settings of the run. Pipeline sizes and micro-batch size are not changed.
         ep: Expert-parallel size; None for the largest that divides ranks and experts.
         documents: See `TrainingGoal.documents`.
 
@@ -228,7 +231,7 @@ def _at(run: Settings, seq: float) -> Settings:
 
 
 def _smallest(groups: Settings, goal: TrainingGoal) -> Iterator[Settings]:
-    """Yield the settings with the least memory for these groups.
+    """Yield the settings with these parallel sizes that may need the least memory.
 
     Row chunks with the largest offload come first. Attention stores of 0 and 0.5 are tried, because
     the layout of a partial store may need less memory.

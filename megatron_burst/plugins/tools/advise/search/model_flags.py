@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of Megatron-LM that build a model, and properties without a flag.
+"""Script and flags of Megatron-LM that build a model, and properties that have no flag.
 
-This module decides which script of Megatron-LM builds a model, with which flags.
 `tools.model_arguments` parses these flags; tests check the round trip.
 """
 
@@ -38,7 +37,7 @@ def model_flags(model: Model, stages: int = 1) -> Iterator[str]:
 
     Args:
         model: Shape of the model.
-        stages: Number of stages that a hybrid pattern marks.
+        stages: Number of pipeline stages, which the layer pattern of a hybrid model marks.
     """
     family = model.family or Family()
     hybrid, experts = is_hybrid(model), bool(model.experts)
@@ -95,7 +94,7 @@ def _latent(model: Model) -> Iterator[str]:
 
 
 def _layer_kinds(model: Model) -> Iterator[str]:
-    """Yield flags for sliding windows or linear-attention layers of a GPT."""
+    """Yield flags for sliding windows or linear-attention layers of a GPTModel."""
     if model.windows and not model.mixers:
         yield f"--window-size {model.window - 1},0"
         if model.windows < model.layers:
@@ -162,9 +161,9 @@ def _experts(model: Model, hybrid: bool) -> Iterator[str]:
 
 
 def frequency(layers: Sequence[bool]) -> str:
-    """Return a layer selection (true entries) in Megatron's notation for layer frequencies.
+    """Return the selected layers (True) in Megatron's notation for layer frequencies.
 
-    "N" if all layers except every Nth are selected, otherwise a quoted list of ones and zeros.
+    The result is N if all layers except every Nth are selected, otherwise `layer_list(layers)`.
     """
     for every in range(2, len(layers) + 1):
         if all(has == bool((i + 1) % every) for i, has in enumerate(layers)):
@@ -173,13 +172,13 @@ def frequency(layers: Sequence[bool]) -> str:
 
 
 def layer_list(layers: Sequence[bool]) -> str:
-    """Return the layers as a Python list of ones and zeros, quoted for a shell."""
+    """Return the layers as a list of ones and zeros for a shell, such as "'([1]*3+[0]*1)'"."""
     runs = [(int(has), len([*run])) for has, run in groupby(layers)]
     return shlex.quote("(" + "+".join(f"[{has}]*{count}" for has, count in runs) + ")")
 
 
 def lacking(model: Model) -> list[str]:
-    """Return sentences on properties of the model for which Megatron-LM has no flag."""
+    """Return a sentence for each property of the model for which Megatron-LM has no flag."""
     sentences, mixer = [], _name(model)
     for words in model.family.lacking if model.family is not None else ():
         sentences.append(f"Megatron-LM has no flag for {words}.")
@@ -215,7 +214,7 @@ def lacking(model: Model) -> list[str]:
 
 
 def carries_state(model: Model) -> bool:
-    """Return whether the flags build linear-attention layers, which carry a state."""
+    """Return whether the flags build layers that carry a state (linear attention, Mamba-2)."""
     return bool(model.mixers) and _name(model) in (DELTA_NET, MAMBA)
 
 

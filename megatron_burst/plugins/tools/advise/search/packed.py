@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed documents in the forecast: lengths of documents, and time of attention.
+"""Predictions for packed documents: lengths of the documents, and time of attention.
 
-A pack has as many tokens as a sequence. The forecast assumes that all packs of a step are equal;
+A pack has as many tokens as a sequence. The prediction assumes that all packs of a step are equal;
 `--burst-pack documents` approximates this.
 """
 
@@ -67,7 +67,7 @@ NAMED: Mapping[str, LogNormalLengths] = {
 
 
 def lengths_of(stated: str | Sequence[int], seq: int) -> tuple[int, ...]:
-    """Return the lengths of the documents of one pack; the last one is cut off.
+    """Return the lengths of the documents that fill one pack; the last document is cut to fit.
 
     Args:
         stated: Key of `NAMED`, lengths such as "8K,32K,128K", or the path of a file with lengths.
@@ -106,9 +106,9 @@ def lengths_of(stated: str | Sequence[int], seq: int) -> tuple[int, ...]:
 
 
 def packed_pins(pinned: Mapping[str, Any]) -> dict[str, Any]:
-    """Add settings that packs require: one pack per micro-batch, no row chunks.
+    """Return fixed settings with the settings that packs require: one pack per micro-batch.
 
-    `layout` is removed, because it is an attribute of the forecast (`cut`).
+    Row chunks are off. `layout` is removed, because `PackedForecast.cut` contains it.
 
     Args:
         pinned: Settings that the user has fixed.
@@ -132,7 +132,7 @@ def packed_pins(pinned: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cut_of(pinned: Mapping[str, Any]) -> Cut:
-    """Return the layout of packs from the fixed settings.
+    """Return the layout of packs that the fixed settings select; "balanced" if they have none.
 
     Args:
         pinned: Settings that the user has fixed.
@@ -168,8 +168,8 @@ class PackedForecast(AttentionForecast):
         cluster: Cluster of GPUs.
         pinned: Fields of `Settings` that the user has fixed.
         lengths: Lengths of the documents of a pack in tokens.
-        cut: Layout over several ranks. "zigzag" cuts every document, as Megatron does, and pads
-            each to a multiple of 2 x CP.
+        cut: Layout over several ranks: "balanced", or "zigzag", which cuts every document as
+            Megatron does, after padding to a multiple of 2 x CP.
     """
 
     def __init__(
@@ -224,7 +224,10 @@ class PackedForecast(AttentionForecast):
         side: str, wire: bool, packed: bool, joined: bool | None, _before: int | None,
         _host: bool,
     ) -> tuple[HeldBuffers, HeldBuffers]:  # fmt: skip
-        """Return ring buffers like `ring_held`, for the mask and layout of these documents."""
+        """Return ring buffers like `ring_held`, for the mask and layout of these documents.
+
+        Arguments whose names begin with an underscore are not used.
+        """
         key = (run.tp, run.cp, run.ulysses, run.placement, window, algorithm, side, wire, packed)
         if key not in self._buffers:
             topology, sizes = topology_of(self.cluster, run), sizes_of(self.model, run)
@@ -245,9 +248,9 @@ class PackedForecast(AttentionForecast):
     def at_least(
         self, model: Model, cluster: Cluster, run: Settings, window: int = 0
     ) -> AttentionTime:
-        """Return a lower bound of `time`; padding of documents is not counted.
+        """Return a lower bound of `time`, which does not include padding of documents.
 
-        The bound is computed for one rank, to which fixed settings for several ranks do not apply.
+        The bound is computed for one rank, so fixed settings for several ranks are ignored.
         """
         if not self.pinned:
             return super().at_least(model, cluster, run, window=window)
@@ -260,7 +263,7 @@ class PackedForecast(AttentionForecast):
 
     @property
     def effective(self) -> float:
-        """Length in tokens of one sequence with the same average number of keys per query."""
+        """Length of one sequence whose queries attend to as many keys on average as in the pack."""
         lengths = np.array(self.lengths, dtype=float)
         return float((lengths**2).sum() / lengths.sum())
 
@@ -299,7 +302,7 @@ class PackedForecast(AttentionForecast):
         return self._layouts[key]
 
     def by_kind(self, run: Settings) -> Settings:
-        """Return the run unchanged; estimates for windows do not depend on the algorithm."""
+        """Return the run unchanged: `windowed` does not depend on the algorithm."""
         return run
 
     def timed(self, run: Settings, window: int = 0) -> AttentionTime:

@@ -27,15 +27,17 @@ def flags_of(model: Model, run: Settings, cut: str = "") -> list[str]:
     """Return all flags for `megatron-burst pretrain SCRIPT`, quoted for a shell.
 
     SCRIPT is `script_of(model)`. Each entry is one flag with its values. `model_flags.lacking`
-    lists properties of the model that have no flag.
+    lists properties of the model that have no flag. `cut` is the layout of packed documents, or "".
     """
     return [*model_flags(model, run.pp * run.vpp), *_beside(model, run, cut)]
 
 
 def run_flags(model: Model, run: Settings, cut: str = "") -> list[str]:
-    """Return the flags that do not describe the model: lengths, groups, batches, memory, ours.
+    """Return the flags of a run, without the flags of the model.
 
-    The layer pattern of a hybrid model is included if it marks pipeline stages.
+    They set the sequence length, parallel sizes, batch sizes, and options of Megatron-LM and this
+    package. The layer pattern of a hybrid model is included if it marks pipeline stages. `cut` is
+    the layout of packed documents, or "".
     """
     stages = run.pp * run.vpp
     marked = list(hybrid_flags(model, stages))[:1] if is_hybrid(model) and stages > 1 else []
@@ -61,7 +63,7 @@ DOCUMENTS = {
 
 
 def left_to_the_user(model: Model, included: Sequence[str] = ()) -> str:
-    """Return a sentence on flags that the user must add, except `included`."""
+    """Return a sentence on flags that the user must add; those in `included` are not listed."""
     names = ["data", "tokenizer", "learning rate", "--train-iters", "checkpoints"]
     names = [name for name in names if name not in included]
     if model.family is None:
@@ -110,7 +112,7 @@ def _expert_groups(model: Model, run: Settings) -> Iterator[str]:
 
 
 def training_flags(run: Settings) -> Iterator[str]:
-    """Yield flags for Megatron's own precision, recomputation, sharding and offloading."""
+    """Yield flags for precision, recomputation, sharding and offloading by Megatron-LM itself."""
     yield "--bf16 --attention-dropout 0 --hidden-dropout 0"
     yield "--no-create-attention-mask-in-dataloader"
     if run.path == "cpu":
@@ -130,15 +132,15 @@ def training_flags(run: Settings) -> Iterator[str]:
 
 
 def burst_flags(run: Settings, cut: str = "", carries: bool = False) -> list[str]:
-    """Return the flags of this package."""
+    """Return the flags of this package that select the settings of `run`; see `choices`."""
     return [f"{flag_of(name)} {value}" for name, value in choices(run, cut, carries).items()]
 
 
 def choices(run: Settings, cut: str = "", carries: bool = False) -> dict[str, Any]:
-    """Return fields of `BurstConfig` to set, by name: all that differ from the defaults.
+    """Return the fields of `BurstConfig` to set for a run, by name.
 
-    Always included are the algorithm, head chunks, and with `carries` the algorithm of linear
-    attention.
+    They are the fields that differ from the defaults, the algorithm, and with `carries` the
+    algorithm of linear attention.
 
     Args:
         run: Settings of the run.

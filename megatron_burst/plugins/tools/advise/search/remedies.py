@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes of settings that make a run fit into memory, for error messages.
 
-Changes on the same GPUs that cost little time are tried first: single ones, then several together.
-Then more GPUs are tried, with parallel sizes from `search_space.groups_of`.
+Changes on the same GPUs that cost little time are tried first: single changes, then several changes
+together. Then more GPUs are tried, with parallel sizes from `search_space.groups_of`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Remedy(NamedTuple):
 
     Attributes:
         run: Settings after the change.
-        fields: Fields of `Settings` that the user must change -> new values.
+        fields: Name of a field of `Settings` that the user must change -> new value.
         gpus: Required number of GPUs; None if unchanged.
     """
 
@@ -51,7 +51,7 @@ class Remedy(NamedTuple):
 
 
 def flag_text(name: str, value: Any) -> str:
-    """Return the flag of a field with a value, or for None the text "without" and the flag."""
+    """Return the flag that sets a field, such as "--tp 8"; "without --tp" if the value is None."""
     if value is True:
         return flag_of(name)
     if value is None:
@@ -62,7 +62,7 @@ def flag_text(name: str, value: Any) -> str:
 def changes(
     model: Model, cluster: Cluster, run: Settings, account_of: AccountOf | None = None
 ) -> list[Remedy]:
-    """Return single changes that make a run fit, the cheapest first.
+    """Return up to `MOST` changes, each of which makes a run fit, the cheapest first.
 
     Args:
         model: Shape of the model.
@@ -125,7 +125,7 @@ def does_not_fit(
 
 
 def _steps(run: Settings, chunks: bool) -> Iterator[dict[str, Any]]:
-    """Yield changes that need no more GPUs, cheapest first; `chunks` allows row chunks."""
+    """Yield changes that need no more GPUs, the cheapest first; `chunks` permits row chunks."""
     pieces = {"sequence_chunks": 32, "mlp_tiles": 64} if chunks else {"mlp_tiles": 64}
     for step in (
         {"lm_head_loss": "single_pass"} if run.lm_head_loss == "off" else {},
@@ -142,7 +142,7 @@ def _steps(run: Settings, chunks: bool) -> Iterator[dict[str, Any]]:
 
 
 def _together(run: Settings, steps: list[dict[str, Any]]) -> Iterator[Remedy]:
-    """Yield the run with the first step applied, with the first two steps, and so on."""
+    """Yield a remedy with the first change of `steps`, one with the first two, and so on."""
     fields: dict[str, Any] = {}
     for step in steps:
         fields = fields | step
@@ -152,7 +152,7 @@ def _together(run: Settings, steps: list[dict[str, Any]]) -> Iterator[Remedy]:
 def _more_gpus(
     model: Model, cluster: Cluster, run: Settings, beside: list[Settings], account_of: AccountOf
 ) -> Remedy | None:
-    """Return a change to the fewest GPUs on which the run fits, with other parallel sizes.
+    """Return a change of parallel sizes with the fewest GPUs on which the run fits, if any.
 
     `beside` contains the run, unchanged and with all changes that cost little time.
     """

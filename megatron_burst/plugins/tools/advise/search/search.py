@@ -4,8 +4,8 @@
 A `Way` is a choice of parallel sizes. For each way, options (recompute, store, offload, ...) are
 tried in order of predicted time until one fits. A way is skipped if a lower bound on its time
 exceeds the best times so far. The bound assumes that attention sends nothing. `step_time` predicts
-times, `account` memory, and `autotune.select` chooses attention settings. Runs within TIE of the
-fastest are ties; the simplest is chosen.
+times, `account` predicts memory, and `autotune.select` chooses attention settings. Of all runs
+within the fraction TIE of the fastest time, the simplest is chosen.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class Configuration:
 
 
 def simplicity(run: Settings) -> tuple[float, ...]:
-    """Return the sort key for runs within a tie; the smallest key is the simplest run.
+    """Return a sort key by which the simplest run is first.
 
-    The key contains offload, row chunks and tiles, stages, a partial store, recomputation, ranks
-    that share heads, and expert-parallel ranks.
+    The key contains, most important first: offload, row chunks and tiles, pipeline stages, a
+    partial store, recomputation, ranks that share heads, and expert-parallel ranks.
     """
     return (
         run.optimizer_offload,
@@ -79,20 +79,20 @@ def simplicity(run: Settings) -> tuple[float, ...]:
 def plainest(groups: Settings) -> Settings:
     """Return the simplest run with the parallel sizes of `groups`.
 
-    With attention that sends nothing, the time of this run is a lower bound for all runs with these
-    groups.
+    If attention sends nothing, the time of this run is a lower bound for all runs with these
+    parallel sizes.
     """
     return replace(unbarred(groups), algorithm="burst", ulysses=1, head_chunks=1)
 
 
 def unbarred(run: Settings) -> Settings:
-    """Return the run without all settings that save memory; attention is unchanged."""
+    """Return the run with all settings that save memory off; attention is unchanged."""
     return replace(run, recompute="none", store=0.0, offload=0.0, optimizer_offload=0.0,
                    sequence_chunks=1, mlp_tiles=1)  # fmt: skip
 
 
 def simplest_first(ranked: Sequence[Configuration]) -> tuple[Configuration, ...]:
-    """Return configurations by time, but the simplest within the fastest tie first."""
+    """Sort configurations by time, but put the simplest within TIE of the fastest first."""
     if not ranked:
         return ()
     limit = min(entry.seconds for entry in ranked) * (1 + TIE)
@@ -110,11 +110,12 @@ class SearchResult:
     """Result of a search.
 
     Attributes:
-        ranked: Best configuration of each way that fits. The chosen one is first; the rest is
-            ordered by time.
+        ranked: Best configuration of each way that fits. The recommended configuration is first;
+            the others are ordered by time.
         ways: Number of ways.
         tried: Number of ways that were not skipped.
-        closest: Configuration that exceeds memory the least, if none fits; otherwise None.
+        closest: Of the configurations that do not fit, the one that exceeds memory the least; None
+            if all computed configurations fit.
     """
 
     ranked: tuple[Configuration, ...]
@@ -128,8 +129,9 @@ class Way(NamedTuple):
 
     Attributes:
         bound: Lower bound on the seconds of a step.
-        simplest: Lower bound on `simplicity` of the best run.
-        content: List of variants (`Way`), or for a variant the settings with its groups.
+        simplest: Lower bound on `simplicity` of all runs.
+        content: For a choice of parallel sizes, the list of its variants (`Way`). For a variant,
+            `Settings` with its parallel sizes.
     """
 
     bound: float
@@ -138,7 +140,7 @@ class Way(NamedTuple):
 
 
 class TimedRun(NamedTuple):
-    """Settings of a run with predicted time."""
+    """Predicted time of a step, and the settings of the run."""
 
     time: StepTime
     run: Settings
@@ -170,8 +172,8 @@ class Search:
 
         Args:
             top: Number of configurations to return.
-            progress: Function of (finished, total), the numbers of ways.
-            prune: Skip ways that cannot be among the results. False tries all, for tests; it takes
+            progress: Function that is called with two numbers of ways: finished ways and all ways.
+            prune: Skip ways that cannot be among the results. Tests set it to False, which takes
                 long.
         """
         self.prune = prune
@@ -212,8 +214,8 @@ class Search:
     ) -> tuple[list[Configuration], int]:
         """Return the best configurations of ways, and the number of ways that were tried.
 
-        A way is tried if it may be among the `top` fastest, or may be simpler and tie with the
-        fastest.
+        A way is tried if it may be among the `top` fastest, or if it may be simpler and within TIE
+        of the fastest. `best` is called with `Way.content`.
         """
         ranked: list[Configuration] = []
         left = deque(sorted(ways, key=lambda way: (way.bound, way.simplest)))
@@ -246,7 +248,7 @@ class Search:
         return self.prune and len(ranked) >= top and way.bound > ranked[top - 1].seconds
 
     def at_least(self, groups: Settings) -> float:
-        """Return a lower bound on the time of all runs with these groups that may fit.
+        """Return a lower bound on the step seconds of all runs with these groups that may fit.
 
         If the simplest run certainly does not fit, the bound assumes full recomputation or an
         offloaded optimizer.
@@ -268,9 +270,9 @@ class Search:
     def best_of(self, groups: Settings, thorough: bool = False) -> Configuration | None:
         """Return the fastest run with these groups that fits; None if none fits.
 
-        Within a tie the simplest run is returned. More runs are tried if none fits, or with
-        `thorough` if memory excludes the fastest run. First these have a partial store (with layout
-        striped) or row chunks, then all tenths of store and offload.
+        Of the runs within TIE of the fastest, the simplest is returned. More runs are tried if none
+        fits, or with `thorough` if the fastest run does not fit: first runs with a partial store
+        (layout striped) or row chunks, then stores and offloads that are multiples of 0.1.
         """
         self._accounts, self._failed = {}, []
         try:
@@ -299,9 +301,10 @@ class Search:
             return None
 
     def _finer(self, groups: Settings, best: Configuration | None) -> list[TimedRun]:
-        """Return runs whose store and offload are multiples of 0.1 and that may beat `best` by TIE.
+        """Return timed runs that are faster than `best` by more than TIE.
 
-        Stores that exceed GPU memory with every offload are excluded.
+        Their stores and offloads are multiples of 0.1. Stores that exceed GPU memory with every
+        offload are excluded.
         """
         other_options = attrgetter(
             "recompute", "optimizer_offload", "sequence_chunks", "mlp_tiles", "layout"
@@ -315,7 +318,7 @@ class Search:
         limit, on_host = best.seconds if best is not None else math.inf, attrgetter("offload")
 
         def faster(run: Settings) -> bool:
-            """Return whether a run may be faster if offload takes no time."""
+            """Return whether a run is faster than `best` by more than TIE, up to rounding."""
             bound = self.attention.step(self.attention.settled(run)).seconds
             return bound * (1 + TIE) * (1 - ROUNDING) < limit
 
@@ -337,7 +340,7 @@ class Search:
         return [x for x in self.timed(possible) if x.time.seconds * (1 + TIE) < limit]
 
     def _taken(self, timed: Sequence[TimedRun]) -> Configuration | None:
-        """Return the fastest run that fits, or within the tie the simplest."""
+        """Return the simplest run that fits within TIE of the fastest that fits, if any."""
         ordered = sorted(timed, key=attrgetter("order"))
         first = next(self._fitting(ordered), None)
         if first is None:
@@ -359,7 +362,7 @@ class Search:
         return possible
 
     def timed(self, runs: Iterable[Settings]) -> list[TimedRun]:
-        """Predict the times of runs and return them, fastest first."""
+        """Choose attention settings of runs, predict their times, and sort them by time."""
         settled = map(self.attention.settled, runs)
         times = [TimedRun(self.attention.step(run), run) for run in settled]
         return sorted(times, key=attrgetter("order"))
@@ -378,7 +381,7 @@ class Search:
         return by_kind if gains and by_kind.fit.fits else configuration
 
     def _configuration(self, time: StepTime, run: Settings) -> Configuration:
-        """Return a run as a `Configuration`; the memory account is cached."""
+        """Return a run as a `Configuration`, with its memory account from a cache."""
         return Configuration(run, time, self._account_of(run), self.left(run))
 
     def _account_of(self, run: Settings) -> Account:
@@ -387,11 +390,11 @@ class Search:
         return self._accounts[run]
 
     def left(self, run: Settings) -> MemoryLeft:
-        """Return the unused memory of a run, from the cached account."""
+        """Return the unused memory of a run, from its cached memory account."""
         return fit(self._account_of(run), self.cluster)
 
     def _fitting(self, timed: Sequence[TimedRun]) -> Iterator[Configuration]:
-        """Yield the configurations that fit, in the given order."""
+        """Yield the configurations of the runs that fit into memory, in the order of `timed`."""
         possible = set(self._possible(run for _, run in timed))
         for time, run in timed:
             if run not in possible or any(_takes_more(run, failure) for failure in self._failed):
@@ -406,7 +409,7 @@ class Search:
 
 
 def _takes_more(run: Settings, failed: Configuration) -> bool:
-    """Return whether a run certainly exceeds memory because a failed run does.
+    """Return whether a run certainly exceeds memory, because another run (`failed`) does.
 
     False if the runs differ in more than store and offload.
     """

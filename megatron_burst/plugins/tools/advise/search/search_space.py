@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that a search tries: parallel sizes (groups), then options for each.
+"""Settings that a search tries: parallel sizes (groups), and options for each of them.
 
-This module enumerates settings; `search` compares them. It raises ValueError for fixed settings
-that are impossible with all groups. Groups are: tensor-parallel ranks within a node; stages with
-equally many layers, or fewer on the first and the last stage; context-parallel ranks with equally
-many rows; data-parallel ranks for the rest. Options are recompute, store, offload, row chunks and
-tiles, from short lists.
+Tensor-parallel ranks are within a node. Pipeline stages have equally many layers, or fewer on the
+first and the last stage. Context-parallel ranks have equally many rows. Data-parallel ranks use the
+remaining GPUs. Options are recompute, store, offload, row chunks and tiles, with a few values each.
+`check_wanted` raises ValueError if fixed settings are impossible with all parallel sizes.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ class TrainingGoal:
         return size + -size % (2 * cp * tp)
 
     def values(self, name: str, tried: Any) -> list[Any]:
-        """Return the values to try for a field: the fixed value, or else `tried`."""
+        """Return the values to try for a field: only the fixed value, if any, else `tried`."""
         return [self.pinned[name]] if name in self.pinned else list(tried)
 
 
@@ -108,7 +107,7 @@ def of_model(model: Model) -> dict[str, Any]:
 
 
 def groups_of(model: Model, cluster: Cluster, goal: TrainingGoal) -> Iterator[Settings]:
-    """Yield settings with every choice of parallel sizes for the GPUs; options have defaults."""
+    """Yield settings for each choice of parallel sizes; options are fixed or have defaults."""
     options = {k: v for k, v in goal.pinned.items() if k not in (*GROUPS, "micro_batches")}
     stages = stages_to_try(model, cluster, goal)
     sizes = goal.values("tp", tensor_sizes(model, cluster)), goal.values("pp", stages)
@@ -144,7 +143,7 @@ def stages_to_try(model: Model, cluster: Cluster, goal: TrainingGoal) -> list[in
 
 
 def _ends(model: Model, goal: TrainingGoal, pp: int) -> dict[str, int]:
-    """Return `first_layers` and `last_layers` as keyword arguments; {} if stages are equal.
+    """Return `first_layers` and `last_layers` as keyword arguments; {} if stages are equally large.
 
     The numbers are fixed by the user, or chosen if `pp` does not divide the layers.
     """
@@ -156,7 +155,7 @@ def _ends(model: Model, goal: TrainingGoal, pp: int) -> dict[str, int]:
 
 
 def _odd_stages(model: Model, run: Settings) -> str:
-    """Return the reason why stages cannot have equally many layers; "" if they can."""
+    """Return the reason why stages cannot share the layers as set; "" if they can."""
     try:
         stage_layers(model, run)
     except ValueError as error:
@@ -192,7 +191,7 @@ def _rows_fit(cluster: Cluster, goal: TrainingGoal, tp: int, cp: int) -> bool:
 
 
 def _micro_batches(model: Model, goal: TrainingGoal, base: Settings) -> Iterator[Settings]:
-    """Yield `base` with every micro-batch size, virtual-stage number and expert-parallel size."""
+    """Yield `base` with each micro-batch, virtual-pipeline and expert-parallel size."""
     short = goal.seq // base.cp < FEW_ROWS
     for size in goal.values("micro_batch", SEQUENCES if short else SEQUENCES[:1]):
         count, remainder = divmod(goal.sequences, base.dp * size)
@@ -223,10 +222,10 @@ def options_of(
     stores: Sequence[float] = STORES,
     offloads: Sequence[float] = OFFLOADS,
 ) -> Iterator[Settings]:
-    """Yield runs with these groups and all options of recompute, store and offload.
+    """Yield runs with the parallel sizes of `run` and each combination of options.
 
     Args:
-        run: Settings with the groups.
+        run: Settings with the parallel sizes.
         goal: Goal of the search.
         chunked: Whether the attention half runs in row chunks, which requires several
             context-parallel ranks.
@@ -255,7 +254,7 @@ def options_of(
 
 
 def layout_of(goal: TrainingGoal, store: float) -> str:
-    """Return the layout of a run: the fixed one, striped for a partial store, or else zigzag."""
+    """Return the layout of a run: the fixed layout, or striped for partial stores, or zigzag."""
     striped = 0 < store < 1 and not goal.carries
     return goal.pinned.get("layout") or ("striped" if striped else "zigzag")
 

@@ -2,7 +2,7 @@
 """Configurations and models of Hugging Face transformers, offline and without remote code.
 
 `config_of` creates the configuration of a language model. `built` instantiates the model on torch's
-meta device, which allocates nothing, and reads parameters, windows and norms.
+meta device, which allocates no memory, and reads parameters, windows and norms.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NESTED = ("text_config", "llm_config", "language_config", "thinker_config", "lan
 
 
 def _transformers(part: str = "") -> Any:
-    """Import transformers, or the submodule `part`."""
+    """Import transformers, or its submodule `part`, such as ".models.auto"."""
     try:
         return importlib.import_module(f"transformers{part}")
     except ImportError as error:
@@ -82,7 +82,7 @@ def config_of(fields: dict[str, Any], name: str) -> tuple[Any, bool]:
 
 
 def _made(transformers: Any, kind: str, fields: dict[str, Any]) -> Any:
-    """Create a configuration; convert value types that only older releases accepted.
+    """Create a configuration; convert values that only older releases of transformers accepted.
 
     Older releases did not check types, so files contain null values, and integers for booleans.
     """
@@ -98,7 +98,10 @@ def _made(transformers: Any, kind: str, fields: dict[str, Any]) -> Any:
 
 
 def _retyped(fields: dict[str, Any], key: str, kind: str) -> dict[str, Any]:
-    """Remove nulls of a key, or convert integers of a key to booleans, at any depth."""
+    """Return `fields` without the nulls of `key`, or with its integers as booleans.
+
+    `kind` is the type to remove or convert: "NoneType" or "int". Nested fields are included.
+    """
     retyped = {}
     for name, value in fields.items():
         if isinstance(value, dict):
@@ -111,7 +114,7 @@ def _retyped(fields: dict[str, Any], key: str, kind: str) -> dict[str, Any]:
 
 
 def _stated_tie(fields: dict[str, Any]) -> bool | None:
-    """Return `tie_word_embeddings`; a top-level value takes precedence over nested values."""
+    """Return `tie_word_embeddings` of the top level, or else of a nested object; None if absent."""
     if fields.get("tie_word_embeddings") is not None:
         return bool(fields["tie_word_embeddings"])
     parts = (fields[key] for key in NESTED if isinstance(fields.get(key), dict))
@@ -126,7 +129,7 @@ def _generates(kind: str, text: Any) -> bool:
 
 
 def _shapes(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that describe the shape, at the top level and in nested `*_config`."""
+    """Return the fields, also of nested `*_config` objects, without `NOT_SHAPES`."""
     shapes = {key: value for key, value in fields.items() if key not in NOT_SHAPES}
     for key, value in shapes.items():
         if isinstance(value, dict) and key.endswith("_config"):
@@ -166,9 +169,9 @@ class Built:
     """Properties of a model on the meta device.
 
     Attributes:
-        parameters: Number of parameters.
+        parameters: Number of parameters, including the LM head.
         layers: Properties of each layer.
-        names: Parameter name within a layer -> shape, merged over all layers.
+        names: Parameter name within a layer -> shape, for the parameters of all layers.
         ends: Parameter name -> shape, for parameters outside the layers.
         norms: Class names of norms.
         buffers: Names of buffers, without the path of the module.
@@ -183,7 +186,7 @@ class Built:
 
 
 def built(config: Any, name: str, layers: int) -> Built:
-    """Instantiate the language model of a configuration on the meta device.
+    """Instantiate the language model of a configuration on the meta device and describe it.
 
     Args:
         config: Configuration from `config_of`.
@@ -191,7 +194,7 @@ def built(config: Any, name: str, layers: int) -> Built:
         layers: Number of layers of the model.
 
     Returns:
-        The model.
+        The properties of the model.
     """
     import torch  # late: it takes seconds
 
@@ -226,7 +229,7 @@ def built(config: Any, name: str, layers: int) -> Built:
 
 
 def _text_model(config_class: type) -> Any:
-    """Return the class of a language model that transformers' auto classes do not list."""
+    """Return the class of a text model that the auto classes of transformers do not have."""
     pretrained = _transformers().PreTrainedModel
     name = config_class.__module__.replace("configuration_", "modeling_")
     for model_class in vars(importlib.import_module(name)).values():
@@ -241,9 +244,9 @@ def _text_model(config_class: type) -> Any:
 
 
 def _stack(model: Any, layers: int) -> str:
-    """Return the name of the module list that contains the layers.
+    """Return the name of the `nn.ModuleList` that contains the layers; "" if there is none.
 
-    This is the module list of length `layers` with the most parameters.
+    It is the list of length `layers` with the most parameters.
     """
     from torch import nn
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-LM's flags for properties of a configuration that are not sizes.
+"""Flags of Megatron-LM for properties of a config.json that are not sizes.
 
 Biases, norms and sinks are read from transformers' model on the meta device. Other properties are
 read from fields of the config.json, or follow from the model type.
@@ -48,11 +48,12 @@ class Structure(NamedTuple):
         qkv_bias: Projections to queries, keys and values have biases.
         out_bias: The output projection of attention has a bias.
         mlp_bias: The matrices of the MLP have biases.
-        head_norms: Norms of queries and keys: "head" (per head), "all" (over all heads), or "".
+        head_norms: Norms of queries and keys: "head" (per head), "all" (over all heads), or ""
+            (none).
         layer_norm: Norms are LayerNorm instead of RMSNorm.
         norm_bias: Norms have a bias.
         norms: Number of norms of hidden states per layer.
-        after: Norms are applied to the output of each half of a layer, instead of the input.
+        after: Norms are applied to the output of each half of a layer instead of its input.
         expert_bias: The router has a bias per expert for load balancing.
         shared_gate: The shared experts have a gate.
         sinks: Attention has sinks.
@@ -72,12 +73,12 @@ class Structure(NamedTuple):
 
 
 def family_of(model: Model, fields: Fields, kind: str, made: Built) -> tuple[Family, bool]:
-    """Return flags of Megatron-LM except sizes, and whether attention has sinks.
+    """Return the flags of Megatron-LM for a model except sizes, and whether attention has sinks.
 
     Args:
         model: Shape of the model.
         fields: Fields of the config.json.
-        kind: Model type.
+        kind: Model type, such as "llama".
         made: Properties of transformers' model.
     """
     structure = _of_model(made, model)
@@ -175,7 +176,7 @@ def _norm_flags(kind: str, structure: Structure) -> Iterator[str]:
 
 
 def _router_flags(fields: Fields, kind: str, structure: Structure) -> Iterator[str]:
-    """Yield the flags of the router; Megatron's default is a softmax over selected experts."""
+    """Yield the flags of the router that differ from a softmax over the selected experts."""
     sigmoid = _scores_by_sigmoid(fields, kind)
     if sigmoid:
         yield "--moe-router-score-function sigmoid"
@@ -198,7 +199,7 @@ def _scores_by_sigmoid(fields: Fields, kind: str) -> bool:
 
 
 def _no_rope(model: Model, fields: Fields, kind: str) -> list[str]:
-    """Return the flag for layers without rotary positions."""
+    """Return the flag for layers without rotary positions; [] if all layers have them."""
     fields.accept("no_rope_layer_interval")
     without = [not rotary for rotary in fields.items_of("no_rope_layers", int)]
     if kind in NO_ROPE_IN_FULL and 0 < model.windows < model.layers:
@@ -213,7 +214,7 @@ def _act(fields: Fields) -> str:
 
 
 def _activation(fields: Fields, gated: bool) -> tuple[str, list[str]]:
-    """Return the flag of a gated MLP, and descriptions of activations that have no flag."""
+    """Return the flag of a gated MLP, and descriptions of activations without a flag."""
     act = _act(fields)
     if not gated:
         return "--swiglu", [] if act.startswith(("gelu", "relu2")) else [f"activation {act!r}"]
@@ -285,7 +286,7 @@ EPSILONS = "rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon
 
 
 def _numerics(fields: Fields, head_dim: int) -> tuple[str, list[str]]:
-    """Return flags for norm epsilon and rotary positions, and properties without a flag."""
+    """Return flags for the norms' epsilon and rotary positions, and properties without a flag."""
     flags = [f"--norm-epsilon {fields.number(key):g}" for key in EPSILONS if key in fields][:1]
     rope = fields.object_of("rope_parameters")
     rope = rope if len(rope) else fields.object_of("rope_scaling")

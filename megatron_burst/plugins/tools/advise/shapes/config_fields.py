@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields of a `config.json`: type checks, and a record of which fields are read.
 
-Ignoring a field that describes layers would silently give a wrong model. So `Fields.check_unread`
-raises ValueError for such fields if no code has read them.
+Ignoring a field that describes layers would silently give a wrong model. `Fields.check_unread`
+therefore raises ValueError for such fields if no code has read them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Fields(Mapping[str, Any]):
         return key in self.values_by_name or self.aliases.get(str(key)) in self.values_by_name
 
     def size(self, *keys: str) -> int:
-        """Return the integer in one of several alternative fields; 0 if none is set.
+        """Return the integer in one of several alternative fields; 0 if no field is set.
 
         A list of equal numbers counts as one number. Raises ValueError if the fields contradict
         each other.
@@ -112,11 +112,11 @@ class Fields(Mapping[str, Any]):
         return float(number)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Return the boolean in a field."""
+        """Return the boolean in a field; `default` if the field is absent."""
         return self._of(key, self.get(key, default), bool, "true or false")
 
     def text(self, key: str, default: str = "") -> str:
-        """Return the string in a field."""
+        """Return the string in a field; `default` if the field is absent."""
         return self._of(key, self.get(key, default), str, "a text")
 
     def items_of(self, key: str, kind: type) -> list[Any]:
@@ -143,7 +143,7 @@ class Fields(Mapping[str, Any]):
         self._read.update(keys, (self.aliases.get(key, key) for key in keys))
 
     def unread(self, layers: int) -> list[str]:
-        """Return the fields that may describe layers and have not been read."""
+        """Return the names of fields that may describe one of `layers` layers and are not read."""
         unread = []
         for key, value in self.values_by_name.items():
             per_layer = isinstance(value, (list, tuple, dict)) and len(value) == layers > 4

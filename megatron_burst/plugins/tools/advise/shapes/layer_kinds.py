@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of layers of a decoder: attention halves, and mixers.
+"""Kinds of decoder layers, and sizes of latent attention, indexers and mixers.
 
-This module also contains the sizes and the form of linear attention of each kind of mixer.
+Mixers are linear attention and state-space models. The functions return the mixers of known models.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LayerPart(NamedTuple):
 
     Attributes:
         attention: Kind of its attention half: "full", "window", "chunked", "mixer" or None.
-        mlp: Whether the layer has an MLP half.
+        mlp: Whether the layer has an MLP half, dense or with experts.
         sparse: Whether the MLP half has experts.
         algorithm: Attention algorithm of this kind of layers; None for `Settings.algorithm`.
     """
@@ -81,7 +81,7 @@ class Mixer:
         into: Total width of the projections from hidden states.
         out: Input width of the output projection.
         heads: Number of value heads, which are split over tensor-parallel ranks.
-        others: Number of other parameters (convolution, decay).
+        others: Number of parameters outside the projections (convolution, decay).
         form: Form of linear attention, one of `FORMS`; "" to count only the projections.
         key_heads: Number of heads of queries and keys, each shared by several value heads.
         width: Width of a key head. The state of a head has shape [width, value_width].
@@ -119,7 +119,7 @@ class Mixer:
             )
 
     def on_rank(self, tp: int) -> Mixer:
-        """Return the sizes on one of `tp` tensor-parallel ranks."""
+        """Return the mixer with the sizes on one of `tp` tensor-parallel ranks."""
         keys = max(1, self.key_heads // tp) if self.form else 0
         return replace(
             self, into=self.into // tp, out=self.out // tp, heads=self.heads // tp, key_heads=keys
@@ -152,7 +152,7 @@ class Mixer:
 
     @property
     def decays(self) -> int:
-        """Elements of a row's decay."""
+        """Elements of a row's decay, over all heads."""
         return self.heads * {"none": 0, "scalar": 1, "vector": self.width}[self.decay]
 
     @property
@@ -161,7 +161,7 @@ class Mixer:
         return FORMS[self.form].delta if self.form else False
 
     def shares(self, tp: int, cp: int = 1) -> bool:
-        """Return whether the heads can be divided among ranks.
+        """Return whether ranks can share the heads equally.
 
         The number of ranks must divide the value heads and the key heads. Mamba's key groups are
         replicated if there are fewer groups than context-parallel ranks.
@@ -186,7 +186,7 @@ DELTA_NET = {
 def gated_delta_net(heads: int, key_heads: int, width: int, value_width: int, taps: int) -> Mixer:
     """Return the mixer of Qwen3-Next (arXiv 2412.06464).
 
-    The projections are q, k, v and a gate, and beta and decay of each head.
+    The input projections are q, k, v and a gate, and beta and decay of each head.
     """
     keys, values = key_heads * width, heads * value_width
     return Mixer("gated delta net", 2 * keys + 2 * values + 2 * heads, values, heads,
@@ -197,8 +197,8 @@ def gated_delta_net(heads: int, key_heads: int, width: int, value_width: int, ta
 def mamba2(heads: int, groups: int, width: int, value_width: int, taps: int) -> Mixer:
     """Return the mixer of Nemotron-H (arXiv 2405.21060).
 
-    The projections are a gate, x (values), B and C (keys and queries, in groups) and dt of each
-    head. `others` counts the convolution with bias, A, D, the bias of dt, and a norm.
+    The input projections are a gate, x (values), B and C (keys and queries, in groups) and dt of
+    each head. `others` counts the convolution with bias, A, D, the bias of dt, and a norm.
     """
     inner, states = heads * value_width, 2 * groups * width
     return Mixer("Mamba-2", 2 * inner + states + heads, inner, heads,
@@ -209,8 +209,8 @@ def mamba2(heads: int, groups: int, width: int, value_width: int, taps: int) -> 
 def kimi_delta(heads: int, width: int, taps: int) -> Mixer:
     """Return the mixer of Kimi Linear (arXiv 2510.26692).
 
-    The projections are q, k, v, beta, and low-rank projections (rank `width`) to decay and gate.
-    `others` includes the second matrices of decay and gate.
+    The input projections are q, k, v, beta, and low-rank projections (rank `width`) to decay and
+    gate. `others` includes the second matrices of decay and gate.
     """
     inner = heads * width
     return Mixer("Kimi delta attention", 3 * inner + heads + 2 * width, inner, heads,
@@ -221,7 +221,8 @@ def kimi_delta(heads: int, width: int, taps: int) -> Mixer:
 def lightning(heads: int, width: int) -> Mixer:
     """Return the mixer of MiniMax-01 (arXiv 2501.08313).
 
-    The projections are q, k, v and a gate. The decay is constant per head; there is no convolution.
+    The input projections are q, k, v and a gate. The decay of a head is constant. There is no
+    convolution.
     """
     inner = heads * width
     return Mixer("lightning attention", 4 * inner, inner, heads, inner, "scalar_decay", heads,

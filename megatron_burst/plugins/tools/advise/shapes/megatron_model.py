@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shape of a model from Megatron's arguments or from a TransformerConfig.
 
-Both use the same names (`num_layers`, `window_size`, `kv_lora_rank`, ...). The caller passes a
-function that returns a value by name, or None. `megatron.model_shape` determines the kinds of
-layers.
+Arguments and TransformerConfig use the same names (`num_layers`, `window_size`, `kv_lora_rank`,
+...). The caller passes a function that returns a value by name, or None if there is no value.
+`megatron.model_shape` determines the kinds of layers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BOTH_HALVES = {"softmax": "F", "sparse": "F", "delta_net": "L"}
 
 
 class _Values:
-    """Object whose attributes are the results of a function of the name."""
+    """Object whose attribute `name` is `get("name")`, as `ModelShape.of` requires."""
 
     def __init__(self, get: Get) -> None:
         self._get = get
@@ -43,11 +43,11 @@ def model_from(
     """Return the model that Megatron's arguments describe.
 
     Args:
-        get: Function that returns a value by name, or None.
+        get: Function that returns the value of an argument by name, or None.
         name: Name of the model, for output.
         gated: Whether the MLP is gated (three matrices).
         tied: Whether embedding and LM head share weights.
-        flag: Function that converts a name to the user's notation, for messages.
+        flag: Function that converts the name of an argument to the user's notation, for messages.
 
     Raises:
         ValueError: A value is missing or not supported.
@@ -101,7 +101,7 @@ def _latent(get: Get, heads: int) -> dict[str, Any]:
 
 
 def _mlp(get: Get, pattern: str, gated: bool) -> dict[str, Any]:
-    """Return the fields of `Model` on the MLP.
+    """Return the fields of `Model` that describe MLPs and experts.
 
     Megatron's default width is 4 x hidden. With a gate it is 8/3 x hidden, in multiples of 64.
     """
@@ -168,7 +168,7 @@ def _pattern(
 
 
 def _hybrid(get: Get) -> str:
-    """Return a hybrid pattern without the symbols for stages and multi-token prediction."""
+    """Return the hybrid pattern without symbols for stages and multi-token prediction, or ""."""
     text = get("hybrid_override_pattern") or get("hybrid_layer_pattern") or ""
     return text.split("/")[0].replace("|", "")
 
@@ -188,7 +188,7 @@ def _layers(frequency: Any, layers: int, *, every_is: bool) -> list[bool]:
 
 
 def _mixer(get: Get, kinds: Sequence[str]) -> Mixer | None:
-    """Return the mixer: Mamba-2 with Megatron's defaults, or a gated delta net."""
+    """Return the mixer, Mamba-2 or a gated delta net, with Megatron's defaults; None if absent."""
     if "delta_net" in kinds:
         return gated_delta_net(*(get(name) or size for name, size in DELTA_NET.items()))
     if "mamba" not in kinds:

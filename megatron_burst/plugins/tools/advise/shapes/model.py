@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shape of a decoder model: layers, sizes, and numbers of parameters.
+"""Shape of a decoder model: kinds of layers, sizes of layers, and numbers of parameters.
 
 A layer has an attention half (softmax attention, or a mixer such as Mamba), an MLP half, or both.
 `models` contains shapes by name; `model_config` reads a `config.json`.
@@ -37,7 +37,7 @@ class Family(NamedTuple):
     Attributes:
         flags: Flags of the architecture, such as `--qk-layernorm`.
         numerics: Flags for the epsilon of norms and for rotary positions.
-        norms: Flags for the kind of norms, for biases and for the type of positions.
+        norms: Flags for the type of norms, for biases and for the type of position embeddings.
         gate: Flag of a gated MLP.
         lacking: Descriptions of properties that have no flag.
         biases: Whether experts have biases, which Megatron does not split over tensor-parallel
@@ -77,7 +77,7 @@ class Model:
         value_dim: Width of a value head; 0 for `head_dim`.
         latent: Sizes of multi-head latent attention; None for other attention.
         output_gate: Whether attention's result is multiplied by a gate as wide as the queries.
-        pattern: One letter of `KINDS` per layer; "" for "F" in all layers.
+        pattern: One letter of `layer_kinds.KINDS` per layer; "" for "F" in all layers.
         window: Tokens that a query of a "W" layer attends to, including itself.
         mixer: Mixer of "L" and "M" layers.
         sinks: Whether attention has a learned sink per head.
@@ -148,7 +148,7 @@ class Model:
         self._check_pattern()
 
     def _check_kinds(self) -> None:
-        """Raise ValueError for fields of wrong types."""
+        """Raise ValueError for fields with values of wrong types."""
         kinds = {"int": int, "bool": bool, "str": str}
         wrong = []
         for field in fields(self):
@@ -196,7 +196,7 @@ class Model:
 
     @cached_property
     def parts(self) -> tuple[LayerPart, ...]:
-        """Kinds of halves of each layer."""
+        """Kinds of the two halves of each layer, and whether the layer has experts."""
         parts, mlps = [], 0
         for letter in self.letters:
             attention, mlp = KINDS[letter]
@@ -206,7 +206,7 @@ class Model:
 
     @cached_property
     def experts_at(self) -> tuple[bool, ...]:
-        """True for each layer with experts, in the order of layers with an MLP."""
+        """Tuple with one bool per layer with an MLP: True if the layer has experts."""
         if self.expert_pattern:
             return tuple(sign == "1" for sign in self.expert_pattern)
         return tuple(at >= self.mlps - self.moe_layers for at in range(self.mlps))
@@ -227,9 +227,10 @@ class Model:
         return self.number_of(CHUNKED)
 
     def window_of(self, kind: str | None, seq: int) -> int:
-        """Return the window with which a kind of attention is predicted; 0 for full attention.
+        """Return the window in tokens with which a kind of attention is predicted; 0 for none.
 
-        Chunked attention is approximated by a window of half a chunk, which has as many pairs.
+        Chunked attention is approximated by a window of half a chunk, which has as many visible
+        pairs.
 
         Args:
             kind: Kind of the attention half; None for a layer without attention.
@@ -251,7 +252,7 @@ class Model:
         return self.number_of(MIXER)
 
     def carried(self, tp: int, cp: int = 1) -> bool:
-        """Return whether the heads of the mixer, if any, can be divided among ranks.
+        """Return whether ranks can share the heads of the mixer equally; True without a mixer.
 
         Args:
             tp: Tensor-parallel ranks.
@@ -261,16 +262,16 @@ class Model:
 
     @property
     def mlps(self) -> int:
-        """Number of layers with an MLP half, with experts or without."""
+        """Number of layers with an MLP half (experts or dense)."""
         return sum(self.letters.count(letter) for letter, (_, mlp) in KINDS.items() if mlp)
 
     def number_of(self, kind: str) -> int:
-        """Return the number of layers whose attention half is of a kind."""
+        """Return the number of layers whose attention half is of this kind."""
         return sum(self.letters.count(letter) for letter, (of, _) in KINDS.items() if of == kind)
 
     @property
     def uncounted(self) -> tuple[str, ...]:
-        """Descriptions of parts that the forecast does not count."""
+        """Descriptions of parts of the model that predictions do not count."""
         mixers = ()
         if self.mixer is not None and self.mixers and not self.mixer.form:
             mixers = (f"scans and states of {self.mixers} {self.mixer.name} layers",)
@@ -280,7 +281,7 @@ class Model:
 
     @property
     def attention_parameters(self) -> int:
-        """Parameters of the attention half of one layer, with the norms of both halves."""
+        """Number of parameters of attention in one layer, with the norms of both halves."""
         q, out = self.heads * self.head_dim, self.heads * self.value_dim
         if (low := self.latent) is not None:
             query = self.hidden * low.q_rank + low.q_rank + low.q_rank * q
@@ -296,7 +297,7 @@ class Model:
 
     @property
     def mixer_parameters(self) -> int:
-        """Parameters of the mixer of one layer, with the norms of both halves."""
+        """Number of parameters of the mixer in one layer, with the norms of both halves."""
         if self.mixer is None:
             return 0
         projections = self.hidden * (self.mixer.into + self.mixer.out)
@@ -304,19 +305,19 @@ class Model:
 
     @property
     def dense_parameters(self) -> int:
-        """Parameters of one layer's MLP; with experts, the router and the shared experts."""
+        """Number of parameters of one layer's MLP, or of its router and shared experts."""
         if self.experts:
             return self._mlp(self.shared) + self.hidden * self.experts
         return self._mlp(self.ffn)
 
     @property
     def expert_parameters(self) -> int:
-        """Parameters of all experts of one layer."""
+        """Number of parameters of all routed experts of one layer."""
         return self.experts * self._mlp(self.ffn)
 
     @cached_property
     def by_layer(self) -> tuple[tuple[int, int, int], ...]:
-        """Parameters per layer: (split over tensor-parallel ranks, norms, experts)."""
+        """Numbers of parameters of each layer: matrices except routed experts, norms, experts."""
         of = {part: self._of_part(part) for part in set(self.parts)}
         return tuple(of[part] for part in self.parts)
 
@@ -330,7 +331,7 @@ class Model:
         return dense, halves * self.hidden, experts
 
     def mlp_parameters(self, part: LayerPart, ep: int = 1) -> float:
-        """Return the parameters of the MLP half of a layer.
+        """Return the number of parameters of the MLP half of a layer.
 
         Args:
             part: Kinds of the halves of the layer.
@@ -345,18 +346,18 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the decoder without biases, norms of heads and sinks."""
+        """Number of parameters of the decoder, without biases, norms of heads and sinks."""
         ends = self.hidden * (self.vocabulary * (1 if self.tied else 2) + 1)
         return ends + sum(map(sum, self.by_layer))
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that process a token: `top_k` of the experts, and no embedding."""
+        """Number of parameters that process a token: `top_k` of the experts, and no embedding."""
         unseen = (self.experts - self.top_k) * self.expert_parameters // max(1, self.experts)
         embedding = 0 if self.tied else self.hidden * self.vocabulary
         return self.parameters - self.moe_layers * unseen - embedding
 
 
 def padded(model: Model, multiple: int) -> Model:
-    """Return the model with the vocabulary padded to a multiple."""
+    """Return the model with the size of the vocabulary padded to a multiple of `multiple`."""
     return replace(model, vocabulary=-(-model.vocabulary // multiple) * multiple)

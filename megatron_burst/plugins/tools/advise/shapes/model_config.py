@@ -3,7 +3,8 @@
 
 transformers' configuration class of the model type defines names, defaults and kinds of layers. As
 a check, the number of parameters and the layers with experts or windows are compared with
-transformers' model on torch's meta device. Model types unknown to transformers raise ValueError.
+transformers' model on torch's meta device. Model types that transformers does not have raise
+ValueError.
 """
 
 from __future__ import annotations
@@ -80,12 +81,12 @@ OF_MLP_TYPES = (
 
 
 class Source(NamedTuple):
-    """Configuration of a language model.
+    """Configuration of a language model, as fields and as an object of transformers.
 
     Attributes:
-        fields: Values of the configuration, by the attribute names of its class.
+        fields: Values of the configuration, by the attribute names of its class in transformers.
         config: Configuration object of transformers.
-        nested: Whether it is nested in a multimodal configuration.
+        nested: Whether the configuration is nested in a multimodal configuration.
     """
 
     fields: Fields
@@ -94,19 +95,19 @@ class Source(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Model type."""
+        """Model type, such as "llama"."""
         return self.config.model_type
 
 
 def from_config(config: dict[str, Any], name: str = "config.json") -> Model:
-    """Return the model that a config.json describes.
+    """Return the language model that a config.json describes.
 
     Args:
         config: Content of a `config.json`.
         name: Name of the file, for errors.
 
     Returns:
-        The shape of its language model.
+        The shape of the language model, without vision and audio parts.
 
     Raises:
         ValueError: A field is missing, unknown or has a wrong type, or the number of parameters
@@ -239,9 +240,9 @@ def _size(fields: Fields, *keys: str) -> int:
 
 
 def _check_positions(source: Source) -> None:
-    """Raise ValueError if the model has position embeddings other than rotary ones.
+    """Raise ValueError if the model has position embeddings that are not rotary.
 
-    Other position embeddings have a maximum length.
+    Other position embeddings have a maximum length. Models without positions are accepted.
     """
     fields = source.fields
     if fields.flag("alibi") or fields.object_of("attn_config").flag("alibi"):
@@ -267,7 +268,7 @@ def _check_positions(source: Source) -> None:
 
 
 def _check_windows(fields: Fields) -> None:
-    """Raise ValueError if layers with a window have other heads than the other layers."""
+    """Raise ValueError if layers with a window have heads of other sizes or numbers."""
     for key, full_key in OF_WINDOWS.items():
         if (size := fields.size(key)) != fields.size(full_key) and size:
             raise ValueError(
@@ -297,9 +298,9 @@ def _gated(source: Source) -> bool:
 
 
 def _latent(fields: Fields, heads: int) -> dict[str, Any]:
-    """Return the fields of multi-head latent attention with expanded heads.
+    """Return the fields of `Model` for multi-head latent attention; {} for other attention.
 
-    There is one key head per query head.
+    Latents are expanded to heads, so there is one key head per query head.
     """
     if not fields.size("kv_lora_rank"):
         return {}
@@ -323,7 +324,7 @@ def _latent(fields: Fields, heads: int) -> dict[str, Any]:
 
 
 def _mlp(source: Source, pattern: str, with_mlp: int, hidden: int) -> dict[str, Any]:
-    """Return the fields of `Model` on MLPs: dense, or experts in some layers."""
+    """Return the fields of `Model` that describe MLPs and experts."""
     fields, kind = source.fields, source.kind
     ffn = fields.size(*FFN) or 4 * hidden  # the default of GPT-2 and its descendants
     experts, of_expert = fields.size(*EXPERTS), fields.size(*OF_EXPERT)
@@ -356,7 +357,7 @@ def _mlp(source: Source, pattern: str, with_mlp: int, hidden: int) -> dict[str, 
 
 
 def _experts_at(source: Source, pattern: str, with_mlp: int) -> list[bool]:
-    """Return whether each layer with an MLP has experts."""
+    """Return for each layer with an MLP whether it has experts."""
     fields = source.fields
     every = range(with_mlp)
     types = fields.items_of("layers_block_type", str)
@@ -399,7 +400,7 @@ def _is_sparse(fields: Fields, kind: str) -> bool:
 
 
 def _pattern(source: Source, layers: int) -> str:
-    """Return `Model.pattern`, one letter per layer."""
+    """Return the kinds of layers as one letter of `layer_kinds.KINDS` per layer."""
     fields = source.fields
     for key in ("layer_types", "layers_block_type"):
         if types := fields.items_of(key, str):
@@ -434,7 +435,7 @@ def _one_half(source: Source, types: list[str]) -> bool:
 
 
 def _windows(source: Source, layers: int) -> str:
-    """Return the pattern of windows for configurations without `layer_types`."""
+    """Return `_pattern` without `layer_types`: windows in all layers, or in no layer."""
     fields = source.fields
     if source.kind not in ALL_WINDOWS:
         return "F" * layers  # `check_unread` raises for the field of the window
@@ -446,8 +447,8 @@ def _windows(source: Source, layers: int) -> str:
 def _mixer(source: Source) -> Mixer:
     """Return the mixer of linear-attention or state-space layers.
 
-    Supported are Mamba-2, Qwen3-Next's gated delta net, Kimi Linear's delta attention, and
-    MiniMax's lightning attention.
+    The supported mixers are Mamba-2, Qwen3-Next's gated delta net, Kimi Linear's delta attention,
+    and MiniMax's lightning attention.
     """
     fields, kind = source.fields, source.kind
     if "linear_num_value_heads" in fields:
@@ -480,7 +481,7 @@ def _mixer(source: Source) -> Mixer:
 
 
 def _compare(model: Model, made: Built, source: Source) -> None:
-    """Raise ValueError if parameters, experts or windows differ from transformers' model."""
+    """Raise ValueError if parameters, experts or windows differ from the model in transformers."""
     name, kind = source.fields.name, source.kind
     unread = source.fields.unread(model.layers)
     why = f"; unknown fields: {', '.join(unread)}" if unread else ""

@@ -168,7 +168,7 @@ NAMED: dict[str, Model] = {
 
 
 def named(name: str, vocabulary_multiple: int = 1) -> Model:
-    """Return a model by name, or from a `config.json` or its folder.
+    """Return the model with a name, or of a `config.json` or the folder that contains it.
 
     Args:
         name: Name in `NAMED`, or path.
@@ -192,7 +192,7 @@ def named(name: str, vocabulary_multiple: int = 1) -> Model:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read the content of a config.json.
+    """Return the content of a config.json.
 
     Raises:
         ValueError: The file cannot be read.
