@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forecast bands by GPU: the range of the ratio of published times to their forecasts.
 
-A band covers the published steps and attention calls of one GPU generation. It excludes at most 10
-% of their ratios. If all ratios are above 1, the band begins at 1 and excludes the largest ratios.
-Otherwise it excludes equally many of the largest and of the smallest ratios. The ends of a band are
-rounded outwards to a hundredth.
+A band covers the published steps and attention calls of one GPU generation. The band excludes at
+most 10 % of the ratios of these steps and calls. If all ratios are above 1, the band begins at 1
+and excludes the largest ratios. Otherwise it excludes equally many of the largest and of the
+smallest ratios. The ends of a band are rounded outwards to a hundredth.
 
 PUBLISHED has the bands of forecasts from published rates. A100 and A800: LoongTrain's tables 2 and
 4 (58 steps, without four duplicates, and 88 calls), BurstEngine's tables 2 and 5 (10 steps) and its

@@ -3,7 +3,7 @@
 
 `megatron-burst calibrate` writes a file, and `read` makes a `Cluster` from it. This module decides
 the names, the units and the order of the values. Comments state how a value was measured and how
-much repeats vary. They are ignored when a file is read.
+much repeats vary. `read` ignores comments.
 """
 
 from __future__ import annotations

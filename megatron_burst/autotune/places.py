@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nodes and NICs of the ranks of rings, and the number of messages that share a NIC.
 
-Several rings run the same schedule at the same time and share only NICs. They are the rings of the
-other members of a ulysses group, and the rings of tensor-parallel neighbours. This module decides
-how many messages cross a NIC together. Only one ring is simulated.
+Several rings run the same schedule at the same time and share only NICs. These rings belong to the
+other members of a ulysses group and to tensor-parallel neighbours. This module decides how many
+messages cross a NIC together. Only one ring is simulated.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class RankPlaces:
     def load(self, src: np.ndarray, dst: np.ndarray) -> np.ndarray:
         """Return, for each message of the first ring, the number of messages on its busier NIC.
 
-        It counts the messages of all rings that start together, including the message itself. It is
-        1 for a message within a node.
+        The number includes the messages of all rings that start together, and the message itself.
+        It is 1 for a message within a node.
         """
         crosses = self.node[:, src] != self.node[:, dst]
         load = np.ones(len(src))

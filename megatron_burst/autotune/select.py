@@ -229,8 +229,8 @@ def fastest(
     """Return the candidate that `best` selects, without simulating slower candidates.
 
     A candidate is not simulated if its lower bound exceeds the shortest time so far by more than
-    TIE. It is also not simulated if a simpler candidate is certain to tie with the shortest time so
-    far and with all remaining lower bounds.
+    TIE. A candidate is also not simulated if a simpler candidate is certain to tie with the
+    shortest time so far and with all remaining lower bounds.
 
     Args:
         workload: The attention.

@@ -2,8 +2,8 @@
 """Attention of one rank as one autograd function.
 
 `forward` and `backward` are plain functions of tensors for one rank: exchange heads, run the ring,
-exchange heads back. The autograd function saves tensors for backward. It also stores and loads the
-results that a checkpoint keeps.
+exchange heads back. The autograd function saves tensors for backward. The autograd function also
+stores and loads the results that a checkpoint keeps.
 
 Shape letters: s local rows, b batch, h query heads, k key/value heads, d width, w value width.
 """

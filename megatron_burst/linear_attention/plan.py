@@ -241,8 +241,8 @@ def prepare_linear(
     and layout it also serves `mb.short_convolution` and, with states of the same shapes,
     `mb.state_scan`. Make one plan per micro-batch and use it in every layer of the same shapes.
 
-    The call is a collective: every rank of `groups` must call it. It performs one all-gather of 1.3
-    KB per rank on the host. The first call creates a process group of all ranks.
+    The call is a collective: every rank of `groups` must call it. The call performs one all-gather
+    of 1.3 KB per rank on the host. The first call creates a process group of all ranks.
 
     Args:
         q: Same as in `linear_attention`; of all tensors only shape, dtype, device and

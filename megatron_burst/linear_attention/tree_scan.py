@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """State scan along a prefix tree: the entering state of a piece is the state after its parent.
 
-Every rank receives the maps of all ancestors of its pieces in one exchange. It then computes the
-states from the roots to its own pieces, for all pieces of one depth at once. Backward sums the
-gradients of the children of a piece, and the exchange returns the gradients of maps to their ranks.
+Every rank receives the maps of all ancestors of its pieces in one exchange. Every rank then
+computes the states from the roots to its own pieces, for all pieces of one depth at once. Backward
+sums the gradients of the children of a piece, and the exchange returns the gradients of maps to
+their ranks.
 
 Shape letters: p pieces of this rank, r pieces of this rank and all their ancestors, b batch, h
 heads, d rows (keys), w columns (values).

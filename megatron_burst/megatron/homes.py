@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Import of Megatron modules whose path depends on Megatron's version.
 
-These are modules of layers with a state and of sparse attention. Callers name a module relative to
-the older packages (`PACKAGES`), such as "dsa" or "gated_delta_net.gdn". `MOVED` maps these names to
+The modules contain layers with a state, and sparse attention. Callers name a module relative to the
+older packages (`PACKAGES`), such as "dsa" or "gated_delta_net.gdn". `MOVED` maps these names to
 newer paths. The newer path is tried first: if both exist, the older module only re-exports names.
 """
 

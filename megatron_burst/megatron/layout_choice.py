@@ -49,7 +49,7 @@ class LayerCounts(NamedTuple):
 
 
 class StreamChoice(NamedTuple):
-    """Options with concrete layouts, and the reason for the log; None if "auto" chose nothing."""
+    """Options with concrete layouts, and the reason for the log, or None for no log line."""
 
     burst: BurstConfig
     why: str | None = None

@@ -2,10 +2,10 @@
 """Layers of a model: the kind of attention and the sliding window of each layer.
 
 `ModelShape.of` reads a `TransformerConfig`, a provider of Megatron-Bridge, or parsed arguments with
-the same names. A configuration states its layers in one of these ways:
+the same names. A configuration specifies its layers in one of these ways:
 
 - A pattern of a hybrid model (`hybrid_layer_pattern`), with one symbol per layer. A
-`TransformerConfig` states only that a model is hybrid.
+`TransformerConfig` contains only the information that a model is hybrid.
 - An attention variant (`experimental_attention_variant`) and a frequency or list of its layers.
 - The numbers of Kimi K3's layers with Kimi delta attention (`kimi_kda_layers`).
 - A window: Megatron has `window_size` (left, right) and `window_attn_skip_freq`. Providers of

@@ -3,9 +3,10 @@
 
 The registry of patches is one of the two pieces of process-wide state of the package. A set of
 patches is applied completely or not at all, and removed completely. There is an oldest supported
-version of Megatron-Core but no newest one: each patch checks the function that it replaces, and the
-error names Megatron's version and the function. A Megatron tree with the patches of `patches/` has
-decorated functions (`seam`), and replacements use them; a tree may have only some of the seams.
+version of Megatron-Core, but no newest version. Instead, each patch checks the function that it
+replaces, and the error names Megatron's version and the function. A Megatron source tree to which
+the patches of `patches/` were applied has decorated functions (see module `seam`). Replacements use
+these functions. A tree may have only some of the seams.
 
 The module also contains two utilities for the whole package. Its log lines do not depend on the
 script's log level. Flags in error messages are translated to settings of recipes. Megatron-Core is

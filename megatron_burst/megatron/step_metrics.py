@@ -2,9 +2,9 @@
 """Metrics of attention per log interval, as scalars of TensorBoard and Weights & Biases.
 
 Megatron-LM's own writers (`--tensorboard-dir`, `--wandb-project`) write them at iterations that
-`--log-interval` divides. Without a writer nothing is measured. The ranks of a context-parallel
-group exchange five numbers per log interval, on the host. Megatron's writers are on the last rank,
-so the scalars describe the group of the last rank.
+`--log-interval` divides. If no writer is configured, nothing is measured. The ranks of a
+context-parallel group exchange five numbers per log interval, on the host. Megatron's writers are
+on the last rank, so the scalars describe the group of the last rank.
 """
 
 from __future__ import annotations

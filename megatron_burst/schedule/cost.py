@@ -219,9 +219,9 @@ def _by_route(ring: Schedule, route: str, sizes: Sizes) -> Schedule:
 def _clearly_fewer(ring: Schedule, grid: Grid) -> bool:
     """Return whether "direct" sends fewer bytes than the ring in either direction.
 
-    This comparison does not need the tables of the ring. It counts bytes between nodes, or within
-    the node if there is only one. On a ring, a copy passes every node up to its last user, and a
-    gradient passes every node from the first user on.
+    This comparison does not need the tables of the ring. It counts bytes between nodes, or bytes
+    within the node if there is only one node. On a ring, a copy passes every node up to its last
+    user, and a gradient passes every node from the first user on.
     """
     bundles, width = ring.travelling, grid.intra if grid.inter > 1 else 1
     length = grid.size // width

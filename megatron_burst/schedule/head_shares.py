@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The division of heads: among the ranks of a ulysses group, and into head chunks on one rank.
 
-The module also decides the order of the rows on a rank after the all-to-all. It is plain arithmetic
-and needs no process groups, so checks, the executor and the simulator share it. Source:
-DeepSpeed-Ulysses (arXiv 2309.14509) for equal shares. If there are fewer key/value heads than
-ranks, several ranks receive a copy of the same head.
+The module also decides the order of the rows on a rank after the all-to-all. The division is plain
+arithmetic and needs no process groups, so checks, the executor and the simulator share this module.
+Source: DeepSpeed-Ulysses (arXiv 2309.14509) for equal shares. If there are fewer key/value heads
+than ranks, several ranks receive a copy of the same head.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ class Schedule(Demand):
 
     Attributes:
         algorithm: A name in `algorithms.ALGORITHMS`.
-        route: "ring" for the algorithm's own transfers. "direct" sends each chunk from its owner to
-            the ranks that use it, one or more steps ahead.
+        route: "ring" for the algorithm's own transfers. "direct" sends each chunk from its owner
+            directly to the ranks that use the chunk, one or more steps before its use.
     """
 
     algorithm: str = "burst"

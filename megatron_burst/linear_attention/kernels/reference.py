@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernel "reference": the recurrence, token by token, as the forms are defined.
 
-It computes in the accumulation dtype and is slow. It is the specification of the other kernels.
+This kernel computes in the accumulation dtype and is slow. It is the specification of the other
+kernels.
 """
 
 from __future__ import annotations

@@ -91,14 +91,16 @@ class BurstCoreAttention(MegatronModule):
     It replaces `DotProductAttention` and `TEDotProductAttention`. Megatron's attention layers build
     it after `install` and `configure`, with the keywords of Megatron's own core attention. The
     first module on a context-parallel group creates the grid of the group (`Groups`), and the first
-    forward creates the communicators of the rings. Both are collectives of that group.
+    forward creates the communicators of the rings. Creation of the grid and of the communicators is
+    a collective of that group.
 
     The module supports `window_size`, `window_attn_skip_freq` and `softmax_type`. The parameter
     `softmax_offset` has the same name as in checkpoints of Megatron's own modules.
 
     With `log_max_attention_logit` or `qk_clip`, `current_max_attn_logits` [h] is the largest logit
-    of each head. It covers the calls of this rank since Megatron's optimizer step last reset it to
-    None. Megatron computes the maximum over data- and context-parallel ranks.
+    of each head. The value covers the calls of this rank since Megatron's optimizer step last reset
+    `current_max_attn_logits` to None. Megatron computes the maximum over data- and context-parallel
+    ranks.
 
     Args:
         config: a `TransformerConfig`, after `configure`.

@@ -15,8 +15,8 @@ the plan.
 - With a mask of the user (`--burst-mask`) every layer is its own kind: its mask is known only when
 it is called with a batch.
 - Every plan assumes that q, k and v need gradients. One plan then serves forward and recomputation,
-in which layers run in another order, also with several micro-batches in flight. This costs little:
-one projection mostly computes q, k and v, so they need gradients together.
+in which layers run in another order, also with several micro-batches in flight. This assumption
+costs little: one projection usually computes q, k and v, so they need gradients together.
 - Packed batches have one plan per pack. The `PLANS_KEPT` most recently used plans are kept; the
 order of use is the same on all ranks.
 - While a CUDA graph captures a layer, ranks compare nothing, and replays run no Python: an earlier

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of Megatron's CUDA graphs: which graphs may contain attention.
 
-A graph replays kernels and does not run Python. Attention over ranks may be captured if its plan is
-the same for every micro-batch: every call then launches the same kernels in the same order.
+A CUDA graph replays kernels and does not run Python. Attention over ranks may be captured if its
+plan is the same for every micro-batch. Every call then launches the same kernels in the same order.
 Features with decisions in Python must not be captured: plans of packed documents, the attention
 store, and the logits tensor that the optimizer step resets.
 """

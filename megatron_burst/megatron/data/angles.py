@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary angles of any rows, accurate at any position.
 
-Megatron multiplies positions and frequencies in fp32. Half a unit in the last place of such an
-angle is 0.03 rad at one million and 1 rad at 20 million tokens; from 2^24 on, adjacent positions
-round to the same fp32 value. This module computes the angles of given positions. For positions
-below `EXACT` it uses the same fp32 product as Megatron, so the angles are bitwise equal. From
-`EXACT` on it uses a product in fp64, reduced modulo 2 pi before it is rounded to fp32. Both
-products use the same fp32 frequencies, so the phase is continuous at `EXACT`.
+Megatron multiplies positions and frequencies in fp32. The rounding error of such an angle (half a
+unit in the last place) is 0.03 rad at position one million and 1 rad at 20 million. From 2^24 on,
+adjacent positions round to the same fp32 value. This module computes the angles of given positions.
+For positions below `EXACT` it uses the same fp32 product as Megatron, so the angles are bitwise
+equal. From `EXACT` on it uses a product in fp64, reduced modulo 2 pi before it is rounded to fp32.
+Both products use the same fp32 frequencies, so the phase is continuous at `EXACT`.
 
 `EXACT` is the position up to which Megatron's own error is harmless. Angles below 2^16 have an
 error of at most 2^-9 rad, which equals the rounding of a cosine near 1 to bf16. The threshold

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Document lengths that the host records before a batch is sent to a device.
 
-A script sends a batch to the GPU. To read the cumulative lengths back, the host would wait for all
-queued work, and would make its plan while the GPU is idle. Therefore the `cu_seqlens` tensors of
-batches record their values when the script sends them to a device. `Packs.values` returns the
-recorded values for the device tensors and for views of them. Other tensors are read from the
-device: tensors that a script computes, and tensors that other tensor-parallel ranks receive by
-broadcast.
+A script sends a batch to the GPU. If the host read the cumulative lengths back from the GPU, it
+would wait for all queued work. It would then make its plan while the GPU is idle. Therefore the
+`cu_seqlens` tensors of batches record their values when the script sends them to a device.
+`Packs.values` returns the recorded values for the device tensors and for views of them. Other
+tensors are read from the device: tensors that a script computes, and tensors that other
+tensor-parallel ranks receive by broadcast.
 
 The host also reads loss masks, and warns once if gradients depend on the number of context-parallel
 ranks.

@@ -35,8 +35,8 @@ from .state_layers import MixerKind, StateLayer, construct, forward, wide
 def enable(layer_class: type) -> None:
     """Patch Bridge's class `KimiK3Attention` to train over several context-parallel ranks.
 
-    The patch has an effect if the configuration selects BurstAttention; for Megatron-Core 0.19 and
-    newer. Idempotent.
+    The patch requires Megatron-Core 0.19 or newer. It changes a layer only if the configuration
+    selects BurstAttention. A second call has no effect.
 
     Args:
         layer_class: the class.

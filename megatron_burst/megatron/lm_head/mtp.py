@@ -116,9 +116,9 @@ def _normalized(original: Callable, *args: Any, **named: Any) -> Any:
 def _counts_groups(original: Callable, arguments: dict[str, Any], group: Any) -> bool:
     """Return whether process_mtp_loss itself divides by the counts of the group.
 
-    The first call for a group is a collective. It calls process_mtp_loss with a mask of two tokens
-    on the first rank and of one token on other ranks. If process_mtp_loss divides by the count of
-    the rank, the sum of the gradients is the same on every rank.
+    The first call for a group is a collective. This call runs process_mtp_loss with a mask of two
+    tokens on the first rank and of one token on other ranks. If process_mtp_loss divides by the
+    count of the rank, the sum of the gradients is the same on every rank.
 
     This test is necessary, because no method of setting the counts works in every version. Counts
     that `roll_tensor` returns are ignored if heads also have an input mask, and versions that

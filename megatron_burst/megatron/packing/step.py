@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Repacking of the documents of each training step, between the data loader and the schedule.
 
-A step reads the same samples as without repacking and keeps none for the next step, so consumed
-samples, the sampler and checkpoints are not affected. Only the number of micro-batches of the step
-changes. Evaluation uses the batches of the data loader, because some evaluation losses are means
-per micro-batch.
+A step reads the same samples as without repacking and keeps no samples for the next step. So the
+count of consumed samples, the sampler and checkpoints do not change. Only the number of
+micro-batches of the step changes. Evaluation uses the batches of the data loader, because some
+evaluation losses are means per micro-batch.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ Source: BurstEngine, section 3.1 (topology-aware ring) and Algorithms 1 and 2, w
 started before computation. One family of chunks is sent and the other stays on its rank. Gradients
 of the sent family follow one step behind it and end at their owner.
 
-This differs from the paper in three ways. A rank's contribution to its own gradient stays on the
-rank, and a node's contribution to its own gradients stays in the node. So copies and gradients both
-make G - 1 hops on one ring, or M (L - 1) hops within and M - 1 hops between M nodes of L ranks. A
-hop carries only the rows that a rank further along uses, and is left out if there are none. Rings
-run in the direction that sends fewer bytes.
+This module differs from the paper in three ways. A rank's contribution to its own gradient stays on
+the rank, and a node's contribution to its own gradients stays in the node. So copies and gradients
+both make G - 1 hops on one ring, or M (L - 1) hops within and M - 1 hops between M nodes of L
+ranks. A hop carries only the rows that a rank further along uses, and is left out if there are
+none. Rings run in the direction that sends fewer bytes.
 
 Steps are counted as in LoongTrain's double ring: an outer step per node, an inner step per rank of
 the node.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transfers from each owner directly to the ranks that use its chunk, and gradients directly back.
 
-Rank r computes with the chunk of r - t at step t, as on one ring. This saves bytes if a mask leaves
-few users per chunk (documents, windows). It costs bytes if a ring would use the fast links.
+Rank r computes with the chunk of r - t at step t, as on one ring. Direct transfers send fewer bytes
+than a ring if a mask leaves few users per chunk (documents, windows). They send more bytes over
+slow links if a ring would use the fast links.
 """
 
 from __future__ import annotations

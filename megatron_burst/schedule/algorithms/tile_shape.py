@@ -56,11 +56,11 @@ def memory(shape: Shape, row_bytes: RowBytes, rows: int = 1) -> int:
     """Return the largest number of bytes of whole chunks that a rank holds, including its own.
 
     A rank holds at most `keys` x (K, V, dK, dV) and `queries` x (Q, dO, D, lse, dQ), or O for the
-    last four in forward. It holds fewer chunks of the family that is not gathered (`gathers_keys`):
-    chunks from other nodes are released node by node. If all chunks of the other family are from
-    one node, chunks of the gathered family are also released node by node. A rank then holds the
-    chunks of its own node and of one other node, and the next chunk that crosses. Partial results
-    in flight for other ranks are not counted.
+    last four in forward. A rank holds fewer chunks of the family that is not gathered
+    (`gathers_keys`): chunks from other nodes are released node by node. If all chunks of the other
+    family are from one node, chunks of the gathered family are also released node by node. A rank
+    then holds the chunks of its own node and of one other node, and the next chunk that crosses.
+    Partial results in flight for other ranks are not counted.
 
     Args:
         shape: The shape.

@@ -32,7 +32,7 @@ class ScanChoice(NamedTuple):
 
     Attributes:
         algorithm: Name of the algorithm.
-        blocks: Its number of blocks.
+        blocks: Number of blocks of a state.
         seconds: Predicted time until the last rank has finished.
         tried: (algorithm, blocks, seconds) of all candidates, the chosen one first.
     """

@@ -4,8 +4,8 @@
 A piece i changes a state to map_i(S) = A_i S + B_i. The state that enters a piece is the state
 after the previous piece. At the start of a document, the entering state is the initial state or
 zero. A hop carries either a state that enters a piece or the map of a run of pieces. Algorithms
-decide only which of the two is sent, and when. The executor runs the table, `timing` simulates it,
-and `sizes` counts its bytes.
+decide only whether a state or a map is sent, and when. The executor runs the table, `timing`
+simulates it, and `sizes` counts its bytes.
 """
 
 from __future__ import annotations

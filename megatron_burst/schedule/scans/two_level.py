@@ -3,9 +3,9 @@
 
 Consecutive runs of a chain in one node are a segment of the chain. In each node, one rank handles
 each block of the state. That rank receives this block of the maps of its node, and sends this block
-of the state to the next node. It also sends this block of the state to each rank of its node where
-the state enters a run. So a rank sends the bytes of about two states within its node. All NICs of a
-node together send one state to the next node, for any number of ranks.
+of the state to the next node. For each run in its node, the rank also sends this block of the
+entering state to the rank that holds the run. So a rank sends the bytes of about two states within
+its node. All NICs of a node together send one state to the next node, for any number of ranks.
 """
 
 from __future__ import annotations
