@@ -2,8 +2,8 @@
 """Routes of rows between nodes in a multicast: rails and relay nodes.
 
 A rail is the set of ranks with the same index in their nodes. A row crosses once to every other
-node that uses it, on the rail of its carrier. The carrier is normally the owner, so that its rows
-need no hop within the node first. If the owner's rail would be busier than the busiest node
+node that uses it, on the rail of its carrier. The carrier is normally the owner, because the rows
+then need no earlier hop within the node. If the owner's rail would be busier than the busiest node
 requires, the excess moves to rails with free capacity. If a node cannot send a copy to every target
 node within that load, target nodes relay the rows. Loads are counted in rows. Gradients take the
 same routes back, so both directions are balanced.
@@ -92,7 +92,7 @@ def _crossing(bundles: Bundles, grid: Grid) -> tuple[_Crossing, float]:
     targets = np.logical_or.reduce(bundles.users.reshape(-1, nodes, width), axis=2)
     targets[np.arange(len(node)), node] = False
     rows, count = bundles.rows, targets.sum(axis=1)
-    most = (rows @ targets.astype(float)).max(initial=0) / width  # float: BLAS
+    most = (rows @ targets.astype(float)).max(initial=0) / width  # float, for BLAS
     # A node sends one copy of each bundle, and more copies if its rails have free capacity.
     further = np.maximum(count - 1, 0)
     first_rows, further_rows = (

@@ -56,7 +56,7 @@ def slicing_patches(layout: str) -> list[Wrap]:
         names = ["batch", "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "cp_size", "cp_rank"]
         rows.append(Wrap(utils, name, names, partial(_sliced_packed_batch, layout)))
     name = "fused_apply_rotary_pos_emb_thd"
-    if getattr(rope_utils, name, None) is not None:  # Transformer Engine is installed
+    if getattr(rope_utils, name, None) is not None:  # only with Transformer Engine
         names = ["t", "cu_seqlens", "freqs", "cp_size", "cp_rank"]
         rows.append(Wrap(rope_utils, name, names, partial(fused_packed_rope, layout)))
     return rows
@@ -303,7 +303,7 @@ def _rolled(
             f"roll_tensor with shifts={arguments['shifts']}, dims={arguments['dims']}: over "
             "context-parallel ranks only shifts=-1 along the last dimension is supported"
         )
-    if tensor.requires_grad:  # hidden states
+    if tensor.requires_grad:  # true only for hidden states
         if layout == "zigzag" and params is None:
             return original(*args, **kwargs)
         raise ValueError(f"--mtp-hsm: {HIDDEN_STATES}")

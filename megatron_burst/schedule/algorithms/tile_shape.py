@@ -24,7 +24,7 @@ class Shape(NamedTuple):
     """A grid of nodes, and a grid of ranks within each node: columns for keys, rows for queries.
 
     Node (I, J) = I * query_nodes + J, rank (i, j) of a node = i * query_ranks + j. The queries of
-    the ranks with equal I and i meet the keys of the ranks with equal J and j.
+    ranks with equal I and i are computed with the keys of ranks with equal J and j.
     """
 
     key_nodes: int
