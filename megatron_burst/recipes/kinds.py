@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kinds of recipe, and the recipe setting that corresponds to a flag of Megatron-LM.
 
-The kinds are Megatron-Bridge recipes, those with a nested `model.transformer`, and NeMo 2 recipes.
-Errors of this package name flags. A recipe has settings instead, with paths that depend on the kind
-of recipe. Therefore each flag in an error is replaced by the path of its setting.
+The kinds are: Megatron-Bridge recipes, Megatron-Bridge recipes with a nested `model.transformer`,
+and NeMo 2 recipes. Errors of this package name flags. A recipe has settings instead of flags, with
+paths that depend on the kind of recipe. Therefore the path of the setting replaces each flag in an
+error.
 """
 
 from __future__ import annotations

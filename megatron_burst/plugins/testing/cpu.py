@@ -3,8 +3,8 @@
 
 Megatron-Core uses CUDA devices, streams, events and generators directly. `enable()` maps them to
 the CPU for the whole process: device "cuda" means "cpu", streams and events do nothing, and the
-CUDA generator is the CPU generator. Speed and memory differ from a GPU. `enable()` raises if CUDA
-is available.
+CPU's random generator replaces the CUDA generator. Speed and memory differ from a GPU. `enable()`
+raises an error if CUDA is available.
 
 Megatron is imported inside the functions, so that the import of this module is fast.
 
@@ -40,7 +40,7 @@ _NAME = "cpu"
 
 
 def enable() -> None:
-    """Map Megatron-Core's CUDA calls to the CPU in this process; a second call has no effect.
+    """Map Megatron-Core's CUDA calls in this process to the CPU. A second call has no effect.
 
     Raises:
         RuntimeError: CUDA is available.
@@ -70,7 +70,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Undo `enable()`; no effect if it was not called."""
+    """Undo `enable()`. Has no effect if `enable()` was not called."""
     patching.remove(_NAME)
 
 
@@ -80,7 +80,7 @@ _REPLACED = frozenset(
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Mode that rewrites device arguments of torch calls and replaces CUDA-only tensor methods."""
+    """Mode of torch that maps device arguments to the CPU and replaces CUDA-only tensor methods."""
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -103,10 +103,10 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 def _enter_everywhere(mode: TorchFunctionMode, patches: patching.PatchSet) -> None:
-    """Enter `mode` until the patches are undone, also during backward.
+    """Enter `mode` until `patches` are undone, and also during backward.
 
-    torch leaves all modes during `torch.autograd.backward`, in which Megatron runs forward passes
-    to recompute activations.
+    torch disables all modes during `torch.autograd.backward`, in which Megatron runs forward passes
+    to recompute activations. So the engine's entry point enters the mode again.
     """
     mode.__enter__()
     patches.on_undo(lambda: mode.__exit__(None, None, None))
@@ -125,7 +125,7 @@ def _on_cpu(device: Any) -> Any:
 
 
 class _Idle:
-    """Stream or event of a device that runs synchronously."""
+    """Replacement for a CUDA stream or event; its methods do nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -143,7 +143,7 @@ class _Idle:
 
 
 class _NoTransformerEngine:
-    """Class without instances, for `isinstance(x, TELinear)`."""
+    """Class without instances. It replaces None in Megatron's `isinstance(x, TELinear)`."""
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -206,7 +206,7 @@ def _patch_megatron(patches: patching.PatchSet) -> None:
             patches.replace_function(layers, name, lambda module: False)
 
     def counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        """Return tokens per expert as numpy; Megatron converts only CUDA tensors."""
+        """Convert token counts per expert to numpy; Megatron converts only CUDA tensors."""
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     patches.replace_function(moe_utils, "maybe_move_tensor_to_cpu", counts)
@@ -217,7 +217,7 @@ def _patch_megatron(patches: patching.PatchSet) -> None:
     original = WrappedTorchNorm.__new__
 
     def norm_with_sequence_parallel(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Create the norm with sequence parallelism, for which only a tag is missing."""
+        """Create the norm also with sequence parallelism, which Megatron's local norm refuses."""
         plain = copy.copy(config)
         plain.sequence_parallel = False
         norm = original(cls, plain, *args, **kwargs)
@@ -240,7 +240,7 @@ _OPTIMIZER_MODULES = (
 
 
 def _patch_optimizers(patches: patching.PatchSet) -> None:
-    """Replace optimizer names of Transformer Engine and Apex by Megatron's fallbacks."""
+    """Replace functions of Transformer Engine and Apex in optimizers by Megatron's fallbacks."""
     from megatron.core import optimizer, utils
 
     if optimizer.USING_PYTORCH_OPTIMIZER:
@@ -272,7 +272,7 @@ def _patch_training(patches: patching.PatchSet) -> None:
 
 
 def patch_start(patches: patching.PatchSet, initialize: Any) -> None:
-    """Let a module of Megatron-LM or of Megatron-Bridge start without a GPU."""
+    """Patch the initialization module of Megatron-LM or Megatron-Bridge to run without a GPU."""
 
     def without_cuda(original: Callable, *args: Any, **named: Any) -> Any:
         return original(*args, **named | {"allow_no_cuda": True})

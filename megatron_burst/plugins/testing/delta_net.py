@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch replacements of the GPU operators of Megatron's gated delta nets, for `cpu.enable`.
+"""Torch replacements for the GPU operators of Megatron's gated delta nets, for `cpu.enable`.
 
-Megatron builds a gated delta net only if flash-linear-attention can be imported, which requires a
-GPU, and only from Transformer Engine's modules. The last norm of a hybrid stack is a module of
-Transformer Engine too. The replacements here compute the same results.
+Megatron builds a gated delta net only from Transformer Engine's modules, and only if
+flash-linear-attention, which requires a GPU, can be imported. The last norm of a hybrid stack is
+also a module of Transformer Engine. The replacements in this module compute the same results.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def patch(patches: PatchSet) -> None:
 
 
 def _module(name: str) -> Any:
-    """Import and return the module; None if this version of Megatron does not have it."""
+    """Import and return the named module; return None if this version of Megatron lacks it."""
     parent = name.rpartition(".")[0]
     spec = importlib.util.find_spec(parent)
     if spec is None or spec.submodule_search_locations is None:
@@ -64,10 +64,10 @@ def _patch_delta_net(patches: PatchSet, common: Any, gdn: Any) -> None:
 
 
 def l2norm(x: torch.Tensor, dim: int = -1, eps: float = 1e-6) -> torch.Tensor:
-    """Return x / sqrt(sum of squares + eps) along `dim`.
+    """Return x / sqrt(sum of x squared along `dim` + eps), in the dtype of x.
 
     Args:
-        x: Tensor of any shape and dtype; the sum is computed at least in fp32.
+        x: Tensor of any shape and floating-point dtype; the sum is computed at least in fp32.
         dim: Dimension of the sum.
         eps: Added to the sum.
     """
@@ -83,18 +83,18 @@ def causal_conv1d(
     cu_seqlens: torch.Tensor | None = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Apply a causal depthwise convolution, then the activation.
+    """Apply a causal depthwise convolution along the sequence, then the activation.
 
     Args:
-        x: Tensor [b, s, c].
-        weight: Tensor [c, width].
-        bias: Tensor [c] or None.
+        x: Tensor [batch, sequence, channels].
+        weight: Tensor [channels, width of the filter].
+        bias: Tensor [channels] or None.
         activation: "silu", "swish" or None.
-        cu_seqlens: Bounds of packed documents; must be None.
+        cu_seqlens: Boundaries of packed documents; must be None.
         **unused: Ignored arguments of the GPU operator.
 
     Returns:
-        The output [b, s, c], and None for the final state.
+        The output, shaped like x, and None in place of the final state.
 
     Raises:
         ValueError: The batch is packed.
@@ -111,7 +111,7 @@ def causal_conv1d(
 
 
 def _patch_builder(patches: PatchSet, specs: Any) -> None:
-    """Let `--transformer-impl local` build gated delta nets from local modules."""
+    """Patch `--transformer-impl local` to build gated delta nets from Megatron's local modules."""
     name = "get_transformer_block_with_experimental_attention_variant_spec"
     original: Callable[..., Any] = getattr(specs, name)
 

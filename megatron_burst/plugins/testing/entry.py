@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry of the plugin `testing`."""
+"""Registration of the plugin `testing`."""
 
 from ...registry import Plugin
 

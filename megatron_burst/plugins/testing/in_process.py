@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations of `mb` on all ranks of a grid in one process, with one tensor per rank in a list.
+"""Operations of `megatron_burst` (`mb`) on all ranks of a grid in one process.
+
+Arguments and results are lists with one tensor per rank.
 
 For tests, and to check the numerics of a large grid on one device:
 
@@ -8,7 +10,7 @@ For tests, and to check the numerics of a large grid on one device:
     groups = in_process.groups(inter=2, intra=2)
     outs = in_process.attention(qs, ks, vs, groups=groups)  # lists with the tensor of each rank
 
-Each rank calls the operation of `mb` in a thread of its own. One thread runs at a time
+Each rank calls the operation of `mb` in a thread of its own. Only one thread runs at a time
 (`on_ranks`).
 """
 
@@ -44,19 +46,21 @@ T = TypeVar("T")
 def groups(
     *, inter: int = 1, intra: int, ulysses: int = 1, placement: str = "head_first"
 ) -> InProcessGroups:
-    """Return a grid of `inter` nodes of `intra` ranks in this process, without torch.distributed.
+    """Return a grid of `inter` nodes with `intra` ranks each, all in this process.
+
+    torch.distributed is not used.
 
     Args:
         inter: Number of nodes.
         intra: Number of ranks per node.
-        ulysses: Number of ranks that share heads, see `mb.Groups`.
-        placement: Placement of the ranks that share heads, see `mb.Groups`.
+        ulysses: Number of ranks among which heads are divided, see `mb.Groups`.
+        placement: "head_first" or "context_first", see `mb.Groups`.
     """
     return InProcessGroups(Topology.of_nodes(inter, intra, ulysses, placement))
 
 
 class InProcessGroups:
-    """All ranks of a grid in this process; `ranks` has the `Groups` of each rank."""
+    """Grid whose ranks are all in this process; `ranks` has the `Groups` of each rank."""
 
     backend = "in_process"
 
@@ -71,22 +75,27 @@ class InProcessGroups:
 
     @property
     def counters(self) -> Counters:
-        """Bytes that the first rank sent."""
+        """Counters of the bytes that rank 0 has sent."""
         return self.ranks[0].counters
 
     @property
     def cache(self) -> dict[str, Any]:
-        """Cache of the first rank."""
+        """Cache of rank 0's `Groups`."""
         return self.ranks[0].cache
 
     def run(self, function: Callable[..., T], *of_each: Sequence[Any]) -> list[T]:
-        """Call `function` on each rank. Each item of `of_each` has one value per rank."""
+        """Call `function` on each rank and return the results by rank.
+
+        Args:
+            function: Function of one rank.
+            *of_each: Arguments of the function, each as a sequence with one value per rank.
+        """
         arguments = zip(*of_each, strict=True)
         return self._switch.run([partial(function, *of_rank) for of_rank in arguments])
 
 
 class LocalRank(Groups):
-    """Groups of one rank of `InProcessGroups`."""
+    """`Groups` of one rank of `InProcessGroups`."""
 
     def __init__(self, topology: Topology, rank: int, switch: RankSwitch):
         self.topology, self.rank, self._switch = topology, rank, switch
@@ -116,7 +125,7 @@ class LocalRank(Groups):
 
 @dataclass(frozen=True)
 class Plans:
-    """Plans of all ranks. Other attributes, such as `side`, are read from the plans."""
+    """Plans of all ranks. Other attributes, such as `side`, are read from the plan of rank 0."""
 
     groups: InProcessGroups
     ranks: Sequence[Any]
@@ -127,12 +136,12 @@ class Plans:
         return getattr(self.ranks[0], name)
 
     def matches(self, q: Sequence[object], k: Sequence[object], v: Sequence[object]) -> bool:
-        """Return whether each rank's plan fits this rank's tensors (lists, one per rank)."""
+        """Return True if each rank's plan fits its tensors; q, k, v are lists by rank."""
         of_ranks = zip(self.ranks, q, k, v, strict=True)
         return all(plan.matches(*shard) for plan, *shard in of_ranks)
 
     def with_kernel(self, kernel: Any) -> Plans:
-        """Return plans with another kernel, which all ranks share."""
+        """Return a copy of the plans with another kernel, the same on all ranks."""
         return replace(self, ranks=[plan.with_kernel(kernel) for plan in self.ranks])
 
 
@@ -140,27 +149,27 @@ class Plans:
 
 
 def prepare(q: Any = None, k: Any = None, v: Any = None, *, groups: Any, **keywords: Any) -> Any:
-    """Run `mb.prepare` on all ranks and return `Plans`; q, k, v: lists, one tensor per rank."""
+    """Run `mb.prepare` on all ranks and return `Plans`; q, k, v are lists, one tensor per rank."""
     plans = call(mb.prepare, {"q": q, "k": k, "v": v}, groups=groups, **keywords)
     return Plans(groups, plans) if isinstance(groups, InProcessGroups) else plans
 
 
 def attention(q: Any, k: Any, v: Any, **keywords: Any) -> Any:
-    """Run `mb.attention` on all ranks; q, k, v and the result: lists, one tensor per rank."""
+    """Run `mb.attention` on all ranks; q, k, v and the result are lists, one tensor per rank."""
     return call(mb.attention, {"q": q, "k": k, "v": v}, **keywords)
 
 
 def select(index_q: Any, index_k: Any, index_weights: Any = None, **keywords: Any) -> Any:
-    """Run `mb.select` on all ranks; index tensors and the result: lists, one entry per rank."""
+    """Run `mb.select` on all ranks; index tensors and the result are lists, one entry per rank."""
     lists = {"index_q": index_q, "index_k": index_k, "index_weights": index_weights}
     with torch.no_grad():
         return call(mb.select, lists, **keywords)
 
 
 def sparse_attention(q: Any, k: Any, v: Any, selection: Any, **keywords: Any) -> Any:
-    """Run `mb.sparse_attention` on all ranks; arguments and results: lists, one entry per rank.
+    """Run `mb.sparse_attention` on all ranks; q, k, v, selection and the result are lists by rank.
 
-    With return_lse, return the outputs and the lse of all ranks.
+    With return_lse, return the pair (list of outputs, list of lse).
     """
     lists = {"q": q, "k": k, "v": v, "selection": selection}
     results = call(mb.sparse_attention, lists, **keywords)
@@ -173,7 +182,7 @@ def indexer_loss(
     index_q: Any, index_k: Any, index_weights: Any, q: Any, k: Any, selection: Any, *,
     lse: Any = None, **keywords: Any,
 ) -> Any:  # fmt: skip
-    """Run `mb.indexer_loss` on all ranks; arguments and the result: lists, one entry per rank."""
+    """Run `mb.indexer_loss` on all ranks; tensors, selection and the result are lists by rank."""
     lists = {
         "index_q": index_q, "index_k": index_k, "index_weights": index_weights, "q": q, "k": k,
         "selection": selection, "lse": lse,
@@ -184,13 +193,13 @@ def indexer_loss(
 def checkpoint(
     groups: Any, function: Callable[..., Any], *of_each: Sequence[Any], **options: Any
 ) -> Any:
-    """Run `function` inside `mb.checkpoint` on each rank and return the results.
+    """Run `mb.checkpoint(function, ...)` on each rank and return the results by rank.
 
     Args:
-        groups: Ranks that share this process.
+        groups: Grid from `in_process.groups`.
         function: Function of one rank, see `on_ranks`.
-        *of_each: Arguments as sequences with the value of each rank.
-        **options: Options of `mb.checkpoint`.
+        *of_each: Arguments of the function, each as a sequence with one value per rank.
+        **options: Options of `mb.checkpoint`, the same on all ranks.
     """
 
     def of_rank(*arguments: Any) -> Any:
@@ -202,7 +211,7 @@ def checkpoint(
 def prepare_linear(
     q: Any, k: Any, v: Any, *, decay: Any = None, beta: Any = None, groups: Any, **keywords: Any
 ) -> Any:
-    """Run `mb.prepare_linear` on all ranks and return `Plans`; tensors: lists, one per rank."""
+    """Run `mb.prepare_linear` on all ranks and return `Plans`; tensors are lists, one per rank."""
     decay = _constant(decay, groups, None)
     lists = {"q": q, "k": k, "v": v, "decay": decay, "beta": beta}
     plans = call(mb.prepare_linear, lists, groups=groups, **keywords)
@@ -213,10 +222,10 @@ def linear_attention(
     q: Any, k: Any, v: Any, *, decay: Any = None, beta: Any = None, initial_state: Any = None,
     **keywords: Any,
 ) -> Any:  # fmt: skip
-    """Run `mb.linear_attention` on all ranks; tensors and results: lists, one entry per rank.
+    """Run `mb.linear_attention` on all ranks; tensors and the result are lists, one per rank.
 
-    With return_final_state, return the outputs and the final states of all ranks. decay [h] and
-    initial_state may be one tensor that all ranks share.
+    With return_final_state, return the pair (list of outputs, list of final states). A decay of
+    shape [heads], and initial_state, may also be one tensor that all ranks share.
     """
     home = keywords.get("groups"), keywords.get("plan")
     lists = {
@@ -227,10 +236,10 @@ def linear_attention(
 
 
 def state_scan(decay: Any, increment: Any, *, initial_state: Any = None, **keywords: Any) -> Any:
-    """Run `mb.state_scan` on all ranks; arguments and results are lists, one entry per rank.
+    """Run `mb.state_scan` on all ranks; tensors and the result are lists, one entry per rank.
 
-    With return_final_state, return the entering and the final states of all ranks. initial_state
-    may be one tensor that all ranks share.
+    With return_final_state, return the pair (list of entering states, list of final states).
+    initial_state may also be one tensor that all ranks share.
     """
     home = keywords.get("groups"), keywords.get("plan")
     initial_state = _shared(initial_state, *home)
@@ -241,7 +250,10 @@ def state_scan(decay: Any, increment: Any, *, initial_state: Any = None, **keywo
 def short_convolution(
     x: Any, weight: torch.Tensor, bias: torch.Tensor | None = None, **keywords: Any
 ) -> Any:
-    """Run `mb.short_convolution` on all ranks; x and the result: lists, one tensor per rank."""
+    """Run `mb.short_convolution` on all ranks; x and the result are lists, one tensor per rank.
+
+    All ranks share weight and bias.
+    """
     return call(mb.short_convolution, {"x": x}, weight=weight, bias=bias, **keywords)
 
 
@@ -251,8 +263,8 @@ def exchange_rows(tensors: Any, route: Any, groups: Any, *options: Any) -> Any:
     Args:
         tensors: List with the tensors of each rank.
         route: List with the route of each rank.
-        groups: Ranks that share this process.
-        *options: Further arguments, which all ranks share.
+        groups: Grid from `in_process.groups`.
+        *options: Further arguments, the same on all ranks.
     """
     if not isinstance(groups, InProcessGroups):
         return rows.exchange_rows(tensors, route, groups, *options)
@@ -261,7 +273,7 @@ def exchange_rows(tensors: Any, route: Any, groups: Any, *options: Any) -> Any:
 
 
 def _constant(decay: Any, groups: Any, plan: Any) -> Any:
-    """Return a decay [h], which all ranks share, as a list."""
+    """Return a list with `decay` for each rank if it is one tensor [heads]; otherwise `decay`."""
     constant = isinstance(decay, torch.Tensor) and decay.dim() == 1
     return _shared(decay, groups, plan) if constant else decay
 
@@ -280,17 +292,17 @@ def call(
     plan: Any = None,
     **shared: Any,
 ) -> Any:
-    """Run an operation of `mb` on each rank and return the results.
+    """Run an operation of `mb` on each rank and return the results by rank.
 
-    With `mb.Groups`, or a plan of `mb.prepare`, the operation runs on this rank alone, and all
-    arguments and the result belong to this rank.
+    If groups are `mb.Groups`, or the plan is of `mb.prepare`, the operation runs only on this rank.
+    All arguments and the result then belong to this rank.
 
     Args:
-        operation: Function of one rank, with keywords.
-        lists: Name of an argument -> list with the value of each rank, or None.
-        groups: Ranks of this process; None with a plan.
+        operation: Function of one rank, called with keyword arguments.
+        lists: Arguments by name, each as a list with one value per rank; or None.
+        groups: Grid from `in_process.groups`; None with a plan.
         plan: `Plans` of the call; None with groups.
-        **shared: Further arguments, which all ranks share.
+        **shared: Further arguments, the same on all ranks.
 
     Raises:
         ValueError: A value is not a list, or its length differs from the number of ranks.
@@ -314,7 +326,7 @@ def call(
 
 
 def _of_all(name: str, values: Any, size: int) -> Sequence[Any]:
-    """Return `values`; raise ValueError if it is not a sequence with one value per rank."""
+    """Return `values`, or a list of None; raise ValueError if there is not one value per rank."""
     if values is None:
         return [None] * size
     listed = isinstance(values, (list, tuple))
@@ -329,7 +341,7 @@ def _of_all(name: str, values: Any, size: int) -> Sequence[Any]:
 
 
 def _shared(value: Any, groups: Any, plan: Any) -> Any:
-    """Return a tensor that all ranks share as a list; return other values unchanged."""
+    """Return a list with `value` for each rank if it is a tensor; otherwise `value` unchanged."""
     home = groups if plan is None else getattr(plan, "groups", None)
     if isinstance(home, InProcessGroups) and isinstance(value, torch.Tensor):
         return [value] * home.size
@@ -344,16 +356,17 @@ def _with_keywords(operation: Callable[..., T], keywords: dict[str, Any]) -> T:
 
 
 def on_ranks(groups: InProcessGroups, function: Callable[..., T], *of_each: Sequence[Any]) -> Any:
-    """Run `function` on each rank, in one thread per rank and one thread at a time.
+    """Run `function` on each rank and return the results by rank; differentiable.
+
+    Each rank has a thread and an autograd graph of its own. In forward and backward, only one
+    thread runs at a time.
 
     Args:
-        groups: Ranks that share this process.
+        groups: Grid from `in_process.groups`.
         function: Called once per rank. A tensor that needs a gradient must be an argument (possibly
             inside lists, tuples and dictionaries), not a variable from the function's closure.
-        *of_each: Each argument as a sequence with the value of each rank. Tensors that several
-            ranks share get the sum of their gradients.
-
-    Each rank has its own autograd graph. Backward runs the graphs of all ranks one at a time too.
+        *of_each: Arguments of the function, each as a sequence with one value per rank. The
+            gradient of a tensor that several ranks share is the sum of their gradients.
 
     Raises:
         RuntimeError: All ranks wait for messages that no rank sends, or the call is inside
@@ -386,15 +399,16 @@ def _needs_grad(value: object) -> bool:
 
 @dataclass
 class _Rank:
-    """Graph of one rank.
+    """Function, results and autograd graph of one rank. An output is a result with a gradient.
 
     Attributes:
         function: Function that computes the results of the rank.
-        leaves: Index of an input -> detached alias of the input on this rank.
-        tree: Tree structure of the results.
+        leaves: Detached copy of each input that needs a gradient, by index of the input. The copy
+            shares the input's memory.
+        tree: Nesting of the results in lists, tuples and dictionaries.
         results: Flattened results, with None in place of each output.
-        outputs: Indices into `results` of the outputs, that is, of results that need gradients.
-        edges: Gradient edges of the outputs; an edge does not keep the tensor.
+        outputs: Indices of the outputs in `results`.
+        edges: Gradient edge of each output; an edge does not keep the tensor in memory.
     """
 
     function: Callable[[], Any]
@@ -405,7 +419,7 @@ class _Rank:
     edges: list[GradientEdge] = field(default_factory=list)
 
     def run(self) -> list[torch.Tensor]:
-        """Return the outputs, without their graph."""
+        """Call the function, store its results, and return the outputs, detached."""
         self.results, self.tree = tree_flatten(self.function())
         self.outputs = [i for i, value in enumerate(self.results) if _needs_grad(value)]
         self.edges = [get_gradient_edge(self.results[i]) for i in self.outputs]
@@ -418,7 +432,7 @@ class _Rank:
 
 
 def _check_leaves(edges: Iterable[GradientEdge], leaves: Iterable[torch.Tensor]) -> None:
-    """Raise ValueError if results depend on a leaf that is not in `leaves`."""
+    """Raise ValueError if the graph of the results has a leaf tensor that is not in `leaves`."""
     expected = {id(leaf) for leaf in leaves}
     nodes, seen = [edge.node for edge in edges], set()
     while nodes:
@@ -438,7 +452,7 @@ def _check_leaves(edges: Iterable[GradientEdge], leaves: Iterable[torch.Tensor])
 def _differentiable(
     groups: InProcessGroups, ranks: Sequence[_Rank], inputs: Sequence[torch.Tensor]
 ) -> list[Any]:
-    """Return the results of the ranks, whose outputs are differentiable functions of `inputs`."""
+    """Run the ranks and return their results; the outputs are differentiable in `inputs`."""
     outputs: Any = iter(_OnRanks.apply(groups, ranks, *inputs))
     results = []
     for rank in ranks:
@@ -450,7 +464,7 @@ def _differentiable(
 
 
 class _OnRanks(torch.autograd.Function):
-    """Autograd function with the graphs of all ranks, from their inputs to their outputs."""
+    """Autograd function that runs the graphs of all ranks, from inputs to outputs."""
 
     @staticmethod
     def forward(
@@ -495,7 +509,14 @@ def _gradients(
     gradients: Sequence[torch.Tensor],
     **options: bool,
 ) -> list[torch.Tensor | None]:
-    """Return the gradients of the leaves of one rank."""
+    """Return the gradient of each leaf of one rank; None for a leaf without a gradient.
+
+    Args:
+        edges: Gradient edges of the outputs.
+        leaves: Detached inputs of the rank.
+        gradients: Gradients of the outputs.
+        **options: Options of `torch.autograd.grad`.
+    """
     if not edges or not leaves:
         return [None] * len(leaves)
     # In this thread, also on CUDA: on an autograd thread the ranks would deadlock.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks as threads of one process; each runs until it must wait for another rank.
+"""Scheduler and transport for ranks that are threads of one process.
 
-For tests, and to check the numerics of a large grid on one device. Each rank is a thread that runs
-the same code as a distributed rank, with blocking exchanges. The module schedules the ranks,
-detects deadlocks, and detects the use of a buffer that may still be written.
+For tests, and to check the numerics of a large grid on one device. Each thread runs the same code
+as a distributed rank, until it must wait for another rank; then another thread runs. The module
+detects deadlocks, and the use of a buffer before its message has arrived.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ MOST = 1 << 10  # limit of ranks
 
 @functools.cache
 def _threads(process: int) -> ThreadPoolExecutor:
-    """Return the thread pool of this process; a forked process needs a new one.
+    """Return the thread pool of this process, which is reused by later calls.
 
-    `process` is the process id, the key of the cache. The pool is cached, because torch's first
-    operations in a thread are slow.
+    The pool is cached, because torch's first operations in a thread are slow. The cache's key is
+    the process id `process`, because a forked process needs a new pool.
     """
     return ThreadPoolExecutor(MOST)
 
@@ -53,8 +53,8 @@ def _threads(process: int) -> ThreadPoolExecutor:
 class RankSwitch:
     """Scheduler that runs one function per rank in turns, and transfers messages between ranks.
 
-    Each rank has a thread, and exactly one thread runs at a time. The next rank runs when a rank
-    waits, pauses or ends, so the order is always the same.
+    Each rank has a thread, and exactly one thread runs at a time. When a rank waits, pauses or
+    ends, the next rank that is ready runs. So the order of execution is always the same.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class RankSwitch:
         self._turns: Turns | None = None  # set during `run`
 
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
-        """Run one function per rank and return the results. An error of one rank ends all ranks."""
+        """Run one function per rank and return the results. An error on one rank ends all ranks."""
         if self._turns is not None:
             raise RuntimeError("the ranks of this process run already; make one call at a time")
         if not 0 < len(functions) <= MOST:
@@ -79,7 +79,7 @@ class RankSwitch:
             self._turns = None
 
     def pause(self) -> None:
-        """Run the other ranks that are ready before this rank continues."""
+        """Let the other ranks that are ready run before this rank continues."""
         if self._turns is not None:
             self._turns.wait(lambda: True, "")
 
@@ -87,11 +87,11 @@ class RankSwitch:
         """Run other ranks until `ready` returns true.
 
         Args:
-            ready: Condition of this rank.
-            reason: Description of the condition, for errors.
+            ready: Function that returns True if this rank can continue.
+            reason: Description of what is missing, for the error message.
 
         Raises:
-            RuntimeError: No rank can run.
+            RuntimeError: Deadlock: no rank can run.
         """
         if ready():
             return
@@ -100,7 +100,7 @@ class RankSwitch:
         self._turns.wait(ready, reason)
 
     def all_gather(self, rank: int, size: int, value: T) -> list[T]:
-        """Gather a value from `size` ranks; the n-th calls of all ranks belong together."""
+        """Return the values of `size` ranks, by rank. A collective call of all ranks."""
         self._gathers[rank] += 1
         number = self._gathers[rank]
         values = self._rounds.setdefault(number, {})
@@ -117,11 +117,11 @@ class RankSwitch:
 
 
 class Stopped(BaseException):
-    """Exception that ends a rank after another rank failed."""
+    """Exception that ends the thread of a rank after another rank failed."""
 
 
 class Turn:
-    """State of one rank in `Turns`; its thread waits for `lock` until it is its turn."""
+    """State of one rank in `Turns`. The rank's thread waits for `lock` until its turn begins."""
 
     def __init__(self, function: Callable[[], Any]):
         self.function, self.lock = function, Lock()
@@ -143,7 +143,7 @@ class Turns:
         self._end.acquire()
 
     def run(self) -> list[Any]:
-        """Return the result of each rank."""
+        """Run all ranks to their end and return their results, by rank."""
         enter = thread_modes()
         threads = [
             _threads(os.getpid()).submit(copy_context().run, self._run, rank, enter)
@@ -164,7 +164,7 @@ class Turns:
         return [rank.result for rank in self._ranks]
 
     def wait(self, ready: Callable[[], bool], reason: str) -> None:
-        """Run other ranks until this rank has its turn and is `ready`."""
+        """Run other ranks until `ready` returns True for this rank; see `RankSwitch.wait`."""
         rank = self._current
         if self._error is None:
             rank.ready, rank.waits_for = ready, reason
@@ -174,7 +174,7 @@ class Turns:
             raise Stopped
 
     def _pass_on(self) -> None:
-        """Run the next rank that is ready, or end the call if none is."""
+        """Start the next rank that is ready; end the call if there is none."""
         while True:
             for rank in self._round:
                 if not rank.ended and rank.ready():
@@ -190,7 +190,12 @@ class Turns:
             self._round, self._progress = iter(running), False
 
     def _run(self, rank: Turn, enter: Callable[[], AbstractContextManager[None]]) -> None:
-        """Run one rank in its thread."""
+        """Run the function of one rank in the rank's thread, then start the next rank.
+
+        Args:
+            rank: The rank.
+            enter: Context of `thread_modes`.
+        """
         rank.lock.acquire()
         stopping = self._error is not None
         try:
@@ -212,7 +217,10 @@ class Turns:
 
 
 def thread_modes() -> Callable[[], AbstractContextManager[None]]:
-    """Return a context that enters torch's modes of this thread in another thread."""
+    """Record torch's modes in this thread; return a context that enters them in another thread.
+
+    The modes are grad mode, inference mode, autocast, the CUDA stream, and mode objects.
+    """
     gradients, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     autocast = [
         (device, torch.get_autocast_dtype(device))
@@ -242,9 +250,13 @@ def thread_modes() -> Callable[[], AbstractContextManager[None]]:
 
 @contextmanager
 def _pushed(mode: Any, stack: Any) -> Iterator[None]:
-    """Push `mode` on the stack of this thread.
+    """Return a context in which a torch mode is on this thread's stack of modes.
 
     `with mode` would change the mode object, which is also on the stacks of other threads.
+
+    Args:
+        mode: Function mode or dispatch mode.
+        stack: torch's module that pushes this kind of mode.
     """
     stack._push_mode(mode)
     try:
@@ -255,15 +267,15 @@ def _pushed(mode: Any, stack: Any) -> Iterator[None]:
 
 @dataclass
 class Mail:
-    """Message between two ranks; the rank that posts first creates it.
+    """Message between two ranks. The rank that posts its send or receive first creates it.
 
     Attributes:
-        label: Label for errors.
-        source: Tensors of the sender.
-        target: Tensors of the receiver.
-        envelope: Metadata that sender and receiver must agree on.
-        versions: Version counters of the source at the time of the post.
-        carried: Copy of the source, made when the sender waits.
+        label: Label of the exchange, for errors.
+        source: Tensors of the sender; None until it posts the send.
+        target: Tensors of the receiver; None until it posts the receive.
+        envelope: Metadata that must be equal on sender and receiver.
+        versions: Version counters of the source when it was posted.
+        carried: Copy of the source, if the sender waits before the receiver.
         landed: True after the message was copied into the target.
     """
 
@@ -280,13 +292,13 @@ class Mail:
         return self.source is not None and self.target is not None
 
     def leave(self) -> None:
-        """Copy the message, because the sender may write to its tensors after its wait."""
+        """Copy the message when the sender waits, because it may then write to its tensors."""
         source = self._unchanged()
         if not self.landed:
             self.carried = [t.clone() for t in source]
 
     def land(self) -> None:
-        """Copy the message into the target; called when the receiver waits."""
+        """Copy the message into the target when the receiver waits."""
         source = self._unchanged() if self.carried is None else self.carried
         assert self.target is not None
         for target, sent in zip(self.target, source, strict=True):
@@ -299,7 +311,7 @@ class Mail:
         self.landed, self.carried = True, None
 
     def _unchanged(self) -> Tensors:
-        """Return the tensors of the message; raise if they were written to after the post."""
+        """Return the sender's tensors; raise RuntimeError if they changed after the post."""
         assert self.source is not None
         if _versions(self.source) != self.versions:
             raise RuntimeError(f"overwritten while in flight: {self.label}")
@@ -326,13 +338,13 @@ class _Delivery:
 class LocalEndpoint:
     """Endpoint of the in-process transport, see `transport.Endpoint`.
 
-    Receive buffers are filled with NaN until the receiver has waited, and released buffers too. So
-    a read that is too early or too late always gives NaN. On a device it would give wrong numbers
-    only sometimes.
+    Receive buffers are filled with NaN until the receiver has waited, and again when they are
+    released. So reading a buffer too early or too late always gives NaN. With a real transport it
+    would give wrong numbers only sometimes.
 
     Attributes:
         rank: Index of this rank in `ranks`.
-        ranks: Rank in the grid of each peer.
+        ranks: Rank in the grid, by peer index.
         switch: Scheduler of the ranks.
         counters: Counters of sent bytes.
     """
@@ -372,7 +384,13 @@ class LocalEndpoint:
         _poison_(tensors)
 
     def _mail(self, key: tuple[Channel, int, int], end: str, label: object) -> Mail:
-        """Return the oldest mail of this mailbox without `end`, or a new one."""
+        """Return the oldest message that lacks `end`, or a new message.
+
+        Args:
+            key: Channel, sender and receiver.
+            end: "source" or "target".
+            label: Label of the exchange, for errors.
+        """
         box = self.switch.mailboxes.setdefault(key, deque())
         if box and getattr(box[0], end) is None:
             return box.popleft()
@@ -381,11 +399,11 @@ class LocalEndpoint:
 
 
 def _versions(tensors: Tensors) -> list[int]:
-    """Return the version counter of each tensor, 0 for inference tensors."""
+    """Return the version counter of each tensor; 0 for an inference tensor, which has none."""
     return [0 if t.is_inference() else t._version for t in tensors]
 
 
 def _poison_(tensors: Tensors) -> None:
-    """Set all bits of contiguous tensors, which is NaN in every floating-point format."""
+    """Fill contiguous tensors with 1 bits, which are NaN in every floating-point format."""
     for t in tensors:
         t.view(-1).view(torch.uint8).fill_(255)

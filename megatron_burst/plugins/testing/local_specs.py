@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer specs of GPT models with gated delta nets or DSA, from Megatron's local modules.
+"""Layer specs of GPT models with gated delta nets or DSA (DeepSeek sparse attention).
 
 Megatron builds such layers only from Transformer Engine's modules. This module builds them from
-Megatron's local layers by replacing the attention. Parameters have the checkpoint names of
-Transformer Engine's layers, so that checkpoints are interchangeable.
+Megatron's local modules: it replaces the attention of local layers. Parameters have the same names
+in checkpoints as in Transformer Engine's layers, so that checkpoints are interchangeable.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def local_block_spec(
 
 
 def with_delta_net(layer: ModuleSpec, config: Any) -> ModuleSpec:
-    """Return a local transformer layer with a gated delta net as its attention."""
+    """Return a copy of a local transformer layer's spec, with a gated delta net as attention."""
     parts: Any = layer.submodules
     names = parts.sharded_state_dict_keys_map | {
         "input_layernorm.": "self_attention.in_proj.layer_norm_"
@@ -105,7 +105,7 @@ def with_delta_net(layer: ModuleSpec, config: Any) -> ModuleSpec:
 
 
 def delta_net(config: Any) -> ModuleSpec:
-    """Return a gated delta net of local modules, without the norm before it."""
+    """Return the spec of a gated delta net of local modules, without the norm of its input."""
     rms = config.normalization == "RMSNorm"
     norm: Any = LocalSpecProvider().layer_norm(rms_norm=rms, for_qk=False)
     second = config.experimental_attention_variant == "gdn2"
@@ -120,14 +120,18 @@ def delta_net(config: Any) -> ModuleSpec:
 
 
 def with_dsa(layer: ModuleSpec) -> ModuleSpec:
-    """Return a local transformer layer with sparse attention over absorbed latents."""
+    """Return a copy of a local transformer layer's spec, with DSA as attention."""
     parts: Any = layer.submodules
     submodules = dataclasses.replace(parts, input_layernorm=_NORM, self_attention=dsa())
     return dataclasses.replace(layer, submodules=submodules)
 
 
 def dsa() -> ModuleSpec:
-    """Return sparse attention over absorbed latents, of local modules; requires 0.19 or newer."""
+    """Return the spec of DSA from local modules; requires Megatron-Core 0.19 or newer.
+
+    DSA is sparse attention to the latents of MLA: the latent of a token is its key and value for
+    all heads.
+    """
     home: Any = importlib.import_module(
         "megatron.core.models.gpt.experimental_attention_variant_module_specs"
     )
@@ -153,9 +157,10 @@ class _WithLinear(LocalSpecProvider):
 
 
 class WholeLinear(torch.nn.Linear):
-    """Linear layer with all weights on every tensor-parallel rank; `forward` returns (out, None).
+    """Linear layer with the whole weight on every tensor-parallel rank, without bias.
 
-    It corresponds to a "duplicated" layer of Transformer Engine.
+    It corresponds to a "duplicated" layer of Transformer Engine. `forward` returns (output, None),
+    as Megatron's linear layers do.
     """
 
     def __init__(
@@ -229,7 +234,7 @@ def local_hybrid_stack_spec() -> ModuleSpec:
 
 
 def _multi_token_prediction() -> ModuleSpec:
-    """Return norms and projection of multi-token prediction; the hybrid pattern sets the layers."""
+    """Return the spec of multi-token prediction; the model's hybrid pattern sets its layers."""
     layer = get_mtp_layer_spec(cast("Any", None), use_transformer_engine=False)
     return ModuleSpec(
         module=MultiTokenPredictionBlock,
@@ -254,13 +259,19 @@ def _mamba() -> ModuleSpec:
 
 
 def _gpt_attention(latent: bool) -> Any:
-    """Return the attention of Megatron's local GPT layers."""
+    """Return the attention spec of Megatron's local GPT layers; `latent` selects MLA."""
     layer: Any = get_gpt_layer_local_spec(multi_latent_attention=latent)
     return layer.submodules.self_attention
 
 
 def _attention(attention: Any, projection: str | None = None) -> ModuleSpec:
-    """Return a hybrid layer that has only attention; `projection` names the norm in checkpoints."""
+    """Return the spec of a hybrid model's layer with norm and attention, without MLP.
+
+    Args:
+        attention: Spec of the attention.
+        projection: First projection of the attention; in checkpoints, the norm belongs to it. None:
+            the norm keeps its own name.
+    """
     names = {"input_layernorm.": f"self_attention.{projection}.layer_norm_"} if projection else {}
     return ModuleSpec(
         module=TransformerLayer,

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators of the package mamba_ssm for Megatron's Mamba mixers, in torch, for `cpu.enable`.
+"""Torch replacements for the operators of mamba_ssm in Megatron's Mamba mixers, for `cpu.enable`.
 
 Megatron builds a mixer only if mamba_ssm is installed, and the kernels of mamba_ssm need a GPU. The
-replacements of the gated norm and of the fused kernel compute the same results, token by token.
+replacements for the gated norm and the fused kernel compute the same results. The fused kernel is
+computed token by token.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ...megatron.patching import PatchSet, core_version
 
 
 def patch(patches: PatchSet) -> None:
-    """Add the patches for Mamba mixers (from 0.19 on) and hybrid stacks on a CPU."""
+    """Add the patches for Mamba mixers (Megatron-Core 0.19 or newer) and hybrid stacks on a CPU."""
     if core_version() < OLDEST:  # older mixers require triton
         return
     mamba_mixer = homes.module("mamba_mixer")
@@ -44,7 +45,7 @@ class GatedNorm(torch.nn.Module):
         hidden_size: Number of channels.
         eps: Added to the mean of squares.
         group_size: Channels of a group; default: all.
-        norm_before_gate: Apply the gate after the norm.
+        norm_before_gate: True: norm(x) * silu(z). False: norm(x * silu(z)).
         device: Device of the weight.
         dtype: Dtype of the weight.
 
@@ -68,7 +69,7 @@ class GatedNorm(torch.nn.Module):
         self.eps, self.group, self.before = eps, group_size or hidden_size, norm_before_gate
 
     def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
-        """Normalize x [..., channels]; z is the gate, shaped like x, or None."""
+        """Return the norm of x [..., channels]; z is the gate before silu, like x, or None."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if z is not None and not self.before:
             wide = wide * F.silu(z.to(wide.dtype))
@@ -82,7 +83,7 @@ class GatedNorm(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
     ) -> dict:
-        """Return the sharded state; as in Megatron, tensor-parallel ranks split the weight."""
+        """Return the sharded state dict; tensor-parallel ranks split the weight, as in Megatron."""
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
         return make_sharded_tensors_for_checkpoint(
@@ -109,17 +110,17 @@ def split_conv1d_scan(
     seq_idx: Any = None,
     **unused: Any,
 ) -> torch.Tensor:
-    """Compute mamba_ssm's `mamba_split_conv1d_scan_combined` without final norm and projection.
+    """Compute mamba_ssm's `mamba_split_conv1d_scan_combined`, without final norm and projection.
 
-    Shape letters: b batch, l tokens, h heads of width p, g groups of states of width n.
+    Shape letters: b batch, l tokens, h heads of width p, g groups with state size n.
 
     Args:
-        zxbcdt: Tensor [b, l, 2hp + 2gn + h].
-        conv1d_weight: Tensor [hp + 2gn, width].
-        conv1d_bias: Tensor [hp + 2gn].
-        dt_bias: Tensor [h].
-        A: Tensor [h].
-        D: Tensor [h] or [h, p].
+        zxbcdt: Gate z, input x, B, C and step size dt, concatenated, [b, l, 2hp + 2gn + h].
+        conv1d_weight: Weight of the convolution of x, B and C, [hp + 2gn, width of the filter].
+        conv1d_bias: Bias of the convolution, [hp + 2gn].
+        dt_bias: Bias of the step size, [h].
+        A: Decay: a token multiplies the state by exp(step size x A), [h].
+        D: Factor with which x is added to the output, [h] or [h, p].
         chunk_size: Unused.
         activation: "silu", "swish", or another name for no activation.
         headdim: Width p of a head; default: from D.
@@ -128,7 +129,7 @@ def split_conv1d_scan(
         **unused: Ignored arguments of the fused kernel.
 
     Returns:
-        Tensor [b, l, hp].
+        Output, [b, l, hp].
 
     Raises:
         ValueError: The batch is packed.

@@ -4,8 +4,8 @@
 The module `cpu` patches Megatron-Core. This module patches Megatron-Bridge, and replaces the
 settings of a recipe that need a GPU.
 
-Bridge 0.3 imports Transformer Engine for adapters that are not used here, and Transformer Engine
-does not exist for CPUs. An empty module replaces it during this import.
+Bridge 0.3 imports Transformer Engine for adapters (PEFT) that are not used here, and Transformer
+Engine does not exist for CPUs. An empty module replaces Transformer Engine during this import.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TRY_ENGINE = (
 
 
 def enable() -> None:
-    """Map CUDA to the CPU in this process and import Megatron-Bridge.
+    """Map CUDA to the CPU in this process, import Megatron-Bridge and patch its training loop.
 
     A second call has no effect.
 
@@ -56,7 +56,7 @@ def enable() -> None:
 def import_bridge() -> None:
     """Map CUDA to the CPU in this process and import the models of Megatron-Bridge.
 
-    The training loop is not imported, because frameworks such as verl have their own.
+    The training loop is not imported, because frameworks such as verl have their own loop.
     """
     cpu.enable()
     for name in _TRY_ENGINE:
@@ -71,13 +71,13 @@ def import_bridge() -> None:
 
 
 def disable() -> None:
-    """Undo `enable()`; no effect if it was not called."""
+    """Undo `enable()`. Has no effect if `enable()` was not called."""
     patching.remove(_NAME)
     cpu.disable()
 
 
 def adapt(recipe: Any) -> None:
-    """Change a recipe of Bridge for training on a CPU: fp32, gloo, no fused kernels."""
+    """Change a recipe of Bridge so that it trains on a CPU: fp32, gloo, no fused kernels."""
     provider = importlib.import_module("megatron.bridge.models.gpt_provider")
     recipe.mixed_precision = None
     recipe.dist.distributed_backend = "gloo"
@@ -108,7 +108,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class _EmptyClasses:
-    """Namespace in which every attribute is a new empty class."""
+    """Object whose every attribute is a new class without methods."""
 
     def __getattr__(self, name: str) -> type:
         return type(name, (), {})
@@ -116,7 +116,7 @@ class _EmptyClasses:
 
 @contextmanager
 def _empty_engine() -> Iterator[None]:
-    """Replace `transformer_engine.pytorch` by empty modules inside this context."""
+    """Return a context in which empty modules replace `transformer_engine.pytorch`."""
     package, module = (ModuleType(name) for name in _ENGINE)
     module.Linear = type("Linear", (torch.nn.Module,), {})  # pyright: ignore[reportAttributeAccessIssue]
     module.ops = _EmptyClasses()  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands beside training: advise, memory, show, trace, calibrate, and the GPU report."""
+"""Commands for use outside training: advise, memory, show, trace, calibrate, and the GPU report."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command-line flags that several commands share, and checks of them; torch is not imported.
+"""Command-line flags that several commands share, and checks of their values.
 
-A flag has one name in all commands, such as `--tp` or `--per-node`. Megatron's long name is an
-alias.
+A flag has the same name in all commands, such as `--tp` or `--per-node`. Megatron's long name is an
+alias. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,18 +28,21 @@ ALIASES = {
 
 
 def named(name: str) -> tuple[str, ...]:
-    """Return the names of a flag for `add_argument`: the flag itself, then aliases."""
+    """Return all names of a flag, as arguments of `add_argument`: the flag, then its aliases."""
     return name, *ALIASES.get(name, ())
 
 
 def add_out(parser: argparse.ArgumentParser, picture: str, *, required: bool = False) -> None:
-    """Add `--out FILE` for a picture; `picture` describes it in the help text."""
+    """Add `--out FILE` for a picture; `picture` describes the picture in the help text."""
     text = f"{picture}: file to write, with a name that ends in .png or .svg"
     parser.add_argument("--out", type=Path, required=required, metavar="FILE", help=text)
 
 
 def check_out(path: Path | None) -> None:
-    """Raise ValueError if the path of `--out` is not .png or .svg, or matplotlib is missing."""
+    """Raise ValueError if a picture cannot be written to the path of `--out`.
+
+    Reasons are a name without .png or .svg, a missing folder, and missing matplotlib.
+    """
     if path is None:
         return
     if path.suffix not in (".png", ".svg"):
@@ -52,7 +55,7 @@ def check_out(path: Path | None) -> None:
 def add_grid(
     parser: argparse.ArgumentParser, nodes: int | None = None, per_node: int | None = None
 ) -> None:
-    """Add `--nodes` and `--per-node` with their default values."""
+    """Add `--nodes` and `--per-node`; `nodes` and `per_node` are the defaults."""
     for flag, value, meaning in (
         ("--nodes", nodes, "number of nodes"),
         ("--per-node", per_node, "ranks on each node"),
@@ -73,7 +76,7 @@ def add_heads(parser: argparse.ArgumentParser, *, width: int, queries: bool = Tr
     Args:
         parser: Parser of the command.
         width: Default width of a head.
-        queries: Whether to add `--heads`.
+        queries: False omits `--heads`.
     """
     defaults = {"heads": (8, "query heads"), "kv-heads": (8, "key/value heads"),
                 "width": (width, "width of a head")}  # fmt: skip
@@ -86,7 +89,7 @@ def add_heads(parser: argparse.ArgumentParser, *, width: int, queries: bool = Tr
 
 
 def check_positive(arguments: argparse.Namespace, names: Iterable[str]) -> None:
-    """Raise ValueError if one of these flags is set to a number below 1."""
+    """Raise ValueError if one of the arguments `names` is set to a number below 1."""
     for name in names:
         value = getattr(arguments, name, None)
         if value is not None and value < 1:
@@ -94,6 +97,6 @@ def check_positive(arguments: argparse.Namespace, names: Iterable[str]) -> None:
 
 
 def check_place(path: Path | None, flag: str) -> None:
-    """Raise ValueError if the folder of an output file does not exist."""
+    """Raise ValueError if the folder of an output file, the value of `flag`, does not exist."""
     if path is not None and not path.absolute().parent.is_dir():
         raise ValueError(f"{flag} {path}: its folder does not exist")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry of the plugin `tools`."""
+"""Registration of the plugin `tools`."""
 
 from ...registry import Command, Plugin
 

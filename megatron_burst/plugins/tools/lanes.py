@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawing of figures with a title, and of bars and arrows in horizontal lanes over time.
+"""Drawing with matplotlib: figures with a title, and bars and arrows in lanes over time.
 
-`show`, `advise`, `memory` and `trace` use this module. Files are small and reproducible: they
-depend only on the picture and the version of matplotlib.
+A lane is a horizontal strip, such as the lane of a rank. `show`, `advise`, `memory` and `trace` use
+this module. Files are small and reproducible: they depend only on the figure and the version of
+matplotlib.
 """
 
 from __future__ import annotations
@@ -55,15 +56,15 @@ DASHED = {"edgecolor": "#9ca3af", "linewidth": 0.6, "linestyle": (0, (2, 2))}
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Apply the matplotlib style of all pictures inside this context."""
+    """Return a context in which matplotlib has the style of this package's pictures."""
     with style.context(["default", STYLE], after_reset=True):
         yield
 
 
 def save(figure: Figure, path: Path, shades: int = SHADES) -> None:
-    """Write a PNG with a palette, or an SVG if the name ends in .svg.
+    """Write a figure as a PNG with a palette, or as an SVG if the name ends in .svg.
 
-    Files have no metadata, because metadata would differ between versions.
+    Files have no metadata, because metadata would differ between versions of matplotlib.
 
     Args:
         figure: Figure to write.
@@ -85,12 +86,12 @@ def save(figure: Figure, path: Path, shades: int = SHADES) -> None:
 def headed(
     width: float, height: float, title: str, subtitle: str, lines: Sequence[str] = ()
 ) -> Figure:
-    """Return a figure with a title and, at the bottom, a caption.
+    """Return an empty figure with a title at the top and a caption at the bottom.
 
     Args:
         width: Width in inches.
         height: Height in inches.
-        title: Title at the top.
+        title: Title, in bold.
         subtitle: Line below the title.
         lines: Lines of the caption.
     """
@@ -105,13 +106,13 @@ def headed(
 
 
 def box(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
-    """Add axes to a figure; position and size are in inches from the lower left corner."""
+    """Add axes to a figure and return them; `left`, `bottom` and size are in inches."""
     w, h = figure.get_size_inches()
     return figure.add_axes((left / w, bottom / h, width / w, height / h))
 
 
 def inches(text: str, size: float) -> float:
-    """Return the width in inches of a bold text; `size` is in points."""
+    """Return the width of a text in inches; `size` in points, bold above 12."""
     font = FontProperties(family="DejaVu Sans", weight="bold" if size > 12 else "normal")
     return TextPath((0, 0), text, size=size, prop=font).get_extents().width / 72
 
@@ -120,15 +121,16 @@ def inches(text: str, size: float) -> float:
 
 
 def clock(axes: Axes, end: float, title: str = "") -> float:
-    """Make the axis below the lanes a time axis from 0 to `end` seconds.
+    """Make the x axis below the lanes a time axis from 0 to `end` seconds.
 
     Args:
         axes: Axes to draw on.
-        end: End in seconds.
+        end: End of the axis in seconds.
         title: Title of the axes.
 
     Returns:
-        Units of the axis per second, for example 1000 for milliseconds. Draw bars in these units.
+        Number of axis units per second, for example 1000 if the unit is milliseconds. Bars must be
+            drawn in axis units.
     """
     scale, unit = next((s, unit) for s, unit, least in CLOCKS if end >= least)
     axes.set_xlim(0, scale * end)
@@ -142,7 +144,14 @@ def clock(axes: Axes, end: float, title: str = "") -> float:
 
 
 def name_lanes(axes: Axes, places: Sequence[float], names: Sequence[str], depth: float) -> None:
-    """Write the names of lanes on the left, from top to bottom; the last lane ends at `depth`."""
+    """Write the names of lanes beside the y axis, which increases downwards.
+
+    Args:
+        axes: Axes to draw on.
+        places: y coordinate of each lane.
+        names: Name of each lane.
+        depth: y coordinate at which the last lane ends.
+    """
     axes.set_ylim(depth, -0.1)
     axes.set_yticks(places, names)
 
@@ -158,8 +167,8 @@ def legend(
     Args:
         axes: Axes to draw on.
         entries: Pairs (colour, label).
-        alphas: Opacities by label.
-        above: Distance from the axes, as a fraction of their height.
+        alphas: Opacity by label; default 1.
+        above: Distance above the axes, as a fraction of the axes' height.
     """
     patches = [
         Patch(color=colour, label=label, alpha=(alphas or {}).get(label), linewidth=0)
@@ -191,15 +200,15 @@ def bars(
 
     Args:
         axes: Axes to draw on.
-        top: Upper edge of the lane.
-        high: Height of the lane.
-        spans: Start and stop of each bar.
+        top: y coordinate of the bars' upper edge.
+        high: Height of the bars.
+        spans: x coordinates at which each bar starts and stops.
         colours: Colour of each bar, or one colour for all bars.
-        texts: Text in the middle of each bar; "" for none.
-        least: Minimum length of a bar for its text to be written.
+        texts: Text in the middle of each bar; "" for no text.
+        least: Length of the shortest bar in which a text is written.
         size: Size of the texts in points.
         edge: Colour of the lines around bars.
-        width: Width of these lines in points.
+        width: Width of the lines around bars in points.
         alpha: Opacity of the bars.
     """
     extents = [(start, stop - start) for start, stop in spans]
@@ -221,11 +230,11 @@ def work_bars(
 
     Args:
         axes: Axes to draw on.
-        places: Positions of the lanes.
+        places: y coordinates of the lanes.
         work: Work of each rank, in visible pairs.
         colours: Colours of the bars.
         high: Height of a bar.
-        most: Maximum of the axis.
+        most: Largest work that fits on the x axis.
     """
     axes.barh(places, work, height=high, color=colours)
     axes.axvline(sum(work) / len(work), **MEAN)
@@ -254,13 +263,13 @@ class ArrowLook(NamedTuple):
 def arrow(
     axes: Axes, place: Bbox, look: ArrowLook, shares: Iterable[tuple[float, float]]
 ) -> list[Bbox]:
-    """Draw an arrow with filled ranges along its length.
+    """Draw an arrow of which some ranges along its length are filled.
 
     Args:
         axes: Axes to draw on.
-        place: Bounding box in the coordinates of the axes.
+        place: Bounding box of the arrow, in the coordinates of the axes.
         look: Style of the arrow.
-        shares: Filled ranges (first, stop), as fractions of the length.
+        shares: Filled ranges (first, stop), as fractions of the arrow's length.
 
     Returns:
         Bounding boxes of the filled ranges.
@@ -280,12 +289,12 @@ def arrow(
 
 
 def dashed_arrow(axes: Axes, place: Bbox) -> None:
-    """Draw an arrow for a transfer that is not needed."""
+    """Draw a dashed arrow, for a transfer that the schedule omits."""
     axes.add_patch(_outline(place, facecolor="none", **DASHED))
 
 
 def _outline(place: Bbox, **looks: Any) -> Polygon:
-    """Return a bar with an arrow tip at the right end."""
+    """Return the outline of an arrow: a bar with a tip at the right end."""
     (left, top), (end, low) = place.get_points()
     right = end - min(TIP, (end - left) / 2)
     corners = [(left, top), (right, top), (end, (top + low) / 2), (right, low), (left, low)]

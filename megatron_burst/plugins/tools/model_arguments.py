@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model and settings from a command line: `--model`, or a Megatron command after `--`.
+"""Model and settings that a command line describes: `--model`, or a Megatron command after `--`.
 
-`--model` accepts a name, a Hugging Face `config.json`, or the name of a Megatron-Bridge recipe as
-in `megatron-burst recipe`. Megatron-Bridge is imported only for a recipe.
+`--model` accepts the name of a model, a Hugging Face `config.json`, or the name of a
+Megatron-Bridge recipe as in `megatron-burst recipe`. Megatron-Bridge is imported only for a recipe.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ HELP = "name of a model, config.json of Hugging Face, or name of a Megatron-Brid
 
 
 def find(text: str | None, words: Sequence[str]) -> tuple[Model, dict[str, Any]]:
-    """Return the model, and the fields of `Settings` that its description sets.
+    """Return the model, and the fields of `Settings` that the recipe or command sets.
 
     Args:
-        text: Value of `--model`.
+        text: Value of `--model`; None if it is not set.
         words: Words of a Megatron command; empty if there is none.
 
     Returns:
-        The model and a dict of fields. The extra key "global_batch" is the number of sequences of a
-        step.
+        The model, and the fields as a dict. Besides the fields, the dict has "global_batch", the
+            number of sequences of a step.
 
     Raises:
         ValueError: Neither `text` nor `words` describes a model, or both do.
@@ -66,7 +66,7 @@ def read_command(words: Sequence[str]) -> tuple[Model, dict[str, Any]]:
         words: The words of the command.
 
     Raises:
-        ValueError: A flag is missing or invalid; the message contains it.
+        ValueError: A flag is missing or invalid; the message names the flag.
     """
     command = parse(words)
     burst_flags, wrong = command.burst_arguments()
@@ -106,7 +106,7 @@ def _settled(command: MegatronCommand, burst_flags: Any) -> BurstConfig:
 
 
 def _command_run(command: MegatronCommand) -> dict[str, Any]:
-    """Return the fields of `Settings` that Megatron's own flags set."""
+    """Return the fields of `Settings` that Megatron's own flags set, and "global_batch"."""
     pp, vpp = command.pipeline_model_parallel_size, command.num_virtual_stages_per_pipeline_rank
     if command.num_layers_per_virtual_pipeline_stage:
         vpp = command.num_layers // pp // command.num_layers_per_virtual_pipeline_stage
@@ -145,8 +145,8 @@ def choices_of(
     Args:
         choices: Options of this package.
         seq: Tokens of a sequence.
-        cp: Context-parallel ranks.
-        name_of: Function that converts an option's name to the user's notation, for messages.
+        cp: Number of context-parallel ranks.
+        name_of: Function that returns the flag or setting of an option, for messages.
 
     Raises:
         ValueError: An option that requires BurstAttention is set, but Megatron's attention is
@@ -194,13 +194,13 @@ def choices_of(
 
 
 def _is_recipe(text: str) -> bool:
-    """Return whether a text may name a recipe: an identifier that is not a model in `NAMED`."""
+    """Return True if a text may be the name of a recipe, and is not a model or a file."""
     exists = text.lower() in models.NAMED or text.endswith(".json") or Path(text).exists()
     return not exists and text.isidentifier() and ("_pretrain" in text or text.endswith("_config"))
 
 
 def recipe(name: str) -> Any:
-    """Return a recipe of Megatron-Bridge by name.
+    """Return a ready-made recipe of this package or a recipe of Megatron-Bridge, by name.
 
     Args:
         name: Name of the recipe.
@@ -218,9 +218,9 @@ def recipe(name: str) -> Any:
 
 
 def read_recipe(config: Any, name: str = "the recipe") -> tuple[Model, dict[str, Any]]:
-    """Return the model and the fields of `Settings` that a recipe sets.
+    """Return the model of a recipe, and the fields of `Settings` that the recipe sets.
 
-    Options that `apply_burst` has stored in the recipe are included.
+    The fields include the options that `apply_burst` has stored in the recipe.
 
     Args:
         config: `ConfigContainer` of Megatron-Bridge.

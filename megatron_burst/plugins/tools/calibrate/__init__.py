@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megatron-burst calibrate`: measure a cluster and write the file that `advise --cluster` reads.
+"""`megatron-burst calibrate`: measure a cluster; write the file that `advise --cluster` reads.
 
     torchrun --nnodes 2 --nproc-per-node 8 ... -m megatron_burst calibrate --out cluster.toml
     megatron-burst calibrate                    # one GPU; prints which figures are not measured

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All measurements of `calibrate`, in order, and the resulting cluster file.
+"""The measurements of `calibrate`, in order, and the cluster file that contains the results.
 
-A figure that cannot be measured gets the published value of the device or an assumed value. A
-comment in the file marks such figures.
+A figure is one number of the file. A figure that cannot be measured gets the published value of the
+device or an assumed value. A comment in the file marks such figures.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NOT_MEASURED = "NOT MEASURED: published or assumed"
 
 
 def calibrate(model: Model, arguments: Namespace) -> None:
-    """Measure on all ranks and write the file on rank 0; collective.
+    """Measure on all ranks, and write the cluster file on rank 0. A collective call.
 
     Args:
         model: Model whose shapes are measured.
@@ -63,7 +63,7 @@ def calibrate(model: Model, arguments: Namespace) -> None:
 
 
 def _fault(arguments: Namespace) -> ValueError | None:
-    """Return the error if flags are invalid on this machine, otherwise None."""
+    """Return a ValueError if flags are invalid on this machine, otherwise None."""
     try:
         if arguments.gpu is not None and not torch.cuda.is_available():
             raise ValueError(f"--gpu {arguments.gpu}: torch finds no GPU here; remove --gpu")
@@ -74,7 +74,7 @@ def _fault(arguments: Namespace) -> ValueError | None:
 
 
 def missing(ranks: Ranks) -> str:
-    """Return a text on figures that cannot be measured with these ranks; "" if there are none."""
+    """Return a text that names the links that these ranks cannot measure; "" if there are none."""
     lines = []
     if ranks.per_node < 2:
         lines.append("links within a node (start a rank on every GPU)")
@@ -86,7 +86,11 @@ def missing(ranks: Ranks) -> str:
 def measure_cluster(
     ranks: Ranks, model: Model, arguments: Namespace
 ) -> tuple[Cluster, Mapping[str, str]]:
-    """Measure all figures; collective. Return the cluster and the method of each figure."""
+    """Measure all figures. A collective call.
+
+    Returns:
+        The cluster, and the comment on each figure by its key, such as "links.intra".
+    """
     figures = Figures()
     chunks = kernels.CHUNKS[ranks.device.type]
     ranks.report("matrix products and memory")
@@ -133,11 +137,11 @@ def measure_cluster(
 
 
 def host_links(ranks: Ranks) -> tuple[Measurement, Measurement]:
-    """Measure bytes per second of a rank between device and host, in one direction; collective.
+    """Measure the bytes per second that a rank copies between device and host. A collective call.
 
     Returns:
-        The rate while all ranks of a node copy, and the rate of one rank alone, each for the slower
-        direction and the slowest rank.
+        Two rates of the slowest rank in the slower direction: while all ranks of a node copy, and
+            while one rank of each node copies.
     """
     longseq = registry.required("host_memory", "calibrate")
     # At most the available memory; a copy uses BYTES of it.
@@ -161,7 +165,10 @@ def host_links(ranks: Ranks) -> tuple[Measurement, Measurement]:
 
 
 def _links(figures: Figures, ranks: Ranks, model: Model, gpu: Gpu) -> None:
-    """Measure links, and add published or assumed values for links that are absent; collective."""
+    """Add the figures of links: measured, or published or assumed if a link is absent.
+
+    A collective call.
+    """
     measurement = links.links(ranks, figures)
     if measurement is not None:
         ranks.report("attention during transfers")
@@ -177,12 +184,12 @@ def _links(figures: Figures, ranks: Ranks, model: Model, gpu: Gpu) -> None:
 def stated_gpu(ranks: Ranks, name: str | None, best: float) -> Gpu:
     """Return the published data of a GPU, by `name` or by torch's device name.
 
-    For an unknown GPU, the best measured rate is used as the peak.
+    An unknown GPU, and a CPU, get the best measured rate as their peak.
 
     Args:
         ranks: Ranks that measure.
-        name: Value of `--gpu`; None to use torch's device name.
-        best: Highest measured operations per second.
+        name: Value of `--gpu`; None: torch's device name selects the GPU.
+        best: Highest measured FLOP/s.
     """
     if not ranks.cuda:
         memory = host_limit() // ranks.per_node
@@ -196,7 +203,7 @@ def stated_gpu(ranks: Ranks, name: str | None, best: float) -> Gpu:
 
 
 def stated_figures(gpu: Gpu, ranks: Ranks) -> dict[str, tuple[Any, str]]:
-    """Return figures that are not measured, as key of the cluster file -> (value, note)."""
+    """Return the value and comment of each figure that is never measured, by its key."""
     published = gpu.name in GPUS
     stated: dict[str, tuple[Any, str]] = {
         "gpu.name": (gpu.name, ""),
@@ -212,7 +219,10 @@ def stated_figures(gpu: Gpu, ranks: Ranks) -> dict[str, tuple[Any, str]]:
 
 
 def unmeasured_links(gpu: Gpu, ranks: Ranks) -> dict[str, float]:
-    """Return values of [links] that were not measured: published rates, or no limit."""
+    """Return values for figures of [links] that may not be measured: published or assumed.
+
+    Without published rates, the rate is infinite.
+    """
     if gpu.name in GPUS:
         rates = {"intra": gpu.nvlink * NVLINK, "inter": gpu.nic * NIC}
     else:

@@ -2,7 +2,7 @@
 """Measurements of one device: attention at several chunk sizes, matrix products, copies.
 
 All ranks measure at the same time, because GPU clocks are lower when all GPUs of a node are busy.
-The formulas of the simulator are fitted to the times.
+The constants in the simulator's formulas are fitted to the measured times.
 """
 
 from __future__ import annotations
@@ -36,14 +36,20 @@ def dtype(ranks: Ranks) -> torch.dtype:
 
 
 def heads(model: Model, ranks: Ranks) -> tuple[int, int]:
-    """Return the numbers of query and key/value heads to measure: the model's, fewer on a CPU."""
+    """Return the numbers of query heads and key/value heads to measure.
+
+    They are those of the model; on a CPU there are at most `HEADS` query heads.
+    """
     group = model.heads // model.kv_heads
     kv = max(1, min(model.kv_heads, HEADS[ranks.device.type] // group))
     return kv * group, kv
 
 
 def tile(ranks: Ranks, model: Model, rows: int) -> LocalCalls:
-    """Return attention calls of `rows` queries and keys, batch 1, with kernel "auto"."""
+    """Return the forward and backward calls of kernel "auto" for `rows` queries and keys.
+
+    All pairs are visible; the batch is 1.
+    """
     (h, k), width = heads(model, ranks), model.head_dim
     like = {"device": ranks.device, "dtype": dtype(ranks)}
     q, keys, values = (torch.empty((rows, 1, n, width), **like) for n in (h, k, k))
@@ -52,19 +58,24 @@ def tile(ranks: Ranks, model: Model, rows: int) -> LocalCalls:
 
 
 def _median(ranks: Ranks, call: Callable[[], object]) -> tuple[float, float]:
-    """Return the median seconds of repeated calls, and the spread."""
+    """Return the median seconds of repeated calls, and their spread as a fraction of the median."""
     seconds = repeated(ranks.repeats(call), "")
     return seconds.value, seconds.spread or 0.0
 
 
 def attention(ranks: Ranks, model: Model, rate: float) -> dict[str, Measurement]:
-    """Measure compute, launch, half_rows and backward of `Rates` with tiles of several sizes.
+    """Measure the fields compute, launch, half_rows and backward of `Rates`.
+
+    The measured calls are attention of equally many queries and keys, in several sizes.
 
     Args:
         ranks: Ranks that measure.
         model: Model whose heads are measured.
-        rate: `Rates.adding`, in bytes per second. The simulator counts the addition of results
-            separately, so its time is subtracted.
+        rate: `Rates.adding`, in bytes per second. The time of adding partial results is subtracted,
+            because the simulator has another term for it.
+
+    Returns:
+        The measurements, by field of `Rates`.
     """
     rows = (EMPTY, *CHUNKS[ranks.device.type])
 
@@ -101,7 +112,7 @@ def attention(ranks: Ranks, model: Model, rate: float) -> dict[str, Measurement]
 
 
 def _adding(ranks: Ranks, model: Model, rows: Sequence[int], rate: float) -> np.ndarray:
-    """Return the seconds [sizes, 2] of adding results, in forward and backward of each size."""
+    """Return the seconds of adding partial results, [sizes, 2]: in forward and in backward."""
     (h, k), width, itemsize = heads(model, ranks), model.head_dim, dtype(ranks).itemsize
     sizes = Sizes(1, 1, h, k, width, width, itemsize, 4, 4, (True, True, True))
     per_row = np.array([adds.queries + adds.keys for adds in adding(sizes, rate)])
@@ -109,7 +120,7 @@ def _adding(ranks: Ranks, model: Model, rows: Sequence[int], rate: float) -> np.
 
 
 class KernelFit(NamedTuple):
-    """Fitted constants, see `fitted`; `off` is the largest relative error of the fit."""
+    """Result of `fitted`: the constants, and in `off` the largest relative error of the fit."""
 
     compute: float
     half_rows: float
@@ -123,12 +134,16 @@ def fitted(
 ) -> KernelFit:
     """Fit the constants of `Rates` by least squares of relative errors.
 
-    Forward takes launch + flops / compute * (1 + half_rows / rows). Backward takes launch +
-    `backward` times the second term. The first size is so small that its time is `launch`.
+    The constants are launch, compute, half_rows and backward in the formulas
+
+        seconds of forward = launch + flops / compute * (1 + half_rows / rows)
+        seconds of backward = launch + backward * flops / compute * (1 + half_rows / rows).
+
+    The first size is so small that its time is `launch`.
 
     Args:
-        rows: Rows of each size.
-        flops: Operations of a forward of each size.
+        rows: Number of queries, and of keys, of each size.
+        flops: FLOPs of a forward of each size.
         forward: Seconds of a forward of each size.
         backward: Seconds of a backward of each size.
     """
@@ -159,7 +174,11 @@ def _two_constants(flop_rates: np.ndarray, overhead: np.ndarray) -> tuple[float,
 
 
 def products(ranks: Ranks, model: Model) -> tuple[Measurement, Measurement]:
-    """Measure FLOP/s of large matrix products and `Gpu.small`, with the sizes of the MLP."""
+    """Measure matrix products with the sizes of the model's MLP.
+
+    Returns:
+        The FLOP/s of large products, and `Gpu.small`, the constant of the slowdown of small ones.
+    """
     kind = ranks.device.type
     inner, outer = (min(WIDEST[kind], size) for size in (model.hidden, model.ffn))
     sizes = [(rows, inner, outer) for rows in PRODUCTS[kind]]
@@ -188,11 +207,11 @@ def products(ranks: Ranks, model: Model) -> tuple[Measurement, Measurement]:
 
 
 def memory(ranks: Ranks, model: Model) -> tuple[Measurement, Measurement, Measurement]:
-    """Measure bytes per second of a device's memory, reads and writes together.
+    """Measure the bytes per second that a device reads from and writes to its memory.
 
     Returns:
-        The rates of plain copies, of copies that reorder heads for an all-to-all, and of adding
-        results to fp32 sums.
+        Three rates: of plain copies (bytes read and written), of copies that reorder heads for an
+            all-to-all (bytes copied), and of adding results to fp32 sums (bytes read and written).
     """
     size, (count, _) = COPY[ranks.device.type], heads(model, ranks)
 

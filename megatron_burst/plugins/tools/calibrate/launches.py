@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements of CPU time per launch: the fields of `HostTime`.
+"""Measurements of the host's time to launch work on a device: the fields of `HostTime`.
 
-The time of the launching thread is measured until a call returns. On a GPU this is wall-clock time;
-the device is idle at the beginning, so the thread does not wait for it. On a CPU it is the CPU time
-of the thread. Tensors are small, because launch times do not depend on tensor sizes.
+The time of the launching thread is measured until a call returns. With a GPU it is wall-clock time;
+the device is idle at the beginning, so the thread does not wait for the device. With a CPU it is
+the CPU time of the thread. Tensors are small, because launch times do not depend on their sizes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ DOCUMENTS, LENGTH = 100, 1024  # documents of a pack, and rows per rank
 
 
 def launches(ranks: Ranks, model: Model) -> dict[str, Measurement]:
-    """Measure the fields of `HostTime`; collective. One rank measures no exchange and no plan."""
+    """Return measurements by field of `HostTime`. A collective call.
+
+    A single rank does not measure `exchange` and `plan`.
+    """
     forward, backward, layer = middle(ranks.locally("launches", lambda: _alone(ranks, model)))
     ring = repeated(ranks.rounds(_ring(ranks, model)), "")
     start_method = f"an attention call on {ranks.size} ranks, minus its kernel calls and exchanges"
@@ -53,7 +56,7 @@ def launches(ranks: Ranks, model: Model) -> dict[str, Measurement]:
 
 
 def _taken(ranks: Ranks, call: Callable[[], object]) -> float:
-    """Return the seconds of the launching thread for one call; the device is idle before."""
+    """Return the seconds until one call returns, measured from an idle device."""
     settle(ranks.device)
     clock = time.perf_counter if ranks.cuda else time.thread_time
     begun = clock()
@@ -62,14 +65,17 @@ def _taken(ranks: Ranks, call: Callable[[], object]) -> float:
 
 
 def _alone(ranks: Ranks, model: Model) -> list[float]:
-    """Return seconds: kernel forward, kernel backward, and forward with backward of a layer."""
+    """Return the launch seconds of a kernel's forward, its backward, and a layer with backward."""
     calls = tile(ranks, model, EMPTY)
     launched = calls.forward, calls.backward, _Layer(ranks).passes
     return [median(ranks.times(partial(_taken, ranks, call))) for call in launched]
 
 
 class _Layer:
-    """Minimal layer without core attention: norms, four products, rope, activation, residuals."""
+    """Small transformer layer without core attention, whose launches are measured.
+
+    It has norms, four matrix products, rotary embedding, activation and residual connections.
+    """
 
     def __init__(self, ranks: Ranks):
         like = {"device": ranks.device, "dtype": dtype(ranks)}
@@ -80,7 +86,7 @@ class _Layer:
         self.x.requires_grad_()
 
     def passes(self) -> None:
-        """Run forward and backward."""
+        """Run the layer's forward and backward."""
         into, out, up, down = self.weights
         shape, x = (WIDTH,), self.x
         qkv = linear(layer_norm(x, shape, self.gain), into).view(EMPTY, 3, HEADS, -1)
@@ -91,13 +97,13 @@ class _Layer:
         x.backward(torch.ones_like(x))
 
     def _turned(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply rope."""
+        """Apply the rotary embedding."""
         left, right = x.chunk(2, dim=-1)
         return x * self.turn + torch.cat((-right, left), dim=-1) * self.turn
 
 
 def _ring(ranks: Ranks, model: Model) -> Callable[[], float]:
-    """Return a function that times a ring forward over all ranks, with an existing plan."""
+    """Return a function that returns the launch seconds of a ring forward with an existing plan."""
     like = {"device": ranks.device, "dtype": dtype(ranks)}
     h, n = heads(model, ranks)
     q, k, v = (torch.zeros((ROWS, 1, count, model.head_dim), **like) for count in (h, n, n))
@@ -106,7 +112,7 @@ def _ring(ranks: Ranks, model: Model) -> Callable[[], float]:
 
 
 def _planning(ranks: Ranks, model: Model) -> Callable[[], float]:
-    """Return a function that times layout and planning of a pack, with new lengths at each call."""
+    """Return a function that returns the seconds of making layout and plan of a random pack."""
     (h, n), drawn = heads(model, ranks), np.random.default_rng(0)
     seq = ranks.size * LENGTH
 
@@ -124,7 +130,7 @@ def _planning(ranks: Ranks, model: Model) -> Callable[[], float]:
 
 
 def _exchange(ranks: Ranks) -> Callable[[], float]:
-    """Return a function that times the start of an exchange with both ring neighbours."""
+    """Return a function that returns the seconds of starting an exchange with both neighbours."""
     groups, me = ranks.groups, ranks.groups.rank
     peers = Peers(groups.ring, FLAT, (((me + 1) % ranks.size, (me - 1) % ranks.size),))
     groups.connect([FLAT], ranks.device)

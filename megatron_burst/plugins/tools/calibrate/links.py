@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measurements of links: messages, all-to-all, sharing of NICs, and slowdown of compute.
 
-A hop is one message to the next rank, through the endpoints that rings use. Hops are measured with
-one rank alone and with all ranks at once. If the rate per rank is lower with all ranks of a node,
-they share NICs. The ratio of the rates gives the number of NICs, and hops of two ranks at once show
-which ranks share a NIC.
+A hop is one message to the next rank, sent as in rings. Hops are measured while one rank of a node
+sends and while all ranks send. If the rate per rank is lower while all ranks send, they share NICs.
+The ratio of the two rates gives the number of NICs of a node. Hops of two ranks at once show which
+ranks share a NIC.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Pairs = Sequence[tuple[int, int]]  # ranks to send to and receive from; empty if
 
 
 class LinkMeasurement(NamedTuple):
-    """Measurement of one link class.
+    """Measurement of one link class: within nodes, or between nodes.
 
     Attributes:
         latency: Seconds of a very small message.
-        pairs: Peers of this rank while all ranks send.
+        pairs: Ranks to which this rank sends and from which it receives in the ring of all ranks.
         rate: Bytes per second of each rank while all ranks send.
     """
 
@@ -51,10 +51,10 @@ class LinkMeasurement(NamedTuple):
 
 
 def links(ranks: Ranks, figures: Figures) -> LinkMeasurement | None:
-    """Measure links within and between nodes and add the figures of [links]; collective.
+    """Measure links within and between nodes, and add the figures of [links]. A collective call.
 
     Returns:
-        The measurement within nodes, or between nodes if a node has one rank; None without links.
+        The measurement within nodes, or between nodes if a node has one rank; None for one rank.
     """
     if ranks.size < 2:
         return None
@@ -77,7 +77,7 @@ def links(ranks: Ranks, figures: Figures) -> LinkMeasurement | None:
 
 
 def _within(ranks: Ranks, figures: Figures) -> LinkMeasurement:
-    """Measure links within nodes and add their figures."""
+    """Measure links within nodes, and add their figures."""
     ring = around(ranks, "intra")
     latency, size = _sized(ranks, ring)
     peer = 1 - ranks.groups.rank
@@ -99,7 +99,7 @@ def _add_exchange(figures: Figures, shared: tuple[Measurement, Measurement]) -> 
 
 
 def _between(ranks: Ranks, figures: Figures) -> LinkMeasurement:
-    """Measure links between nodes and add their figures and the number of NICs of a node."""
+    """Measure links between nodes, and add their figures and those of the NICs."""
     ring = around(ranks, "inter")
     latency, size = _sized(ranks, ring)
     alone = _rate(ranks, "one rank of each node", around(ranks, "inter", [0]), size, latency)
@@ -128,11 +128,18 @@ def _between(ranks: Ranks, figures: Figures) -> LinkMeasurement:
 def _nics(
     ranks: Ranks, share: float, size: int, alone: float, latency: Measurement
 ) -> tuple[Measurement, str]:
-    """Return the number of NICs of a node, and the entry of `NIC_OF` that fits best.
+    """Return the number of NICs of a node, and the assignment of ranks to NICs that fits best.
 
-    The number is derived from `share`: the rate of a rank while all ranks of the node send, divided
-    by its rate alone. The entry of `NIC_OF` must predict which ranks share a NIC with the first
-    rank.
+    Pairs of ranks send at once, to measure which ranks share a NIC with local rank 0. The
+    assignment is the entry of `NIC_OF` that predicts the fewest of these ranks wrongly.
+
+    Args:
+        ranks: Ranks that measure.
+        share: Rate of a rank while all ranks of its node send, divided by `alone`. It gives the
+            number of NICs.
+        size: Bytes of a message.
+        alone: Bytes per second of a rank while no other rank of its node sends.
+        latency: Seconds of a very small message.
     """
     count = max(1, round(share * ranks.per_node))
     with_first = []
@@ -157,9 +164,17 @@ def _nics(
 def _by_inner_size(
     ranks: Ranks, size: int, latency: Measurement, nodes: Nodes, rates: Rates
 ) -> str:
-    """Measure rates between nodes for inner rings of 2, 4, ... ranks and compare with forecasts.
+    """Return a comment that compares measured and forecast rates between nodes.
 
-    The last ranks of a node send. Rank 0 prints a warning if the forecast is far off.
+    The last 2, 4, ... ranks of each node send at once, as in two-level rings with inner rings of
+    this size. Rank 0 prints a warning if a forecast is off by more than `UNLIKE`.
+
+    Args:
+        ranks: Ranks that measure.
+        size: Bytes of a message.
+        latency: Seconds of a very small message.
+        nodes: Assignment of ranks to NICs.
+        rates: Rates from which forecasts are computed.
     """
     lines, inner = [], 2
     while inner < ranks.per_node:
@@ -177,7 +192,15 @@ def _by_inner_size(
 def _all_to_all(
     ranks: Ranks, members: str, pairs: Pairs, rate: float, latency: Measurement
 ) -> tuple[Measurement, Measurement]:
-    """Measure an all-to-all: its rate relative to a hop, and its startup time."""
+    """Return the rate of an all-to-all divided by the rate of a hop, and its startup seconds.
+
+    Args:
+        ranks: Ranks that measure.
+        members: Description of the ranks that take part, for the comment.
+        pairs: Ranks to send to and receive from.
+        rate: Bytes per second of a hop.
+        latency: Seconds of a very small message.
+    """
     peers = len(pairs)
     if peers == 1:
         return (
@@ -194,7 +217,7 @@ def _all_to_all(
 
 
 def _sized(ranks: Ranks, pairs: Pairs) -> tuple[Measurement, int]:
-    """Return the latency of a message, and the size of a message that takes about `LONG` s."""
+    """Return the latency of a message, and the bytes of a message that needs about `LONG` s."""
     _rounds(ranks, pairs, SMALL)  # opens the connections
     small = repeated(_rounds(ranks, pairs, SMALL, CHAIN), "")
     latency = small._replace(value=small.value / CHAIN)
@@ -206,19 +229,27 @@ def _sized(ranks: Ranks, pairs: Pairs) -> tuple[Measurement, int]:
 
 
 def _rate(ranks: Ranks, senders: str, pairs: Pairs, size: int, latency: Measurement) -> Measurement:
-    """Measure bytes per second of each sending rank, in one direction."""
+    """Measure the bytes per second of the slowest sending rank, in one direction.
+
+    Args:
+        ranks: Ranks that measure.
+        senders: Description of the ranks that send, for the comment.
+        pairs: Ranks to send to and receive from; empty if this rank is idle.
+        size: Bytes of a message.
+        latency: Seconds of a very small message, which are subtracted.
+    """
     seconds = repeated(_rounds(ranks, pairs, size), f"{senders}, {size} bytes a message")
     return seconds._replace(value=measure.rate_of(size, seconds.value, latency.value))
 
 
 def _rounds(ranks: Ranks, pairs: Pairs, size: int, times: int = 1) -> list[float]:
-    """Return seconds of `times` consecutive exchanges that all ranks begin together."""
+    """Return the slowest rank's seconds of `times` consecutive exchanges, for each repeat."""
     _exchange(ranks, pairs, size)
     return ranks.rounds(lambda: _exchange(ranks, pairs, size, times)[1])
 
 
 def _exchange(ranks: Ranks, pairs: Pairs, size: int, times: int = 1) -> tuple[float, float]:
-    """Return this rank's seconds until all exchanges are started, and until all have ended."""
+    """Return this rank's seconds until `times` exchanges are started, and until they are done."""
     if not pairs:
         return 0.0, 0.0
     return measure.exchange_seconds(_starter(ranks, pairs, size), ranks.device, times)
@@ -230,12 +261,14 @@ def _starter(ranks: Ranks, pairs: Pairs, size: int) -> Callable[[], Pending]:
 
 
 def around(ranks: Ranks, link: str, members: Sequence[int] | None = None) -> Pairs:
-    """Return this rank's next and previous rank over a link class.
+    """Return the pair (next rank, previous rank) of this rank's ring over a link class, in a list.
+
+    The list is empty if there is no such ring, or if this rank is not in `members`.
 
     Args:
         ranks: Ranks that measure.
         link: "intra" or "inter".
-        members: Local ranks that send; default: all ranks of a node. Other ranks get an empty list.
+        members: Indices, within a node, of the ranks that send; default: all ranks.
     """
     if members is not None and ranks.local not in members:
         return []
@@ -244,10 +277,10 @@ def around(ranks: Ranks, link: str, members: Sequence[int] | None = None) -> Pai
 
 
 def slowdown(ranks: Ranks, model: Model, link: LinkMeasurement) -> Measurement:
-    """Measure `Rates.slowdown`; collective.
+    """Measure `Rates.slowdown`. A collective call.
 
-    The slowdown is the time of local attention during a longer exchange, divided by the time
-    without exchange, minus 1. The exchange is within nodes if a node has several ranks.
+    It is the time of local attention during an exchange, divided by its time without an exchange,
+    minus 1. The exchange is within nodes if a node has several ranks.
     """
     _, pairs, rate = link
     rows = CHUNKS[ranks.device.type][-2]

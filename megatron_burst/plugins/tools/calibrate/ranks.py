@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Synchronized measurements on several ranks, and figures with their spread.
 
-A figure is the median of its repeats. Its spread is half the interquartile range divided by the
-median. The time of a collective operation is the time of the slowest rank. An error of one rank is
-raised on all ranks.
+A figure is the median of repeated measurements. Its spread is half the interquartile range, divided
+by the median. The time of a collective operation is the time of the slowest rank. An error of one
+rank is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Measurement(NamedTuple):
     """Measured figure.
 
     Attributes:
-        value: Median of the repeats.
-        spread: Spread as a fraction of the value; None if the measurement was not repeated.
+        value: Median of repeated measurements, or a value computed from several figures.
+        spread: Spread as a fraction of the value; None if it is not known.
         method: Description of the measurement.
     """
 
@@ -48,19 +48,19 @@ class Measurement(NamedTuple):
 
     @property
     def note(self) -> str:
-        """Text of the comment in the cluster file."""
+        """Comment on the figure in the cluster file."""
         return self.method if self.spread is None else f"{self.method}; spread {self.spread:.1%}"
 
 
 def repeated(samples: Sequence[float], method: str) -> Measurement:
-    """Return the median and the spread of repeated measurements of one quantity."""
+    """Return the measurement with median and spread of `samples`; `method` describes it."""
     low, middle, high = quantiles(samples, n=4, method="inclusive")
     return Measurement(middle, (high - low) / 2 / middle, f"{method}; median of {len(samples)}")
 
 
 @dataclass
 class Figures:
-    """Values and comments of a cluster file, by "section.key", and spreads of measurements."""
+    """Content of a cluster file: values and comments by "section.key", and all spreads."""
 
     values: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
@@ -85,12 +85,12 @@ class Figures:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Ranks of a synchronized measurement.
+    """All ranks of a synchronized measurement, as seen from this rank.
 
     Attributes:
         groups: Groups of all ranks, with `groups.topology.intra_size` ranks per node.
         device: Device of this rank.
-        seconds: Time limit for the repeats of one figure.
+        seconds: Time limit in seconds for repeating one measurement.
     """
 
     groups: Groups
@@ -129,27 +129,27 @@ class Ranks:
             print(f"calibrate: {line}", file=sys.stderr, flush=True)
 
     def gathered(self, value: float) -> list[float]:
-        """Return the value of every rank; collective."""
+        """Return the values of all ranks, by rank. A collective call."""
         own = torch.tensor([value], dtype=torch.float64)
         return [gathered.item() for gathered in self.groups.gather(own)]
 
     def rounds(self, once: Callable[[], float]) -> list[float]:
-        """Repeat a measurement that all ranks begin together.
+        """Repeat a measurement that all ranks begin together. A collective call.
 
         Args:
             once: Function that measures once and returns seconds; 0 on an idle rank.
 
         Returns:
-            Seconds of the slowest rank for every repeat but the first, equal on all ranks.
+            The slowest rank's seconds in each repeat, without the first repeat; equal on all ranks.
         """
         return self.times(lambda: self._together(once))
 
     def slowest(self, call: Callable[[], object]) -> float:
-        """Return the slowest rank's seconds of a call that all ranks begin together."""
+        """Return the slowest rank's seconds of a call. All ranks begin the call together."""
         return self._together(lambda: seconds(call, self.device))
 
     def repeats(self, call: Callable[[], object]) -> list[float]:
-        """Return seconds of repeated calls on this rank, without the first, which may compile."""
+        """Return this rank's seconds of repeated calls, without the first, which may compile."""
         return self.times(lambda: seconds(call, self.device))
 
     def _together(self, once: Callable[[], float]) -> float:
@@ -157,7 +157,7 @@ class Ranks:
         return max(self.gathered(once()))
 
     def times(self, once: Callable[[], float]) -> list[float]:
-        """Call `once` repeatedly and return its results (seconds), without the first."""
+        """Call `once` repeatedly and return its results in seconds, without the first result."""
         once()
         samples: list[float] = []
         while len(samples) < REPEATS[0] or (
@@ -171,7 +171,7 @@ class Ranks:
 
         Args:
             name: Name of the measurement, for errors.
-            measure: Function that returns the figures of this rank.
+            measure: Function that returns the figures of this rank, equally many on all ranks.
 
         Raises:
             ValueError: The measurement fails on a rank; the same error on all ranks.
@@ -188,17 +188,17 @@ class Ranks:
         return [gathered.tolist() for gathered in self.groups.gather(own)]
 
     def agree(self, facts: Facts | ValueError) -> None:
-        """Raise the same ValueError on every rank unless all ranks pass the same facts."""
+        """Raise the same ValueError on every rank if facts differ, or if a rank passes an error."""
         agree(facts, self.groups.gather)
 
 
 def middle(of_ranks: Sequence[Sequence[float]]) -> list[float]:
-    """Return the median over ranks for each figure."""
+    """Return the median over ranks of each figure; `of_ranks` has a list of figures per rank."""
     return [median(values) for values in zip(*of_ranks, strict=True)]
 
 
 def worst(of_ranks: Sequence[Sequence[float]]) -> float:
-    """Return the largest relative deviation of a rank from the median over ranks."""
+    """Return the largest relative deviation of a rank's figure from the median over ranks."""
     return max(
         (abs(value / mid - 1) for figures in of_ranks
          for value, mid in zip(figures, middle(of_ranks), strict=True) if mid),
@@ -214,11 +214,13 @@ def first_line(error: Exception) -> str:
 
 @contextmanager
 def joined(per_node: int | None, budget: float, device: torch.device) -> Iterator[Ranks]:
-    """Yield the ranks of this torchrun job, or this process alone as one rank.
+    """Return a context with the ranks of this torchrun job, or with this process as the only rank.
+
+    The context creates and destroys the default process group.
 
     Args:
-        per_node: Ranks per node; None to group ranks by host.
-        budget: Time limit in seconds for the repeats of one figure.
+        per_node: Ranks per node; None: the ranks on one host form a node.
+        budget: Time limit in seconds for repeating one measurement.
         device: Device of this rank.
 
     Raises:

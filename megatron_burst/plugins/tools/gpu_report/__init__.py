@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 8 -m megatron_burst doctor --gpu-report report.md    # overlap too
 
 The report contains errors of every kernel against float64, times of kernels, overlap of
-communication and compute, versions, and the findings of the doctor. `--device cpu` is a dry run,
-and the report says so.
+communication and compute, versions, and the findings of the doctor. `--device cpu` is a dry run and
+is marked as such in the report.
 """
 
 from __future__ import annotations
@@ -81,7 +81,12 @@ def _write(path: Path, facts: document.Facts, shown: report.Report) -> None:
 
 
 def check(path: Path | None, device: str) -> None:
-    """Raise one ValueError with all reasons that prevent the report; `path` may be None."""
+    """Raise a ValueError with all reasons if the report cannot be made.
+
+    Args:
+        path: File of the report; None on a rank that does not write it.
+        device: "cuda" or "cpu".
+    """
     problems = []
     if path is not None and (reason := _refused(path)):
         problems.append(f"--gpu-report {path}: {reason}; use a path that can be written")
@@ -98,7 +103,7 @@ def check(path: Path | None, device: str) -> None:
 
 
 def _refused(path: Path) -> str:
-    """Return the reason why the file cannot be written, or ""; the file is not changed."""
+    """Return the reason why a file cannot be written, or "". The file is not changed."""
     try:
         existed = path.exists()
         with path.open("ab"):
@@ -115,7 +120,10 @@ def _refused(path: Path) -> str:
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """Return versions of packages that affect kernels and communication; "-" if absent."""
+    """Return the versions of packages that affect kernels and communication, by package.
+
+    An absent package has the version "-".
+    """
     cuda = device.type == "cuda"
     releases = {
         "megatron-burst": installed.version("megatron-burst"),

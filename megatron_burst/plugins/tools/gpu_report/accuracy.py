@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors of every kernel against float64, relative to the errors of torch's attention.
 
-Each kernel runs in bf16 on the same input as torch's attention, split over two ranks, with three
-masks and both sides. A result is wrong if the error exceeds `BOUND` times the error of torch.
+Each kernel runs in bf16 on the same input as torch's attention, split as over two ranks. The three
+masks of `CASES` and both sides ("kv" and "query") are tested. A result is wrong if its error
+exceeds `BOUND` times the error of torch's attention.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Record = dict[str, Any]
 
 
 class Case(NamedTuple):
-    """Mask, and an independent function visible(row, column) that defines it."""
+    """Mask, and a function `visible` of query and key positions that defines it independently."""
 
     name: str
     mask: masks.Mask
@@ -50,9 +51,9 @@ def kernels(device: torch.device, records: list[Record]) -> Iterator[Finding]:
 
     Args:
         device: Device of the kernels.
-        records: List to which a record per kernel, mask and side is appended. "errors" (kernel) and
-            "torch" are the largest errors per tensor (out, dq, ...) against float64. "refused" or
-            "failed" is the reason if there is no result.
+        records: List to which a record per kernel, mask and side is appended. "errors" of a record
+            has the kernel's largest errors of out, dq, dk and dv against float64, "torch" those of
+            torch's attention. If the kernel gives no result, "refused" or "failed" is the reason.
     """
     problems = [(case, *_problem(case, device)) for case in CASES]
     for name in KERNELS:
@@ -86,7 +87,7 @@ def _finding(name: str, device: torch.device, records: Sequence[Record]) -> Find
 
 
 def ratio(record: Record) -> float:
-    """Return the error of a kernel divided by torch's error, for the worst tensor."""
+    """Return the error of a kernel divided by torch's error, the largest ratio of all tensors."""
     pairs = [(record["errors"][part], record["torch"][part]) for part in PARTS]
     return max(math.inf if error is None else error / max(stock, 1e-7) for error, stock in pairs)
 
@@ -103,7 +104,10 @@ def _judged(name: Any, case: Case, side: Any, inputs: Sequence[torch.Tensor], tr
 
 
 def _errors(got: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> Record:
-    """Return the largest error per tensor; None if it is not finite (JSON has no NaN)."""
+    """Return the largest absolute errors of out, dq, dk and dv, by name.
+
+    An error that is not finite is None, because JSON has no NaN.
+    """
     errors: Record = {}
     for part, result, right in zip(PARTS, got, truth, strict=True):
         worst = (result.double() - right).abs().max().item()
@@ -112,7 +116,10 @@ def _errors(got: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> Recor
 
 
 def _problem(case: Case, device: torch.device) -> tuple[list[torch.Tensor], Any, Record]:
-    """Return inputs, reference results in float64, and errors of torch's attention."""
+    """Return inputs for a case, exact results in float64, and the errors of torch's attention.
+
+    Inputs are q, k, v, dout; results are out, dq, dk, dv. All are [positions, 1, heads, width].
+    """
     draw, length = torch.Generator().manual_seed(2), LENGTH[device.type]
     heads = (HEADS[0], HEADS[1], HEADS[1], HEADS[0])
     inputs = [
@@ -127,7 +134,7 @@ def _problem(case: Case, device: torch.device) -> tuple[list[torch.Tensor], Any,
 
 
 def _stock(inputs: Sequence[torch.Tensor], seen: torch.Tensor) -> list[torch.Tensor]:
-    """Return out, dq, dk, dv of torch's attention, with keys and values repeated per query head."""
+    """Return out, dq, dk, dv of torch's attention, which gets a copy of k and v per query head."""
     group = HEADS[0] // HEADS[1]
     wide = [x if x.shape[2] == HEADS[0] else x.repeat_interleave(group, 2) for x in inputs]
     *leaves, dout = (x.permute(1, 2, 0, 3).contiguous() for x in wide)

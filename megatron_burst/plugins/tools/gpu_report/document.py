@@ -45,7 +45,7 @@ Facts = dict[str, Any]
 
 
 def text(facts: Facts) -> str:
-    """Return the text of the report, without private names, paths and addresses."""
+    """Return the text of the report, from which private names, paths and addresses are removed."""
     facts = impersonal(facts, names())
     parts = [
         "# GPU report of megatron-burst",
@@ -69,10 +69,10 @@ def text(facts: Facts) -> str:
 
 
 def names() -> set[str]:
-    """Return names to remove: of this machine, of rank 0's machine, and of the user.
+    """Return the private names to remove: of this machine, of rank 0's machine, and of the user.
 
-    Single letters, numbers (such as the beginning of an address) and "root" are not private and are
-    skipped.
+    Single letters, numbers (such as the beginning of an address), "root" and "localhost" are not
+    private and are omitted.
     """
     hosts = [socket.gethostname(), os.environ.get("MASTER_ADDR", "")]
     named = {*hosts, *(host.partition(".")[0] for host in hosts), Path.home().name}
@@ -83,11 +83,11 @@ def names() -> set[str]:
 
 
 def impersonal(value: Any, private: Iterable[str]) -> Any:
-    """Return a value in which paths are shortened to file names and private names are removed.
+    """Return a copy of a value without private names, addresses, and folders in paths.
 
     Args:
         value: String, or nested lists and dictionaries of strings and other values.
-        private: Private names, which are replaced by "...".
+        private: Private names. "..." replaces them, and addresses.
     """
     if isinstance(value, dict):
         return {key: impersonal(entry, private) for key, entry in value.items()}

@@ -2,12 +2,14 @@
 """Times of each kernel on this device, and overlap of communication and compute.
 
 Each kernel runs forward and backward of one causal pair of chunks. The kernels alternate, so that
-other load on the machine affects all of them equally. Overlap is measured under torchrun for two
-pairs of activities. One is an exchange with the neighbour during local attention. The other is an
-exchange on the inner ring during an exchange on the outer ring; the two halves of the ranks count
-as nodes. With times a and b alone and `both` together, hidden = (a + b - both) / min(a, b). It is 1
-if the shorter activity adds no time, and 0 if the activities run one after the other. Two rings on
-one node share links, so that values below 1 are normal.
+other load on the machine affects all of them equally.
+
+Overlap is measured under torchrun for two pairs of activities: an exchange with the neighbour
+during local attention, and an exchange on the inner ring during an exchange on the outer ring. Each
+half of the ranks counts as a node. If the activities need a and b seconds alone and c seconds
+together, the hidden fraction is (a + b - c) / min(a, b). It is 1 if the shorter activity adds no
+time, and 0 if the activities run one after the other. For two rings on one node, values below 1 are
+normal, because the rings share links.
 """
 
 from __future__ import annotations
@@ -40,10 +42,12 @@ Start = Callable[[], Call]  # starts work and returns a function that waits for 
 
 
 def in_turn(runs: Mapping[Any, Call], measure: Callable[[Call], float]) -> dict[Any, list[float]]:
-    """Run all calls in each of several rounds, and return the seconds of each call.
+    """Run all calls once per round, and return the seconds of each call in all rounds, by key.
+
+    The first round is a warm-up and is not returned.
 
     Args:
-        runs: Key -> call.
+        runs: Calls by key.
         measure: Function that runs a call and returns its seconds.
     """
     times: dict[Any, list[float]] = {key: [] for key in runs}
@@ -59,18 +63,18 @@ def in_turn(runs: Mapping[Any, Call], measure: Callable[[Call], float]) -> dict[
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return median and quartiles."""
+    """Return the "median" of values, and their quartiles "low" and "high"."""
     low, middle, high = quantiles(values, n=4, method="inclusive")
     return {"median": middle, "low": low, "high": high}
 
 
 def kernels(device: torch.device, records: list[Record]) -> Iterator[Finding]:
-    """Measure all kernels at several sizes; yield a finding per kernel and size.
+    """Measure all kernels at several sizes; yield a finding per size.
 
     Args:
         device: Device of the kernels.
-        records: List to which a record per kernel, size and direction is appended: seconds as in
-            `spread`, and TFLOP/s on visible pairs at the median.
+        records: List to which a record per kernel, size and direction is appended. It has the
+            seconds, as returned by `spread`, and the TFLOP/s on visible pairs at the median time.
     """
     for rows in ROWS[device.type]:
         timed_calls = {}
@@ -98,7 +102,10 @@ def kernels(device: torch.device, records: list[Record]) -> Iterator[Finding]:
 
 
 def calls(name: Any, rows: int, device: torch.device) -> dict[tuple[str, str], Call]:
-    """Return calls of a kernel's forward and backward, each run once for warm-up."""
+    """Return the forward and backward calls of a kernel, by (kernel, direction).
+
+    Each call has run once, as a warm-up.
+    """
     h, k = HEADS[device.type]
     like = {"device": device, "dtype": torch.bfloat16}
     q, keys, values = (torch.empty(rows, 1, n, WIDTH, **like) for n in (h, k, k))
@@ -123,14 +130,17 @@ def _record(
 
 
 def overlap(device: torch.device, record: Record) -> Iterator[Finding]:
-    """Measure overlap and yield findings; collective under torchrun.
+    """Measure how well communication overlaps with compute and with other communication.
 
-    Under torchrun the function creates and destroys the default process group.
+    Under torchrun this is a collective call, which creates and destroys the default process group.
 
     Args:
         device: Device of this rank.
-        record: Dictionary to which "pairs" is added. An entry has the seconds of each activity
-            alone and of both together, and the hidden fraction, for the slowest rank.
+        record: Dictionary to which "pairs" is added: the result of `compared` for each pair of
+            activities.
+
+    Yields:
+        A finding per pair of activities.
     """
     record["pairs"] = {}
     size = machine.world_size()
@@ -162,9 +172,11 @@ def _pairs(ranks: Ranks, record: Record) -> Iterator[Finding]:
 
 
 def compared(ranks: Ranks, first: Start, second: Start) -> Record:
-    """Return median seconds of two activities alone and together, and the hidden fraction.
+    """Measure two activities alone and together. A collective call.
 
-    Collective. Times are those of the slowest rank.
+    Returns:
+        The slowest rank's median seconds of the activities alone ("first", "second") and together
+            ("both"), and the fraction "hidden", see the module's docstring.
     """
 
     def at_once() -> None:
@@ -180,7 +192,7 @@ def compared(ranks: Ranks, first: Start, second: Start) -> Record:
 
 
 def _attention_and_exchange(ranks: Ranks) -> tuple[Start, Start]:
-    """Return an exchange, and local attention that takes about as long.
+    """Return functions that start an exchange, and local attention of about the same duration.
 
     The exchange starts first, as in a ring.
     """
@@ -201,7 +213,7 @@ def _attention_and_exchange(ranks: Ranks) -> tuple[Start, Start]:
 
 
 def _exchange(ranks: Ranks, ring: str) -> Start:
-    """Return an exchange with the next and the previous rank of a ring."""
+    """Return a function that starts an exchange with the next and the previous rank of a ring."""
     route = measure.ring_peers(ranks.groups, ring, ranks.device)
     assert route is not None  # every ring here has at least two ranks
     start = measure.starter(route, MESSAGE[ranks.device.type], ranks.device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megatron-burst memory`: memory of one rank by items, over one training step.
+"""`megatron-burst memory`: estimate the memory of one rank, by items, over one training step.
 
     megatron-burst memory --model llama3-8b --gpus 8 --gpu h100 --seq 1M
     megatron-burst memory --model llama3-8b --gpus 8 --gpu h100 --longest
@@ -7,8 +7,8 @@
     megatron-burst memory --model llama3_8b_pretrain_8gpu_h100_256k --gpus 8    (a recipe)
 
 The numbers are an analytical estimate from tensor sizes, not a measurement.
-`tools.advise.account.memory` describes the items. Exit status: 0 if the run fits, 1 if it does not
-fit, 2 for invalid input.
+`tools.advise.account.memory` describes the items. Exit status: 0 if the run fits in memory, 1 if it
+does not fit, 2 for invalid input.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ class MemoryEstimate(NamedTuple):
     """Result of the command.
 
     Attributes:
-        account: Memory account of the run.
+        account: Memory of the run, by items and phases.
         cluster: Cluster of the run.
-        binds: Memory that limits the longest sequence; None without `--longest`.
+        binds: Name of the memory that limits the longest sequence; None without `--longest`.
         chosen_by: Criterion by which parallel sizes were chosen, in words; "" if the user set them.
-        searched: True if all settings that the user did not set were searched.
-        packs: Forecast of packed documents; None without them.
+        searched: True if the command searched all settings that the user did not set.
+        packs: Forecast of packed documents; None without packed documents.
     """
 
     account: Account
@@ -102,10 +102,10 @@ class MemoryEstimate(NamedTuple):
         return fit(self.account, self.cluster)
 
     def time(self) -> StepTime | str:
-        """Return the time of a step, or the reason why there is no prediction.
+        """Return the predicted time of a step, or the reason why there is no prediction.
 
-        There is no prediction if the run does not fit, or if nodes have unequal numbers of ranks of
-        a ring.
+        There is no prediction if the run does not fit in memory, or if a ring has different numbers
+        of ranks on different nodes.
         """
         if not self.left.fits:
             return "the run does not fit"
@@ -115,21 +115,21 @@ class MemoryEstimate(NamedTuple):
             return str(error)
 
     def step_on(self, cluster: clusters.Cluster) -> StepTime:
-        """Return the time of a step on a cluster."""
+        """Return the predicted time of a step on a cluster."""
         run = self.account.run
         if self.packs is not None:
             return self.packs.on(cluster).step(run)
         return step_time(self.account.model, cluster, run)
 
     def kernel(self) -> AssumedKernel:
-        """Return the attention kernel that the time of a step assumes."""
+        """Return the attention kernel that the predicted time of a step assumes."""
         return of_forecast(
             self.cluster, lambda cluster: self.step_on(cluster).seconds, self.packs is not None
         )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command: print the memory account.
+    """Estimate the memory and print it.
 
     Returns:
         The exit status.
@@ -188,9 +188,9 @@ def filled(run: settings.Settings) -> settings.Settings:
 def _settled(
     model: models.Model, cluster: clusters.Cluster, run: settings.Settings
 ) -> settings.Settings:
-    """Replace algorithm "auto" by the predicted choice for each kind of layers.
+    """Return the run with the predicted choice of algorithm for each kind of layer.
 
-    Other runs are returned unchanged. Parallel sizes are kept.
+    A run whose algorithm is not "auto" is returned unchanged. Parallel sizes are kept.
     """
     if run.algorithm != "auto":
         return run
@@ -206,7 +206,13 @@ def _settled(
 
 
 def _searched(model: models.Model, cluster: clusters.Cluster, free: dict[str, Any]) -> Longest:
-    """Search all settings that are not fixed, and return the longest sequence."""
+    """Search all settings that the user did not set, and return the longest sequence.
+
+    Args:
+        model: The model.
+        cluster: The cluster.
+        free: Fields of `Settings` that the user set; the search does not change them.
+    """
     fixed = {name: value for name, value in free.items() if name != "micro_batches"}
     goal = TrainingGoal(1, 1, fixed, **of_model(model))
     forecast = AttentionForecast(model, cluster, fixed)
@@ -222,10 +228,10 @@ def _read(
     """Read the flags.
 
     Returns:
-        (cluster, model, settings, whether parallel sizes are set, fixed settings of a search,
-        forecast of packed documents). The fixed settings are None if a command or a recipe sets all
-        settings, or sets one that a search cannot vary. The forecast is None without packed
-        documents.
+        Six values: the cluster; the model; the settings; True if the user set the parallel sizes;
+            the fields of `Settings` that the user set and a search must keep, or None if settings
+            cannot be searched (because a command or recipe sets them, or because a flag sets a
+            field that a search does not vary); the forecast of packed documents, or None.
     """
     model, described = model_arguments.find(arguments.model, arguments.megatron)
     batch = described.pop("global_batch", None)
@@ -264,7 +270,7 @@ def _read(
 def _with_batch(run: settings.Settings, batch: int) -> settings.Settings:
     """Return the run with `micro_batches` set for a global batch of `batch` sequences.
 
-    Raises ValueError if `batch` is not divisible among data-parallel ranks and micro-batches.
+    Raises ValueError if `batch` is not a multiple of micro-batch size x data-parallel size.
     """
     unit = run.micro_batch * run.dp
     if batch % unit or batch < 1:
@@ -280,7 +286,16 @@ def _with_batch(run: settings.Settings, batch: int) -> settings.Settings:
 def _groups(
     base: settings.Settings, fixed: dict[str, Any], cluster: clusters.Cluster
 ) -> tuple[settings.Settings, bool]:
-    """Complete the parallel sizes to all GPUs; return (`base`, False) if --tp and --cp are free."""
+    """Compute the parallel size that follows from the number of GPUs and the sizes in `fixed`.
+
+    Args:
+        base: Settings of the run.
+        fixed: Fields of `Settings` that the user set.
+        cluster: The cluster.
+
+    Returns:
+        The settings, and True if the user set tp or cp. Otherwise (`base`, False).
+    """
     if "tp" not in fixed and "cp" not in fixed:
         return base, False
     ranks = base.tp * base.pp * (base.cp if "cp" in fixed else base.dp)
@@ -303,7 +318,7 @@ def _groups(
 
 
 def show(estimate: MemoryEstimate) -> None:
-    """Print the peak by items, the free memory, and the time of a step."""
+    """Print the peak of memory by items, the free memory, and the predicted time of a step."""
     (shown, cluster, binds, _, searched, packs), left = estimate, estimate.left
     console, run = wrapped(), shown.run
     console.print(Text(_headline(shown, cluster)))
@@ -371,7 +386,10 @@ def facts(estimate: MemoryEstimate) -> dict[str, Any]:
 
 
 def _batch(run: settings.Settings, chosen_by: str) -> str:
-    """Return the output line on sequences per step and on parallel sizes that were chosen."""
+    """Return the output line with the sequences per step and the parallel sizes.
+
+    Sizes are included only if the command chose them, with the criterion `chosen_by`.
+    """
     count = run.micro_batch * run.micro_batches * run.dp
     text = f"{count} sequence{'s' * (count > 1)} per step"
     if chosen_by:
@@ -381,7 +399,7 @@ def _batch(run: settings.Settings, chosen_by: str) -> str:
 
 
 def _packs(packs: PackedForecast, run: settings.Settings) -> str:
-    """Return the output line on packed documents: number, layout and padding."""
+    """Return the output line about packed documents: number, layout and padding."""
     count, padding = len(packs.lengths), run.seq - sum(packs.lengths)
     text = f"packs of {count} document{'s' * (count > 1)}, layout {packs.cut}"
     return text + f", {padding:,} tokens of padding" * (padding > 0)

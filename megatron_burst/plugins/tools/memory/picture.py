@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Picture of memory over one step: stacked areas, with phases of equal width in order."""
+"""Picture of a GPU's memory over one training step: one area per item, stacked.
+
+All phases of the step have the same width.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ STATES = ("#c7ccd4", "#aab1bc", "#8d96a3", "#747d8b", "#5f6876", "#4b5461")
 
 
 def draw(account: Account, cluster: Cluster, path: Path) -> None:
-    """Write the picture of an account; the dashed line is the memory of a GPU of the cluster."""
+    """Write the picture of a memory account; a dashed line shows the memory of a GPU."""
     run, peak = account.run, account.peak
     title = (
         f"{account.model.name}, {run.seq:,} tokens on {cluster.gpus} x {cluster.gpu.name}: memory "
@@ -58,11 +61,15 @@ def draw(account: Account, cluster: Cluster, path: Path) -> None:
 
 
 def _times(account: Account) -> tuple[list[float], list[Moment], dict[str, float]]:
-    """Return (edges, moments, marks) of the areas.
+    """Return the columns of the areas, and marks of the x axis.
 
     A phase has width 1 and up to `COLUMNS` columns. A column shows the moment with the most bytes
-    among the moments that it covers. `marks` maps the name of a group of phases to the centre of
-    the group on the x axis.
+    among the moments that it covers.
+
+    Returns:
+        The left and right x coordinate of each column; the moment that it shows, twice; and the x
+            coordinate of the centre of each group of phases, such as the forward passes of all
+            layers, by name.
     """
     places: list[float] = []
     moments: list[Moment] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megatron-burst show`: draw masks, layouts, schedules, scans of states and prefix trees.
+"""`megatron-burst show`: draw masks, layouts, schedules, state scans and prefix trees.
 
 This module defines the flags and the size limits. `inputs` creates masks and layouts from flags.
 `scene`, `scans` and `trees` compute the content of a picture. `pictures` and `timeline` draw it
@@ -94,7 +94,7 @@ def _add_schedule(sub: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Draw the picture of the flags.
+    """Draw the picture that the flags describe, and print its path.
 
     Raises:
         ValueError: A flag is invalid.
@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def scene_of(arguments: argparse.Namespace) -> Scene:
-    """Return the scene that the flags describe.
+    """Return the scene, the content of the picture, that the flags describe.
 
     Raises:
         ValueError: Flags are inconsistent.
@@ -139,7 +139,7 @@ def scene_of(arguments: argparse.Namespace) -> Scene:
 def _shards(
     arguments: argparse.Namespace, shown: inputs.ShownMask, name: str, grid: Grid, seq_len: int
 ) -> Shards:
-    """Return the shards of the sequence under the layout `name`."""
+    """Return the shards into which the layout `name` divides the sequence."""
     layout, text = inputs.layout_of(arguments, name, grid, shown.documents, shown.window)
     layout.check(seq_len)
     return Shards(shown.mask, layout, seq_len, shown.text, text)
@@ -180,7 +180,10 @@ def _at_most(flag: str, value: int, limit: int) -> None:
 
 
 def _sizes(arguments: argparse.Namespace, tokens: int) -> Sizes:
-    """Return sizes of a call with batch 1: bf16 inputs, gradients and row statistics in fp32."""
+    """Return the sizes of an attention call with batch 1 and `tokens` rows per rank.
+
+    Inputs are bf16. Gradients and row statistics are sent in fp32.
+    """
     if arguments.heads % arguments.kv_heads:
         raise ValueError(
             f"--kv-heads must divide --heads, got {arguments.kv_heads} and {arguments.heads}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imbalance of a layout: busiest rank's work relative to the mean, over all steps."""
+"""Imbalance of a layout: how much more work the busiest rank of each step has than the mean."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def imbalance(
     topology: Topology | None = None,
     algorithm: str = "ring",
 ) -> float:
-    """Return (sum over steps of the busiest rank's work) / (sum of the mean work); 1.0 is ideal.
+    """Return the work of each step's busiest rank, divided by the mean work, both over all steps.
 
-    Work is counted in visible pairs. Every step waits for its slowest rank. The result depends on
-    the algorithm, the nodes and the ulysses groups, because they determine which pairs are computed
-    in the same step.
+    1.0 is ideal. The unit of work is a visible pair. Every step waits for its busiest rank. The
+    result depends on the algorithm, the nodes and the ulysses groups, because they determine which
+    pairs are computed in the same step.
 
     Args:
         layout: Layout of the sequence.
@@ -55,11 +55,12 @@ def imbalance(
 
 
 def imbalance_of(schedule: Schedule, pairs: np.ndarray) -> float:
-    """Return the imbalance of a schedule.
+    """Return the imbalance of a schedule, as in `imbalance`.
 
     Args:
         schedule: Schedule of a forward pass over G ranks.
-        pairs: Int array [G, G] of visible position pairs of queries of rank i and keys of rank j.
+        pairs: Number of visible pairs of queries of rank i (rows) and keys of rank j (columns), int
+            [G, G].
     """
     size, tables = schedule.grid.size, schedule.tables
     work = np.zeros((tables.steps, size))

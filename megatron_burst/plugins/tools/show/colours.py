@@ -32,13 +32,13 @@ def of_rank(rank: int, ranks: int) -> str:
 
 
 def mixed(a: str, b: str, share: float) -> str:
-    """Return a mixture of two colours; `share` (0 to 1) is the fraction of `b`."""
+    """Return a mixture of the colours `a` and `b`; `share` (0 to 1) is the fraction of `b`."""
     pairs = zip(channels(a), channels(b), strict=True)
     return "#" + "".join(f"{round(x + (y - x) * share):02x}" for x, y in pairs)
 
 
 def channels(colour: str) -> tuple[int, int, int]:
-    """Return red, green and blue of #rrggbb, from 0 to 255."""
+    """Return red, green and blue of a colour #rrggbb, each from 0 to 255."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return red, green, blue
 

@@ -62,7 +62,7 @@ MASKS: dict[str, tuple[type[Mask], tuple[_Number, ...]]] = {
 
 
 def add_mask(parser: argparse.ArgumentParser, default: str | None) -> None:
-    """Add `--mask` and the flags of the parameters of masks."""
+    """Add `--mask`, and the flags that set parameters of masks, such as `--left`."""
     absent = default or "no mask; the work of ranks is then not drawn"
     parser.add_argument(
         "--mask", default=default, metavar="MASK",
@@ -115,7 +115,12 @@ def lengths_of(text: str) -> list[int]:
 
 
 def least_seq(text: str | None, ranks: int) -> int:
-    """Return the smallest sequence length that contains the documents and suits all layouts."""
+    """Return the smallest sequence length that contains the documents and fits all layouts.
+
+    Args:
+        text: Lengths of documents, such as "300,20,5"; None gives 0.
+        ranks: Number of ranks.
+    """
     return -(-sum(lengths_of(text)) // (2 * ranks)) * 2 * ranks if text else 0
 
 
@@ -123,7 +128,7 @@ def bounds_of(text: str | None, seq_len: int) -> list[int]:
     """Return the cumulative lengths of documents, from 0 to `seq_len`.
 
     Args:
-        text: Lengths of documents; None for one document.
+        text: Lengths of documents, such as "300,20,5"; None for one document.
         seq_len: Number of positions. Positions after the last document are one more document.
 
     Raises:
@@ -145,10 +150,11 @@ class ShownMask(NamedTuple):
     """Mask with a description for titles.
 
     Attributes:
-        mask: The mask, including documents.
+        mask: The mask, restricted to documents if there are any.
         text: Description of the mask for titles.
-        documents: Bounds of the documents of `--lengths`; None without them.
-        window: Window of a token within its document; None if causal.
+        documents: Cumulative lengths of the documents of `--lengths`; None without the flag.
+        window: (left, right): how many earlier and later tokens of its document a token sees; None
+            if causal.
     """
 
     mask: Mask
@@ -185,7 +191,7 @@ def mask_of(arguments: argparse.Namespace, seq_len: int) -> ShownMask:
 
 
 def named_mask(arguments: argparse.Namespace, name: str) -> tuple[Mask, str]:
-    """Return the mask of `--mask` without documents, and a description for titles."""
+    """Return the mask that `--mask` names, without documents, and its description for titles."""
     own = MASKS[name][1] if name in MASKS else ()
     for mask_name, (_, numbers) in MASKS.items():
         for number in numbers:
@@ -218,7 +224,7 @@ def _value(arguments: argparse.Namespace, number: _Number) -> int | None:
 
 
 def imported_mask(path: str) -> Mask:
-    """Import the mask MODULE:NAME, or call the function of this name.
+    """Return the mask MODULE:NAME, or the mask that the function MODULE:NAME returns.
 
     Raises:
         ValueError: The module cannot be imported, or NAME is neither a mask nor such a function.
@@ -245,7 +251,7 @@ def imported_mask(path: str) -> Mask:
 
 
 class ShownLayout(NamedTuple):
-    """Layout with a description for titles."""
+    """Layout, and its description for titles."""
 
     layout: Layout
     text: str
@@ -265,8 +271,8 @@ def layout_of(
         arguments: Flags of `add_layout`, and of `add_per_document` if the picture has them.
         name: Name of the layout.
         grid: Number of nodes and of ranks per node.
-        documents: Bounds of documents; None without documents.
-        window: Window within a document, for layout balanced; None if causal.
+        documents: Cumulative lengths of documents; None without documents.
+        window: Attention window within a document, for layout balanced; None if causal.
         tree: Prefix tree, for layout balanced; replaces documents.
 
     Raises:

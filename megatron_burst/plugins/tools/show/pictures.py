@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of score matrices, layouts, scans and trees; `timeline` draws schedules."""
+"""Pictures of masks, layouts, state scans and prefix trees; `timeline` draws schedules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,14 @@ def draw(scene: words.Scene, path: Path) -> None:
 
 
 def _headed(width: float, height: float, scene: words.Scene, numbers: bool = True) -> Figure:
-    """Return a figure with title, subtitle and caption of the scene."""
+    """Return an empty figure with the title and subtitle of the scene.
+
+    Args:
+        width: Width in inches.
+        height: Height in inches.
+        scene: The scene.
+        numbers: True adds the caption, which has numbers of hops, bytes and work.
+    """
     caption = words.caption(scene) if numbers else []
     return lanes.headed(width, height, words.title(scene), words.subtitle(scene), caption)
 
@@ -72,7 +79,7 @@ def _matrix(axes: Axes, computers: np.ndarray, ranks: int) -> None:
 
 
 def _blocks(axes: Axes, scene: MaskScene) -> None:
-    """Draw lines between shards, and the step at which each pair of shards is computed."""
+    """Draw lines between shards, and write the step at which each pair of shards is computed."""
     shards, edges = scene.shards, scene.shards.edges
     middles, names = (edges[:-1] + edges[1:]) / 2, [str(rank) for rank in range(shards.size)]
     for rules, ticks in ((axes.hlines, axes.set_xticks), (axes.vlines, axes.set_yticks)):
@@ -86,7 +93,7 @@ def _blocks(axes: Axes, scene: MaskScene) -> None:
 
 
 def _step(axes: Axes, scene: MaskScene, pair: tuple[int, int]) -> None:
-    """Write the step of a pair of shards in the quarter with the fewest visible positions."""
+    """Write the step of a pair of shards into its block, where few visible pairs are covered."""
     order, edges = scene.shards.order, scene.shards.edges
     rows, columns = (order[edges[i] : edges[i + 1]] for i in pair)
     seen = scene.computers[np.ix_(rows, columns)] >= 0
@@ -102,7 +109,7 @@ def _step(axes: Axes, scene: MaskScene, pair: tuple[int, int]) -> None:
 
 
 def _work_of_mask(axes: Axes, scene: MaskScene) -> None:
-    """Draw the work of each rank beside the rank's rows of the matrix."""
+    """Draw the work of each rank as a bar beside the rank's rows of the matrix."""
     shards, work, edges = scene.shards, scene.shards.work, scene.shards.edges
     middles, mean = ((edges[:-1] + edges[1:]) / 2).tolist(), sum(work) / len(work)
     axes.set_title("work", loc="left", fontsize=10)
@@ -140,7 +147,13 @@ def _layouts(scene: LayoutScene) -> Figure:
 
 
 def _strip(axes: Axes, holders: np.ndarray, ranks: int) -> None:
-    """Draw one bar per range of consecutive positions of a rank, labelled with the rank."""
+    """Draw the sequence as a strip: a bar per run of positions on one rank, with its number.
+
+    Args:
+        axes: Axes to draw on.
+        holders: Rank that holds each position, int [positions].
+        ranks: Number of ranks.
+    """
     count, runs = len(holders), runs_of(holders)
     owners = [rank for *_, rank in runs]
     lanes.bars(axes, 0, 1, [run[:2] for run in runs], [of_rank(rank, ranks) for rank in owners],
@@ -152,7 +165,13 @@ def _strip(axes: Axes, holders: np.ndarray, ranks: int) -> None:
 
 
 def _columns(axes: Axes, work: list[int], most: int) -> None:
-    """Draw the work of each rank as columns, and the mean as a dashed line."""
+    """Draw the work of each rank as a column, and the mean as a dashed line.
+
+    Args:
+        axes: Axes to draw on.
+        work: Work of each rank.
+        most: Largest work that fits on the y axis.
+    """
     ranks = len(work)
     axes.bar(range(ranks), work, width=0.78, color=[of_rank(rank, ranks) for rank in range(ranks)])
     axes.axhline(sum(work) / ranks, **(lanes.MEAN | {"linewidth": 0.8}))
@@ -175,7 +194,7 @@ MOST = 9.5  # target width of all rounds in inches; readable rounds may need mor
 
 
 def _scan(scene: ScanScene) -> Figure:
-    """Draw the chain of pieces as a strip, and below it one column per round of hops.
+    """Draw the pieces of all chains as a strip, and below it one column per round of hops.
 
     Arrows lead from the sender at the left of a column to the receiver at the right.
     """
@@ -201,12 +220,12 @@ def _scan(scene: ScanScene) -> Figure:
 
 
 def _middle(scene: ScanScene, rank: int) -> float:
-    """Return the vertical centre of a rank's row, in units of rows."""
+    """Return the y coordinate of the centre of a rank's row; a row has height 1."""
     return rank + GAP * (rank // scene.grid.intra)
 
 
 def _chain(axes: Axes, scene: ScanScene) -> None:
-    """Draw the pieces in the order of positions, with widths proportional to rows."""
+    """Draw the pieces of all chains in the order of positions, with widths proportional to rows."""
     chain = scene.chains
     edges = np.cumsum([0, *(int(chain.table[i, 2]) for i in scene.pieces)]).tolist()
     colours = [of_rank(int(chain.rank[i]), chain.ranks) for i in scene.pieces]
@@ -224,7 +243,14 @@ def _chain(axes: Axes, scene: ScanScene) -> None:
 
 
 def _ranks(axes: Axes, scene: ScanScene, rounds: int, column: float) -> None:
-    """Draw a line per rank with dots between rounds; `column`: width of a round in inches."""
+    """Draw a line per rank with a dot before and after each round.
+
+    Args:
+        axes: Axes to draw on.
+        scene: The scene.
+        rounds: Number of rounds.
+        column: Width of a round in inches.
+    """
     for rank in range(scene.grid.size):
         colour, y = of_rank(rank, scene.grid.size), _middle(scene, rank)
         axes.plot([0, rounds], [y, y], color=RULE, linewidth=0.7, zorder=0)
@@ -239,7 +265,14 @@ def _ranks(axes: Axes, scene: ScanScene, rounds: int, column: float) -> None:
 
 
 def _hop(axes: Axes, scene: ScanScene, hop: int, column: float) -> None:
-    """Draw an arrow from sender to receiver, red between nodes, with a label if it fits."""
+    """Draw a hop as an arrow from sender to receiver, red if it leads to another node.
+
+    Args:
+        axes: Axes to draw on.
+        scene: The scene.
+        hop: Index of the hop. It has a label if its round has at most `LABELS` hops.
+        column: Width of a round in inches.
+    """
     hops = scene.hops
     number, source = int(hops.round[hop]), int(hops.source[hop])
     begin, end = _middle(scene, source), _middle(scene, int(hops.destination[hop]))

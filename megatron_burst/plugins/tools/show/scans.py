@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Content of pictures of scans of states: chain of pieces, and hops of every round.
+"""Content of pictures of state scans: chains of pieces, and the hops of every round.
 
-This module also defines the flags of `show scan`. The hops are those of training
-(`schedule.scans`).
+A state scan gives every piece of a document the state of linear attention at its start. This module
+also defines the flags of `show scan`. The hops are the same as in training (`schedule.scans`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,18 @@ PIECES = 128  # maximum number of pieces of a chain
 
 @dataclass(frozen=True)
 class ScanScene:
-    """Content of a picture of a scan: one pass over the chains of a sequence.
+    """Content of a picture of a state scan, in forward or backward.
 
-    In backward the chains are reversed, so that piece 0 is the last piece of the sequence.
+    Attributes:
+        algorithm: Algorithm of the scan.
+        layout_text: Description of the layout.
+        seq_len: Number of positions.
+        grid: Number of nodes and of ranks per node.
+        chains: Chains of pieces. In backward they are reversed, so that piece 0 is the last piece
+            of the sequence.
+        hops: Transfers between ranks, by round.
+        blocks: Number of parts into which a state is cut.
+        backward: True if the picture shows backward.
     """
 
     algorithm: str
@@ -46,7 +55,7 @@ class ScanScene:
 
     @cached_property
     def between(self) -> np.ndarray:
-        """Bool [hops], whether the hop leads to another node."""
+        """True for each hop that leads to another node, bool [hops]."""
         return self.hops.source // self.grid.intra != self.hops.destination // self.grid.intra
 
     @property
@@ -56,10 +65,10 @@ class ScanScene:
         return numbers[::-1] if self.backward else numbers
 
     def name(self, hop: int) -> str:
-        """Return the label of a hop.
+        """Return the label of a hop: what it sends.
 
-        s3 is the state that enters piece 3, m3-4 the map of states through pieces 3 and 4, s3.1
-        part 1 of s3.
+        s3 is the state at the start of piece 3, s3.1 is part 1 of this state, and m3-4 is the map
+        from the state before piece 3 to the state after piece 4.
         """
         first, last = int(self.hops.first[hop]), int(self.hops.last[hop])
         if self.hops.kind[hop] == MAP:
@@ -70,7 +79,7 @@ class ScanScene:
         return f"{label}.{block}" if block != ALL_BLOCKS and self.blocks > 1 else label
 
     def counts(self) -> list[str]:
-        """Return caption lines: numbers of hops by link class, for states and for maps."""
+        """Return a caption line per link class, with numbers of hops of states and of maps."""
         lines = []
         for link, chosen in (("intra", ~self.between), ("inter", self.between)):
             parts = []
@@ -87,7 +96,7 @@ class ScanScene:
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
-    """Add the flags of scans."""
+    """Add the flags of `show scan`."""
     sub.add_argument("--algorithm", default="scan", choices=SCANS, help="default: scan")
     sub.add_argument(
         "--blocks", type=int, metavar="N",

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Content of pictures of masks, layouts and schedules.
 
-A scene contains data only; `pictures` and `timeline` draw it. `cost` creates the schedules, as for
-plans. Scenes also compute which hops a schedule omits, and how many bytes of chunks a rank holds.
+A scene contains only data; `pictures` and `timeline` draw it. `cost` creates the schedules, as for
+plans. Scenes also compute which hops a schedule omits, and how many bytes of received chunks a rank
+holds.
 
 Shape letters: G ranks, S positions.
 """
@@ -35,7 +36,15 @@ Kind = tuple[str, str]  # (link class, content of a hop from `KINDS`)
 
 @dataclass(frozen=True)
 class Shards:
-    """Sequence of `seq_len` positions that is divided among ranks, with mask and descriptions."""
+    """Sequence that a layout divides into shards, one per rank, and its mask.
+
+    Attributes:
+        mask: Mask of the sequence.
+        layout: Layout of the sequence.
+        seq_len: Number of positions.
+        mask_text: Description of the mask; "" if there is none.
+        layout_text: Description of the layout.
+    """
 
     mask: Mask
     layout: Layout
@@ -54,18 +63,18 @@ class Shards:
 
     @cached_property
     def visibility(self) -> Visibility:
-        """Pairs of shards with visible position pairs, and the rows that are visible."""
+        """Pairs of shards with visible pairs, and the rows of each shard in visible pairs."""
         return visibility_of(self.mask, self.spans, self.spans)
 
     @cached_property
     def pairs(self) -> np.ndarray:
-        """Visible position pairs of queries of shard i and keys of shard j, int64 [G, G]."""
+        """Number of visible pairs of queries of rank i and keys of rank j, int64 [G, G]."""
         counts = [[cost.visible_pairs(self.mask, q, k) for k in self.spans] for q in self.spans]
         return np.array(counts, dtype=np.int64)
 
     @cached_property
     def order(self) -> np.ndarray:
-        """Positions in shard order, rank after rank, int64 [S]."""
+        """Positions of rank 0, of rank 1, ..., int64 [S]."""
         parts = [self.layout.positions(rank, self.seq_len) for rank in range(self.size)]
         return np.concatenate(parts)
 
@@ -83,7 +92,7 @@ class Shards:
 
     @property
     def edges(self) -> np.ndarray:
-        """Cumulative numbers of positions of ranks, int64 [G + 1]."""
+        """Cumulative number of positions of ranks 0, 1, ..., int64 [G + 1]."""
         return np.cumsum([0, *self.lengths])
 
     @property
@@ -96,20 +105,26 @@ class Shards:
 
     @property
     def spread(self) -> float:
-        """Work of the busiest rank divided by the mean, for the sum over all steps."""
+        """Total work of the busiest rank, divided by the mean over ranks."""
         return max(self.work) * self.size / (sum(self.work) or 1)
 
 
 @dataclass(frozen=True)
 class MaskScene:
-    """Score matrix, with the rank and step at which the ring `plan` computes each pair."""
+    """Content of a picture of a mask: the rank and step at which each pair is computed.
+
+    `plan` is the schedule of a ring over all ranks.
+    """
 
     shards: Shards
     plan: Schedule
 
     @cached_property
     def computers(self) -> np.ndarray:
-        """Rank that computes each pair, in global order; -1 if not visible; int64 [S, S]."""
+        """Rank that computes each (query position, key position) pair, int64 [S, S].
+
+        -1 for invisible pairs.
+        """
         shards, positions = self.shards, np.arange(self.shards.seq_len)
         ranks = np.full((shards.size, shards.size), -1)
         pairs = self.plan.tables.pairs
@@ -119,7 +134,10 @@ class MaskScene:
 
     @cached_property
     def steps(self) -> np.ndarray:
-        """Step of queries of rank i with keys of rank j; -1 if skipped; int64 [G, G]."""
+        """Step at which queries of rank i attend to keys of rank j, int64 [G, G].
+
+        -1 if no pair is visible, so that the step is skipped.
+        """
         steps = np.full((self.shards.size, self.shards.size), -1)
         pairs = self.plan.tables.pairs
         steps[pairs.query, pairs.key] = pairs.step
@@ -128,15 +146,15 @@ class MaskScene:
 
 @dataclass(frozen=True)
 class LayoutScene:
-    """Several layouts of one sequence, and the work of each rank under a mask."""
+    """Content of a picture of layouts: `rows` has the shards of each layout of one sequence."""
 
     rows: tuple[Shards, ...]
 
     @cached_property
     def best(self) -> str | None:
-        """Layout with the least imbalance; zigzag (Megatron's) if it is among the best.
+        """Layout with the least imbalance; zigzag, Megatron's layout, if it is one of the best.
 
-        None for a single layout, and without a mask.
+        None if there is only one layout or no mask.
         """
         if len(self.rows) == 1 or not self.rows[0].mask_text:
             return None
@@ -150,8 +168,9 @@ class Cell(NamedTuple):
 
     Attributes:
         pair: Chunk of queries and chunk of keys.
-        cover: Whether all, some or none of the position pairs are visible.
-        share: Visible position pairs divided by the largest number of any rank and step.
+        cover: FULL, PARTIAL or EMPTY: are all, some or no (query, key) pairs visible?
+        share: Number of visible pairs, divided by the largest number that any rank computes at any
+            step.
     """
 
     pair: Pair
@@ -160,7 +179,10 @@ class Cell(NamedTuple):
 
 
 class Total(NamedTuple):
-    """Hops and bytes of one kind over all ranks; `*_of_all` if all position pairs were visible."""
+    """Number of hops of one kind, and their bytes, over all ranks.
+
+    `hops_of_all` and `bytes_of_all` are the numbers if all pairs were visible.
+    """
 
     hops: int = 0
     bytes: int = 0
@@ -170,7 +192,15 @@ class Total(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduleScene:
-    """Schedule of forward or backward; `only` is the rank to draw, None for all ranks."""
+    """Content of a picture of a schedule.
+
+    Attributes:
+        shards: Sequence, mask and layout.
+        plan: The schedule.
+        sizes: Sizes of the attention call.
+        backward: True for backward, False for forward.
+        only: Rank to draw; None for all ranks.
+    """
 
     shards: Shards
     plan: Schedule
@@ -184,36 +214,36 @@ class ScheduleScene:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Ranks that are drawn."""
+        """Ranks that the picture shows."""
         return range(self.size) if self.only is None else [self.only]
 
     @cached_property
     def steps(self) -> int:
-        """Number of steps with compute; remaining transfers may arrive later."""
+        """Number of steps with compute; transfers may arrive later."""
         return max(self.plan.tables.steps, int(self.plan.tables.pairs.step.max(initial=-1)) + 1)
 
     @cached_property
     def end(self) -> int:
-        """Last boundary, at which all hops have arrived and all pairs are computed."""
+        """First boundary at which all hops have arrived and all pairs are computed."""
         return max([self.steps, *(hop.land for hop in self.hops)])
 
     # --- computation -----------------------------------------------------------------------
 
     def owner(self, rank: int, pair: Pair) -> int:
-        """Return the owner of a pair's received chunk: of keys if received, else of queries."""
+        """Return the owner of the pair's keys if `rank` received them, otherwise of its queries."""
         return pair.key if pair.key != rank else pair.query
 
     def cells(self, rank: int, step: int) -> list[Cell]:
-        """Return the pairs that `rank` computes at `step`; empty if the rank waits."""
+        """Return the pairs of chunks that `rank` computes at `step`, or an empty list."""
         return self._cells.get((rank, step), [])
 
     def most(self, rank: int) -> int:
-        """Return the largest number of pairs that `rank` computes at one step."""
+        """Return the largest number of pairs of chunks that `rank` computes at one step."""
         return max((len(self.cells(rank, step)) for step in range(self.steps)), default=0)
 
     @cached_property
     def _counts(self) -> list[tuple[int, int, Pair, int]]:
-        """(rank, step, pair, number of visible position pairs) for all pairs."""
+        """(rank, step, pair of chunks, number of visible pairs) for each pair of chunks."""
         columns = (column.tolist() for column in self.plan.tables.pairs)
         rows = [(rank, step, Pair(*pair)) for rank, step, *pair in zip(*columns, strict=True)]
         return [(rank, step, pair, self._visible(pair)) for rank, step, pair in rows]
@@ -226,7 +256,7 @@ class ScheduleScene:
         return dict(cells)
 
     def _visible(self, pair: Pair) -> int:
-        """Return the number of visible position pairs of the rows of a pair."""
+        """Return the number of visible pairs in a pair of chunks."""
         query, key, *rows = pair
         if rows == [ALL, ALL]:
             return int(self.shards.pairs[query, key])
@@ -242,27 +272,27 @@ class ScheduleScene:
     # --- transfers -------------------------------------------------------------------------
 
     def rows(self, chunk: Chunk) -> tuple[int, int]:
-        """Return (rows of a chunk, rows of the shard of the chunk's owner)."""
+        """Return two numbers of rows: of the chunk, and of the shard of the chunk's owner."""
         bundles, owner = self.plan.tables.bundles(chunk.family), np.array([chunk.owner] * 2)
         rows, of = bundles.rows_of(owner, np.array([chunk.rows, ALL])).tolist()
         return rows, of
 
     def parts(self, pair: Pair) -> list[str]:
-        """Return texts such as "4/8" for chunks of a pair that have only some rows of the shard."""
+        """Return a text such as "4/8" for each chunk of a pair that has 4 of its shard's 8 rows."""
         chunks = Chunk("query", *pair[::2]), Chunk("kv", *pair[1::2])
         return [part for part in (share(*self.rows(chunk)) for chunk in chunks) if part]
 
     def partial(self, chunk: Chunk) -> bool:
-        """Return whether a chunk has only some rows of the owner's shard."""
+        """Return True if a chunk has only some rows of its owner's shard."""
         rows, of = self.rows(chunk)
         return rows < of
 
     def ranges(self, chunk: Chunk) -> list[tuple[int, int]]:
-        """Return the rows of a chunk as (first, stop) in its owner's shard, in ascending order."""
+        """Return the ranges (first, stop) of a chunk's rows in its owner's shard, ascending."""
         return sorted(self.plan.tables.bundles(chunk.family).ranges(chunk.owner, chunk.rows))
 
     def bytes(self, chunk: Chunk) -> int:
-        """Return the bytes of one message with this chunk."""
+        """Return the bytes of a message that contains this chunk."""
         return self.rows(chunk)[0] * getattr(self.plan.row_bytes, chunk.family)
 
     @cached_property
@@ -271,13 +301,13 @@ class ScheduleScene:
 
     @cached_property
     def families(self) -> list[str]:
-        """Families of chunks that are sent, or would be sent if all pairs were visible."""
+        """Families of chunks that ranks send, or would send if all pairs were visible."""
         sent = {hop.chunk.family for hop in [*self.hops, *self._full.hops]}
         return [family for family in FAMILIES if family in sent]
 
     @cached_property
     def _full(self) -> ScheduleScene:
-        """Scene of the same pass with all position pairs visible."""
+        """Scene of the same pass if all pairs were visible."""
         rows = all_visible(self.size, self.shards.lengths[0])
         return replace(self, plan=replace(self.plan, visibility=rows))
 
@@ -285,8 +315,7 @@ class ScheduleScene:
     def left_out(self) -> list[Hop]:
         """Hops that the schedule omits because none of their rows are visible.
 
-        Empty if the algorithm chooses other routes for the visible rows. The hops are then not a
-        subset of the hops with all pairs visible.
+        Empty if the schedule has hops that would not exist if all pairs were visible.
         """
         made = {_way(hop) for hop in self.hops}
         missing = [hop for hop in self._full.hops if _way(hop) not in made]
@@ -294,7 +323,7 @@ class ScheduleScene:
 
     @property
     def totals(self) -> dict[Kind, Total]:
-        """(link class, content) -> hops and bytes."""
+        """Hops and bytes, by (link class, content of the hop)."""
         sums: dict[Kind, Counter[str]] = defaultdict(Counter)
         for scene, of in ((self, ""), (self._full, "_of_all")):
             for hop in scene.hops:
@@ -303,7 +332,7 @@ class ScheduleScene:
 
     @property
     def once_per_node(self) -> int:
-        """Bytes between nodes if each row (and gradient) were sent once per node that needs it."""
+        """Bytes between nodes if each row and gradient were sent once per node that needs it."""
         bundles, grid = self.plan.travelling, self.plan.grid
         nodes = np.logical_or.reduce(bundles.users.reshape(-1, *grid), axis=2)
         nodes[np.arange(len(nodes)), bundles.owner // grid.intra] = False
@@ -312,7 +341,7 @@ class ScheduleScene:
         return int((nodes.sum(axis=1) * bundles.rows).sum()) * row
 
     def released(self, rank: int) -> dict[int, list[Chunk]]:
-        """Return boundary -> received chunks that `rank` frees there."""
+        """Return the received chunks that `rank` frees at each boundary, by boundary."""
         return {b.index: list(b.release) for b in self.plan.program(rank) if b.release}
 
     @cached_property
@@ -329,12 +358,12 @@ class ScheduleScene:
 
     @property
     def computed(self) -> int:
-        """Number of shard pairs (of G x G) with visible position pairs."""
+        """Number of pairs of shards with visible pairs, at most G x G."""
         return int((self.shards.pairs > 0).sum())
 
     @cached_property
     def _work(self) -> np.ndarray:
-        """Visible position pairs of each step and rank, int64 [steps, G]."""
+        """Number of visible pairs of each step and rank, int64 [steps, G]."""
         work = np.zeros((self.steps, self.size), dtype=np.int64)
         for rank, step, _, count in self._counts:
             work[step, rank] += count
@@ -342,12 +371,12 @@ class ScheduleScene:
 
     @property
     def work(self) -> list[int]:
-        """Number of visible position pairs that each rank computes."""
+        """Number of visible pairs that each rank computes."""
         return self._work.sum(axis=0).tolist()
 
     @property
     def imbalance(self) -> float:
-        """Imbalance of this schedule, see `balance.imbalance_of`."""
+        """Imbalance of this schedule, as in `balance.imbalance_of`."""
         total = int(self._work.sum())
         return int(self._work.max(axis=1).sum()) * self.size / total if total else 1.0
 
@@ -359,19 +388,19 @@ def runs_of(values: np.ndarray) -> list[tuple[int, int, int]]:
 
 
 def share(rows: int, of: int) -> str:
-    """Return the text for `rows` of `of` rows, such as 4/8 or 50%; "" for all rows."""
+    """Return the text for `rows` out of `of` rows, such as 4/8 or 50%; "" for all rows."""
     if rows == of:
         return ""
     return f"{rows}/{of}" if of <= COUNTED else f"{rows / of:.0%}"
 
 
 def kind_of(hop: Hop) -> Kind:
-    """Return the link class and the content of a hop."""
+    """Return the link class of a hop, and its content: a value of `KINDS`."""
     return hop.link, KINDS[hop.chunk.family]
 
 
 def in_order(kind: Kind) -> tuple[str, bool]:
-    """Return the sort key by which kinds of hops are listed."""
+    """Return the sort key of a kind of hop: by content, intra before inter."""
     return kind[1], kind[0] != "intra"
 
 
@@ -390,15 +419,15 @@ def schedule_scene(
     route: str = "auto",
     only: int | None = None,
 ) -> ScheduleScene:
-    """Return the scene of forward or backward; "auto" is resolved by bytes, as in a plan.
+    """Return the scene of forward or backward. "auto" selects the option with the fewest bytes.
 
     Args:
         shards: Sequence, mask and layout.
         grid: Number of nodes and of ranks per node.
         sizes: Sizes of the attention call.
         algorithm: Name of the algorithm.
-        backward: Draw backward.
-        side: Side of backward, or "auto".
+        backward: True for backward, False for forward.
+        side: Tensors that backward sends, "kv" or "query", or "auto".
         route: Route of chunks, or "auto".
         only: Rank to draw; None for all ranks.
 

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Picture of a schedule: time on the x axis; for each rank a row of steps, and hops below.
 
-A box is a step, with one line per pair of chunks. A bar in a box is as long as the pair's number of
-visible position pairs; the remaining width is waiting time. An arrow is a hop (one message), from
-the boundary where it is posted to the boundary where it arrives. The arrow represents the shard of
-the owner, with the first row on the left; rows that are sent are filled. A box has the colour of
-the owner of the received chunk, an arrow the colour of the owner of the sent chunk. Copies have the
-full colour, gradients are lighter, partial outputs are striped. A hop that blocks compute has a red
+A box is a step, with one line per pair of chunks. The length of a bar in a box is proportional to
+the number of visible pairs; the remaining width is waiting time. A box has the colour of the owner
+of the received chunk.
+
+An arrow is a hop (one message), from the boundary at which it is posted to the boundary at which it
+arrives. It has the colour of the chunk's owner. Its length represents the owner's shard, with the
+first row on the left; the parts that are sent are filled. Queries, keys and values have the full
+colour, gradients are lighter, partial outputs are striped. A hop that blocks compute has a red
 edge.
 """
 
@@ -41,12 +43,12 @@ LINE, COLUMN = 0.2, 3.4  # height of a line and width of a column of the legend,
 
 
 class _HopLanes:
-    """Assignment of each rank's hops to lanes below the boxes, without overlap.
+    """Lanes for each rank's hops, below its boxes; hops of one lane do not overlap.
 
     Attributes:
-        of: Hop -> lane number, among the lanes of the sender.
-        names: Rank -> {number of the first lane of a group: name of the group}.
-        count: Rank -> number of lanes.
+        of: Lane number of each hop, among the lanes of the sender.
+        names: Names of a rank's groups of lanes, by rank, then by first lane of the group.
+        count: Number of lanes, by rank.
     """
 
     def __init__(self, hops: Iterable[Hop], ranks: Iterable[int]):
@@ -65,7 +67,7 @@ class _HopLanes:
             self.names[rank], self.count[rank] = names, first
 
     def _stack(self, hops: list[Hop], first: int) -> int:
-        """Assign a lane to each hop and return the number of lanes."""
+        """Assign lanes to hops, beginning with lane `first`, and return the number of lanes."""
         ends: list[int] = []
         for hop in sorted(hops, key=lambda hop: (hop.post, hop.land)):
             free = [lane for lane, end in enumerate(ends) if end <= hop.post]
@@ -76,7 +78,7 @@ class _HopLanes:
 
 
 def draw(scene: ScheduleScene) -> Figure:
-    """Return the figure of one pass."""
+    """Return the figure of a schedule."""
     ranks, only = scene.ranks, scene.only
     made = [hop for hop in scene.hops if hop.src in ranks]
     missing = [hop for hop in scene.left_out if hop.src in ranks]
@@ -121,7 +123,13 @@ def _x(boundary: int, steps: int) -> float:
 def _tops(
     scene: ScheduleScene, high: dict[int, float], lanes: _HopLanes
 ) -> tuple[dict[int, float], float]:
-    """Return the y coordinate of the top of each rank's boxes, and the total height, in units."""
+    """Return the y coordinate of the top of each rank's boxes, by rank, and the total height.
+
+    Args:
+        scene: The scene.
+        high: Height of the boxes, by rank.
+        lanes: Lanes of the hops.
+    """
     tops, y = {}, 0.0
     for rank in high:
         if rank % scene.plan.grid.intra == 0 and y > 0:
@@ -132,7 +140,14 @@ def _tops(
 
 
 def _time(axes: Axes, steps: int, last: int, depth: float) -> None:
-    """Draw boundaries as thin lines, and the names of steps above."""
+    """Draw boundaries as thin vertical lines, and write the names of steps above them.
+
+    Args:
+        axes: Axes to draw on.
+        steps: Number of steps with compute.
+        last: Last boundary.
+        depth: y coordinate at which the lines end.
+    """
     for boundary in range(last + 1):
         x = _x(boundary, steps)
         axes.plot([x, x], [-0.1, depth], color=RULE, linewidth=0.6, zorder=0, clip_on=False)
@@ -148,7 +163,16 @@ def _time(axes: Axes, steps: int, last: int, depth: float) -> None:
 def _rank(
     axes: Axes, scene: ScheduleScene, rank: int, top: float, high: float, lanes: _HopLanes
 ) -> None:
-    """Draw the boxes of a rank and the names of the rank's lanes."""
+    """Draw the boxes of a rank, and write the names of its lanes.
+
+    Args:
+        axes: Axes to draw on.
+        scene: The scene.
+        rank: The rank.
+        top: y coordinate of the top of the boxes.
+        high: Height of the boxes.
+        lanes: Lanes of the hops.
+    """
     axes.text(-0.14, top + high / 2, f"rank {rank}", ha="right", va="center_baseline", fontsize=9.5)
     for lane, name in lanes.names[rank].items():
         axes.text(-0.14, top + high + LANE * (lane + 0.5) + 0.04, name,
@@ -158,7 +182,16 @@ def _rank(
 
 
 def _box(axes: Axes, scene: ScheduleScene, rank: int, step: int, top: float, high: float) -> None:
-    """Draw the box of a step, with one line per pair; only an outline if the rank is idle."""
+    """Draw the box of a step, with a line per pair of chunks; if the rank is idle, an outline.
+
+    Args:
+        axes: Axes to draw on.
+        scene: The scene.
+        rank: The rank.
+        step: The step.
+        top: y coordinate of the top of the box.
+        high: Height of the box.
+    """
     cells = [cell for cell in scene.cells(rank, step) if cell.cover != Cover.EMPTY]
     if not cells:
         axes.add_patch(Rectangle((step + 0.03, top), 0.94, high, facecolor="white", edgecolor=RULE,
@@ -176,7 +209,16 @@ def _pair(
     axes: Axes, scene: ScheduleScene, rank: int, cell: Cell, place: tuple[float, float, float],
     done: float,
 ) -> None:  # fmt: skip
-    """Draw one pair; the bar begins where the previous pair's bar ends."""
+    """Draw one pair of chunks of a box.
+
+    Args:
+        axes: Axes to draw on.
+        scene: The scene.
+        rank: The rank.
+        cell: The pair of chunks.
+        place: (left, top, height) of the pair's line in the box.
+        done: Sum of `Cell.share` of the previous pairs of the box, at which the bar begins.
+    """
     left, top, high = place
     query, key = (of_rank(owner, scene.size) for owner in cell.pair[:2])
     colour = of_rank(scene.owner(rank, cell.pair), scene.size)
@@ -198,7 +240,13 @@ def _pair(
 
 
 def _look(colour: str, family: str, blocks: bool) -> ArrowLook:
-    """Return the arrow style for a family of chunks; `colour` is the owner's colour."""
+    """Return the style of the arrow of a hop.
+
+    Args:
+        colour: Colour of the chunk's owner.
+        family: Family of the chunk.
+        blocks: True if the hop blocks compute.
+    """
     edge, width = (WARN, 1.3) if blocks else (colour, 0.7)
     if family in ("kv", "query"):
         return ArrowLook(edge, width, colour, None)
@@ -208,10 +256,17 @@ def _look(colour: str, family: str, blocks: bool) -> ArrowLook:
 
 
 def _hop(axes: Axes, scene: ScheduleScene, hop: Hop, y: float, inch: float, made: bool) -> None:
-    """Draw a hop: dashed if the schedule omits it (not `made`), red if it blocks.
+    """Draw a hop: dashed if the schedule omits it, with a red edge if it blocks.
 
     A hop blocks if it arrives at the boundary at which it is posted, without compute in between.
-    `inch` is the width of a step in inches.
+
+    Args:
+        axes: Axes to draw on.
+        scene: The scene.
+        hop: The hop.
+        y: y coordinate of the arrow's upper edge.
+        inch: Width of a step in inches.
+        made: False if the schedule omits the hop.
     """
     blocks = hop.land == hop.post
     begin = _x(hop.post, scene.steps) + 0.03
@@ -240,7 +295,7 @@ def _hop(axes: Axes, scene: ScheduleScene, hop: Hop, y: float, inch: float, made
 
 
 def _freed_chunks(axes: Axes, scene: ScheduleScene, rank: int, y: float) -> None:
-    """Write the chunks that the rank frees at each boundary."""
+    """Write the names of the chunks that the rank frees at each boundary, in a row at `y`."""
     axes.text(-0.14, y + 0.04, "released", ha="right", va="center_baseline", fontsize=7, color=GREY)
     for boundary, chunks in scene.released(rank).items():
         axes.text(_x(boundary, scene.steps) + 0.04, y + 0.04, " ".join(map(name_of, chunks)),
@@ -251,7 +306,14 @@ def _freed_chunks(axes: Axes, scene: ScheduleScene, rank: int, y: float) -> None
 
 
 def _legend(figure: Figure, scene: ScheduleScene, missing: bool, columns: int) -> Legend:
-    """Draw the legend at the bottom; `missing`: the picture has omitted hops."""
+    """Add the legend to the figure and return it.
+
+    Args:
+        figure: The figure.
+        scene: The scene.
+        missing: True if the picture shows omitted hops.
+        columns: Number of columns of the legend.
+    """
     colour = of_rank(0, scene.size)
 
     def entry(family: str, text: str, blocks: bool = False) -> Patch:

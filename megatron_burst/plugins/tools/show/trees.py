@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Content of pictures of prefix trees on ranks: segments, rows, work, and received bytes.
+"""Content of pictures of prefix trees: segments, and each rank's rows, work and received bytes.
 
-This module also defines the flags of `show tree`. Shape letters: S rows of the tree, with padding.
+A prefix tree contains several trajectories, whose common prefixes are computed once. This module
+also defines the flags of `show tree`.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ BYTES = 2  # bytes of a bf16 number
 
 
 class TreeBar(NamedTuple):
-    """Segment of a tree: rows without a branch, from `begin` to `stop` (exclusive).
+    """Segment of a tree: consecutive rows without a branch.
 
     Attributes:
         begin: First row.
-        stop: Row after the last.
-        depth: Position of the first row on its path.
+        stop: Row after the last row.
+        depth: Position of the first row in its trajectory.
         parent: Index of the parent segment; -1 for a root.
-        lane: Vertical position of the segment in lanes. A leaf has a lane of its own; a parent is
+        lane: y coordinate of the segment. A leaf has a lane of height 1 of its own; a parent is
             centred between its children.
     """
 
@@ -48,7 +49,15 @@ class TreeBar(NamedTuple):
 
 @dataclass(frozen=True)
 class TreeScene:
-    """Tree divided among ranks; `key_heads` and `width` describe keys and values."""
+    """Content of a picture of a prefix tree that is divided among ranks.
+
+    Attributes:
+        tree: The tree.
+        shards: The tree's rows as a sequence, with mask and layout.
+        grid: Number of nodes and of ranks per node.
+        key_heads: Number of key/value heads.
+        width: Width of a head.
+    """
 
     tree: Any  # a `mb.trees.PrefixTree`, from another plugin
     shards: Shards
@@ -58,7 +67,7 @@ class TreeScene:
 
     @cached_property
     def segments(self) -> list[TreeBar]:
-        """Segments in row order, without padding."""
+        """Segments of the tree in the order of rows, without padding."""
         tree, first = self.tree, self.tree.mask.bounds
         begins = [a for a in first[:-1].tolist() if tree.out[a]]
         above = np.searchsorted(begins, tree.parents[begins], side="right") - 1
@@ -79,16 +88,20 @@ class TreeScene:
 
     @property
     def lanes(self) -> int:
-        """Number of segments without children."""
+        """Number of lanes of the picture, which is the number of segments without children."""
         return len(self.segments) - len({segment.parent for segment in self.segments} - {-1})
 
     @property
     def depth(self) -> int:
-        """Number of rows of the longest path."""
+        """Number of tokens of the longest trajectory."""
         return int(self.tree.positions.max()) + 1
 
     def runs(self, segment: TreeBar) -> list[tuple[int, int, int]]:
-        """Split a segment into runs of rows on one rank: (first, stop, rank), by path position."""
+        """Split a segment into runs of rows on one rank.
+
+        Returns:
+            (first, stop, rank) of each run; first and stop are positions in the trajectory.
+        """
         runs = runs_of(self.shards.holders[segment.begin : segment.stop])
         return [(segment.depth + a, segment.depth + b, rank) for a, b, rank in runs]
 
@@ -100,7 +113,7 @@ class TreeScene:
 
     @cached_property
     def work(self) -> list[int]:
-        """Number of visible pairs of each rank's queries."""
+        """Number of visible pairs of each rank's queries with all keys."""
         return self.shards.work
 
     @property
@@ -108,11 +121,11 @@ class TreeScene:
         return self.shards.spread
 
     def received(self, ranks: int) -> int:
-        """Return the bytes of keys and values that groups of ranks (such as nodes) receive.
+        """Return the bytes of keys and values that all groups of ranks must receive.
 
         Args:
-            ranks: Ranks per group. A row is counted once per group that needs it and does not hold
-                it.
+            ranks: Ranks per group, for example the ranks of a node. A row counts once for each
+                group that needs it and does not hold it.
         """
         groups, rows = self.shards.holders // ranks, 0
         real = self.tree.out > 0
@@ -125,9 +138,10 @@ class TreeScene:
         return rows * 2 * self.key_heads * self.width * BYTES
 
     def sampled(self, most: int) -> tuple[np.ndarray, int]:
-        """Return the mask at every n-th row and column, with at most `most` rows, and n.
+        """Return the mask at every n-th row and column, and n.
 
-        The mask is an int64 matrix with the rank that computes each pair; -1 for invisible pairs.
+        The mask is an int64 matrix [rows, rows] with the rank that computes each pair; -1 for
+        invisible pairs. n is the smallest number with at most `most` rows.
         """
         step = -(-self.shards.seq_len // most)
         rows = np.arange(0, self.shards.seq_len, step)
@@ -136,7 +150,7 @@ class TreeScene:
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
-    """Add the flags of trees."""
+    """Add the flags of `show tree`."""
     sub.add_argument(
         "--trajectories", required=True, type=Path, metavar="FILE",
         help="file with one JSON list of token ids per line, such as [11, 12, 13]",

@@ -26,7 +26,7 @@ LETTERS = {"kv": "k", "query": "q", "dkv": "dk", "dquery": "dq", "out": "o"}
 
 
 def title(scene: Scene) -> str:
-    """Return the title of a scene, in one line."""
+    """Return the title of a scene's picture, in one line."""
     if isinstance(scene, TreeScene):
         paths = _counted(len(scene.tree.paths), "trajectory", "trajectories")
         return f"{paths} as a tree, {_grid(scene.grid)}: {_short(scene.shards.layout_text)}"
@@ -48,7 +48,7 @@ def title(scene: Scene) -> str:
 
 
 def subtitle(scene: Scene) -> str:
-    """Return one line that explains the picture of a scene."""
+    """Return the subtitle, one line that explains the picture of a scene."""
     if isinstance(scene, TreeScene):
         return "a bar is a run of tokens without a branch, in the colour of the rank that holds it"
     if isinstance(scene, ScanScene):
@@ -83,7 +83,7 @@ def name_of(chunk: Chunk) -> str:
 
 
 def caption(scene: Scene) -> list[str]:
-    """Return lines with numbers of hops, bytes and work."""
+    """Return the lines of the caption, with numbers of hops, bytes and work."""
     if isinstance(scene, ScanScene):
         pieces, rounds = _counted(len(scene.chains), "piece"), _counted(scene.rounds, "round")
         return [f"{pieces}, {scene.seq_len} positions; {rounds}", *scene.counts()]

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Record or read a trace, and write the files of the flags.
+    """Record or read a trace, and write the files that the flags name.
 
     Raises:
         ValueError: Flags are invalid, or a rank fails.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trace of one attention call on local ranks, with gloo on a CPU or NCCL on GPUs.
 
-The order of events is as in training. On a CPU, transfers use the loopback device, so their times
-differ from a network's.
+Events have the same order as in training. On a CPU, transfers use the loopback device, so their
+times differ from the times on a network.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def title(call: Namespace) -> str:
 
 @contextmanager
 def profiled(path: Path) -> Iterator[None]:
-    """Profile this context and write a file that `record.load` reads."""
+    """Return a context that runs torch's profiler and writes a file that `record.load` reads."""
     kinds = [ProfilerActivity.CPU]
     kinds += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     with profile(activities=kinds) as recorded:
@@ -50,7 +50,7 @@ def profiled(path: Path) -> Iterator[None]:
 
 
 def run(call: Namespace, limit: float = 120.0) -> Trace:
-    """Start the ranks, run the call twice and trace the second run.
+    """Start the ranks, run the call on them twice, and return the trace of the second run.
 
     Args:
         call: Flags of the command.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Picture of a trace: time on the x axis, and for each rank one lane per stream.
 
-Overlapping transfers are translucent, so that overlaps are darker. Waits are red, because a better
+Transfers are translucent, so that overlapping transfers are darker. Waits are red, because a better
 schedule would save this time.
 """
 
@@ -53,7 +53,16 @@ def _figure(trace: Trace) -> Figure:
 
 
 def _lane(axes: Axes, trace: Trace, rank: int, stream: str, y: float, scale: float) -> None:
-    """Draw the bars of a stream, and at the right the fraction of time in which it is busy."""
+    """Draw a bar per event of a stream; write the fraction of time in which it is busy.
+
+    Args:
+        axes: Axes to draw on.
+        trace: The trace.
+        rank: Rank of the stream.
+        stream: Name of the stream.
+        y: y coordinate of the lane's upper edge.
+        scale: Units of the x axis per second.
+    """
     spans = [
         (scale * (event.begin - trace.begin),
          scale * (max(event.end, event.begin + SHORTEST) - trace.begin))
@@ -69,7 +78,14 @@ def _lane(axes: Axes, trace: Trace, rank: int, stream: str, y: float, scale: flo
 
 
 def _marks(axes: Axes, trace: Trace, depth: int, scale: float) -> None:
-    """Write name and duration above the start of each pass, higher if names would overlap."""
+    """Write name and duration of each pass above its start, at different heights if they overlap.
+
+    Args:
+        axes: Axes to draw on.
+        trace: The trace.
+        depth: y coordinate at which the last lane ends.
+        scale: Units of the x axis per second.
+    """
     room, level = -1.0, 0  # room: end of the last name, in inches from the left
     for name, begin, end in trace.marks:
         edges = [scale * (t - trace.begin) for t in (begin, end)]

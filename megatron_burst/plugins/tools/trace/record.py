@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Events of attention in traces of torch's profiler, as three streams per rank.
 
-`execution` marks every pair of chunks and every wait with `record_function`, so this module reads
-profiles of this command and of training runs. The streams are compute (kernel call of a pair, and
-merge of the result), transfer (from posting a message until the rank detects completion) and wait.
-On a GPU, compute and transfer are device times. A wait is then a gap between two pairs of one pass,
-because the host runs ahead of the device.
+`execution` marks the kernel call of every pair of chunks, and every wait, with `record_function`.
+So this module can read profiles of the command `trace` and of training runs. The streams are
+compute (a kernel call and the merge of its result), transfer (from posting a message until the rank
+detects completion) and wait. On a GPU, compute and transfer are device times. A wait is then a gap
+between two kernel calls of one pass, because the host runs ahead of the device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAMES = {
 
 
 class TraceEvent(NamedTuple):
-    """Event of a stream; `begin` and `end` are seconds on a clock common to all processes."""
+    """Event of one stream of a rank; `begin` and `end` are seconds on a clock of all ranks."""
 
     rank: int
     stream: str
@@ -47,7 +47,7 @@ class Trace:
     Attributes:
         title: Title of the picture.
         events: Events of the three streams.
-        marks: (name, begin, end) of each pass, in seconds.
+        marks: (name, begin, end) of each pass, such as "forward", in seconds.
     """
 
     title: str
@@ -58,8 +58,8 @@ class Trace:
     def of_ranks(cls, title: str, events: Iterable[TraceEvent]) -> Trace:
         """Create a trace from the events of all ranks.
 
-        Events of the stream "pass" become marks, from the earliest begin to the latest end over
-        ranks.
+        Events of the stream "pass" become marks. A mark begins with the first rank, and ends with
+        the last rank.
 
         Args:
             title: Title of the picture.
@@ -89,7 +89,7 @@ class Trace:
         return max(event.end for event in self.events)
 
     def busy(self, rank: int, stream: str) -> float:
-        """Return the seconds in which a stream of a rank is busy; overlaps count once."""
+        """Return the seconds in which a stream of a rank is busy; overlapping events count once."""
         total, until = 0.0, float("-inf")
         events = [e for e in self.events if (e.rank, e.stream) == (rank, stream)]
         for event in sorted(events, key=lambda event: event.begin):
@@ -125,7 +125,7 @@ def load(paths: Sequence[Path]) -> Trace:
 
 
 def _text_of(path: Path) -> str:
-    """Return the text of a file, which may be gzipped as by Megatron-LM's profiler."""
+    """Return the text of a file, which is gzipped if Megatron-LM's profiler wrote it."""
     return gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
 
 
@@ -168,7 +168,7 @@ def _stream(entry: dict[str, Any], on_gpu: bool) -> str | None:
 
 
 def _gaps(compute: Sequence[TraceEvent]) -> Iterator[TraceEvent]:
-    """Yield a wait event for each gap between two pairs of one pass on a device."""
+    """Yield a wait event for each gap between two compute events of the same pass."""
     for last, following in pairwise(sorted(compute, key=lambda event: event.begin)):
         name = last.name.partition(":")[0]
         if following.begin > last.end and following.name.partition(":")[0] == name:
