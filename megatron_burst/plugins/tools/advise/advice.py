@@ -53,7 +53,7 @@ class Advice:
         tried: Number of these choices that the search tried. A lower bound on time excluded the
             other choices.
         lengths: Lengths of the documents of a pack; () without packed documents.
-        search: Search that found the result.
+        search: `Search` that returned the result.
     """
 
     model: Model
@@ -176,7 +176,7 @@ def advise(
     progress: Progress | None = None,
     **fixed: Any,
 ) -> Advice:
-    r"""Search for the fastest settings that fit.
+    r"""Search for the fastest settings that fit into memory.
 
     Example::
 
@@ -187,8 +187,9 @@ def advise(
         model: Name of a model, path of a Hugging Face `config.json`, or `mb.Model`.
         cluster: Name of a GPU (with `gpus` and `per_node`), path of a cluster file, or
             `mb.Cluster`.
-        seq: Tokens of a sequence, such as 2**20 or "1M". "longest" first searches the longest
-            sequence that fits with the fixed settings, then the fastest settings for this length.
+        seq: Tokens of a sequence, such as 2**20 or "1M". "longest" first searches for the
+            longest sequence that fits with the fixed settings, then for the fastest settings at
+            this length.
         gpus: Number of GPUs.
         per_node: GPUs per node.
         tokens_per_step: Tokens of a step over all ranks; None for 4M, or one sequence if longer.
@@ -264,7 +265,7 @@ def _together(goal: TrainingGoal) -> str:
 
 
 def cluster_of(cluster: str | Path | Cluster, gpus: int | None, per_node: int) -> Cluster:
-    """Return the cluster for a name of a GPU or a cluster file; `gpus` sets its number of GPUs."""
+    """Return the `Cluster` of a GPU name, a cluster file or a `Cluster`; `gpus` sets its size."""
     if isinstance(cluster, Cluster):
         return cluster if gpus is None else replace(cluster, gpus=gpus)
     if str(cluster).endswith(".toml"):

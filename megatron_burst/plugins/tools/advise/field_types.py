@@ -11,8 +11,8 @@ def problem_of(kind: Any, value: Any, least: int = 0) -> str:
     """Return the reason why a value is invalid for a type; "" if it is valid.
 
     Args:
-        kind: `int`, `bool`, `str`, `float` (a fraction from 0 to 1), a `Literal` of strings, or an
-            optional one of these types.
+        kind: `int`, `bool`, `str`, `float` (a fraction from 0 to 1), a `Literal` of strings, or a
+            union of one of these types and None.
         value: Value to check.
         least: Minimum of an integer.
     """

@@ -151,7 +151,7 @@ def stages_text(model: Model, run: Settings) -> str:
 
 
 def fitting(table: Table, console: Console) -> tuple[Table, list[str]]:
-    """Return the table with the columns that fit the console, and the names of omitted columns.
+    """Remove columns until a table fits the console; return it and the names of these columns.
 
     Columns whose cells are all equal are omitted first, then the least important columns.
     """
@@ -193,7 +193,7 @@ def grid_text(run: Settings) -> str:
 
 
 def batches_text(run: Settings) -> str:
-    """Return "4 x 2" for 4 micro-batches of 2 sequences per rank and step, "4" for 1 sequence."""
+    """Return a rank's micro-batches per step: "4", or "4 x 2" if each has 2 sequences."""
     count = str(run.micro_batches)
     return f"{count} x {run.micro_batch}" if run.micro_batch > 1 else count
 

@@ -24,9 +24,9 @@ request 2994: B200, all four kinds, not MXFP8). Two options of Transformer Engin
 FP8, and `NO_LOAD_BALANCE` (pull request 3221, experimental), with which `all_gather` accepts the
 contiguous layout and the last rank has the most pairs.
 
-If details are unknown, the estimate favours Megatron. It assumes that copies that reorder gathered
-rows take no time, that kernels are not slower on short pieces of documents, that padding is not
-attended to, and that all packs of a step are equal.
+If details are unknown, the estimate favours Megatron. It assumes no time for copies that reorder
+gathered rows, full kernel speed on short pieces of documents, no attention to padding, and equal
+packs in a step.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ RECOMPUTE = ("none", "selective", "full")
 # Fixed settings that also apply to Megatron's own context parallelism.
 _OPTIMIZER = "optimizer_offload", "optimizer_bytes", "distributed_optimizer", "gradients"
 KEPT_CHOICES = *GROUPS, *_OPTIMIZER
-RINGS = 8  # cached schedules of rings
+RINGS = 8  # number of ring schedules that are cached
 RingOf = Callable[[Topology, Nodes, int, bool], PreparedSchedule]
 
 
@@ -110,7 +110,7 @@ class Rival:
 def rivals(
     model: Model, cluster: Cluster, run: Settings, lengths: Sequence[int] = ()
 ) -> list[Rival]:
-    """Return an estimate of every kind with the parallel sizes of a run.
+    """Return an estimate for each kind of context parallelism, with the parallel sizes of a run.
 
     Without context parallelism all kinds are equal, so one estimate is returned.
 
@@ -127,7 +127,7 @@ def rivals(
 def rival(
     kind: Kind, model: Model, cluster: Cluster, run: Settings, lengths: Sequence[int] = ()
 ) -> Rival:
-    """Return the estimate for one kind, with the fastest recomputation that fits.
+    """Return the estimate for one kind, with the fastest recomputation that fits into memory.
 
     If none fits, the estimate has the recomputation with the least memory.
     """
@@ -146,7 +146,10 @@ def _timed(
     kind: Kind, model: Model, cluster: Cluster, run: Settings, lengths: Sequence[int],
     ring: RingOf | None = None,
 ) -> list[Rival]:  # fmt: skip
-    """Return an estimate per entry of `RECOMPUTE`, fastest first, without `bytes` and `fits`."""
+    """Return an estimate of a kind for each entry of `RECOMPUTE`, the fastest first.
+
+    The fields `bytes` and `fits` are not computed.
+    """
     own = settings(kind, model, cluster, run, lengths)
     calls = cache(lambda window: attention(kind, model, cluster, own, window, lengths, ring))
     timed = []
@@ -338,7 +341,8 @@ def pairs(lengths: Sequence[int], ranks: int, window: int = 0) -> np.ndarray:
 
     Zigzag cuts every document into 2 G pieces for G ranks, and rank i has pieces i and 2 G - 1 - i.
     Of the four pairs of pieces of two ranks, two are fully visible. Of the four pairs of pieces of
-    one rank, one is fully visible, and two are causal. With a window, pairs are spread evenly.
+    one rank, one is fully visible, and two are causal. With a window, the visible pairs are assumed
+    to be spread evenly over the ranks.
 
     Args:
         lengths: Lengths of documents in tokens.

@@ -45,7 +45,8 @@ class Settings:
         kernel: Name of the attention kernel; None for the fastest kernel.
         rope_local: Whether rotary tables contain only this rank's positions, instead of the
             positions of the whole sequence.
-        intra: Context-parallel ranks per node; None to derive the number from the cluster.
+        intra: Context-parallel ranks per node, for memory and flags; None if all ranks are on one
+            node. Predicted times depend on the nodes of the cluster instead.
         inner: Ranks of an inner ring; None for all ranks of the ring that are on one node.
         route: "ring": ranks forward chunks along the ring. "direct": the owner of a chunk sends it
             to each rank that needs it. "auto": the route with fewer bytes, as in training.

@@ -43,7 +43,7 @@ class LayerSizes:
         latent: Total width of the latents of multi-head latent attention, which are not split over
             ranks; 0 for other attention.
         up: Width of the keys and values that are projected from latents.
-        mixer: Linear attention of the layer, on this rank; None for softmax attention.
+        mixer: Sizes of linear attention on this rank; None if the model has none.
         batch: Sequences of a micro-batch.
         indexer: Indexer of sparse attention, whose core attention has the sizes `absorbed`; None
             for dense attention.
@@ -476,7 +476,8 @@ def _linear_attention(x: LayerSizes, scan: Mixer, rows: int) -> list[Op]:
 def chunk_states(x: LayerSizes, scan: Mixer, rows: int) -> float:
     """Return the bytes of the linear-attention states that are stored, one per chunk of rows.
 
-    flash-linear-attention stores them in the dtype of keys, our kernel in fp32.
+    flash-linear-attention (on a GPU) stores them in the dtype of the keys, our kernel (on a CPU) in
+    fp32.
     """
     return -(-rows // CHUNK) * scan.state * (F if x.cpu else B)
 
@@ -485,8 +486,8 @@ def head_bytes(model: Model, run: Settings) -> dict[str, float]:
     """Return the bytes that the LM head and the loss allocate.
 
     Returns:
-        Dict to bytes from "while" (allocated during forward), "kept" (from forward to backward) and
-        "back" (during backward; absent if nothing is allocated).
+        Bytes by lifetime. "while" is allocated during forward, "kept" from forward to backward, and
+        "back" during backward. "back" is absent if it would be 0.
     """
     rows, columns = run.rows, model.vocabulary / run.tp
     hidden = rows / run.tp * model.hidden * B

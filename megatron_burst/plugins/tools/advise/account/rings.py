@@ -91,16 +91,17 @@ def cached_core_of() -> CoreOf:
 def on_ring(x: LayerSizes, run: Settings) -> LayerSizes:
     """Return the sizes of one rank on the ring, which has 1 / `run.ulysses` of the heads.
 
-    If there are fewer key/value heads than ranks that share heads, each rank has a copy of one.
+    If there are fewer key/value heads than ranks that share heads, each rank has a copy of one
+    key/value head.
     """
     heads, kv_heads = x.heads // run.ulysses, max(1, x.kv_heads // run.ulysses)
     return replace(x, heads=heads, kv_heads=kv_heads)
 
 
 def joins(sparse: bool) -> bool | None:
-    """Return `Visibility.joined`: whether one kernel call reads all keys of a step.
+    """Return the value of `Visibility.joined`: True for sparse attention, otherwise None.
 
-    The result is True for sparse attention. It is None otherwise: the algorithm decides.
+    True means that one kernel call reads all keys of a step. With None the algorithm decides.
     """
     return True if sparse else None
 
@@ -218,7 +219,7 @@ def most_held(
     algorithm: str, grid: Grid, seen: Visibility, sizes: RowSizes, side: str, ranks: Sequence[int],
     *, wire: bool, packed: bool, host: bool = False,
 ) -> tuple[HeldBuffers, HeldBuffers]:  # fmt: skip
-    """Return `ring_held` for a grid and the visible pairs `seen`, considering only `ranks`."""
+    """Return the result of `ring_held` for a grid and visible pairs (`seen`), over `ranks` only."""
     name = ring_algorithm(algorithm)
     one_by_one = replace(seen, joined=False) if host else seen
     forward = cost.forward_schedule(name, grid, one_by_one, sizes)

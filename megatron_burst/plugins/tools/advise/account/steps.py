@@ -147,7 +147,7 @@ class LayerWalk:
         tape.move("dx", "dy", BETWEEN)
 
     def visiting(self, part: LayerPart) -> float:
-        """Return the bytes of other ranks' keys and values in host memory during forward."""
+        """Return the bytes of other ranks' keys and values in host memory in a layer's forward."""
         own = replace(self.run, algorithm=part.algorithm) if part.algorithm else self.run
         if not own.keys_on_host or not self._in_pieces(part, ATTENTION):
             return 0.0
@@ -405,7 +405,7 @@ class TrainingStep:
             self._resize("store", layer - 1, 1 - offload)
 
     def _resize(self, name: str, layer: int, share: float) -> None:
-        """Set the fraction of a layer's "input" or "store" that is in GPU memory."""
+        """Set the fraction of a layer's "input" or "store" that is in GPU memory to `share`."""
         sizes = {"input": (INPUTS, self.hidden), "store": (STORE, self._stored(layer))}
         item, size = sizes[name]
         if layer >= 0 and size:

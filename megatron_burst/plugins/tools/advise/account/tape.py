@@ -53,12 +53,12 @@ class Tape:
         self._phase = "start"
 
     def begin(self, phase: str) -> None:
-        """Begin a phase, whose name the following moments have."""
+        """Begin a phase. The moments that are recorded from now on have its name."""
         self._phase, self._most = phase, -1
         self._note()
 
     def make(self, name: str, item: str, size: float) -> None:
-        """Allocate a tensor of `size` bytes and count it as `item`; no tensor may have its name."""
+        """Allocate a tensor of `size` bytes under an unused name, and count it as `item`."""
         assert name not in self._tensors, name
         bytes_ = round(size)
         self._tensors[name] = item, bytes_

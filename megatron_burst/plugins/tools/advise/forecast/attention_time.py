@@ -123,7 +123,8 @@ def topology_of(cluster: Cluster, run: Settings) -> Topology:
         run: Settings of the run.
 
     Raises:
-        ValueError: The context-parallel size is not a multiple of the ranks per node or of a group.
+        ValueError: The context-parallel size is not a multiple of the ranks per node, or of the
+            ranks that share heads.
     """
     return Topology(run.cp, cluster.cp_per_node(run.tp, run.cp), run.ulysses, run.placement)
 
@@ -226,7 +227,7 @@ class AttentionTime:
         exchange: tuple[simulator.PassTime, simulator.PassTime],
         planning: float = 0.0,
     ) -> AttentionTime:
-        """Combine the times of forward and backward.
+        """Return the time of an attention call from the times of its forward and backward.
 
         Args:
             forward: Time of forward.

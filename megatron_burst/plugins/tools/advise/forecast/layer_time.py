@@ -13,8 +13,8 @@ traffic if it is longer. This is a lower bound, because products of 64 rows do n
 Sources: the chunkwise forms of Mamba-2's SSD (arXiv 2405.21060, section 6) and of delta rules
 (2412.06464, section 3).
 
-Letters: R rows of a context-parallel rank, n = R / TP rows of a rank with sequence parallelism, h
-width of hidden states.
+`Settings.rows` are rows of a context-parallel rank; n = rows / TP are rows of a tensor-parallel
+rank with sequence parallelism.
 """
 
 from __future__ import annotations
@@ -188,8 +188,8 @@ def memory_bytes(model: Model, run: Settings, part: LayerPart) -> tuple[float, f
     return B * forward, B * backward
 
 
-# Operations of backward relative to forward: chunks are recomputed, and each product has two in
-# backward.
+# FLOPs of linear-attention backward relative to forward: backward recomputes chunks, and it has two
+# products for each product of forward.
 BACKWARD = 3
 
 
@@ -274,7 +274,10 @@ class LayerTime:
     kernel: str | None = None
 
     def waiting(self) -> LayerTime:
-        """Return a copy with the part `LAUNCHES`, waiting for kernel launches; call it once."""
+        """Return a copy with an added part `LAUNCHES`: the seconds of waiting for kernel launches.
+
+        Call this only once.
+        """
         forward, backward = SecondsByPart(self.forward), SecondsByPart(self.backward)
         first, second = self.launching
         forward[LAUNCHES] = max(0.0, first - forward.total)

@@ -47,7 +47,7 @@ GRADIENTS, GATHERING, OPTIMIZER = "gradient reduction", "parameter gathering", "
 
 
 def over_ranks(cluster: Cluster, run: Settings, dense: float, experts: float) -> float:
-    """Return the seconds of one all-gather or reduce-scatter of all parameters of a rank.
+    """Return the seconds of an all-gather or reduce-scatter of all parameters on a rank.
 
     Args:
         cluster: Cluster of GPUs.
@@ -66,7 +66,7 @@ def states_seconds(
     rank_parameters: tuple[float, float],
     hiding: tuple[float, float],
 ) -> Mapping[str, float]:
-    """Return part -> seconds per step of gradient reduction, parameter gathering and optimizer.
+    """Return the seconds per step of gradient reduction, parameter gathering and optimizer.
 
     Args:
         cluster: Cluster of GPUs.

@@ -29,7 +29,7 @@ from .search_space import (
     options_of,
 )
 
-EVEN = 1 << 15  # rows of a rank that all sizes of groups divide
+EVEN = 1 << 15  # rows of a rank, a multiple of all parallel sizes that are powers of two
 NEAR = 0.6  # minimum length to try with chosen attention settings, relative to the first result
 FULL = 64  # micro-batches of a step that keep all pipeline stages busy
 GRANULE = 1 << 15  # tokens; sequences are multiples of this and of 2 x cp
@@ -89,7 +89,7 @@ def longest_of(
 def best(
     model: Model, cluster: Cluster, runs: Iterable[Settings], core_of: CoreOf | None = None
 ) -> Longest:
-    """Return the longest sequence over several runs; runs that do not fit are skipped.
+    """Return the longest sequence of any run in `runs`; runs that do not fit are skipped.
 
     Args:
         model: Shape of the model.

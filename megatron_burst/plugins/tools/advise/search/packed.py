@@ -106,7 +106,7 @@ def lengths_of(stated: str | Sequence[int], seq: int) -> tuple[int, ...]:
 
 
 def packed_pins(pinned: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fixed settings with the settings that packs require: one pack per micro-batch.
+    """Return the fixed settings and the settings that packs require: one pack per micro-batch.
 
     Row chunks are off. `layout` is removed, because `PackedForecast.cut` contains it.
 
@@ -263,7 +263,7 @@ class PackedForecast(AttentionForecast):
 
     @property
     def effective(self) -> float:
-        """Length of one sequence whose queries attend to as many keys on average as in the pack."""
+        """Length in tokens of a sequence with as many visible keys per query as the pack."""
         lengths = np.array(self.lengths, dtype=float)
         return float((lengths**2).sum() / lengths.sum())
 
@@ -284,7 +284,7 @@ class PackedForecast(AttentionForecast):
         return np.concatenate([[0], np.cumsum(lengths)])
 
     def mask(self, run: Settings) -> Mask:
-        """Return the mask, causal within documents."""
+        """Return the mask of a pack, which is causal within each document."""
         bounds = self.bounds(run)
         return Documents(bounds, range(len(self.lengths), len(bounds) - 1)) & Causal()
 

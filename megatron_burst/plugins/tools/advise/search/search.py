@@ -110,9 +110,9 @@ class SearchResult:
     """Result of a search.
 
     Attributes:
-        ranked: Best configuration of each way that fits. The recommended configuration is first;
+        ranked: Best configuration that fits, for each way. The recommended configuration is first;
             the others are ordered by time.
-        ways: Number of ways.
+        ways: Number of ways (choices of parallel sizes).
         tried: Number of ways that were not skipped.
         closest: Of the configurations that do not fit, the one that exceeds memory the least; None
             if all computed configurations fit.
@@ -215,7 +215,7 @@ class Search:
         """Return the best configurations of ways, and the number of ways that were tried.
 
         A way is tried if it may be among the `top` fastest, or if it may be simpler and within TIE
-        of the fastest. `best` is called with `Way.content`.
+        of the fastest. `best` returns the best configuration for a `Way.content`.
         """
         ranked: list[Configuration] = []
         left = deque(sorted(ways, key=lambda way: (way.bound, way.simplest)))

@@ -82,8 +82,8 @@ class TrainingGoal:
     def rows(self, tp: int, cp: int) -> int:
         """Return the tokens of a sequence including the padding for these parallel sizes.
 
-        Each document is padded, and then the sequence, so that sequence-parallel ranks have equal
-        rows.
+        Each document is padded, and then the sequence, so that sequence-parallel ranks have
+        equally many rows.
         """
         if not self.documents:
             return self.seq
@@ -155,7 +155,7 @@ def _ends(model: Model, goal: TrainingGoal, pp: int) -> dict[str, int]:
 
 
 def _odd_stages(model: Model, run: Settings) -> str:
-    """Return the reason why stages cannot share the layers as set; "" if they can."""
+    """Return the error message if the stages of a run cannot share the layers; "" if they can."""
     try:
         stage_layers(model, run)
     except ValueError as error:
@@ -208,7 +208,7 @@ def _micro_batches(model: Model, goal: TrainingGoal, base: Settings) -> Iterator
 
 
 def _experts(model: Model, goal: TrainingGoal, base: Settings) -> list[int]:
-    """Return the expert-parallel sizes that divide the data- and context-parallel ranks."""
+    """Return the sizes that divide the experts, and the data- and context-parallel ranks."""
     if not model.experts:
         return goal.values("ep", [1])
     sizes = goal.values("ep", divisors(model.experts))

@@ -129,7 +129,7 @@ def _generates(kind: str, text: Any) -> bool:
 
 
 def _shapes(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields, also of nested `*_config` objects, without `NOT_SHAPES`."""
+    """Return the fields without `NOT_SHAPES`, also in nested `*_config` objects."""
     shapes = {key: value for key, value in fields.items() if key not in NOT_SHAPES}
     for key, value in shapes.items():
         if isinstance(value, dict) and key.endswith("_config"):

@@ -317,7 +317,7 @@ class Model:
 
     @cached_property
     def by_layer(self) -> tuple[tuple[int, int, int], ...]:
-        """Numbers of parameters of each layer: matrices except routed experts, norms, experts."""
+        """For each layer, the numbers of parameters in dense matrices, in norms and in experts."""
         of = {part: self._of_part(part) for part in set(self.parts)}
         return tuple(of[part] for part in self.parts)
 

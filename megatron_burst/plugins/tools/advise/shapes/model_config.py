@@ -400,7 +400,7 @@ def _is_sparse(fields: Fields, kind: str) -> bool:
 
 
 def _pattern(source: Source, layers: int) -> str:
-    """Return the kinds of layers as one letter of `layer_kinds.KINDS` per layer."""
+    """Return `Model.pattern`: one letter of `layer_kinds.KINDS` per layer."""
     fields = source.fields
     for key in ("layer_types", "layers_block_type"):
         if types := fields.items_of(key, str):
@@ -435,7 +435,7 @@ def _one_half(source: Source, types: list[str]) -> bool:
 
 
 def _windows(source: Source, layers: int) -> str:
-    """Return `_pattern` without `layer_types`: windows in all layers, or in no layer."""
+    """Return `Model.pattern` if there are no `layer_types`: windows in all layers, or in none."""
     fields = source.fields
     if source.kind not in ALL_WINDOWS:
         return "F" * layers  # `check_unread` raises for the field of the window

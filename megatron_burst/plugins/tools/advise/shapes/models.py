@@ -168,7 +168,7 @@ NAMED: dict[str, Model] = {
 
 
 def named(name: str, vocabulary_multiple: int = 1) -> Model:
-    """Return the model with a name, or of a `config.json` or the folder that contains it.
+    """Return the model of a name, a `config.json`, or the folder of a `config.json`.
 
     Args:
         name: Name in `NAMED`, or path.
