@@ -12,7 +12,7 @@ from ...spine_options import SpineOptions
 
 @dataclass(frozen=True)
 class LongSequenceOptions(SpineOptions):
-    """Options of the spine and of this plugin."""
+    """The options of `SpineOptions`, and the options for very long sequences."""
 
     offload: Annotated[
         float | Auto,
@@ -51,5 +51,8 @@ class LongSequenceOptions(SpineOptions):
 
 
 def row_chunks(burst: LongSequenceOptions) -> int | Auto:
-    """Return the number of row chunks in which attention halves run, as the option sets it."""
+    """Return the number of row chunks in which the attention half of a layer runs, or "auto".
+
+    It is the option `sequence_chunks`.
+    """
     return burst.sequence_chunks

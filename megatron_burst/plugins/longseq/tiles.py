@@ -43,7 +43,7 @@ class ParameterSums:
         self._owned = [False] * len(self.parameters)  # true if no other code reads the sum
 
     def add(self, grads: Sequence[Gradient]) -> None:
-        """Add the gradients of one tile.
+        """Add the gradients of one tile to the sums.
 
         Args:
             grads: One gradient per parameter; None if the tile does not use the parameter.
@@ -99,7 +99,12 @@ Fate = Literal["keep", "move", "recompute"]
 
 
 def slices_of(rows: int, tiles: int | Sequence[slice]) -> tuple[slice, ...]:
-    """Return the tiles of a call as consecutive slices from 0 to `rows`."""
+    """Return the tiles of `rows` rows as consecutive slices.
+
+    Args:
+        rows: Number of rows.
+        tiles: Number of tiles, or consecutive slices from 0 to `rows`, which are only checked.
+    """
     if isinstance(tiles, (list, tuple)):
         slices = tuple(tiles)
         if not (slices and _are_consecutive(slices, rows)):
@@ -115,7 +120,7 @@ def slices_of(rows: int, tiles: int | Sequence[slice]) -> tuple[slice, ...]:
 
 
 def _are_consecutive(tiles: Sequence[object], rows: int) -> bool:
-    """Return whether tiles are consecutive slices from 0 to `rows`; slices may be empty."""
+    """Return whether `tiles` are consecutive slices from 0 to `rows`; slices may be empty."""
     end = 0
     for tile in tiles:
         if not isinstance(tile, slice) or tile.step not in (None, 1) or tile.start != end:
@@ -135,7 +140,7 @@ def check_call(
     fates: Sequence[Fate],
     host: object,
 ) -> None:
-    """Raise ValueError that names the invalid argument."""
+    """Check the arguments of `tiled`, and raise a ValueError that names the first invalid one."""
     if not callable(fn):
         raise ValueError(f"tiled: fn must be a function or a module, got {fn!r}")
     for index, argument in enumerate(others):
@@ -164,7 +169,13 @@ def check_call(
 def check_leaves(
     y: GradientEdge | None, anchor: torch.Tensor, parameters: Sequence[torch.Tensor]
 ) -> None:
-    """Raise ValueError if a graph ends in a leaf whose gradient would be lost."""
+    """Raise ValueError if the graph of a tile ends in a leaf whose gradient would be lost.
+
+    Args:
+        y: Edge of the tile's output; None if it needs no gradient.
+        anchor: Leaf at which the edges of the tile's inputs end.
+        parameters: Parameters of the call.
+    """
     expected = {id(t) for t in (anchor, *parameters)}
     seen = {p.grad_fn for p in parameters}  # autograd itself handles the history of a parameter
     seen.add(None)
@@ -262,7 +273,7 @@ def _are_tensors(parameters: object) -> bool:
 
 
 class _TiledCall:
-    """Arguments and settings that all tiles of a call share."""
+    """Arguments and settings of a call of `tiled`, except its tensors [rows, ...]."""
 
     def __init__(
         self,
@@ -285,7 +296,7 @@ class _TiledCall:
         self.autocast = _Autocast.now(arguments[0].device.type)
 
     def run(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Call `fn` for one tile, given the tile's rows of all tensors."""
+        """Call `fn` for one tile; `tensors` are the tile's rows of all tensor arguments."""
         arguments = list(self.constants)
         for place, tensor in zip(self.places, tensors, strict=True):
             arguments[place] = tensor
@@ -302,7 +313,12 @@ class _TiledCall:
     def graph(
         self, tensors: Sequence[torch.Tensor], needed: Sequence[bool]
     ) -> tuple[torch.Tensor, TileGraph]:
-        """Call `fn` for one tile and return its output and its graph."""
+        """Call `fn` for one tile with autograd, and return its output and its graph.
+
+        Args:
+            tensors: The tile's rows of all tensor arguments.
+            needed: For each tensor, whether it needs a gradient.
+        """
         anchor = tensors[0].new_zeros((), dtype=torch.float32, requires_grad=True)
         with torch.enable_grad():
             entered = [
@@ -418,7 +434,7 @@ class _Tiled(torch.autograd.Function):
 
 
 def _rng_states(device: torch.device) -> list[torch.Tensor]:
-    """Return the states of the generators that `fn` may use, as host tensors."""
+    """Return the states of the random generators that `fn` may use, as host tensors."""
     states = [torch.get_rng_state()]
     return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
 
@@ -426,7 +442,7 @@ def _rng_states(device: torch.device) -> list[torch.Tensor]:
 def _rows_of(
     saved: Sequence[torch.Tensor], rows: slice, saved_rows: slice
 ) -> Sequence[torch.Tensor]:
-    """Return the rows of a tile from saved tensors, which have only `saved_rows`."""
+    """Return the rows `rows` of tensors that contain only the rows `saved_rows`."""
     if not saved_rows.start <= rows.start <= rows.stop <= saved_rows.stop:
         raise RuntimeError(
             "mb.tiled: backward ran a second time, and the first backward freed the graph of a "
@@ -437,7 +453,10 @@ def _rows_of(
 
 @dataclass(frozen=True)
 class _Autocast:
-    """Autocast state of a call, which the recomputation restores: backward runs outside of it."""
+    """Autocast state in which `tiled` was called.
+
+    The recomputation of a tile restores it, because backward runs outside the caller's autocast.
+    """
 
     device: str
     enabled: bool

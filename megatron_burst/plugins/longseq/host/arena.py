@@ -39,7 +39,7 @@ class OutOfHostMemory(RuntimeError):
 
 
 class Event(Protocol):
-    """Completion of a copy."""
+    """Handle to a copy in progress."""
 
     def done(self) -> bool:
         """Return whether the copy is complete, without waiting."""
@@ -66,7 +66,7 @@ class _Gap:
 
 @dataclass(eq=False)
 class Slab:
-    """Mapping of whole pages; if it is pinned, `unpin` is called before it is unmapped."""
+    """Mapped host memory of whole pages; if pinned, `unpin` is called before it is unmapped."""
 
     memory: mmap.mmap
     address: int
@@ -90,7 +90,7 @@ class Block:
         nbytes: Requested bytes.
         after: Copies that read or write the block. The first writer must wait for the copies that
             are pending at allocation.
-        freed: Queue of the arena for freed blocks.
+        freed: Queue of the arena to which the block is added when it is destroyed.
     """
 
     slab: Slab
@@ -183,7 +183,10 @@ class Arena:
         return block
 
     def _best_fit(self, size: int) -> tuple[Slab, _Gap] | None:
-        """Return the smallest gap of at least `size` bytes, the first gap if several are equal."""
+        """Return the smallest gap of at least `size` bytes, with its slab; None if there is none.
+
+        If several gaps have this size, return the first one.
+        """
         fitting = [(slab, gap) for slab in self._slabs for gap in slab.gaps if gap.size >= size]
         return min(fitting, key=lambda fit: fit[1].size, default=None)
 
@@ -238,7 +241,7 @@ def _idle(slab: Slab) -> bool:
 
 
 def _give_back(gaps: list[_Gap], new: _Gap) -> None:
-    """Insert a gap in order of addresses and merge it with adjacent gaps."""
+    """Insert a gap into a slab's gaps in order of addresses, and merge it with adjacent gaps."""
     index = sum(gap.start < new.start for gap in gaps)
     if index < len(gaps) and new.start + new.size == gaps[index].start:
         right = gaps.pop(index)

@@ -50,13 +50,13 @@ class HostTraffic:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Lock the bookkeeping of copies and frames, which several threads may change."""
+        """Return a context that locks the records of copies and frames for one thread."""
         with self._lock:
             self._run_dropped()
             yield
 
     def drop(self, action: Callable[[], None]) -> None:
-        """Run an action as soon as no thread is inside `exclusive`.
+        """Run `action` as soon as no thread is inside `exclusive`.
 
         This method never waits for the lock, because a handle may be destroyed at any time on any
         thread, even on a thread that the owner of the lock waits for.
@@ -74,7 +74,10 @@ class HostTraffic:
 
 
 class HostCopy:
-    """Host copy of elements `cut` to n of `flat` [n], a contiguous tensor on the device."""
+    """Copy of the device tensor `flat` [n], which is contiguous: flat[cut:] is copied to the host.
+
+    flat[:cut] is copied on the device.
+    """
 
     def __init__(self, traffic: HostTraffic, flat: torch.Tensor, cut: int):
         self.traffic, self._cut = traffic, cut
@@ -151,7 +154,7 @@ class HostCopy:
         self._handles.add(handle)
 
     def drop(self, handle: object) -> None:
-        """Remove a handle that was destroyed."""
+        """Remove the key of a handle that was destroyed."""
         self._handles.discard(handle)
         self._forget(handle)
 
@@ -165,7 +168,7 @@ class HostCopy:
 class MovedTensor:
     """Handle to a tensor that was passed to `HostMemory.move`.
 
-    The host memory is freed when the handle is dropped.
+    The host memory is freed when all handles to the copy are destroyed.
 
     Attributes:
         shape: Shape of the tensor.
@@ -254,7 +257,7 @@ class MovedTensor:
 
 
 def version_probe(tensor: torch.Tensor) -> Callable[[], int]:
-    """Return a function that counts in-place changes of a tensor without keeping its memory."""
+    """Return a function that counts in-place changes of a tensor, without keeping its memory."""
     with torch.no_grad():
         alias = tensor.detach()
         alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -339,9 +342,10 @@ class CopyIndex:
         return sum(map(len, self._records.values()))
 
     def find(self, tensor: torch.Tensor, span: Span) -> tuple[HostCopy, int] | None:
-        """Return a copy that contains a span of the tensor's storage, and the copy's first element.
+        """Return a copy that contains a span of the tensor's storage, and the start of the copy.
 
-        Returns None if there is no such copy or the memory has changed since.
+        The start is an index of elements in the storage. Return None if there is no such copy, or
+        if the memory has changed since.
         """
         for record in self._records.get(tensor.untyped_storage()._cdata, ()):
             same = (record.version, record.dtype) == (tensor._version, tensor.dtype)
@@ -352,7 +356,7 @@ class CopyIndex:
         return None
 
     def add(self, tensor: torch.Tensor, span: Span, copy: HostCopy) -> None:
-        """Add a copy of a span of the tensor's storage."""
+        """Add a copy of the elements `span` of the tensor's storage."""
         storage = StorageWeakRef(tensor.untyped_storage())
 
         def forget(ref: object, table: dict[int, list[_CopyRecord]] = self._records) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous copies, one engine per direction.
+"""Asynchronous copies between device and host, with one engine per direction.
 
 On CUDA each direction has a stream. A copy begins after the work that the caller's stream has
 queued, and streams wait for its event; the host never waits. On a CPU each direction has a thread
@@ -7,8 +7,8 @@ that copies in the order of the calls. If a rate is set, the thread sleeps after
 emulate a link of this rate. Tests run the CUDA engine with streams that only record calls; it is
 not tested on a GPU.
 
-With `strict`, data arrive in separate memory, and the first wait copies them to the target. Code
-that does not wait then always reads old data, even if the copy is fast.
+With `strict`, a copy writes to separate memory, and the first wait for the copy writes the data to
+the target. Code that does not wait then always reads old data, even if the copy is fast.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def pause(until: float) -> None:
 
 
 class Meter:
-    """Bytes and seconds of completed copies."""
+    """Sums over completed copies: bytes and seconds."""
 
     def __init__(self) -> None:
         self.nbytes, self.seconds = 0, 0.0
@@ -46,7 +46,7 @@ class Meter:
 
 
 class _Publication:
-    """Deferred copy from a staging tensor to the target; it runs once."""
+    """Deferred copy from separate memory to the target of a copy; it runs once."""
 
     def __init__(self) -> None:
         self._put: Callable[[], object] | None = None
@@ -68,7 +68,7 @@ class _Publication:
 
 
 class WorkerEvent:
-    """Completion of a copy on a worker thread."""
+    """Handle to a copy on a worker thread."""
 
     def __init__(self) -> None:
         self._over = threading.Event()
@@ -97,7 +97,7 @@ class WorkerEngine:
 
     Args:
         rate: Bytes per second to emulate; None for full speed.
-        strict: Data are staged and reach the target only at the first wait.
+        strict: True to write to the target only at the first wait for a copy; for tests.
     """
 
     def __init__(self, rate: float | None = None, strict: bool = False):
@@ -107,7 +107,11 @@ class WorkerEngine:
         self._thread: threading.Thread | None = None
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Event]) -> Event:
-        """Copy bytes after the copies `after`; the engine holds both tensors until it is done."""
+        """Queue a copy of the bytes of `source` to `target`, and return its event.
+
+        The copy begins after the copies `after`. The engine holds both tensors until the copy is
+        complete.
+        """
         if self._thread is None:
             work = (self._requests, self._rate, self._strict, self._meter)
             self._thread = threading.Thread(target=_work, args=work, daemon=True)
@@ -148,7 +152,7 @@ def _work(requests: Any, rate: float | None, strict: bool, meter: Meter) -> None
 
 
 class StreamEvent:
-    """Completion of a copy on a CUDA stream."""
+    """Handle to a copy on a CUDA stream."""
 
     def __init__(self, begun: Any, ended: Any, nbytes: int, meter: Meter):
         self._begun, self._ended, self._nbytes, self._meter = begun, ended, nbytes, meter
@@ -158,7 +162,7 @@ class StreamEvent:
         return self._ended.query()
 
     def measure(self) -> None:
-        """Count the copy; called once, when it is complete."""
+        """Add the bytes and seconds of the copy to the meter; call it once, after the copy."""
         self._meter.add(self._nbytes, self._begun.elapsed_time(self._ended) / 1e3)
 
     def settle(self) -> None:
@@ -174,7 +178,7 @@ class StreamEngine:
 
     Args:
         device: CUDA device.
-        strict: Data are staged and reach the target only at the first wait.
+        strict: True to write to the target only at the first wait for a copy; for tests.
     """
 
     def __init__(self, device: torch.device, strict: bool = False):
@@ -183,8 +187,9 @@ class StreamEngine:
         self.stream = torch.cuda.Stream(device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Event]) -> Event:
-        """Copy bytes after the queued work of the current stream and the copies `after`.
+        """Queue a copy of the bytes of `source` to `target`, and return its event.
 
+        The copy begins after the queued work of the current stream and after the copies `after`.
         The caller must hold both tensors until it has waited for the copy, or call `guard`.
         """
         ready = torch.cuda.current_stream().record_event()

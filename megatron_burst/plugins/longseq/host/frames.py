@@ -54,7 +54,7 @@ class HostFrame:
             self._order.leave(self)
 
     def visit(self) -> None:
-        """Fetch this frame for backward, and the next frame ahead."""
+        """Fetch this frame, which backward needs now, and the predicted next frame."""
         self._order.visit(self)
 
     def copies(self) -> list[Fetchable]:
@@ -72,7 +72,7 @@ class HostFrame:
 
 
 class FrameOrder:
-    """Registry of the frames with moved tensors; predicts the order of backward.
+    """Registry of the frames with moved tensors; predicts the order in which backward visits them.
 
     Args:
         before: Function that is called before a visit fetches a frame.
@@ -112,7 +112,7 @@ class FrameOrder:
             self._ahead.pop(frame.number, None)
 
     def _begin(self) -> None:
-        """Begin a period; learn the order of visits in the last one."""
+        """Begin a period; the order of visits in the last period becomes the prediction."""
         if self._visits:
             self._learned = dict(pairwise(self._visits))
         self._next, self._visits, self._current = 0, {}, None
@@ -135,7 +135,7 @@ class FrameOrder:
             following.fetch()
 
     def _give_up(self, number: int) -> None:
-        """Discard frames that were fetched ahead, because backward needs another frame.
+        """Discard frames that were fetched ahead, because backward needs frame `number` instead.
 
         A frame that did not exist at the time of the fetch belongs to a recomputation. It does not
         show that the prediction is wrong.

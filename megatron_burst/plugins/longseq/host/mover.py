@@ -331,7 +331,7 @@ COPIES = 3  # the first copy also maps and pins host memory
 
 
 def copy_rate(host: HostMemory, together: Callable[[], object]) -> float:
-    """Measure copies to the host and back.
+    """Measure the rate of copies to the host and back.
 
     Args:
         host: Host memory; at most a quarter of it is used.
@@ -339,7 +339,7 @@ def copy_rate(host: HostMemory, together: Callable[[], object]) -> float:
             time.
 
     Returns:
-        Bytes per second of the slower direction.
+        Bytes per second in the slower direction.
     """
     size = max(1, min(BYTES, host.limit // 4))
     data = torch.zeros(size, dtype=torch.uint8, device=host.device)

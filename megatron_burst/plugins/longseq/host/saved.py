@@ -43,7 +43,10 @@ def hooks(
     move: Callable[[torch.Tensor], MovedTensor],
     selected: Callable[[torch.Tensor], bool],
 ) -> torch.autograd.graph.saved_tensors_hooks:
-    """Return saved-tensor hooks that pass `selected` tensors through `move`."""
+    """Return saved-tensor hooks that move the tensors for which `selected` returns True.
+
+    `move` returns a handle from which backward gets the tensor.
+    """
 
     def pack(tensor: torch.Tensor) -> Any:
         # An output that is saved with its history would keep its own graph alive.
@@ -56,10 +59,10 @@ def hooks(
 
 
 class MovedArguments:
-    """Function without arguments that calls `function(*args)`, any number of times.
+    """Function without arguments that calls `function(*args)` and moves `args` at its first call.
 
-    The first call passes tensors in `args` that require gradients through `move`. Later calls fetch
-    the moved tensors.
+    The first call passes the tensors in `args` that require gradients to `move`, which copies them
+    to the host. Later calls fetch the moved tensors.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class MovedArguments:
         self._later: list[Any] = []
 
     def places(self) -> list[torch.Tensor]:
-        """Return an empty tensor on each device of the arguments.
+        """Return an empty tensor on each device of the arguments, to pass to a checkpoint.
 
         A checkpoint keeps the random state of the devices of its arguments.
         """
@@ -95,7 +98,7 @@ class MovedArguments:
         return self._function(*args)
 
     def _offloaded(self, leaf: Any) -> Any:
-        """Return a handle to a moved argument, or the argument itself if it stays."""
+        """Return a handle to a moved argument, or the argument itself if it is not moved."""
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             moved = self._move(leaf)
             return moved if moved.moved else leaf

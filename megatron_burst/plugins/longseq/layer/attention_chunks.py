@@ -37,7 +37,7 @@ ChunkResult = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class RowChunkedHalf:
-    """State that forward and backward of one attention half share, except tensors.
+    """Attention half of a layer in row chunks, without the tensors that its forward saves.
 
     Attributes:
         half: Attention half of the layer.
@@ -64,7 +64,12 @@ class RowChunkedHalf:
         return out
 
     def forward(self, hidden: torch.Tensor, saves: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return the output, and for each chunk a tensor that keeps its result until backward."""
+        """Return the output, and for each chunk a tensor that keeps its result until backward.
+
+        Args:
+            hidden: Hidden states [s / t, b, H].
+            saves: True if backward follows. Otherwise the list of such tensors is empty.
+        """
         half, plan, stored = self.half, self.call.plan, self.stored
         chunks, ring = half.rows(plan), None
         recomputing = stored is not None and stored.store.filled
@@ -90,7 +95,14 @@ class RowChunkedHalf:
     def backward(
         self, hidden: torch.Tensor, holders: Sequence[torch.Tensor], dy: torch.Tensor, needed: bool
     ) -> tuple[torch.Tensor | None, ...]:
-        """Return gradients of the hidden states (if `needed`), the sink and the parameters."""
+        """Return the gradients of the hidden states, the sink and the parameters.
+
+        Args:
+            hidden: Hidden states [s / t, b, H].
+            holders: Tensors of the chunks that forward returned.
+            dy: Gradient of the output [s / t, b, H].
+            needed: Whether the hidden states need a gradient; if not, it is None.
+        """
         chunks = self.half.rows(self.call.plan)
         dhidden = torch.zeros_like(hidden) if needed else None
         sums = ParameterSums(self.parameters)
@@ -128,9 +140,15 @@ class RowChunkedHalf:
         needed: bool,
         attention: _BackwardAttention | None,
     ) -> tuple[torch.Tensor, Any]:
-        """Return a chunk's hidden states, and its output with a graph.
+        """Run a chunk with autograd; return its hidden states, a leaf of the graph, and its output.
 
         Without `attention`, return keys and values in place of the output.
+
+        Args:
+            hidden: Hidden states of all chunks [s / t, b, H].
+            rows: Rows of the chunk.
+            needed: Whether the hidden states need a gradient.
+            attention: Core attention of the chunk, or None.
         """
         part = hidden.index_select(0, rows.local).detach().requires_grad_(needed)
         with torch.enable_grad():
@@ -145,7 +163,14 @@ class RowChunkedHalf:
         max_logits: torch.Tensor | None = None,
         host: KeyHostMemory | None = None,
     ) -> RowChunkedCall:
-        """Compute keys and values of all rows chunk by chunk, and return the call over them."""
+        """Compute keys and values of all rows chunk by chunk, and return the call that uses them.
+
+        Args:
+            hidden: Hidden states [s / t, b, H].
+            chunks: Rows of each chunk.
+            max_logits: Largest attention logit of each head [h], which the call updates, or None.
+            host: Host memory for keys of other ranks, or None.
+        """
         plan = self.call.plan
         k, v = (
             torch.empty(x, dtype=dtype, device=device) for x, dtype, device in plan.signature[1:]
@@ -191,7 +216,7 @@ class _RowChunkedHalfFunction(torch.autograd.Function):
 
 
 class _ForwardAttention:
-    """Core attention of a chunk of queries in forward, from the attention store or the ring."""
+    """Core attention of a chunk of queries in forward; the attention store may have the result."""
 
     def __init__(self, ring: RowChunkedCall | None, index: int, stored: Tensors | None):
         self._ring, self._index, self._stored = ring, index, stored
@@ -208,7 +233,9 @@ class _ForwardAttention:
 
 
 class _BackwardAttention:
-    """Core attention of a chunk of queries in backward: forward's result with the ring's gradient.
+    """Core attention of a recomputed chunk of queries: returns the output of forward.
+
+    Its backward runs the backward of the ring.
 
     Attributes:
         leaves: Detached queries, if the queries need no gradient. They let the ring's backward run
@@ -257,7 +284,7 @@ class _SavedResult(torch.autograd.Function):
 
 
 def _result_holder(result: ChunkResult) -> torch.Tensor:
-    """Return an empty tensor whose graph saves a result; saved-tensor hooks run immediately."""
+    """Return an empty tensor whose autograd graph saves `result`, through saved-tensor hooks."""
     with torch.enable_grad():
         holder: Any = _SavedResult.apply(torch.empty(0, requires_grad=True), *result)
     return holder

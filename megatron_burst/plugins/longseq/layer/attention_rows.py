@@ -114,7 +114,7 @@ class AttentionHalf:
             attend: Core attention of the chunk.
 
         Returns:
-            Tensor [r, b, H].
+            Output of the half [r, b, H].
         """
 
         def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Any:
@@ -124,7 +124,12 @@ class AttentionHalf:
             return self.original(self.layer, hidden, rotary_pos_emb=angles, **self.named)[0]
 
     def core_inputs(self, hidden: torch.Tensor, rows: RowChunkIndex) -> AttentionInputs:
-        """Run the half up to core attention and return core attention's arguments."""
+        """Run the half for one row chunk up to core attention; return core attention's arguments.
+
+        Args:
+            hidden: Hidden states [r, b, H] of the chunk.
+            rows: Rows of the chunk.
+        """
 
         def stop(
             q: Any, k: Any, v: Any, _: Any = None, attn_mask_type: Any = None, **__: Any
@@ -172,7 +177,10 @@ class Angles:
 
     @contextmanager
     def only(self, rows: RowChunkIndex) -> Iterator[Any]:
-        """Yield `rotary_pos_emb` for `rows`, which latent attention uses inside the context too."""
+        """Return a context for some rows that yields their `rotary_pos_emb`.
+
+        Inside the context, latent attention uses the angles of these rows.
+        """
         taken = [None if t is None else t(rows.shard) for t in self._tables]
         if self._stacked:
             yield torch.stack([t for t in taken if t is not None])
@@ -191,7 +199,14 @@ class Angles:
 def _row_selector(
     table: torch.Tensor, attention: Any, params: Any, rows: int
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that selects the angles of given rows of a shard with `rows` rows."""
+    """Return a function that maps indices of a shard's rows to the rotary angles of these rows.
+
+    Args:
+        table: Angles that Megatron passes to the layer.
+        attention: Self attention of the layer.
+        params: A `PackedSeqParams`, or None.
+        rows: Number of rows of the shard.
+    """
     if params is None:
         return lambda selected: table.index_select(0, selected)
     group = group_of(params, attention.pg_collection.cp)
@@ -206,7 +221,7 @@ def _row_selector(
 
 
 class _FixedAngles:
-    """Replacement of the rotary embedding of latent attention that returns fixed angles."""
+    """Replacement for the rotary embedding of latent attention; it always returns `result`."""
 
     def __init__(self, result: list[Any]):
         self._result = result

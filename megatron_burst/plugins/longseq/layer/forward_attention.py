@@ -83,7 +83,8 @@ def _call(
 ) -> AttentionCall | None:
     """Return the attention call for all rows; None if "auto" selects one chunk.
 
-    The shapes are derived from one row, for which the layer computes query, key and value.
+    The layer computes query, key and value of one row; the shapes for all rows are derived from
+    them.
     """
     blocks, device = half.blocks, hidden.device
     first_row = RowChunkIndex(torch.arange(blocks, device=device), torch.arange(1, device=device))
@@ -118,7 +119,7 @@ def _log_once(patches: patching.PatchSet, line: str) -> None:
 
 
 def _check(layer: Any, arguments: dict[str, Any]) -> None:
-    """Raise ValueError for a call whose result would change with row chunks."""
+    """Raise ValueError for a layer or call whose result would change with row chunks."""
     for name in _UNSUPPORTED:
         if arguments.get(name) is not None:
             raise ValueError(f"{FLAG}: {name} is not supported; remove {name} or the flag")
@@ -148,9 +149,9 @@ def chunk_count(q: Any, k: Any, v: Any, *, width: int, blocks: int) -> tuple[int
     """Return the number of row chunks, which is the same on all ranks, and the log line for it.
 
     Args:
-        q: Tensor [s, b, h, d] of all rows of the shard; only its shape and dtype are used.
-        k: Tensor [s, b, g, d]; only its shape is used.
-        v: Tensor [s, b, g, w]; only its shape is used.
+        q: Queries [s rows, b batch, h heads, d width] of the shard; only shape and dtype are used.
+        k: Keys [s, b, g key heads, d]; only the shape is used.
+        v: Values [s, b, g, w value width]; only the shape is used.
         width: Width of the hidden states.
         blocks: Number of tensor-parallel ranks that share the rows.
     """
@@ -165,13 +166,13 @@ def chunk_count(q: Any, k: Any, v: Any, *, width: int, blocks: int) -> tuple[int
 
 
 def bytes_per_row(q: Any, k: Any, v: Any, width: int, blocks: int) -> tuple[int, int]:
-    """Return bytes per row of tensors of a chunk and of tensors of all rows.
+    """Return two sums of bytes per row: over tensors of one chunk, and over tensors of all rows.
 
-    Both numbers are counted in backward, which needs the most memory. A chunk has input, norm,
-    output and their gradients (a rank's share of the rows), the gathered input and its gradient, q,
-    k, v before and after rope and their gradients (for q also in fp32), out and its gradient.
-    Tensors of all rows are hidden states, the gradients of input and output, k and v and their fp32
-    gradients, and out.
+    Arguments are the same as in `chunk_count`. Both sums are for backward, which needs the most
+    memory. A chunk has input, norm, output and their gradients (a rank's share of the rows), the
+    gathered input and its gradient, q, k, v before and after rope and their gradients (for q also
+    in fp32), out and its gradient. Tensors of all rows are hidden states, the gradients of input
+    and output, k and v and their fp32 gradients, and out.
     """
     queries, keys, values = (x[0, 0].numel() for x in (q, k, v))
     out = q.shape[2] * v.shape[3]

@@ -35,7 +35,7 @@ _TAKE_EFFECT = (
 
 
 def patch(patches: PatchSet) -> None:
-    """Add the check of subclasses of `TransformerLayer`."""
+    """Patch the constructor of `TransformerLayer` to check the class of each layer."""
     patches.wrap(TransformerLayer, "__init__", ["config"], _refusing)
 
 
@@ -52,7 +52,8 @@ def _refusing(original: Callable, self: Any, *args: Any, **named: Any) -> None:
 def own_forward_problems(layer: type, config: Any, burst: LongSequenceOptions) -> Iterator[Problem]:
     """Yield the options that may have no effect in layers of this class.
 
-    With full recomputation, offloading takes place outside the layer's forward.
+    Offloading is not checked with full recomputation, because it then takes place outside the
+    layer's forward.
     """
     fully_recomputed = getattr(config, "recompute_granularity", None) == "full"
     for flag, option, default, method in _TAKE_EFFECT:
@@ -69,7 +70,7 @@ def own_forward_problems(layer: type, config: Any, burst: LongSequenceOptions) -
 
 
 def _override_of(layer: type, method: str) -> str | None:
-    """Return the overridden method because of which `TransformerLayer`'s `method` may not run."""
+    """Return the override because of which `TransformerLayer.method` may not run, or None."""
     for cls in layer.__mro__[: layer.__mro__.index(TransformerLayer)]:
         if method in _STILL_RUN.get(path_of(cls), ()):
             continue

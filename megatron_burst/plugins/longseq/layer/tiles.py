@@ -68,7 +68,6 @@ def _in_tiles(patches: PatchSet, original: Callable, self: Any, *args: Any, **kw
 
 
 def _log_count(patches: PatchSet, burst: Any, count: int, hidden: torch.Tensor) -> None:
-    """Log each number of tiles once."""
     line = (
         f"MLP tiles: {count} tiles of {math.ceil(len(hidden) / count):,} rows (--burst-mlp-tiles "
         f"{burst.mlp_tiles}), recomputed in backward or moved to the host"
@@ -106,7 +105,7 @@ def tiles_of(layer: Any, hidden: torch.Tensor) -> int:
 
 
 def _width(config: Any, moe: bool) -> int:
-    """Return the elements that the backward of a tile keeps per token of this rank."""
+    """Return how many elements per token the backward of a tile allocates on this rank."""
     gated, hidden = bool(config.gated_linear_unit), config.hidden_size
     tp = config.tensor_model_parallel_size
     if not moe:
@@ -125,9 +124,10 @@ def _width(config: Any, moe: bool) -> int:
 
 
 def fates_of(count: int, share: float) -> tuple[Fate, ...]:
-    """Return the fate of each of `count` tiles if a `share` (0 to 1) of them moves to the host.
+    """Return for each of `count` tiles whether it is moved to the host or recomputed.
 
-    The first tiles are moved, so that their copies overlap with the other tiles.
+    A `share` (0 to 1) of the tiles is moved. These are the first tiles, so that their copies
+    overlap with the other tiles.
     """
     moved = math.ceil(share * count)
     return ("move",) * moved + ("recompute",) * (count - moved)
@@ -140,14 +140,14 @@ def forward_moe(
     arguments: dict[str, Any],
     run_tiled: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """Run `forward(layer, hidden, **arguments)` of a layer with experts in tiles.
+    """Run `forward(layer, hidden, **arguments)` in tiles, for a layer with experts.
 
     Args:
         layer: A `TransformerLayer` whose `mlp` is a `MoELayer`.
         forward: The layer's own `_forward_mlp`.
         hidden: Hidden states [rows, batch, hidden].
         arguments: The other arguments of `forward`.
-        run_tiled: `tiled` with the number and fates of the tiles set.
+        run_tiled: The function `tiled` with number and fates of the tiles already set.
     """
     moe, norm = layer.mlp, layer.pre_mlp_layernorm
     logits = run_tiled(
@@ -185,7 +185,16 @@ def _logits(layer: Any, tile: torch.Tensor) -> torch.Tensor:
 def _route(
     layer: Any, logits: torch.Tensor, arguments: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return probabilities and chosen experts of all tokens, each [rows, batch, experts]."""
+    """Route all tokens together: return their probabilities and their chosen experts.
+
+    Args:
+        layer: A `TransformerLayer` whose `mlp` is a `MoELayer`.
+        logits: Logits of the router [rows, batch, experts].
+        arguments: Arguments of the layer's `_forward_mlp` by name.
+
+    Returns:
+        Probabilities and a mask of chosen experts, [rows, batch, experts] each.
+    """
     mask, samples = arguments.get("padding_mask"), None
     params = arguments.get("packed_seq_params")
     rows, batch, experts = logits.shape
@@ -219,7 +228,7 @@ def _with_tiled_norm(original: Callable, self: Any) -> None:
 
 
 class TiledNorm:
-    """Replacement of `forward` of one norm, which keeps the norm's type and hooks."""
+    """Replacement for the `forward` of a norm module, whose type and hooks do not change."""
 
     def __init__(self, norm: torch.nn.Module, tiles: Any) -> None:
         self.norm, self.tiles = norm, tiles

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory that offloading requires, measured in the first step and compared with the limit.
 
-This module decides the start-up log line and the error message for a limit that is too small. It
+This module makes the start-up log line, and the error message for a limit that is too small. It
 uses plain numbers only: no tensors, no communication.
 """
 
@@ -16,14 +16,14 @@ from ....units import byte_size, duration, rate
 
 
 class HostNode(NamedTuple):
-    """Host memory of a node, in bytes, and the number of ranks that share it."""
+    """Host memory of a node that a run may use, in bytes, and the number of ranks that share it."""
 
     limit: int
     ranks: int
 
     @property
     def share(self) -> int:
-        """Bytes per rank."""
+        """Host memory of one rank, in bytes."""
         return self.limit // self.ranks
 
 
@@ -35,7 +35,8 @@ class HostDemand(NamedTuple):
             layers) moves.
         call_seconds: Median time of the forward of such a call.
         pass_bytes: Largest number of bytes that one micro-batch moves in one model chunk.
-        passes: Number of micro-batches in flight, counted once per model chunk.
+        passes: Number of forward passes in flight; a micro-batch has one forward pass in each model
+            chunk.
         cut: True if some bytes did not fit on the host.
         key_bytes: Largest number of bytes of keys of other ranks that one attention call in row
             chunks keeps on the host. It does not depend on the fraction.
@@ -72,12 +73,12 @@ def passes_in_flight(warmup: int, total: int) -> int:
 
 
 def choice(demand: HostDemand, node: HostNode, link: float) -> OffloadFraction:
-    """Return the fraction that `auto` selects for one rank.
+    """Return the fraction of saved tensors that `--burst-offload auto` moves, for one rank.
 
     Args:
-        demand: Demand of a first step that moved everything.
+        demand: Bytes and times of a first step that moved all saved tensors.
         node: Host memory of the node.
-        link: Bytes per second of the slower direction while all ranks of the node copy.
+        link: Bytes per second in the slower direction while all ranks of the node copy.
     """
     calls = demand.saved_bytes / max(1, demand.call_bytes)
     # Keys of other ranks use the link and the memory too, for any fraction.
@@ -87,10 +88,10 @@ def choice(demand: HostDemand, node: HostNode, link: float) -> OffloadFraction:
 
 
 def too_small(fraction: float, of_ranks: Sequence[tuple[HostDemand, HostNode]]) -> str | None:
-    """Return the error message if a fraction does not fit on a host; None if it fits.
+    """Return the error message if the moved tensors of a rank do not fit in host memory, else None.
 
     Args:
-        fraction: Fraction of the saved tensors.
+        fraction: Fraction of the saved tensors that is moved.
         of_ranks: Demand and node of every rank, so that all ranks raise the same message.
     """
     if not any(demand.cut for demand, _ in of_ranks):
@@ -116,14 +117,14 @@ def _keys(demand: HostDemand) -> str:
 
 
 def line(fraction: float, own: HostDemand, node: HostNode, link: float | None = None) -> str:
-    """Return the log line on offloading, with the numbers of this rank.
+    """Return the start-up log line on offloading, with the numbers of this rank.
 
     Args:
         fraction: Fraction of the saved tensors that is moved.
         own: Demand of this rank.
         node: Host memory of the node.
-        link: With `auto`, bytes per second of the slower direction while all ranks of a node copy;
-            the first step then moved everything. Otherwise None.
+        link: With `auto`, bytes per second in the slower direction while all ranks of a node copy;
+            the first step then moved all saved tensors. Otherwise None.
     """
     auto = link is not None
     parts = [f"--burst-offload {'auto: ' if auto else ''}{fraction:.3g} of saved activations"]

@@ -43,7 +43,7 @@ MambaLayer: Any = homes.module("mamba_layer").MambaLayer
 
 
 def patch_layers(patches: PatchSet) -> None:
-    """Add the patches that move saved tensors of layers.
+    """Patch layers to move the tensors that they save for backward to the host.
 
     A layer inside a checkpoint is not changed. Its first run saves no tensors, and backward uses
     the saved tensors of the recomputation immediately.
@@ -64,7 +64,7 @@ _COUNTS = ["num_microbatches", "num_model_chunks", "microbatch_group_size_per_vp
 
 
 def patch_steps(patches: PatchSet) -> None:
-    """Add the patches that notify the tier of training steps and forward passes.
+    """Patch Megatron's schedules to call the `Tier` of the run in each step and each forward pass.
 
     Call this before the patch of packed batches, which changes the number of micro-batches.
     """
@@ -112,7 +112,7 @@ _WEIGHT = "_burst_weight"
 
 
 def patch_weights(patches: PatchSet) -> None:
-    """Add the patches that give backward of linear layers the original weight."""
+    """Patch linear layers so that their backward gets the original weight (see the module)."""
     linear = getattr(layers, _LINEAR)
     require_parameters(linear.forward, ["ctx", "input", "weight"], f"{_LINEAR}.forward")
     require_parameters(linear.backward, ["ctx", "grad_output"], f"{_LINEAR}.backward")

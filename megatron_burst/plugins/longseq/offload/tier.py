@@ -2,7 +2,8 @@
 """Offloading of one training run: its `HostMemory`, the fraction, and the calls that use them.
 
 The first step moves tensors as long as they fit, and never raises `OutOfHostMemory`. At its end all
-ranks decide together, from the measured bytes and times, whether the run fits.
+ranks decide together, from the measured bytes and times, whether the moved tensors fit in host
+memory.
 
 Until backward, Megatron's schedule holds the input that a pipeline stage received. The first layer
 saves this input, so the input is copied to the host like the input of every layer. Its device
@@ -37,13 +38,16 @@ MIN_BYTES = 1 << 20  # smaller tensors stay: launch time dominates their copies
 
 
 def configured(patches: PatchSet, config: Any, burst: LongSequenceOptions) -> None:
-    """Record in `patches` that a configuration of the run offloads activations."""
+    """Record the options of a configuration in `patches` if they enable offloading."""
     if burst.offload:
         patches.run.plugins[OPTIONS] = burst
 
 
 def tier_of(patches: PatchSet) -> Tier | None:
-    """Return the tier of the training run; None if no configuration offloads."""
+    """Return the `Tier` of the training run; None if no configuration enables offloading.
+
+    The first call creates it.
+    """
     burst = patches.run.plugins.get(OPTIONS)
     if burst is None:
         return None
@@ -53,7 +57,7 @@ def tier_of(patches: PatchSet) -> Tier | None:
 
 
 class RunningCall(NamedTuple):
-    """Layer call that runs at the moment: fraction of rows that is moved, and frame."""
+    """Layer call in progress: the fraction of rows that it moves, and the frame of its tensors."""
 
     fraction: float
     frame: HostFrame
@@ -74,7 +78,7 @@ class KeyMemory:
         self.bytes = 0
 
     def move(self, tensor: torch.Tensor, *, framed: bool = False) -> MovedTensor:
-        """Move all rows of a tensor of any size, see `HostMemory.move`."""
+        """Move all rows of a tensor of any size to the host; see `HostMemory.move`."""
         before = self._tier.moved()
         moved = self._tier.host.move(tensor, framed=framed)
         nbytes = self._tier.moved() - before
@@ -84,10 +88,10 @@ class KeyMemory:
 
 
 class Tier:
-    """Offloading of layers' saved tensors; the first step measures how much fits.
+    """State of the offloading in one training run; its first step measures the bytes to move.
 
-    Before the first step of Megatron's schedules, the number of ranks of the node is unknown. Until
-    then all ranks of the run are assumed to share it.
+    Before the first step of Megatron's schedules, the number of ranks of a node is unknown. Until
+    then all ranks of the run are assumed to share one node.
     """
 
     def __init__(self, burst: LongSequenceOptions) -> None:
@@ -115,7 +119,8 @@ class Tier:
         """Begin a training step on all ranks; the first call is collective.
 
         Args:
-            passes: Micro-batches in flight on this rank, counted once per model chunk.
+            passes: Number of forward passes in flight on this rank; a micro-batch has one forward
+                pass in each model chunk.
         """
         if self.settled:
             return
@@ -130,7 +135,8 @@ class Tier:
         """End a training step on all ranks; the first call is collective.
 
         Raises:
-            ValueError: The fraction does not fit on the host of a rank; all ranks raise.
+            ValueError: The moved tensors of a rank do not fit on its host; all ranks raise the
+                error.
         """
         if self.first is None:
             return
@@ -159,7 +165,7 @@ class Tier:
 
     @contextlib.contextmanager
     def forward_pass(self, received: Any) -> Iterator[None]:
-        """Return a context for one micro-batch in one model chunk.
+        """Return a context for the forward pass of one micro-batch in one model chunk.
 
         Args:
             received: Tensor, list of tensors or None that the previous pipeline stage sent. The
@@ -177,7 +183,7 @@ class Tier:
 
     @contextlib.contextmanager
     def call(self, arguments: Iterable[Any]) -> Iterator[RunningCall | None]:
-        """Return a context that offloads the saved tensors of a layer or checkpoint inside.
+        """Return a context for one call of a layer or checkpoint; it offloads what autograd saves.
 
         A call within another call is part of the outer call. The context yields the offloaded call,
         or None if offloading is disabled.
@@ -210,17 +216,17 @@ class Tier:
 
     @property
     def running(self) -> RunningCall | None:
-        """Offloaded call that runs at the moment, or None."""
+        """Call in progress whose saved tensors are offloaded, or None."""
         return self._running
 
     def saved(self, fraction: float) -> contextlib.AbstractContextManager[None]:
-        """Return a context that moves `fraction` of the saved tensors."""
+        """Return a context that moves `fraction` of the rows of each tensor that autograd saves."""
         return self.host.saved(fraction, min_bytes=MIN_BYTES, keep=self._staying(set()))
 
     def keys(self) -> KeyMemory | None:
-        """Return memory for keys of other ranks during one attention call in row chunks.
+        """Return memory for keys of other ranks, to use in one attention call in row chunks.
 
-        Returns None, on all ranks, if offloading is disabled.
+        If offloading is disabled, return None on all ranks.
         """
         return None if self._paused or not self.fraction else KeyMemory(self)
 
@@ -229,13 +235,16 @@ class Tier:
         return self.host.bytes_out + (self.first.spilt if self.first is not None else 0)
 
     def note_keys(self, memory: KeyMemory, nbytes: int) -> None:
-        """Count bytes of keys of other ranks that one call has moved."""
+        """Add `nbytes`, which `memory` has moved, to the bytes of other ranks' keys."""
         self._key_bytes += nbytes
         if self.first is not None:
             self.first.note_keys(memory.bytes)
 
     def _saved_bytes(self) -> int:
-        """Return bytes of saved tensors moved so far, including bytes that did not fit."""
+        """Return how many bytes of saved tensors were moved so far.
+
+        Bytes that did not fit are included.
+        """
         return self.moved() - self._key_bytes
 
     def _staying(self, shared: set[int]) -> Any:
@@ -257,7 +266,13 @@ class _MovedInput(NamedTuple):
 
 
 class ReceivedInputs:
-    """Inputs that one forward pass received: a tensor, a list of tensors, or None."""
+    """Inputs that one forward pass received from the previous pipeline stage.
+
+    They are moved to the host, and freed on the device after the forward pass.
+
+    Args:
+        received: A tensor, a list of tensors, or None.
+    """
 
     def __init__(self, received: Any = None) -> None:
         tensors = received if isinstance(received, (list, tuple)) else [received]
@@ -273,10 +288,15 @@ class ReceivedInputs:
     def move(
         self, arguments: Iterable[torch.Tensor], fraction: float, host: HostMemory, least: int
     ) -> None:
-        """Begin to copy received inputs that are arguments of the first layer.
+        """Begin to copy received inputs that are arguments of the first layer to the host.
 
-        The copy is shared, so that saving the input in the layer adds no second copy. Inputs of
-        fewer than `least` bytes stay.
+        The layer saves such an input too. This shares the copy and adds no second copy.
+
+        Args:
+            arguments: Arguments of the layer.
+            fraction: Fraction of the rows that is moved.
+            host: Host memory.
+            least: Inputs of fewer bytes stay on the device.
         """
         for argument in arguments:
             if any(argument is tensor for tensor in self._waiting):
@@ -287,12 +307,12 @@ class ReceivedInputs:
                     self._moved.append(_MovedInput(argument, moved))
 
     def saved(self, tensor: torch.Tensor) -> None:
-        """Record that a layer has saved this tensor under the hooks that move it."""
+        """Record that autograd saves this tensor for a layer whose saved tensors are moved."""
         if self._moved:
             self._saved.add(tensor.untyped_storage()._cdata)
 
     def free(self) -> None:
-        """Free device memory of inputs that layers saved, after their copies.
+        """Free the device memory of inputs that layers saved, after the copies to the host.
 
         An input that a layer keeps in another way stays.
         """
@@ -331,10 +351,11 @@ class Clock:
 
 
 class FirstStep:
-    """Bytes and times of the calls of the first step.
+    """Measurements of the first step: the bytes that layer calls move, and the time of each call.
 
     Attributes:
-        passes: Micro-batches in flight, counted once per model chunk.
+        passes: Number of forward passes in flight; a micro-batch has one forward pass in each model
+            chunk.
         spilt: Bytes that did not fit on the host.
     """
 
@@ -347,7 +368,7 @@ class FirstStep:
         self._of_passes = [0]
 
     def next_pass(self) -> None:
-        """Begin the forward pass of one micro-batch in one model chunk."""
+        """Record that the forward pass of one micro-batch in one model chunk begins."""
         self._of_passes.append(0)
 
     def spill(self, nbytes: int) -> None:
@@ -355,24 +376,27 @@ class FirstStep:
         self.spilt += nbytes
 
     def note_keys(self, nbytes: int) -> None:
-        """Note the bytes of keys of other ranks that one call has moved so far."""
+        """Record the bytes of other ranks' keys that one attention call has moved so far."""
         self._keys = max(self._keys, nbytes)
 
     def add(self, nbytes: int, clock: Clock) -> None:
-        """Add a call and its bytes, including bytes that did not fit."""
+        """Record the bytes that a layer call moved, and the time of the call.
+
+        Bytes that did not fit are included.
+        """
         self._largest = max(self._largest, nbytes)
         self._of_passes[-1] += nbytes
         self._clocks.append(clock)
 
     def demand(self) -> HostDemand:
-        """Return the demand of this rank at the fraction of the first step."""
+        """Return the `HostDemand` of this rank, measured at the fraction of the first step."""
         seconds = median(clock.seconds() for clock in self._clocks) if self._clocks else 0.0
         sums = max(self._of_passes)
         return HostDemand(self._largest, seconds, sums, self.passes, bool(self.spilt), self._keys)
 
 
 def gather(value: Any) -> list[Any]:
-    """Return the value of every rank of the run, in rank order; collective."""
+    """Collect `value` from every rank of the run, and return the list in rank order; collective."""
     if not torch.distributed.is_initialized():
         return [value]
     gathered = [value] * torch.distributed.get_world_size()
@@ -381,7 +405,9 @@ def gather(value: Any) -> list[Any]:
 
 
 def shared_node(stated: int | None) -> HostNode:
-    """Return the host memory of this rank's node; collective, equal on all ranks of the node.
+    """Return the host memory of this rank's node, equal on all ranks of the node.
+
+    This is a collective over all ranks of the run.
 
     Args:
         stated: Bytes per node; None for 80 % of the available memory.
@@ -393,11 +419,14 @@ def shared_node(stated: int | None) -> HostNode:
 
 
 def lone_node(stated: int | None) -> HostNode:
-    """Return the node's host memory without communication, as if all ranks were on this node."""
+    """Return this node's host memory as if all ranks of the run were on it; no communication."""
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     return HostNode(stated or host_limit(), ranks)
 
 
 def measured_rate(host: HostMemory) -> float:
-    """Measure bytes per second of the slower direction while all ranks copy; collective."""
+    """Measure bytes per second in the slower direction while all ranks copy to `host` and back.
+
+    This is a collective over all ranks of the run.
+    """
     return copy_rate(host, lambda: gather(None))
