@@ -47,7 +47,7 @@ def add_fields(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
 
 
 def given_fields(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Return field name -> value for the named fields whose flags the user has set."""
+    """Return the values of the named fields whose flags the user has set, by field name."""
     values = {name: getattr(arguments, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 

@@ -111,7 +111,7 @@ def fullest_stages(run: Settings) -> list[int]:
 
 
 def fit(rank_account: Account, cluster: Cluster) -> MemoryLeft:
-    """Return the memory per GPU of a cluster that a run with this account does not use."""
+    """Return the unused memory per GPU of a cluster during a run with this account."""
     items = rank_account.peak.items
     device = cluster.room - rank_account.peak.bytes
     host = cluster.host_per_rank - rank_account.host_bytes

@@ -81,7 +81,7 @@ class LayerSizes:
 
     @property
     def scan(self) -> Mixer | None:
-        """`mixer`, if its form of linear attention is known, so that its scan is counted."""
+        """`mixer` if its form of linear attention is known; otherwise None: no scan is counted."""
         return self.mixer if self.mixer is not None and self.mixer.form else None
 
     @property

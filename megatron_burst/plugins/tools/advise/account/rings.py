@@ -89,7 +89,7 @@ def cached_core_of() -> CoreOf:
 
 
 def on_ring(x: LayerSizes, run: Settings) -> LayerSizes:
-    """Return the sizes of one rank on the ring, which has 1 / `run.ulysses` of the heads.
+    """Return the sizes of a layer on a rank of the ring, with 1 / `run.ulysses` of the heads.
 
     If there are fewer key/value heads than ranks that share heads, each rank has a copy of one
     key/value head.
@@ -150,7 +150,7 @@ def side_by_bytes(run: Settings, sizes: RowSizes) -> str:
 def room_bytes(
     x: LayerSizes, run: Settings, of: RowSizes, side: str
 ) -> Callable[[str, int], float]:
-    """Return a function that converts the rows of a kind of ring buffer to bytes.
+    """Return a function that computes the bytes of a ring buffer from its kind and its rows.
 
     The kinds are the kinds of `HeldBuffers`. On a CPU each buffer has room for the longest message.
 
@@ -219,7 +219,11 @@ def most_held(
     algorithm: str, grid: Grid, seen: Visibility, sizes: RowSizes, side: str, ranks: Sequence[int],
     *, wire: bool, packed: bool, host: bool = False,
 ) -> tuple[HeldBuffers, HeldBuffers]:  # fmt: skip
-    """Return the result of `ring_held` for a grid and visible pairs (`seen`), over `ranks` only."""
+    """Return the ring buffers in forward and in backward, of the rank with the most rows.
+
+    Only the ranks in `ranks` are simulated. `seen` has the visible pairs of the shards, and `sizes`
+    the sizes of their tensors. `ring_held` explains the other arguments.
+    """
     name = ring_algorithm(algorithm)
     one_by_one = replace(seen, joined=False) if host else seen
     forward = cost.forward_schedule(name, grid, one_by_one, sizes)

@@ -27,7 +27,7 @@ class Moment(NamedTuple):
 
 
 def peaks(moments: Iterable[Moment]) -> list[Moment]:
-    """Return the moment with the most bytes of each phase, in order."""
+    """Return for each phase, in order, the moment with the most bytes."""
     most: dict[str, Moment] = {}
     for moment in moments:
         if moment.phase not in most or moment.bytes > most[moment.phase].bytes:

@@ -107,7 +107,7 @@ class AttentionForecast:
         """Return the run with the fastest predicted algorithm for each kind of layers.
 
         `--context-parallel-algo auto` makes the same choice. All kinds of layers use the run's
-        side, head chunks and groups. An algorithm in `pinned` applies to all layers.
+        side, head chunks and rings. An algorithm in `pinned` applies to all layers.
         """
         kinds = [kind for kind in SOFTMAX if kind in self.model.kinds]
         pinned = self.pinned.get("algorithm", "auto") != "auto"
@@ -179,7 +179,7 @@ class AttentionForecast:
         return *(getattr(run, name) for name in TIME_INPUTS), run.keys_on_host
 
     def candidate(self, run: Settings) -> Candidate:
-        """Return the fastest candidate (`select.fastest`) for this run's rows, heads and nodes."""
+        """Return the attention settings (`Candidate`) that are fastest for this run."""
         work = Workload(sizes_of(self.model, run), self.mask(run), self.layout(run))
         if (index := self.model.indexer) is not None:
             work = replace(work, attended=index.top_k, latent=True)

@@ -172,7 +172,7 @@ def frequency(layers: Sequence[bool]) -> str:
 
 
 def layer_list(layers: Sequence[bool]) -> str:
-    """Return the layers as a list of ones and zeros for a shell, such as "'([1]*3+[0]*1)'"."""
+    """Return the selected layers as ones in a quoted list, such as "'([1]*3+[0]*1)'"."""
     runs = [(int(has), len([*run])) for has, run in groupby(layers)]
     return shlex.quote("(" + "+".join(f"[{has}]*{count}" for has, count in runs) + ")")
 

@@ -152,7 +152,7 @@ def _together(run: Settings, steps: list[dict[str, Any]]) -> Iterator[Remedy]:
 def _more_gpus(
     model: Model, cluster: Cluster, run: Settings, beside: list[Settings], account_of: AccountOf
 ) -> Remedy | None:
-    """Return a change of parallel sizes with the fewest GPUs on which the run fits, if any.
+    """Return the change of parallel sizes that fits on the fewest GPUs; None if none fits.
 
     `beside` contains the run, unchanged and with all changes that cost little time.
     """

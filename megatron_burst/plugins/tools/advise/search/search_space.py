@@ -91,7 +91,7 @@ class TrainingGoal:
         return size + -size % (2 * cp * tp)
 
     def values(self, name: str, tried: Any) -> list[Any]:
-        """Return the values to try for a field: only the fixed value, if any, else `tried`."""
+        """Return the values to try for a field: its fixed value, or `tried` if it is not fixed."""
         return [self.pinned[name]] if name in self.pinned else list(tried)
 
 
@@ -254,7 +254,7 @@ def options_of(
 
 
 def layout_of(goal: TrainingGoal, store: float) -> str:
-    """Return the layout of a run: the fixed layout, or striped for partial stores, or zigzag."""
+    """Return the fixed layout if there is one, else striped for a partial store, else zigzag."""
     striped = 0 < store < 1 and not goal.carries
     return goal.pinned.get("layout") or ("striped" if striped else "zigzag")
 

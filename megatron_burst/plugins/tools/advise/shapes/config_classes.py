@@ -274,7 +274,7 @@ def _layer(layer: Any) -> BuiltLayer:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress transformers' log messages in this context."""
+    """Return a context in which transformers logs only errors and warnings are ignored."""
     logging = _transformers().logging
     before = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -288,7 +288,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _refused(name: str, kind: str) -> Iterator[None]:
-    """Convert errors of transformers to ValueError with a one-line message."""
+    """Return a context that converts errors of transformers to ValueError with one line."""
     try:
         yield
     except Exception as error:

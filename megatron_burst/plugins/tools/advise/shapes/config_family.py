@@ -73,7 +73,7 @@ class Structure(NamedTuple):
 
 
 def family_of(model: Model, fields: Fields, kind: str, made: Built) -> tuple[Family, bool]:
-    """Return the flags of Megatron-LM for a model except sizes, and whether attention has sinks.
+    """Return the flags of a model that are not sizes, and whether its attention has sinks.
 
     Args:
         model: Shape of the model.
