@@ -28,7 +28,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 @dataclass(frozen=True)
 class LossOptions:
-    """Options of a call of `linear_cross_entropy`. They must be equal on all ranks of the group."""
+    """Options of a call of `linear_cross_entropy`, equal on all ranks of the group."""
 
     ignore_index: int = -100
     logit_scale: float = 1.0
@@ -43,10 +43,10 @@ class LossOptions:
 
 
 class OptionRule(NamedTuple):
-    """Requirement on an option.
+    """Requirement that the value of an option must meet.
 
     Attributes:
-        words: Requirement, for the error message.
+        words: Text of the requirement, for the error message.
         kind: `numbers.Integral` or `numbers.Real`.
         good: Function that returns True for a valid number of this kind.
         optional: True if None is valid too.
@@ -79,7 +79,7 @@ RULES = {
 
 
 def reasons(options: LossOptions) -> Iterator[str]:
-    """Yield an error message for each invalid option, independent of the tensors."""
+    """Yield an error message for each invalid option. The tensors of the call are not needed."""
     for name, rule in RULES.items():
         value = getattr(options, name)
         if isinstance(value, torch.Tensor):
@@ -96,7 +96,7 @@ def _follows(value: Any, rule: OptionRule) -> bool:
 
 
 def is_number(value: Any, kind: type) -> bool:
-    """Return True if `value` is of this kind of number and not a bool."""
+    """Return whether `value` is a number of this kind and not a bool."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
@@ -202,9 +202,9 @@ Checked = TypeVar("Checked", bound=Any)
 
 
 class HeadOperation(Operation[Checked, Checked]):
-    """Base of operations of the LM head, such as `LossOperation`.
+    """Base class of operations of the LM head, such as `LossOperation`.
 
-    The checked request is also the plan, because shapes and options determine the collectives.
+    The checked arguments are also the plan, because shapes and options determine the collectives.
     """
 
     split: Split
@@ -238,7 +238,7 @@ def checked(
     labelled: int | None = None,
     extra: Iterable[str] = (),
 ) -> LossRequest:
-    """Check the arguments of a call.
+    """Check the arguments of a call, and return them with the facts that ranks compare.
 
     The facts of the result determine the collectives of the call. They include a checksum of the
     tensors that must be equal on all ranks of a group.

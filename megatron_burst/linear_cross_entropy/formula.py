@@ -8,9 +8,9 @@ vocabulary rows and e the label smoothing. The loss is
 
     lse(x) - (1 - e) x_y - e mean(x) + z_loss lse(x)^2
 
-and its derivative by x_j is p_j (1 + 2 z_loss lse) - (1 - e) [j = y] - e / v, where p is the
-softmax. Label smoothing is defined as in torch: the label has target probability 1 - e + e / v.
-z-loss is defined as in PaLM (arXiv 2204.02311, section 5).
+and its derivative with respect to x_j is p_j (1 + 2 z_loss lse) - (1 - e) [j = y] - e / v, where p
+is the softmax. Label smoothing is defined as in torch: the label has target probability 1 - e + e /
+v. z-loss is defined as in PaLM (arXiv 2204.02311, section 5).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Formula:
         return loss
 
     def softmax_factor(self, lse: torch.Tensor) -> torch.Tensor | float:
-        """Return the factor of the softmax in the derivative of the loss."""
+        """Return the factor of the softmax p in the derivative of the loss, 1 + 2 z_loss lse."""
         return 1 + 2 * self.z_loss * lse if self.z_loss else 1.0
 
 
@@ -63,10 +63,10 @@ class Stats(NamedTuple):
         target: Logit of the label; 0 if the label is not in the subset.
         total: Sum of the logits, or None if not requested.
         best: Largest logit, or None if not requested.
-        winner: Lowest vocabulary row with the largest logit, as a float (exact up to 2^24), or
-            None.
-        peak: If not None, `row_stats` replaced the logits by exp(logit - peak). Only for the rows
-            of one rank: `merge` ignores it.
+        winner: Lowest vocabulary row with the largest logit, as a float (exact up to 2^24), or None
+            if not requested.
+        peak: If not None, `row_stats` replaced the logits by exp(logit - peak). It belongs to the
+            columns of one rank; `merge` ignores it.
         entropy: Entropy of the softmax over the subset, or None if not requested.
     """
 
@@ -80,7 +80,7 @@ class Stats(NamedTuple):
 
 
 def merge(parts: list[Stats]) -> Stats:
-    """Merge the statistics of all ranks into statistics over all vocabulary rows.
+    """Merge the statistics of each rank's vocabulary rows into statistics over all vocabulary rows.
 
     The result has the same bits on every rank.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Autograd function of the LM head loss: what forward computes and saves, and how backward uses it.
+"""Autograd function of the LM head loss, with the modes "single_pass" and "recompute".
 
 Single pass: forward computes the gradients of sum(weights * loss) while it has the logits. If the
 incoming gradient is a scalar times the weights, backward only multiplies the gradients by this
@@ -40,10 +40,10 @@ class Sink(Protocol):
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Loss of the tokens of this rank's group.
+    """Autograd function that returns the loss of each token.
 
     Inputs are hidden [n, d], weight [v, d], labels [p, n] and weights [p, n]. Outputs are loss [p,
-    n] and argmax [p, n] or None.
+    n] and argmax [p, n] or None. Letters are the same as in `tiled_loop`.
     """
 
     @staticmethod
@@ -100,11 +100,11 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def _needs_weight_gradient(ctx: Any) -> bool:
-    """Return True if this backward computes the weight gradient.
+    """Return whether this backward must compute the weight gradient.
 
-    torch.autograd.grad(loss, hidden) does not need the weight gradient, but `needs_input_grad` is
-    True then, and an addition to a sink cannot be undone. The engine gives no information about
-    leaves, so the weight is passed as a view.
+    torch.autograd.grad(loss, hidden) does not need it, but `needs_input_grad` is True then, and an
+    addition to a sink cannot be undone. The engine gives no information about leaves, so the weight
+    is passed as a view.
     """
     if not ctx.needs_input_grad[1]:
         return False
@@ -112,7 +112,7 @@ def _needs_weight_gradient(ctx: Any) -> bool:
 
 
 def _factor(dloss: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a scalar c, and whether dloss = c * weights up to rounding errors.
+    """Return a scalar c and a bool, True if dloss = c * weights up to rounding errors.
 
     Both results are 0-d tensors on the device.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of rows of logits, and softmax gradient of the rows in place.
+"""Statistics of rows of logits, and gradients that overwrite the rows.
 
 The torch implementation supports every device and dtype. On CUDA `triton_rows` replaces this
 implementation if Triton is installed, and `csrc` computes the gradient if `csrc` was built. A tile
@@ -44,7 +44,7 @@ def row_stats(
     consume: bool = False,
     entropy: bool = False,
 ) -> Stats:
-    """Return the statistics of rows of logits.
+    """Return the statistics of n rows of logits over the columns of this rank.
 
     Args:
         z: Products h.w [n, v]. With `consume` they may become exp(x - peak), where x are the logits
@@ -127,7 +127,7 @@ def softmax_gradient_(
 def largest(
     z: torch.Tensor, count: int, columns: Columns, formula: Formula, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest logits [n, count] of this rank's columns, and their vocabulary rows.
+    """Return the largest logits of this rank's columns, and their vocabulary rows, [n, count] each.
 
     Vocabulary rows are floats, exact up to 2^24. If this rank has fewer than `count` columns, the
     remaining logits are -inf.
@@ -195,11 +195,11 @@ def entropy_gradient_(
     columns: Columns,
     formula: Formula,
 ) -> None:
-    """Replace the products z = h.w [n, v] by a gradient of entropy and log-sum-exp.
+    """Replace the products z = h.w [n, v] by a gradient with respect to z.
 
-    With derivatives with respect to z, the gradient of a row is of_entropy [n] times the derivative
-    of the entropy, minus of_softmax [n] times the derivative of the log-sum-exp. Rows with both
-    factors 0 become 0 even if they contain NaN.
+    The gradient of a row is of_entropy [n] times the derivative of the entropy, minus of_softmax
+    [n] times the derivative of the log-sum-exp. Rows with both factors 0 become 0 even if they
+    contain NaN.
     """
     if _has_triton(z):
         from . import triton_rows
@@ -236,7 +236,7 @@ class LogitRows(NamedTuple):
     formula: Formula
 
     def block(self, rows: slice, dtype: torch.dtype) -> torch.Tensor:
-        """Return the logits of some rows as a new tensor."""
+        """Return the logits of some rows and all real columns as a new tensor in `dtype`."""
         return _logits(self.z[rows, : self.columns.real], self.formula, dtype)
 
 
@@ -250,8 +250,8 @@ def divergence(
     """Return this rank's part [n] of KL(teacher || student), or of KL(student || teacher).
 
     Args:
-        student: Rows of the student.
-        teacher: Rows of the teacher.
+        student: Products h.w of the student.
+        teacher: Products h.w of the teacher.
         lse: Log-sum-exp [n] of complete rows of the student.
         teacher_lse: Log-sum-exp [n] of complete rows of the teacher.
         reverse: True for KL(student || teacher).
@@ -274,9 +274,18 @@ def divergence_gradient_(
     weights: torch.Tensor,
     reverse: bool,
 ) -> None:
-    """Replace the student's z by weights [n] times the gradient of the divergence kl [n].
+    """Replace the student's z by weights [n] times the gradient of the divergence of each row.
 
     Rows of weight 0 become 0 even if they contain NaN.
+
+    Args:
+        student: Products h.w of the student, which are overwritten.
+        teacher: Products h.w of the teacher.
+        lse: Log-sum-exp [n] of complete rows of the student.
+        teacher_lse: Log-sum-exp [n] of complete rows of the teacher.
+        kl: Divergence [n] of complete rows.
+        weights: Factor of each row's gradient [n].
+        reverse: True for KL(student || teacher).
     """
     z, columns, formula = student
     z[:, columns.real :] = 0
@@ -311,9 +320,10 @@ def _row_stats(
     consume: bool = False,
     entropy: bool = False,
 ) -> torch.Tensor:
-    """Return [5, n]: lse, target, total or entropy, best, winner.
+    """Return the statistics of n rows of logits as a tensor [5, n].
 
-    Total or entropy, best and winner are 0 unless they are requested.
+    Its rows are lse, logit of the label, sum of logits (entropy with `entropy`), largest logit, and
+    vocabulary row of the largest logit. The last three rows are 0 unless they are requested.
     """
     lse, target, third, best, winner = out = z.new_zeros((5, len(z)), dtype=dtype)
     if not columns.real:  # all columns are padding
@@ -387,15 +397,19 @@ def _softmax_gradient_(
 
 
 def _locate(index: torch.Tensor, real: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the column of each label, and a mask of labels with a column on this rank.
+    """Return the column of each label on this rank, and a mask of the labels that have one.
 
-    A label without a column gets an arbitrary valid column.
+    A label without a column on this rank gets an arbitrary valid column.
+
+    Args:
+        index: Vocabulary row of each label, relative to the first row of this rank.
+        real: Number of columns without padding.
     """
     return index.clamp(0, real - 1), (index >= 0) & (index < real)
 
 
 def _first_equal(x: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-    """Return the lowest column [n] whose value equals best [n].
+    """Return for each row of x [n, v] the lowest column whose value equals best [n].
 
     Rows with a NaN get the first column.
     """

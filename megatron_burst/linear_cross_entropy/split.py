@@ -47,13 +47,13 @@ class InFlight:
 
 @dataclass(frozen=True)
 class PendingFlag:
-    """Flag whose copy to the host may still be running."""
+    """Flag on the device whose copy to the host may still be running."""
 
     flag: torch.Tensor
     ready: torch.cuda.Event | None = None
 
     def read(self) -> bool:
-        """Return the flag.
+        """Return the flag, after the copy to the host.
 
         The host waits only for work that was launched before the copy.
         """
@@ -91,19 +91,22 @@ class Split:
 
     @property
     def _device(self) -> torch.device:
-        """Device of headers, the same on every rank; ranks may have tensors of other devices."""
+        """Device of headers, tensors that ranks exchange to compare facts.
+
+        It is the same on every rank, even if ranks have tensors of different devices.
+        """
         assert self.group is not None
         kinds = {device.type for device in self.group._device_types}  # pyright: ignore[reportAttributeAccessIssue]
         return torch.device("cpu") if "cpu" in kinds else torch.empty(0, device=min(kinds)).device
 
     def gather(self, rows: torch.Tensor) -> InFlight:
-        """Start an all-gather of rows of every slice.
+        """Start an all-gather of the rows of a tile from every slice.
 
         Args:
             rows: Rows [n, d] of this rank's slice.
 
         Returns:
-            The rows of all slices [parts * n, d].
+            Handle to the rows of all slices [parts * n, d].
         """
         if self.parts == 1:
             return InFlight(rows)
@@ -117,7 +120,7 @@ class Split:
             partial: Summands [parts * n, d], which must not be changed before `InFlight.wait`.
 
         Returns:
-            The sum of the rows of this rank's slice.
+            Handle to the sums of the rows of this rank's slice [n, d].
         """
         if self.size == 1:
             return InFlight(partial)
@@ -127,7 +130,7 @@ class Split:
         return InFlight(out, _start("reduce_scatter", out, partial, group=self.group))
 
     def merge(self, stats: Stats) -> Stats:
-        """Return the statistics over the vocabulary of all ranks, with one small all-gather."""
+        """Return statistics over the vocabulary rows of all ranks, with one small all-gather."""
         if self.size == 1:
             return stats
         present = stats._replace(peak=None)._asdict().items()
@@ -142,7 +145,7 @@ class Split:
         return partial
 
     def all_gather(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all ranks [size, ...]."""
+        """Return the tensors `own` of all ranks as one tensor [size, ...]."""
         if self.size == 1:
             return own[None]
         gathered = own.new_empty((self.size * len(own), *own.shape[1:]))
@@ -152,7 +155,7 @@ class Split:
         return gathered.view(self.size, *own.shape)
 
     def all_true(self, flag: torch.Tensor) -> PendingFlag:
-        """Start a logical AND of a 0-d flag over all ranks."""
+        """Start a logical AND of a 0-d flag over all ranks, and return a handle to the result."""
         all_ranks = flag.to(torch.int32)
         if self.size > 1:
             work = _start("all_reduce", all_ranks, op=dist.ReduceOp.MIN, group=self.group)

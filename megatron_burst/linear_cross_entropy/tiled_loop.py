@@ -75,7 +75,10 @@ def _add_by_panels(dw: torch.Tensor, z: torch.Tensor, hidden: torch.Tensor) -> N
 
 
 def _panels(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield (rows, weight rows in `dtype`): all rows if no conversion is needed, else panels."""
+    """Yield panels of the weight in `dtype`, each with the slice of its rows.
+
+    If no conversion is needed, the only panel is the whole weight.
+    """
     if weight.dtype == dtype:
         yield slice(0, len(weight)), weight
         return
@@ -89,12 +92,12 @@ def _panels(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, t
 
 
 class Tiling(NamedTuple):
-    """Division of tokens into tiles.
+    """Sizes of the tiles into which tokens are divided.
 
     Attributes:
         rows: Number of rows of this rank's slice per tile.
         tiles: Number of tiles.
-        row_bytes: Bytes of logits in a tile per row of this rank's slice.
+        row_bytes: Bytes of logits for each row of this rank's slice.
     """
 
     rows: int
@@ -103,7 +106,7 @@ class Tiling(NamedTuple):
 
 
 def tiling(hidden: torch.Tensor, weight: torch.Tensor, split: Split, tile: int | None) -> Tiling:
-    """Divide tokens into tiles of about equal size, with at most `tile` bytes of logits each.
+    """Return the `Tiling` with tiles of about equal size and at most `tile` bytes of logits each.
 
     Args:
         hidden: Hidden states [..., d].
@@ -202,8 +205,8 @@ def losses(
     """Return the losses, and compute the gradients of sum(weights * loss) in the same pass.
 
     Args:
-        head: Options and sizes.
-        tokens: Operands.
+        head: Options and sizes of the call.
+        tokens: Hidden states, weight and labels.
         weights: Weight of each token [p, n].
         dh: Gradient of hidden [n, d], which is overwritten; None if it is not needed.
         dw: Gradient of the weight [v, d], to which the result is added; None if it is not needed.
@@ -253,9 +256,10 @@ def gradients(
 
 
 def tiles(head: Head, tokens: Tokens) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """Yield (rows of this rank's slice, hidden states, products h.w) for each tile.
+    """Yield (rows of this rank's slice, hidden states h, products h.w) for each tile.
 
-    Hidden states and products have the dtype of logits. All tiles share one buffer for products.
+    For m rows of this rank's slice, hidden states are [p * m, d] and products [p * m, v], in the
+    dtype of logits. All tiles share one buffer for products.
     """
     hidden, weight, _ = tokens
     dtype = logits_dtype(hidden)
@@ -276,7 +280,16 @@ def tiles(head: Head, tokens: Tokens) -> Iterator[tuple[slice, torch.Tensor, tor
 
 
 class GradientSum:
-    """Gradients summed over tiles. At most one reduction of an input gradient is in flight."""
+    """Gradients of hidden and weight, summed over tiles.
+
+    At most one reduction of an input gradient over ranks is in progress.
+
+    Args:
+        head: Options and sizes of the call.
+        tokens: Hidden states, weight and labels.
+        dh: Gradient of hidden [n, d], which is overwritten; None if it is not needed.
+        dw: Gradient of the weight [v, d], to which tiles are added; None if it is not needed.
+    """
 
     def __init__(
         self, head: Head, tokens: Tokens, dh: torch.Tensor | None, dw: torch.Tensor | None
@@ -304,12 +317,12 @@ class GradientSum:
         self.put(tile, h, z, weights == 0)
 
     def put(self, tile: slice, h: torch.Tensor, z: torch.Tensor, unused: torch.Tensor) -> None:
-        """Add the gradients of a tile.
+        """Add the gradients of a tile, given the gradient of its logits.
 
         Args:
             tile: Rows of this rank's slice.
             h: Hidden rows of the tile [n, d]; overwritten if they are a copy.
-            z: Gradient of the logits [n, v].
+            z: Gradient of the products h.w [n, v].
             unused: Mask [n] of rows without a gradient; z is 0 there, and h may contain NaN.
         """
         if self.dh is not None:
@@ -325,7 +338,7 @@ class GradientSum:
             weight_gradient_(self.dw, z, fill(unused[:, None], 0))
 
     def finish(self) -> None:
-        """Wait for the reduction that is in flight, and store its input gradient."""
+        """Wait for the reduction in progress, if any, and store its input gradient in dh."""
         if self._reducing is not None and self.dh is not None:
             tile, arriving = self._reducing
             self.dh[tile] = arriving.wait()

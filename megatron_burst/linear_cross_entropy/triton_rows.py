@@ -38,10 +38,11 @@ def _stats(
     scale: tl.constexpr, cap: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """Compute the statistics of one row into out [5, n]: lse, target, total, best, winner.
+    """Compute the statistics of one row into out [5, n]: lse, label's logit, sum, largest, its row.
 
-    With ENTROPY the entropy replaces the total, and the winner is 0, because registers are scarce.
-    Each lane keeps its own sums.
+    The sum and the largest value are over the logits of this rank's columns; the last entry is the
+    vocabulary row of the largest logit. With ENTROPY the entropy replaces the sum, and the last
+    entry is 0, because registers are scarce. Each lane keeps its own sums.
     """
     row = tl.program_id(0).to(tl.int64)
     z += row * stride
@@ -96,7 +97,7 @@ def _gradient(
     z, index, lse, of_softmax, of_label, of_all, stride, width, real,
     scale: tl.constexpr, cap: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Replace a block of one row by its gradient."""
+    """Replace a block of products z of one row by its gradient; see `softmax_gradient_`."""
     row = tl.program_id(0).to(tl.int64)
     z += row * stride
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -117,7 +118,7 @@ def _entropy_gradient(
     z, lse, entropy, of_softmax, of_entropy, stride, width, real,
     scale: tl.constexpr, cap: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Replace a block of one row by its entropy gradient."""
+    """Replace a block of products z of one row by its gradient; see `entropy_gradient_`."""
     row = tl.program_id(0).to(tl.int64)
     z += row * stride
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -144,7 +145,10 @@ def row_stats(
     dtype: torch.dtype,
     entropy: bool = False,
 ) -> torch.Tensor:
-    """Return [5, n]: lse, target, total, best and winner of the first `real` columns.
+    """Return statistics of n rows of logits over the first `real` columns, as a tensor [5, n].
+
+    Its rows are lse, logit of the label, sum of logits, largest logit, and vocabulary row of the
+    largest logit.
 
     Args:
         z: Products h.w [n, v].
@@ -154,7 +158,8 @@ def row_stats(
         scale: Factor of the logits.
         softcap: Cap of the logits, or None.
         dtype: Dtype of the statistics.
-        entropy: Return the entropy in place of the total, and no winner.
+        entropy: True to return the entropy in place of the sum, and 0 in place of the vocabulary
+            row.
     """
     out = torch.empty((5, len(z)), dtype=dtype, device=z.device)
     if len(z):
@@ -168,7 +173,7 @@ def row_stats(
 def softmax_gradient_(
     z: torch.Tensor, gradient: LogitGradient, real: int, scale: float, softcap: float | None
 ) -> None:
-    """Replace z [n, v] by the gradient, see `LogitGradient`. Columns from `real` on become 0."""
+    """Replace products z [n, v] by their gradient; see `LogitGradient`. Padding becomes 0."""
     if z.numel():
         block = _block(z)
         _gradient[(len(z), triton.cdiv(z.shape[1], block))](
@@ -187,9 +192,9 @@ def entropy_gradient_(
     scale: float,
     softcap: float | None,
 ) -> None:
-    """Compute `rows.entropy_gradient_`; all [n] tensors are contiguous.
+    """Replace products z [n, v] by their gradient, as `rows.entropy_gradient_` does.
 
-    Columns from `real` on become 0.
+    Tensors [n] must be contiguous. Columns from `real` on become 0.
     """
     if z.numel():
         block = _block(z)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public function `linear_cross_entropy`: checks its arguments on all ranks, then computes."""
+"""Public function `linear_cross_entropy`, which first checks its arguments on all ranks."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def linear_cross_entropy(
 def head_of(
     hidden: torch.Tensor, weight: torch.Tensor, split: Split, options: LossOptions
 ) -> tiled_loop.Head:
-    """Return the options and sizes of a call on this rank.
+    """Return the `Head` of a call: its options and sizes on this rank.
 
     Args:
         hidden: Hidden states [..., d].
@@ -152,6 +152,12 @@ def head_of(
 def _weights(
     labels: torch.Tensor, loss_mask: torch.Tensor | None, head: tiled_loop.Head
 ) -> torch.Tensor:
-    """Return the weights [p, n] in the accumulation dtype, 0 for ignored labels."""
+    """Return the weights [p, n] of tokens in the accumulation dtype; 0 for ignored labels.
+
+    Args:
+        labels: Labels [p, n].
+        loss_mask: Weights of the tokens, shaped like the labels of the call; None for ones.
+        head: Options and sizes of the call.
+    """
     labelled = (labels != head.ignore_index).to(head.dtype)
     return labelled if loss_mask is None else labelled * loss_mask.reshape(labels.shape)

@@ -3,7 +3,7 @@
 
 An `AttentionStore` belongs to one checkpointed call. In the first run of the function, each
 attention call puts the outputs of some rows into the store. In the recomputation in backward, each
-attention call takes these rows from the store and recomputes only the other rows.
+attention call reads these rows from the store and recomputes only the other rows.
 
 A ContextVar holds the store of the running call. Entries of a store are in the order of attention
 calls. So several checkpointed calls may be in flight, and each may be recomputed in any order, more
@@ -46,7 +46,7 @@ class OffloadedTensor(Protocol):
 
 
 class OffloadedCall(Protocol):
-    """Function with its arguments, which an `OffloadTarget` holds until backward."""
+    """Function bound to arguments that an `OffloadTarget` holds until backward."""
 
     def places(self) -> list[torch.Tensor]:
         """Return one empty tensor per device of the arguments, as inputs of a checkpoint."""
@@ -66,7 +66,7 @@ class OffloadTarget(Protocol):
         ...
 
     def frame(self) -> AbstractContextManager[Any]:
-        """Return a context manager; tensors moved in it are fetched together in backward."""
+        """Return a context. Backward fetches the tensors that are moved in it together."""
         ...
 
     def saved(
@@ -76,7 +76,7 @@ class OffloadTarget(Protocol):
         min_bytes: int,
         keep: Callable[[torch.Tensor], bool] | None = None,
     ) -> AbstractContextManager[None]:
-        """Return a context manager that moves the tensors that autograd saves in it."""
+        """Return a context in which tensors that autograd saves for backward are moved."""
         ...
 
     def call(
@@ -85,7 +85,7 @@ class OffloadTarget(Protocol):
         args: tuple[Any, ...],
         move: Callable[[torch.Tensor], Any],
     ) -> OffloadedCall:
-        """Bind `args` to `function`. The first call of the result passes tensors to `move`."""
+        """Return `function` bound to `args`, whose tensors the first call passes to `move`."""
         ...
 
 
@@ -104,7 +104,7 @@ class StoreOffload:
     Attributes:
         host: Host memory.
         fraction: Fraction of the rows (dim 0) that is moved to host memory.
-        frame: Context manager of `host`; tensors moved in it are fetched together in backward.
+        frame: Context of `host`. Backward fetches the tensors that are moved in it together.
     """
 
     host: OffloadTarget
@@ -118,7 +118,7 @@ class StoreOffload:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Move the arguments that a checkpoint saves in this context.
+        """Return a context in which the arguments that a checkpoint saves are moved to host memory.
 
         Only arguments that require a gradient are moved. Other arguments are masks and tables,
         which all layers share.
@@ -148,7 +148,7 @@ class AttentionStore:
 
     Attributes:
         fraction: Fraction of the rows that is stored. If None, the plan of each call decides.
-        offload: Destination of the stored tensors in host memory, or None.
+        offload: How the stored tensors are moved to host memory; None if they stay on the device.
         entries: One entry per attention call, in the order of the calls.
         filled: True if the first run of the function has completed.
         position: Index of the entry of the next attention call.
@@ -161,7 +161,7 @@ class AttentionStore:
     position: int = 0
 
     def begin(self) -> None:
-        """Reset the position before a run of the function, the first run or a recomputation."""
+        """Start a run of the function (the first run or a recomputation) at the first entry."""
         self.position = 0
         if not self.filled:
             self.entries.clear()
@@ -204,7 +204,7 @@ class AttentionStore:
 
 
 class StoringCall:
-    """Function with an attention store, which the first run fills and later runs read."""
+    """Function with an attention store. The first run fills the store, and later runs read it."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class StoringCall:
 
 
 def in_backward() -> bool:
-    """Return True if this thread runs a backward pass, so that a forward is a recomputation."""
+    """Return whether this thread runs a backward pass, so that a forward is a recomputation."""
     return torch._C._current_graph_task_id() != -1  # private; torch's own checkpoint uses it too
 
 
@@ -250,7 +250,8 @@ def storing(
 ) -> Callable[..., T]:
     """Return `function` with an attention store, to be passed to a checkpoint.
 
-    To offload the arguments too, call the checkpoint inside `offloaded_arguments(result)`.
+    To offload the arguments too, call the checkpoint inside the context `offloaded_arguments(run)`,
+    with `run` returned by this function.
 
     Args:
         function: Function that the checkpoint runs and recomputes.
@@ -284,7 +285,7 @@ def storing(
 
 @contextmanager
 def offloaded_arguments(function: Callable[..., Any]) -> Iterator[None]:
-    """Offload the arguments that a checkpoint of `function` saves in this context.
+    """Return a context in which a checkpoint of `function` offloads the arguments that it saves.
 
     The arguments are fetched in backward together with the tensors of the store. The context does
     nothing unless `function` is a `StoringCall` with an offload.

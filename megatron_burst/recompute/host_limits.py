@@ -4,9 +4,9 @@
 The limit is derived from the available memory of the machine and the memory cgroup. Both are read
 from files in /proc and /sys; without these files, the installed memory is the limit.
 
-The fraction follows the rule of MEMO (arXiv 2407.12117, section 4): as many bytes as can be copied
-during the forward of a layer, and no more than fit into host memory. The other rows are recomputed,
-which costs at most another forward per layer. Waiting for copies would cost more per byte than
+The fraction follows the rule of MEMO (arXiv 2407.12117, section 4): offload as many bytes as can be
+copied during the forward of a layer and fit into host memory. The other rows are recomputed, which
+costs at most another forward per layer. Waiting for copies would cost more per byte than
 recomputation. `auto` of the flags, the memory report and the benchmark use this rule. The module
 does not import torch.
 """
@@ -65,7 +65,16 @@ def _cgroups(root: Path) -> list[int]:
 
 
 def _free(group: Path, limit: str, usage: str) -> list[int]:
-    """Return the limit of a cgroup minus its usage without droppable caches; [] without a limit."""
+    """Return the free bytes of a cgroup as a list of one number; an empty list without a limit.
+
+    Free bytes are the limit minus the usage; file caches that the kernel can drop do not count as
+    used.
+
+    Args:
+        group: Directory of the cgroup.
+        limit: Name of the file with the limit.
+        usage: Name of the file with the usage.
+    """
     allowed = _text(group / limit).strip()
     if not allowed.isdigit() or int(allowed) >= _UNLIMITED:
         return []
@@ -75,7 +84,7 @@ def _free(group: Path, limit: str, usage: str) -> list[int]:
 
 
 def _table(path: Path) -> dict[str, int]:
-    """Parse a file whose lines are "name number ..."."""
+    """Return the numbers of a file with lines "name number ...", by name."""
     lines = (line.split() for line in _text(path).splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 

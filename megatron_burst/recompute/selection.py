@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Selection of the rows that the attention store keeps, by the cost of their recomputation.
 
-The store keeps the positions that are most expensive to recompute under the mask, and the later of
-equally expensive positions. With a causal mask, this is the end of the sequence (BurstEngine
-section 3.2). The other positions are recomputed by a ring that sends only the keys that their
-queries see. This module selects positions, without torch. `checkpoint` manages the lifetime of a
-store.
+The store keeps the positions that are most expensive to recompute under the mask. Of equally
+expensive positions, it keeps the later ones. With a causal mask, this is the end of the sequence
+(BurstEngine section 3.2). The other positions are recomputed by a ring that sends only the keys
+that their queries see. This module selects positions, without torch. `checkpoint` manages the
+lifetime of a store.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BLOCKS = 64  # number of equally long blocks whose costs are compared
 
 
 class Interval(NamedTuple):
-    """Interval of positions start, ..., stop - 1."""
+    """Interval of consecutive positions: start, start + 1, ..., stop - 1."""
 
     start: int
     stop: int
@@ -35,7 +35,7 @@ class ShardRows(NamedTuple):
 
     Attributes:
         rows: Indices into the shard, int64.
-        spans: Positions of these rows.
+        spans: Positions of these rows in the sequence.
     """
 
     rows: np.ndarray
@@ -54,7 +54,8 @@ def split_positions(
         cp_size: Number of context-parallel ranks.
 
     Returns:
-        The stored intervals and the recomputed intervals, each in ascending order.
+        The intervals of stored positions, and the intervals of recomputed positions, each in
+        ascending order.
     """
     target = round(keep * seq_len / cp_size) * cp_size
     edges = np.unique(np.linspace(0, seq_len, min(BLOCKS, seq_len) + 1).astype(int))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Default number of row tiles of a tiled MLP.
+"""Default number of tiles of rows in which an MLP runs.
 
 The default is the smallest number for which the working set of a tile is at most the size of one
 [rows, hidden] tensor. A tile has at least `MIN_TILE_TOKENS` tokens, because smaller matrix products
@@ -16,7 +16,7 @@ MIN_CHUNK_ROWS = 8192  # minimum rows of a row chunk in the attention part of a 
 
 
 def dense_width(hidden: int, ffn: int, *, gated: bool, tp: int = 1, gathered: bool = False) -> int:
-    """Return the elements per local token that backward of a dense MLP holds at its peak.
+    """Return the peak number of elements per local token in the backward of a dense MLP.
 
     The peak on one rank consists of fc1's output, the activation, and the gradients of both; the
     gathered input and its gradient; input, normalized input, output, and the output gradient.
@@ -36,7 +36,7 @@ def dense_width(hidden: int, ffn: int, *, gated: bool, tp: int = 1, gathered: bo
 def moe_width(
     hidden: int, ffn: int, *, topk: int, shared: int = 0, gated: bool, gathered: int = 1
 ) -> int:
-    """Return the elements per local token that backward of a mixture of experts holds at its peak.
+    """Return the peak number of elements per local token in the backward of a mixture of experts.
 
     The load of the experts is assumed to be balanced.
 
@@ -54,10 +54,10 @@ def moe_width(
 
 
 def automatic(tokens: int, hidden: int, width: int) -> int:
-    """Return the number of tiles.
+    """Return the default number of tiles for the tokens of this rank.
 
     Args:
-        tokens: Number of local tokens.
+        tokens: Number of tokens of this rank.
         hidden: Hidden size of the model.
         width: Elements per token that backward holds: the result of `dense_width` or `moe_width`.
     """

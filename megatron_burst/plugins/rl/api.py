@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Public names of `mb.rl`: reinforcement learning on trajectories that share prefixes.
 
-`logprobs` performs the complete computation, from trajectories to one tensor per trajectory.
-`TrajectoryBatch` is one micro-batch, for the loops of other frameworks.
+`logprobs` computes one tensor of log-probabilities per trajectory, with all parallel sizes of
+Megatron. `TrajectoryBatch` is one micro-batch, for training loops of other frameworks.
 """
 
 from .batch import TrajectoryBatch

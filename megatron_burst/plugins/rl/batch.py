@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One micro-batch of trajectories: packing, distribution over context-parallel ranks, forward.
+"""One micro-batch of trajectories, packed and distributed over context-parallel ranks.
 
 The model is an unchanged Megatron model. During `TrajectoryBatch.run`, hidden states and weight are
 captured at the output layer, which computes no logits. `mb.linear_logprobs` then computes the
@@ -28,7 +28,7 @@ from .tree_pack import TreePack
 
 
 class TrajectoryBatch:
-    """Trajectories as one packed sequence, and this rank's rows of it.
+    """One packed sequence of trajectories, with the rows of this rank.
 
     Args:
         trajectories: Token ids of each trajectory, on the host. All ranks of a model pass the same
@@ -44,8 +44,8 @@ class TrajectoryBatch:
         positions: Positions of this rank's rows, int64 [1, n], for the model's `position_ids`.
             Rotary embeddings get the same positions from `packed_seq_params`.
         packed_seq_params: `PackedSeqParams` of the batch, for the model.
-        edges: Indices into `tree.edges` of the predictions from this rank's rows, int64 [e].
-        local: Local row of each of these predictions, int64 [e].
+        edges: Predictions from this rank's rows, as indices into `tree.edges`, int64 [e].
+        local: Row on this rank from which each of these predictions is made, int64 [e].
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class TrajectoryBatch:
 
 
 class _Gathered(torch.autograd.Function):
-    """Gather of values over ranks: [e] for this rank's edges -> [count] for all edges."""
+    """Gather of the values [e] of each rank's edges over ranks, to the values [count] of all."""
 
     @staticmethod
     def forward(
@@ -168,7 +168,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def rows_multiple(config: Any, cp_size: int, merged: bool) -> int:
-    """Return the required divisor of the number of rows of a pack.
+    """Return the number of which the rows of a pack must be a multiple.
 
     Context-parallel ranks get equal numbers of rows. With sequence parallelism, tensor-parallel
     ranks also get equal numbers of rows. For documents, some layouts require two pieces per rank.
@@ -186,7 +186,16 @@ def rows_multiple(config: Any, cp_size: int, merged: bool) -> int:
 def _documents(
     tree: trees.PrefixTree, trajectories: Sequence[Any], device: torch.device
 ) -> tuple[Pack, Any]:
-    """Pack trajectories one after the other, as Megatron packs documents."""
+    """Pack trajectories one after the other, as Megatron packs documents.
+
+    Args:
+        tree: Tree in which each trajectory is a root, with rows of padding at the end.
+        trajectories: Token ids of each trajectory.
+        device: Device of the model.
+
+    Returns:
+        The pack and its `PackedSeqParams`.
+    """
     lengths = [len(trajectory) for trajectory in trajectories if len(trajectory)]
     ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     sent = ends.to(device)

@@ -48,11 +48,11 @@ def linear_kl(
     vocab_size: int | None = None,
     tile: int | None = None,
 ) -> torch.Tensor:
-    """Return the KL divergence of each row in nats, [...] in float32 (float64 for float64).
+    """Return the KL divergence of student and teacher in nats for each row of hidden states.
 
-    Gradients reach hidden and weight; the teacher gets none. The result cannot be differentiated
-    twice. Student and teacher may have different dtypes and widths, each one of float64, float32
-    and bfloat16.
+    The result is [...] in float32 (float64 for float64 tensors). Gradients reach hidden and weight;
+    the teacher gets none. The result cannot be differentiated twice. Student and teacher may have
+    different dtypes and widths, each one of float64, float32 and bfloat16.
 
     Args:
         hidden: Hidden states of the student [..., d].
@@ -103,7 +103,7 @@ def linear_kl(
 
 
 class DivergenceRequest(NamedTuple):
-    """Validated options of `linear_kl` as Python numbers, and the facts that ranks compare."""
+    """Checked options of `linear_kl`, and the facts that must be equal on all ranks."""
 
     options: LossOptions
     facts: Facts
@@ -114,7 +114,8 @@ class DivergenceOperation(HeadOperation[DivergenceRequest]):
     """Call of `linear_kl` on one rank, with its arguments.
 
     Attributes:
-        models: Argument prefix ("" for the student, "teacher_") -> (hidden states, weight).
+        models: Hidden states and weight of each model, by prefix of the argument names: "" for the
+            student, "teacher_" for the teacher.
     """
 
     split: Split
@@ -166,7 +167,12 @@ class _DistillationHeads(NamedTuple):
     def pairs(
         self, hidden: torch.Tensor, weight: torch.Tensor
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield (rows, hidden states, student's logits, teacher's logits) of each tile."""
+        """Yield (rows, hidden states, student's products h.w, teacher's products h.w) of each tile.
+
+        Args:
+            hidden: Hidden states of the student [n, d].
+            weight: Weight of the student [v, d].
+        """
         empty_labels = torch.empty(0, dtype=torch.int64)
         of_student = tiles(self.student, Tokens(hidden, weight, empty_labels))
         of_teacher = tiles(
@@ -176,7 +182,7 @@ class _DistillationHeads(NamedTuple):
             yield tile, h, z, t
 
     def logits_of(self, z: torch.Tensor, t: torch.Tensor) -> tuple[LogitRows, LogitRows]:
-        """Return `LogitRows` of both models, in the student's accumulation dtype."""
+        """Return `LogitRows` of student and teacher for the products z and t of a tile."""
         return (
             LogitRows(z, self.student.columns, self.student.formula),
             LogitRows(t, self.teacher.columns, self.teacher.formula),
@@ -184,9 +190,10 @@ class _DistillationHeads(NamedTuple):
 
 
 class _LinearKL(torch.autograd.Function):
-    """Autograd function of the KL divergence per row.
+    """Autograd function that returns the KL divergence of each row.
 
-    Inputs are hidden [n, d] and weight [v, d] of the student. The output is KL [p n].
+    Inputs are hidden [n, d] and weight [v, d] of the student. The output is [p * n] for p slices of
+    the sequence (see `tiled_loop`).
     """
 
     @staticmethod

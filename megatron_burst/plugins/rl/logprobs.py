@@ -43,7 +43,7 @@ COLDEST, HOTTEST = 1e-6, 1e6  # limits of `temperature`; beyond them float32 may
 
 
 class LogProbs(NamedTuple):
-    """Results for each label, in the accumulation dtype (float64 for float64, else float32).
+    """Results for each label, in float32 (float64 for float64 tensors).
 
     Attributes:
         logprobs: Log-probabilities, shaped like labels; 0 for ignored labels.
@@ -52,7 +52,7 @@ class LogProbs(NamedTuple):
             error of up to 1 % in rows with an entropy below 1e-3.
         top: The k largest log-probabilities of the label's row [..., k], largest first, without a
             gradient. Also computed for ignored labels. None if not requested.
-        top_ids: Vocabulary rows of `top`, int64 [..., k], or None.
+        top_ids: Vocabulary row of each entry of `top`, int64 [..., k]; None if not requested.
     """
 
     logprobs: torch.Tensor
@@ -89,7 +89,7 @@ def linear_logprobs(
         weight: Weight [v, d] in the dtype of hidden.
         labels: Labels of any integer type, shaped like hidden without d, or [E] with `rows`. A
             label must be in the vocabulary or be ignore_index.
-        rows: Row of hidden that predicts each label [E], counted over the flattened leading
+        rows: Row of hidden that predicts each label [E], as an index into the flattened leading
             dimensions. A row may have several labels or none, as in a prefix tree
             (`PrefixTree.edges`). Pass `rows` on the host; logits are computed only for these rows.
             None means one label per row.
@@ -221,7 +221,10 @@ class LogProbsOperation(HeadOperation[LogProbsRequest]):
 def _rows(
     argument: Any, hidden: Any, sequence_parallel: Any
 ) -> tuple[np.ndarray | None, list[str]]:
-    """Return `rows` as int64 on the host, and the problems with it."""
+    """Return the argument `rows` as int64 [E] on the host, and a list of error messages.
+
+    The array is None if the argument is None or cannot be converted.
+    """
     if argument is None:
         return None, []
     try:
@@ -249,15 +252,15 @@ def _rows(
 
 
 def temperature_reasons(temperature: Any) -> Iterator[str]:
-    """Yield a reason if `temperature` is invalid."""
+    """Yield an error message if `temperature` is invalid."""
     if not (checks.is_number(temperature, Real) and COLDEST <= temperature <= HOTTEST):
         yield f"temperature must be from {COLDEST} to {HOTTEST}, got {described(temperature)}"
 
 
 def at_temperature(head: Head, temperature: float) -> Head:
-    """Return a head whose logits are divided by `temperature`.
+    """Return `head` with logits divided by `temperature`.
 
-    The division is exact with a cap: cap tanh(s / cap) / T = (cap / T) tanh((s / T) / (cap / T)).
+    A cap is divided too: cap tanh(s / cap) / T = (cap / T) tanh((s / T) / (cap / T)).
     """
     formula, cap = head.formula, head.formula.softcap
     cap = None if cap is None else cap / temperature
@@ -271,8 +274,14 @@ def _on(index: np.ndarray, like: torch.Tensor) -> torch.Tensor:
 class _LabelRows:
     """Mapping between labels, rows of hidden and tiles.
 
+    Args:
+        parts: Number of slices into which sequence parallelism splits the tokens.
+        rows: Number of rows of hidden in a slice.
+        labels: Labels int64 [E], sorted by row if `row` is given.
+        row: Row of hidden of each label, int64 [E]; None for one label per row.
+
     Attributes:
-        labels: Labels int64 [E], sorted by row if rows are given.
+        labels: The argument `labels`.
         row: Row of hidden of each label, int64 [E]. Rows of all slices are numbered consecutively.
     """
 
@@ -285,11 +294,11 @@ class _LabelRows:
         self._first = None if row is None else np.searchsorted(row, np.arange(rows + 1)).tolist()
 
     def rows(self, tile: slice) -> torch.Tensor:
-        """Return the row numbers of a tile over all slices, in the order of the tile."""
+        """Return the numbers of a tile's rows in all slices, in the order of the tile."""
         return self.all_rows.view(self.parts, -1)[:, tile].reshape(-1)
 
     def within(self, tile: slice) -> tuple[torch.Tensor | slice, torch.Tensor]:
-        """Return the indices of the labels in a tile, and the row within the tile of each label."""
+        """Return the indices of the labels in a tile, and the row of each label in the tile."""
         if self._first is None:
             rows = self.rows(tile)
             return rows, self.all_rows[: len(rows)]
@@ -298,10 +307,10 @@ class _LabelRows:
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """Autograd function of log-probabilities and entropies.
+    """Autograd function that returns log-probabilities and entropies.
 
-    Inputs are hidden [n, d] and weight [v, d]. Outputs are logprobs [E], entropy [p n], top and ids
-    [p n, k].
+    Inputs are hidden [n, d] and weight [v, d]. Outputs are logprobs [E], entropy [p * n], top and
+    ids [p * n, k], for p slices of the sequence (see `tiled_loop`).
     """
 
     @staticmethod
@@ -380,12 +389,24 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 def no_labels(z: torch.Tensor) -> torch.Tensor:
-    """Return labels outside every rank's columns; `_LabelRows` handles the real labels."""
+    """Return int64 labels [n] that are outside every rank's columns, for the n rows of z.
+
+    `_LabelRows` handles the real labels.
+    """
     return torch.full((len(z),), -1, dtype=torch.int64, device=z.device)
 
 
 def _largest(z: torch.Tensor, count: int, head: Head) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest logits [n, count] over the vocabulary of all ranks, and their rows."""
+    """Return the largest logits over the vocabulary of all ranks, and their vocabulary rows.
+
+    Args:
+        z: Products h.w [n, v] of a tile on this rank.
+        count: Number of logits to return.
+        head: Options and sizes of the call.
+
+    Returns:
+        Logits [n, count], largest first, and vocabulary rows [n, count] as floats.
+    """
     own = torch.stack(largest(z, count, head.columns, head.formula, head.dtype))
     values, winners = head.split.all_gather(own).permute(1, 2, 0, 3).flatten(2)
     best, index = values.topk(count, 1)

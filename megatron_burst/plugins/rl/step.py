@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public function `mb.rl.logprobs`: trajectories over micro-batches, ranks and pipeline stages.
+"""Public function `mb.rl.logprobs`, which distributes trajectories over micro-batches and ranks.
 
 Megatron's own schedule runs forward and backward for all parallel sizes. The caller passes the loss
 as a function of complete trajectories. The gradient is the gradient of the loss summed over all
@@ -50,8 +50,10 @@ class TrajectoryLogProbs:
             a float64 model). Entry i belongs to token i + 1.
         entropies: Entropies in nats of the distribution of token i + 1, shaped like `logprobs`;
             None if not requested.
-        tokens: Tokens of this rank's micro-batches before merging, without padding.
-        rows: Rows of this rank's micro-batches after merging, without padding.
+        tokens: Number of tokens in this rank's micro-batches before prefixes are merged, without
+            padding.
+        rows: Number of rows in this rank's micro-batches after prefixes are merged, without
+            padding.
         loss: Sum of the loss over this rank's micro-batches; None without `loss` and on pipeline
             stages before the last.
     """
@@ -97,9 +99,9 @@ def logprobs(
             pipeline stage calls it once per micro-batch. Its result must not differ between tensor-
             and context-parallel ranks. None for no gradients.
         temperature: Divisor of the logits.
-        entropy: Compute entropies; False saves a pass over the logits.
-        tree: Merge shared prefixes; False computes every trajectory separately, as packed
-            documents.
+        entropy: True to compute entropies. False saves a pass over the logits.
+        tree: True to compute shared prefixes once. False computes every trajectory separately, as
+            packed documents.
         max_tokens: Limit of the distinct tokens of a micro-batch over all context-parallel ranks.
             None for one micro-batch per data-parallel rank.
         vocab_size: Rows of the LM head without padding; padding rows are not in the softmax. None
@@ -177,7 +179,7 @@ def logprobs(
 
 
 def _scalar(value: Any) -> Any:
-    """Return the result of `loss`, or raise ValueError if it is not a scalar."""
+    """Return the result of the caller's `loss` as a scalar; raise ValueError if it is not one."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.reshape(())
     if isinstance(value, (int, float)):
@@ -201,11 +203,11 @@ class _LogProbsArguments(NamedTuple):
 
 
 class _StepPlan(NamedTuple):
-    """Micro-batches of this data-parallel rank, with data to compare and to log.
+    """Micro-batches of this data-parallel rank, facts that ranks compare, and the log line.
 
     Attributes:
         parts: Indices and tokens of the trajectories of each micro-batch.
-        rows: Rows of each micro-batch.
+        rows: Number of rows of each micro-batch after prefixes are merged.
         facts: Facts on which all ranks must agree.
         line: Line for the log.
     """
@@ -276,7 +278,7 @@ def _plan_step(
 
 
 def _reasons(chunks: list[Any], arguments: _LogProbsArguments) -> Iterator[str]:
-    """Yield the problems of the model and of the arguments."""
+    """Yield an error message for each problem of the model and of the arguments."""
     yield from temperature_reasons(arguments.temperature)
     if arguments.loss is not None and not callable(arguments.loss):
         yield f"loss must be a function or None, got {type(arguments.loss).__name__}"
@@ -334,7 +336,11 @@ def _reasons(chunks: list[Any], arguments: _LogProbsArguments) -> Iterator[str]:
 
 
 def tree_reasons(config: Any) -> Iterator[str]:
-    """Yield the properties of a configured model that do not support prefix trees."""
+    """Yield an error message for each property of a model that does not support prefix trees.
+
+    Args:
+        config: `TransformerConfig` of the model, after `configure`.
+    """
     layers, linear = ModelShape.of(config).linear_setting, config.burst.linear
     if layers is not None and (config.context_parallel_size == 1 or linear not in OVER_TREES):
         yield (
@@ -359,9 +365,10 @@ def tree_reasons(config: Any) -> Iterator[str]:
 def _batches(
     plan: _StepPlan, config: Any, device: torch.device, merged: bool
 ) -> Iterator[tuple[tuple[int, ...], TrajectoryBatch]]:
-    """Yield the micro-batches.
+    """Yield the micro-batches of `plan`, each with the indices of its trajectories.
 
-    All have equal lengths if pipeline stages expect equal numbers of rows.
+    All micro-batches have equal lengths if pipeline stages expect equal numbers of rows. `merged`
+    is True to merge common prefixes.
     """
     rows = 0
     if config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths:
@@ -397,6 +404,6 @@ def _merged(reports: list[TrajectoryLogProbs], entropy: bool) -> TrajectoryLogPr
 
 
 def _finalize_function(config: Any) -> Any:
-    """Return the function that sums gradients over data-parallel ranks."""
+    """Return the function with which Megatron sums gradients over data-parallel ranks."""
     own = config.finalize_model_grads_func
     return finalize_model_grads if own is None else own

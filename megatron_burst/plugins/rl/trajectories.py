@@ -26,15 +26,15 @@ def cut_trajectories(
     capacity: int | None = None,
     multiple: int = 1,
 ) -> list[list[range]]:
-    """Return the trajectories of each micro-batch as ranges, `runs[rank][micro_batch]`.
+    """Return a list per data-parallel rank, with the range of trajectories of each micro-batch.
 
-    The indices count trajectories in the order of `lengths`. Every rank has the same number of
-    micro-batches; some may be empty.
+    A range contains indices into `lengths`. Every rank has the same number of micro-batches; some
+    may be empty.
 
     Args:
-        lengths: Tokens of each trajectory.
+        lengths: Number of tokens of each trajectory.
         shared: Length of the prefix that each trajectory shares with the previous one.
-        work: Cost function of the model.
+        work: Cost function of the model: work of tokens and of attention.
         ranks: Number of data-parallel ranks.
         capacity: Maximum distinct tokens of a micro-batch; the number of micro-batches is as small
             as possible. None for one micro-batch per rank.
@@ -58,7 +58,7 @@ def cut_trajectories(
     rows, fresh = size.tolist(), (size - common).tolist()
 
     def runs(bound: float) -> list[range]:
-        """Return the fewest ranges with at most `bound` work each."""
+        """Return the fewest ranges of trajectories that have at most `bound` work each."""
         closed, start, load, used = [], 0, 0, 0
         for i in range(len(rows)):
             full = load + added_work[i] > bound or (

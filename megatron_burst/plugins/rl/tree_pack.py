@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefix tree as a packed batch: `PackedSeqParams`, and distribution of rows over ranks.
+"""Prefix tree as a packed batch of Megatron, and distribution of its rows over ranks.
 
 Data loading, rotary embedding and attention look up the pack of a `PackedSeqParams` in the module
 `data.packed`. The pack of a tree has the mask of the tree, positions along paths, and a balanced
 layout that does not depend on the layout of the run.
 
-Cumulative lengths cannot describe a tree, so the `cu_seqlens` of a tree only identify its pack. The
+Cumulative lengths cannot describe a tree, so `cu_seqlens` only identifies the pack of a tree. The
 registry `packed.packs()` finds the pack by the identity of this tensor. A field or a subclass of
 `PackedSeqParams` cannot carry the pack, because Megatron passes only `cu_seqlens` to the function
-that applies rotary embeddings. Views and copies are other tensors and are not recognized. Their
-values [0, -tokens] are no valid lengths, so all our functions refuse them with a message.
+that applies rotary embeddings. Views and copies of `cu_seqlens` are other tensors, and are not
+recognized. The values [0, -tokens] are no valid lengths, so all our functions raise an error for
+them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class TreePack(Pack):
     Attributes:
         digest: Digest of the tree's structure. Trees with equal digests have the same mask and
             layout.
-        own: `BatchCut` of the run, with the layout replaced by a balanced one.
+        own: `BatchCut` of the run, with layout "balanced".
         tree: The prefix tree.
     """
 
@@ -70,12 +71,12 @@ class TreePack(Pack):
 
     @property
     def chained(self) -> dict[str, Any]:
-        """Keyword arguments with which linear attention follows the tree."""
+        """Keyword arguments for linear attention, which then follows the paths of the tree."""
         return {"tree": self.tree}
 
     @property
     def cut_key(self) -> tuple:
-        """Cache key of the layout of the pack, independent of the run's `BatchCut`."""
+        """Cache key of the layout of the pack; it does not depend on the run's `BatchCut`."""
         return self.total, self.digest, self.own
 
     def _layout(self, cut: BatchCut, cp_size: int) -> Layout:

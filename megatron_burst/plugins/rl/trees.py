@@ -5,9 +5,9 @@ A trajectory is a list of tokens, such as a prompt with one sampled answer. `pac
 prefixes into a tree of segments (runs of tokens without a branch) and orders its rows depth first.
 `masks.Tree` then describes the visible rows by one bound per row.
 
-An *edge* is a prediction: a row, and the row before it on its path. Every row except the first row
-of a root has one edge. Results per edge (log-probabilities, entropies) are valid for all
-trajectories that pass through the edge. The module needs no torch.
+An *edge* is a prediction: a row, and the row before it on its path. For every row except the first
+row of a root, one edge predicts the token of the row. Results per edge (log-probabilities,
+entropies) are valid for all trajectories that pass through the edge. The module needs no torch.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ LARGEST = 2**31 - 1  # largest token id
 
 
 class Edges(NamedTuple):
-    """Predictions of a tree, one entry per predicted row, in the order of the predicted rows.
+    """Predictions of a tree as parallel arrays: one entry per predicted row, in the order of rows.
 
     Attributes:
-        row: Row whose hidden state predicts, int64 [E]. A row before a branch occurs once per
-            child.
+        row: Row whose hidden state predicts the token, int64 [E]. A row before a branch occurs once
+            per child.
         label: Predicted token, int64 [E].
         target: Row of the predicted token, int64 [E].
         weight: Sum of the weights of the trajectories through the edge, float64 [E].
@@ -51,7 +51,7 @@ class Edges(NamedTuple):
     stop: np.ndarray
 
     def on(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the edges whose predicting row is in a shard, and the local rows.
+        """Return the edges whose predicting row is in a shard, and the local index of these rows.
 
         Args:
             positions: Positions of the shard, int64 [rows] (`Layout.positions`).
@@ -83,7 +83,7 @@ class PrefixTree:
             which is at the end.
         edges: Predictions of the tree.
         order: Indices of the trajectories that have tokens, int64, ordered by their last rows.
-        paths: Rows of each trajectory.
+        paths: Rows of each trajectory, int64 [tokens].
     """
 
     tokens: np.ndarray
@@ -152,7 +152,7 @@ class PrefixTree:
 
     @cached_property
     def _edge(self) -> np.ndarray:
-        """Edge that predicts each row, int64 [S]; -1 for rows without one."""
+        """Index of the edge that predicts each row, int64 [S]; -1 for rows without such an edge."""
         edge = np.full(len(self.tokens), -1)
         edge[self.edges.target] = np.arange(len(self.edges.target))
         return edge
@@ -308,8 +308,12 @@ def _arranged(
 ) -> PrefixTree:
     """Return the tree of the segments `parts`.
 
-    `parent` is the index of the segment before each segment; -1 for a root. Trajectory i ends with
-    segment leaf[i]; -1 for a trajectory without tokens.
+    Args:
+        parts: Token ids of each segment.
+        parent: Index of the segment before each segment; -1 for a root.
+        leaf: Last segment of each trajectory; -1 for a trajectory without tokens.
+        weights: Same as in `pack`.
+        multiple: Same as in `pack`.
     """
     multiple = integer("multiple", multiple)
     if not 1 <= multiple < 2**31:
@@ -359,9 +363,13 @@ def _arranged(
 
 
 def _depth_first(parent: list[int], leaf: list[int]) -> list[int]:
-    """Return all segments in depth-first order.
+    """Return the indices of all segments in depth-first order.
 
     Children of one segment are ordered by their first trajectory.
+
+    Args:
+        parent: Index of the segment before each segment; -1 for a root.
+        leaf: Last segment of each trajectory; -1 for a trajectory without tokens.
     """
     children: list[list[int]] = [[] for _ in range(len(parent) + 1)]  # the last entry: roots
     seen = [False] * len(parent)
@@ -381,7 +389,7 @@ def _depth_first(parent: list[int], leaf: list[int]) -> list[int]:
 
 
 def _path(segment: int, parent: list[int], start: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """Return the rows from a root to the end of a segment, int64."""
+    """Return the rows of the path from a root to the end of a segment, int64."""
     segments = []
     while segment >= 0:
         segments.append(segment)
@@ -397,7 +405,11 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def _tokens(name: str, argument: Any) -> np.ndarray:
-    """Return token ids as int64; raise ValueError with the argument's name if they are invalid."""
+    """Return token ids as int64 [tokens].
+
+    Raises:
+        ValueError: The ids are invalid; the message names the argument.
+    """
     try:
         ids = np.asarray(argument)
     except (TypeError, ValueError, RuntimeError) as error:  # ragged, or on another device
@@ -432,7 +444,11 @@ def _weights(
 
 
 def _weight(name: str, argument: Any, tokens: int) -> np.ndarray:
-    """Return a weight, or the weights of all tokens, as float64; raise ValueError if invalid."""
+    """Return the weight of a trajectory, or of each of its tokens, as float64.
+
+    Raises:
+        ValueError: The weight is invalid; the message names the argument.
+    """
     try:
         numbers = np.asarray(argument)
     except (TypeError, ValueError, RuntimeError):  # ragged, on another device, with a gradient

@@ -5,8 +5,8 @@ verl imports the module that a configuration names, in every worker, before it b
 
     actor_rollout_ref.model.external_lib: megatron_burst.plugins.rl.verl
 
-Then verl's Megatron engines accept `override_transformer_config.burst`, the fields of
-`mb.BurstConfig`. No other module of the package has an effect on import. `uninstall()` restores
+Then verl's Megatron engines accept the entry `override_transformer_config.burst`, a dict of fields
+of `mb.BurstConfig`. No other module of the package has an effect on import. `uninstall()` restores
 verl.
 """
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patches of verl's Megatron engine that configure BurstAttention.
 
-One method of the engine builds the configuration of a model. The patch removes the entry `burst`
-from `override_transformer_config`, because Megatron does not accept it, and passes the entry to
-`configure`.
+One method of the engine builds the configuration of a model. The patch of this method removes the
+entry `burst` from `override_transformer_config`, because Megatron does not accept it. It then
+passes the entry to `configure`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ENGINE = "verl.workers.engine.megatron.transformer_impl"
 
 
 def install() -> None:
-    """Let verl's Megatron engines use BurstAttention. Calls after the first have no effect.
+    """Patch Megatron engines of verl to use BurstAttention. Calls after the first have no effect.
 
     Raises:
         ValueError: The version of verl is not tested.
@@ -58,13 +58,13 @@ def install() -> None:
 
 
 def uninstall() -> bool:
-    """Remove the patches of verl and Megatron. Return False if nothing was installed."""
+    """Remove the patches of verl and Megatron. Return False if verl was not patched."""
     uninstall_burst()
     return patching.remove(_NAME)
 
 
 def _configured(original: Callable[[Any], None], engine: Any) -> None:
-    """Run `MegatronEngine._build_tf_config`, then configure attention by the `burst` entry."""
+    """Run `MegatronEngine._build_tf_config`, then configure attention with the `burst` entry."""
     settings = engine.engine_config
     overrides = settings.override_transformer_config
     entry = overrides.get(_ENTRY)
@@ -89,7 +89,7 @@ def _configured(original: Callable[[Any], None], engine: Any) -> None:
 
 
 def choices(entry: Any) -> BurstConfig:
-    """Return the configuration of a `burst` entry, a dict of fields of `BurstConfig` or None."""
+    """Return the `BurstConfig` with the fields of a `burst` entry, which is a dict or None."""
     fields = dict(entry or {})
     unknown = sorted(set(fields) - {flag.field for flag in flags.FLAGS})
     if unknown:
@@ -132,7 +132,7 @@ def engine_problems(settings: Any, model: Any, burst: BurstConfig) -> Iterator[P
 
 
 def _tree_reasons(model: Any, burst: BurstConfig) -> Iterator[str]:
-    """Yield the properties of a configured model that do not support prefix trees."""
+    """Yield an error message for each property of a model that does not support prefix trees."""
     from ..step import tree_reasons  # imports Megatron-Core
 
     if burst.pack == "trees" and burst.algorithm != flags.OFF:
@@ -147,7 +147,7 @@ _FIELDS = {flag.name: f"override_transformer_config.{_ENTRY}.{flag.field}" for f
 
 
 def translated(text: str) -> str:
-    """Return a message with flags replaced by the equivalent settings of verl."""
+    """Return `text` with each flag of the command line replaced by verl's name of the setting."""
 
     def setting(match: re.Match) -> str:
         flag = match.group()

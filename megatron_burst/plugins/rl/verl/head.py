@@ -16,10 +16,11 @@ from ..logprobs import linear_logprobs
 
 
 def processed(original: Callable[..., Any], **arguments: Any) -> Any:
-    """Replace verl's `fused_output_processor`: log-probabilities and entropies of the labels.
+    """Compute log-probabilities and entropies of labels in place of `fused_output_processor`.
 
-    Megatron passes all arguments as keywords: labels [1, t], hidden_states [t, 1, d]. Under
-    sequence parallelism a rank has only some rows of hidden_states. The results are [t].
+    Megatron passes all arguments as keywords: labels [1, t] of t tokens, hidden_states [t, 1, d].
+    Under sequence parallelism a rank has only some rows of hidden_states. The result has log_probs
+    [t] and entropy [t].
     """
     config = arguments["config"]
     burst = getattr(config, "burst", None)

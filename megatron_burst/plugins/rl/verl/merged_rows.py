@@ -7,8 +7,8 @@ replacements convert between tokens and rows of a tree, so that the rest of verl
 
 verl expects one label per row, but the last row of a shared prefix has one label per branch. The
 tree therefore merges pairs of a token and its successor. Two rows are merged if all tokens up to
-and including the next one are equal. Each branch has its own copy of the last row of the prefix,
-which costs one row per branch and per end.
+and including the next one are equal. Each branch, and each trajectory that ends with the prefix,
+has its own copy of the prefix's last row.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LOGGED = "rl: prefix trees"
 
 
 class MergedRows:
-    """Rows of one micro-batch as a prefix tree, and this rank's rows.
+    """One micro-batch of verl as a prefix tree, with the rows of this rank.
 
     Args:
         input_ids: Token ids, jagged [trajectories, tokens].
@@ -91,7 +91,7 @@ class MergedRows:
         self._taken, self._home = on_device(first[own_rows]), on_device(home[row])
 
     def packed(self, values: torch.Tensor, following: bool) -> torch.Tensor:
-        """Return the values [1, n, ...] of this rank's rows.
+        """Return values of this rank's rows [1, n, ...], taken from values of all tokens.
 
         Args:
             values: Values per token, jagged [trajectories, tokens, ...].
@@ -113,10 +113,13 @@ class MergedRows:
         return torch.cat([flat, flat.new_zeros(1, *flat.shape[1:])])[self._taken][None]
 
     def unpacked(self, output: torch.Tensor) -> torch.Tensor:
-        """Gather the rows of all ranks and return values [trajectories, tokens, ...], jagged.
+        """Gather the rows of all ranks and return values of all tokens [trajectories, tokens, ...].
 
-        `output` has the rows [1, n, ...] of this rank. All ranks must call this method. As in verl,
-        the gradient reaches only the rows of this rank.
+        The result is jagged. All ranks must call this method. As in verl, the gradient reaches only
+        the rows of this rank.
+
+        Args:
+            output: Values of this rank's rows [1, n, ...].
         """
         parts, size = [output], self._group.size()
         if size > 1:
@@ -128,7 +131,7 @@ class MergedRows:
 
 
 def patch(patches: PatchSet, util: Any, forward: Any, fused: Any) -> None:
-    """Add patches that let engines with `burst.pack` "trees" merge prefixes.
+    """Patch verl to merge prefixes in engines with `burst.pack` "trees".
 
     Args:
         patches: Set of patches.
@@ -172,7 +175,10 @@ def patch(patches: PatchSet, util: Any, forward: Any, fused: Any) -> None:
 
 @contextmanager
 def _merged_batch(patches: PatchSet, arguments: dict[str, Any]) -> Iterator[None]:
-    """Let verl pack `arguments["input_ids"]` as a tree in this context, if supported."""
+    """Return a context in which verl packs `arguments["input_ids"]` as a prefix tree.
+
+    The context changes nothing if `burst.pack` is not "trees".
+    """
     config = arguments["model"].config
     burst = getattr(config, "burst", None)
     if burst is None or burst.pack != "trees" or burst.algorithm == "megatron":
