@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forecast bands by GPU: the range of the ratio of published times to their forecasts.
+"""Forecast bands by GPU: the range of published times, as multiples of their forecasts.
 
-A band covers the published steps and attention calls of one GPU generation. The band excludes at
-most 10 % of the ratios of these steps and calls. If all ratios are above 1, the band begins at 1
-and excludes the largest ratios. Otherwise it excludes equally many of the largest and of the
-smallest ratios. The ends of a band are rounded outwards to a hundredth.
+A band covers the published steps and attention calls of one GPU generation. It excludes at most 10
+% of the ratios of published time to forecast. If all ratios are above 1, the band begins at 1 and
+excludes the largest ratios. Otherwise it excludes equally many of the largest and of the smallest
+ratios. The ends of a band are rounded outwards to a hundredth.
 
 PUBLISHED has the bands of forecasts from published rates. A100 and A800: LoongTrain's tables 2 and
 4 (58 steps, without four duplicates, and 88 calls), BurstEngine's tables 2 and 5 (10 steps) and its
@@ -27,14 +27,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ForecastBand:
-    """The range of measured time / forecast that contains 90 % of published times.
+    """The range of published time / forecast that contains 90 % of the published times.
 
     Attributes:
         low: Lower end, as a multiple of the forecast.
         high: Upper end, as a multiple of the forecast.
         cells: Number of published times.
-        gpus: GPUs of the published times, for messages.
-        provided: Condition under which the band applies, for messages.
+        gpus: Text for messages that names the GPUs of the published times.
+        provided: Text for messages with the condition under which the band applies; empty if it
+            always applies.
     """
 
     low: float
@@ -44,7 +45,7 @@ class ForecastBand:
     provided: str = ""
 
     def around(self, seconds: float) -> tuple[float, float]:
-        """Return the shortest and the longest time for a forecast of this many seconds."""
+        """Return the two ends of the band in seconds, for a forecast of `seconds`."""
         return self.low * seconds, self.high * seconds
 
     def __str__(self) -> str:
@@ -73,10 +74,10 @@ WIDEST = ForecastBand(
 
 
 def band_of(gpu: str, measured: bool) -> ForecastBand:
-    """Return the band of a GPU's forecasts.
+    """Return the band of forecasts for a GPU.
 
     Args:
         gpu: Name of the GPU.
-        measured: Whether the rates were measured.
+        measured: True if the forecast uses measured rates; False for published rates.
     """
     return MEASURED if measured else PUBLISHED.get(gpu, WIDEST)

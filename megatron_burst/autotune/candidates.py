@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings that can run a workload, with their simulated times and their bytes.
+"""Candidates: settings that can run an attention workload, with their predicted times.
 
-This module decides which algorithms, sides, numbers of head chunks and ulysses groups are tried.
-`select` compares the candidates and selects one.
+A candidate is an algorithm, a side (the tensors that backward sends), a number of head chunks and a
+grid of ulysses groups. This module decides which of them are simulated. `select` compares the
+candidates and selects one.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ ROOM = 0.5  # fraction of the free memory that rows of other ranks may use
 
 @dataclass(frozen=True)
 class Workload:
-    """The attention that all ranks compute together, for any settings.
+    """The attention call that all ranks compute together, without its settings.
 
     Attributes:
-        sizes: Sizes of one rank, before heads are shared.
+        sizes: Sizes of one rank's tensors, before ulysses groups exchange heads.
         mask: The mask.
         layout: The layout.
-        chunks: Number of row chunks, as `sequence_chunks` of a call.
-        blocks: Blocks of rows, as `row_blocks` of a call.
+        chunks: Number of row chunks; argument `sequence_chunks` of a call.
+        blocks: Number of blocks of rows; argument `row_blocks` of a call.
         attended: Largest number of keys that sparse attention selects per query. Only the query's
-            rank knows the selection, so keys are sent. None if a query attends to all visible keys.
-        latent: Whether values are columns of the keys. Keys are then wider than `sizes.width` by
-            these columns.
+            rank has the selection, so keys are sent and queries stay. None for dense attention.
+        latent: True if values are columns of the keys, which are then wider than `sizes.width` by
+            `sizes.value_width`.
     """
 
     sizes: Sizes
@@ -72,11 +73,11 @@ class Workload:
 
 @dataclass(frozen=True)
 class FixedSettings:
-    """The settings that the user has fixed; None if a setting is free.
+    """The settings that the user has chosen; None for settings that the search chooses.
 
     Attributes:
-        algorithm: Algorithm of the ring, with or without ulysses groups.
-        side: Side that is sent in backward.
+        algorithm: Algorithm of the ring; ulysses groups are still searched.
+        side: Tensors that backward sends, "kv" or "query".
         head_chunks: Number of head chunks.
     """
 
@@ -90,14 +91,14 @@ class Candidate:
     """One way to run a workload, with its predicted times and the bytes that it sends.
 
     Attributes:
-        algorithm: Name of the algorithm, as in `attention`.
-        side: Side that is sent in backward.
+        algorithm: Argument `algorithm` of `mb.attention`.
+        side: Tensors that backward sends, "kv" or "query".
         head_chunks: Number of head chunks.
         ulysses: Number of ranks that share heads.
-        placement: Placement of ulysses groups, as in `Topology`.
+        placement: Placement of ulysses groups; see `Topology`.
         forward: Time of forward, including the all-to-all of ulysses groups.
         backward: Time of backward, including the all-to-all of ulysses groups.
-        sent: Bytes that all ranks send.
+        sent: Bytes that all ranks send in both passes.
     """
 
     algorithm: str
@@ -124,7 +125,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Name for messages: the algorithm, and the number of ranks that share heads if any do."""
+        """Name for messages: the algorithm, and the size of ulysses groups if it is above 1."""
         shared = f", {self.ulysses} sharing heads ({self.placement})"
         return self.algorithm + shared * (self.ulysses > 1 and self.algorithm != "ulysses")
 
@@ -138,15 +139,15 @@ def on_grid(
 ) -> Iterator[Candidate]:
     """Yield the candidates of every algorithm, side and number of head chunks on one grid.
 
-    More head chunks are tried while they shorten a call.
+    For each algorithm, more head chunks are tried as long as they shorten the call.
 
     Args:
         workload: The attention.
         topology: The grid.
         rates: Rates of each rank, with `compute`.
-        fixed: Settings that are fixed.
-        nodes: Nodes with shared NICs, if `rates` are for a rank alone on its NIC; default:
-            `rates.shared`.
+        fixed: Settings that the user has chosen.
+        nodes: Nodes on which ranks share NICs. `rates.inter` must then be the rate of a rank that
+            is alone on its NIC. Default: `rates.shared`.
     """
     work = GridWork.of(workload, topology, rates, fixed, nodes)
     left = work.algorithms()[::-1]
@@ -157,9 +158,10 @@ def on_grid(
 
 
 class GridSchedules:
-    """Visibility and schedules of a workload on a grid, for any rates and batch size.
+    """Visibility and schedules of a workload on a grid, cached for searches with several rates.
 
-    The schedules depend on heads only by the ratio of query heads to key/value heads.
+    Schedules do not depend on the batch size. They depend on heads only by the ratio of query heads
+    to key/value heads.
 
     Args:
         workload: The attention.
@@ -169,7 +171,7 @@ class GridSchedules:
     Attributes:
         visibility: Visibility of the whole shards.
         row_chunks: Visibility of each row chunk.
-        seen: Number of visible pairs of query chunk i and key chunk j, [G, G].
+        seen: [G, G], number of visible pairs of the queries of rank i and the keys of rank j.
     """
 
     def __init__(self, workload: Workload, topology: Topology, nodes: Nodes | None = None):
@@ -193,7 +195,7 @@ class GridSchedules:
         self._made: dict[tuple[Any, ...], list[PreparedSchedule]] = {}
 
     def forward(self, algorithm: str, sizes: Sizes) -> list[PreparedSchedule]:
-        """Return the schedule of forward for each row chunk."""
+        """Return the schedules of forward, one per row chunk."""
         least = _fewest_heads(sizes)
         return self._prepared(
             (algorithm, least),
@@ -201,7 +203,7 @@ class GridSchedules:
         )
 
     def backward(self, algorithm: str, sizes: Sizes, side: str) -> list[PreparedSchedule]:
-        """Return the schedule of backward for each row chunk."""
+        """Return the schedules of backward that sends `side`, one per row chunk."""
         least = _fewest_heads(sizes)
         return self._prepared(
             (algorithm, least, side),
@@ -211,7 +213,7 @@ class GridSchedules:
         )
 
     def forget(self) -> None:
-        """Free the schedules, and the data that they share."""
+        """Free the cached schedules, and the results that algorithms share."""
         self._made.clear()
         for visibility in self.row_chunks:
             visibility.common.clear()
@@ -227,7 +229,7 @@ class GridSchedules:
 
 
 def _fewest_heads(sizes: Sizes) -> Sizes:
-    """Return the sizes with a batch of one and the fewest heads of the same ratio."""
+    """Return the sizes with batch size 1 and the fewest heads with the same ratio of heads."""
     least = math.gcd(sizes.heads, sizes.kv_heads)
     heads, kv_heads = sizes.heads // least, sizes.kv_heads // least
     return replace(sizes, batch=1, heads=heads, kv_heads=kv_heads)
@@ -238,13 +240,14 @@ SchedulesOf = Callable[[Workload, Topology, Nodes | None], GridSchedules]
 
 @dataclass(frozen=True, eq=False)
 class PassWork:
-    """The work of one pass, forward or backward, on one grid, for any algorithm.
+    """The costs of one pass, forward or backward, on one grid that do not depend on the algorithm.
 
     Attributes:
-        pair_seconds: [G, G], seconds to compute query chunk i with key chunk j.
+        pair_seconds: [G, G], seconds to compute attention of the queries of rank i to the keys of
+            rank j.
         call_seconds: Smallest number of seconds of a kernel call.
-        adding: Time of memory traffic in addition to computation.
-        head_exchange: Time of the all-to-alls of ulysses groups.
+        adding: Time of the memory traffic that is not part of `pair_seconds`.
+        head_exchange: Time of the all-to-alls in ulysses groups.
     """
 
     pair_seconds: np.ndarray
@@ -255,18 +258,18 @@ class PassWork:
 
 @dataclass(frozen=True, eq=False)
 class GridWork:
-    """A workload on one grid, with the data that all algorithms share.
+    """A workload on one grid, with all data that does not depend on the algorithm.
 
     Attributes:
         workload: The attention.
         topology: The grid.
         rates: Rates of each rank.
-        fixed: Settings that are fixed.
+        fixed: Settings that the user has chosen.
         sizes: Sizes of one rank after the all-to-all of ulysses groups.
-        schedules: Schedules of the workload.
-        forward: Work of forward.
-        backward: Work of backward.
-        few_rows: Result of `_few_rows`.
+        schedules: Schedules of the workload on this grid.
+        forward: Costs of forward.
+        backward: Costs of backward.
+        few_rows: True if a rank can hold all rows of other ranks that it uses (`_few_rows`).
     """
 
     workload: Workload
@@ -289,15 +292,15 @@ class GridWork:
         nodes: Nodes | None = None,
         schedules_of: SchedulesOf = GridSchedules,
     ) -> GridWork:
-        """Return the work of a workload on a grid.
+        """Return the `GridWork` of a workload on a grid.
 
         Args:
             workload: The attention.
             topology: The grid.
             rates: Rates of each rank.
-            fixed: Settings that are fixed.
-            nodes: Nodes whose NICs are shared, as in `on_grid`.
-            schedules_of: Makes a `GridSchedules`, or returns an existing one.
+            fixed: Settings that the user has chosen.
+            nodes: Nodes on which ranks share NICs; see `on_grid`.
+            schedules_of: Function that makes a `GridSchedules` or returns a cached one.
         """
         nodes = nodes or rates.shared
         sizes = workload.sizes.shared(topology.ulysses)
@@ -315,7 +318,7 @@ class GridWork:
 
     @property
     def trained(self) -> bool:
-        """True if a backward follows."""
+        """True if the call has a backward pass."""
         return any(self.sizes.needs_grad)
 
     @cached_property
@@ -335,7 +338,7 @@ class GridWork:
         return (computed + (1 + trained) * rates.start * len(row_chunks) + heads) * (1 - ROUNDING)
 
     def algorithms(self) -> list[AlgorithmOnGrid]:
-        """Return the algorithms that are tried on this grid."""
+        """Return the algorithms to simulate on this grid."""
         names = _algorithms(self.workload, self.topology, self.fixed)
         if self.fixed.algorithm is None and not self.few_rows:
             names = [name for name in names if not ALGORITHMS[name].few_rows]
@@ -353,17 +356,17 @@ def pass_works(
     sparse: bool = False,
     latent: bool = False,
 ) -> tuple[PassWork, PassWork]:
-    """Return the work of forward and of backward for any algorithm on one grid.
+    """Return the costs of forward and of backward on one grid that all algorithms share.
 
     Args:
         topology: The grid.
         sizes: Sizes of one rank after the all-to-all of ulysses groups.
         rates: Rates of one rank, with `compute`.
-        seen: Number of visible pairs of query chunk i and key chunk j, [G, G].
+        seen: [G, G], number of visible pairs of the queries of rank i and the keys of rank j.
         row_chunks: Number of row chunks, which are assumed to have equal work.
-        nodes: Nodes whose NICs are shared, if any.
-        sparse: Whether a query attends to selected keys only.
-        latent: Whether values are columns of the keys.
+        nodes: Nodes on which ranks share NICs, if any.
+        sparse: True if a query attends to selected keys only.
+        latent: True if values are columns of the keys; see `Workload`.
     """
     assert rates.compute is not None
     columns = sizes.width + sizes.value_width * (1 + latent)
@@ -382,21 +385,22 @@ def pass_works(
 
 @dataclass(frozen=True, eq=False)
 class AlgorithmOnGrid:
-    """One algorithm for the workload on a grid."""
+    """One algorithm for a workload on a grid: its candidates, and lower bounds on their times."""
 
     on: GridWork
     algorithm: str
 
     @property
     def counts(self) -> Sequence[int]:
-        """Numbers of head chunks that may be tried, in order."""
+        """Numbers of head chunks to try, in order."""
         return _head_chunks(self.on.sizes, self.on.fixed, self.on.schedules.grid.size == 1)
 
     @property
     def at_least(self) -> float:
-        """Lower bound on the seconds of every candidate, including a launch per call.
+        """Lower bound on the seconds of every candidate, without its schedules.
 
-        If the algorithm does not join calls, each pair of chunks is one call.
+        It is `GridWork.at_least`, plus the launch of a call per pair of chunks if the algorithm
+        does not join calls.
         """
         on = self.on
         if on.workload.attended is not None or ALGORITHMS[self.algorithm].joins:
@@ -408,14 +412,14 @@ class AlgorithmOnGrid:
 
     @cached_property
     def busy(self) -> float:
-        """Lower bound on the seconds of every candidate: the busiest rank or port of each pass."""
+        """Lower bound on the seconds of every candidate, from the busiest rank or port."""
         seconds = self._busy(self._forward, self.on.forward)
         if self.on.trained:
             seconds += min(self._busy(passes, self.on.backward) for passes in self._backwards)
         return seconds * (1 - ROUNDING)
 
     def _busy(self, passes: Sequence[PreparedSchedule], work: PassWork) -> float:
-        """Return a lower bound on the seconds of the passes of all row chunks."""
+        """Return a lower bound on the total seconds of these passes, one per row chunk."""
         rates, count = self.on.rates, self.counts[0]
         return work.head_exchange.seconds + sum(
             simulator.pass_at_least(
@@ -432,7 +436,7 @@ class AlgorithmOnGrid:
 
     @cached_property
     def _backwards(self) -> list[list[PreparedSchedule]]:
-        """Schedules of backward for each side that is tried, one per row chunk."""
+        """For each side that is tried: the schedules of backward, one per row chunk."""
         on, fixed = self.on, self.on.fixed.side
         sided = ALGORITHMS[self.algorithm].sided and on.schedules.grid.size > 1
         sides = [fixed] if fixed else SIDES if sided else ["kv"]
@@ -440,9 +444,9 @@ class AlgorithmOnGrid:
         return [schedules(self.algorithm, on.sizes, side) for side in sides]
 
     def by_chunks(self) -> Iterator[list[Candidate]]:
-        """Yield the candidates of each number of head chunks, one per side.
+        """Yield, for each number of head chunks, a list of candidates: one per side.
 
-        More head chunks are tried while they shorten a call.
+        More head chunks are tried as long as they shorten the call.
         """
         on, topology = self.on, self.on.topology
         resends_q = len(on.schedules.row_chunks) > 1
@@ -480,7 +484,7 @@ class AlgorithmOnGrid:
             before = times
 
     def _time(self, passes: Sequence[PreparedSchedule], work: PassWork, count: int) -> PassTime:
-        """Return the time of the passes of all row chunks in sequence, and of the all-to-alls."""
+        """Return the total time of these passes, run one after another, and of the all-to-alls."""
         total = IDLE
         for schedule in passes:
             total += simulator.pass_time(
@@ -507,16 +511,16 @@ def _algorithms(workload: Workload, topology: Topology, fixed: FixedSettings) ->
 
 
 def _few_rows(visibility: Visibility, own: Sizes, shared: Sizes, room: float) -> bool:
-    """Return whether a rank can hold all rows of other ranks that it uses at once.
+    """Return True if every rank can hold all rows of other ranks that it uses at the same time.
 
-    The rank must use at most half of the rows of other ranks. The memory of these rows
+    A rank must use at most half of the rows of other ranks. The memory of these rows
     (`held_of_row`) must be at most MOST_RECEIVED times the bytes of the rank's own rows, and at
     most ROOM of the free memory.
 
     Args:
-        visibility: Rows that ranks use.
-        own: Sizes before ranks share heads.
-        shared: Sizes after ranks share heads, including copies of key/value heads.
+        visibility: The rows that each rank uses.
+        own: Sizes of one rank before ulysses groups exchange heads.
+        shared: Sizes after the exchange, including copies of key/value heads.
         room: Bytes of free memory; math.inf if unknown.
     """
     keys = visibility.keys
@@ -528,10 +532,11 @@ def _few_rows(visibility: Visibility, own: Sizes, shared: Sizes, room: float) ->
 
 
 def held_of_row(sizes: Sizes) -> int:
-    """Return the peak bytes that a rank holds per received row of keys in one joined call.
+    """Return the peak bytes that a rank needs per received row of keys in one joined call.
 
-    This follows `execution.joined`. A rank first holds the received row and its copy, then the copy
-    and the sums of gradients, then these sums and the gradients in the wire dtype.
+    The memory of `execution.joined` is largest at one of three times. A rank holds the received row
+    and its copy, then the copy and the sums of gradients, then these sums and the gradients in the
+    wire dtype.
     """
     keys, sent = sizes.backward.kv, sizes.backward.dkv
     sums = sent // sizes.wire_itemsize * sizes.stat_itemsize
@@ -541,7 +546,7 @@ def held_of_row(sizes: Sizes) -> int:
 def _sent(
     schedules: Sequence[Schedule], topology: Topology, sizes: Sizes, resends_q: bool = False
 ) -> Traffic:
-    """Return the bytes that all ranks send, on all rings and within all ulysses groups."""
+    """Return the bytes that all ranks send in these schedules and in ulysses groups."""
     total = Traffic()
     for schedule in schedules:
         ring = cost.traffic(schedule, None, sizes)
@@ -561,7 +566,7 @@ def _head_chunks(sizes: Sizes, fixed: FixedSettings, alone: bool) -> Sequence[in
 
 
 def _named(algorithm: str, topology: Topology) -> str:
-    """Return the name that `attention` uses for this algorithm on these ulysses groups."""
+    """Return the argument `algorithm` of `mb.attention` for this ring algorithm on this grid."""
     if 1 < topology.ulysses == topology.size:
         return "ulysses"
     return "hybrid" if topology.ulysses > 1 and algorithm == "burst" else algorithm
@@ -570,17 +575,17 @@ def _named(algorithm: str, topology: Topology) -> str:
 def sharing(
     topology: Topology, sizes: Sizes, rates: Rates, resends_q: bool = False, per_nic: float = 1.0
 ) -> tuple[PassTime, PassTime]:
-    """Return the times of the all-to-alls before and after the ring, in forward and in backward.
+    """Return the time of the all-to-alls in ulysses groups, for forward and for backward.
 
-    Ranks compute nothing at the same time. Transfers on both link classes and copies overlap with
-    each other. The CPU time counts one exchange and one call (for copies) before the ring, and the
-    same after it.
+    There is one all-to-all before the ring and one after it. They do not overlap with computation.
+    Transfers on both link classes and copies overlap with each other. The CPU time of each
+    all-to-all is one exchange and one call (for copies).
 
     Args:
         topology: The grid.
-        sizes: Sizes on the ring.
+        sizes: Sizes of one rank on the ring, after the all-to-all.
         rates: Rates of each rank.
-        resends_q: Whether backward sends queries again, as it does with row chunks.
+        resends_q: True if backward sends queries again, as with row chunks.
         per_nic: Number of ranks that send on one NIC at the same time.
     """
     links = [topology.link(0, peer) for peer in topology.ulysses_group(0)[1:]]
@@ -603,15 +608,15 @@ def sharing(
 
 
 def adding(sizes: Sizes, rate: float) -> tuple[AccumulationTimes, AccumulationTimes]:
-    """Return the seconds per row of memory traffic of dense attention, in forward and backward.
+    """Return the memory time per row of adding up results of dense attention: forward, backward.
 
     A call reads its results in the dtype of q, and reads and writes the sums to which they are
     added. Keys of several chunks are copied to one buffer. Gradients of such keys are zeroed, and
     read and written again for each chunk (`execution.joined`).
 
     Args:
-        sizes: Sizes on the ring.
-        rate: Bytes per second that are read and written.
+        sizes: Sizes of one rank on the ring.
+        rate: Bytes per second that the device reads and writes.
     """
     of_sums, batch = 2 * sizes.stat_itemsize + sizes.itemsize, sizes.batch / rate
     of_keys = batch * sizes.kv_heads * (sizes.width + sizes.value_width)
@@ -627,16 +632,16 @@ def adding(sizes: Sizes, rate: float) -> tuple[AccumulationTimes, AccumulationTi
 
 
 def reading(sizes: Sizes, memory: float, latent: bool) -> tuple[float, float]:
-    """Return the least seconds of a sparse attention call in forward and in backward.
+    """Return the smallest seconds of a sparse attention call: in forward, and in backward.
 
-    Queries, results and gradients of all rows of the call pass through memory, even if a row has
+    A call reads and writes queries, results and gradients of all its rows, even if a row has
     selected few keys of the call. Forward reads q, and reads and writes out in the dtype of sums.
     Backward reads q and the gradient of its output, and reads and writes dq in the dtype of sums.
 
     Args:
-        sizes: Sizes on the ring.
-        memory: Bytes per second of memory.
-        latent: Whether values are columns of the keys, as in `Workload`.
+        sizes: Sizes of one rank on the ring.
+        memory: Bytes per second that the device reads and writes.
+        latent: True if values are columns of the keys; see `Workload`.
     """
     rows = sizes.tokens * sizes.batch * sizes.heads
     out, itemsize, read_write = sizes.value_width, sizes.itemsize, 2 * sizes.stat_itemsize
@@ -646,9 +651,9 @@ def reading(sizes: Sizes, memory: float, latent: bool) -> tuple[float, float]:
 
 
 def grids(ranks: int, intra: int, sizes: Sizes) -> list[Topology]:
-    """Return every grid of these ranks on which ulysses groups can share these heads.
+    """Return all grids of `ranks` ranks whose ulysses groups can share the heads.
 
-    Placements with the same rings and ulysses groups appear once.
+    Of two placements with the same rings and ulysses groups, only one is returned.
     """
     by_groups: dict[tuple, Topology] = {}
     for ulysses in (n for n in range(1, ranks + 1) if ranks % n == 0):

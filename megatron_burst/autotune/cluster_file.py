@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cluster files: the measured values of a cluster, as TOML that users can read and edit.
+"""Cluster files: TOML files with the measured values of a cluster.
 
-`megatron-burst calibrate` writes a file, and `read` makes a `Cluster` from it. This module decides
-the names, the units and the order of the values. Comments state how a value was measured and how
-much repeats vary. `read` ignores comments.
+`megatron-burst calibrate` writes a file, and `read` makes a `Cluster` from it. This module defines
+the names, units and order of the values. Comments in the file state how a value was measured and
+how much repeats vary; `read` ignores them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ else:
 
 
 class FileKey(NamedTuple):
-    """One key of the file.
+    """One key of a cluster file.
 
     Attributes:
         key: Name of the key.
-        of: Class that has the field.
-        field: Name of the field.
+        of: Class that has the field, such as `Cluster` or `Gpu`.
+        field: Name of the field of this class.
         kind: Type of the value.
         unit: Unit or meaning of the value, for the comment.
     """
@@ -110,7 +110,7 @@ _WORDS = {str: "a string", int: "an integer", float: "a number"}
 
 
 def read(path: str | Path) -> Cluster:
-    """Return the cluster of a file.
+    """Return the cluster that a file describes.
 
     Raises:
         ValueError: The file cannot be read, or it has errors. The message lists all errors by
@@ -132,18 +132,18 @@ def read(path: str | Path) -> Cluster:
 
 
 def write(cluster: Cluster, path: str | Path, notes: Mapping[str, str] | None = None) -> None:
-    """Write a cluster file from which `read` makes the same cluster.
+    """Write a file from which `read` returns the same cluster.
 
     Args:
         cluster: The cluster.
         path: Path of the file.
-        notes: Comments on how values were measured, by "section.key".
+        notes: Comment on how a value was measured, by "section.key".
     """
     Path(path).write_text(text(cluster, notes or {}), encoding="utf-8")
 
 
 def text(cluster: Cluster, notes: Mapping[str, str]) -> str:
-    """Return the text that `write` writes."""
+    """Return the contents of the file that `write` makes."""
     lines = ["# A cluster, for `megatron-burst advise --cluster`. Figures may be edited."]
     for section, keys in SECTIONS.items():
         lines += ["", f"[{section}]"]
@@ -160,7 +160,7 @@ def text(cluster: Cluster, notes: Mapping[str, str]) -> str:
 
 
 def made(sections: Mapping[str, Mapping[str, Any]]) -> Cluster:
-    """Return the cluster of these values, which must have known keys and correct types.
+    """Return the cluster with these values, whose keys and types were already checked.
 
     Args:
         sections: Values by section and key.
@@ -208,7 +208,7 @@ def _unknown(sections: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _unfit(sections: Mapping[str, Any]) -> Iterator[str]:
-    """Yield errors for values of a wrong type and for missing keys."""
+    """Yield an error message for each missing key and each value of a wrong type."""
     named = str(_at(sections, "gpu", "name")).lower() in GPUS
     measured = any(
         _at(sections, section, key.key) is not None
@@ -227,7 +227,7 @@ def _unfit(sections: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _needed(key: FileKey, named: bool, measured: bool) -> bool:
-    """Return whether a file requires a key.
+    """Return True if a cluster file must have this key.
 
     A key with a default is optional. The keys of a GPU in `GPUS` are optional, except its name.
     Rates are required only if the file states some.

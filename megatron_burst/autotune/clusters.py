@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clusters: nodes of equal GPUs, and the rates of a run on them.
+"""Descriptions of clusters with equal GPUs, and the rates of links and kernels on them.
 
-This module decides the value of a rate that is not measured. `Cluster.rank_rates` computes rates
-from published rates, or uses the rates of a cluster file (`cluster_file`).
+`Cluster.rank_rates` uses the measured rates of a cluster file (`cluster_file`). Without measured
+rates, it computes rates from published ones.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Cluster:
     """A cluster of nodes with equal GPUs.
 
     Attributes:
-        gpu: The GPU, or its name.
-        gpus: GPUs of all nodes.
-        per_node: GPUs of a node.
-        nics: NICs of a node, which its GPUs share evenly; 0 for one per GPU.
+        gpu: The GPU, or its name in `gpus.GPUS`.
+        gpus: Number of GPUs of the whole cluster.
+        per_node: Number of GPUs of a node.
+        nics: Number of NICs of a node, which its GPUs share evenly; 0 for one NIC per GPU.
         nic_rate: Bytes per second of a NIC; 0 for the NIC of the vendor's node.
         rates: Measured rates of a rank that sends alone on its NIC; None for published rates.
-        source: Origin of the rates.
+        source: Text for messages that names the origin of the rates.
         host_memory: Bytes of a node's host memory that may be used.
         reserve: Bytes of a GPU that tensors cannot use: CUDA's context, NCCL's buffers, cuBLAS's
             workspaces, and memory that the allocator cannot use.
@@ -61,11 +61,11 @@ class Cluster:
             and writes.
         overlap: Largest fraction of the gradient reduction or the parameter all-gather that
             computation can hide.
-        host_time: CPU time of kernel launches.
-        nic_of: Pattern of the GPUs that share a NIC, as in `Nodes`.
+        host_time: CPU times of kernel launches.
+        nic_of: Pattern of the GPUs that share a NIC; see `Nodes`.
 
     Raises:
-        ValueError: A value is impossible for a cluster.
+        ValueError: A value is impossible for a cluster. The message names all such values.
     """
 
     gpu: Gpu
@@ -132,7 +132,7 @@ class Cluster:
         return min(self.gpus, self.per_node)
 
     def cp_per_node(self, tp: int, cp: int) -> int:
-        """Return the number of context-parallel ranks on one node.
+        """Return how many ranks of one context-parallel group are on one node.
 
         Args:
             tp: Tensor-parallel size. The ranks of a tensor-parallel group are on one node.
@@ -147,7 +147,7 @@ class Cluster:
 
     @property
     def host_per_rank(self) -> float:
-        """Bytes of host memory for each GPU."""
+        """Bytes of host memory per GPU."""
         return self.host_memory / self.ranks_per_node
 
     @property
@@ -176,12 +176,12 @@ class Cluster:
 
     @property
     def band(self) -> ForecastBand:
-        """Range of the ratio of step times to their forecasts."""
+        """Range of step times, as multiples of their forecasts."""
         return band_of(self.gpu.name, self.kernels_measured)
 
     @property
     def described(self) -> str:
-        """Text with the origin of the rates and their error, on one line."""
+        """Text on one line with the origin of the rates and the band of forecasts."""
         if self.measured:
             return f"measured: {self.source}; repeats vary by up to {self.spread:.0%}"
         band, kernel = self.band, self.gpu.kernel
@@ -193,13 +193,13 @@ class Cluster:
         )
 
     def rank_rates(self, documents: bool = False) -> Rates:
-        """Return the rates of one rank: measured, or published and reduced to what runs reach.
+        """Return the rates of one rank: measured, or the reachable part of published rates.
 
-        `inter` is the rate of a rank alone on its NIC. The simulator gets the sharing of NICs
-        separately.
+        `inter` is the rate of a rank that is alone on its NIC. The simulator has a separate
+        argument for shared NICs.
 
         Args:
-            documents: Whether attention is over packed documents, which kernels on Hopper compute
+            documents: True for attention over packed documents, which kernels on Hopper compute
                 more slowly.
         """
         rates, gpu, kernel = self._rank_rates, self.gpu, self.gpu.kernel or "flash3"
@@ -241,14 +241,13 @@ class Cluster:
         )
 
     def run_rates(self, per_node: int) -> Rates:
-        """Return the rates for `prepare`, with shared NICs and the memory of a GPU.
+        """Return the rates that a run passes to `prepare`, with shared NICs and memory of a GPU.
 
         A run cannot detect shared NICs, and a forecast cannot measure free memory. So this
         description of the cluster determines both values.
 
         Args:
-            per_node: Context-parallel ranks of one group on each node. With tensor parallelism they
-                are not adjacent.
+            per_node: Number of ranks of one context-parallel group on each node.
         """
         alone, ranks = replace(self.rank_rates(), room=float(self.room)), self.ranks_per_node
         if self.nics >= ranks:

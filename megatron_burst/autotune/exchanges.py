@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages of a schedule in the order of the simulator: by exchange, then by wave.
+"""The order in which the simulator sends the messages of a schedule: exchanges, then waves.
 
-Messages of one exchange with a common sender or receiver follow one another. This module decides
-their order: messages to the nearest rank first. So two ranks do not wait for the same third rank
-while other ranks are free.
+An exchange has the messages that start and land together. A wave has messages of one exchange that
+have no sender and no receiver in common. Waves follow one another, messages to the nearest rank
+first. So two ranks do not wait for the same third rank while other ranks are free.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from .places import RankPlaces
 
 @dataclass(frozen=True)
 class Wires:
-    """The links between ranks.
+    """Properties of the links between ranks.
 
     Attributes:
-        pairs: Whether any two ranks of a node have a separate link. Otherwise, and between nodes, a
-            rank has one port.
+        pairs: True if any two ranks of a node have their own link. If False, and always between
+            nodes, all messages of a rank in one direction share one port.
         places: Node and NIC of each rank. None if ranks are on the nodes of the grid and every rank
             has its own NIC.
-        together: Whether messages that a rank starts at one boundary share its ports and end
-            together, as TCP streams do. Otherwise they follow one another.
+        together: True if messages that a rank starts at one boundary share its port and end
+            together, as TCP streams do. If False, they follow one another.
     """
 
     pairs: bool = False
@@ -48,9 +48,10 @@ class Wave(NamedTuple):
     """Messages of one exchange that have no sender and no receiver in common.
 
     Attributes:
-        clocks: [4, n], sender, receiver and their ports, as indices of `_Clocks.free`.
-        ends: [2, n], sender and receiver, as indices of `done` of `_Clocks.send`.
-        rows: Rows of the messages in the schedule's transfers.
+        clocks: [4, n], indices in `_Clocks.free` of sender, receiver, sender's port and receiver's
+            port of each message.
+        ends: [2, n], indices of sender and receiver in argument `done` of `_Clocks.send`.
+        rows: Indices of the messages in the schedule's transfers.
     """
 
     clocks: np.ndarray
@@ -62,7 +63,7 @@ class TimedExchange(NamedTuple):
     """Messages of all ranks that start and land together on one communicator.
 
     Attributes:
-        waves: Waves of the messages.
+        waves: The messages, wave by wave.
         ranks: Ranks that take part: all senders and receivers, so a rank may be listed twice.
         land: Landing boundary of the messages.
     """
@@ -73,7 +74,7 @@ class TimedExchange(NamedTuple):
 
 
 def ports_of(transfers: Transfers, grid: Grid, wires: Wires) -> np.ndarray:
-    """Return the port of departure and the port of arrival of each message, int [2, n]."""
+    """Return the sender's port and the receiver's port of each message, int64 [2, n]."""
     size, between = grid.size, wires.between(transfers, grid)
     leaves, arrives = between * size + transfers.src, (2 + between) * size + transfers.dst
     if wires.pairs:
@@ -85,7 +86,7 @@ def ports_of(transfers: Transfers, grid: Grid, wires: Wires) -> np.ndarray:
 def exchanges(
     transfers: Transfers, grid: Grid, ports: np.ndarray
 ) -> dict[int, list[TimedExchange]]:
-    """Return the exchanges that start at each boundary, in the order of their start."""
+    """Return, for each boundary, the exchanges that start there, in order."""
     starting: dict[int, list[TimedExchange]] = {}
     if not len(transfers.src):
         return starting
@@ -112,7 +113,7 @@ def exchanges(
 
 
 def _waves(transfers: Transfers, exchange: np.ndarray, grid: Grid) -> np.ndarray:
-    """Return the index of each message's wave in its exchange; messages are sorted by exchange.
+    """Return the wave number of each message; messages are sorted by exchange.
 
     All messages are in one wave if no two have a sender or a receiver in common. Otherwise the wave
     depends on the distance between sender and receiver, and messages between the same two ranks
@@ -140,13 +141,13 @@ def _waves(transfers: Transfers, exchange: np.ndarray, grid: Grid) -> np.ndarray
 
 
 def _grouped(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sort the columns of `keys`: return a stable order, and the group of each sorted column."""
+    """Sort the columns of `keys`; return the order, and the group number of each sorted column."""
     order = np.lexsort(keys[::-1])
     new = (np.diff(keys[:, order], axis=1) != 0).any(axis=0)
     return order, np.concatenate([[0], np.cumsum(new)])
 
 
 def _edges(*keys: np.ndarray) -> list[int]:
-    """Return the indices at which the sorted keys change, and both ends."""
+    """Return 0, the indices at which one of the sorted keys changes, and the number of entries."""
     new = np.logical_or.reduce([key[1:] != key[:-1] for key in keys])
     return [0, *(np.flatnonzero(new) + 1).tolist(), len(keys[0])]

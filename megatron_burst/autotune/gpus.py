@@ -32,7 +32,7 @@ SLOWER = 0.86  # rate of an attention backward over the rate of a forward
 
 
 def is_finite(value: object) -> bool:
-    """Return whether a value is a finite number >= 0, and not a bool."""
+    """Return True if a value is a finite number >= 0 and not a bool."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return 0 <= value < math.inf
@@ -40,14 +40,14 @@ def is_finite(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, from its datasheet or measured.
+    """A GPU model with its rates, from a datasheet or measured.
 
     Attributes:
-        name: Name for messages.
+        name: Name in `GPUS` or in messages.
         memory: Bytes of memory.
         peak: Dense bf16 operations per second.
         host_link: Bytes per second between one GPU and host memory, in one direction.
-        source: Origin of the values.
+        source: Text for messages that names the origin of the values.
         nvlink: Bytes per second to the other GPUs of the node, in one direction.
         memory_rate: Bytes per second of the GPU's memory.
         attention: Fraction of the peak that long attention calls reach in forward.
@@ -56,10 +56,11 @@ class Gpu:
             per GPU.
         small: A matrix product of sizes m x k x n is slower than large products by the fraction
             small / m + small / k + small / n.
-        kernel: Kernel of the rate `attention`, as in `--burst-kernel`; None for the fastest.
+        kernel: Kernel with the rate `attention`, as in `--burst-kernel`; None for the fastest
+            kernel.
 
     Raises:
-        ValueError: A value is impossible for a GPU.
+        ValueError: A value is impossible for a GPU. The message names all such values.
     """
 
     name: str
@@ -132,9 +133,9 @@ DOCUMENTS = {"aten": (284e12, 246e12), "aten_cudnn": (424e12, 350e12), "flash3":
 
 
 def table_entry(gpu: Gpu) -> Gpu | None:
-    """Return the entry of `GPUS` for this GPU, or None.
+    """Return the entry of `GPUS` for this GPU; None if there is none.
 
-    It has the same name, or it differs only in name, memory, attention rate and kernel.
+    The entry has the same name, or differs only in name, memory, attention rate and kernel.
     """
     if gpu.name in GPUS:
         return GPUS[gpu.name]
@@ -143,16 +144,16 @@ def table_entry(gpu: Gpu) -> Gpu | None:
 
 
 def is_hopper(gpu: Gpu) -> bool:
-    """Return whether the rates of `DOCUMENTS` apply to this GPU."""
+    """Return True for GPUs to which the rates of `DOCUMENTS` apply."""
     return KERNELS.get(gpu.name, {}).keys() >= DOCUMENTS.keys() or gpu.peak == GPUS["h100"].peak
 
 
 def assumed_kernel(gpu: Gpu, documents: bool = False) -> str | None:
-    """Return the kernel with the published rate `Gpu.attention`.
+    """Return the kernel whose rate a forecast for this GPU uses.
 
     Args:
         gpu: The GPU of the forecast.
-        documents: Whether attention is over packed documents, for which Hopper has other rates.
+        documents: True for attention over packed documents, for which Hopper has other rates.
 
     Returns:
         A name as in `--burst-kernel`, or the text in a cluster file; None if the rate was stated
@@ -170,9 +171,9 @@ def assumed_kernel(gpu: Gpu, documents: bool = False) -> str | None:
 
 
 def other_kernels(gpu: Gpu, documents: bool = False) -> list[str]:
-    """Return the other kernels with a published rate on this GPU, the fastest first.
+    """Return the kernels with a published rate on this GPU except `assumed_kernel`, fastest first.
 
-    Empty if the rate of the assumed kernel was stated by the user.
+    The list is empty if the user stated the rate of the kernel.
     """
     entry, kernel = table_entry(gpu), assumed_kernel(gpu, documents)
     if entry is None or kernel is None:
@@ -184,11 +185,11 @@ def other_kernels(gpu: Gpu, documents: bool = False) -> list[str]:
 
 
 def with_kernel(gpu: Gpu, kernel: str | None) -> Gpu:
-    """Return the GPU at the published rate of one kernel; None returns the GPU unchanged.
+    """Return the GPU with the published attention rate of `kernel`; unchanged if that is None.
 
     Raises:
-        ValueError: This kernel has no published rate on the GPU. The message names the kernels that
-            have one.
+        ValueError: This kernel has no published rate on the GPU. The message names the kernels with
+            a published rate.
     """
     if kernel is None:
         return gpu
@@ -201,7 +202,7 @@ def with_kernel(gpu: Gpu, kernel: str | None) -> Gpu:
 
 
 def gpu(name: str) -> Gpu:
-    """Return a GPU by its name, or raise ValueError with the known names."""
+    """Return the GPU with this name in `GPUS`; raise ValueError that lists the names otherwise."""
     entry = GPUS.get(name.lower())
     if entry is None:
         raise ValueError(
@@ -214,9 +215,8 @@ def gpu(name: str) -> Gpu:
 def of_device(title: str) -> Gpu | None:
     """Return the GPU of the table for a CUDA device name such as "NVIDIA H100 80GB HBM3".
 
-    Returns:
-        None for other devices. PCIe and NVL cards of these names are excluded, because they have
-        other peaks and no NVLink switch.
+    The result is None for other devices. It is also None for PCIe and NVL cards, which have other
+    peaks and no NVLink switch.
     """
     words = title.upper().replace("-", " ").split()
     if "PCIE" in words or "NVL" in words:

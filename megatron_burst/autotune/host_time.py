@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU time of kernel launches, which run ahead of the GPU unless they take longer than its work.
+"""CPU time of kernel launches, which limits a run if it exceeds the time of the GPU.
 
-The time of a layer is the larger of its launch time and its GPU time. This module decides the
-values that are not measured, and the formula of a pass; `advise` adds the rest of a layer. The
-values exclude the driver's part of a launch, so their sum is a lower bound.
+The time of a layer is the larger of its launch time and its GPU time. This module has default
+values, for hosts that are not measured, and the launch time of an attention pass. `advise` adds the
+launch time of the other parts of a layer. The values exclude the driver's part of a launch, so
+their sum is a lower bound.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class HostTime:
         call: Seconds of one attention call of forward, including the addition of its result. A call
             of backward needs BACKWARD times as long.
         exchange: Seconds to send one message to another rank and to receive one.
-        start: Other seconds of a pass, once per head chunk.
+        start: Seconds of each head chunk of a pass, in addition to its calls and exchanges.
         layer: Seconds of a layer without its attention, in forward and again in backward.
         plan: Seconds to plan for a new pack of documents, before the first layer launches.
 
@@ -53,13 +54,13 @@ class HostTime:
     def of_pass(
         self, calls: int, exchanges: int, head_chunks: int = 1, backward: bool = False
     ) -> float:
-        """Return the seconds of a pass.
+        """Return the CPU seconds of one pass.
 
         Args:
-            calls: Attention calls of one rank and head chunk.
-            exchanges: Exchanges of one rank and head chunk.
+            calls: Number of attention calls of one head chunk.
+            exchanges: Number of exchanges of one head chunk.
             head_chunks: Number of head chunks.
-            backward: Whether the pass is a backward.
+            backward: True for a backward pass.
         """
         called = calls * self.call * (BACKWARD if backward else 1)
         return head_chunks * (self.start + called + exchanges * self.exchange)

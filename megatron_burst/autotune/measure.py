@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurement of links by sending messages, and of kernels by running them.
+"""Measurement of the rates of links and kernels.
 
-`measure_rates`, `links` and `kernel_speed` are collective and return equal results on all ranks:
-they gather the measurements of all ranks, and return the slowest link and the median device. A
-measurement needs about a second, once per grid. `calibrate`, the doctor and its GPU report use the
-lower-level functions: `peers`, `ring_peers`, `starter`, `exchange_seconds`, `long_enough`,
-`rate_of`, `link_speeds`, `local_calls` and `seconds`.
+`measure_rates`, `links` and `kernel_speed` are collective (all ranks must call them) and return
+equal results on all ranks: they gather the measurements of all ranks, and return the slowest link
+and the median device. A measurement needs about a second, once per grid. `calibrate`, the doctor
+and its GPU report use the lower-level functions: `peers`, `ring_peers`, `starter`,
+`exchange_seconds`, `long_enough`, `rate_of`, `link_speeds`, `local_calls` and `seconds`.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ COPIED = 2**25  # bytes of a copy on the device
 
 
 class Peers(NamedTuple):
-    """The members of a channel with which a rank exchanges messages at the same time.
+    """The ranks with which this rank exchanges messages in a measurement.
 
     Attributes:
-        endpoint: Endpoint of the rank.
-        channel: The channel.
-        pairs: (destination, source) of each pair of messages.
+        endpoint: This rank's endpoint, which sends and receives.
+        channel: Channel that carries the messages.
+        pairs: (destination, source) of each pair of simultaneous messages.
     """
 
     endpoint: Endpoint
@@ -58,7 +58,7 @@ class Peers(NamedTuple):
 
 
 class LocalCalls(NamedTuple):
-    """A forward and a backward of the local attention on one tile; each has run once."""
+    """Functions that run forward and backward of local attention on one tile."""
 
     forward: Callable[[], None]
     backward: Callable[[], None]
@@ -71,18 +71,18 @@ def measure_rates(
     kernel: str = "auto",
     mask: Mask | None = None,
 ) -> Rates:
-    """Measure the links of `groups`; collective, with the same result on all ranks.
+    """Measure and return the rates of the links of `groups`, and of a kernel if `like` is given.
 
-    `mb.prepare(algorithm="auto")` uses the latest measurement.
+    All ranks must call it, and get the same result. `mb.prepare(algorithm="auto")` uses the latest
+    measurement.
 
     Args:
         groups: Process groups whose links are measured.
         like: (q, k, v) as for `attention`, each [s, b, heads, width]; only shapes, dtype and device
             are read. If given, the kernel's speed is measured too, on a tile without hidden pairs.
             The result then has `compute`.
-        kernel: Kernel as for `attention`.
-        mask: Mask as for `attention`; default: causal. It decides the kernel of "auto", as in
-            `prepare`.
+        kernel: Argument `kernel` of `attention`.
+        mask: Argument `mask` of `attention`; default: causal. Kernel "auto" depends on it.
 
     Returns:
         The rates of the slowest link and the median device.
@@ -130,9 +130,9 @@ def _like(like: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def links(groups: Groups, device: torch.device) -> Rates:
-    """Measure the links for messages on `device`; the rates have no `compute`.
+    """Measure the links for messages on `device`; collective. The rates have no `compute`.
 
-    They are kept in `groups.cache`.
+    The rates are also stored in `groups.cache`.
     """
     if groups.size == 1:
         groups.cache["rates"] = rates = Rates(math.inf, math.inf)
@@ -161,9 +161,9 @@ def links(groups: Groups, device: torch.device) -> Rates:
 
 
 def peers(groups: Groups, link: str) -> Peers | None:
-    """Return the next and the previous rank over one link class; None if there is no such link.
+    """Return the next and the previous rank over link class `link`; None without such links.
 
-    They are in this rank's ring or in its ulysses group.
+    Both ranks are in this rank's ring, or else in its ulysses group.
     """
     rank, topology = groups.rank, groups.topology
     for endpoint, channel, ranks in (
@@ -183,7 +183,7 @@ def peers(groups: Groups, link: str) -> Peers | None:
 
 
 def ring_peers(groups: Groups, ring: str, device: torch.device) -> Peers | None:
-    """Return `peers` on the connected channel of a ring's messages; collective."""
+    """Connect the channel of a ring's messages, and return `peers` on this channel; collective."""
     neighbours = peers(groups, ring)
     if neighbours is None:
         return None
@@ -193,7 +193,7 @@ def ring_peers(groups: Groups, ring: str, device: torch.device) -> Peers | None:
 
 
 def starter(peers: Peers, size: int, device: torch.device) -> Callable[[], Pending]:
-    """Return a function that starts an exchange with each peer and returns its pending handle.
+    """Return a function that starts an exchange with all peers and returns its pending handle.
 
     Args:
         peers: The peers, on a connected channel.
@@ -211,7 +211,7 @@ def starter(peers: Peers, size: int, device: torch.device) -> Callable[[], Pendi
 def exchange_seconds(
     start: Callable[[], Pending], device: torch.device, times: int = 1
 ) -> tuple[float, float]:
-    """Return the seconds to start the first of several consecutive exchanges, and to finish all.
+    """Run `times` exchanges; return the seconds to start the first one, and to finish all.
 
     Args:
         start: Starts one exchange.
@@ -231,15 +231,15 @@ def exchange_seconds(
 def link_speeds(
     groups: Groups, peers: Peers | None, device: torch.device
 ) -> tuple[float, list[float]]:
-    """Measure the links of all ranks to their peers at the same time; collective.
+    """Measure the links of all ranks to their peers, used at the same time; collective.
 
     Returns:
-        Seconds per message of the slowest rank, and bytes per second of every rank; (0, inf) if no
-        rank has such peers.
+        A pair: the latency in seconds of the slowest rank, and a list with the bytes per second of
+            every rank. If no rank has peers, the latency is 0.0 and all rates are math.inf.
     """
 
     def of_ranks(size: int, times: int) -> list[float]:
-        """Return each rank's best time: other load of the machine can only make it slower."""
+        """Return each rank's shortest time, because other load of the machine only adds time."""
         start = None if peers is None else starter(peers, size, device)
         _of_ranks(groups, 0.0)  # a barrier, so that all ranks start together
         if start is None:
@@ -259,12 +259,12 @@ def link_speeds(
 def long_enough(
     seconds_of_ranks: Callable[[int], list[float]], long: float, largest: int
 ) -> tuple[int, list[float]]:
-    """Return the bytes of a message that needs about `long` seconds, and its time on each rank.
+    """Return the bytes of a message that takes about `long` seconds, and its time on each rank.
 
     Args:
-        seconds_of_ranks: Returns the seconds of a message of this many bytes on every rank; the
-            slowest counts.
-        long: Required seconds of the message.
+        seconds_of_ranks: Function that returns the seconds on every rank for a message of a number
+            of bytes.
+        long: Seconds that the slowest rank should need.
         largest: Largest number of bytes.
     """
     size, of_ranks = FIRST, seconds_of_ranks(FIRST)
@@ -280,16 +280,16 @@ def rate_of(size: float, total: float, latency: float) -> float:
     Args:
         size: Bytes of the transfer.
         total: Seconds of the transfer.
-        latency: Seconds of the transfer without bytes.
+        latency: Seconds of an empty transfer.
     """
     return size / max(total - latency, total / 2)
 
 
 def _posting(groups: Groups, peers: Peers | None, device: torch.device) -> float:
-    """Return the seconds until `exchange` returns while all ranks exchange with their peers.
+    """Return the seconds that a rank needs to start an exchange with its peers; collective.
 
-    The result is the largest median of a rank. On a GPU it is 0, because the host starts exchanges
-    while the device works.
+    The result is the largest of the ranks' medians. On a GPU it is 0, because the host starts
+    exchanges while the device works.
     """
     if device.type == "cuda":
         return 0.0
@@ -302,14 +302,14 @@ def _posting(groups: Groups, peers: Peers | None, device: torch.device) -> float
 
 
 def _memory_rate(device: torch.device) -> float:
-    """Return the bytes per second that a copy on the device reads and writes."""
+    """Return the bytes per second (read plus written) of a copy on the device."""
     source = torch.zeros(COPIED, dtype=torch.uint8, device=device)
     copy = source.clone()
     return 2 * COPIED / min(seconds(lambda: copy.copy_(source), device) for _ in range(TIMES))
 
 
 def _room(device: torch.device) -> float:
-    """Return the free bytes of a GPU; inf on a CPU, whose memory ranks share."""
+    """Return the free bytes of a GPU; math.inf on a CPU, because ranks share its memory."""
     if device.type != "cuda":
         return math.inf
     free, _ = torch.cuda.mem_get_info(device)
@@ -317,7 +317,7 @@ def _room(device: torch.device) -> float:
 
 
 def _of_ranks(groups: Groups, value: float) -> list[float]:
-    """Return the values of all ranks; waits for all ranks."""
+    """Gather `value` of every rank; this also is a barrier."""
     gathered = groups.gather(torch.tensor([value], dtype=torch.float64))
     return [rank_value.item() for rank_value in gathered]
 
@@ -336,7 +336,8 @@ def seconds(
     Args:
         call: The call.
         device: The device.
-        before: Called before the call on the idle device; starts work that runs at the same time.
+        before: Function that starts other work on the idle device, which then runs at the same time
+            as `call`.
     """
     settle(device)
     if device.type != "cuda":
@@ -361,13 +362,13 @@ def kernel_speed(
     k: torch.Tensor,
     v: torch.Tensor,
 ) -> tuple[float, float]:
-    """Measure a kernel on a square tile with the heads of q, k and v; collective.
+    """Measure the speed of a kernel on a square tile with the heads of q, k and v; collective.
 
-    The result is the median over the ranks and is kept in `groups`. Only shape, dtype and device of
-    q, k and v are read.
+    The result is the median over the ranks, and is cached in `groups`. Only shape, dtype and device
+    of q, k and v are read.
 
     Returns:
-        FLOP/s, and seconds per call.
+        FLOP/s, and seconds of a call in addition to its FLOPs.
     """
     key = kernel.name, scoring.softcap, q.dtype, q.shape[2:], k.shape[2:], v.shape[3], q.device.type
     speeds: dict[Any, tuple[float, float]] = groups.cache.setdefault("speeds", {})
@@ -382,9 +383,9 @@ def kernel_speed(
 def _speed(
     kernel: Kernel, scoring: Scoring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[float, float]:
-    """Return FLOP/s and seconds per call of this rank, the best of `TIMES` runs.
+    """Return this rank's FLOP/s and seconds per call: the best of `TIMES` runs.
 
-    Every size runs once without timing, because kernels are compiled or planned for new sizes.
+    Every size first runs once without timing, because a kernel may be compiled for a new size.
     """
 
     def best_time(rows: int) -> float:
@@ -415,9 +416,9 @@ def local_calls(
     rows: int,
     knows_out: bool = False,
 ) -> LocalCalls:
-    """Return the forward and the backward call of a kernel on random q, k and v.
+    """Return functions that run forward and backward of a kernel on random q, k and v.
 
-    Queries and keys have equal positions.
+    Queries and keys have the same positions. Both functions have already run once.
 
     Args:
         kernel: The kernel.
@@ -425,10 +426,10 @@ def local_calls(
         mask: The mask.
         like: q, k and v; only their heads, widths, dtype and device are read.
         rows: Rows of queries and of keys.
-        knows_out: Whether backward gets the output, as it does if queries stay on their rank.
+        knows_out: True if backward gets the output, as it does if queries stay on their rank.
 
     Raises:
-        Exception: The kernel has failed.
+        Exception: The kernel failed.
     """
     q, k, v = (torch.rand((rows, 1, *t.shape[2:]), device=t.device).to(t.dtype) for t in like)
     spans = [Span(0, 1, rows)]

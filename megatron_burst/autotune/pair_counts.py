@@ -2,9 +2,8 @@
 """Counts of the visible pairs between all shards of a ring, for the simulator.
 
 Counts are exact if a query span sees all of a key span, nothing or a band, also within documents.
-Otherwise they are estimated from a sample of positions, because exact counts are too slow for large
-grids.
-`schedule.cost.visible_pairs` counts one pair of shards exactly.
+Other counts are estimated from a sample of positions, because exact counts are too slow for large
+grids. `schedule.cost.visible_pairs` counts the pairs of two shards exactly.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ SAMPLES = 48  # rows and columns of the sample of a rectangle
 
 
 def pairs_seen(mask: Mask, shards: Sequence[Sequence[Span]]) -> np.ndarray:
-    """Return the visible pairs of the queries of shard i with the keys of shard j.
+    """Return the number of visible pairs of the queries of shard i and the keys of shard j.
 
     Only spans that may see each other are compared, such as spans of one document.
 
@@ -42,7 +41,7 @@ def pairs_seen(mask: Mask, shards: Sequence[Sequence[Span]]) -> np.ndarray:
 
 
 def pairs_attended(mask: Mask, shards: Sequence[Sequence[Span]], most: int) -> np.ndarray:
-    """Return `pairs_seen` for queries that attend to at most `most` of their visible keys.
+    """Return `pairs_seen` if each query attends to at most `most` of its visible keys.
 
     The selected keys are assumed to be evenly distributed over the visible keys. All queries of a
     span are assumed to see equally many keys.
@@ -60,7 +59,7 @@ def pairs_attended(mask: Mask, shards: Sequence[Sequence[Span]], most: int) -> n
 
 
 def _counted(mask: Mask, q: Spans, k: Spans) -> np.ndarray:
-    """Return the visible pairs of each pair of spans."""
+    """Return the number of visible pairs of each pair of spans."""
     rows, columns = q.length, k.length
     if max(rows.max(initial=0), columns.max(initial=0)) > LONGEST:  # products overflow int64
         rows, columns = rows.astype(float), columns.astype(float)
@@ -76,11 +75,11 @@ def _counted(mask: Mask, q: Spans, k: Spans) -> np.ndarray:
 
 
 def _below(limit: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Return the number of (row, column) of each rectangle with column - row <= limit."""
+    """Return, per rectangle, the number of its pairs (row, column) with column - row <= limit."""
     limit = np.clip(limit, -rows - 1, columns)
 
     def summed(t: np.ndarray) -> np.ndarray:
-        """1 + 2 + ... + t, each term capped at `columns`."""
+        """Return 1 + 2 + ... + t, with each term limited to `columns`."""
         t = np.maximum(t, 0)
         low = np.minimum(t, columns)
         return low * (low + 1) // 2 + (t - low) * columns
@@ -89,7 +88,7 @@ def _below(limit: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarr
 
 
 def _sampled(mask: Mask, q: Span, k: Span) -> float:
-    """Return the visible pairs of a rectangle, estimated from a sample of its rows and columns."""
+    """Return an estimate of the visible pairs of two spans, from a sample of their positions."""
     positions = []
     for span in (q, k):
         count = min(SAMPLES, span.length)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes and NICs of the ranks of rings, and the number of messages that share a NIC.
+"""Nodes and NICs of ranks, and the number of messages that use a NIC at the same time.
 
-Several rings run the same schedule at the same time and share only NICs. These rings belong to the
-other members of a ulysses group and to tensor-parallel neighbours. This module decides how many
-messages cross a NIC together. Only one ring is simulated.
+Several rings run the same schedule at the same time: one ring per member of a ulysses group and per
+rank of a tensor-parallel group. The simulator runs only one of these rings. This module counts how
+many messages of all rings share a NIC with its messages.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ..schedule.topology import Topology
 
 @dataclass(frozen=True, eq=False)
 class RankPlaces:
-    """Nodes and NICs of the ranks of R rings; the first ring is simulated.
+    """Nodes and NICs of the ranks of R rings, of which the simulator runs the first.
 
     Attributes:
         node: int [R, G], node of each rank.
-        nic: int [R, G], NIC of each rank.
+        nic: int [R, G], number of each rank's NIC in the whole cluster.
     """
 
     node: np.ndarray
@@ -35,10 +35,10 @@ class RankPlaces:
         return node[transfers.src] != node[transfers.dst]
 
     def load(self, src: np.ndarray, dst: np.ndarray) -> np.ndarray:
-        """Return, for each message of the first ring, the number of messages on its busier NIC.
+        """Return how many messages use the NIC of each message of the first ring.
 
-        The number includes the messages of all rings that start together, and the message itself.
-        It is 1 for a message within a node.
+        Messages of all rings that start together are counted, including the message itself, on the
+        busier of the sender's and the receiver's NIC. The number is 1 for a message within a node.
         """
         crosses = self.node[:, src] != self.node[:, dst]
         load = np.ones(len(src))
@@ -61,12 +61,12 @@ class Nodes(NamedTuple):
     """Nodes of `per_node` GPUs that share `nics` NICs evenly; at most one NIC per GPU is used.
 
     Attributes:
-        per_node: GPUs of a node.
-        nics: NICs of a node.
+        per_node: Number of GPUs of a node.
+        nics: Number of NICs of a node.
         tp: Tensor-parallel size. The ranks of a tensor-parallel group have consecutive numbers, and
             each is in a separate ring.
-        nic_of: Pattern of the GPUs that share a NIC. With 8 GPUs and 4 NICs, "neighbours" means 0
-            and 1, 2 and 3; "stride" means 0 and 4, 1 and 5.
+        nic_of: Pattern of the GPUs that share a NIC. With 8 GPUs and 4 NICs, "neighbours" means
+            that GPUs 0 and 1, 2 and 3, ... share a NIC; "stride" means 0 and 4, 1 and 5, ...
     """
 
     per_node: int
@@ -75,7 +75,7 @@ class Nodes(NamedTuple):
     nic_of: str = "neighbours"
 
     def nic(self, gpus: np.ndarray) -> np.ndarray:
-        """Return the index of each GPU's NIC among the NICs of all nodes."""
+        """Return the number of each GPU's NIC, unique over all nodes."""
         nics = min(self.nics, self.per_node)
         node, at = np.divmod(gpus, self.per_node)
         own = at % nics if self.nic_of == "stride" else at * nics // self.per_node

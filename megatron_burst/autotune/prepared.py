@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantities of a simulation that depend only on the schedule and the links, computed once.
+"""Cache of the quantities of a simulation that depend only on the schedule and the links.
 
 A search simulates one schedule for several numbers of heads and rates. With these cached
 quantities, only the arithmetic of the simulation is repeated.
@@ -22,9 +22,9 @@ from .exchanges import ONE_NIC, TimedExchange, Wires, exchanges, ports_of
 
 @dataclass(frozen=True, eq=False)
 class PreparedSchedule:
-    """A schedule on the links between ranks, with cached quantities for simulations.
+    """A schedule and the links between its ranks, with cached quantities for simulations.
 
-    Arrays over transfers and over pairs are in the order of the tables.
+    Arrays have one entry per transfer, or per pair, in the order of the schedule's tables.
     """
 
     schedule: Schedule
@@ -32,17 +32,17 @@ class PreparedSchedule:
 
     @cached_property
     def between(self) -> np.ndarray:
-        """True for transfers between nodes, bool."""
+        """Bool per transfer, true for transfers between nodes."""
         return self.wires.between(self.schedule.tables.transfers, self.schedule.grid)
 
     @cached_property
     def ports(self) -> np.ndarray:
-        """Ports of each message, as in `ports_of`."""
+        """Ports of each transfer: result of `ports_of`."""
         return ports_of(self.schedule.tables.transfers, self.schedule.grid, self.wires)
 
     @cached_property
     def starting(self) -> dict[int, list[TimedExchange]]:
-        """Exchanges that start at each boundary, as in `exchanges`."""
+        """Exchanges by the boundary at which they start: result of `exchanges`."""
         return exchanges(self.schedule.tables.transfers, self.schedule.grid, self.ports)
 
     @cached_property
@@ -59,7 +59,7 @@ class PreparedSchedule:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """Rows of each transfer, int64."""
+        """Number of rows of each transfer, int64."""
         return rows_sent(self.schedule.tables, self.schedule.tables.transfers)
 
     def bytes_of(self, sizes: Sizes) -> np.ndarray:
@@ -69,15 +69,15 @@ class PreparedSchedule:
 
     @cached_property
     def shares(self) -> np.ndarray:
-        """Share of each pair, as in `pair_shares`."""
+        """Share of each pair: result of `pair_shares`."""
         return pair_shares(self.schedule.tables)
 
     @cached_property
     def calls(self) -> tuple[np.ndarray, np.ndarray]:
-        """First pair of every kernel call, and number of the call of each pair, int.
+        """Index of the first pair of each kernel call, and number of the kernel call of each pair.
 
-        They match `execution.joined`: a rank's own keys are a separate call unless the kernel
-        always joins.
+        Calls are the same as in `execution.joined`: a call for a rank's own keys is separate unless
+        the visibility requires joined calls.
         """
         pairs, joins = self.schedule.tables.pairs, self.schedule.visibility.joined
         call = np.arange(len(pairs.rank))
@@ -88,7 +88,7 @@ class PreparedSchedule:
 
     @cached_property
     def pair_rows(self) -> np.ndarray:
-        """Rows of a pair's queries, or of its call's keys if these are fewer, int64."""
+        """Query rows of each pair, or key rows of its call if these are fewer, int64."""
         tables, pairs = self.schedule.tables, self.schedule.tables.pairs
         keys, call = tables.keys.rows_of(pairs.key, pairs.key_rows), self.calls[1]
         keys = np.bincount(call, keys).astype(np.int64)[call]
@@ -96,12 +96,12 @@ class PreparedSchedule:
 
     @cached_property
     def added(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Rows of queries, rows of keys and copied rows of each pair, float.
+        """Three float arrays over pairs: added query rows, added key rows, copied key rows.
 
-        Rows of queries and of keys count if the pair's results for these rows are added to results
-        of another pair. This is the case for rows that attend to a chunk of another rank. Rows of
-        keys are copied if their call has several chunks. A call adds to each row of its queries
-        once; these rows count with its first pair.
+        Query and key rows are counted if the pair's results for these rows are added to results of
+        another pair. This is the case for rows that attend to a chunk of another rank. Key rows are
+        copied if their call has several chunks. A call adds to each of its query rows once, so
+        these rows are counted for its first pair.
         """
         visibility, pairs = self.schedule.visibility, self.schedule.tables.pairs
         queries, keys = (_rows_used(bundles) for bundles in (visibility.queries, visibility.keys))
@@ -120,11 +120,11 @@ class PreparedSchedule:
 
     @property
     def _received_keys(self) -> tuple[np.ndarray, np.ndarray]:
-        """Number of chunks and number of rows of each owner's keys that each rank receives.
+        """Number of key chunks, and number of key rows, that each rank receives from each owner.
 
-        Both are int64 [rank, owner]. A received chunk counts if the rank computes with some of its
-        rows. Its rows then include rows that the rank only relays. A rank's own keys count as one
-        chunk.
+        Both arrays are int64 [rank, owner]. A received chunk is counted if the rank computes with
+        some of its rows. All its rows are then counted, including rows that the rank only relays. A
+        rank's own keys are counted as one chunk.
         """
         tables, keys = self.schedule.tables, self.schedule.visibility.keys
         used = np.zeros((keys.size, keys.size), dtype=np.int64)
@@ -140,7 +140,7 @@ class PreparedSchedule:
 
     @cached_property
     def own_last(self) -> np.ndarray:
-        """Step of each pair if own pairs run during the hop of the rank's last partial result."""
+        """Step of each pair if own pairs are computed during the rank's last gradient hop."""
         size, tables = self.schedule.grid.size, self.schedule.tables
         pairs, transfers = tables.pairs, tables.transfers
         if not transfers.accumulated.any():
@@ -161,10 +161,10 @@ def _rows_used(bundles: Bundles) -> np.ndarray:
 
 
 def pair_shares(tables: Tables) -> np.ndarray:
-    """Return the share of each pair in the computation of its query chunk and key chunk, float.
+    """Return the fraction that each pair has of the attention between its two chunks, float.
 
-    It is 1 if these two chunks are computed in one pair. If they are computed in several pairs, the
-    share is in proportion to a pair's query rows times its key rows.
+    The fraction is 1 if one pair computes all of the attention between the two chunks. If several
+    pairs do, it is in proportion to a pair's query rows times its key rows.
     """
     pairs = tables.pairs
     meeting = pairs.query.astype(np.int64) * tables.keys.size + pairs.key

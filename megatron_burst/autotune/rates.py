@@ -28,20 +28,20 @@ class Rates:
         inter: Bytes per second that a rank sends between nodes while it receives at the same rate;
             math.inf if the grid has no such links.
         latency: Seconds that each message occupies its link, in addition to its bytes.
-        compute: FLOP/s of the local attention: multiplications and additions, two products in
-            forward and five in backward, visible pairs only. math.inf if attention needs no time,
-            None to measure the rate with the plan's kernel.
+        compute: FLOP/s of the local attention. FLOPs are the multiplications and additions of two
+            matrix products in forward and five in backward, for visible pairs only. math.inf if
+            attention needs no time, None to measure the rate with the plan's kernel.
         launch: Seconds of each call of the local attention, in addition to its FLOPs.
         posting: Seconds that a rank needs to start an exchange, during which it computes nothing; 0
             if the host runs ahead of a device.
-        backward: Time of a backward divided by the time of its forward, for equal rows.
-        half_rows: Rows of a chunk with which a kernel reaches half of `compute`; 0 if it always
-            reaches all of it.
+        backward: Time of a backward call divided by the time of a forward call on the same rows.
+        half_rows: Number of rows of a chunk with which a kernel reaches half of `compute`; 0 if it
+            reaches `compute` with any number of rows.
         slowdown: Fraction by which computation is slower while the rank's links are busy.
         exchange: Fraction of a link's rate that an all-to-all reaches.
-        nic: Bytes per second of a NIC while several ranks send on it, in total; None for `inter`,
-            the rate of one rank alone.
-        start: Seconds of a pass before its first message and its first call.
+        nic: Total bytes per second of a NIC while several ranks send on it; None if it equals
+            `inter`.
+        start: Seconds from the start of a pass to its first message and its first call.
         exchange_start: Seconds of each all-to-all, in addition to its messages.
         copying: Bytes per second at which an all-to-all's tensors are split and joined while its
             messages travel.
@@ -53,8 +53,8 @@ class Rates:
             results; math.inf if `compute` and `half_rows`, measured on whole calls, include it.
         room: Bytes of a device's memory that remain for rows of other ranks, measured or stated;
             math.inf if unknown.
-        shared: Nodes on which ranks share NICs; `inter` is then the rate of a rank alone. None if
-            every rank gets `inter`.
+        shared: Nodes on which ranks share NICs; `inter` is then the rate of a rank that is alone on
+            its NIC. None if all ranks reach `inter` at the same time.
         host: CPU time of kernel launches; None if launches do not run ahead of a device.
 
     Raises:
@@ -117,9 +117,9 @@ class Rates:
                 raise ValueError(f"rates: {name} ({unit}) must be finite and >= 0, got {value!r}")
 
     def between(self, load: float | np.ndarray) -> float | np.ndarray:
-        """Return the bytes per second of each of `load` messages that share a NIC to another node.
+        """Return the bytes per second of a message between nodes if `load` messages share a NIC.
 
-        It is `inter` for one message alone.
+        For one message alone (`load` = 1), this is `inter`.
         """
         shared = np.minimum(self.inter, (self.nic or self.inter) / load)
         return np.where(np.asarray(load) > 1, shared, self.inter)[()]

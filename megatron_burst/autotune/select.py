@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection of the fastest algorithm, side, head chunks and ulysses groups, by prediction.
+"""Selection of the algorithm, side, head chunks and ulysses groups with the shortest prediction.
 
-This module selects one of the `candidates` and states the reason. `choose` needs neither process
-groups nor tensors. `mb.prepare` calls `best` with its groups. No torch is needed.
+This module selects one of the `candidates` and states the reason. `choose` is the public function,
+which needs neither process groups nor tensors. `mb.prepare` calls `best`. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ class Choice:
 
     Attributes:
         taken: Selected candidate: the simplest whose predicted time is within TIE of the shortest.
-        others: The other candidates, by predicted time.
-        rates: Rates of the prediction.
+        others: All other candidates, sorted by predicted time.
+        rates: Rates that the prediction used.
         per_node: Ranks per node.
-        wire: Chosen wire dtype of gradients; None if it was not chosen.
+        wire: Wire dtype of gradients, if the search selected one; otherwise None.
     """
 
     taken: Candidate
@@ -66,7 +67,7 @@ class Choice:
 
     @property
     def call(self) -> AttentionKeywords:
-        """Keywords for `mb.prepare` or `mb.attention`."""
+        """Keyword arguments for `mb.prepare` or `mb.attention` that select these settings."""
         taken = self.taken
         call: AttentionKeywords = {
             "algorithm": taken.algorithm,
@@ -77,7 +78,7 @@ class Choice:
 
     @property
     def groups(self) -> dict[str, Any]:
-        """Keywords for `mb.Groups.from_topology`."""
+        """Keyword arguments for `mb.Groups.from_topology` that select these settings."""
         taken = self.taken
         return {"intra": self.per_node, "ulysses": taken.ulysses, "placement": taken.placement}
 
@@ -88,7 +89,10 @@ class Choice:
 
     @property
     def why(self) -> str:
-        """Reason, such as "41 ms; ring 180 ms; the link between nodes is the bottleneck"."""
+        """Text with predicted times and the bottleneck.
+
+        For example, "41 ms; ring 180 ms; the link between nodes is the bottleneck".
+        """
         parts = [duration(self.seconds)]
         rival = next(
             (candidate for candidate in self.others if candidate.name != self.taken.name), None
@@ -118,9 +122,10 @@ def choose(
     mask: Mask | None = None,
     layout: str | Layout = "zigzag",
 ) -> Choice:
-    """Return the fastest settings for attention on `ranks` ranks; needs no process groups.
+    """Return the settings with the shortest predicted time for attention on `ranks` ranks.
 
-    Ulysses and hybrid are tried if ranks can share these heads.
+    This function needs no process groups. Ulysses and hybrid are tried if ranks can share these
+    heads.
 
     Args:
         ranks: Number of ranks.
@@ -135,8 +140,8 @@ def choose(
         itemsize: Bytes per element of q, k and v.
         wire_itemsize: Bytes per element of gradients that are sent; default: 4 (fp32), or
             `itemsize` if that is larger.
-        mask: The mask, as in `prepare`; default: causal.
-        layout: The layout, as in `prepare`.
+        mask: The mask; default: causal.
+        layout: The layout, or its name.
 
     Raises:
         ValueError: An argument is invalid. The message names it.
@@ -192,9 +197,9 @@ def best(
     Args:
         workload: The attention.
         topologies: Grids to try.
-        rates: Rates of each rank.
-        fixed: Settings that are fixed.
-        nodes: Nodes whose NICs are shared, as in `on_grid`.
+        rates: Rates of each rank, with `compute`.
+        fixed: Settings that the user has chosen.
+        nodes: Nodes on which ranks share NICs; see `on_grid`.
 
     Raises:
         ValueError: The rates are too small to compare times.
@@ -229,16 +234,16 @@ def fastest(
     """Return the candidate that `best` selects, without simulating slower candidates.
 
     A candidate is not simulated if its lower bound exceeds the shortest time so far by more than
-    TIE. A candidate is also not simulated if a simpler candidate is certain to tie with the
-    shortest time so far and with all remaining lower bounds.
+    TIE. It is also not simulated if a simpler candidate is within TIE of the shortest time so far
+    and of all remaining lower bounds.
 
     Args:
         workload: The attention.
         topologies: Grids to try.
-        rates: Rates of each rank.
-        fixed: Settings that are fixed.
-        nodes: Nodes whose NICs are shared, as in `on_grid`.
-        schedules: As `schedules_of` in `GridWork.of`.
+        rates: Rates of each rank, with `compute`.
+        fixed: Settings that the user has chosen.
+        nodes: Nodes on which ranks share NICs; see `on_grid`.
+        schedules: Argument `schedules_of` of `GridWork.of`.
 
     Raises:
         ValueError: The rates are too small to compare times.
@@ -278,14 +283,14 @@ def fastest(
 
 
 def row_cost(sizes: Sizes, rates: Rates) -> tuple[float, float] | None:
-    """Return how many pairs a rank computes in the time in which one row is sent to it.
+    """Return how many visible pairs a rank computes in the time in which it receives one row.
 
-    Layout balanced uses the result. The time of a row includes its key and value in both passes,
-    and its gradients in backward. All ranks of a node are assumed to send at the same time.
+    Layout balanced uses the result. The time of a row is for its key and value in both passes and
+    their gradients in backward. All ranks of a node are assumed to send at the same time.
 
     Returns:
-        Number of pairs for a row from a rank of the same node, and for a row from another node;
-        None if `rates` have no `compute`.
+        Two numbers of pairs: for a row from the same node, and for a row from another node. None if
+            `rates` have no `compute`.
     """
     if rates.compute is None:
         return None
@@ -305,9 +310,9 @@ class _PendingCandidates:
 
     Attributes:
         index: Index of the next candidate among all candidates.
-        open: Whether more candidates are tried.
-        at_least: Lower bound on the seconds of the candidates, multiplied by the handicap.
-        scheduled: Whether the schedules exist; `at_least` is then a tighter bound.
+        open: True if more candidates remain to be simulated.
+        at_least: Lower bound on the seconds of the candidates, times the algorithm's handicap.
+        scheduled: True if the schedules were made; `at_least` is then a tighter bound.
     """
 
     def __init__(self, algorithm_on_grid: AlgorithmOnGrid, index: int):
@@ -321,18 +326,18 @@ class _PendingCandidates:
 
     @property
     def simplest(self) -> tuple[Any, ...]:
-        """First values of `_simplicity` of the simplest remaining candidate."""
+        """The first three values of `_simplicity` of the simplest remaining candidate."""
         return (*self._first, self._counts[0])
 
     def make_schedules(self) -> None:
-        """Make the schedules, and improve the bound."""
+        """Make the schedules, and replace the bound by a tighter one."""
         self.scheduled = True
         self.at_least = max(self.at_least, self._on_grid.busy * self._handicap)
 
     def next(self) -> list[tuple[Candidate, int]]:
-        """Return the candidates with the next number of head chunks, and their indices.
+        """Simulate the candidates with the next number of head chunks; return them with indices.
 
-        The list is empty if no more are tried.
+        The list is empty if no candidates remain.
         """
         del self._counts[:1]
         made = next(self._made, [])

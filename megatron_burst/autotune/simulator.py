@@ -30,11 +30,11 @@ from .rates import Rates
 
 
 class GridBoundary(NamedTuple):
-    """One boundary of all ranks.
+    """One boundary of the schedule, for all ranks.
 
     Attributes:
         starting: Exchanges that start at the boundary.
-        seconds: Seconds that each rank computes after the boundary, [G].
+        seconds: [G], seconds that each rank computes between this boundary and the next.
     """
 
     starting: Sequence[TimedExchange]
@@ -42,10 +42,10 @@ class GridBoundary(NamedTuple):
 
 
 class PassTime(NamedTuple):
-    """Time of a pass.
+    """Predicted times of a pass.
 
     Attributes:
-        seconds: Seconds of the pass.
+        seconds: Seconds from start to end of the pass.
         compute: Busy seconds of the busiest rank's device.
         intra: Busy seconds of the busiest rank's links within its node.
         inter: Busy seconds of the busiest rank's links between nodes.
@@ -69,12 +69,12 @@ IDLE = PassTime(0.0, 0.0, 0.0, 0.0)
 
 
 class AccumulationTimes(NamedTuple):
-    """Seconds of memory traffic per row, for all heads.
+    """Seconds per row of the memory traffic that adds up results, for all heads.
 
     Attributes:
         queries: Seconds to add a row of outputs or of query gradients.
         keys: Seconds to add a row of key and value gradients.
-        joined: Seconds to copy a row of received keys into a joined call.
+        joined: Seconds to copy a received row of keys to the buffer of a joined call.
     """
 
     queries: float = 0.0
@@ -86,15 +86,15 @@ NOTHING = AccumulationTimes()
 
 
 class _Clocks:
-    """The clocks of a simulation: the time until which each rank and each port is occupied.
+    """The clocks of a simulation, in seconds from the start of the pass.
 
     Attributes:
         free: Time until which each rank and each port is occupied.
-        clock: Time of each rank, a view of `free`.
-        busy: Time until which each rank's links are busy as sender and as receiver; only with a
-            slowdown.
+        clock: [G], time until which each rank is occupied; a view of `free`.
+        busy: [2 G], time until which each rank sends, then until which each rank receives. Updated
+            only if the rates have a slowdown.
         taken: Seconds of each transfer.
-        handled: Seconds during which each transfer occupies its sender; None for no time.
+        handled: Seconds of computation time that each transfer costs its sender; None for 0.
     """
 
     def __init__(
@@ -112,25 +112,26 @@ class _Clocks:
         self.handled, self.together = handled, prepared.wires.together
 
     def start(self, exchange: TimedExchange) -> None:
-        """Add the time that ranks need to start an exchange."""
+        """Add the time that ranks need to start an exchange to their clocks."""
         self.clock[exchange.ranks] += self.posting  # added once to ranks that are listed twice
         if self.handled is not None:
             for wave in exchange.waves:
                 self.clock[wave.clocks[0]] += self.handled[wave.rows]
 
     def send(self, wave: Wave, done: np.ndarray) -> None:
-        """Send a wave.
+        """Send the messages of a wave: occupy their ports, and note when they end.
 
         Args:
             wave: The wave.
-            done: Time at which each rank has sent and has received everything, [2 G]; updated.
+            done: [2 G], time at which each rank has sent, then has received, all messages with the
+                landing boundary of the wave; updated in place.
         """
         end = self.free[wave.clocks].max(axis=0) + self.taken[wave.rows]
         self.free[wave.clocks[2:]] = end
         done[wave.ends] = np.maximum(done[wave.ends], end)
 
     def share(self, exchanges: Sequence[TimedExchange], landing: dict[int, np.ndarray]) -> None:
-        """Let messages that started together end together, when their ports become free."""
+        """Let messages that started at one boundary end when all of their ports are free."""
         for exchange in exchanges:
             done = landing[exchange.land]
             for wave in exchange.waves:
@@ -138,7 +139,7 @@ class _Clocks:
                 done[wave.ends] = np.maximum(done[wave.ends], end)
 
     def compute(self, seconds: np.ndarray) -> None:
-        """Add the seconds that each rank computes.
+        """Add the seconds that each rank computes to its clock.
 
         While a rank's links are busy, its computation needs 1 + slowdown times as long.
         """
@@ -149,7 +150,7 @@ class _Clocks:
         self.clock += seconds
 
     def run(self, program: Sequence[GridBoundary]) -> Generator[None, None, None]:
-        """Run the pass of one head chunk; yields at each boundary, for staggered passes."""
+        """Run the pass of one head chunk; yield at each boundary, to stagger head chunks."""
         landing: dict[int, np.ndarray] = {}
 
         def land(index: int) -> None:
@@ -183,19 +184,19 @@ def pass_time(
     least: float = 0.0,
     adding: AccumulationTimes = NOTHING,
 ) -> PassTime:
-    """Return the time from the common start of all ranks to the end of the last rank's pass.
+    """Return the predicted time of a pass: from the common start to the end of the last rank.
 
     Args:
-        schedule: The schedule. A `PreparedSchedule` has its own wires.
+        schedule: The schedule. If it is a `PreparedSchedule`, its own `wires` are used.
         sizes: Sizes of the attention call.
-        seconds: float [G, G], seconds of a device for query chunk i and key chunk j, all heads.
-            Each head chunk computes a share of these seconds.
+        seconds: float [G, G], seconds to compute attention of the queries of rank i to the keys of
+            rank j, for all heads. Each head chunk needs an equal share of these seconds.
         rates: Rates of each rank.
         head_chunks: Number of head chunks.
-        wires: Links between ranks.
-        least: Smallest number of seconds of a call. If the schedule joins the pairs of a step, they
-            are one call.
-        adding: Memory traffic of the results.
+        wires: Properties of the links between ranks.
+        least: Smallest number of seconds of a kernel call. Pairs that the schedule joins are one
+            call.
+        adding: Time of the memory traffic that adds up results.
     """
     prepared = (
         schedule if isinstance(schedule, PreparedSchedule) else PreparedSchedule(schedule, wires)
@@ -222,7 +223,7 @@ def pass_time(
 def host_seconds(
     prepared: PreparedSchedule, seconds: np.ndarray, rates: Rates, head_chunks: int = 1
 ) -> float:
-    """Return the CPU seconds of the busiest rank's launches; arguments as in `pass_time`."""
+    """Return the CPU seconds of the busiest rank's launches; arguments are those of `pass_time`."""
     if rates.host is None:
         return 0.0
     pairs, transfers = prepared.schedule.tables.pairs, prepared.schedule.tables.transfers
@@ -245,9 +246,9 @@ def pass_at_least(
     least: float = 0.0,
     adding: AccumulationTimes = NOTHING,
 ) -> float:
-    """Return a lower bound on the seconds of a pass: the busiest rank or port, without any waiting.
+    """Return a lower bound on the seconds of a pass: the busy time of the busiest rank or port.
 
-    Arguments are the same as in `pass_time`. The bound does not decrease with more head chunks.
+    Arguments are those of `pass_time`. The bound does not decrease with more head chunks.
     """
     of_pair, _, taken = _costs(prepared, sizes, seconds, rates, head_chunks, least, adding)
     computing = np.bincount(prepared.schedule.tables.pairs.rank, of_pair, 1).max()
@@ -278,7 +279,7 @@ def _costs(
     least: float,
     adding: AccumulationTimes,
 ) -> _HeadChunkCosts:
-    """Return the costs of one head chunk; arguments as in `pass_time`."""
+    """Return the costs of one head chunk; arguments are those of `pass_time`."""
     pairs = prepared.schedule.tables.pairs
     per_byte = _per_byte(prepared, rates)
     of_pair = seconds[pairs.query, pairs.key] * prepared.shares / head_chunks
@@ -299,7 +300,7 @@ def _costs(
 def _of_calls(
     prepared: PreparedSchedule, of_pair: np.ndarray, least: float, launch: float
 ) -> np.ndarray:
-    """Return the seconds of each pair; the first pair of a call includes the call's own time."""
+    """Return the seconds of each pair, plus the fixed time of a call for its first pair."""
     if not prepared.schedule.joined:
         return np.where(of_pair > 0, np.maximum(of_pair, least) + launch, 0.0)
     first, call = prepared.calls
@@ -309,7 +310,7 @@ def _of_calls(
 
 
 def _per_byte(prepared: PreparedSchedule, rates: Rates) -> np.ndarray:
-    """Return the seconds per byte of each transfer, from its link and the load of its NIC."""
+    """Return the seconds per byte of each transfer, by its link class and shared NICs."""
     inter = rates.between(1.0 if prepared.load is None else prepared.load)
     # Extremely small rates overflow here; `select` refuses the resulting times.
     with np.errstate(over="ignore"):
@@ -317,7 +318,7 @@ def _per_byte(prepared: PreparedSchedule, rates: Rates) -> np.ndarray:
 
 
 def _staggered(runs: Sequence[Generator[None, None, None]]) -> None:
-    """Start one more pass at every boundary, as `execution.ring.run` does."""
+    """Run all passes; each starts one boundary after the previous, as in `execution.ring.run`."""
     # Head chunks are one boundary apart, so that the hops of one head chunk overlap with
     # computation of another.
     waiting, running = list(runs), []
@@ -328,7 +329,7 @@ def _staggered(runs: Sequence[Generator[None, None, None]]) -> None:
 
 
 def _program(prepared: PreparedSchedule, seconds: np.ndarray, own_last: bool) -> list[GridBoundary]:
-    """Return the boundaries of all ranks, as `Schedule.program` does for one rank.
+    """Return the boundaries of a pass for all ranks; `Schedule.program` does this for one rank.
 
     Args:
         prepared: The schedule.
