@@ -36,7 +36,7 @@ COMMANDS = {
 
 
 def commands() -> dict[str, Command]:
-    """Return the module and help text of each sub-command, by name, including plugins."""
+    """Return the module and help text of each sub-command (also of plugins), by name."""
     return COMMANDS | registry.commands()
 
 

@@ -122,7 +122,7 @@ def _recipe(arguments: argparse.Namespace) -> Any:
 
 
 def _module(name: str, package: str = "megatron_burst") -> ModuleType:
-    """Import a module.
+    """Import the module `name`, relative to `package`.
 
     Raises:
         ValueError: A package that recipes need is not installed.

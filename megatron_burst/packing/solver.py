@@ -46,7 +46,10 @@ class Packing:
 
     @property
     def slowest(self) -> int:
-        """Work of a step in which all micro-batches wait for the busiest one, as in a pipeline."""
+        """Work of a rank in a step if each micro-batch lasts as long as the busiest one.
+
+        This is so in a pipeline.
+        """
         return self.count * int(self.loads.max())
 
 

@@ -25,9 +25,9 @@ class Work:
 
     Attributes:
         token: Linear work per token, in pairs. Padding has this work too.
-        windows: (left, right, layers) for each attention window of the model. `layers` is the
-            number of layers with it. A token sees at most `left` earlier and `right` later tokens
-            of its document; None means no limit.
+        windows: (left, right, layers) for each attention window of the model. A token sees at most
+            `left` earlier and `right` later tokens of its document; None means no limit. `layers`
+            is the number of layers with this window.
         pair_flops: Forward FLOPs of a visible pair in one layer: 2 x (width of q and k + width of
             v) x heads.
 

@@ -29,7 +29,7 @@ def burst_layer_spec(
 ) -> Any:
     """Return the layer spec of `megatron.specs.burst_layer_spec`, for a recipe.
 
-    Errors name recipe settings instead of flags. Modules of Bridge that are loaded are patched.
+    Errors name recipe settings instead of flags. The call also patches loaded modules of Bridge.
 
     Args:
         config: the model configuration of the recipe.

@@ -49,7 +49,7 @@ def patch_provider(model: Any, is_ours: Callable[[Any], bool]) -> None:
 
     Args:
         model: the provider, which is the recipe's model configuration.
-        is_ours: `layers.is_ours`.
+        is_ours: test for a layer spec of `apply_burst` (`layers.is_ours`).
     """
     dense = _gemma4(model)
     if dense is not None:

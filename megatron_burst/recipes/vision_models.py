@@ -18,7 +18,7 @@ class VisionRecipes(Protocol):
 
         Args:
             model: the provider.
-            is_ours: `layers.is_ours`.
+            is_ours: test for a layer spec of `apply_burst` (`layers.is_ours`).
         """
         ...
 

@@ -44,7 +44,7 @@ def version(*distributions: str) -> str | None:
 
 
 def versions(megatron: bool) -> Iterator[Finding]:
-    """Yield the versions of Python, torch, CUDA, NCCL, Megatron-Core and the optional packages.
+    """Yield findings with the versions of Python, torch, CUDA, NCCL, Megatron-Core and others.
 
     Args:
         megatron: True if a missing Megatron-Core is a problem; otherwise it is a note.
@@ -83,7 +83,7 @@ def torch_findings() -> Iterator[Finding]:
 
 
 def flash_attention() -> Iterator[Finding]:
-    """Yield a finding per FlashAttention package: is it installed, and does it fit this package?"""
+    """Yield a finding per FlashAttention package: is it installed, and can this package use it?"""
     for name, package in FLASH.items():
         presence = package_presence(name)
         if presence.usable is None:
@@ -125,7 +125,11 @@ def megatron_version() -> str | None:
 
 
 def hooks() -> Iterator[Finding]:
-    """Install our hooks into Megatron-Core, remove them, and yield a finding: do they fit?"""
+    """Install this package's hooks into Megatron-Core, remove them, and report whether they fit.
+
+    Yields:
+        One finding; nothing if Megatron-Core is not installed.
+    """
     if megatron_version() is None:
         return  # `versions` reports this
     try:

@@ -28,7 +28,7 @@ VARIABLES = (
 
 
 def describe(sys_class: Path = SYS) -> dict[str, Any]:
-    """Return the facts about this machine by name: host, gpus, nics and variables."""
+    """Return a dict of facts about this machine, with the keys host, gpus, nics and variables."""
     return {"host": socket.gethostname(), "gpus": gpus(), "nics": nics(sys_class)} | {
         "variables": variables()
     }

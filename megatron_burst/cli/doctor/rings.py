@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks under torchrun: results of attention on the process groups, and the speed of each ring.
+"""Checks under torchrun: results of attention on several ranks, and the bandwidth of each ring.
 
-Every rank makes the same inputs and computes dense attention and its gradients in float64. It
-compares the rows that it holds. Ranks gather all errors, so all exit with the same status.
+Every rank makes the same inputs, computes dense attention and its gradients in float64, and
+compares its own rows with the results of `mb.attention`. Ranks gather the errors of all ranks, so
+that all exit with the same status.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hierarchical context-parallel sizes that fit a cluster.
 
-In Megatron's order, ranks next to each other are tensor-parallel ranks first, then context-parallel
-ranks. With T tensor-parallel ranks, a node of G GPUs has G / T consecutive context-parallel ranks.
+Megatron divides consecutive ranks first into tensor-parallel groups, then into context-parallel
+groups. So with tensor-parallel size T, a node of G GPUs has G / T consecutive ranks of a
+context-parallel group.
 """
 
 from __future__ import annotations

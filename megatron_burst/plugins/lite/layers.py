@@ -114,7 +114,7 @@ class LiteCoreAttention(torch.nn.Module):
 
 @dataclass
 class DeltaNetForward:
-    """Replacement for the `forward` of a gated delta net: ranks pass states, no tokens or heads.
+    """Replacement for the `forward` of a gated delta net; ranks keep their rows and all heads.
 
     It uses the projections, gates and norms of the layer `net`, and this package's convolution and
     linear attention. Attributes are the same as in `LiteCoreAttention`.

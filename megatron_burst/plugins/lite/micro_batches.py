@@ -111,8 +111,8 @@ class MicroBatches:
             make: function that makes a plan from the cumulative lengths of the documents.
 
         Raises:
-            ValueError: The documents do not fit the rows, ranks disagree, or a layer gets other
-                shapes than its leader.
+            ValueError: The documents do not fit the rows, ranks have different batches, or a layer
+                gets other shapes than its leader.
         """
         compares = leads and not in_backward()
         try:

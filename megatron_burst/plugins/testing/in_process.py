@@ -294,8 +294,8 @@ def call(
 ) -> Any:
     """Run an operation of `mb` on each rank and return the results by rank.
 
-    If groups are `mb.Groups`, or the plan is of `mb.prepare`, the operation runs only on this rank.
-    All arguments and the result then belong to this rank.
+    If `groups` is an `mb.Groups`, or `plan` a plan of `mb.prepare`, the operation runs only on this
+    rank. All arguments and the result then belong to this rank.
 
     Args:
         operation: Function of one rank, called with keyword arguments.
@@ -326,7 +326,10 @@ def call(
 
 
 def _of_all(name: str, values: Any, size: int) -> Sequence[Any]:
-    """Return `values`, or a list of None; raise ValueError if there is not one value per rank."""
+    """Return `values`, or a list of None if it is None.
+
+    Raises ValueError if `values` is not a list with one value per rank.
+    """
     if values is None:
         return [None] * size
     listed = isinstance(values, (list, tuple))
@@ -399,7 +402,9 @@ def _needs_grad(value: object) -> bool:
 
 @dataclass
 class _Rank:
-    """Function, results and autograd graph of one rank. An output is a result with a gradient.
+    """Function, results and autograd graph of one rank.
+
+    An output is a result that needs a gradient.
 
     Attributes:
         function: Function that computes the results of the rank.

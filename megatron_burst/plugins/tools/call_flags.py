@@ -65,7 +65,7 @@ def add_grid(
 
 
 def add_side(parser: argparse.ArgumentParser) -> None:
-    """Add `--side`."""
+    """Add `--side`, the tensors that ranks send in backward."""
     parser.add_argument("--side", default="auto", choices=("auto", *SIDES), help="tensors sent in "
                         "backward (default: auto, those with fewer bytes)")  # fmt: skip
 

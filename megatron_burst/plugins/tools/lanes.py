@@ -112,7 +112,7 @@ def box(figure: Figure, left: float, bottom: float, width: float, height: float)
 
 
 def inches(text: str, size: float) -> float:
-    """Return the width of a text in inches; `size` in points, bold above 12."""
+    """Return the width of a text in inches; `size` is in points, and above 12 the text is bold."""
     font = FontProperties(family="DejaVu Sans", weight="bold" if size > 12 else "normal")
     return TextPath((0, 0), text, size=size, prop=font).get_extents().width / 72
 

@@ -246,7 +246,7 @@ def _shares(sizes: np.ndarray, ranks: int) -> list[list[int]]:
 def _homes(
     embeddings: torch.Tensor, places: np.ndarray, packed_seq_params: Any, group: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return which rank holds each position, and in which of its rows this rank holds it.
+    """Return the rank that holds each position, and this rank's row with each position.
 
     Raises `ValueError` if `places` has positions outside the sequence or a position twice.
 

@@ -62,7 +62,7 @@ def check_provider(model: Any, is_ours: Callable[[Any], bool]) -> None:
 
     Args:
         model: the provider.
-        is_ours: `layers.is_ours`.
+        is_ours: test for a layer spec of `apply_burst` (`layers.is_ours`).
 
     Raises:
         ValueError: The model is not supported.

@@ -182,7 +182,7 @@ def _links(figures: Figures, ranks: Ranks, model: Model, gpu: Gpu) -> None:
 
 
 def stated_gpu(ranks: Ranks, name: str | None, best: float) -> Gpu:
-    """Return the published data of a GPU, by `name` or by torch's device name.
+    """Return the published data of the GPU that `name` or torch's device name selects.
 
     An unknown GPU, and a CPU, get the best measured rate as their peak.
 
@@ -219,9 +219,9 @@ def stated_figures(gpu: Gpu, ranks: Ranks) -> dict[str, tuple[Any, str]]:
 
 
 def unmeasured_links(gpu: Gpu, ranks: Ranks) -> dict[str, float]:
-    """Return values for figures of [links] that may not be measured: published or assumed.
+    """Return published or assumed values, to use for figures of [links] that were not measured.
 
-    Without published rates, the rate is infinite.
+    Rates that are not published are infinite.
     """
     if gpu.name in GPUS:
         rates = {"intra": gpu.nvlink * NVLINK, "inter": gpu.nic * NIC}

@@ -65,7 +65,10 @@ def _taken(ranks: Ranks, call: Callable[[], object]) -> float:
 
 
 def _alone(ranks: Ranks, model: Model) -> list[float]:
-    """Return the launch seconds of a kernel's forward, its backward, and a layer with backward."""
+    """Return three launch times in seconds.
+
+    They are of a kernel's forward, of its backward, and of a layer's forward and backward.
+    """
     calls = tile(ranks, model, EMPTY)
     launched = calls.forward, calls.backward, _Layer(ranks).passes
     return [median(ranks.times(partial(_taken, ranks, call))) for call in launched]
@@ -103,7 +106,7 @@ class _Layer:
 
 
 def _ring(ranks: Ranks, model: Model) -> Callable[[], float]:
-    """Return a function that returns the launch seconds of a ring forward with an existing plan."""
+    """Return a function that measures the launch seconds of a ring's forward; its plan exists."""
     like = {"device": ranks.device, "dtype": dtype(ranks)}
     h, n = heads(model, ranks)
     q, k, v = (torch.zeros((ROWS, 1, count, model.head_dim), **like) for count in (h, n, n))
@@ -112,7 +115,7 @@ def _ring(ranks: Ranks, model: Model) -> Callable[[], float]:
 
 
 def _planning(ranks: Ranks, model: Model) -> Callable[[], float]:
-    """Return a function that returns the seconds of making layout and plan of a random pack."""
+    """Return a function that measures the seconds to make layout and plan of a random pack."""
     (h, n), drawn = heads(model, ranks), np.random.default_rng(0)
     seq = ranks.size * LENGTH
 
@@ -130,7 +133,7 @@ def _planning(ranks: Ranks, model: Model) -> Callable[[], float]:
 
 
 def _exchange(ranks: Ranks) -> Callable[[], float]:
-    """Return a function that returns the seconds of starting an exchange with both neighbours."""
+    """Return a function that measures the seconds to start an exchange with both neighbours."""
     groups, me = ranks.groups, ranks.groups.rank
     peers = Peers(groups.ring, FLAT, (((me + 1) % ranks.size, (me - 1) % ranks.size),))
     groups.connect([FLAT], ranks.device)

@@ -192,7 +192,7 @@ def _by_inner_size(
 def _all_to_all(
     ranks: Ranks, members: str, pairs: Pairs, rate: float, latency: Measurement
 ) -> tuple[Measurement, Measurement]:
-    """Return the rate of an all-to-all divided by the rate of a hop, and its startup seconds.
+    """Measure an all-to-all.
 
     Args:
         ranks: Ranks that measure.
@@ -200,6 +200,9 @@ def _all_to_all(
         pairs: Ranks to send to and receive from.
         rate: Bytes per second of a hop.
         latency: Seconds of a very small message.
+
+    Returns:
+        The rate of the all-to-all divided by `rate`, and the startup time in seconds.
     """
     peers = len(pairs)
     if peers == 1:
@@ -243,7 +246,7 @@ def _rate(ranks: Ranks, senders: str, pairs: Pairs, size: int, latency: Measurem
 
 
 def _rounds(ranks: Ranks, pairs: Pairs, size: int, times: int = 1) -> list[float]:
-    """Return the slowest rank's seconds of `times` consecutive exchanges, for each repeat."""
+    """Return the slowest rank's seconds of `times` consecutive exchanges, measured repeatedly."""
     _exchange(ranks, pairs, size)
     return ranks.rounds(lambda: _exchange(ranks, pairs, size, times)[1])
 

@@ -30,7 +30,7 @@ Record = dict[str, Any]
 
 
 class Case(NamedTuple):
-    """Mask, and a function `visible` of query and key positions that defines it independently."""
+    """Mask, and a function of query and key positions that defines it independently."""
 
     name: str
     mask: masks.Mask
@@ -87,7 +87,7 @@ def _finding(name: str, device: torch.device, records: Sequence[Record]) -> Find
 
 
 def ratio(record: Record) -> float:
-    """Return the error of a kernel divided by torch's error, the largest ratio of all tensors."""
+    """Return the largest ratio of the kernel's error to torch's error over out, dq, dk, dv."""
     pairs = [(record["errors"][part], record["torch"][part]) for part in PARTS]
     return max(math.inf if error is None else error / max(stock, 1e-7) for error, stock in pairs)
 

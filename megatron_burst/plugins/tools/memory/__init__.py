@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class MemoryEstimate(NamedTuple):
-    """Result of the command.
+    """Result of the command `memory`.
 
     Attributes:
         account: Memory of the run, by items and phases.

@@ -26,7 +26,10 @@ STATES = ("#c7ccd4", "#aab1bc", "#8d96a3", "#747d8b", "#5f6876", "#4b5461")
 
 
 def draw(account: Account, cluster: Cluster, path: Path) -> None:
-    """Write the picture of a memory account; a dashed line shows the memory of a GPU."""
+    """Draw the picture of a memory account and write it to a file.
+
+    A dashed line shows the memory of a GPU.
+    """
     run, peak = account.run, account.peak
     title = (
         f"{account.model.name}, {run.seq:,} tokens on {cluster.gpus} x {cluster.gpu.name}: memory "

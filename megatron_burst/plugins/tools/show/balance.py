@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imbalance of a layout: how much more work the busiest rank of each step has than the mean."""
+"""Imbalance of a layout: work of each step's busiest rank, relative to the mean over ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def imbalance(
     topology: Topology | None = None,
     algorithm: str = "ring",
 ) -> float:
-    """Return the work of each step's busiest rank, divided by the mean work, both over all steps.
+    """Return the sum over steps of the busiest rank's work, divided by the sum of the mean work.
 
     1.0 is ideal. The unit of work is a visible pair. Every step waits for its busiest rank. The
     result depends on the algorithm, the nodes and the ulysses groups, because they determine which

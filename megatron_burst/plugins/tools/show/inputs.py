@@ -75,13 +75,13 @@ def add_mask(parser: argparse.ArgumentParser, default: str | None) -> None:
 
 
 def add_lengths(parser: argparse.ArgumentParser) -> None:
-    """Add `--lengths`."""
+    """Add `--lengths`, the tokens of each packed document."""
     text = "tokens of each packed document, such as 300,20,5; remaining positions are one more "
     parser.add_argument("--lengths", metavar="N,N,...", help=f"{text}document")
 
 
 def add_layout(parser: argparse.ArgumentParser, default: str | None) -> None:
-    """Add `--layout` and `--block`."""
+    """Add `--layout`, and `--block` for layout block_striped."""
     parser.add_argument(
         "--layout", default=default, choices=NAMES,
         help="which positions a rank holds "
@@ -94,7 +94,7 @@ def add_layout(parser: argparse.ArgumentParser, default: str | None) -> None:
 
 
 def add_per_document(parser: argparse.ArgumentParser) -> None:
-    """Add `--per-document`."""
+    """Add `--per-document`, which cuts each document separately."""
     parser.add_argument(
         "--per-document",
         action="store_true",

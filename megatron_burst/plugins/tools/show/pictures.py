@@ -22,7 +22,7 @@ from .trees import SAMPLED, TreeScene
 
 
 def draw(scene: words.Scene, path: Path) -> None:
-    """Write the picture of a scene."""
+    """Draw the picture of a scene, and write it to a file."""
     with lanes.styled():
         lanes.save(DRAWERS[type(scene)](scene), path)
 
@@ -93,7 +93,7 @@ def _blocks(axes: Axes, scene: MaskScene) -> None:
 
 
 def _step(axes: Axes, scene: MaskScene, pair: tuple[int, int]) -> None:
-    """Write the step of a pair of shards into its block, where few visible pairs are covered."""
+    """Write the step of a pair of shards into the part of its block with few visible pairs."""
     order, edges = scene.shards.order, scene.shards.edges
     rows, columns = (order[edges[i] : edges[i + 1]] for i in pair)
     seen = scene.computers[np.ix_(rows, columns)] >= 0
@@ -147,7 +147,7 @@ def _layouts(scene: LayoutScene) -> Figure:
 
 
 def _strip(axes: Axes, holders: np.ndarray, ranks: int) -> None:
-    """Draw the sequence as a strip: a bar per run of positions on one rank, with its number.
+    """Draw the sequence as a strip: a bar per run of positions on one rank, with the rank.
 
     Args:
         axes: Axes to draw on.

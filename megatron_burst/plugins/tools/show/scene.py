@@ -68,13 +68,16 @@ class Shards:
 
     @cached_property
     def pairs(self) -> np.ndarray:
-        """Number of visible pairs of queries of rank i and keys of rank j, int64 [G, G]."""
+        """Number of visible pairs of queries on rank i (rows) and keys on rank j (columns).
+
+        int64 [G, G].
+        """
         counts = [[cost.visible_pairs(self.mask, q, k) for k in self.spans] for q in self.spans]
         return np.array(counts, dtype=np.int64)
 
     @cached_property
     def order(self) -> np.ndarray:
-        """Positions of rank 0, of rank 1, ..., int64 [S]."""
+        """Positions that rank 0 holds, then the positions of rank 1, and so on, int64 [S]."""
         parts = [self.layout.positions(rank, self.seq_len) for rank in range(self.size)]
         return np.concatenate(parts)
 
@@ -134,9 +137,9 @@ class MaskScene:
 
     @cached_property
     def steps(self) -> np.ndarray:
-        """Step at which queries of rank i attend to keys of rank j, int64 [G, G].
+        """Step at which queries on rank i (rows) attend to keys on rank j (columns).
 
-        -1 if no pair is visible, so that the step is skipped.
+        int64 [G, G]; -1 if no pair is visible, so that the step is skipped.
         """
         steps = np.full((self.shards.size, self.shards.size), -1)
         pairs = self.plan.tables.pairs

@@ -141,7 +141,7 @@ class TreeScene:
         """Return the mask at every n-th row and column, and n.
 
         The mask is an int64 matrix [rows, rows] with the rank that computes each pair; -1 for
-        invisible pairs. n is the smallest number with at most `most` rows.
+        invisible pairs. n is as small as possible for at most `most` rows.
         """
         step = -(-self.shards.seq_len // most)
         rows = np.arange(0, self.shards.seq_len, step)

@@ -30,7 +30,7 @@ from .record import PASS, Trace, load
 
 
 def title(call: Namespace) -> str:
-    """Return the title of the picture of a call."""
+    """Return the title of the picture, which describes the attention call."""
     chunks = f", {call.head_chunks} head chunks" if call.head_chunks > 1 else ""
     device = " (CPU, loopback)" if call.device == "cpu" else ""
     return (

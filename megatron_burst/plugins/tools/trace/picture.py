@@ -27,7 +27,7 @@ SHORTEST = 5e-5  # minimal seconds of a bar, so that it is visible
 
 
 def draw(trace: Trace, path: Path) -> None:
-    """Write the picture of a trace."""
+    """Draw the picture of a trace, and write it to a file."""
     with lanes.styled():
         lanes.save(_figure(trace), path, lanes.ALL_SHADES)
 

@@ -58,8 +58,8 @@ class Trace:
     def of_ranks(cls, title: str, events: Iterable[TraceEvent]) -> Trace:
         """Create a trace from the events of all ranks.
 
-        Events of the stream "pass" become marks. A mark begins with the first rank, and ends with
-        the last rank.
+        Events of the stream "pass" become marks. A mark begins when the first rank begins the pass,
+        and ends when the last rank ends it.
 
         Args:
             title: Title of the picture.
