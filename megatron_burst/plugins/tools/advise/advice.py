@@ -265,7 +265,11 @@ def _together(goal: TrainingGoal) -> str:
 
 
 def cluster_of(cluster: str | Path | Cluster, gpus: int | None, per_node: int) -> Cluster:
-    """Return the `Cluster` of a GPU name, a cluster file or a `Cluster`; `gpus` sets its size."""
+    """Return `cluster` as a `Cluster` with `gpus` GPUs.
+
+    `cluster` is the name of a GPU, the path of a cluster file, or a `Cluster`. If `gpus` is None,
+    the number of GPUs in the file or the `Cluster` is kept.
+    """
     if isinstance(cluster, Cluster):
         return cluster if gpus is None else replace(cluster, gpus=gpus)
     if str(cluster).endswith(".toml"):

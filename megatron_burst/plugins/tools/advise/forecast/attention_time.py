@@ -230,8 +230,8 @@ class AttentionTime:
         """Return the time of an attention call from the times of its forward and backward.
 
         Args:
-            forward: Time of forward.
-            backward: Time of backward.
+            forward: Time of forward, including the all-to-all.
+            backward: Time of backward, including the all-to-all.
             exchange: Time of the all-to-all in forward and in backward.
             planning: CPU seconds of planning.
         """

@@ -42,7 +42,7 @@ def scan_time(
 def scan_seconds(
     cluster: Cluster, run: Settings, x: LayerSizes, timed: Callable[..., float] = scan_time
 ) -> float:
-    """Return the seconds that a layer communicates in forward, and equally long in backward.
+    """Return the seconds of a layer's communication in forward; backward takes equally long.
 
     A scan sends states from piece to piece, and gradients in the opposite direction. The short
     convolution receives rows from the previous rank. With `linear="megatron"`, ranks exchange

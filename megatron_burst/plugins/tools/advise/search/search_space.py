@@ -208,7 +208,7 @@ def _micro_batches(model: Model, goal: TrainingGoal, base: Settings) -> Iterator
 
 
 def _experts(model: Model, goal: TrainingGoal, base: Settings) -> list[int]:
-    """Return the sizes that divide the experts, and the data- and context-parallel ranks."""
+    """Return expert-parallel sizes that divide the numbers of experts and of DP x CP ranks."""
     if not model.experts:
         return goal.values("ep", [1])
     sizes = goal.values("ep", divisors(model.experts))

@@ -274,7 +274,7 @@ def _layer(layer: Any) -> BuiltLayer:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Return a context in which transformers logs only errors and warnings are ignored."""
+    """Return a context without Python warnings, in which transformers logs only errors."""
     logging = _transformers().logging
     before = logging.get_verbosity()
     logging.set_verbosity_error()

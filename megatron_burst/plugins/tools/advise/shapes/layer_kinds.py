@@ -29,7 +29,7 @@ class LayerPart(NamedTuple):
     """Kinds of the halves of one layer.
 
     Attributes:
-        attention: Kind of its attention half: "full", "window", "chunked", "mixer" or None.
+        attention: Kind of the attention half: "full", "window", "chunked", "mixer" or None.
         mlp: Whether the layer has an MLP half, dense or with experts.
         sparse: Whether the MLP half has experts.
         algorithm: Attention algorithm of this kind of layers; None for `Settings.algorithm`.
