@@ -225,7 +225,7 @@ class Plan:
         q = k.new_empty(1).expand(self.signature[0][0])  # only its shape, dtype and device are used
         self._check_kernel(q, k, v, sink, max_logits)
         if host is not None and self.host_refusal is not None:
-            raise ValueError(f"host: {self.host_refusal}; or remove host")
+            raise ValueError(f"host: {self.host_refusal}, or remove host")
         keys = k.detach().contiguous(), v.detach().contiguous()
         sink = None if sink is None else sink.detach()
         return RowChunkedCall(

@@ -89,8 +89,12 @@ def test_graphs_of_whole_iterations_are_refused(impl, modules):
         ({"dynamic_context_parallel": True}, {}, "--dynamic-context-parallel groups change w"),
         ({"log_max_attention_logit": True}, {}, "--log-max-attention-logit the optimizer step"),
         ({"qk_clip": True}, {}, "with --qk-clip the optimizer step replaces the tensor"),
-        ({"experimental_attention_variant": "dsa"}, {}, "layers are of a kind that was not"),
-        ({"is_hybrid_model": True}, {}, "--hybrid-layer-pattern layers are of kinds that were"),
+        (
+            {"experimental_attention_variant": "dsa"},
+            {},
+            "variant the model has layers that were not",
+        ),
+        ({"is_hybrid_model": True}, {}, "--hybrid-layer-pattern the model has layers that were"),
     ],
 )
 def test_what_changes_from_call_to_call_is_in_no_graph(changes, burst, words):
@@ -173,7 +177,7 @@ BALANCED = mb.BurstConfig(kernel="reference", layout="balanced")
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"calculate_per_token_loss": False}, "divides each rank's loss by its own"),
+        ({"calculate_per_token_loss": False}, "divides each rank's loss by this number"),
         (
             {"position_embedding_type": "rope", "apply_rope_fusion": True},
             "fused rope requires zigzag within",
@@ -290,7 +294,7 @@ def test_without_cuda_a_graph_is_told_of_once(monkeypatch, given):
 
 def test_options_of_nccl_on_another_backend_are_refused_before_a_model_is_built():
     (problem,) = launch(distributed_backend="gloo", burst_nccl_max_ctas=4)
-    assert problem.reason.startswith("--burst-nccl-max-ctas 4 limits kernels of NCCL")
+    assert problem.reason.startswith("--burst-nccl-max-ctas 4 has an effect only with NCCL")
     assert problem.remove == ("--burst-nccl-max-ctas",)
     for backend in ("nccl", "cpu:gloo,cuda:nccl"):
         assert not launch(distributed_backend=backend, burst_nccl_max_ctas=4)

@@ -212,6 +212,6 @@ def test_a_limit_of_nccl_is_refused_elsewhere(four, common):
     flags = "--context-parallel-size 4 --burst-nccl-max-ctas 8"
     for words in four(session.error, [*common, *flags.split()]):  # Megatron may say where
         assert words.startswith(
-            "ValueError: --burst-nccl-max-ctas 8 limits kernels of NCCL, and the context-parallel "
-            "group uses gloo: remove the flag"
+            "ValueError: --burst-nccl-max-ctas 8 has an effect only with NCCL, and the "
+            "context-parallel group uses gloo: remove the flag"
         )

@@ -105,7 +105,7 @@ def test_the_choice_survives_copies_of_the_config():
     ("changes", "flag"),
     [
         ({"attention_dropout": 0.1}, "--attention-dropout 0"),
-        ({"window_size": (8, 2)}, "includes 2 tokens ahead"),
+        ({"window_size": (8, 2)}, "includes 2 tokens after the query"),
         ({"window_size": (-2, 0)}, "--window-size"),
         ({"softmax_type": "sharp"}, "--softmax-type"),
         ({"apply_query_key_layer_scaling": True}, "--apply-query-key-layer-scaling"),

@@ -230,7 +230,7 @@ def test_a_recipe_without_us_is_not_cut_by_the_layout_of_another(llama):
         ({"algorithm": "hybrid"}, [], "^algorithm hybrid requires ulysses_size"),
         ({"store": 0.5}, ["model.recompute_granularity=selective", "model.recompute_modules=[mlp]"],
          r"^store 0.5 .* model.recompute_modules \['mlp'\] does not recompute attention"),
-        ({}, ["model.window_size=128"], "^model.window_size 128 is one size"),
+        ({}, ["model.window_size=128"], "^model.window_size 128 is one number"),
         ({}, ["model.hierarchical_context_parallel_sizes=4"],
          "^model.hierarchical_context_parallel_sizes is 4; it must be two sizes"),
         ({}, ["model.context_parallel_size=null"],

@@ -83,8 +83,8 @@ def _grid(pg_collection: Any, sizes: list[int] | None, burst: BurstConfig) -> Gr
     check_topology(cp.size(), sizes, burst.intra_size)
     if burst.nccl_max_ctas is not None and "nccl" not in backends(cp).values():
         raise ValueError(
-            f"{flag_of('nccl_max_ctas')} {burst.nccl_max_ctas} limits kernels of NCCL, and the "
-            f"context-parallel group uses {torch.distributed.get_backend(cp)}: remove the flag"
+            f"{flag_of('nccl_max_ctas')} {burst.nccl_max_ctas} has an effect only with NCCL, and "
+            f"the context-parallel group uses {torch.distributed.get_backend(cp)}: remove the flag"
         )
     options: dict[str, Any] = {
         "ulysses": ulysses_size(burst, cp.size()),

@@ -229,18 +229,19 @@ _DOCUMENTS = (
         (RESET,),
         fim_data="moves tokens between documents",
         sft="defines documents already",
-        hybrid_layer_pattern="has layers whose state would be reset at documents",
+        hybrid_layer_pattern="has layers whose state would be reset at the start of each document",
     ),
     Rule(_linear_layers,
-         "{flag} with {value}: the state of its layers would be reset at documents",
+         "{flag} with {value}: the state of these layers would be reset at the start of each "
+         "document",
          remove=(RESET,)),
 )  # fmt: skip
 # Settings of communicators that the backend does not support.
 _BACKEND = (
     Rule(lambda c, b: b.nccl_max_ctas is not None and c.distributed_backend
          and "nccl" not in c.distributed_backend,
-         "--burst-nccl-max-ctas {b.nccl_max_ctas} limits kernels of NCCL, and the backend "
-         "(--distributed-backend) is {c.distributed_backend}", remove=("--burst-nccl-max-ctas",)),
+         "--burst-nccl-max-ctas {b.nccl_max_ctas} has an effect only with NCCL, and "
+         "--distributed-backend is {c.distributed_backend}", remove=("--burst-nccl-max-ctas",)),
     Rule("use_megatron_fsdp", f"--use-megatron-fsdp {UNTESTED_FSDP}",
          add=("--use-torch-fsdp2",), remove=("--use-megatron-fsdp",)),
 )  # fmt: skip

@@ -375,14 +375,18 @@ def _window_problems(size: Any) -> Iterator[Problem]:
     flag = "--window-size"
     if isinstance(size, int):
         yield Problem(
-            f"{flag} {size} is one size; it must be two: tokens back, tokens ahead",
+            f"{flag} {size} is one number; it must be two numbers, the tokens before and after "
+            "the query",
             (f"{flag} {size},0",),
         )
     elif len(size) != 2 or any(limit < -1 for limit in size):
-        yield Problem(f"{flag} {size} must be two sizes, each >= 0, or -1 for no limit")
+        yield Problem(
+            f"{flag} {size} must be two numbers, the tokens before and after the query, each >= 0 "
+            "or -1 for no limit"
+        )
     elif size[1] > 0:
         yield Problem(
-            f"{flag} {size} includes {size[1]} tokens ahead, but the model is causal",
+            f"{flag} {size} includes {size[1]} tokens after the query, but the model is causal",
             (f"{flag} {size[0]},0",),
         )
 
@@ -392,7 +396,7 @@ _MODEL = (
     Rule(lambda c, b: c.has("softmax_type") and c.softmax_type not in SOFTMAX_TYPES,
          f"--softmax-type {{c.softmax_type}}: only {', '.join(SOFTMAX_TYPES)} are supported"),
     Rule("attn_logit_softcapping",
-         "attention logit softcapping is not supported; leave attn_logit_softcapping unset"),
+         "attention logit softcapping is not supported; set attn_logit_softcapping to None"),
     *excluded(
         "{other}: {why}",
         apply_query_key_layer_scaling="query-key layer scaling is not supported",
@@ -437,7 +441,7 @@ def max_logit_problems(config: Any, kernel: str) -> Iterator[Problem]:
     if records_max_logits(config) and kernel not in ("auto", "triton", "reference"):
         yield Problem(
             f"{_max_logit_flag(config)} needs the largest attention logits, which --burst-kernel "
-            f"{kernel} does not return; triton and reference return them",
+            f"{kernel} does not return; use triton or reference",
             add=("--burst-kernel auto",),
         )
 
@@ -470,7 +474,7 @@ _LAYOUT = (
 _BALANCED = (
     Rule(lambda c, b: not c.calculate_per_token_loss,
          "--burst-layout balanced gives ranks unequal numbers of loss tokens, and Megatron divides "
-         "each rank's loss by its own number, so gradients depend on the layout",
+         "each rank's loss by this number, so gradients depend on the layout",
          add=("--calculate-per-token-loss",)),
     Rule(lambda c, b: c.position_embedding_type in ("rope", "yarn", "mrope")
          and c.apply_rope_fusion and not c.multi_latent_attention,

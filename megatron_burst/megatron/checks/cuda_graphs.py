@@ -45,8 +45,8 @@ _CAPTURED_ATTENTION = (
         dynamic_context_parallel="groups change with the micro-batch",
         log_max_attention_logit="the optimizer step replaces the tensor that a graph writes to",
         qk_clip="the optimizer step replaces the tensor that a graph writes to",
-        experimental_attention_variant="layers are of a kind that was not tested in graphs",
-        is_hybrid_model="layers are of kinds that were not tested in graphs",
+        experimental_attention_variant="the model has layers that were not tested in graphs",
+        is_hybrid_model="the model has layers that were not tested in graphs",
     ),
 )  # fmt: skip
 

@@ -63,10 +63,10 @@ def lm_head_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
 
 _PACKING = (
     Rule(lambda c, b: c.calculate_per_token_loss is False,
-         "{flag} requires a loss per token: a mean over micro-batches depends on which documents "
-         "share a micro-batch", add=("--calculate-per-token-loss",)),
+         "{flag} requires a loss per token, because a mean over micro-batches depends on the "
+         "documents in each micro-batch", add=("--calculate-per-token-loss",)),
     Rule(lambda c, b: (c.micro_batch_size or 1) > 1,
-         "{flag} at --micro-batch-size {c.micro_batch_size}: a micro-batch is one pack",
+         "{flag} at --micro-batch-size {c.micro_batch_size}: a micro-batch must be one pack",
          add=("--micro-batch-size 1",)),
     *excluded(
         "{flag} with {other}, which {why}",

@@ -165,8 +165,8 @@ class SelectOperation(IndexOperation):
         rule = super().checked_rule()
         if self.top_k < (least := forced(rule)):
             raise ValueError(
-                f"top_k must be at least {least}, the blocks that rule {type(rule).__name__} "
-                f"always selects, got {self.top_k}"
+                f"top_k must be at least {least} (the number of blocks that rule "
+                f"{type(rule).__name__} always selects), got {self.top_k}"
             )
         return rule
 
@@ -207,7 +207,7 @@ def index_placeholders(rule: SelectionRule, q: Any, k: Any, weights: Any) -> QKV
     try:
         check_shapes(q, k, k)
     except ValueError as error:
-        raise ValueError(f"index_q and index_k, checked as q and k: {error}") from error
+        raise ValueError(f"index_q and index_k (here named q and k): {error}") from error
     rule.selections(q.shape[2], k.shape[2])
     return unit_placeholders(q, k, rule)
 

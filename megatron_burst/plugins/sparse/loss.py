@@ -199,8 +199,9 @@ class SelectedScores(IndexOperation):
         expected = len(q) * rule.block, q.shape[1], heads
         if actual != (expected, rule.block):
             raise ValueError(
-                f"selection: rule {type(rule).__name__} makes {expected} selections of "
-                f"blocks of {rule.block}, got {actual[0]} of {actual[1]}"
+                f"selection: rule {type(rule).__name__} requires ids with (rows, batch, heads) "
+                f"{expected} and blocks of {rule.block}, got {actual[0]} and blocks of {actual[1]}"
+                "; pass the selection of mb.select with this rule"
             )
         return over_units(request, rule, ids.shape[3])
 

@@ -78,9 +78,10 @@ class Selection:
             return
         least, most = int(ids.min()), int(ids.max())
         if least < -1 or most >= seq_len // self.block:
+            units = "block numbers" if self.block > 1 else "positions"
             raise ValueError(
-                f"selection: ids must be -1 or units below {seq_len // self.block}, got {least} to "
-                f"{most}"
+                f"selection: ids must be -1 or {units} below {seq_len // self.block}, got {least} "
+                f"to {most}"
             )
         before, after = ids[..., :-1], ids[..., 1:]
         if not bool(((after == -1) | ((after > before) & (before >= 0))).all()):

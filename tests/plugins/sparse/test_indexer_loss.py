@@ -168,7 +168,7 @@ def test_what_is_refused():
     *index, q, k, _ = ([x] for x in tensors("dsa"))
     found = in_process.select(*index, rule="dsa", top_k=TOP_K, groups=groups)
     for words, named in {
-        "makes .* selections of blocks of 4": {"rule": "qsa"},
+        "requires ids with .* and blocks of 4, got": {"rule": "qsa"},
         "rule must be one of": {"rule": 3},
         "rule Nsa has no indexer loss": {"rule": "nsa"},
         "tp_group must be a process group": {"tp_group": 3},
@@ -178,7 +178,7 @@ def test_what_is_refused():
             in_process.indexer_loss(
                 *index, q, k, found, **{"rule": "dsa", "groups": groups} | named
             )
-    with pytest.raises(ValueError, match="rule Dsa needs index_weights"):
+    with pytest.raises(ValueError, match="index_weights: rule Dsa requires a tensor"):
         in_process.indexer_loss(*index[:2], None, q, k, found, rule="dsa", groups=groups)
 
 

@@ -33,7 +33,10 @@ SELECTING = {
     "top_k must be a positive integer, got 0": {"top_k": 0},
     "top_k must be .* got 2.5": {"top_k": 2.5},
     "rule must be one of dsa, qsa, moba, msa, nsa, or": {"rule": "best"},
-    "top_k must be at least 3, the blocks that rule Nsa always": {"rule": "nsa", "top_k": 2},
+    "top_k must be at least 3 .the number of blocks that rule Nsa always": {
+        "rule": "nsa",
+        "top_k": 2,
+    },
     "rule: means must divide its block of 64 .* got 5": {"rule": rules.Nsa(means=5)},
     "got <class .*Dsa": {"rule": rules.Dsa},
     "rule: block must be a positive integer, got 0": {"rule": rules.Moba(block=0)},
@@ -73,7 +76,7 @@ INDEX = {
         [x.float() for x in index()[2]],
     ),
     "index_q must be a tensor": ([None, None], *index()[1:]),
-    "index_q and index_k, .* must divide": (*index(3, 2),),
+    "index_q and index_k .here named q and k.: k: .* must divide": (*index(3, 2),),
 }
 
 
@@ -101,9 +104,9 @@ def with_ids(change):
 ATTENDING = {
     "selection must be an mb.Selection": lambda: attend([None, None]),
     "ids must be int32": lambda: attend(with_ids(torch.Tensor.long)),
-    "ids must be -1 or units below 32, got -1 to 32": lambda: attend(
+    "ids must be -1 or positions below 32, got -1 to 32": lambda: attend(
         with_ids(lambda x: x.masked_fill(x == 2, 32))),
-    "ids must be -1 or units below 32, got -2": lambda: attend(with_ids(lambda x: x - 1)),
+    "ids must be -1 or positions below 32, got -2": lambda: attend(with_ids(lambda x: x - 1)),
     "must not be empty, got": lambda: attend(with_ids(lambda x: x[..., :0])),
     "must be in ascending order": lambda: attend(with_ids(lambda x: x.flip(-1))),
     "ids have .rows, batch. \\(12, 1\\)": lambda: attend(with_ids(lambda x: x[:12])),

@@ -167,7 +167,7 @@ def test_a_longest_sequence_goes_with_what_is_fixed(gpus, fixed):
 
 @pytest.mark.parametrize(("more", "words"), [
     ({"tokens_per_step": "8M"}, r"--longest .*remove --packed and --tokens-per-step"),
-    ({"tp": 3}, "--tp 3 does not divide"), ({"foo": 1}, "foo cannot be fixed"),
+    ({"tp": 3}, "--tp 3 must divide"), ({"foo": 1}, "foo cannot be fixed"),
 ])  # fmt: skip
 def test_a_longest_sequence_needs_what_a_given_one_does(more, words):
     with pytest.raises(ValueError, match=words):
@@ -337,14 +337,14 @@ def test_gradients_travel_in_bf16_only_if_that_is_allowed():
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    ({"tp": 3}, "--tp 3 does not divide tiny's 8 heads"),
+    ({"tp": 3}, "--tp 3 must divide the 8 heads"),
     ({"tp": 16}, "use 1, 2 or 4"),
     ({"pp": 5}, "--pp 5 x --vpp 1 cannot share the 4 layers"),
     ({"cp": 16}, "--gpus 8 is not a multiple of the 16 ranks of --cp 16"),
     ({"seq": "1X"}, "--seq must be a whole number of tokens .*, got 1X"),
     ({"tokens_per_step": "100K"}, "not a multiple of --seq 65,536; use"),
     ({"cp": 1, "store": 1.0}, "requires --cp above 1"),
-    ({"top": 0}, "--top must be an integer from 1"),
+    ({"top": 0}, "--top must be an integer >= 1"),
     ({"ulysses": 7, "cp": 4}, "--ulysses 7"),
     ({"speed": 9}, "speed cannot be fixed; the settings are tp"),
     ({"packed": "128K"}, "a document of 131,072 tokens does not fit into a pack of --seq 65,536"),

@@ -450,7 +450,7 @@ def test_flags_of_a_family(name, flags):
     (["--model", "llama3-8b", "--gpus", "8", "--seq", "1M", "--json", "--sbatch"], 2,
      "one of them"),
     ([*BASE[1:], "--train-iters", "7"], 2, "--train-iters requires --sbatch"),
-    ([*BASE[1:], "--sbatch", "--train-iters", "0"], 2, "--train-iters must be an integer from 1"),
+    ([*BASE[1:], "--sbatch", "--train-iters", "0"], 2, "--train-iters must be an integer >= 1"),
     (["--gpus", "8", "--seq", "1M", "--sbatch", "--", "pretrain_gpt.py", "--num-layers", "8"], 2,
      "--sbatch and a Megatron command exclude each other"),
     (["--model", "llama3-8b", "--gpus", "7", "--seq", "8K"], 2, "use --tokens-per-step 4186112"),

@@ -60,11 +60,11 @@ def test_all_figures_of_a_cluster_are_named(figures, said):
 
 LLAMA, H100 = models.named("llama3-8b"), Cluster("h100", 8)
 WRONG = [
-    ({"cp": 1.5}, "--cp must be a whole number from 1, got 1.5"),
-    ({"cp": True}, "--cp must be a whole number from 1, got True"),
-    ({"seq": "1M"}, "--seq must be a whole number from 1, got '1M'"),
-    ({"intra": 0}, "--intra must be a whole number from 1, got 0"),
-    ({"micro_batch": math.nan}, "--micro-batch must be a whole number from 1, got nan"),
+    ({"cp": 1.5}, "--cp must be an integer >= 1, got 1.5"),
+    ({"cp": True}, "--cp must be an integer >= 1, got True"),
+    ({"seq": "1M"}, "--seq must be an integer >= 1, got '1M'"),
+    ({"intra": 0}, "--intra must be an integer >= 1, got 0"),
+    ({"micro_batch": math.nan}, "--micro-batch must be an integer >= 1, got nan"),
     ({"recompute": "half"}, "--recompute must be one of none, full, got 'half'"),
     ({"gradients": 4}, "--gradients must be one of fp32, bf16, got 4"),
     ({"lm_head_loss": "on", "placement": "x"}, "recompute, got 'on'; --placement must be one of"),
@@ -72,11 +72,11 @@ WRONG = [
     ({"wire": []}, r"--wire must be one of fp32, bf16"),
     ({"path": "tpu"}, "--path must be one of gpu, cpu"),
     ({"fsdp": "no"}, "--fsdp must be true or false, got 'no'"),
-    ({"layout": 3}, "--layout must be a text, got 3"),
+    ({"layout": 3}, "--layout must be a string, got 3"),
     ({"store": math.nan}, "--store must be from 0 to 1, got nan"),
     ({"store": "0.5"}, "--store must be from 0 to 1, got '0.5'"),
-    ({"optimizer_bytes": -1}, "--optimizer-bytes must be a whole number from 0, got -1"),
-    ({"logits_bytes": -6}, "--logits-bytes must be a whole number from 0, got -6"),
+    ({"optimizer_bytes": -1}, "--optimizer-bytes must be an integer >= 0, got -1"),
+    ({"logits_bytes": -6}, "--logits-bytes must be an integer >= 0, got -6"),
     ({"mlp_tiles": 10**9}, "--mlp-tiles 1000000000 exceeds the 512 rows"),
     ({"sequence_chunks": 513}, "--sequence-chunks 513 exceeds .* use at most 512"),
     ({"tp": 3}, "--tp 3 does not divide the 32 heads .* use one of 1, 2, 4"),
@@ -105,7 +105,7 @@ def test_settings_that_no_run_has(fields, said):
 @pytest.mark.parametrize("part", ["attention", "layer", "step"])
 def test_a_run_that_the_cluster_does_not_hold(part):
     run = Settings(2**16, tp=4, cp=4, pp=2, dp=2)
-    groups = r"requires 64 GPUs \(--tp 4 x --cp 4 x --pp 2 x --dp 2\), the cluster has 8; use"
+    groups = r"requires 64 GPUs \(--tp 4 x --cp 4 x --pp 2 x --dp 2\), and the cluster has 8; use"
     with pytest.raises(ValueError, match=groups):
         simulate(LLAMA, H100, run, part=part)
 
@@ -141,7 +141,7 @@ def test_a_configuration_that_is_none(tmp_path, content, said):
 @pytest.mark.parametrize(
     ("more", "said"),
     [({"model_type": None}, "has no 'model_type'"),
-     ({"model_type": 3}, "'model_type' must be a text, got 3"),
+     ({"model_type": 3}, "'model_type' must be a string, got 3"),
      ({"hidden_size": "256"}, ".* 'hidden_size' expected int, got str"),
      ({"num_hidden_layers": 4.0}, ".* 'num_hidden_layers' expected int, got float"),
      ({"num_attention_heads": True}, ".* 'num_attention_heads' expected int, got bool"),
@@ -149,13 +149,13 @@ def test_a_configuration_that_is_none(tmp_path, content, said):
      ({"intermediate_size": [512]}, ".* 'intermediate_size' expected int, got list"),
      ({"sliding_window": "all"}, "unknown fields 'sliding_window'"),
      ({"model_type": "mistral", "sliding_window": "all"}, ".* 'sliding_window'"),
-     ({"qk_rope_head_dim": "8", "kv_lora_rank": 8}, "'qk_rope_head_dim' must be a whole number"),
+     ({"qk_rope_head_dim": "8", "kv_lora_rank": 8}, "'qk_rope_head_dim' must be an integer"),
      ({"head_dim": -1}, "'head_dim' must be"),
      ({"tie_word_embeddings": "false"}, ".* 'tie_word_embeddings' expected bool, got str"),
      ({"layer_types": "full"}, ".*layer_type"),
      ({"layer_types": [["full_attention"]] * 4}, "transformers cannot make model_type 'llama'"),
      ({"num_experts": 4, "num_experts_per_tok": "2"}, "'num_experts_per_tok' must be"),
-     ({"num_experts": 4, "mlp_only_layers": [{}]}, "'mlp_only_layers' must be a list of whole"),
+     ({"num_experts": 4, "mlp_only_layers": [{}]}, "'mlp_only_layers' must be a list of integers"),
      ({"hidden_size": 10**20}, r"'hidden_size' must be at most 1,000,000,000, got 1e\+20"),
      ({"model_type": "mamba2"}, "model_type 'mamba2' has no attention layers"),
      ({"num_attention_heads": 0}, "transformers cannot make model_type 'llama'")],
@@ -177,8 +177,8 @@ def test_null_is_no_field():
 @pytest.mark.parametrize(
     ("fields", "said"),
     [({"layers": 32.0, "experts": True}, "layers must be .* got 32.0; experts must be .* got True"),
-     ({"window": -1}, "window must be a whole number from 0, got -1"),
-     ({"hidden": "4096"}, "hidden must be a whole number from 0, got '4096'"),
+     ({"window": -1}, "window must be an integer >= 0, got -1"),
+     ({"hidden": "4096"}, "hidden must be an integer >= 0, got '4096'"),
      ({"tied": "no"}, "tied must be true or false, got 'no'")],
 )  # fmt: skip
 def test_sizes_that_no_model_has(fields, said):

@@ -131,11 +131,11 @@ def test_windows_with_an_algorithm_of_their_own_hold_little():
     [
         ({"window_algorithm": "hybrid"}, "window_algorithm hybrid: must be one of burst"),
         ({"chunk_algorithm": "ring"},
-         "chunk_algorithm ring: two kinds has no layers of kind chunked; remove it"),
-        ({"window_algorithm": "ring", "cp": 1}, "with --cp 1 there is no ring"),
+         "chunk_algorithm ring: two kinds has no chunked layers; remove chunk_algorithm"),
+        ({"window_algorithm": "ring", "cp": 1}, "with --cp 1 ranks do not form a ring"),
         ({"window_algorithm": "ring", "algorithm": "ulysses", "cp": 2, "ulysses": 2, "intra": 2},
-         "with --ulysses 2, which is --cp, there is no ring .* use --ulysses below 2"),
-        ({"window_algorithm": 5}, "--window-algorithm must be a text, got 5"),
+         r"with --ulysses 2 \(equal to --cp\) ranks do not form a ring.* use --ulysses below 2"),
+        ({"window_algorithm": 5}, "--window-algorithm must be a string, got 5"),
     ],
 )  # fmt: skip
 def test_a_kind_without_a_choice_is_refused(fields, words):

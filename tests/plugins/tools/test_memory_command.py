@@ -192,7 +192,7 @@ def test_a_megatron_command(capsys):
     [(["--seq", "5X"], "128K or 5M"), ([], "--seq is required"),
      (["--seq", "1M", "--tp", "3"], "not a multiple of the 3 ranks"),
      (["--seq", "1M", "--gpu", "h99"], "one of a100-40g"),
-     (["--gpus", "1", "--longest", "--sequence-chunks", "4"], "--sequence-chunks 4 is for"),
+     (["--gpus", "1", "--longest", "--sequence-chunks", "4"], "chunks 4 requires --cp above 1"),
      (["--seq", "1M", "--host-memory", "lots"], "--host-memory must be a size")],
 )  # fmt: skip
 def test_bad_input_says_what_would_do(capsys, words, said):

@@ -199,10 +199,10 @@ FULL = (
      ({"rope_theta": 1234.5}, EPSILON, "a rotary base of 1234.5"),
      ({"rope_theta": 3580165449.0}, f"{EPSILON} --rotary-base 3580165449", ""),  # of 1M tokens
      ({"rope_theta": 1e4, "rope_scaling": False}, BASE, ""),
-     ({"rope_theta": 1e6, "rope_local_base_freq": 1e4}, EPSILON, "in some kinds of layers"),
+     ({"rope_theta": 1e6, "rope_local_base_freq": 1e4}, EPSILON, "in some layers"),
      ({"rope_parameters": {"full_attention": {"rope_theta": 1e6},
                             "sliding_attention": {"rope_theta": 1e4}}}, EPSILON,
-      "some kinds of layers"),
+      "some layers"),
      ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
       f"{EPSILON} --rotary-base 1000000", "")],
 )  # fmt: skip
@@ -271,7 +271,9 @@ def test_a_megatron_command_of_other_layers(words, letters):
 def test_layers_of_kimi_k3_are_not_counted():
     """Megatron-Bridge's provider names them by their numbers."""
     values = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 8, "kimi_kda_layers": [1]}
-    with pytest.raises(ValueError, match="provider: layers of kda are not supported; use --model"):
+    with pytest.raises(
+        ValueError, match="provider: layers of kda are not supported; pass the name"
+    ):
         model_from(values.get, "provider", gated=True, tied=False, flag=str)
 
 

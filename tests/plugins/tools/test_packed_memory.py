@@ -95,12 +95,13 @@ def test_the_layout_of_a_command_cuts_its_packs(capsys):
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["--seq", "64K", "--packed", "1000", "--layout", "striped"], "is not timed for packs"),
+    [(["--seq", "64K", "--packed", "1000", "--layout", "striped"], "is not supported for packs"),
      (["--seq", "64K", "--layout", "balanced"], "--layout balanced requires --packed"),
      (["--longest", "--packed", "1000"], "remove --packed"),
      (["--seq", "64K", "--packed", "128K"], "a document of 131,072 tokens"),
      (["--seq", "64K", "--packed", "1000", "--micro-batch", "2"], "use --micro-batch 1"),
-     (["--seq", "64K", "--packed", "1000", "--sequence-chunks", "8"], "in chunks of rows")],
+     (["--seq", "64K", "--packed", "1000", "--sequence-chunks", "8"],
+      "row chunks are not supported for packs")],
 )  # fmt: skip
 def test_what_packs_cannot_have_is_refused(capsys, words, said):
     assert main([*WORDS[:5], *words]) == 2

@@ -56,7 +56,7 @@ def sparse_algorithm(burst: SparseOptions) -> str:
 # their selection stay on their rank.
 SELECTING = (
     Rule(lambda c, b: b.side == "query",
-         "{flag} with --burst-side query: queries stay on the rank of their selection",
+         "{flag} with --burst-side query: queries and their selection must stay on their rank",
          remove=("--burst-side",)),
     Rule(lambda c, b: b.wire_dtype, "{flag} with --burst-wire-dtype {b.wire_dtype}: gradients "
          "are sent in the dtype of their sums", remove=("--burst-wire-dtype",)),
@@ -97,7 +97,7 @@ _RULES = (
     Rule("window_size", "{flag} with --window-size: DSA selects from all keys before a query",
          remove=("--window-size",)),
     Rule(lambda c, b: c.softmax_type not in (None, "vanilla"),
-         "{flag} with --softmax-type {c.softmax_type}: DSA has no sink",
+         "{flag} with --softmax-type {c.softmax_type}: DSA does not support sinks",
          remove=("--softmax-type",)),
     *excluded(
         "{flag} with {other}, which {why}",

@@ -147,13 +147,13 @@ def _choice(
         )
     number = isinstance(loss_coeff, (int, float)) and 0 <= loss_coeff < float("inf")
     if loss_coeff is not None and (not number or type(loss_coeff) is bool):
-        raise ValueError(f"loss_coeff must be a number from 0 on, got {loss_coeff!r:.60}")
+        raise ValueError(f"loss_coeff must be a number >= 0, got {loss_coeff!r:.60}")
     return LayerRule(checked_rule, top_k, heads, width, loss_coeff)
 
 
 def _check_count(name: str, value: Any, least: int) -> None:
     if type(value) is not int or value < least:
-        raise ValueError(f"{name} must be an integer from {least} on, got {value!r:.60}")
+        raise ValueError(f"{name} must be an integer >= {least}, got {value!r:.60}")
 
 
 def _attends(layer: Any) -> bool:
@@ -208,7 +208,7 @@ _RULES = (
     Rule(lambda c, b: b.sparse == OFF, f"{{flag}} with {FLAG} {OFF}: Megatron has no such layers",
          remove=(FLAG,)),
     Rule(lambda c, b: b.sequence_chunks not in (None, 1, "auto"),
-         "{flag} do not run in chunks of rows", remove=("--burst-sequence-chunks",)),
+         "{flag} do not support row chunks", remove=("--burst-sequence-chunks",)),
     Rule(lambda c, b: records_max_logits(c), "{flag} do not record the largest attention logits",
          remove=("--log-max-attention-logit", "--qk-clip")),
     Rule("multi_latent_attention", "{flag} do not support latent attention; use Megatron's own dsa",
@@ -258,8 +258,8 @@ def _problems(config: Any, choice: LayerRule, layer: int) -> Iterator[Problem]:
         return
     if selections > 1 and (heads != groups or heads % tp):
         yield Problem(
-            f"{layers} select for each of {heads} index heads: there must be one for each of "
-            f"--num-query-groups {groups}, which --tensor-model-parallel-size {tp} must divide"
+            f"{layers} have {heads} index heads. This number must equal --num-query-groups "
+            f"{groups} and be a multiple of --tensor-model-parallel-size {tp}"
         )
 
 

@@ -145,7 +145,7 @@ class Advice:
             ValueError: The number of steps is below 1.
         """
         if train_iters is not None and (type(train_iters) is not int or train_iters < 1):
-            raise ValueError(f"--train-iters must be an integer from 1 on, got {train_iters!r}")
+            raise ValueError(f"--train-iters must be an integer >= 1, got {train_iters!r}")
         taken, cluster = self.ranked[index], self.cluster
         _, high = cluster.band.around(taken.seconds)
         return job_of(
@@ -222,7 +222,7 @@ def advise(
     goal = replace(goal_of(seq, tokens_per_step, fixed), **model_fields)
     check_wanted(model, cluster, goal)
     if type(top) is not int or top < 1:
-        raise ValueError(f"--top must be an integer from 1 on, got {top!r}")
+        raise ValueError(f"--top must be an integer >= 1, got {top!r}")
     attention, lengths = AttentionForecast(model, cluster, goal.pinned), ()
     if packed is not None:
         lengths = lengths_of(packed, goal.seq)

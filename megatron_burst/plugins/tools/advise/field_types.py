@@ -29,8 +29,8 @@ def problem_of(kind: Any, value: Any, least: int = 0) -> str:
         expected = "from 0 to 1"
     elif kind is int:
         fits = type(value) is int and value >= least
-        expected = f"a whole number from {least}"
+        expected = f"an integer >= {least}"
     else:
         fits = type(value) is kind
-        expected = {bool: "true or false", str: "a text"}[kind]
+        expected = {bool: "true or false", str: "a string"}[kind]
     return "" if fits else f"must be {expected}, got {value!r}"

@@ -54,7 +54,9 @@ def show(advice: Advice, command: Sequence[str] = ()) -> None:
         sizes = stages_to_try(advice.model, advice.cluster, advice.want)
         tried = [str(pp) for pp in sizes if advice.model.layers % pp]
         but = (
-            f" but with PP {' and '.join(tried)} and {BUSY} micro-batches a stage" if tried else ""
+            f" but with PP {' and '.join(tried)} and {BUSY} micro-batches per stage"
+            if tried
+            else ""
         )
         console.print(Text(f"Not tried: pipeline stages of unequal numbers of layers{but}."))
     if advice.want.carries:

@@ -197,8 +197,8 @@ def check(model: Model, run: Settings) -> None:
             )
     if run.sequence_chunks > 1 and run.cp == 1 and not run.chunks_on_host:
         raise ValueError(
-            f"--sequence-chunks {run.sequence_chunks} is for attention over context-parallel "
-            "ranks and requires --cp above 1, got --cp 1"
+            f"--sequence-chunks {run.sequence_chunks} requires --cp above 1 (context "
+            "parallelism), got --cp 1"
         )
     stage_layers(model, run)
     if run.vpp > 1 and run.pp == 1:
@@ -369,13 +369,13 @@ def _check_kind(model: Model, run: Settings, kind: str, algorithm: str) -> None:
     if algorithm not in ALGORITHMS:
         raise ValueError(f"{field_text}: must be one of {', '.join(ALGORITHMS)}")
     if kind not in model.kinds:
-        raise ValueError(f"{field_text}: {model.name} has no layers of kind {kind}; remove it")
+        raise ValueError(f"{field_text}: {model.name} has no {kind} layers; remove {name}")
     if run.cp == 1 or run.ulysses == run.cp:
-        sizes = "--cp 1" if run.cp == 1 else f"--ulysses {run.ulysses}, which is --cp,"
+        sizes = "--cp 1" if run.cp == 1 else f"--ulysses {run.ulysses} (equal to --cp)"
         fix = "--cp above 1" if run.cp == 1 else f"--ulysses below {run.cp}"
         raise ValueError(
-            f"{field_text}: with {sizes} there is no ring whose algorithm could be chosen; use "
-            f"{fix}, or remove it"
+            f"{field_text}: with {sizes} ranks do not form a ring, so there is no algorithm to "
+            f"choose; use {fix}, or remove {name}"
         )
 
 

@@ -79,6 +79,6 @@ def _check_groups(cluster: Cluster, run: Settings) -> None:
     if run.gpus > cluster.gpus:
         raise ValueError(
             f"the run requires {run.gpus} GPUs (--tp {run.tp} x --cp {run.cp} x --pp {run.pp} x "
-            f"--dp {run.dp}), the cluster has {cluster.gpus}; use smaller groups, or a cluster of "
-            f"{run.gpus}"
+            f"--dp {run.dp}), and the cluster has {cluster.gpus}; use smaller groups, or a "
+            f"cluster of {run.gpus}"
         )

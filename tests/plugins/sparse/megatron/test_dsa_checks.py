@@ -53,7 +53,7 @@ def test_dsa_is_served_from_0_19_on():
             "topk-freq 2: Transformer Engine recomputes .* remove --recompute-granularity",
         ),
         ({}, {"window_size": (8, 0)}, "--window-size"),
-        ({}, {"softmax_type": "learnable"}, "--softmax-type learnable: DSA has no sink"),
+        ({}, {"softmax_type": "learnable"}, "--softmax-type learnable: DSA does not support sinks"),
         ({}, {"mtp_num_layers": 1}, "--mtp-num-layers"),
         ({}, {"log_max_attention_logit": True}, "--log-max-attention-logit"),
         ({"layout": "striped", "sparse": "megatron"}, {}, "assumes zigzag order"),

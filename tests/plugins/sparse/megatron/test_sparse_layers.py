@@ -118,12 +118,12 @@ def test_names_in_checkpoints(four):
 
 WRONG = {  # words of the error -> arguments
     "rule must be one of dsa, qsa, moba, msa": {"rule": "best"},
-    "top_k must be an integer from 1 on, got 0": {"top_k": 0},
-    "block must be an integer from 1 on, got '4'": {"block": "4"},
+    "top_k must be an integer >= 1, got 0": {"top_k": 0},
+    "block must be an integer >= 1, got '4'": {"block": "4"},
     "index_heads must be at least 1 for rule Qsa": {"rule": "qsa", "index_heads": 0},
     "index_heads: rule Moba has no indexer": {"loss_coeff": 0.1},
     "index_width is required for the indexer of rule Moba": {"index_heads": 2},
-    "loss_coeff must be a number from 0 on, got -1": {"rule": "msa", "loss_coeff": -1},
+    "loss_coeff must be a number >= 0, got -1": {"rule": "msa", "loss_coeff": -1},
     "base: must be the spec of a transformer layer": {"base": "local"},
 }
 
@@ -138,7 +138,7 @@ REFUSED = {  # words -> settings of Megatron, layers, BurstConfig, only a step s
     "--context-parallel-algo burst": (CP2, "moba", {"algorithm": "megatron"}, False),
     "--attention-dropout 0": ({"attention_dropout": 0.1}, "moba", {}, False),
     "ranks cannot share": (CP2, "moba", {"algorithm": "ulysses"}, False),
-    "one for each of --num-query-groups 2": (CP2, {"index_heads": 4}, {}, False),
+    "must equal --num-query-groups 2": (CP2, {"index_heads": 4}, {}, False),
     "do not support a window": ({"window_size": (3, 0)}, "moba", {}, False),
     "does not support attention with a sink": ({"softmax_type": "learnable"}, "qsa", {}, False),
     "blocks of 128 positions": (CP2, {"block": 128}, {}, True),

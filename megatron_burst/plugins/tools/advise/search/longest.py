@@ -122,7 +122,9 @@ def best(
     if longest is None and last is not None:
         return longest_of(model, cluster, last, core_of)
     if longest is None:
-        raise refused or ValueError("--longest: the settings exclude every run; fix fewer of them")
+        raise refused or ValueError(
+            "--longest: no run is possible with these settings; remove some of them"
+        )
     return longest
 
 

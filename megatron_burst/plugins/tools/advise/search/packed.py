@@ -119,13 +119,13 @@ def packed_pins(pinned: Mapping[str, Any]) -> dict[str, Any]:
     cut_of(pinned)
     if pinned.get("sequence_chunks", 1) != 1:
         raise ValueError(
-            f"--sequence-chunks {pinned['sequence_chunks']}: there is no forecast of packs in "
-            f"chunks of rows; remove --sequence-chunks or {TITLE}"
+            f"--sequence-chunks {pinned['sequence_chunks']}: row chunks are not supported for "
+            f"packs; remove --sequence-chunks or {TITLE}"
         )
     if pinned.get("micro_batch", 1) != 1:
         raise ValueError(
-            f"--micro-batch {pinned['micro_batch']}: a micro-batch is one pack; use --micro-batch "
-            f"1, or remove {TITLE}"
+            f"--micro-batch {pinned['micro_batch']}: a micro-batch must be one pack; use "
+            f"--micro-batch 1, or remove {TITLE}"
         )
     left = {name: value for name, value in pinned.items() if name != "layout"}
     return {"micro_batch": 1, "sequence_chunks": 1, **left}
@@ -143,7 +143,7 @@ def cut_of(pinned: Mapping[str, Any]) -> Cut:
     layout = pinned.get("layout", "balanced")
     if layout not in get_args(Cut):
         raise ValueError(
-            f"--layout {layout} is not timed for packs; use balanced or zigzag, or remove "
+            f"--layout {layout} is not supported for packs; use balanced or zigzag, or remove "
             f"--layout or {TITLE}"
         )
     return layout

@@ -322,9 +322,9 @@ def _reasons(model: Model, cluster: Cluster, goal: TrainingGoal) -> Iterator[str
     sizes = tensor_sizes(model, cluster)
     if "tp" in pinned and pinned["tp"] not in sizes:
         yield (
-            f"--tp {pinned['tp']} does not divide {model.name}'s {model.heads} heads, "
-            f"{model.kv_heads} key/value heads and widths and the {cluster.ranks_per_node} GPUs of "
-            f"a node; use {alternatives(sizes)}"
+            f"--tp {pinned['tp']} must divide the {model.heads} heads, the {model.kv_heads} "
+            f"key/value heads and the widths of {model.name}, and the {cluster.ranks_per_node} "
+            f"GPUs of a node; use {alternatives(sizes)}"
         )
     pp, vpp = pinned.get("pp", 1), pinned.get("vpp", 1)
     if vpp > 1 and pinned.get("pp") == 1:
@@ -351,9 +351,9 @@ def _reasons(model: Model, cluster: Cluster, goal: TrainingGoal) -> Iterator[str
         good = [cp for cp in divisors(cluster.gpus) if model.carried(pinned.get("tp", 1), cp)]
         if pinned["cp"] not in good:
             yield (
-                f"--linear megatron shares the heads of {model.name}'s layers of linear attention "
-                f"over --cp {pinned['cp']} ranks, which does not divide them; use --cp "
-                f"{alternatives(good)}, or --linear auto, which supports any --cp"
+                f"--linear megatron: --cp {pinned['cp']} does not divide the heads of linear "
+                f"attention in {model.name}; use --cp {alternatives(good)}, or --linear auto, "
+                "which supports any --cp"
             )
     stated = [n for n in ("tp", "pp", "cp", "dp") if n in pinned]
     ranks = prod(pinned[name] for name in stated)
@@ -383,6 +383,6 @@ def _no_way(model: Model, cluster: Cluster, goal: TrainingGoal) -> str:
     return (
         f"--gpus {cluster.gpus}: no TP x PP x CP x DP can share {goal.sequences} sequences of "
         f"{goal.seq:,} tokens equally: DP must divide the number of sequences, and 2 x CP and TP x "
-        f"CP must divide --seq. Use {longer}another multiple of --seq than --tokens-per-step "
-        f"{tokens:,}"
+        f"CP must divide --seq. Use {longer}a different multiple of --seq as --tokens-per-step, "
+        f"got {tokens:,}"
     )

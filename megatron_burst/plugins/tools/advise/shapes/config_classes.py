@@ -68,7 +68,7 @@ def config_of(fields: dict[str, Any], name: str) -> tuple[Any, bool]:
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"{name}: 'is_encoder_decoder' is true for model_type {kind!r}; only decoders are "
-            "counted"
+            "supported"
         )
     if not _generates(kind, text):
         raise ValueError(f"{name}: model_type {kind!r} is not a text decoder in transformers")

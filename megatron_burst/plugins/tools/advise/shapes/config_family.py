@@ -259,7 +259,7 @@ def _lacking(model: Model, fields: Fields, kind: str, structure: Structure) -> I
     if kind == "mimo_v2_flash" or (wide is not None and wide != narrow):
         yield (
             f"{model.kv_heads} key/value heads in layers with a window and fewer in the others; "
-            f"all layers are counted with {model.kv_heads}"
+            f"the forecast assumes {model.kv_heads} in all layers"
         )
     if structure.sinks and kind == "mimo_v2_flash":
         yield "sinks in only the layers with a window"
@@ -294,7 +294,7 @@ def _numerics(fields: Fields, head_dim: int) -> tuple[str, list[str]]:
     bases = set(fields.get("layer_rope_theta", ()))
     several = any(value != kinds[0] for value in kinds[1:]) or len(bases) > 1
     if several or "rope_local_base_freq" in fields:
-        return " ".join(flags), ["rotary positions of their own in some kinds of layers"]
+        return " ".join(flags), ["different rotary positions in some layers"]
     if kinds:
         rope = Fields(kinds[0], rope.name)
     lacking = []
@@ -305,7 +305,7 @@ def _numerics(fields: Fields, head_dim: int) -> tuple[str, list[str]]:
     if rotary_base is not None and rotary_base == int(rotary_base):
         flags.append(f"--rotary-base {int(rotary_base)}")
     elif rotary_base is not None:
-        lacking.append(f"a rotary base of {rotary_base}, which is no whole number")
+        lacking.append(f"a rotary base of {rotary_base}, which is not an integer")
     if "rotary_dim" in fields and share is None:
         share = fields.size("rotary_dim") / head_dim
     if share is not None and share != 1:

@@ -85,13 +85,13 @@ class Fields(Mapping[str, Any]):
                 and len(set(map(str, value))) == 1
             ):
                 value = value[0]
-            value = self._of(key, value, int, "a whole number from 0")
+            value = self._of(key, value, int, "an integer >= 0")
             if value > MOST:
                 raise ValueError(f"{self.name}: {key!r} must be at most {MOST:,}, got {value:.3g}")
             if size and value not in (0, size):
                 raise ValueError(
-                    f"{self.name}: {key!r} {value} contradicts {size}; equal values are required "
-                    f"of {', '.join(keys)}"
+                    f"{self.name}: {key!r} is {value}, but a field with the same meaning is {size};"
+                    f" set {', '.join(keys)} to equal values"
                 )
             size = size or value
         return size
@@ -117,13 +117,13 @@ class Fields(Mapping[str, Any]):
 
     def text(self, key: str, default: str = "") -> str:
         """Return the string in a field; `default` if the field is absent."""
-        return self._of(key, self.get(key, default), str, "a text")
+        return self._of(key, self.get(key, default), str, "a string")
 
     def items_of(self, key: str, kind: type) -> list[Any]:
         """Return the list of `kind` (int or str) in a field; [] if the field is absent."""
         value = self.get(key, [])
         entries = list(value) if type(value) is tuple else self._of(key, value, list, "a list")
-        expected = {int: "whole numbers from 0", str: "texts"}[kind]
+        expected = {int: "integers >= 0", str: "strings"}[kind]
         return [self._of(key, item, kind, f"a list of {expected}") for item in entries]
 
     def object_of(self, key: str) -> Fields:

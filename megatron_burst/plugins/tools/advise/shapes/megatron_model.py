@@ -139,13 +139,14 @@ def _pattern(
     if {"mamba", "delta_net"} <= set(kinds):
         raise ValueError(
             f"{name}: {flag('hybrid_layer_pattern')} {hybrid!r} has layers M and G, but "
-            "advise counts only one kind of mixer; use a pattern with one of them"
+            "advise supports only one of the two in a model; use a pattern with M or with G"
         )
     if hybrid:
         return "".join(ONE_HALF[kind] for kind in kinds), 0
     if unknown := set(kinds) - set(BOTH_HALVES):
         raise ValueError(
-            f"{name}: layers of {unknown.pop()} are not supported; use --model with a name"
+            f"{name}: layers of {unknown.pop()} are not supported; pass the name of a known model "
+            "as --model"
         )
     if get("linear_attention_freq"):
         _layers(get("linear_attention_freq"), layers, every_is=False)  # checks its length

@@ -138,10 +138,10 @@ def from_config(config: dict[str, Any], name: str = "config.json") -> Model:
 def _source(config: dict[str, Any], name: str, nested: bool = False) -> Source:
     kind = config.get("model_type") or ""
     if not isinstance(kind, str):
-        raise ValueError(f"{name}: 'model_type' must be a text, got {kind!r:.60}")
+        raise ValueError(f"{name}: 'model_type' must be a string, got {kind!r:.60}")
     if kind in STATES_ALONE:
         raise ValueError(
-            f"{name}: model_type {kind!r} has no attention layers, which the advice requires; "
+            f"{name}: model_type {kind!r} has no attention layers, which advise requires; "
             "hybrids such as nemotron_h are supported"
         )
     if kind in OTHER_ATTENTION:
@@ -308,8 +308,8 @@ def _latent(fields: Fields, heads: int) -> dict[str, Any]:
     index = tuple(fields.size(f"index_{key}") for key in ("n_heads", "head_dim", "topk"))
     if set(fields.items_of("indexer_types", str)) - {"full"}:
         raise ValueError(
-            f"{fields.name}: 'indexer_types' has {fields['indexer_types']!r:.60}; only 'full', an "
-            "indexer in each layer, is known"
+            f"{fields.name}: 'indexer_types' has {fields['indexer_types']!r:.60}; only 'full' "
+            "(an indexer in each layer) is supported"
         )
     return {
         "indexer": Indexer(*index) if all(index) else None,
@@ -391,7 +391,7 @@ def _experts_at(source: Source, pattern: str, with_mlp: int) -> list[bool]:
 def _is_sparse(fields: Fields, kind: str) -> bool:
     if kind not in ("dense", "sparse"):
         raise ValueError(
-            f"{fields.name}: 'mlp_layer_types' has {kind!r}; supported are dense and sparse"
+            f"{fields.name}: 'mlp_layer_types' has {kind!r}; only dense and sparse are supported"
         )
     return kind == "sparse"
 
@@ -410,8 +410,8 @@ def _pattern(source: Source, layers: int) -> str:
         fields.accept("layer_types", "layers_block_type", *OF_LAYER_TYPES)
         if odd := sorted(set(types) - set(letters)):
             raise ValueError(
-                f"{fields.name}: {key!r} has {odd[0]!r}; supported for this model are "
-                f"{', '.join(letters)}"
+                f"{fields.name}: {key!r} has {odd[0]!r}; only {', '.join(letters)} are supported "
+                "for this model"
             )
         if len(types) != layers:
             raise ValueError(f"{fields.name}: {key!r} has {len(types)} entries for {layers} layers")
