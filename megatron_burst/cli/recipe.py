@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Train the recipe that the arguments name.
+    """Train or print the recipe that the arguments name, or list the ready-made recipes.
 
     Raises:
         ValueError: A name, setting or value is wrong.

@@ -4,7 +4,8 @@
 A recipe's name contains the model, the task, number and type of GPUs, and the sequence length.
 Comments give the reason for each setting. Model, optimizer, data (random tokens until
 `dataset.blend` is set) and learning-rate schedule are the same as in Bridge's recipe. No recipe has
-been run on the GPUs in its name; `docs/nemo.md` estimates the memory.
+been run on the GPUs in its name; `docs/nemo.md` estimates the memory. `megatron-burst recipe
+--list` prints the first line of each recipe's docstring.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ K, M = 2**10, 2**20
 
 
 def llama3_8b_pretrain_8gpu_h100_256k() -> Any:
-    """Return the recipe of Llama 3 8B with 256K-token sequences, for one node of 8 H100."""
+    """Llama 3 8B at 256K tokens on one node of 8 H100."""
     recipe = _bridge(
         "llama", "llama3_8b_128k_pretrain_config", "llama3_8b_pretrain_64gpu_h100_bf16_128k_config"
     )
@@ -32,7 +33,7 @@ def llama3_8b_pretrain_8gpu_h100_256k() -> Any:
 
 
 def llama3_8b_pretrain_32gpu_h100_1m() -> Any:
-    """Return the recipe of Llama 3 8B with 1M-token sequences, for 4 nodes of 8 H100."""
+    """Llama 3 8B at 1M tokens on 4 nodes of 8 H100."""
     recipe = _bridge(
         "llama", "llama3_8b_128k_pretrain_config", "llama3_8b_pretrain_64gpu_h100_bf16_128k_config"
     )
@@ -47,7 +48,7 @@ def llama3_8b_pretrain_32gpu_h100_1m() -> Any:
 
 
 def qwen3_14b_pretrain_64gpu_h100_2m() -> Any:
-    """Return the recipe of Qwen3 14B with 2M-token sequences, for 8 nodes of 8 H100."""
+    """Qwen3 14B at 2M tokens on 8 nodes of 8 H100."""
     recipe = _bridge(
         "qwen", "qwen3_14b_pretrain_config", "qwen3_14b_pretrain_8gpu_h100_bf16_config"
     )
@@ -58,10 +59,7 @@ def qwen3_14b_pretrain_64gpu_h100_2m() -> Any:
 
 
 def llama2_7b_pretrain_32gpu_a800_2m() -> Any:
-    """Return the recipe of Llama 2 7B with 2M-token sequences, for 4 nodes of 8 A800.
-
-    The BurstEngine paper has the same model, length and GPUs.
-    """
+    """Llama 2 7B at 2M tokens on 4 nodes of 8 A800, the setting of the BurstEngine paper."""
     recipe = _bridge(
         "llama", "llama2_7b_pretrain_config", "llama2_7b_pretrain_2gpu_h100_bf16_config"
     )

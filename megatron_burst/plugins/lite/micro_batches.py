@@ -30,7 +30,9 @@ PLANS_KEPT = 256  # more than packed micro-batches in flight x kinds of layers
 
 
 class LiteKind(NamedTuple):
-    """Properties of a layer on which its plans depend; layers of equal kind share plans.
+    """Properties of a layer on which its plans depend; the same on all ranks.
+
+    Layers of equal kind share plans.
 
     Attributes:
         sort: Name of the layer's class in Lite.
