@@ -28,7 +28,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 @dataclass(frozen=True)
 class LossOptions:
-    """Options of a call of `linear_cross_entropy`, equal on all ranks of the group."""
+    """Options of `linear_cross_entropy`, which must be equal on all ranks of the group."""
 
     ignore_index: int = -100
     logit_scale: float = 1.0

@@ -9,8 +9,8 @@ vocabulary rows and e the label smoothing. The loss is
     lse(x) - (1 - e) x_y - e mean(x) + z_loss lse(x)^2
 
 and its derivative with respect to x_j is p_j (1 + 2 z_loss lse) - (1 - e) [j = y] - e / v, where p
-is the softmax. Label smoothing is defined as in torch: the label has target probability 1 - e + e /
-v. z-loss is defined as in PaLM (arXiv 2204.02311, section 5).
+is the softmax. Label smoothing is defined as in torch: the target probability of the label is 1 - e
++ e / v. z-loss is defined as in PaLM (arXiv 2204.02311, section 5).
 """
 
 from __future__ import annotations

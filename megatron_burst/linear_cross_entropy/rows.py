@@ -167,7 +167,7 @@ def label_logits(
 
     Args:
         z: Products h.w [n, v].
-        rows: Row of each label [m].
+        rows: Row of z for each label [m].
         labels: Vocabulary row of each label [m], counted over all ranks.
         columns: Vocabulary rows of this rank.
         formula: Constants of the loss.
@@ -200,6 +200,15 @@ def entropy_gradient_(
     The gradient of a row is of_entropy [n] times the derivative of the entropy, minus of_softmax
     [n] times the derivative of the log-sum-exp. Rows with both factors 0 become 0 even if they
     contain NaN.
+
+    Args:
+        z: Products h.w [n, v], which are overwritten.
+        lse: Log-sum-exp [n] of complete rows.
+        entropy: Entropy [n] of complete rows.
+        of_softmax: Factor [n], see above.
+        of_entropy: Factor [n], see above.
+        columns: Vocabulary rows of this rank.
+        formula: Constants that convert products to logits.
     """
     if _has_triton(z):
         from . import triton_rows

@@ -165,7 +165,7 @@ class Head:
         split: Distribution of vocabulary and tokens.
         columns: Vocabulary rows of this rank.
         ignore_index: Label of tokens without a loss.
-        tile_rows: Rows of this rank's slice per tile; a tile has p times as many tokens.
+        tile_rows: Rows of this rank's slice per tile; a tile has rows of all p slices.
         dtype: Accumulation dtype of the loss and of the weight gradient.
         argmax: True if the most likely vocabulary row is returned.
     """
@@ -310,7 +310,17 @@ class GradientSum:
         weights: torch.Tensor,
         peak: torch.Tensor | None = None,
     ) -> None:
-        """Replace the products z of a tile by their gradient, and add the gradients of the tile."""
+        """Replace the products z of a tile by their gradient, and add the gradients of the tile.
+
+        Args:
+            tile: Rows of this rank's slice.
+            h: Hidden rows of the tile [m, d], from all slices.
+            z: Products h.w [m, v]; with `peak`, see `row_stats`.
+            labels: Labels [m].
+            lse: Log-sum-exp [m] of complete rows.
+            weights: Weights of the losses [m].
+            peak: Offset [m] from `row_stats`, or None.
+        """
         if not self.needed:
             return
         softmax_gradient_(z, labels, lse, weights, self.head.columns, self.head.formula, peak)
@@ -321,9 +331,9 @@ class GradientSum:
 
         Args:
             tile: Rows of this rank's slice.
-            h: Hidden rows of the tile [n, d]; overwritten if they are a copy.
-            z: Gradient of the products h.w [n, v].
-            unused: Mask [n] of rows without a gradient; z is 0 there, and h may contain NaN.
+            h: Hidden rows of the tile [m, d], from all slices; overwritten if they are a copy.
+            z: Gradient of the products h.w [m, v].
+            unused: Mask [m] of rows without a gradient; z is 0 there, and h may contain NaN.
         """
         if self.dh is not None:
             self.finish()

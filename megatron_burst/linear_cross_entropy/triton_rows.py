@@ -38,11 +38,10 @@ def _stats(
     scale: tl.constexpr, cap: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """Compute the statistics of one row into out [5, n]: lse, label's logit, sum, largest, its row.
+    """Compute the statistics of one row of logits, and store them in out [5, n].
 
-    The sum and the largest value are over the logits of this rank's columns; the last entry is the
-    vocabulary row of the largest logit. With ENTROPY the entropy replaces the sum, and the last
-    entry is 0, because registers are scarce. Each lane keeps its own sums.
+    The rows of `out` are the same as in `row_stats`. With ENTROPY, the entropy replaces the sum of
+    logits, and the vocabulary row is 0, because registers are scarce. Each lane keeps its own sums.
     """
     row = tl.program_id(0).to(tl.int64)
     z += row * stride
@@ -173,7 +172,10 @@ def row_stats(
 def softmax_gradient_(
     z: torch.Tensor, gradient: LogitGradient, real: int, scale: float, softcap: float | None
 ) -> None:
-    """Replace products z [n, v] by their gradient; see `LogitGradient`. Padding becomes 0."""
+    """Replace products z [n, v] by their gradient; see `LogitGradient`.
+
+    Columns from `real` on become 0.
+    """
     if z.numel():
         block = _block(z)
         _gradient[(len(z), triton.cdiv(z.shape[1], block))](

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpointing that recomputes everything but attention, with one attention store per call.
+"""Activation checkpointing that keeps some attention outputs, in one attention store per call.
 
 An `AttentionStore` belongs to one checkpointed call. In the first run of the function, each
 attention call puts the outputs of some rows into the store. In the recomputation in backward, each
@@ -66,7 +66,7 @@ class OffloadTarget(Protocol):
         ...
 
     def frame(self) -> AbstractContextManager[Any]:
-        """Return a context. Backward fetches the tensors that are moved in it together."""
+        """Return a context; backward fetches all tensors that are moved inside it together."""
         ...
 
     def saved(
@@ -104,7 +104,7 @@ class StoreOffload:
     Attributes:
         host: Host memory.
         fraction: Fraction of the rows (dim 0) that is moved to host memory.
-        frame: Context of `host`. Backward fetches the tensors that are moved in it together.
+        frame: Context of `host`; backward fetches all tensors that are moved inside it together.
     """
 
     host: OffloadTarget
@@ -313,10 +313,10 @@ def checkpoint(
     Args:
         fn: Function to checkpoint. It must compute the same in every run.
         *args: Arguments of `fn`.
-        keep: Fraction of the positions whose attention outputs (out and log-sum-exp) are kept
-            from forward to backward, the most expensive rows first. A kept row takes 2 w + 4
-            bytes per head in bf16. With a causal mask 1.0 recomputes no attention, 0.5 a quarter
-            of it and 0.0 all of it.
+        keep: Fraction of the positions whose attention outputs (out and log-sum-exp) are kept from
+            forward to backward, the most expensive rows first. A kept row needs 2 w + 4 bytes per
+            head in bf16, for values of width w. With a causal mask 1.0 recomputes no attention, 0.5
+            a quarter of it and 0.0 all of it.
         offload: Fraction of the rows (dim 0) of the saved tensors that is moved to `host` until
             backward. Saved tensors are the attention outputs and the arguments that require a
             gradient, except parameters and tensors that `HostMemory.move` leaves on the device.

@@ -86,9 +86,9 @@ class TrajectoryBatch:
 
         Args:
             model: Model chunk of the stage, as Megatron's schedule passes it.
-            temperature: Same as in `logprobs`.
-            entropy: Also return entropies.
-            vocab_size: Same as in `logprobs`.
+            temperature: Same as in `mb.rl.logprobs`.
+            entropy: True to return entropies too.
+            vocab_size: Same as in `mb.rl.logprobs`.
 
         Returns:
             The activations of the stage. The last stage returns the log-probabilities of this
@@ -149,7 +149,7 @@ class TrajectoryBatch:
 
 
 class _Gathered(torch.autograd.Function):
-    """Gather of the values [e] of each rank's edges over ranks, to the values [count] of all."""
+    """Autograd function that gathers each rank's values [e] to the values of all edges [count]."""
 
     @staticmethod
     def forward(

@@ -36,9 +36,9 @@ def cut_trajectories(
         shared: Length of the prefix that each trajectory shares with the previous one.
         work: Cost function of the model: work of tokens and of attention.
         ranks: Number of data-parallel ranks.
-        capacity: Maximum distinct tokens of a micro-batch; the number of micro-batches is as small
-            as possible. None for one micro-batch per rank.
-        multiple: Divisor of the number of micro-batches per rank.
+        capacity: Maximum number of distinct tokens in a micro-batch. The number of micro-batches is
+            then as small as possible. None for `multiple` micro-batches per rank.
+        multiple: The number of micro-batches per rank is a multiple of this number.
 
     Raises:
         ValueError: A trajectory is longer than `capacity`.

@@ -133,9 +133,9 @@ class PrefixTree:
             values: Numpy array or tensor [E, ...] or [S, ...].
 
         Returns:
-            An array or tensor per trajectory of n tokens. For values per edge, the shape is [max(n
-            - 1, 0), ...], and entry i belongs to the prediction of token i + 1. For values per row,
-            it is [n, ...].
+            An array or tensor per trajectory of n tokens. For values per edge, its shape is [n - 1,
+            ...] (0 entries if n is 0), and entry i belongs to the prediction of token i + 1. For
+            values per row, its shape is [n, ...].
 
         Raises:
             ValueError: The length of `values` is neither E nor S.

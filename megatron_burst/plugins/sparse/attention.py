@@ -51,9 +51,10 @@ def sparse_attention(
 
     Args:
         q: Queries of this rank's shard [s, b, h, d].
-        k: Keys of this rank's shard [s, b, k, d]; k divides h.
+        k: Keys of this rank's shard [s, b, k, d]. The number of key heads divides h.
         v: Values of this rank's shard [s, b, k, w]. If None, values are the first value_width
-            columns of the keys, as in absorbed latent attention, and are sent once.
+            columns of the keys, as in absorbed latent attention. These columns are then sent only
+            once.
         selection: Result of `mb.select`, or a `Selection` of the caller. Its layout and mask apply.
         value_width: Number of value columns, below d, if v is None.
         scale: Factor of the scores. None uses the factor of the plan if the plan was made for
@@ -214,7 +215,7 @@ def over_selection(request: Request, selection: Selection, kernel: str, latent: 
 
 
 def kernel_for(plan: Plan, selection: Selection) -> SelectedKernel:
-    """Return the kernel for this selection that the plan's `PairKernel` stands for."""
+    """Return the kernel with this selection, which replaces the `PairKernel` of the plan."""
     pairs = plan.kernel
     assert isinstance(pairs, PairKernel)
     return pairs.by(selection, pairs.latent)

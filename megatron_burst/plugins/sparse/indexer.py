@@ -4,9 +4,9 @@
 A unit is a block of consecutive keys. Index keys are sent like keys of attention, one row per unit.
 Each rank keeps the best units of its own queries.
 
-Shape letters: s local rows, r rows of a tile, u units of a chunk, n the number of means in a unit
-(if the rule has no means, of keys), b batch, i index heads, k index key heads, d width, H
-selections of a row.
+Shape letters: s local rows, r rows of a tile, u units of a chunk, n means per unit (all keys of the
+unit, if the rule has no means), b batch, i index heads, k index key heads, d width, H selections of
+a row.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def over_units(request: Request, rule: SelectionRule, top_k: int) -> Request:
 
 
 def tags_of(passes: Sequence[tuple[Plan, str]], label: object) -> list[CallTag]:
-    """Return one message tag for each pass over the ring.
+    """Return one tag for each pass over the ring; it identifies the messages of the pass.
 
     Without a label, the first tag contains the source line of the caller.
 
@@ -282,7 +282,7 @@ def run_pass(
         run: Pass of the plan.
         tag: Tag of the messages.
         compute: Object with the method `pair`, called for each received chunk.
-        rows: Rows of this rank's units.
+        rows: Rows of this rank's units [u, b, k, n * d].
         sums: Shapes of the tensors that ranks sum in this pass, by family, such as "dkv".
 
     Returns:

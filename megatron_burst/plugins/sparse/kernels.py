@@ -5,8 +5,8 @@
 results of chunks are merged by online softmax, like those of every kernel in `kernels`.
 
 Shape letters: s query rows, r rows of a tile, t key rows, b batch, h query heads, k key/value
-heads, d width, w value width; H selections of a row; m = max(H, k) heads of keys, each with g = h /
-m query heads; n gathered units per row and selection.
+heads, d width, w value width; H selections of a row; m = max(H, k) heads of keys, each shared by g
+= h / m query heads; n gathered units per row and selection.
 """
 
 from __future__ import annotations

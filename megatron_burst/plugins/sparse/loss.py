@@ -339,7 +339,7 @@ class _IndexGradients:
 
 
 def _find_units(ids: torch.Tensor, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where `units` contains each of `ids`, and a bool that is False if it does not."""
+    """Return the index of each id in `units`, and a bool that is False if `units` lacks the id."""
     selected_ids = ids.long()
     at = torch.searchsorted(units, selected_ids).clamp_(max=len(units) - 1)
     return at, units[at] == selected_ids

@@ -242,7 +242,7 @@ def described(rule: SelectionRule) -> tuple[object, ...]:
 
 
 def forced(rule: SelectionRule) -> int:
-    """Return the largest number of units that the rule always selects for a query."""
+    """Return how many units the rule always selects for a query, at most."""
     return rule.own + getattr(rule, "first", False) + getattr(rule, "near", 0)
 
 

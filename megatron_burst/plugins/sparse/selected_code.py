@@ -29,10 +29,10 @@ def find(
     ids, low, high, seen, spans, table, counts,
     per_row, places, width, pieces, BLOCK: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """List the rows of a chunk that one selection of one query row contains and the mask shows.
+    """List the rows of a chunk that a query row has selected and sees.
 
-    One program handles one selection. The first dimension "." of a tensor has one entry per
-    selection, and each query row has per_row consecutive entries.
+    One program handles one of the selections of a query row. The first dimension "." of a tensor
+    has one entry per selection, and each query row has per_row consecutive entries.
 
     Args:
         ids: Selected units [., places / BLOCK].

@@ -5,8 +5,8 @@ If the selection rule scores means of keys, a row contains only the means of a u
 the bytes of its keys. Otherwise a row contains all keys of a unit. The ring's layout and mask apply
 to units instead of positions.
 
-Shape letters: t key rows, u units, n the number of means in a unit (if the rule has no means, of
-keys), b batch, k index key heads, d width.
+Shape letters: t key rows, u units, n means per unit (all keys of the unit, if the rule has no
+means), b batch, k index key heads, d width.
 """
 
 from __future__ import annotations
@@ -147,7 +147,10 @@ def rows_of_parts(keys: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
 
 
 def gradient_of_keys(rows: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
-    """Return the gradient of index keys [t, b, k, d], given that of their rows [u, b, k, n * d]."""
+    """Return the gradient of index keys [t, b, k, d], given the gradient of the rows that are sent.
+
+    `rows` [u, b, k, n * d] is the gradient of the rows.
+    """
     part_size = rule.block // parts_per_unit(rule)
     return keys_of_units(rows, rule).repeat_interleave(part_size, dim=0) / part_size
 

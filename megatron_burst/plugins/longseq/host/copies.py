@@ -292,9 +292,9 @@ class PendingCopies:
         self._groups[-1][1].append(weakref.ref(copy))
 
     def settle(self) -> None:
-        """Release the copies of all frames except the last, and of the last frame if complete.
+        """Release the copies of all frames except the last, and complete copies of the last frame.
 
-        Called when backward fetches a frame.
+        Backward calls this when it fetches a frame.
         """
         while len(self._groups) > 1:
             self._release(self._groups.pop(0)[1])

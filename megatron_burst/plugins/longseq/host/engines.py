@@ -2,10 +2,10 @@
 """Asynchronous copies between device and host, with one engine per direction.
 
 On CUDA each direction has a stream. A copy begins after the work that the caller's stream has
-queued, and streams wait for its event; the host never waits. On a CPU each direction has a thread
-that copies in the order of the calls. If a rate is set, the thread sleeps after each copy to
-emulate a link of this rate. Tests run the CUDA engine with streams that only record calls; it is
-not tested on a GPU.
+queued. Streams that use the data wait for the event of the copy; the host never waits. On a CPU
+each direction has a thread that copies in the order of the calls. If a rate is set, the thread
+sleeps after each copy to emulate a link of this rate. Tests run the CUDA engine with streams that
+only record calls; it is not tested on a GPU.
 
 With `strict`, a copy writes to separate memory, and the first wait for the copy writes the data to
 the target. Code that does not wait then always reads old data, even if the copy is fast.

@@ -101,7 +101,7 @@ class RowChunkedHalf:
             hidden: Hidden states [s / t, b, H].
             holders: Tensors of the chunks that forward returned.
             dy: Gradient of the output [s / t, b, H].
-            needed: Whether the hidden states need a gradient; if not, it is None.
+            needed: Whether the hidden states need a gradient. If not, the first result is None.
         """
         chunks = self.half.rows(self.call.plan)
         dhidden = torch.zeros_like(hidden) if needed else None

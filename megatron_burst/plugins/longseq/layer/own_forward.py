@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse flags that have no effect in a layer class that overrides methods of `TransformerLayer`.
+"""Error for flags without effect in layer classes that override methods of `TransformerLayer`.
 
 Some flags take effect in a method of `TransformerLayer`. A subclass that overrides this method and
-does not call the inherited one would train without the flag, and without an error. `_STILL_RUN`
+does not call the inherited method would train without the flag, and without an error. `_STILL_RUN`
 lists the subclasses whose overrides are known to run the inherited method. For every other class
 with an override the flag is refused when the layer is built.
 """

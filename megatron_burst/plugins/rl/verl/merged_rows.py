@@ -7,8 +7,8 @@ replacements convert between tokens and rows of a tree, so that the rest of verl
 
 verl expects one label per row, but the last row of a shared prefix has one label per branch. The
 tree therefore merges pairs of a token and its successor. Two rows are merged if all tokens up to
-and including the next one are equal. Each branch, and each trajectory that ends with the prefix,
-has its own copy of the prefix's last row.
+and including the next one are equal. The last row of a prefix therefore has one copy per branch,
+and one for trajectories that end with the prefix.
 """
 
 from __future__ import annotations

@@ -84,14 +84,14 @@ class BurstDSAttention(dsa.DSAttention):
         """Return the output of attention [s, b, h * v_head_dim].
 
         Args:
-            query: Queries [s, b, h, d], or [t, h, d] if packed.
-            key: Absorbed keys [s, b, 1, d], or [t, 1, d] if packed.
+            query: Queries [s, b, h, d], or [s, h, d] for a packed batch.
+            key: Absorbed keys [s, b, 1, d], or [s, 1, d] for a packed batch.
             value: Must be None.
-            attention_mask: None, or a tensor that does not change the result (`check_call`).
-            x: Hidden states for the indexer [s, b, hidden]; with sequence parallelism only the
-                rows of this tensor-parallel rank.
-            qr: Compressed queries for the indexer [s, b, q_lora_rank] or [t, q_lora_rank], for the
-                same rows as `x`.
+            attention_mask: None, or a mask that does not change causal attention; see `check_call`.
+            x: Hidden states for the indexer [s, b, hidden]; with sequence parallelism only the rows
+                of this tensor-parallel rank.
+            qr: Compressed queries for the indexer [s, b, q_lora_rank], or [s, q_lora_rank] for a
+                packed batch; the same rows as in `x`.
             position_ids: Ignored; positions follow from the layout.
             attn_mask_type: Type of the mask; None for causal.
             attention_bias: Must be None.

@@ -39,7 +39,7 @@ class SelectingKind:
 
     Attributes:
         burst: Options of the run.
-        cut: Positions of each rank's part of a batch.
+        cut: How the run cuts batches into the parts of ranks.
         name: Name of these layers in messages.
         index: Name of index keys in messages, and their number of elements per token.
         keys: Name of the keys and values of attention in messages, and their number of elements per
@@ -131,7 +131,7 @@ class SelectingLayer:
 
     Args:
         config: `TransformerConfig` after `configure`.
-        pg_collection: Groups of Megatron.
+        pg_collection: Process groups of Megatron.
         layer_number: Layer number, from 1.
         name: Same as in `SelectingKind`.
         index: Same as in `SelectingKind`.
