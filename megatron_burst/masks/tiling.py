@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..layout import Span, Spans
-from .base import PARTIAL, Band, Mask, SpanBands
+from .base import EMPTY, PARTIAL, Band, Mask, SpanBands
 
 
 class ShardSlice(NamedTuple):
@@ -51,18 +51,56 @@ class ShardSlice(NamedTuple):
         return slice(start, end, self.step)
 
 
-def arrays(parts: list[ShardSlice], shape: tuple[int, ...]) -> Spans:
-    """Return the spans of many slices as arrays, for the arguments of `Mask.covers`."""
-    # `np.array` would treat each span as a list, which needs four times as long.
-    numbers = chain.from_iterable(part.span for part in parts)
-    fields = np.fromiter(numbers, np.int64, 3 * len(parts)).reshape(-1, 3).T
-    return Spans(*(field.reshape(shape) for field in fields))
-
-
 def two_by_two(pairs: list[tuple[ShardSlice, ShardSlice]]) -> tuple[Spans, Spans]:
     """Return the query spans and the key spans of pairs of slices, as arrays [pairs]."""
     q, k = zip(*pairs, strict=True)
-    return arrays(list(q), (-1,)), arrays(list(k), (-1,))
+    return Spans.of([part.span for part in q]), Spans.of([part.span for part in k])
+
+
+class SeenPairs(NamedTuple):
+    """Pairs of spans that see something, in the order of query spans, then of key spans.
+
+    Attributes:
+        query: Index of the query span.
+        key: Index of the key span.
+        cover: `FULL` or `PARTIAL`.
+    """
+
+    query: np.ndarray
+    key: np.ndarray
+    cover: np.ndarray
+
+
+_FEW_PAIRS = 64  # pairs that are compared at once faster than they are searched
+
+
+def seen_pairs(mask: Mask, q: Spans, k: Spans) -> SeenPairs:
+    """Return the pairs of query spans and key spans that see something.
+
+    A shard of packed documents has hundreds of spans, and each sees only spans of its document. If
+    the query spans are sorted, only pairs are compared that `Mask.viewers` does not exclude.
+
+    Args:
+        mask: The mask.
+        q: Query spans, arrays of one dimension.
+        k: Key spans, arrays of one dimension.
+    """
+    count = len(q.start) * len(k.start)
+    ordered = (q.start[1:] >= q.start[:-1]).all() and (q.last[1:] >= q.last[:-1]).all()
+    if count <= _FEW_PAIRS or not (mask.has_viewers and ordered):
+        covers = mask.covers(Spans(*(x[:, None] for x in q)), Spans(*(x[None, :] for x in k)))
+        i, j = np.nonzero(covers)  # not EMPTY
+        return SeenPairs(i, j, covers[i, j])
+    viewers = mask.viewers(k)
+    begin = np.searchsorted(q.last, viewers.first)
+    number = np.maximum(np.searchsorted(q.start, viewers.last, side="right") - begin, 0)
+    j = np.repeat(np.arange(len(number)), number)
+    i = np.arange(len(j)) + np.repeat(begin - np.cumsum(number) + number, number)
+    order = np.lexsort((j, i))
+    i, j = i[order], j[order]
+    covers = mask.covers(q.at(i), k.at(j))
+    seen = covers != EMPTY
+    return SeenPairs(i[seen], j[seen], covers[seen])
 
 
 def whole_spans(spans: Sequence[Span]) -> list[ShardSlice]:
@@ -216,18 +254,26 @@ class Cutter:
         Raises:
             ValueError: The mask needs tables or windows that the kernel does not support.
         """
-        tiles = _joined(self._cut_all(mask, whole_spans(q_spans), whole_spans(k_spans)))
-        # A kernel that computes bands in blocks of rows needs the small triangles.
+        q, k = Spans.of(q_spans), Spans.of(k_spans)
+        pairs = seen_pairs(mask, q, k)
+        if not (pairs.cover == PARTIAL).any():
+            return _full_tiles(q.length, k.length, pairs)
+        tiles = _joined(self._cut_pairs(mask, whole_spans(q_spans), whole_spans(k_spans), pairs))
+        # A kernel that takes bands in blocks of rows needs the small triangles.
         return tuple(tiles if self.band_rows is not None else _joined_triangles(tiles))
 
     def _cut_all(self, mask: Mask, q: list[ShardSlice], k: list[ShardSlice]) -> Iterator[Tile]:
-        """Yield the tiles of every visible combination of a query slice and a key slice."""
-        q_spans, k_spans = arrays(q, (-1, 1)), arrays(k, (1, -1))
-        # One call for all pairs: a shard of packed documents has hundreds of them.
-        covers = mask.covers(q_spans, k_spans)
-        i, j = np.nonzero(covers)  # not EMPTY
-        pairs = [(q[m], k[n]) for m, n in zip(i.tolist(), j.tolist(), strict=True)]
-        return chain.from_iterable(self._tiles_of_pairs(mask, pairs, covers[i, j]))
+        """Return the tiles of every pair of slices that sees something."""
+        q_spans, k_spans = (Spans.of([part.span for part in parts]) for parts in (q, k))
+        return self._cut_pairs(mask, q, k, seen_pairs(mask, q_spans, k_spans))
+
+    def _cut_pairs(
+        self, mask: Mask, q: list[ShardSlice], k: list[ShardSlice], seen: SeenPairs
+    ) -> Iterator[Tile]:
+        """Return the tiles of the pairs of slices that see something."""
+        indices = zip(seen.query.tolist(), seen.key.tolist(), strict=True)
+        pairs = [(q[i], k[j]) for i, j in indices]
+        return chain.from_iterable(self._tiles_of_pairs(mask, pairs, seen.cover))
 
     def _tiles_of_pairs(
         self, mask: Mask, pairs: list[tuple[ShardSlice, ShardSlice]], covers: np.ndarray
@@ -357,6 +403,38 @@ def _window(q: ShardSlice, k: ShardSlice, band: Band) -> Iterator[Tile]:
         yield Tile(q.rows(*rows), k.rows(*columns), part.triangle, part.table)
     inner = Band(left - over, min(right + over, k.span.length))
     yield Tile(q.rows(begin + over, end), k.rows(first, stop), band=inner)
+
+
+def _full_tiles(q_lengths: np.ndarray, k_lengths: np.ndarray, pairs: SeenPairs) -> tuple[Tile, ...]:
+    """Return the tiles of pairs of whole spans that are all fully visible, joined as in `_joined`.
+
+    Most pairs of ranks of a pack are like this, so there is no loop over pairs of spans.
+
+    Args:
+        q_lengths: Rows of each query span.
+        k_lengths: Rows of each key span.
+        pairs: Pairs of spans, all `FULL`.
+    """
+    if not len(pairs.query):
+        return ()
+    rows, columns = (np.cumsum(np.append(0, lengths)) for lengths in (q_lengths, k_lengths))
+    top, bottom = rows[pairs.query], rows[pairs.query + 1]
+    left, right = columns[pairs.key], columns[pairs.key + 1]
+    first, last = _runs((top[1:] == top[:-1]) & (left[1:] == right[:-1]))
+    top, bottom, left, right = top[first], bottom[first], left[first], right[last]
+    equal = (left[1:] == left[:-1]) & (right[1:] == right[:-1])
+    first, last = _runs(equal & (top[1:] == bottom[:-1]))
+    bounds = (top[first], bottom[last], left[first], right[first])
+    return tuple(
+        Tile(slice(a, b, 1), slice(c, d, 1))
+        for a, b, c, d in zip(*(bound.tolist() for bound in bounds), strict=True)
+    )
+
+
+def _runs(continues: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first and last index of each run; `continues` [n - 1] is true inside runs."""
+    cuts = np.flatnonzero(~continues)
+    return np.append(0, cuts + 1), np.append(cuts, len(continues))
 
 
 def _joined(tiles: Iterable[Tile]) -> Iterator[Tile]:

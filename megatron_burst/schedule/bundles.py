@@ -9,16 +9,14 @@ most ranks use come first. The rows that a message drops on its way are then mos
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
-from ..layout import Span
+from ..layout import Span, Spans
 from ..masks.seen import united
 
 MOST = 62  # largest number of bundles of one owner: bit sets are int64
@@ -115,11 +113,13 @@ class Bundles:
         own = slice(*np.searchsorted(self.runs.bundle, (low, high)))
         bundle, *columns = (column[own] for column in self.runs)
         taken = (np.right_shift(bits, self.number[bundle]) & 1).astype(bool)
-        ranges: list[tuple[int, int]] = []
-        for first, rows in zip(*(column[taken].tolist() for column in columns), strict=True):
-            begin = ranges.pop()[0] if ranges and ranges[-1][1] == first else first
-            ranges.append((begin, first + rows))
-        return ranges
+        if not taken.any():
+            return []
+        first, rows = (column[taken] for column in columns)
+        stop = first + rows
+        apart = first[1:] != stop[:-1]  # consecutive rows are one range
+        first, stop = first[np.append(True, apart)], stop[np.append(apart, True)]
+        return list(zip(first.tolist(), stop.tolist(), strict=True))
 
     def whole(self) -> Bundles:
         """Return one bundle per owner: its whole chunk, for all ranks that use some of its rows."""
@@ -248,25 +248,24 @@ def _numbered(owner: np.ndarray, users: np.ndarray) -> tuple[np.ndarray, np.ndar
     return bundle, np.arange(len(start)) - np.repeat(first, count), start
 
 
-def spans_of(
-    ranges: Sequence[tuple[int, int]], shard: Sequence[Span], starts: Sequence[int] | None = None
-) -> list[Span]:
+def spans_of(ranges: Sequence[tuple[int, int]], shard: Spans) -> list[Span]:
     """Return the positions of some rows of a shard, as spans in the order of the rows.
 
     Args:
         ranges: Rows of the shard, as (first, stop).
-        shard: Spans of the shard.
-        starts: First row of each span, then the number of rows; computed if absent.
+        shard: Spans of the shard, arrays [n].
     """
-    starts = starts or [0, *accumulate(span.length for span in shard)]
-    spans = []
-    for first, stop in ranges:
-        at = bisect_right(starts, first) - 1  # the span that holds the first of these rows
-        while first < stop:
-            begin, end, span = starts[at], starts[at + 1], shard[at]
-            if first > begin or stop < end:
-                low, high = first - begin, min(stop, end) - begin
-                span = Span(span.start + low * span.stride, span.stride, high - low)
-            spans.append(span)
-            first, at = end, at + 1
-    return spans
+    if not len(ranges):
+        return []
+    bounds = np.cumsum(np.append(0, shard.length))  # first row of each span
+    first, stop = np.array(ranges).T
+    # Each range overlaps the spans `begin` to `end`.
+    begin = np.searchsorted(bounds, first, side="right") - 1
+    end = np.searchsorted(bounds, stop)
+    number = np.where(first < stop, end - begin, 0)
+    of_range = np.repeat(np.arange(len(first)), number)
+    at = np.arange(len(of_range)) + np.repeat(begin - np.cumsum(number) + number, number)
+    low = np.maximum(first[of_range], bounds[at])
+    high = np.minimum(stop[of_range], bounds[at + 1])
+    fields = shard.start[at] + (low - bounds[at]) * shard.stride[at], shard.stride[at], high - low
+    return list(map(Span, *(field.tolist() for field in fields)))

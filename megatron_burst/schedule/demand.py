@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..layout import Layout, Span
+from ..layout import Layout, Span, Spans
 from ..layout.layouts import Shards, counted
 from ..layout.row_chunks import chunk_runs
 from ..masks import Mask
@@ -295,12 +294,8 @@ def row_chunk_spans(
     """
     groups = [topology.ulysses_group(rank) for rank in topology.ring(0)]
     # Computed once for all chunks: a rank may hold two spans of every document of a pack.
-    spans_of_rank = [layout.spans(rank, seq_len) for rank in range(layout.cp_size)]
-    starts = [[0, *accumulate(span.length for span in spans)] for spans in spans_of_rank]
+    ranks_spans = [Spans.of(layout.spans(rank, seq_len)) for rank in range(layout.cp_size)]
     for runs in chunk_runs(layout, seq_len // layout.cp_size, count, blocks):
-        own = tuple(
-            spans_of(runs, *spans_and_starts)
-            for spans_and_starts in zip(spans_of_rank, starts, strict=True)
-        )
+        own = tuple(spans_of(runs, spans) for spans in ranks_spans)
         shards = (shared_spans([own[rank] for rank in members]) for members in groups)
         yield RowChunkSpans(runs, tuple(shards), own)

@@ -11,9 +11,10 @@ from test_masks import LENGTH, RULES, masks, spans, table
 
 import megatron_burst as mb
 from megatron_burst.kernels.operators import CpuFlash
-from megatron_burst.layout import Span
+from megatron_burst.layout import Span, Spans
 from megatron_burst.masks import BlockSparse, Causal, Dense, Dilated, Documents, Full, Window
-from megatron_burst.masks.tiling import Cutter, Tile
+from megatron_burst.masks.base import PARTIAL
+from megatron_burst.masks.tiling import Cutter, Tile, seen_pairs
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 WHOLE = Cutter(band_rows=None, table_rows=None)
@@ -53,6 +54,67 @@ def test_tiles_are_the_visible_pairs_each_once(cutter, mask, q_spans, k_spans):
     expected = np.block([[table(mask, q, k) for k in k_spans] for q in q_spans])
     got = painted(cutter.tiles(mask, q_spans, k_spans), *expected.shape)
     assert got.tolist() == expected.astype(int).tolist()
+
+
+PACK = [0, 8, 8, 40, 56, 57, 64, 96]  # also an empty document
+
+
+def document(position):
+    return sum(position >= bound for bound in PACK)
+
+
+@pytest.mark.parametrize("order", ["ascending", "shuffled"])
+@pytest.mark.parametrize(
+    ("mask", "rule"),
+    [
+        (Documents(PACK) & Causal(), lambda q, k: document(q) == document(k) and q >= k),
+        (
+            Documents(PACK, padding=[2, 4]),
+            lambda q, k: document(q) == document(k) and not (8 <= q < 40 or q == 56),
+        ),
+        (
+            Documents(PACK) & Window(5, 2),
+            lambda q, k: document(q) == document(k) and -2 <= q - k <= 5,
+        ),
+        (Documents(PACK) | Causal(), lambda q, k: document(q) == document(k) or q >= k),
+    ],
+    ids=["causal", "padding", "window", "or"],
+)
+def test_pairs_of_many_spans_that_see_something(mask, rule, order):
+    """Spans of 3 and 2 positions with gaps; more pairs than are all compared."""
+    q_spans = [Span(start, 1, 3) for start in range(0, 96, 4)]
+    k_spans = [Span(start, 1, 2) for start in range(0, 96, 3)]
+    if order == "shuffled":
+        rng = np.random.default_rng(0)
+        rng.shuffle(q_spans)
+        rng.shuffle(k_spans)
+    q_spans, k_spans = ([Span(*map(int, span)) for span in x] for x in (q_spans, k_spans))
+    assert len(q_spans) * len(k_spans) > 64
+    dense = [
+        [np.array([[rule(a, b) for b in k.positions()] for a in q.positions()]) for k in k_spans]
+        for q in q_spans
+    ]
+    seen = seen_pairs(mask, Spans.of(q_spans), Spans.of(k_spans))
+    pairs = list(zip(seen.query.tolist(), seen.key.tolist(), strict=True))
+    assert pairs == sorted(set(pairs))  # tiles are joined in this order
+    visible = {(i, j) for i, row in enumerate(dense) for j, cell in enumerate(row) if cell.any()}
+    assert set(pairs) >= visible
+    for i, j, cover in zip(*seen, strict=True):
+        assert cover == PARTIAL or dense[i][j].all()
+    expected = np.block(dense)
+    tiles = Cutter(None, 64).tiles(mask, q_spans, k_spans)
+    assert painted(tiles, *expected.shape).tolist() == expected.astype(int).tolist()
+
+
+def test_full_pairs_are_joined_along_both_sides():
+    """Two documents in halves: four pairs of spans that are fully visible become two tiles."""
+    mask = Documents([0, 8, 16])
+    halves = [Span(start, 1, 4) for start in range(0, 16, 4)]
+    assert WHOLE.tiles(mask, halves, halves) == (
+        Tile(slice(0, 8, 1), slice(0, 8, 1)),
+        Tile(slice(8, 16, 1), slice(8, 16, 1)),
+    )
+    assert WHOLE.tiles(mask, halves[:2], halves[2:]) == ()
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 4])

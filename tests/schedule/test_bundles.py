@@ -10,7 +10,7 @@ from schedule_cases import GRIDS, worlds
 from tables_oracle import dense
 
 from megatron_burst import layout
-from megatron_burst.layout import Span
+from megatron_burst.layout import Span, Spans
 from megatron_burst.masks import Causal, Documents, Full, Window
 from megatron_burst.masks import seen as seen_module
 from megatron_burst.masks.seen import rows_seen
@@ -131,9 +131,10 @@ def test_an_owner_has_at_most_as_many_bundles_as_a_set_has_bits(monkeypatch, cel
 
 def test_positions_of_rows():
     """Rows 2 to 5 of a shard whose spans have three and four rows, and then its first row."""
-    shard = [Span(10, 1, 3), Span(20, 5, 4)]
+    shard = Spans.of([Span(10, 1, 3), Span(20, 5, 4)])
     assert spans_of([(2, 6), (0, 1)], shard) == [Span(12, 1, 1), Span(20, 5, 3), Span(10, 1, 1)]
     assert spans_of([(4, 6)], shard) == [Span(25, 5, 2)]
+    assert spans_of([(3, 3), (1, 5)], shard) == [Span(11, 1, 2), Span(20, 5, 2)]
     assert spans_of([], shard) == []
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ....layout import Layout, Span
+from ....layout import Layout, Span, Spans
 from ....masks import Cover, Mask
 from ....schedule import cost
 from ....schedule.bundles import spans_of
@@ -264,8 +264,8 @@ class ScheduleScene:
         if rows == [ALL, ALL]:
             return int(self.shards.pairs[query, key])
         tables, spans = self.plan.tables, self.shards.spans
-        queries = spans_of(tables.queries.ranges(query, rows[0]), spans[query])
-        keys = spans_of(tables.keys.ranges(key, rows[1]), spans[key])
+        queries = spans_of(tables.queries.ranges(query, rows[0]), Spans.of(spans[query]))
+        keys = spans_of(tables.keys.ranges(key, rows[1]), Spans.of(spans[key]))
         return cost.visible_pairs(self.shards.mask, queries, keys)
 
     def _cover(self, pair: Pair, count: int) -> Cover:
