@@ -81,7 +81,7 @@ class MegatronCommand(argparse.Namespace):
     The value of a flag of this package is a string, or None if the flag is not set.
 
     Attributes:
-        unknown: Names of flags that are neither in the tables above nor flags of this package.
+        unknown: Names of flags that are neither in this module's tables nor of this package.
     """
 
     unknown: list[str]

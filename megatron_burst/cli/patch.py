@@ -84,7 +84,7 @@ def check(tree: Path) -> tuple[int, list[str]]:
     version = version_of(tree)
 
     def refusals(series_attempts: list[PatchAttempt]) -> tuple[int, bool]:
-        """Return the sort key of a series: number of refused patches, then "other version"."""
+        """Return a sort key: number of refused patches; True if made for another version."""
         made_for = series_attempts[0].patch.parent.name.split("-")[0]
         return sum(
             attempt.refusal is not None for attempt in series_attempts

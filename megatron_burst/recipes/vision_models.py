@@ -31,7 +31,7 @@ class VisionRecipes(Protocol):
         ...
 
     def patch_bridge(self) -> None:
-        """Patch all imported vision-language models of Bridge. Idempotent."""
+        """Patch loaded vision-language models of Bridge to cut sequences over ranks. Idempotent."""
         ...
 
 
@@ -61,7 +61,7 @@ def vision_recipes(model: Any) -> VisionRecipes | None:
 
 
 def patch_bridge() -> None:
-    """Patch all imported vision-language models of Bridge, if the plugin is installed."""
+    """Call the plugin's `patch_bridge`, if the plugin is installed."""
     recipes = registry.optional("vision_recipes")
     if recipes is not None:
         recipes.patch_bridge()

@@ -120,7 +120,9 @@ def error(result: torch.Tensor, exact: torch.Tensor, whole: torch.Tensor | None 
 def by_pairs(
     name: Any, mask: masks.Mask, side: Any, inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return out, dq, dk, dv [s, 1, heads, d] from the kernel calls of two ranks in layout zigzag.
+    """Return out, dq, dk, dv [s, 1, heads, d] as two ranks in layout zigzag would compute them.
+
+    This process runs the kernel calls of both ranks.
 
     Args:
         name: Kernel, as in `mb.prepare`.

@@ -163,7 +163,7 @@ class MicroBatches:
     def plan_attention(
         self, tensors: Mapping[str, torch.Tensor], scale: float | None, bounds: Any
     ) -> Any:
-        """Make a plan of softmax attention. A collective call."""
+        """Make a plan of softmax attention; `bounds` is as in `cut`. A collective call."""
         mask = Causal() if bounds is None else Documents(bounds) & Causal()
         return prepare(
             *tensors.values(), groups=self.groups, needs_grad=(True, True, True), mask=mask,
@@ -171,7 +171,7 @@ class MicroBatches:
         )  # fmt: skip
 
     def plan_states(self, tensors: Mapping[str, torch.Tensor], bounds: Any) -> Any:
-        """Make a plan of linear attention. A collective call."""
+        """Make a plan of linear attention; `bounds` is as in `cut`. A collective call."""
         return prepare_linear(
             **tensors, groups=self.groups, cu_seqlens=bounds, algorithm=self.linear,
             **self.cut(bounds),

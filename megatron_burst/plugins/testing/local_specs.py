@@ -150,7 +150,7 @@ def dsa() -> ModuleSpec:
 
 
 class _WithLinear(LocalSpecProvider):
-    """Megatron's local modules, extended by a linear layer."""
+    """Provider of Megatron's local modules, with `WholeLinear` as its linear layer."""
 
     def linear(self) -> type:
         return WholeLinear

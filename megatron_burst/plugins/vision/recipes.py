@@ -121,7 +121,7 @@ def problems(model: Any, transformer: Any) -> Iterator[Problem]:
 
 
 def patch_bridge() -> None:
-    """Patch all loaded vision-language models of Bridge. Idempotent.
+    """Patch loaded vision-language models of Bridge to cut sequences over ranks. Idempotent.
 
     Patched models of Qwen2.5-VL and Qwen3-VL cut sequences in the layout of the run. Patched models
     of Gemma 3 VL pass the positions of images to attention.

@@ -219,7 +219,7 @@ def stated_figures(gpu: Gpu, ranks: Ranks) -> dict[str, tuple[Any, str]]:
 
 
 def unmeasured_links(gpu: Gpu, ranks: Ranks) -> dict[str, float]:
-    """Return published or assumed values, to use for figures of [links] that were not measured.
+    """Return published or assumed values for figures of section [links], if they are not measured.
 
     Rates that are not published are infinite.
     """

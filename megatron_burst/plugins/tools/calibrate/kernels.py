@@ -112,7 +112,7 @@ def attention(ranks: Ranks, model: Model, rate: float) -> dict[str, Measurement]
 
 
 def _adding(ranks: Ranks, model: Model, rows: Sequence[int], rate: float) -> np.ndarray:
-    """Return the seconds of adding partial results, [sizes, 2]: in forward and in backward."""
+    """Return the seconds of adding partial results, as an array [sizes, (forward, backward)]."""
     (h, k), width, itemsize = heads(model, ranks), model.head_dim, dtype(ranks).itemsize
     sizes = Sizes(1, 1, h, k, width, width, itemsize, 4, 4, (True, True, True))
     per_row = np.array([adds.queries + adds.keys for adds in adding(sizes, rate)])

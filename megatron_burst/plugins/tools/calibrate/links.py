@@ -51,7 +51,9 @@ class LinkMeasurement(NamedTuple):
 
 
 def links(ranks: Ranks, figures: Figures) -> LinkMeasurement | None:
-    """Measure links within and between nodes, and add the figures of [links]. A collective call.
+    """Measure links within and between nodes, and add the figures of the file's section [links].
+
+    A collective call.
 
     Returns:
         The measurement within nodes, or between nodes if a node has one rank; None for one rank.

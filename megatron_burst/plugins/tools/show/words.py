@@ -78,7 +78,7 @@ def _transfers(scene: ScheduleScene) -> str:
 
 
 def name_of(chunk: Chunk) -> str:
-    """Return the short name of a chunk: letter of the family, and owner."""
+    """Return the short name of a chunk, such as dk3: letters of the family, and owner."""
     return f"{LETTERS[chunk.family]}{chunk.owner}"
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`megatron-burst trace`: record when every rank computes, sends and waits.
 
-The command runs one attention call on local ranks, or reads traces of torch's profiler from an
-earlier run. It writes a picture, or a trace in Chrome's format (Perfetto). `record` extracts events
-from a profile, and `picture` draws them.
+The command starts ranks on this machine and runs one attention call on them, or it reads traces of
+torch's profiler from an earlier run. It writes a picture, or a trace in Chrome's format (Perfetto).
+`record` extracts events from a profile, and `picture` draws them.
 """
 
 from __future__ import annotations

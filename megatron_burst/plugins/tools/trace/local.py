@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trace of one attention call on local ranks, with gloo on a CPU or NCCL on GPUs.
+"""Trace of one attention call on ranks of this machine, with gloo on a CPU or NCCL on GPUs.
 
 Events have the same order as in training. On a CPU, transfers use the loopback device, so their
 times differ from the times on a network.
