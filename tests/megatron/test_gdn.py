@@ -100,7 +100,7 @@ def test_a_wrong_call_on_one_rank_is_told_to_all(four):
 
 def test_a_call_that_the_leading_layer_never_saw_is_refused(four):
     (error, *_) = four(ranks.called_differently, "follower", None)
-    assert "the first layer of this kind on this rank did not get" in error
+    assert "the first layer of the same type on this rank did not get" in error
 
 
 def test_a_prefix_tree_equals_separate_trajectories(four):

@@ -348,10 +348,10 @@ class PlanBook:
                     return kind.prepare(self, tensors, pack, rows, own)
             shapes_text = {name: (*t.shape, t.dtype) for name, t in tensors.items()}
             raise ValueError(
-                "the first layer of this kind on this rank did not get the tensors of this call in "
-                f"its last {PLANS_KEPT} calls: {shapes_text}, documents {pack and pack.documents}; "
-                "sequence length, micro-batch size and documents must be the same for all layers "
-                "of a forward"
+                "the first layer of the same type on this rank did not get these shapes and "
+                f"documents in its last {PLANS_KEPT} calls: {shapes_text}, documents "
+                f"{pack and pack.documents}; sequence length, micro-batch size and documents must "
+                "be the same for all layers of a forward"
             )
 
         plan = self._plans.of(key, make)

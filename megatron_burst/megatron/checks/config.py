@@ -159,10 +159,10 @@ _MASK = tuple(
              "--burst-pack {b.pack}, which balances work for causal attention only"),
         Rule(lambda c, b: b.attention_layout not in (None, b.layout),
              "--burst-attention-layout {b.attention_layout}, which was not tested"),
-        Rule("mtp_num_layers", "--mtp-num-layers: numbers of MTP layers start at 1 again, so the "
-             "function cannot distinguish them from the model's layers"),
+        Rule("mtp_num_layers", "--mtp-num-layers: layers of MTP heads are also numbered from 1, so "
+             "the function cannot distinguish them from the model's layers"),
         Rule(lambda c, b: changing_groups(c),
-             "{value}, which changes groups per micro-batch and was not tested"),
+             "{value}, which changes groups between micro-batches and was not tested"),
     )
 )  # fmt: skip
 

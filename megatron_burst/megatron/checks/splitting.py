@@ -70,7 +70,7 @@ _HYBRID = (
         "{flag} with {other}: {why}",
         ("{flag}",),
         multi_latent_attention=(
-            "Megatron's latent attention does not support a group per micro-batch"
+            "Megatron's latent attention does not support groups that change between micro-batches"
         ),
         mtp_num_layers="Megatron shifts tokens in the group with which the model was built",
     ),
@@ -189,7 +189,7 @@ _TWO_LAYOUTS = (
     Rule("mtp_num_layers", "{flag} with --mtp-num-layers, which was not tested",
          remove=("--burst-attention-layout",)),
     Rule(lambda c, b: changing_groups(c),
-         "{flag} with {value}, which changes groups per micro-batch and was not tested",
+         "{flag} with {value}, which changes groups between micro-batches and was not tested",
          remove=("--burst-attention-layout",)),
 )  # fmt: skip
 

@@ -126,8 +126,8 @@ def mrope_of_packs() -> ValueError:
     """Return the error for a packed batch of a model with M-RoPE."""
     return ValueError(
         "packed_seq_params with --position-embedding-type mrope: Megatron selects angles of packed "
-        "documents by row, not by position_ids, so images would lose their axes; call the "
-        "model without packed_seq_params, with one sequence per batch row"
+        "documents by the index in the pack, not by position_ids, so images would lose their axes; "
+        "call the model without packed_seq_params, with one sequence in each row of the batch"
     )
 
 

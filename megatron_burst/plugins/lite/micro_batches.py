@@ -133,9 +133,9 @@ class MicroBatches:
         if not compares and key not in self._plans:
             shapes = {name: (*x.shape, x.dtype) for name, x in tensors.items()}
             raise ValueError(
-                "the first layer of this kind did not get the tensors of this call in its last "
-                f"{PLANS_KEPT} calls: {shapes}, documents {bounds}; shapes and documents must be "
-                "the same for all layers of a forward"
+                "the first layer of the same type did not get these shapes and documents in its "
+                f"last {PLANS_KEPT} calls: {shapes}, documents {bounds}; shapes and documents must "
+                "be the same for all layers of a forward"
             )
         if compares and key in self._plans:
             self.groups.compare(self._plans[key].facts)

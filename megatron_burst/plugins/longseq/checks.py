@@ -57,8 +57,8 @@ _CHUNKS = (
          remove=("--burst-sequence-chunks",)),
     *excluded("{flag} with {other}: {why}", fused_single_qkv_rope="not tested"),
     Rule("hidden_dropout",
-         "{flag}: hidden dropout is {c.hidden_dropout}, and recomputed rows would draw other "
-         "random numbers", add=("--hidden-dropout 0",)),
+         "{flag}: hidden dropout is {c.hidden_dropout}, and recomputed rows would draw "
+         "different random numbers", add=("--hidden-dropout 0",)),
     Rule(_uses_cuda_graphs, "{flag}: CUDA graphs replay without Python",
          remove=("--cuda-graph-impl",)),
     Rule(lambda c, b: c.multi_latent_attention and c.apply_rope_fusion,
@@ -122,8 +122,8 @@ _TILES = (
         use_torch_fsdp2="not tested with parameters that are gathered per module",
     ),
     Rule("hidden_dropout",
-         "{flag}: hidden dropout is {c.hidden_dropout}, and a recomputed tile would drop other "
-         "tokens", add=("--hidden-dropout 0",)),
+         "{flag}: hidden dropout is {c.hidden_dropout}, and a recomputed tile would draw "
+         "different random numbers", add=("--hidden-dropout 0",)),
     Rule(lambda c, b: (c.mlp_chunks_for_training or 1) > 1,
          "{flag} replaces --mlp-chunks-for-training",
          remove=("--mlp-chunks-for-training",)),

@@ -400,9 +400,9 @@ class _Tiled(torch.autograd.Function):
         assert y is not None  # there is at least one tile
         if recomputes and not all(map(torch.equal, rng_states, _rng_states(y.device))):
             raise ValueError(
-                "tiled: fn drew random numbers (for example for dropout) and would draw others "
-                'when a tile is recomputed; give all tiles the fate "keep" or "move", or draw the '
-                "numbers outside fn"
+                "tiled: fn drew random numbers (for example for dropout) and would draw "
+                'different numbers when a tile is recomputed; give all tiles the fate "keep" or '
+                '"move", or draw the numbers outside fn'
             )
         return y
 

@@ -310,7 +310,7 @@ def _said_by_a_call(case, made):
         ("padding", "packed_seq_params: cumulative lengths of queries and keys"),
         ("ends", "packed_seq_params: documents end at 24, and the 2 ranks hold 32 rows"),
         ("lengths", "cu_seqlens: zigzag within documents needs multiples of 4 positions"),
-        ("unknown", "the first layer of this kind did not get the tensors of this call"),
+        ("unknown", "the first layer of the same type did not get these shapes"),
         ("bias", "attention supports only Lite's causal attention without bias"),
     ],
     ids=lambda case: case if isinstance(case, str) else "-".join(map(str, case.values())),

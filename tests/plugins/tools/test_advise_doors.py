@@ -153,12 +153,12 @@ def test_a_configuration_that_is_none(tmp_path, content, said):
      ({"head_dim": -1}, "'head_dim' must be"),
      ({"tie_word_embeddings": "false"}, ".* 'tie_word_embeddings' expected bool, got str"),
      ({"layer_types": "full"}, ".*layer_type"),
-     ({"layer_types": [["full_attention"]] * 4}, "transformers cannot make model_type 'llama'"),
+     ({"layer_types": [["full_attention"]] * 4}, "transformers cannot create model_type 'llama'"),
      ({"num_experts": 4, "num_experts_per_tok": "2"}, "'num_experts_per_tok' must be"),
      ({"num_experts": 4, "mlp_only_layers": [{}]}, "'mlp_only_layers' must be a list of integers"),
      ({"hidden_size": 10**20}, r"'hidden_size' must be at most 1,000,000,000, got 1e\+20"),
      ({"model_type": "mamba2"}, "model_type 'mamba2' has no attention layers"),
-     ({"num_attention_heads": 0}, "transformers cannot make model_type 'llama'")],
+     ({"num_attention_heads": 0}, "transformers cannot create model_type 'llama'")],
     ids=str,
 )  # fmt: skip
 def test_fields_that_no_configuration_has(tmp_path, more, said):

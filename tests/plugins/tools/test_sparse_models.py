@@ -62,7 +62,7 @@ def test_shapes_come_from_names_commands_and_config_files(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     assert models.named(str(path)).indexer == Indexer(4, 32, 512)
-    with pytest.raises(ValueError, match="indexer requires latent and an empty pattern"):
+    with pytest.raises(ValueError, match="indexer requires latent attention"):
         replace(models.named("llama3-8b"), indexer=INDEX)
 
 
@@ -105,7 +105,7 @@ def test_what_travels_are_index_keys_once_and_latents_with_their_gradients():
     gathered = rivals.attention("all_gather", MODEL, cluster(), RUN)
     assert gathered.forward == pytest.approx((CP - 1) * chunk * (128 + 576))
     assert gathered.backward == pytest.approx((CP - 1) * chunk * 576)
-    assert "gathers" in rivals.refused("p2p", MODEL, cluster(), RUN)
+    assert "requires --cp-comm-type all_gather" in rivals.refused("p2p", MODEL, cluster(), RUN)
     assert rivals.refused("all_gather", MODEL, cluster(), RUN) == ""
 
 

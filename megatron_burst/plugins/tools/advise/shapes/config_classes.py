@@ -294,6 +294,6 @@ def _refused(name: str, kind: str) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(str(error).split())
         raise ValueError(
-            f"{name}: transformers cannot make model_type {kind!r} of these fields: "
+            f"{name}: transformers cannot create model_type {kind!r} from these fields: "
             f"{type(error).__name__}: {reason:.300}"
         ) from error

@@ -184,7 +184,9 @@ def _layers(frequency: Any, layers: int, *, every_is: bool) -> list[bool]:
         at = 0 if every_is else frequency - 1
         return [(layer % frequency == at) is every_is for layer in range(layers)]
     if len(frequency) != layers:
-        raise ValueError(f"a pattern has {len(frequency)} entries for {layers} layers: {frequency}")
+        raise ValueError(
+            f"a list of layers must have {layers} entries (one per layer), got {frequency}"
+        )
     return [bool(value) for value in frequency]
 
 

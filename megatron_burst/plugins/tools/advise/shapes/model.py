@@ -141,10 +141,13 @@ class Model:
             )
         if self.experts and not 1 <= self.top_k <= self.experts:
             raise ValueError(
-                f"model {self.name}: top_k must be 1 to {self.experts} experts, got {self.top_k}"
+                f"model {self.name}: top_k must be from 1 to {self.experts} (the number of "
+                f"experts), got {self.top_k}"
             )
         if self.indexer is not None and (self.latent is None or self.pattern):
-            raise ValueError(f"model {self.name}: indexer requires latent and an empty pattern")
+            raise ValueError(
+                f"model {self.name}: indexer requires latent attention (latent) and pattern ''"
+            )
         self._check_pattern()
 
     def _check_kinds(self) -> None:
