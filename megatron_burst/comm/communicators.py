@@ -40,8 +40,8 @@ class GridPlace(NamedTuple):
 
     Attributes:
         topology: Topology of the grid.
-        rank: Index of this rank.
-        ranks: Index -> global rank, node by node.
+        rank: Index of this rank in the grid.
+        ranks: Global rank of each index, node by node.
     """
 
     topology: Topology
@@ -49,7 +49,7 @@ class GridPlace(NamedTuple):
     ranks: Sequence[int]
 
     def members(self, channel: Channel) -> tuple[int, ...]:
-        """Return the global ranks of the ring, ulysses group or grid of a channel."""
+        """Return the global ranks of this rank's ring, ulysses group or grid for a channel."""
         topology = self.topology
         ring, width = topology.ring(self.rank), topology.intra_size
         node, index = divmod(ring.index(self.rank), width)
@@ -68,15 +68,16 @@ class Communicators:
 
     Args:
         place: Position of this rank in the grid.
-        parent: Process group from which new groups take backends and timeout.
-        name: Name of the new control group.
-        reuse: Process groups that may carry activations.
-        max_ctas: Maximum thread blocks of NCCL's kernels on new groups; None for NCCL's choice.
+        parent: Process group whose backends and timeout new groups get.
+        name: Unique name of the new group for collectives on the host.
+        reuse: Existing process groups that may carry activations.
+        max_ctas: Maximum number of thread blocks of NCCL's kernels on new groups; None for NCCL's
+            choice.
 
     Attributes:
-        groups: (channel, device type) -> process group.
+        groups: Process group by (channel, device type).
         backend: Backend of the parent, in torch's notation.
-        moves: Device type -> backend that sends its tensors.
+        moves: Backend that sends tensors of a device type, by device type.
         used: Weak references to the process groups that are in use.
     """
 
@@ -129,11 +130,11 @@ class Communicators:
         return max_ctas
 
     def connect(self, channels: Iterable[Channel], device: torch.device) -> None:
-        """Make the missing process groups of channels. A collective call if one is missing.
+        """Make the process groups of channels that have none. A collective call if any is missing.
 
         Args:
             channels: Channels that a plan needs.
-            device: Device of the tensors.
+            device: Device of the tensors to send.
 
         Raises:
             ValueError: Channels or reused groups differ between ranks. All ranks raise the error.
@@ -161,7 +162,8 @@ class Communicators:
     def _agree(self, missing: list[Channel], device: torch.device) -> str:
         """Return a name for new groups, equal on all ranks.
 
-        Raises ValueError on all ranks if missing channels or reused groups differ between ranks.
+        A collective call. Raises ValueError on all ranks if the missing channels or the reused
+        groups differ between ranks.
         """
         reused = {channel: self._reused(channel, device) for channel in missing}
         groups = {self.place.members(c): g.group_name for c, g in reused.items() if g is not None}
@@ -180,7 +182,7 @@ class Communicators:
         return rank_arguments[0].name
 
     def describe(self) -> str:
-        """Return a line about new and reused groups, with their memory if the device is a GPU."""
+        """Return a line that lists new and reused groups; for a GPU, also their memory."""
         own = set(self._made.values())
         made, reused = (
             list(dict.fromkeys(c for (c, _), g in self.groups.items() if (g in own) == is_own))
@@ -203,7 +205,8 @@ class Communicators:
     def _own(self, channel: Channel, device: torch.device, name: str) -> dist.ProcessGroup:
         """Return the new group of a channel, which channels with the same ranks share.
 
-        Several groups of the grid are made under one `name`, so the lowest rank is appended.
+        The rings of the grid make their groups with the same `name`, so the lowest rank of the
+        group is appended.
         """
         members, backend = self.place.members(channel), self.moves[device.type]
         key = _key(members), channel.gradient, backend
@@ -215,10 +218,10 @@ class Communicators:
 
 
 def nccl_options(timeout: Any, max_ctas: int | None) -> Any:
-    """Return the options of a communicator whose kernels run beside attention kernels.
+    """Return NCCL's options for a communicator whose kernels run beside attention kernels.
 
-    The stream has high priority. Otherwise NCCL's kernels could start only after an attention
-    kernel that fills the device, because kernels of one priority are scheduled in order.
+    The stream has high priority. With equal priority, NCCL's kernels could start only after an
+    attention kernel that fills the device, because kernels of one priority are scheduled in order.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if timeout is not None:
@@ -240,7 +243,7 @@ def memory_taken(device: torch.device) -> int | None:
 
 
 def _key(members: Iterable[int]) -> tuple[int, ...]:
-    """Return the sorted members, because the order is irrelevant for point-to-point messages."""
+    """Return the sorted members: groups for point-to-point messages do not depend on the order."""
     return tuple(sorted(members))
 
 

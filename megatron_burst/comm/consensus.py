@@ -28,7 +28,7 @@ Arguments = ParamSpec("Arguments")
 def attempt(
     make: Callable[Arguments, T], *args: Arguments.args, **named: Arguments.kwargs
 ) -> T | ValueError:
-    """Return the result of `make`, or its error as a ValueError that `agree` can send."""
+    """Call `make`; return its result, or its error as a ValueError, which `agree` accepts."""
     try:
         return make(*args, **named)
     except ValueError as error:
@@ -43,8 +43,8 @@ def agree(facts: Facts | ValueError, gather: Callable[[torch.Tensor], list[torch
     """Raise the same ValueError on every rank unless all ranks have the same facts.
 
     Args:
-        facts: Name -> value, at most 31, with the same names in the same order on all ranks; or the
-            ValueError of this rank.
+        facts: Values by name, with the same names in the same order on all ranks, at most 31; or
+            the ValueError of this rank.
         gather: Function that all-gathers the header of this rank and returns all headers.
 
     Raises:
@@ -76,7 +76,7 @@ def agree(facts: Facts | ValueError, gather: Callable[[torch.Tensor], list[torch
 
 
 def identity(facts: Facts) -> int:
-    """Return an int64 digest of the facts, equal on ranks that agreed on them."""
+    """Return an int64 digest of the facts; it is equal on ranks with equal facts."""
     digest = hashlib.blake2b(repr(list(facts.items())).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
@@ -91,7 +91,7 @@ class _Header(NamedTuple):
 
 
 def _pack(fact: Facts | ValueError) -> torch.Tensor:
-    """Serialize facts or an error as uint8 [HEADER_BYTES]: flag, digests, and truncated text."""
+    """Serialize facts or an error as uint8 [HEADER_BYTES]: error flag, digests, truncated text."""
     bad = isinstance(fact, ValueError)
     texts = [str(fact)] if bad else [f"{name} {value!r}" for name, value in fact.items()]
     digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
@@ -103,7 +103,7 @@ def _pack(fact: Facts | ValueError) -> torch.Tensor:
 
 
 def _short(text: str) -> str:
-    """Return the text on one line; cut the middle of a long text."""
+    """Return the text on one line, without its middle if it is long."""
     text = " ".join(text.split())
     return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]}...{text[-LONGEST // 2 :]}"
 

@@ -45,12 +45,12 @@ CALLS = "calls so far"  # name of the fact that ranks compare
 
 @dataclass
 class CallCounter:
-    """Counters of the calls of one rank on a grid.
+    """Counts of the calls of one rank on a grid.
 
     Attributes:
         forwards: Number of forward calls.
         backwards: Number of backward calls.
-        order: Digest of all calls, with plan, label and direction.
+        order: Digest of the sequence of all calls, with plan, label and direction of each.
         warns: True if calls that ranks cannot distinguish cause a warning.
     """
 
@@ -66,12 +66,12 @@ class CallCounter:
 
         Args:
             plan: Digest of the plan.
-            label: Label of the call. None: file and line of the calling code.
+            label: Label of the call. None: file and line of the calling code are the label.
             sink: True if the call has a sink, which is not part of the plan.
-            host: True if the call has host memory for keys, which is not part of the plan.
+            host: True if the call keeps keys in host memory, which is not part of the plan.
 
         Raises:
-            ValueError: The label is invalid, see `check_label`.
+            ValueError: The label is invalid; see `check_label`.
         """
         if label is None:
             label = self._calling_line(plan)
@@ -83,7 +83,7 @@ class CallCounter:
         return tag
 
     def backward(self, tag: CallTag) -> None:
-        """Count the backward of a call."""
+        """Count the backward of the call with this tag."""
         self.backwards += 1
         self._unlabelled.clear()
         self.order = crc32(f"backward {tag}".encode(), self.order)
@@ -119,7 +119,7 @@ class CallCounter:
 
 
 def check_label(label: object) -> None:
-    """Check that the `repr` of a label is equal in all processes.
+    """Check that a label is of a type whose `repr` is equal in all processes.
 
     Raises:
         ValueError: The label is not a string, an integer, a tuple of them, or None.
@@ -132,7 +132,7 @@ def check_label(label: object) -> None:
 
 
 def _plain(label: object) -> bool:
-    """Return True if the `repr` of the label is equal in all processes."""
+    """Return True for a string, an integer, None, or a tuple of them."""
     if isinstance(label, tuple):
         return all(map(_plain, label))
     return label is None or isinstance(label, (str, int))
@@ -158,7 +158,8 @@ class Groups:
     `torch.distributed.destroy_process_group()`.
 
     Args:
-        intra: Process group of this rank's node; index 0 of Megatron's hierarchical groups.
+        intra: Process group of the ranks of this rank's node; index 0 of Megatron's hierarchical
+            groups.
         inter: Process group of the ranks with this rank's index on all nodes; index 1 of Megatron's
             hierarchical groups.
         ulysses: Size of the groups of ranks that share heads by all-to-all (head parallelism).
@@ -166,9 +167,9 @@ class Groups:
         placement: "head_first" if neighbouring ranks share heads, "context_first" if they form a
             ring.
         reuse: Existing process groups, equal on all ranks. A group with exactly the ranks of a ring
-            carries the activations of the ring. All ranks must use the groups in the same order.
-        nccl_max_ctas: Maximum thread blocks of a kernel on new NCCL communicators; each takes a
-            multiprocessor from attention. Default: NCCL's choice.
+            carries the activations of the ring. All ranks must use these groups in the same order.
+        nccl_max_ctas: Maximum number of thread blocks of a kernel on new NCCL communicators. Each
+            occupies a multiprocessor that attention could use. Default: NCCL's choice.
 
     Raises:
         ValueError: The ranks do not form a grid, or arguments differ between ranks.
@@ -345,8 +346,8 @@ class Groups:
     def compare_calls(self) -> None:
         """Raise the same ValueError on every rank unless all made the same calls in the same order.
 
-        A small collective call on the host, which `prepare` includes. Messages are not checked on
-        CUDA, so call it every few steps if one plan serves many steps.
+        This is a small collective call on the host, which `prepare` includes. Messages are not
+        checked on CUDA, so call it every few steps if one plan is used for many steps.
 
         Raises:
             ValueError: Ranks made different calls.
@@ -357,7 +358,7 @@ class Groups:
         """Compare facts and calls of all ranks. A collective call on the host.
 
         Args:
-            facts: Name -> value, which must be the same on all ranks.
+            facts: Values by name, which must be equal on all ranks.
 
         Raises:
             ValueError: Facts or calls differ.
@@ -381,11 +382,11 @@ class Groups:
         return self.cache.setdefault(name, RecentCache(most))
 
     def connect(self, channels: Iterable[Channel], device: torch.device) -> None:
-        """Make the missing process groups of channels. A collective call if one is missing.
+        """Make the process groups of channels that have none. A collective call if any is missing.
 
         Args:
             channels: Channels that a plan needs.
-            device: Device of the tensors.
+            device: Device of the tensors to send.
 
         Raises:
             ValueError: Channels or reused groups differ between ranks. All ranks raise the error.
@@ -394,7 +395,7 @@ class Groups:
 
     @property
     def communicators(self) -> str:
-        """Return a line about the process groups of rings; empty without process groups."""
+        """Return a line that lists the process groups of rings; empty without process groups."""
         return self._communicators.describe() if self.devices and self.size > 1 else ""
 
     @property
@@ -403,7 +404,7 @@ class Groups:
         return self._communicators.groups if self.devices and self.size > 1 else {}
 
     def expect(self, message: int) -> None:
-        """Make receive buffers on the CPU at least `message` bytes large."""
+        """Set the minimum size of receive buffers on the CPU to at least `message` bytes."""
         for end in (self.ring, self.ulysses, self.grid):
             end.room = max(end.room, message)
 
@@ -450,7 +451,7 @@ class Groups:
         reuse: Sequence[dist.ProcessGroup],
         max_ctas: int | None,
     ) -> None:
-        """Initialize the grid. `ranks` are global ranks, node by node; `name` is unique."""
+        """Initialize the grid from global ranks, node by node; `name` is unique to the grid."""
         unbind_default_arguments()
         self.topology, self.rank = topology, ranks.index(dist.get_rank())
         self.cache, self.calls, counters = {}, CallCounter(warns=len(ranks) > 1), Counters()

@@ -28,7 +28,7 @@ class HostIdentity(NamedTuple):
 
     Attributes:
         name: Host name.
-        boot_id: Boot id, empty if the operating system has none.
+        boot_id: Boot id of the kernel; empty if the operating system has none.
     """
 
     name: str
@@ -36,7 +36,7 @@ class HostIdentity(NamedTuple):
 
 
 def this_host() -> HostIdentity:
-    """Return the host of this process."""
+    """Return the identity of the host of this process."""
     try:
         boot_id = BOOT_ID.read_text().strip()
     except OSError:
@@ -85,10 +85,10 @@ def ranks_per_host(group: dist.ProcessGroup) -> int:
 def launcher_warning(
     ranks: Sequence[int], hosts: Sequence[HostIdentity], local_world_sizes: Sequence[str]
 ) -> str | None:
-    """Return a warning if hosts contradict LOCAL_WORLD_SIZE, otherwise None.
+    """Return the text of a warning if hosts contradict LOCAL_WORLD_SIZE; otherwise None.
 
     Args:
-        ranks: Global ranks. A launcher assigns consecutive ranks to a node.
+        ranks: Global ranks. Launchers assign consecutive ranks to a node.
         hosts: The host of each rank.
         local_world_sizes: LOCAL_WORLD_SIZE of each rank, empty if the variable is not set.
     """

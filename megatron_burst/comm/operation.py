@@ -32,7 +32,7 @@ class Operation(ABC, Generic[Request, Plan]):
 
     @abstractmethod
     def agree(self, facts: Facts | ValueError) -> None:
-        """Raise the same ValueError on every rank if facts differ or a rank passed an error."""
+        """Raise the same ValueError on every rank if facts differ or a rank has an error."""
 
     @property
     def measures(self) -> bool:
@@ -40,7 +40,7 @@ class Operation(ABC, Generic[Request, Plan]):
         return False
 
     def choose(self, request: Request) -> Request | ValueError:
-        """Resolve every "auto" of the request, or return this rank's error. A collective call."""
+        """Resolve "auto" values; return the request or this rank's error. A collective call."""
         return request
 
     @abstractmethod
@@ -52,7 +52,7 @@ class Operation(ABC, Generic[Request, Plan]):
 
 
 def prepared(operation: Operation[Request, Plan]) -> Plan:
-    """Make the plan of an operation, on which all ranks agree. A collective call.
+    """Make the plan of an operation after all ranks agreed on the call. A collective call.
 
     A rank with an error sends the error in `agree`, so that all ranks raise it and no rank hangs.
 
@@ -72,15 +72,15 @@ def prepared(operation: Operation[Request, Plan]) -> Plan:
 
 
 def derived(operation: Operation[Request, Plan], plans: RecentCache) -> Plan:
-    """Return the plan of an operation that depends only on a plan on which all ranks agreed.
+    """Return the plan of an operation, made without communication and cached.
 
-    There is no communication, so layers do not wait for the host. The facts contain the identity of
-    the agreed plan, and messages contain the identity of the derived plan. So a rank with another
-    plan causes an error.
+    The operation must depend only on a plan on which all ranks agreed. Layers then do not wait for
+    a comparison on the host. The facts contain the identity of the agreed plan, and messages
+    contain the identity of the derived plan. So a rank with another plan causes an error.
 
     Args:
         operation: The operation.
-        plans: Cache of plans.
+        plans: Cache of derived plans by identity.
     """
     request = operation.check()
     key = identity(request.facts)

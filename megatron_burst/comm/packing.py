@@ -7,10 +7,10 @@ envelope contains the length of the message, its plan and call, and a digest of 
 that is out of step gets an error instead of wrong numbers. A receive buffer has room for the
 longest message of the grid, because gloo aborts the process if a message is longer than the buffer.
 
-On other devices there is no envelope, because reading it would block the device at every hop. With
+On other devices there is no envelope, because reading it would block the device at every hop. On
 these devices, ranks compare calls only when they make a plan, or in `Groups.compare_calls`. A rank
-sends its own tensors without a copy, as separate operations of one batch. Forwarded tensors, and
-sums, are one message, which halves the time on the host.
+sends its own tensors without a copy, as separate operations of one batch. It sends forwarded
+tensors, and sums, as one message, which halves the time on the host.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ ENVELOPE = 5 * 8  # bytes: the length of the message and the fields of `Envelope
 
 
 class CallTag(NamedTuple):
-    """Identifies the call to which a message belongs.
+    """Identity of the call to which a message belongs.
 
     Attributes:
         plan: Digest of the plan.
-        call: Number of the call on its groups.
-        label: Digest of the label and of two flags: the call has a sink, has host memory.
+        call: Number of the call among all calls on its groups.
+        label: Digest of the label and of two flags: whether the call has a sink, and whether it
+            keeps keys in host memory.
     """
 
     plan: int = 0
@@ -55,12 +56,12 @@ class Envelope(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Tensors in one buffer.
+    """Tensors that are sent together from one buffer.
 
     Attributes:
         flat: The message, uint8; None if it is never sent.
         tensors: Views of `flat`, or separate tensors if `flat` is None.
-        room: Buffer whose first bytes are `flat`, or None.
+        room: Buffer that begins with `flat`, and may be larger; or None.
     """
 
     flat: torch.Tensor | None
@@ -73,7 +74,7 @@ class MessageLayout(NamedTuple):
 
     Attributes:
         length: Bytes without the envelope.
-        parts: dtype, shape, strides and number of preceding elements of each tensor.
+        parts: dtype, shape, strides and offset (in elements of its dtype) of each tensor.
     """
 
     length: int
@@ -81,7 +82,7 @@ class MessageLayout(NamedTuple):
 
 
 def layout_of(shapes: Shapes) -> MessageLayout:
-    """Return the layout of a message with tensors of these shapes and dtypes, each aligned."""
+    """Return the layout of a message with aligned tensors of these shapes and dtypes."""
     start, parts = 0, []
     for shape, dtype in shapes:
         size, strides = 1, []
@@ -99,7 +100,7 @@ def empty(shapes: Shapes, device: torch.device, least: int = 0) -> Message:
     Args:
         shapes: Shape and dtype of each tensor.
         device: Device of the message.
-        least: Minimum bytes of the buffer on the CPU.
+        least: Minimum size of the buffer in bytes; used only on the CPU.
     """
     layout = layout_of(shapes)
     return carve(
@@ -108,7 +109,7 @@ def empty(shapes: Shapes, device: torch.device, least: int = 0) -> Message:
 
 
 def room_size(layout: MessageLayout, device: torch.device, least: int = 0) -> int:
-    """Return the bytes of a buffer for a message; on the CPU at least `least`."""
+    """Return the size in bytes of a buffer for a message; on the CPU, at least `least`."""
     return max(layout.length + ENVELOPE, least) if device.type == "cpu" else layout.length
 
 
@@ -142,7 +143,8 @@ def mismatch(flat: torch.Tensor, envelope: Envelope) -> str | None:
     """Compare the envelope of a received message with the expected one.
 
     Returns:
-        None if they are equal, otherwise a description of the difference.
+        None if they are equal or the device is not the CPU; otherwise a description of the
+        difference.
     """
     if flat.device.type != "cpu" or torch.equal(flat[-ENVELOPE:], _bytes(flat, envelope)):
         return None

@@ -27,9 +27,9 @@ class GridArguments(NamedTuple):
 
     Attributes:
         rank: Global rank.
-        name: Unique name. Groups of the grid get the name from the first rank.
-        arguments: `Groups` arguments of this rank, serialized by `arguments_text`; or channels that
-            the rank needs.
+        name: Unique name made by this rank. New groups get the name that the first rank made.
+        arguments: Text to compare: the `Groups` arguments of this rank (`arguments_text`), or the
+            channels that the rank needs.
         reused: (ranks, name) of each process group that this rank will reuse.
     """
 
@@ -84,7 +84,7 @@ def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     """All-gather a Python object from every rank of `group`. A collective call.
 
     Raises:
-        RuntimeError: A rank did not take part.
+        RuntimeError: A rank did not take part in the call.
     """
     gathered = [value] * group.size()
     try:
@@ -106,7 +106,7 @@ def gather_nodes(
     Args:
         intra: Process group of the ranks of this rank's node.
         inter: Process group of the ranks with this rank's index on all nodes.
-        arguments: `Groups` arguments of this rank, serialized by `arguments_text`.
+        arguments: `Groups` arguments of this rank as text (`arguments_text`).
 
     Raises:
         ValueError: Nodes have different numbers of ranks.
@@ -190,14 +190,13 @@ def new_group(
 ) -> dist.ProcessGroup:
     """Make a process group of the given global ranks. Only its members take part.
 
-    Ranks of other model-parallel groups and pipeline stages without attention need not call it. If
-    `init_process_group(device_id=...)` has bound a device, torch would split the communicator off
-    the world's communicator, which waits for every rank of the job. So the bound device of the
-    world is unset during the call.
+    Other ranks of the job need not call it. If `init_process_group(device_id=...)` has bound a
+    device, torch would split the communicator off the world's communicator, which waits for every
+    rank of the job. So the bound device of the world is unset during the call.
 
     Args:
-        ranks: Global ranks.
-        backend: Backend.
+        ranks: Global ranks of the members.
+        backend: Backend, such as "nccl".
         timeout: Timeout, or None for torch's default.
         name: Unique name, equal on all members.
         options: Options of the backend.
@@ -223,12 +222,11 @@ def new_group(
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Set the name of a process group that is made inside the context.
+    """Give the name `name` to a process group that is made in this context.
 
-    By default, torch derives the name from the number of groups that a rank made or is in,
-    depending on the version of torch. Members with different counts would wait for each other until
-    the timeout. Ranks outside the group would later have a lower count than its members, when all
-    of them make a group.
+    By default, torch derives the name from a count of groups on the rank. Members with different
+    counts would wait for each other until the timeout. If ranks outside the group later made a
+    group together with its members, their counts would differ.
     """
     home = dist.distributed_c10d
     stock = home._process_group_name

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differentiable exchange of rows between any ranks; backward sends gradients of rows back.
+"""Differentiable exchange of rows between ranks; backward sends the gradients of rows back.
 
 A `Route` lists the rows that a rank sends to and receives from each rank. All rows for one rank are
-one message. If a row was sent to several ranks, its gradients are summed in float32 (float64 for
-float64). Gradients are sent in the dtype of their rows.
+one message. If a row was sent to several ranks, its gradients are summed in float32 (float64 rows
+in float64). Gradients are sent in the dtype of their rows.
 
 Shape letters: s local rows; r rows of the result.
 """
@@ -31,8 +31,8 @@ class DeviceRoute(NamedTuple):
     """A `Route` with row numbers on a device, int64.
 
     Attributes:
-        sends: For each rank, numbers of this rank's rows that are sent to it.
-        receives: For each rank, numbers of the rows of the result that are received from it.
+        sends: For each destination rank: indices of this rank's rows to send.
+        receives: For each source rank: indices of the result's rows for the received rows.
         rows: Number of rows of the result.
     """
 
@@ -70,11 +70,11 @@ def exchange_rows(
         tensors: Tensors of this rank, [s, ...] each, of any dtypes.
         route: Route of this rank. A `DeviceRoute` avoids a copy to the device per call.
         groups: Groups of the ranks.
-        identity: Digest of the facts on which the ranks agreed.
+        identity: Digest of the facts on which the ranks agreed, for the call tag.
         label: Same as in `mb.attention`.
 
     Returns:
-        For each tensor, [r, ...]; rows that no rank sends are zero.
+        One tensor [r, ...] for each tensor of `tensors`; rows that no rank sends are zero.
 
     Raises:
         RuntimeError: A rank died or is out of step.
@@ -93,15 +93,15 @@ def over_grid(
     call: CallTag,
     label: str,
 ) -> dict[int, Tensors]:
-    """Send tensors to ranks of the grid, and return a dict from rank to received tensors.
+    """Send tensors to ranks of the grid; return the received tensors by rank.
 
     Args:
         groups: Groups of the ranks.
-        sent: Rank -> tensors to send.
-        expected: Rank -> shapes and dtypes to receive.
+        sent: Tensors to send, by rank.
+        expected: Shapes and dtypes to receive, by rank.
         device: Device of the tensors.
         call: Tag of the call, for envelopes.
-        label: Name of this exchange in the call, the same on every rank.
+        label: Name of this exchange in the call, equal on all ranks.
     """
     link, me = groups.topology.link, groups.rank
     sends = [Send(peer, link(me, peer), tensors) for peer, tensors in sent.items()]
@@ -110,20 +110,20 @@ def over_grid(
 
 
 def longest(rows: int, tensors: Sequence[torch.Tensor]) -> int:
-    """Return the bytes of a message with this number of rows of each tensor."""
+    """Return the bytes of a message with `rows` rows of each tensor."""
     sizes = [t[:1].numel() * t.element_size() if len(t) else 0 for t in tensors]
     return sum(rows * size + packing.ALIGNMENT for size in sizes) + packing.ENVELOPE
 
 
 @dataclass(frozen=True)
 class _RankExchange:
-    """One rank's part of an exchange.
+    """One rank's part of an exchange, in forward or in backward.
 
     Attributes:
         groups: Groups of the ranks.
         route: Rows that this rank sends and receives.
         call: Tag of the call.
-        home: Number of rows of the shard in a backward exchange; None in a forward exchange.
+        home: In backward, number of rows of the shard that gets the gradients; None in forward.
     """
 
     groups: Groups
@@ -178,7 +178,7 @@ def _move(exchange: _RankExchange, tensors: Sequence[torch.Tensor]) -> list[torc
 def _exchange(
     exchange: _RankExchange, parts: list[list[torch.Tensor]], row_counts: list[int]
 ) -> list[Sequence[torch.Tensor]]:
-    """Exchange `parts`, and return for each rank the received rows of each tensor."""
+    """Exchange rows; return, for each rank, the received rows of each tensor."""
     me = exchange.groups.rank
     own, peers = parts[me], [peer for peer in range(len(parts)) if peer != me]
     shapes = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transport of tensors between the ranks of a grid, and counters of what was sent.
+"""Transport of tensors between the ranks of a grid, and counters of the sent bytes.
 
 An exchange is a batch of sends and receives on one channel. `Endpoint` is the interface of one rank
 to a transport. `ProcessEndpoint` implements it with torch.distributed. It uses one process group
@@ -30,8 +30,9 @@ class Channel(NamedTuple):
     """A group of ranks and a kind of traffic, for which one process group exists.
 
     Attributes:
-        ring: "flat", "intra", "inter", "ulysses", or "grid" (all ranks in rank order).
-        gradient: True for gradients.
+        ring: Group of ranks: "flat" (the whole ring), "intra" (the ring within a node), "inter"
+            (the ring between nodes), "ulysses" (the ulysses group) or "grid" (all ranks).
+        gradient: True for gradients and other partial results, False for copies.
     """
 
     ring: str
@@ -42,10 +43,10 @@ class Send(NamedTuple):
     """Contiguous tensors to send.
 
     Attributes:
-        peer: Member of the channel that receives them.
-        link: "intra" or "inter".
+        peer: Rank that receives them, as an index of the endpoint.
+        link: Link class for the counters: "intra" or "inter".
         tensors: The tensors.
-        flat: Buffer of a packed message that contains all of them, or None.
+        flat: Message in one buffer that contains all tensors, or None.
     """
 
     peer: int
@@ -58,10 +59,11 @@ class Receive(NamedTuple):
     """Contiguous tensors to receive.
 
     Attributes:
-        peer: Member of the channel that sends them.
+        peer: Rank that sends them, as an index of the endpoint.
         tensors: Tensors to fill.
-        message: Message that contains the tensors, if they are received as one message.
-        envelope: Envelope that the message must have.
+        message: Message whose views are the tensors, if they are received as one message; else
+            None.
+        envelope: Expected envelope of the message.
     """
 
     peer: int
@@ -74,12 +76,12 @@ class AllToAll(NamedTuple):
     """An all-to-all: `parts[i][peer]` of this rank becomes `into[i][rank]` of the peer.
 
     Attributes:
-        channel: Channel.
+        channel: Channel that carries the tensors.
         parts: Tensors to send, [peers, ...] each.
         into: Contiguous tensors to fill, [peers, ...] each.
         links: Link class to each peer.
-        envelope: Envelope, if messages are used.
-        label: Text for errors.
+        envelope: Envelope of the messages on the CPU.
+        label: Text that names the exchange in errors.
     """
 
     channel: Channel
@@ -93,9 +95,9 @@ class AllToAll(NamedTuple):
 class Pending(Protocol):
     """A started exchange.
 
-    `wait` returns when all tensors were received and all sent tensors may be reused. With NCCL,
-    this guarantee is for later operations on the current stream, and the host does not block. torch
-    up to 2.7 frees the buffers later.
+    `wait` returns when all tensors were received and all sent tensors may be reused. With NCCL, the
+    host does not block: the guarantee is for later operations on the current stream. torch up to
+    2.7 frees the buffers later.
     """
 
     def wait(self) -> None: ...
@@ -121,7 +123,7 @@ class Counters:
 
 
 class Endpoint(Protocol):
-    """Interface of one rank to a transport.
+    """Interface by which one rank sends and receives tensors.
 
     `rank` and peers are indices in the ring, ulysses group or grid. `exchange` starts transfers and
     does not block. Errors contain `str(label)`. `all_to_all` returns when all tensors were
@@ -151,19 +153,19 @@ def exchanged(
     envelope: Envelope,
     label: object,
 ) -> dict[int, Tensors]:
-    """Send and receive tensors, and wait. On the CPU, all tensors for one peer are one message.
+    """Send and receive tensors, and wait; return the received tensors by peer.
 
     Args:
         endpoint: Endpoint of this rank.
-        channel: Channel.
+        channel: Channel that carries the tensors.
         sends: Tensors to send; they need not be contiguous.
-        expected: Peer -> shapes and dtypes to receive.
+        expected: Shapes and dtypes to receive, by peer.
         device: Device of the tensors.
         envelope: Envelope of all messages.
-        label: Text for errors.
+        label: Text that names the exchange in errors.
 
     Returns:
-        Peer -> received tensors.
+        Received tensors by peer. On the CPU, all tensors from one peer were one message.
     """
     packed = device.type == "cpu"
     sent, received = [], []
@@ -186,7 +188,7 @@ def exchanged(
 
 
 def all_to_all_by_messages(endpoint: Endpoint, trade: AllToAll) -> None:
-    """Do an all-to-all as one exchange, with one message to and from every other rank."""
+    """Run an all-to-all as one exchange, with one message to and from every other rank."""
     channel, parts, into, links, envelope, label = trade
     me, device = endpoint.rank, into[0].device
     peers = [peer for peer in range(len(links)) if peer != me]
@@ -201,7 +203,7 @@ def all_to_all_by_messages(endpoint: Endpoint, trade: AllToAll) -> None:
 
 @dataclass
 class _PendingWorks:
-    """Works of torch.distributed, with the data for error messages.
+    """Pending operations (`Work`) of torch.distributed, with the data for error messages.
 
     `is_completed` is not used, because it may stay False forever with gloo.
     """
@@ -234,11 +236,11 @@ class ProcessEndpoint:
     """Endpoint that uses torch.distributed.
 
     Attributes:
-        rank: Index of this rank.
-        ranks: Index -> global rank.
-        channels: (channel, device type) -> process group.
+        rank: Index of this rank among `ranks`.
+        ranks: Global rank of each index.
+        channels: Process group by (channel, device type).
         counters: Counters of sent bytes.
-        room: Minimum bytes of a receive buffer on the CPU.
+        room: Minimum size in bytes of a receive buffer on the CPU.
         clock: Clock that measures waits, or None.
     """
 
@@ -276,7 +278,7 @@ class ProcessEndpoint:
         return started if self.clock is None else self.clock.timed(started, example.is_cpu)
 
     def all_to_all(self, trade: AllToAll) -> None:
-        """Use a collective on CUDA, and messages with envelopes on the CPU."""
+        """Run an all-to-all by collectives on CUDA if ranks are in order, else by messages."""
         example = trade.into[0]
         group = self.channels[trade.channel, example.device.type]
         # A collective uses the rank order of the process group, which is sorted.
@@ -286,7 +288,7 @@ class ProcessEndpoint:
             self._collectives(group, trade)
 
     def _collectives(self, group: dist.ProcessGroup, trade: AllToAll) -> None:
-        """Run one collective per tensor."""
+        """Run one all-to-all collective per tensor."""
         works, label = [], trade.label
         self.counters.add(
             Send(peer, link, tuple(part[peer] for part in trade.parts))
@@ -307,7 +309,7 @@ class ProcessEndpoint:
 
 
 def _operations(ops: Sequence[dist.P2POp]) -> str:
-    """Describe operations for an error message. An empty sequence means a collective."""
+    """Return a description of operations for an error; an empty sequence means a collective."""
     return (
         ", ".join(
             f"{'receiving from' if op.op is dist.irecv else 'sending to'} rank {op.peer}"

@@ -17,21 +17,26 @@ import torch
 
 
 class Waitable(Protocol):
-    """An exchange with a `wait` method."""
+    """A started exchange, which has a method `wait`."""
 
     def wait(self) -> None: ...
 
 
 @dataclass
 class WaitClock:
-    """Total wait time of one rank. Set as `clock` of endpoints, and call `take` regularly."""
+    """Total time that one rank waits for transfers. Set it as `clock` of endpoints."""
 
     _seconds: float = 0.0
     _open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=deque)
     _spare: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     def timed(self, pending: Waitable, on_host: bool) -> Waitable:
-        """Wrap an exchange to measure its wait. `on_host`: the wait blocks the host."""
+        """Return `pending`, wrapped so that its wait is measured.
+
+        Args:
+            pending: A started exchange.
+            on_host: True if `wait` blocks the host, False if it blocks the current stream.
+        """
         return _TimedWait(self, pending, on_host)
 
     def take(self) -> float:

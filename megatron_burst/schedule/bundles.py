@@ -2,9 +2,9 @@
 """Bundles: the rows of each rank's chunk, grouped by the ranks that use them.
 
 Rows of one owner that the same ranks use form a bundle and are sent together. The rows of a message
-are a bit set over its owner's bundles. So schedules of rows are made like schedules of whole
-chunks, by operations on arrays. This module decides the order of rows in messages: the bundles that
-most ranks use come first. The rows that a message drops on its way are then mostly at its end.
+are a bit set over its owner's bundles. So schedules of rows are made by operations on arrays, like
+schedules of whole chunks. In a message, the bundles that most ranks use are first. If a rank
+forwards only a part of a message, the omitted rows are then mostly at its end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CELLS = 1 << 23  # largest number of bundles times ranks; large grids have fewer
 
 
 class Runs(NamedTuple):
-    """Runs of rows: rows `first` to `first + rows - 1` of the owner's shard are in `bundle`."""
+    """Runs of rows, as parallel arrays: `rows` rows from row `first` on are in bundle `bundle`."""
 
     bundle: np.ndarray
     first: np.ndarray
@@ -37,8 +37,8 @@ class Bundles:
 
     Attributes:
         owner: int [n], rank that owns the bundle.
-        number: int64 [n], bit of the bundle in the bit sets of its owner.
-        users: bool [n, G], ranks that use the bundle; never its owner.
+        number: int64 [n], number of the bundle's bit in the bit sets of its owner.
+        users: bool [n, G], true for ranks that use the bundle; false for its owner.
         runs: Rows of the bundles, sorted by bundle and then by row.
     """
 
@@ -58,7 +58,7 @@ class Bundles:
         return np.bincount(self.runs.bundle, self.runs.rows, len(self.owner)).astype(np.int64)
 
     def rows_of(self, owner: np.ndarray, bits: np.ndarray) -> np.ndarray:
-        """Return the number of rows of each bit set, int64.
+        """Return the total number of rows in each bit set, int64.
 
         Args:
             owner: Owner of each set.
@@ -70,26 +70,26 @@ class Bundles:
         return total
 
     def count(self, owner: int, bits: int) -> int:
-        """Return the number of rows of one bit set; faster than `rows_of` for a single set."""
+        """Return the number of rows in one bit set; for one set, this is faster than `rows_of`."""
         rows = self._rows_by_bit[:, owner]
         return int(rows @ (np.right_shift(bits, np.arange(len(rows))) & 1))
 
     def bits(self, selected: np.ndarray) -> np.ndarray:
-        """Return, for each owner, the bit set of its selected bundles: int64 [G, ...].
+        """Return the bit set of the selected bundles of each owner, int64 [G, ...].
 
         Args:
-            selected: bool [n, ...].
+            selected: bool [n, ...], true for selected bundles; further axes are independent.
         """
         return self._bits(selected).astype(np.int64)
 
     def sets(self, selected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return flat indices and values (int64) of the nonempty sets of `bits(selected)`."""
+        """Return flat indices and values of the nonzero entries of `bits(selected)`, int64 each."""
         bits = self._bits(selected).reshape(-1)
         at = np.flatnonzero(bits != 0)
         return at, bits[at].astype(np.int64)
 
     def _bits(self, selected: np.ndarray) -> np.ndarray:
-        """Return `bits(selected)` in the smallest dtype that has enough bits: tables are large."""
+        """Return `bits(selected)` in the smallest dtype that has enough bits, to save memory."""
         most = int(self.number.max(initial=0))
         number = np.min_scalar_type(1 << most)
         sets = np.zeros((self.size, *selected.shape[1:]), dtype=number)
@@ -102,7 +102,7 @@ class Bundles:
         return sets
 
     def ranges(self, owner: int, bits: int) -> list[tuple[int, int]]:
-        """Return the rows of a bit set as (first, stop) in the shard, in the order of sending.
+        """Return the rows in a bit set as ranges (first, stop) of the shard, in message order.
 
         `ALL` means the whole shard in its own order.
         """
@@ -122,7 +122,7 @@ class Bundles:
         return list(zip(first.tolist(), stop.tolist(), strict=True))
 
     def whole(self) -> Bundles:
-        """Return one bundle per owner: its whole chunk, for all ranks that use some of its rows."""
+        """Return one bundle per owner with all its rows, used by all ranks that use any of them."""
         users = np.zeros((self.size, self.size), dtype=bool)
         owners, begin, count = np.unique(self.owner, return_index=True, return_counts=True)
         users[owners] = united(self.users, begin, count)
@@ -132,7 +132,7 @@ class Bundles:
         return bundled(owner[order], first, rows, users[owner[order]])
 
     def where(self, selected: np.ndarray) -> Bundles:
-        """Return the bundles that a bool [n] selects; unselected rows are then in no bundle."""
+        """Return only the bundles that `selected`, bool [n], selects; other rows get no bundle."""
         bundle, first, rows = (column[selected[self.runs.bundle]] for column in self.runs)
         runs = Runs((np.cumsum(selected) - 1)[bundle], first, rows)
         return Bundles(self.owner[selected], self.number[selected], self.users[selected], runs)
@@ -140,8 +140,9 @@ class Bundles:
     def split(self, parts: int) -> Bundles:
         """Split each bundle into `parts` bundles with about equally many rows.
 
-        Part p of bundle b of an owner has the bit b * parts + p. Parts without rows are left out.
-        If an owner has too many bundles for its bit sets, its last bundles are joined first.
+        Part p of the owner's bundle number b gets the number b * parts + p. Parts without rows are
+        omitted. If an owner has too many bundles for its bit sets, its last bundles are joined
+        before the split.
         """
         bundles = self._with_at_most(max(_most(self.size) // parts, 1))
         runs, rows = bundles.runs, bundles.rows[bundles.runs.bundle]
@@ -165,7 +166,7 @@ class Bundles:
         )
 
     def _with_at_most(self, most: int) -> Bundles:
-        """Return at most `most` bundles per owner: the owner's last bundles are joined."""
+        """Return at most `most` bundles per owner, by joining each owner's last bundles."""
         if self.number.max(initial=0) < most:
             return self
         order = np.lexsort((self.runs.first, self.owner[self.runs.bundle]))
@@ -174,7 +175,7 @@ class Bundles:
 
     @cached_property
     def _rows_by_bit(self) -> np.ndarray:
-        """Rows of each bundle, int64 [largest number of bundles of an owner, G]."""
+        """Number of rows of each bundle, int64 [bundle number, owner]; 0 for no bundle."""
         table = np.zeros((int(self.number.max(initial=-1)) + 1, self.size), dtype=np.int64)
         table[self.number, self.owner] = self.rows
         return table
@@ -194,7 +195,7 @@ def bundled(
         first: First row of each run.
         rows: Number of rows of each run.
         users: bool [runs, G], ranks that use the rows.
-        most: Largest number of bundles of an owner; default: set by `MOST` and `CELLS`.
+        most: Largest number of bundles of an owner; default: computed from `MOST` and `CELLS`.
     """
     size = users.shape[1]
     users = users.copy()
@@ -217,13 +218,13 @@ def bundled(
 
 
 def _most(size: int) -> int:
-    """Return the largest number of bundles of each of `size` ranks."""
+    """Return the largest allowed number of bundles per owner for `size` ranks."""
     # `users` has a row per bundle and a column per rank, and every rank is an owner.
     return int(np.clip(CELLS // size**2, 1, MOST))
 
 
 def _numbered(owner: np.ndarray, users: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the bundle of each run, and the number and the first run of each bundle."""
+    """Return the bundle of each run; the number of each bundle; the first run of each bundle."""
     words = np.packbits(users, axis=1)
     words = np.pad(words, ((0, 0), (0, -words.shape[1] % 8))).view(np.uint64)
     # A hash sorts equal patterns next to each other. The patterns themselves decide equality.
@@ -249,10 +250,10 @@ def _numbered(owner: np.ndarray, users: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def spans_of(ranges: Sequence[tuple[int, int]], shard: Spans) -> list[Span]:
-    """Return the positions of some rows of a shard, as spans in the order of the rows.
+    """Return the positions of some rows of a shard, as spans in the order of `ranges`.
 
     Args:
-        ranges: Rows of the shard, as (first, stop).
+        ranges: The rows, as ranges (first, stop) of the shard.
         shard: Spans of the shard, arrays [n].
     """
     if not len(ranges):

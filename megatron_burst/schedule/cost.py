@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of a schedule: bytes per link class and visible pairs; the cheapest side and route.
+"""Bytes that a schedule sends and pairs that it computes; choice of side and route by bytes.
 
-The counts are made from the schedules and tiles that the executor runs. Sizes are plain numbers, so
-no torch is needed. Source: BurstEngine, section 3.1. The paper saves bytes by
-sending queries in backward. With grouped-query attention, keys and values are smaller, and sending
-queries costs more. So the side is computed from the sizes and is not fixed.
+The side is the tensors that backward sends: queries, or keys and values. The route is the ring of
+the algorithm, or direct transfers. Counts are made from the schedules and tiles that the executor
+runs. Sizes are plain numbers, so no torch is needed. Source: BurstEngine, section 3.1. The paper
+saves bytes by sending queries in backward. With grouped-query attention, keys and values are
+smaller, and sending queries costs more. So the side is chosen by the sizes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .topology import Topology
 
 @dataclass(frozen=True)
 class Traffic:
-    """Payload bytes that one rank sends in one pass, by link class."""
+    """Payload bytes that are sent within nodes (`intra`) and between nodes (`inter`)."""
 
     intra: int = 0
     inter: int = 0
@@ -44,11 +45,11 @@ class Traffic:
 
 
 def traffic(schedule: Schedule, rank: int | None, sizes: Sizes) -> Traffic:
-    """Return the payload bytes that a rank sends when a schedule runs once.
+    """Return the payload bytes that a rank sends in one pass.
 
     Args:
-        schedule: The schedule.
-        rank: The rank; None for all ranks of a ring together.
+        schedule: Schedule of the pass.
+        rank: The rank; None for the total of all ranks of the ring.
         sizes: Sizes of the attention call.
     """
     transfers = schedule.tables.transfers
@@ -58,7 +59,7 @@ def traffic(schedule: Schedule, rank: int | None, sizes: Sizes) -> Traffic:
 
 
 def message_bytes(schedule: Schedule, transfers: Transfers, sizes: Sizes) -> np.ndarray:
-    """Return the payload bytes of some transfers of a schedule, int64."""
+    """Return the payload bytes of each of these transfers of a schedule, int64."""
     row_bytes = np.array(sizes.row_bytes(schedule), dtype=np.int64)
     return rows_sent(schedule.tables, transfers) * row_bytes[transfers.family]
 
@@ -75,13 +76,13 @@ def rows_sent(tables: Tables, transfers: Transfers) -> np.ndarray:
 def head_traffic(
     links: Sequence[str], rank: int, sizes: Sizes, resends_q: bool = False
 ) -> tuple[Traffic, Traffic]:
-    """Return the payload bytes that one rank of a ulysses group sends in forward and in backward.
+    """Return the bytes that a rank sends in the all-to-alls of its group: in forward, in backward.
 
     Args:
-        links: Link class to each member of the group.
-        rank: Index of the sender in the group.
-        sizes: Sizes on the ring.
-        resends_q: Whether backward sends queries again, as it does with row chunks.
+        links: Link class from the rank to each member of its ulysses group.
+        rank: Index of the rank in the group.
+        sizes: Sizes of one rank on the ring, after the all-to-all.
+        resends_q: True if backward sends queries again, as with row chunks.
     """
     peers = [link for peer, link in enumerate(links) if peer != rank]
     counts = {link: peers.count(link) for link in ("intra", "inter")}
@@ -102,7 +103,7 @@ def forward_schedule(
         grid: Grid of the ranks.
         visibility: Pairs of rows that attend.
         sizes: Sizes of the attention call.
-        route: Same as in `rings.Schedule`; "auto" uses the route with fewer bytes.
+        route: "ring", "direct" or "auto", which uses the route with fewer bytes.
 
     Raises:
         ValueError: There is no algorithm of that name.
@@ -127,8 +128,8 @@ def backward_schedule(
         grid: Grid of the ranks.
         visibility: Pairs of rows that attend.
         sizes: Sizes of the attention call.
-        side: Family that is sent; "auto" uses the side with fewer bytes.
-        route: Same as in `rings.Schedule`; "auto" uses the route with fewer bytes.
+        side: Tensors that are sent: "kv", "query" or "auto", which uses the side with fewer bytes.
+        route: "ring", "direct" or "auto", which uses the route with fewer bytes.
 
     Raises:
         ValueError: There is no algorithm or side of that name.
@@ -148,14 +149,13 @@ def backward_schedules(
 ) -> list[Schedule]:
     """Return the backward schedule of each row chunk of one call.
 
-    All row chunks have the same side. "auto" uses the side with fewer bytes over all chunks, ranks
-    and links, and "kv" if both have the same bytes. If the mask hides nothing, one side is cheaper
-    on both link classes.
+    All row chunks have the same side. "auto" uses the side with fewer bytes in total over all
+    chunks, ranks and links, and "kv" if the bytes are equal.
 
     Args:
         algorithm: A name in `algorithms.ALGORITHMS`.
         grid: Grid of the ranks.
-        row_chunks: Visible rows of each row chunk.
+        row_chunks: Visibility of each row chunk.
         sizes: Sizes of the attention call.
         side: Same as in `backward_schedule`.
         route: Same as in `backward_schedule`.
@@ -185,9 +185,10 @@ def backward_schedules(
 
 
 def _fewest_bytes(schedule: Schedule) -> int:
-    """Return a lower bound on the bytes over any route; 0 if the algorithm sends both sides.
+    """Return a lower bound on the bytes of any route; 0 if the algorithm sends both sides.
 
-    Each rank receives each row that it uses once, and sends its partial gradient once.
+    In every route, a rank receives each row that it uses at least once, and sends the row's partial
+    gradient at least once.
     """
     bundles = schedule.travelling
     row_bytes = sum(getattr(schedule.row_bytes, family) for family in schedule.sent_families)
@@ -199,9 +200,10 @@ def _fewest_bytes(schedule: Schedule) -> int:
 
 
 def _by_route(ring: Schedule, route: str, sizes: Sizes) -> Schedule:
-    """Return the schedule with this route; "auto" uses the route with fewer bytes.
+    """Return the schedule with route `route`; "auto" uses the route with fewer bytes.
 
-    Bytes between nodes are compared first, then bytes within nodes. "ring" wins ties.
+    Bytes between nodes are compared first, then bytes within nodes. If all bytes are equal, the
+    route is "ring".
     """
     if route != "auto":
         return replace(ring, route=route)
@@ -217,7 +219,7 @@ def _by_route(ring: Schedule, route: str, sizes: Sizes) -> Schedule:
 
 
 def _clearly_fewer(ring: Schedule, grid: Grid) -> bool:
-    """Return whether "direct" sends fewer bytes than the ring in either direction.
+    """Return True if "direct" certainly sends fewer bytes than the ring in either direction.
 
     This comparison does not need the tables of the ring. It counts bytes between nodes, or bytes
     within the node if there is only one node. On a ring, a copy passes every node up to its last
@@ -238,7 +240,7 @@ def _clearly_fewer(ring: Schedule, grid: Grid) -> bool:
 
 
 def visible_pairs(mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -> int:
-    """Return the exact number of (query, key) pairs of two shards that attend."""
+    """Return the exact number of visible pairs of the queries and keys of two shards."""
     # The sizes affect the time of counting, not its result.
     cutter = Cutter(band_rows=256, table_rows=256)
     return sum(tile.visible for tile in cutter.tiles(mask, q_spans, k_spans))

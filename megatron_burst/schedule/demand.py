@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The input of an algorithm: which pairs a pass computes, and which rows have to be sent.
+"""The input of an algorithm: the pairs that a pass computes, and the rows that ranks need.
 
 If a call runs in row chunks, each row chunk has its own demand. `row_chunk_spans` yields the
-queries of each row chunk.
+positions of each row chunk.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ GRAIN = 1024  # runs of rows begin and end at multiples of 1 / GRAIN of a shard,
 
 
 class RowBytes(NamedTuple):
-    """Bytes per row of each family; 0 for a family that is not sent.
+    """Bytes of one row of each family of tensors; 0 for a family that is not sent.
 
-    Families that are not sent are gradients in forward, gradients that are not needed, and
-    partial outputs in backward.
+    Forward sends no gradients, and backward sends no partial outputs (`out`) and no gradients that
+    are not needed.
     """
 
     kv: int = 1
@@ -45,15 +45,15 @@ FORWARD, BACKWARD = RowBytes(dkv=0, dquery=0, out=1), RowBytes()
 
 @dataclass(frozen=True, eq=False)
 class Visibility:
-    """Visibility between the chunks of a ring: chunks that attend to each other, and used rows.
+    """The chunks of a ring that attend to each other, and the rows of them that are used.
 
     Attributes:
         visible: bool [G, G], true if some query of rank i attends to some key of rank j.
         queries: Query rows of all ranks, grouped by the ranks that use them.
         keys: Key rows of all ranks, grouped by the ranks that use them.
-        joined: Whether one kernel call computes all pairs of a step. None selects the default of
-            the algorithm.
-        common: Cache of results that algorithms share between passes.
+        joined: True if one kernel call computes all pairs of a step, False if each pair is a call.
+            None selects the default of the algorithm.
+        common: Cache in which algorithms keep results for other passes.
     """
 
     visible: np.ndarray
@@ -63,7 +63,7 @@ class Visibility:
     common: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def whole(self) -> Visibility:
-        """Return a visibility in which every used chunk is used completely."""
+        """Return a copy in which a rank that uses some row of a chunk uses the whole chunk."""
         return replace(self, queries=self.queries.whole(), keys=self.keys.whole())
 
 
@@ -73,7 +73,7 @@ class Demand:
 
     Attributes:
         grid: Grid of the ranks.
-        side: Family that is sent, "kv" or "query"; ignored by algorithms that send both.
+        side: Tensors that are sent, "kv" or "query"; ignored by algorithms that send both.
         visibility: Pairs of rows that attend.
         row_bytes: Bytes of a row of each family.
     """
@@ -90,7 +90,7 @@ class Demand:
 
     @property
     def travelling(self) -> Bundles:
-        """The bundles of the side that is sent."""
+        """The bundles of the rows of `side`, which are sent."""
         return self.visibility.keys if self.side == "kv" else self.visibility.queries
 
     @property
@@ -100,17 +100,17 @@ class Demand:
         return np.count_nonzero(users) == len(users) * (self.grid.size - 1)
 
     def ahead(self, messages: Sequence[np.ndarray], chunks: int, least: int) -> int:
-        """Return how many steps before its use a message may be sent.
+        """Return the number of steps that may pass between the sending and the use of a message.
 
-        The result is `least`, doubled as often as the memory allows. The limit applies to every
-        window of about twice that many steps: a rank may receive at most as many rows as `chunks`
-        whole chunks have. If gradients are sent back, the same limit applies to the rows that each
-        sender receives back.
+        The result is `least`, doubled as often as memory allows. In every window of about twice
+        that many steps, a rank may receive at most as many rows as `chunks` whole chunks have. If
+        gradients are sent back, the same limit applies to the gradients that each sender receives.
 
         Args:
-            messages: Receiver, step of use, sender and number of rows of each message.
+            messages: Four arrays with one entry per message: receiver, step of use, sender and
+                number of rows.
             chunks: Number of whole chunks whose rows may be in memory.
-            least: Smallest number of steps.
+            least: Smallest result.
         """
         if self.all_use_all:
             return least
@@ -139,11 +139,11 @@ class Demand:
 
     @property
     def visible(self) -> np.ndarray:
-        """True if some query of rank i attends to some key of rank j, bool [G, G]."""
+        """Bool [G, G], true if some query of rank i attends to some key of rank j."""
         return self.visibility.visible
 
     def used(self, owner: np.ndarray, rank: np.ndarray) -> np.ndarray:
-        """Return a bool array that is true if `rank` computes with the chunk that `owner` sends."""
+        """Return a bool array, true if `rank` computes with rows that `owner` sends."""
         return self.visible[(rank, owner) if self.side == "kv" else (owner, rank)]
 
     @property
@@ -159,13 +159,13 @@ class Demand:
         rows: np.ndarray,
         own: np.ndarray | None = None,
     ) -> Pairs:
-        """Return the pairs of all ranks, with received chunks and with the rank's own chunk.
+        """Return the pairs of all ranks: pairs with received chunks, and pairs of own chunks.
 
         Args:
-            rank: Rank of each pair of a received chunk.
-            step: Step of the pair.
-            owner: Owner of the chunk.
-            rows: Bit set of the chunk's rows.
+            rank: Rank that computes each pair with a received chunk.
+            step: Step of each pair.
+            owner: Owner of each received chunk.
+            rows: Bit set of each received chunk's rows.
             own: int [G], step of each rank's own pair. Default: 0, because the own pair waits for
                 no hop, so its computation hides the first hops.
         """
@@ -185,14 +185,15 @@ class Demand:
         parts: Sequence[Transfers],
         travelling: Bundles | None = None,
     ) -> Tables:
-        """Combine pairs and transfers into tables.
+        """Return the tables of a pass, made from its pairs and transfers.
 
         Args:
-            steps: Number of steps, without the boundaries that drain transfers after the last step.
+            steps: Number of steps, not counting the boundaries after the last step, at which ranks
+                only wait for transfers.
             pairs: Pairs of all ranks.
             parts: Tables of transfers, which are concatenated.
             travelling: Bundles of the sent side; default: `self.travelling`. Algorithms that split
-                bundles pass the split ones.
+                bundles pass the new bundles.
         """
         queries, keys = self.visibility.queries, self.visibility.keys
         if travelling is not None:
@@ -202,7 +203,7 @@ class Demand:
 
 
 def all_visible(size: int, rows: int = 1) -> Visibility:
-    """Return a visibility in which every rank sees all of every chunk of `rows` rows."""
+    """Return the visibility of a full mask on `size` ranks with chunks of `rows` rows."""
     visible = np.ones((size, size), dtype=bool)
     ranks = np.arange(size)
     zero = np.zeros(size, dtype=np.int64)
@@ -213,7 +214,7 @@ def all_visible(size: int, rows: int = 1) -> Visibility:
 def visibility_of(
     mask: Mask, q_shards: Shards, k_shards: Shards, joined: bool | None = None
 ) -> Visibility:
-    """Return the visibility between the queries and the keys of the ranks of a ring.
+    """Return the visibility between the queries and the keys of all ranks of a ring.
 
     Args:
         mask: The mask.
@@ -269,10 +270,10 @@ class RowChunkSpans(NamedTuple):
     """The positions of one row chunk.
 
     Attributes:
-        runs: Rows of the chunk in a shard, as (first, stop); equal for all ranks.
-        shards: For each rank of a ring, the spans of the chunk's queries in the whole ulysses
-            group.
-        own: For each rank, the spans of the chunk's own queries.
+        runs: Rows of the chunk as ranges (first, stop) of a shard; the same on all ranks.
+        shards: For each rank of a ring, the spans of its queries after the all-to-all: the chunk's
+            queries of its whole ulysses group.
+        own: For each rank, the spans of its own queries of the chunk, before the all-to-all.
     """
 
     runs: list[tuple[int, int]]
@@ -290,7 +291,7 @@ def row_chunk_spans(
         topology: Placement of the ranks.
         seq_len: Length of the whole sequence.
         count: Number of row chunks.
-        blocks: Blocks of sequence parallelism; see `layout.row_chunks`.
+        blocks: Number of blocks of rows for sequence parallelism; see `layout.row_chunks`.
     """
     groups = [topology.ulysses_group(rank) for rank in topology.ring(0)]
     # Computed once for all chunks: a rank may hold two spans of every document of a pack.

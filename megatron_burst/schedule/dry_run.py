@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of one rank in one pass, computed by replaying its program without tensors.
+"""The buffers of one rank in one pass, computed by a replay of its program without tensors.
 
 `dry_run` counts the buffers that `execution.ring`, `execution.buffers` and `execution.joined` use
 for received chunks, partial results and messages. Plans, `show` and the memory account of `advise`
@@ -31,11 +31,13 @@ class HeldBuffers:
     joined" are the keys of a joined call and their gradients.
 
     Attributes:
-        moments: States of the memory, among them the largest state for any choice of bytes per row
-            of each kind. Every state includes the rank's own sums of gradients.
-        longest: Rows of the longest message of each family.
-        in_use: States of the rows in use: the rows of received chunks, of messages and of partial
-            results for other ranks, by kind. A buffer may have room for more rows.
+        moments: Rows of every existing buffer by kind, at several times of the pass. For any bytes
+            per row of each kind, the time with the largest memory is included. The rank's own sums
+            of gradients are always counted.
+        longest: Number of rows of the longest message of each family.
+        in_use: Number of rows in use by kind, at several times of the pass: rows of received
+            chunks, of messages and of partial results for other ranks. A buffer may have room for
+            more rows.
     """
 
     moments: tuple[Moment, ...]
@@ -44,7 +46,7 @@ class HeldBuffers:
 
     @property
     def most(self) -> dict[str, int]:
-        """The largest number of buffers of each kind."""
+        """The largest number of buffers of each kind that exist at a time."""
         most: dict[str, int] = {}
         for moment in self.moments:
             for kind, rows in moment.items():
@@ -62,10 +64,10 @@ class HeldBuffers:
         )
 
     def bytes(self, size: Callable[[str, float], float]) -> float:
-        """Return the largest number of bytes that are held at a time.
+        """Return the largest total bytes of all buffers at a time.
 
         Args:
-            size: Returns the bytes of one buffer from its kind and its rows.
+            size: Function that returns the bytes of a buffer from its kind and its number of rows.
         """
         return max(
             sum(size(kind, rows) for kind, buffers in moment.items() for rows in buffers)
@@ -81,21 +83,22 @@ def dry_run(
     Args:
         schedule: Schedule of the pass.
         rank: The rank.
-        wire: Whether partial results are sent in another dtype than they are summed in.
-        packed: Whether each message is one buffer, as on a CPU. Then the rank's own rows are copied
-            before they are sent, and all buffers of a kind have room for its longest message.
+        wire: True if partial results are sent in another dtype than the dtype of their sums.
+        packed: True if the tensors of a message are packed into one buffer, as on a CPU. The rank's
+            own rows are then copied before they are sent, and all buffers of a kind have room for
+            the longest message. False if tensors are sent separately, as on a GPU.
     """
     return _Replay(schedule, rank, wire, packed).run()
 
 
 def held_bytes(schedule: Schedule, rank: int, summed: RowBytes | None = None) -> int:
-    """Return the most bytes in use: received chunks, and partial results for other ranks.
+    """Return the peak bytes in use for received chunks and partial results for other ranks.
 
     Args:
         schedule: Schedule of the pass.
         rank: The rank.
-        summed: Bytes per row of partial results in the dtype of the sum; None selects the dtype in
-            which they are sent.
+        summed: Bytes per row of partial results in the dtype of their sums; None if they are sent
+            in this dtype.
     """
     sent = schedule.row_bytes
     summed = summed or sent
@@ -111,11 +114,11 @@ def held_bytes(schedule: Schedule, rank: int, summed: RowBytes | None = None) ->
 
 
 class _ReplayBuffer(NamedTuple):
-    """A buffer that a message uses.
+    """A buffer and the rows of the message in it.
 
     Attributes:
         room: Capacity of the buffer in rows.
-        rows: Number of rows of the message.
+        rows: Number of rows of the message in it.
     """
 
     room: int = 0
@@ -126,10 +129,10 @@ class _ReplayBuffers:
     """The buffers of one kind: `execution.buffers.Buffers` with row counts in place of tensors.
 
     Attributes:
-        longest: Rows of the longest message.
-        short: Whether short messages get short buffers.
+        longest: Number of rows of the longest message.
+        short: True if short messages get short buffers; False if all buffers have `longest` rows.
         used: Sum of the rows of all messages that are in buffers.
-        rows: Number of buffers of each size.
+        rows: Number of existing buffers by size in rows.
     """
 
     def __init__(self, longest: int, short: bool):
@@ -157,13 +160,13 @@ class _ReplayBuffers:
         self._free[buffer.room] += 1
 
     def drop(self, buffer: _ReplayBuffer) -> None:
-        """Free the memory of a buffer that is in use."""
+        """Remove a buffer that is in use, as if its memory were freed."""
         self.used -= buffer.rows
         self.rows[buffer.room] -= 1
 
 
 class _Replay:
-    """A replay of `execution.ring.Ring` and its partial results without tensors."""
+    """A replay of the executor `execution.ring.Ring` that counts its buffers."""
 
     def __init__(self, schedule: Schedule, rank: int, wire: bool, packed: bool):
         self.schedule, self.me, self.wire, self.packed = schedule, rank, wire, packed
@@ -211,9 +214,9 @@ class _Replay:
         return HeldBuffers(tuple(map(dict, unique)), self.longest, tuple(self.in_use))
 
     def _note(self) -> None:
-        """Record the current buffers.
+        """Append the rows of all current buffers to `moments`.
 
-        Without joined calls the number of buffers only grows, so the last record is the largest.
+        Without joined calls, buffers are never freed, so only the last record is kept.
         """
         if self.schedule.joined:
             self._count_in_use()
@@ -295,15 +298,15 @@ class _Replay:
                     self.sums[self._total(family, part.owner)] |= rows & part.rows
 
     def _waits(self, total: Chunk, part: Chunk, joined: bool) -> bool:
-        """Return whether a sum stays in the gradients of a joined call until it is needed."""
+        """Return True if the sum stays in the gradients of a joined call until its next use."""
         made = joined and "dkv joined" in self.joined and total.family == "dkv"
         return made and total not in self.sums and total.rows == part.rows
 
     def _join(self, together: Sequence[Chunk], index: int) -> None:
-        """Replay a joined call.
+        """Replay one kernel call that computes with all chunks `together`.
 
-        The call copies its chunks, frees the chunks that are not needed elsewhere, and then
-        allocates the gradients.
+        The call copies its chunks, frees the chunks that have no other use, and then allocates the
+        gradients.
         """
         rows = sum(map(self._count, together))
         self.joined["kv joined"] = rows
@@ -320,9 +323,10 @@ class _Replay:
         del self.joined["kv joined"]
 
     def _leaving(self) -> tuple[int, dict[Chunk, int]]:
-        """Return the boundary at which the last copy to this rank is posted.
+        """Return when copies to this rank are posted, and when its sends end.
 
-        The second result maps each chunk to the boundary at which its last send has ended.
+        The first result is the boundary at which the last copy to this rank is posted. The second
+        result maps each chunk to the boundary at which its last send has ended.
         """
         hops = [h for b in self.program for h in b.posts if not h.chunk.accumulated]
         arrive = {hop.chunk: hop.post for hop in hops if hop.dst == self.me}
@@ -341,7 +345,7 @@ class _Replay:
         self._give(kind, buffer)
 
     def _send(self, chunk: Chunk) -> _ReplayBuffer:
-        """Return the buffer of a message of partial results."""
+        """Return the buffer from which a message of partial results is sent."""
         total, kind = self._total(*chunk[:2]), self._kind(chunk)
         self.sums[total] &= ~chunk.rows
         if total == chunk and kind == chunk.family:
@@ -354,9 +358,9 @@ class _Replay:
         return buffer
 
     def _total(self, family: str, owner: int) -> Chunk:
-        """Return the chunk of partial results of an owner; allocate it if it does not exist yet.
+        """Return the chunk that sums partial results for an owner; allocate it at first use.
 
-        The rank's own outputs are not in a buffer.
+        The rank's own outputs need no buffer.
         """
         chunk = self.totals[family, owner]
         if chunk in self.sums and chunk not in self.waiting:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The division of heads: among the ranks of a ulysses group, and into head chunks on one rank.
 
-The module also decides the order of the rows on a rank after the all-to-all. The division is plain
-arithmetic and needs no process groups, so checks, the executor and the simulator share this module.
-Source: DeepSpeed-Ulysses (arXiv 2309.14509) for equal shares. If there are fewer key/value heads
-than ranks, several ranks receive a copy of the same head.
+The module also defines the order of the rows on a rank after the all-to-all. It needs no process
+groups, so checks, the executor and the simulator share it. Source: DeepSpeed-Ulysses (arXiv
+2309.14509) for equal shares. If there are fewer key/value heads than ranks, several ranks receive a
+copy of the same head.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Share(NamedTuple):
     size: int
 
     def of(self, peer: int) -> slice:
-        """Return the heads of rank `peer` of the group.
+        """Return the heads of the group's rank `peer`.
 
-        These are an equal share. If there are fewer heads than ranks, the rank has the one head
-        that its queries need, and other ranks have a copy of it.
+        Every rank has equally many heads. If there are fewer heads than ranks, a rank has the one
+        head that its queries need, and several ranks have copies of the same head.
         """
         if self.heads >= self.size:
             per_rank = self.heads // self.size
@@ -43,7 +43,7 @@ class Share(NamedTuple):
 
 
 def shareable(heads: int, kv_heads: int, size: int) -> bool:
-    """Return whether `size` ranks can share these heads."""
+    """Return True if `size` ranks can share `heads` query heads and `kv_heads` key/value heads."""
     return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
 
@@ -71,7 +71,7 @@ def check_heads(heads: int, kv_heads: int, topology: Topology, algorithm: str) -
 
 
 def shared_spans(shards: Sequence[Sequence[Span]]) -> tuple[Span, ...]:
-    """Return the spans of the rows on each rank of a ulysses group after the all-to-all.
+    """Return the spans of the rows that each rank of a ulysses group has after the all-to-all.
 
     The rows are sorted by position if that makes fewer spans. Shards of zigzag and striped layouts
     then become contiguous intervals of the sequence, which need few kernel calls.
@@ -84,10 +84,10 @@ def shared_spans(shards: Sequence[Sequence[Span]]) -> tuple[Span, ...]:
 
 
 def shared_order(shards: Sequence[Sequence[Span]]) -> np.ndarray | None:
-    """Return the index of each row of `shared_spans` in the concatenated rows of the ranks.
+    """Return, for each row of `shared_spans`, its index in the concatenated rows of the ranks.
 
     Returns:
-        int64 array, or None if both have the same order.
+        int64 array, or None if the order of the rows is the same.
     """
     spans = tuple(span for shard in shards for span in shard)
     if shared_spans(shards) == spans:
@@ -97,7 +97,7 @@ def shared_order(shards: Sequence[Sequence[Span]]) -> np.ndarray | None:
 
 
 def _joined_stripes(spans: Sequence[Span]) -> list[Span] | None:
-    """Join equally spaced stripes of equal length into one span; return None if there are none."""
+    """Join stripes that together are one regular span; return None if the spans are not such."""
     if len(spans) < 2:
         return None
     starts, (_, stride, length) = sorted(span.start for span in spans), spans[0]
@@ -109,10 +109,10 @@ def _joined_stripes(spans: Sequence[Span]) -> list[Span] | None:
 
 
 def _joined_runs(spans: Sequence[Span]) -> list[Span] | None:
-    """Join contiguous runs that touch, sorted by position.
+    """Join adjacent contiguous runs, and sort the runs by position.
 
     Returns:
-        The runs, or None if no runs touch or if some spans are not contiguous.
+        The runs, or None if no two runs are adjacent or if a span is not contiguous.
     """
     if any(span.stride > 1 for span in spans if span.length > 1):
         return None
@@ -126,7 +126,7 @@ def _joined_runs(spans: Sequence[Span]) -> list[Span] | None:
 
 
 def deferred_chunks(count: int) -> int:
-    """Return how many of the last of `count` head chunks compute their own pair at the end.
+    """Return how many of `count` head chunks, the last ones, compute their own pair at the end.
 
     Pairs of earlier head chunks hide the first hops of these head chunks. The own pairs of these
     head chunks hide their last gradient hops.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of one rank: its part of the tables, boundary by boundary.
+"""The program of one rank: its operations at each boundary, extracted from the tables.
 
-This module decides when a chunk is released. It also decides when later head chunks compute the
+This module also decides when a received chunk is released, and when later head chunks compute the
 pair of the rank's own chunks.
 """
 
@@ -15,15 +15,15 @@ from .tables import Boundary, Chunk, Grid, Hop, Pair, Tables
 
 
 def program(tables: Tables, grid: Grid, rank: int, own_last: bool = False) -> tuple[Boundary, ...]:
-    """Return the boundaries of a rank in order: first the steps, then the draining.
+    """Return the boundaries of a rank in order, with the operations at each boundary.
 
     Args:
-        tables: Schedule of all ranks.
+        tables: Tables of the pass, for all ranks.
         grid: Grid of the ranks.
         rank: The rank.
-        own_last: Compute the pair of the rank's own chunks during the last hop of a partial result,
-            instead of at step 0. Later head chunks set it: pairs of earlier head chunks hide the
-            first hops, and the own pair hides the last hop.
+        own_last: True to compute the pair of the rank's own chunks during the last hop of a partial
+            result. False to compute it at its step in the tables. Later head chunks use True: pairs
+            of earlier head chunks hide their first hops, and their own pair hides their last hop.
     """
     hops = hops_of(tables, grid, rank)
     posted = [hop.post for hop in hops if hop.chunk.accumulated and hop.src == rank]
@@ -62,7 +62,7 @@ def pairs_of(tables: Tables, rank: int) -> dict[Pair, int]:
 
 
 def parts_of(chunks: Iterable[Chunk], family: str, owner: int, rows: int) -> list[Chunk]:
-    """Return the chunks of one family and owner that contain some of `rows`, a bit set."""
+    """Return those of `chunks` that have this family and owner and some of the rows `rows`."""
     return [
         chunk
         for chunk in chunks
@@ -71,7 +71,7 @@ def parts_of(chunks: Iterable[Chunk], family: str, owner: int, rows: int) -> lis
 
 
 def _last_use(rank: int, hops: list[Hop], pairs: dict[Pair, int]) -> dict[Chunk, int]:
-    """Return the boundary at which each received chunk can be released."""
+    """Return the boundary at which each received chunk can be released, by chunk."""
     last_use = {h.chunk: h.land for h in hops if h.dst == rank and not h.chunk.accumulated}
     by_owner: dict[tuple[str, int], list[Chunk]] = {}
     for chunk in last_use:

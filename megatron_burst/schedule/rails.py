@@ -28,14 +28,16 @@ FANOUT = 2  # number of receivers of a node that relays
 
 
 class Routes(NamedTuple):
-    """The route of every bundle. A bundle that takes several routes is split.
+    """The route of every bundle. A bundle with several routes is split into several bundles.
 
     Attributes:
         bundles: The bundles, after splitting.
-        carrier: [n], rail on which a bundle crosses: the index of its ranks in their nodes.
-        parent: [n, nodes], node that sends the bundle to a node; -1 for the owner's node and for
-            nodes that do not use it.
-        handed: bool [n], true if the owner's node peers also get the bundle from the carrier.
+        carrier: [n], rail on which the bundle crosses between nodes: the index of its ranks in
+            their nodes.
+        parent: [n, nodes], node that sends the bundle to each node; -1 for the owner's node and for
+            nodes that do not use the bundle.
+        handed: bool [n], true if other ranks of the owner's node also receive the bundle from the
+            carrier and not from the owner.
     """
 
     bundles: Bundles
@@ -45,7 +47,7 @@ class Routes(NamedTuple):
 
 
 class _Crossing(NamedTuple):
-    """The target nodes of all bundles; each array has one entry per bundle [n].
+    """The target nodes and rows of all bundles, as arrays with one entry per bundle.
 
     Attributes:
         node: Owner's node.
@@ -63,12 +65,12 @@ class _Crossing(NamedTuple):
 
     @property
     def relayed(self) -> np.ndarray:
-        """True for bundles that target nodes relay to other target nodes."""
+        """Bool [n], true for bundles that target nodes relay to other target nodes."""
         return self.copies < self.targets.sum(axis=1)
 
 
 def routes(bundles: Bundles, grid: Grid) -> Routes:
-    """Return the route of every bundle over this grid."""
+    """Return the route of every bundle between the nodes of a grid."""
     crossing, most = _crossing(bundles, grid)
     least = max(1, int(bundles.rows.sum() // (grid.size * PARTS)))
     handed = _handed(bundles, grid)
@@ -86,7 +88,7 @@ def routes(bundles: Bundles, grid: Grid) -> Routes:
 
 
 def _crossing(bundles: Bundles, grid: Grid) -> tuple[_Crossing, float]:
-    """Return the target nodes of bundles, and the largest number of rows for a node's rail."""
+    """Return the target nodes of bundles, and the largest allowed number of rows of a rail."""
     nodes, width = grid
     node, index = np.divmod(bundles.owner, width)
     targets = np.logical_or.reduce(bundles.users.reshape(-1, nodes, width), axis=2)
@@ -106,9 +108,9 @@ def _crossing(bundles: Bundles, grid: Grid) -> tuple[_Crossing, float]:
 
 
 def _handed(bundles: Bundles, grid: Grid) -> np.ndarray:
-    """Return bool [n], true for bundles that the carrier also sends to the owner's node peers.
+    """Return bool [n], the field `handed` of `Routes`.
 
-    These are the bundles of owners that would send much more within their node than any rank
+    It is true for owners that would otherwise send many more rows within their node than any rank
     receives.
     """
     users = bundles.users.reshape(-1, *grid)
@@ -124,8 +126,9 @@ def _shares(
     """Return the number of rows of each bundle on each rail: int64 [n, rails].
 
     Initially all rows are on their owner's rail, or spread over all rails if `handed` is true. Rows
-    then move from rails with more than `most` rows to rails with free capacity. The largest bundles
-    move first, at most one bundle per node at a time (`_turns`).
+    then move from rails with more than `most` rows to rails with free capacity, at least `least`
+    rows at a time. The largest bundles move first, at most one bundle per node at a time
+    (`_turns`).
     """
     nodes, width = grid
     node, index, rows, targets, copies = crossing
@@ -155,9 +158,9 @@ def _shares(
 
 
 def _turns(selected: np.ndarray, crossing: _Crossing) -> Iterator[np.ndarray]:
-    """Yield groups of bundles, largest first, that are moved at the same time.
+    """Yield groups of the bundles `selected` to move at the same time, largest bundles first.
 
-    A group has at most one bundle of each source node. Bundles with the same target node are
+    A group has at most one bundle of each owner's node. Bundles with the same target node are
     divided among `GROUPS` groups.
     """
     node = crossing.node[selected]
@@ -174,10 +177,19 @@ def _turns(selected: np.ndarray, crossing: _Crossing) -> Iterator[np.ndarray]:
 
 
 def _filled(move: np.ndarray, room: np.ndarray, least: int, own: np.ndarray) -> np.ndarray:
-    """Return the number of `move` rows [i] that each rail gets: [i, rails].
+    """Divide rows that must move among the rails, in proportion to their free capacity.
 
-    Rails get rows in proportion to their free capacity `room` [i, rails]. So every rail keeps
-    capacity for rows that can use only that rail. A rail gets no rows or at least `least` rows.
+    So every rail keeps capacity for rows that can use only that rail. A rail gets no rows, or at
+    least `least` rows.
+
+    Args:
+        move: [i], number of rows to move of each bundle.
+        room: [i, rails], free capacity.
+        least: Smallest number of rows.
+        own: [i], the owner's rail.
+
+    Returns:
+        [i, rails], number of rows that each rail gets.
     """
     # If capacities are equal, rails follow their order from `own` on, so nodes with the same needs
     # use different rails.
@@ -196,7 +208,7 @@ def _filled(move: np.ndarray, room: np.ndarray, least: int, own: np.ndarray) -> 
 
 
 def _limit(shares: np.ndarray, owner: np.ndarray, index: np.ndarray) -> None:
-    """Move shares back to the owner's rail in place, for at most `MOST` bundles per owner."""
+    """Move the smallest shares to the owner's rail, so that owners have at most `MOST` bundles."""
     line = np.arange(len(owner))
     parts = shares > 0
     parts[line, index] = False
@@ -213,10 +225,10 @@ def _limit(shares: np.ndarray, owner: np.ndarray, index: np.ndarray) -> None:
 def _cut(
     bundles: Bundles, index: np.ndarray, shares: np.ndarray
 ) -> tuple[Bundles, np.ndarray, np.ndarray]:
-    """Return one bundle per nonzero share, with its source bundle and its column of `shares`.
+    """Return one bundle per nonzero share, its original bundle, and its column of `shares`.
 
-    An owner's shares are numbered column by column, from its own rail on, so that rows that are
-    sent together are adjacent.
+    The new bundles of an owner are numbered column by column, beginning with the rail `index`, so
+    that rows that are sent together are adjacent.
     """
     source, column = np.nonzero(shares)
     stop = np.cumsum(shares[source, column])  # among all rows, bundle by bundle
@@ -240,7 +252,7 @@ def _cut(
 def _parents(
     crossing: _Crossing, grid: Grid, turn: np.ndarray, second: np.ndarray, most: float
 ) -> np.ndarray:
-    """Return the node that sends a bundle to each node, [n, nodes]; -1 for none.
+    """Return the node that sends each bundle to each node, [n, nodes]; -1 for none.
 
     The owner's node sends the bundle to `copies` nodes, which relay it along trees. Trees contain
     the nodes in order, beginning `turn` nodes after the owner's node, or in reverse order if

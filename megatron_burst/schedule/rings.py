@@ -38,8 +38,8 @@ class Schedule(Demand):
 
     Attributes:
         algorithm: A name in `algorithms.ALGORITHMS`.
-        route: "ring" for the algorithm's own transfers. "direct" sends each chunk from its owner
-            directly to the ranks that use the chunk, one or more steps before its use.
+        route: "ring": the transfers of the algorithm. "direct": each chunk is sent from its owner
+            directly to the ranks that use it, one or more steps before its use.
     """
 
     algorithm: str = "burst"
@@ -49,7 +49,7 @@ class Schedule(Demand):
     def tables(self) -> Tables:
         """Pairs and transfers of all ranks.
 
-        Large grids have large tables, so a plan does not keep them.
+        Tables of large grids are large, so a plan does not keep them.
         """
         algorithm = ALGORITHMS[self.algorithm]
         if self.route == "direct" and algorithm.routed:
@@ -64,21 +64,21 @@ class Schedule(Demand):
 
     @property
     def summed(self) -> tuple[str, ...]:
-        """Families of partial results: outputs in forward, gradients in backward."""
+        """Families of the results that ranks sum: outputs in forward, gradients in backward."""
         return ("out",) if self.row_bytes.out else ("dquery", "dkv")
 
     def travels(self, cache: dict[Any, Any]) -> tuple[list[tuple[str, bool]], set[str]]:
-        """Return the rings and the families that the hops of this pass may use, under any mask.
+        """Return the rings and the families that the hops of this pass can use, with any mask.
 
-        They are computed on the smallest grid with the same levels, which needs the same rings.
-        They are computed once with large rows of keys and once with large rows of queries, because
-        an algorithm may choose the side by bytes.
+        The result is computed on the smallest grid with the same levels, which needs the same
+        rings. It combines the hops for large rows of keys and for large rows of queries, because an
+        algorithm may choose the side by bytes.
 
         Args:
-            cache: Results by algorithm, route, side, grid and row bytes, shared by all masks.
+            cache: Dictionary in which results are stored, because they do not depend on the mask.
 
         Returns:
-            Pairs (ring, whether it carries partial results), and the families.
+            A list of pairs (ring, whether the hops carry partial results), and the set of families.
         """
         key = self.algorithm, self.route, self.side, self.grid, self.row_bytes
         if key not in cache:
@@ -97,7 +97,7 @@ class Schedule(Demand):
         return cache[key]
 
     def _typical(self) -> Iterator[Transfers]:
-        """Yield the transfers on the smallest grid with the same levels, once per large side."""
+        """Yield the transfers on the smallest grid: for large rows of keys, then of queries."""
         grid = Grid(*(min(2, ranks) for ranks in self.grid))
         small = replace(self, grid=grid, visibility=all_visible(grid.size))
         for side in SIDES:
@@ -105,14 +105,14 @@ class Schedule(Demand):
             yield replace(small, row_bytes=row_bytes).tables.transfers
 
     def program(self, rank: int, own_last: bool = False) -> tuple[Boundary, ...]:
-        """Return the program of `rank`; see `program.program` for `own_last`."""
+        """Return the boundaries of `rank`; see `program.program` for `own_last`."""
         return program(self.tables, self.grid, rank, own_last)
 
 
 def totals_of(
     schedule: Schedule, rank: int, hops: Iterable[Hop], calls: Iterable[tuple[Chunk, Chunk]]
 ) -> dict[tuple[str, int], Chunk]:
-    """Return, for each owner, all rows whose partial results a rank holds during a pass.
+    """Return, for each family and owner, all rows for which a rank sums partial results in a pass.
 
     Args:
         schedule: Schedule of the pass.
@@ -121,7 +121,7 @@ def totals_of(
         calls: Queries and keys of each kernel call of the rank.
 
     Returns:
-        Chunk with these rows by (family, owner).
+        Chunks with these rows, by (family, owner).
     """
     rows: dict[tuple[str, int], int] = defaultdict(int)
     for queries, keys in calls:

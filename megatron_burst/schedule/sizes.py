@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of one rank's tensors in an attention call, and bytes per row of each family."""
+"""Sizes of one rank's tensors in an attention call, and the bytes of their rows."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from .rings import Schedule
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of one attention call on the ring of one rank.
+    """Sizes of one rank's tensors in an attention call.
 
     Attributes:
-        tokens: Rows of the rank.
+        tokens: Number of rows of the rank.
         batch: Batch size.
-        heads: Query heads.
-        kv_heads: Key and value heads.
+        heads: Number of query heads.
+        kv_heads: Number of key and value heads.
         width: Head width of queries and keys.
         value_width: Head width of values.
         itemsize: Bytes per element of q, k, v and out.
         stat_itemsize: Bytes per element of lse and delta.
         wire_itemsize: Bytes per element of the partial results that are sent: gradients and partial
             outputs.
-        needs_grad: Whether q, k and v need a gradient.
+        needs_grad: Three bools: whether q, k and v need a gradient.
     """
 
     tokens: int
@@ -41,7 +41,7 @@ class Sizes:
     needs_grad: tuple[bool, bool, bool]
 
     def shared(self, ulysses: int) -> Sizes:
-        """Return the sizes of one rank in the ring, after `ulysses` ranks exchanged their heads.
+        """Return the sizes of one rank after the all-to-all in ulysses groups of `ulysses` ranks.
 
         A rank then has all rows of its ulysses group and its share of the heads. `self` must hold
         the sizes before the all-to-all.
@@ -55,7 +55,7 @@ class Sizes:
 
     @cached_property
     def forward(self) -> RowBytes:
-        """Bytes of a row in forward; a partial output is sent with its lse."""
+        """Bytes of a row of each family in forward; a partial output includes its lse."""
         query, key, value, out = self._elements
         partial = out * self.wire_itemsize + self.batch * self.heads * self.stat_itemsize
         kv = (key + value) * self.itemsize
@@ -63,7 +63,7 @@ class Sizes:
 
     @cached_property
     def backward(self) -> RowBytes:
-        """Bytes of a row in backward.
+        """Bytes of a row of each family in backward.
 
         Queries are sent as Q, dO, lse and delta; O is not sent. A gradient that is not needed is
         not sent.
@@ -80,17 +80,17 @@ class Sizes:
         )
 
     def row_bytes(self, schedule: Schedule) -> RowBytes:
-        """Return the bytes of a row in the pass of a schedule."""
+        """Return the bytes of a row of each family in the pass of `schedule`."""
         return self.forward if schedule.row_bytes.out else self.backward
 
     def chunk_bytes(self, family: str) -> int:
-        """Return the payload bytes of all rows of a chunk: the larger of forward and backward."""
+        """Return the bytes of a whole chunk of a family: the larger of forward and backward."""
         row_bytes = (getattr(families, family) for families in (self.forward, self.backward))
         return self.tokens * max(row_bytes)
 
     @property
     def _elements(self) -> tuple[int, int, int, int]:
-        """Elements of q, k, v and out in one row."""
+        """Number of elements of q, k, v and out in one row."""
         heads, kv_heads = self.batch * self.heads, self.batch * self.kv_heads
         return (
             heads * self.width,
@@ -100,14 +100,14 @@ class Sizes:
         )
 
     def scattered_bytes(self, ranks: int, resends_q: bool = False) -> tuple[int, int]:
-        """Return the bytes that a rank sends to each other rank of its ulysses group, per pass.
+        """Return the bytes that a rank sends to each other rank of its ulysses group in a pass.
 
         `self` must hold the sizes on the ring, after the all-to-all. If there are fewer key/value
         heads than ranks, several ranks receive a copy of the same head.
 
         Args:
-            ranks: Ranks of the ulysses group.
-            resends_q: Whether backward sends q and delta again, as it does with row chunks.
+            ranks: Number of ranks of the ulysses group.
+            resends_q: True if backward sends q and delta again, as with row chunks.
 
         Returns:
             Bytes in forward and bytes in backward.

@@ -3,12 +3,12 @@
 
 The tables are plain data. Their columns are integer arrays with one row per pair or transfer, so a
 schedule of a thousand ranks is made, counted and timed by operations on whole arrays. `algorithms`
-decide which chunk is sent when. `program` turns the tables into the operations of one rank.
+make the tables. `program` extracts the operations of one rank from them.
 
-Time is counted in boundaries. Boundary t is before step t, and the boundaries after the last step
-drain the transfers that are still in flight. At a boundary a rank first waits for every transfer
-that lands there. It then starts every transfer that is posted there. A transfer that is posted and
-lands at the same boundary is blocking.
+Time is counted in boundaries. Boundary t is before step t. At the boundaries after the last step,
+ranks wait for the transfers that are still in flight. At a boundary a rank first waits for every
+transfer that lands there. It then starts every transfer that is posted there. A transfer that is
+posted and lands at the same boundary is blocking.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class Grid(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """The unit of a transfer: a family of tensors of one owner, with some of its rows.
+    """Some rows of one family of tensors of one owner, which are sent together.
 
     Attributes:
         family: "kv" and "query" are copies of the owner's tensors, which receivers keep. "dkv" and
             "dquery" are gradients, to which ranks add. "out" is a partial output with its lse,
             which ranks merge by online softmax.
         owner: Rank that owns the rows.
-        rows: Bit set over the owner's bundles (`bundles`): of its keys for "kv" and "dkv", else of
-            its queries.
+        rows: Bit set over the owner's bundles (`bundles`): bundles of keys for "kv" and "dkv", of
+            queries for other families.
     """
 
     family: str
@@ -81,8 +81,8 @@ class Hop(NamedTuple):
         dst: Rank that receives.
         ring: "flat", "intra" or "inter": the process group that carries the hop.
         link: "intra" or "inter": the link class that the hop crosses.
-        post: Boundary at which the hop starts.
-        land: Boundary by which the hop has ended.
+        post: Boundary at which the transfer starts.
+        land: Boundary at which both ranks wait for its end.
     """
 
     chunk: Chunk
@@ -95,9 +95,9 @@ class Hop(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """The queries and the keys of one local attention.
+    """The queries and keys of one local attention, each of one owner.
 
-    If a chunk was received in several parts, the pair uses the parts with some of the pair's rows.
+    If a chunk was received in several parts, the pair uses all parts that contain some of its rows.
 
     Attributes:
         query: Owner of the queries.
@@ -114,13 +114,13 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Boundary:
-    """The operations of one rank at one boundary, and the pairs that follow it.
+    """The operations of one rank at one boundary and in the step after it.
 
     Attributes:
         index: Number of the boundary.
         posts: Hops from or to this rank that start here.
-        release: Chunks that this rank neither computes with nor sends any more.
-        pairs: Pairs that this rank computes before the next boundary. If there are none, it waits.
+        release: Received chunks that this rank does not need any more.
+        pairs: Pairs that this rank computes before the next boundary.
     """
 
     index: int
@@ -130,7 +130,7 @@ class Boundary:
 
 
 class Pairs(NamedTuple):
-    """Columns of a table of pairs.
+    """The table of pairs of all ranks: parallel arrays with one entry per pair.
 
     Every visible combination of a query row and a key row is in exactly one pair.
 
@@ -139,8 +139,8 @@ class Pairs(NamedTuple):
         step: Step at which the rank computes it.
         query: Owner of the queries.
         key: Owner of the keys.
-        query_rows: Bit sets of query rows, as in `Pair`.
-        key_rows: Bit sets of key rows, as in `Pair`.
+        query_rows: Bit set over the bundles of the owner's queries.
+        key_rows: Bit set over the bundles of the owner's keys.
     """
 
     rank: np.ndarray
@@ -152,12 +152,12 @@ class Pairs(NamedTuple):
 
 
 class Transfers(NamedTuple):
-    """Columns of a table of transfers.
+    """The table of transfers of all ranks: parallel arrays with one entry per transfer.
 
-    A copy is sent by its owner, or by a rank that received all its rows in one message by boundary
-    `post`. A transfer of a partial result sends the sum of these rows on `src` and clears this sum.
-    The contribution of the owner itself is never sent. Messages between two ranks at one boundary
-    and on one ring start in the order of the table.
+    A copy is sent by its owner, or by a rank that received all these rows in one message by
+    boundary `post`. A transfer of a partial result sends the sum that `src` has for these rows, and
+    clears the sum. The contribution of the owner itself is never sent. Messages between two ranks
+    at one boundary and on one ring start in the order of the table.
 
     Attributes:
         family: Index of the family in `FAMILIES`.
@@ -167,7 +167,7 @@ class Transfers(NamedTuple):
         dst: Rank that receives.
         ring: Index of the ring in `RINGS`.
         post: Boundary at which the transfer starts.
-        land: Boundary by which the transfer has ended.
+        land: Boundary at which both ranks wait for its end.
     """
 
     family: np.ndarray
@@ -181,15 +181,15 @@ class Transfers(NamedTuple):
 
     @property
     def accumulated(self) -> np.ndarray:
-        """True for transfers of partial results."""
+        """Bool per transfer, true for partial results."""
         return self.family >= FAMILIES.index("dkv")
 
     def where(self, rows: np.ndarray) -> Transfers:
-        """Return some of the transfers; `rows` are indices, or a bool per transfer."""
+        """Return the transfers that `rows` selects; `rows` has indices, or a bool per transfer."""
         return Transfers(*(column[rows] for column in self))
 
     def between(self, grid: Grid) -> np.ndarray:
-        """Return a bool array that is true for transfers between nodes."""
+        """Return a bool per transfer, true for transfers between nodes."""
         return self.src // grid.intra != self.dst // grid.intra
 
     def hops(self, grid: Grid) -> Iterator[Hop]:
@@ -202,10 +202,11 @@ class Transfers(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """The schedule of one pass.
+    """The pairs and transfers of one pass, for all ranks.
 
     Attributes:
-        steps: Number of steps, without the boundaries that drain transfers after the last step.
+        steps: Number of steps, not counting the boundaries after the last step, at which ranks only
+            wait for transfers.
         pairs: Pairs of all ranks.
         transfers: Transfers of all ranks.
         queries: Bundles of the query rows; bit sets of query rows refer to them.
@@ -219,12 +220,12 @@ class Tables(NamedTuple):
     keys: Bundles
 
     def bundles(self, family: str) -> Bundles:
-        """Return the bundles of the rows of a family."""
+        """Return the bundles to which bit sets of this family refer."""
         return self.keys if family in ("kv", "dkv") else self.queries
 
     @property
     def digest(self) -> int:
-        """Checksum of the transfers and the bundles, which ranks compare."""
+        """Checksum of transfers and bundles, with which ranks check that tables are equal."""
         checksum = 0
         columns = (
             column for side in (self.queries, self.keys) for column in (side.number, *side.runs)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The placement of the ranks of a grid: the node, ring and ulysses group of each rank.
 
-This module decides the placement by arithmetic on rank numbers. `comm.groups` makes process groups
-from it, and `cost` counts bytes with it. Source: LoongTrain, sections 4.2 and 4.4 (2D attention,
-placements).
+The placement is arithmetic on rank numbers. `comm.groups` makes process groups from it, and `cost`
+counts bytes with it. Source: LoongTrain, section 4.2 (2D attention) and section 4.4 (placements).
 """
 
 from __future__ import annotations
@@ -22,10 +21,11 @@ class Topology:
 
     Attributes:
         size: Number of ranks.
-        per_node: Number of ranks of a node.
-        ulysses: Number of ranks that share the heads of the same rows; 1 for a plain ring.
+        per_node: Number of ranks on each node.
+        ulysses: Number of ranks in a ulysses group, which exchange rows for heads; 1 for no
+            ulysses.
         placement: "head_first" puts neighbouring ranks into one ulysses group, which keeps the
-            all-to-all within a node. "context_first" puts them into one ring.
+            all-to-all within a node. "context_first" puts neighbouring ranks into one ring.
 
     Raises:
         ValueError: The sizes do not divide each other, or the nodes of a ring would hold unequal
@@ -83,7 +83,7 @@ class Topology:
         return cls(inter * intra, intra, ulysses, placement)
 
     def fits(self, ulysses: int) -> bool:
-        """Return whether, with this `ulysses`, each node holds equally many ranks of every ring."""
+        """Return True if groups of `ulysses` ranks give each node of a ring equally many ranks."""
         if self.placement == "head_first":
             rings = [range(first, self.size, ulysses) for first in range(ulysses)]
         else:
@@ -110,30 +110,30 @@ class Topology:
         return index, ring
 
     def rank_at(self, index: int, ring: int) -> int:
-        """Return the rank with these two indices: the inverse of `place`."""
+        """Return the rank with these indices in its ulysses group and ring; inverts `place`."""
         if self.placement == "head_first":
             return ring * self.ulysses + index
         return index * self.ring_size + ring
 
     def ring(self, rank: int) -> list[int]:
-        """Return the ranks of the ring of `rank`, in ring order."""
+        """Return the ranks of the ring that contains `rank`, in ring order."""
         index, _ = self.place(rank)
         return [self.rank_at(index, ring) for ring in range(self.ring_size)]
 
     def ulysses_group(self, rank: int) -> list[int]:
-        """Return the ranks that share the heads of the same rows with `rank`, in order."""
+        """Return the ranks of the ulysses group that contains `rank`, in order."""
         _, ring = self.place(rank)
         return [self.rank_at(index, ring) for index in range(self.ulysses)]
 
     @property
     def intra_size(self) -> int:
-        """Ranks per node in a ring."""
+        """Number of ranks of a ring on each of its nodes."""
         nodes = self._nodes_of_ring(0)
         return nodes.count(nodes[0])
 
     @property
     def inter_size(self) -> int:
-        """Nodes in a ring."""
+        """Number of nodes of a ring."""
         return self.ring_size // self.intra_size
 
     def link(self, src: int, dst: int) -> str:
@@ -145,7 +145,7 @@ class Topology:
 
 
 def _even(nodes: list[int]) -> bool:
-    """Return whether the nodes form runs of equal length, one run per node."""
+    """Return True if equal nodes are adjacent and each node is listed equally often."""
     width = nodes.count(nodes[0])
     return len(nodes) % width == 0 and nodes == [n for n in nodes[::width] for _ in range(width)]
 
@@ -156,7 +156,7 @@ def divisors(number: int) -> list[int]:
 
 
 def alternatives(numbers: Sequence[object]) -> str:
-    """Return the numbers as text, such as "1, 2 or 4"."""
+    """Return the numbers as a text such as "1, 2 or 4"."""
     *first, last = map(str, numbers)
     return f"{', '.join(first)} or {last}" if first else last
 

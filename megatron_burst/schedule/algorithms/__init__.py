@@ -18,26 +18,28 @@ from ..tables import Tables
 
 @dataclass(frozen=True)
 class Algorithm:
-    """The function that makes the tables of a pass, and its properties.
+    """An algorithm: the function that makes the tables of a pass, and its properties.
 
     Attributes:
-        tables: Makes the tables of a pass from its demand.
-        routed: Whether route "direct" is possible: owners send chunks directly to the ranks that
-            use them.
-        automatic: Whether `auto` tries the algorithm.
-        keeps: Whether a rank computes the same pairs in backward as in forward.
-        sided: Whether the tables depend on `demand.side`.
-        holds_more: Whether a rank holds several chunks, or chunks that it does not use yet, to save
-            time.
-        holds_all: Whether a rank holds all chunks that it uses. `auto` then does not try the
-            algorithm if ranks share heads, because chunks then have the rows of a whole ulysses
-            group.
-        few_rows: Whether a rank holds all chunks that it uses, and `auto` tries the algorithm only
-            if ranks use few rows of other ranks.
-        joins: Whether one kernel call computes with all keys that a rank has at a step.
-        two_levels: Whether the algorithm is useful only for several nodes of several ranks.
-        complexity: Order of simplicity; `auto` selects the lowest among equal predictions.
-        handicap: Factor by which `auto` multiplies the predicted time.
+        tables: Function that makes the tables of a pass from its demand.
+        routed: True if the algorithm supports route "direct", in which owners send chunks directly
+            to the ranks that use them.
+        automatic: True if `auto` tries the algorithm.
+        keeps: True if a rank computes the same pairs in backward as in forward.
+        sided: True if the tables depend on `demand.side`.
+        holds_more: True if a rank holds several received chunks, or chunks that it does not use
+            yet, to save time.
+        holds_all: True if a rank holds all chunks that it uses at the same time. `auto` then does
+            not try the algorithm if ranks share heads, because chunks then have the rows of a whole
+            ulysses group.
+        few_rows: True if a rank holds all rows that it uses at the same time, and `auto` tries the
+            algorithm only if these are few rows.
+        joins: True if, by default, one kernel call computes all pairs of a step.
+        two_levels: True if `auto` tries the algorithm only on several nodes with several ranks
+            each.
+        complexity: Number by which `auto` orders algorithms with equal predictions; the lowest is
+            selected.
+        handicap: Factor by which `auto` multiplies the predicted time of the algorithm.
     """
 
     tables: Callable[[Demand], Tables]
@@ -55,7 +57,7 @@ class Algorithm:
 
 
 def _made_by(file: str, function: str = "tables") -> Callable[[Demand], Tables]:
-    """Return `function` of the module `file`, which is imported at the first call."""
+    """Return a function that calls `function` of module `file`, imported at the first call."""
 
     def tables(demand: Demand) -> Tables:
         return getattr(import_module(f"{__name__}.{file}"), function)(demand)
@@ -82,7 +84,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 
 def check_algorithm(algorithm: str) -> str:
-    """Return `algorithm`, or raise ValueError with the list of names if it is unknown."""
+    """Return `algorithm`; raise ValueError with the list of names if it is unknown."""
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
     return algorithm

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two-level ring: chunks move at every step within a node, and once per round between nodes.
+"""Rings: `burst` (the two-level ring), `ring` (one level) and `double_ring`.
 
 Source: BurstEngine, section 3.1 (topology-aware ring) and Algorithms 1 and 2, with communication
-started before computation. One family of chunks is sent and the other stays on its rank. Gradients
-of the sent family follow one step behind it and end at their owner.
+started before computation. In the two-level ring, chunks move at every step within a node, and once
+per outer step between nodes. Either keys and values or queries are sent, and the other tensors stay
+on their rank. Gradients of the sent chunks follow one step behind and end at their owner.
 
 This module differs from the paper in three ways. A rank's contribution to its own gradient stays on
 the rank, and a node's contribution to its own gradients stays in the node. So copies and gradients
 both make G - 1 hops on one ring, or M (L - 1) hops within and M - 1 hops between M nodes of L
-ranks. A hop carries only the rows that a rank further along uses, and is left out if there are
-none. Rings run in the direction that sends fewer bytes.
+ranks. A hop carries only the rows that a rank further along the ring uses, and is omitted if there
+are none. Rings run in the direction that sends fewer bytes.
 
 Steps are counted as in LoongTrain's double ring: an outer step per node, an inner step per rank of
 the node.
@@ -26,12 +27,12 @@ from ..tables import Grid, Pairs, Tables, Transfers, transfers
 
 
 def tables(demand: Demand) -> Tables:
-    """Return the tables of the two-level ring, with gradients that overlap with computation."""
+    """Return the tables of algorithm `burst`: the two-level ring with overlapped gradients."""
     return two_level(demand, demand.grid)
 
 
 def ring(demand: Demand) -> Tables:
-    """Return the tables of one ring over all ranks, whatever the links between them.
+    """Return the tables of algorithm `ring`: one ring over all ranks, which ignores nodes.
 
     This is the two-level ring with all ranks in one node, on the communicator "flat".
     """
@@ -39,9 +40,10 @@ def ring(demand: Demand) -> Tables:
 
 
 def double_ring(demand: Demand) -> Tables:
-    """Return the tables of LoongTrain's double ring (section 4.3).
+    """Return the tables of algorithm `double_ring` (LoongTrain, section 4.3).
 
-    Its gradients land at the boundary where they are posted, so ranks wait for them.
+    It is the two-level ring, but gradients land at the boundary at which they are posted, so ranks
+    wait for them.
     """
     return two_level(demand, demand.grid, blocks=True)
 
@@ -49,13 +51,13 @@ def double_ring(demand: Demand) -> Tables:
 def two_level(
     demand: Demand, rings: Grid, *, within: str = "intra", blocks: bool = False
 ) -> Tables:
-    """Return the tables of inner rings of `rings.intra` ranks, and of outer rings across them.
+    """Return the tables of inner rings, and of outer rings that connect the inner rings.
 
     Args:
         demand: Demand of the pass.
-        rings: Number of inner rings, and of ranks in each.
-        within: Ring whose communicator carries the inner rings.
-        blocks: Whether gradients land at the boundary where they are posted.
+        rings: Number of inner rings (`inter`) and number of ranks in each (`intra`).
+        within: Name of the communicator that carries the hops of the inner rings.
+        blocks: True if gradients land at the boundary at which they are posted.
     """
     path = _Path(demand, rings)
     parts = [
@@ -67,11 +69,12 @@ def two_level(
 
 
 class _Path:
-    """The path of every bundle along the rings. Arrays are [bundle, outer step, inner step].
+    """The path of every bundle along the rings.
 
     Attributes:
-        users: bool, true if the rank that has the bundle at this step uses it.
-        hops: Number of hops of copies and of gradients, by axis.
+        users: bool [bundle, outer step, inner step], true if the rank that has the bundle at this
+            step uses it.
+        hops: Number of hops of copies and of gradients, by axis (1 between nodes, 2 within nodes).
         ways: Direction of the rings, by axis: 1 to the next rank or node, -1 to the previous one.
     """
 
@@ -92,12 +95,12 @@ class _Path:
             self._choose_way(axis)
 
     def moves(self, axis: int, gradient: bool) -> np.ndarray:
-        """Return a bool array that is true for bundles that are forwarded after a step.
+        """Return a bool array, true if a bundle is forwarded after a step along `axis`.
 
-        The array is [bundle, outer, inner] within nodes (axis 2), and [bundle, outer] between nodes
-        (axis 1). No gradient is forwarded within a node at inner step 0: the rank then adds to the
-        sum of its node, which crosses to the next node. At outer step 0, the rank adds to its own
-        gradient.
+        The array is [bundle, outer step, inner step] within nodes (axis 2), and [bundle, outer
+        step] between nodes (axis 1). No gradient is forwarded within a node at inner step 0: the
+        rank then adds to the sum of its node, which crosses to the next node. At outer step 0, the
+        rank adds to its own gradient.
         """
         # A copy starts at its owner, so its hops are at the first steps. A gradient ends at its
         # owner, so its hops are at the last steps, from the first rank that adds to the gradient.
@@ -106,10 +109,11 @@ class _Path:
         return step >= length - hops if gradient else step < hops
 
     def _hops(self, axis: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of hops of copies and of gradients along an axis.
+        """Return the number of hops of copies, and of gradients, along an axis.
 
         A copy is sent up to the last rank or node that uses it. A gradient is sent from the first
-        rank or node that adds to it.
+        rank or node that adds to it. The arrays are [bundle, outer step] within nodes (axis 2) and
+        [bundle] between nodes (axis 1).
         """
         users = self.users
         if axis == 1:  # loop over columns: NumPy's reductions of a short axis are far slower
@@ -118,7 +122,7 @@ class _Path:
         return _farthest(users), _farthest(_turned(users, axis))
 
     def _choose_way(self, axis: int) -> None:
-        """Reverse the rings along an axis if that sends fewer bytes."""
+        """Reverse the direction of the rings along an axis if that sends fewer bytes."""
         sizes, side = self.demand.row_bytes, self.demand.side
         row_bytes = getattr(sizes, side), getattr(sizes, "d" + side)
         # With two ranks both directions are equal. If copies and gradients have equally many bytes
@@ -158,15 +162,15 @@ class _Path:
     def within(self, family: str, ring: str, blocks: bool) -> Transfers:
         """Return the hops to the next rank of the node.
 
-        A copy is posted before the step that computes with it: the copy to the next rank travels
-        while this rank computes (BurstEngine, Algorithm 1). A gradient is complete only after the
-        step, so it travels during the next step, one step behind its chunk. When it lands, the
-        receiver's own part is ready.
+        A copy is posted before this rank computes with it, so it travels during this rank's step
+        (BurstEngine, Algorithm 1). A gradient is complete only after the step, so it travels during
+        the next step, one step behind its chunk. When it lands, the receiver has computed its own
+        part.
 
         Args:
-            family: Family that is sent.
-            ring: Ring whose communicator carries the hops.
-            blocks: Whether gradients land at the boundary where they are posted.
+            family: The side, or its gradients.
+            ring: Name of the communicator that carries the hops.
+            blocks: True if gradients land at the boundary at which they are posted.
         """
         gradient = family != self.demand.side
         # The partial gradients of the owner's own node stay in it: at outer step 0 the ring of the
@@ -179,9 +183,9 @@ class _Path:
     def between(self, family: str, blocks: bool) -> Transfers:
         """Return the hops to the next node.
 
-        A hop has a whole outer step to cross the slow link, so `width` pairs hide it. If a node has
-        several ranks, the last part of its sum needs one more hop within the node. The sum then
-        crosses during the next outer step.
+        A hop may take a whole outer step: one inner step per rank of the node. If a node has
+        several ranks, the last part of its sum of gradients needs one more hop within the node. The
+        sum then crosses during the next outer step.
         """
         width, gradient = self.rings.intra, family != self.demand.side
         # Only the first rank of the inner ring sends to the next node, on the owner's rail. So the
@@ -192,14 +196,15 @@ class _Path:
         return transfers(family, "inter", owner, rows, src, dst, post, land)
 
     def _entries(self, selected: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return the nonempty sets of selected bundles, as columns.
+        """Return one entry per (owner, step) with selected bundles, as five parallel arrays.
 
         Args:
-            selected: bool [bundle, outer, inner] or [bundle, outer].
+            selected: bool [bundle, outer step, inner step], or bool [bundle, outer step].
 
         Returns:
-            Owner, flat step, bit set, the rank that has these rows, and the next rank along the
-            last axis of `selected`.
+            Owner of the bundles; step, numbered over all step axes of `selected`; bit set of the
+            selected bundles; rank that has the bundles at this step; next rank along the last axis
+            of `selected`.
         """
         nodes, width = self.rings
         at, bits = self.bundles.sets(selected)
@@ -215,12 +220,12 @@ class _Path:
 
 
 def _turned(array: np.ndarray, axis: int) -> np.ndarray:
-    """Reverse the direction of the ring along `axis`; index 0 stays the first."""
+    """Reverse the order of steps along `axis`, except step 0, which stays the first."""
     return np.roll(np.flip(array, axis), 1, axis)
 
 
 def _farthest(users: np.ndarray) -> np.ndarray:
-    """Return the largest index with a true entry along the last axis; 0 if no entry is true."""
+    """Return the largest index of a true entry along the last axis; 0 if no entry is true."""
     length = users.shape[-1]
     farthest = np.zeros(users.shape[:-1], dtype=np.min_scalar_type(-length - 1))
     for index in range(1, length):  # a loop over columns, as in `_Path._hops`

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfers from each owner directly to the ranks that use its chunk, and gradients directly back.
+"""Direct transfers: owners send chunks to the ranks that use them, which send gradients back.
 
 Rank r computes with the chunk of r - t at step t, as on one ring. Direct transfers send fewer bytes
-than a ring if a mask leaves few users per chunk (documents, windows). They send more bytes over
-slow links if a ring would use the fast links.
+than a ring if a mask leaves few users per chunk (documents, windows). If many ranks use each chunk,
+they send more bytes over slow links than a ring, which uses fast links for most hops.
 """
 
 from __future__ import annotations
@@ -16,26 +16,25 @@ from ..tables import Tables, transfers
 
 
 def all_gather(demand: Demand) -> Tables:
-    """Return tables that send every chunk to every rank that uses it, all at the start.
+    """Return the tables of algorithm `all_gather`: all chunks are sent at the start.
 
-    No hop waits for another. Sends are posted before the first step, and gradients are awaited at
-    the end. A rank holds all chunks that it uses and, at the end, all gradients of its own chunk.
-    So ranks need to be equally busy only in total and not at each step, which suits packed
-    documents.
+    Owners post all sends to the users of their chunk before the first step, and wait for gradients
+    at the end. So ranks need to be equally busy only in total and not at each step, which suits
+    packed documents. A rank holds all chunks that it uses and, at the end, all gradients of its own
+    chunk.
     """
     return tables(demand, ahead=demand.grid.size, at_end=True)
 
 
 def tables(demand: Demand, *, ahead: int | None = None, at_end: bool = False) -> Tables:
-    """Return tables that send each chunk from its owner to its users.
+    """Return tables in which owners send chunks to their users, some steps before the use.
 
     Args:
         demand: Demand of the pass.
-        ahead: Number of steps that a hop takes: a chunk is sent this many steps before its use.
-            Default: one step, so that a rank holds at most two received chunks. If ranks use few
-            rows, the default is the largest number of steps that needs at most the memory of two
-            whole chunks.
-        at_end: Whether ranks wait for gradients after the last step.
+        ahead: Number of steps between the sending of a chunk and its use. Default: one step, so
+            that a rank holds at most two received chunks. If ranks use few rows, the default is the
+            largest number of steps for which rows need at most the memory of two whole chunks.
+        at_end: True if ranks wait for all gradients after the last step.
     """
     ring = FlatRing(demand, demand.travelling)
     rank, step, owner, rows = ring.entries(ring.users)
@@ -59,7 +58,7 @@ def tables(demand: Demand, *, ahead: int | None = None, at_end: bool = False) ->
 
 
 class FlatRing:
-    """One ring over all ranks, in one direction.
+    """One ring over all ranks, in one direction: the rank that has each bundle at each step.
 
     Attributes:
         way: 1 if a chunk is on rank owner + t at step t, -1 if it is on rank owner - t.
@@ -78,7 +77,7 @@ class FlatRing:
         self.users = windows[np.arange(len(first)), first]
 
     def entries(self, selected: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return the selected bundles as columns: rank, step, owner and bit set.
+        """Return parallel arrays, one entry per (owner, step) with selected bundles.
 
         Args:
             selected: bool [bundle, step].

@@ -2,9 +2,10 @@
 """Multicast: rows cross once to every node that uses them, and are relayed within the node.
 
 Rows that ranks of another node use are sent to that node's gateway: the rank that has the owner's
-index in its node. The gateway sends every peer the rows that the peer uses. Owners with a busy rail
-first pass rows to node peers, and for busy nodes other nodes relay rows (`rails`). Gradients take
-the same routes back: a node's gradients are summed at its gateway before they cross. Traffic
+index in its node. The gateway sends every peer the rows that the peer uses. If too many rows would
+cross on an owner's rail (the ranks with its index in their nodes), it first sends rows to other
+ranks of its node, which send them on. For busy nodes, other nodes relay rows (`rails`). Gradients
+take the same routes back: a node's gradients are summed at its gateway before they cross. Traffic
 between nodes is minimal for a given layout: every row that a node uses crosses to this node once,
 and one gradient of the row crosses back.
 
@@ -41,22 +42,22 @@ NEVER = 1 << 30
 
 
 class _CopyHops(NamedTuple):
-    """Hops of copies as columns: all hops to peers, then all hops to gates.
+    """Hops of copies as parallel arrays: all hops to peers, then all hops to gates.
 
-    Gates are the gateways of nodes. Gradients take the same hops in reverse.
+    Gates are the gateways of nodes, and peers are all other ranks. Gradients make the same hops in
+    reverse.
 
     Attributes:
         way: Group of the rows, an index into the arrays [ways, ...] of `MulticastPaths`.
-        above: Node of `src`.
+        above: Node whose gate sends, if the owner does not.
         rows: Bit set of the rows.
-        from_owner: Whether the owner sends.
+        from_owner: True if the owner sends.
         src: Rank that sends.
         dst: Rank that receives.
-        crosses: Whether the hop goes to a gate of another node.
-        peers: Receiving peers, as flat indices into arrays [ways, ranks].
-        gates: Receiving gates, as flat indices into arrays [ways, nodes].
-        through: int64 [ways, nodes], rows that a gate uses or relays; see
-            `MulticastPaths._through`.
+        crosses: True if the hop crosses to another node.
+        peers: Flat index into arrays [ways, ranks] of the receiver of each hop to a peer.
+        gates: Flat index into arrays [ways, nodes] of the receiver of each hop to a gate.
+        through: int64 [ways, nodes], bit set of the rows that a gate uses or relays.
     """
 
     way: np.ndarray
@@ -72,7 +73,7 @@ class _CopyHops(NamedTuple):
 
 
 def tables(demand: Demand) -> Tables:
-    """Return multicast tables; gradients are summed in each node before they cross."""
+    """Return the tables of algorithm `multicast`."""
     if demand.visibility.joined:
         return tables_of(_JoinedTiming(demand))
     timing = MulticastTiming(demand)
@@ -81,31 +82,32 @@ def tables(demand: Demand) -> Tables:
 
 
 def tables_of(timing: MulticastTiming) -> Tables:
-    """Return the tables of a pass with these paths and times."""
+    """Return the tables of a pass with these routes, steps and boundaries."""
     demand, steps = timing.demand, int(timing.step.max()) + 1
     parts = [timing.copies(), *([timing.gradients()] if demand.gradients else [])]
     return demand.as_tables(steps, timing.pairs(), parts, timing.paths.bundles)
 
 
 class MulticastPaths:
-    """Routes of all rows, by groups of rows that have one owner and take the same hops.
+    """Routes of all rows, by groups of rows that have one owner and make the same hops.
 
-    The axis `ways` has one entry per group. All passes that send this side share one object.
+    The axis `ways` has one entry per group. All passes that send the same side (keys and values, or
+    queries) share one object.
 
     Attributes:
-        owner: Owner of the rows.
-        node: Owner's node.
+        owner: [ways], owner of the rows.
+        node: [ways], owner's node.
         home: bool [ways, nodes], true for the owner's node.
-        gate: [ways, nodes], rank that receives the rows for a node. In the owner's node it is the
-            owner or the peer that carries the rows.
-        parent: [ways, nodes], node whose gate sends to a gate.
-        depth: [ways, nodes], number of hops to the gate.
+        gate: [ways, nodes], rank that receives the rows for a node. In the owner's node, it is the
+            rank that sends the rows to other nodes: the owner, or a peer.
+        parent: [ways, nodes], node whose gate sends the rows to a node's gate.
+        depth: [ways, nodes], number of hops from the owner to the gate.
         use: int64 [ways, ranks], bit set of the rows with which a rank computes.
         peer: bool [ways, ranks], true for ranks that are not a gate.
         served: bool [ways, ranks], true for gates and for ranks that receive from a gate. The other
             ranks are node peers of the owner and receive from the owner.
         of_pairs: int64 [owner, rank], bit set of all rows with which a rank computes.
-        hops: Hops of all rows to their users.
+        hops: Hops of all rows from owners to users.
     """
 
     def __init__(self, travelling: Bundles, grid: Grid):
@@ -142,7 +144,7 @@ class MulticastPaths:
             depth = next_depth
 
     def _edges(self, use: np.ndarray) -> _CopyHops:
-        """Return the hops that bring the rows `use` [ways, ranks] to their users."""
+        """Return the hops from owners to users of rows `use`, int64 bit sets [ways, ranks]."""
         through = self._through(use)
         way, dst, peers = _nonzero((use != 0) & self.peer)
         node = dst // self.grid.intra
@@ -160,16 +162,17 @@ class MulticastPaths:
         return _CopyHops(way, above, rows, from_owner, src, dst, crosses, peers, gates, through)
 
     def _through(self, use: np.ndarray) -> np.ndarray:
-        """Return the rows that each gate uses itself or relays: int64 [ways, nodes]."""
+        """Return bit sets of the rows that each gate uses or relays, int64 [ways, nodes]."""
         through = np.bitwise_or.reduce(self.by_node(use * self.served), axis=2)
         for way, node, above in self.levels(through):
             np.bitwise_or.at(through, (way, above), through[way, node])
         return through
 
     def levels(self, through: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield the gates that rows pass, one level at a time from the farthest gates inwards.
+        """Yield the gates with rows, one level of the trees at a time, the farthest level first.
 
-        Each item is (group, node, parent node). The caller may change `through` between levels.
+        Each item has three arrays: group, node of the gate, and parent node. The caller may change
+        `through` between levels.
         """
         for depth in range(int(self.depth.max(initial=0)), 0, -1):
             way, node, _ = _nonzero((self.depth == depth) & (through != 0) & ~self.home)
@@ -182,7 +185,7 @@ class MulticastPaths:
         return np.repeat(of_nodes, self.grid.intra, axis=1)
 
     def by_owner(self, of_ways: np.ndarray, unite: np.ufunc = np.bitwise_or) -> np.ndarray:
-        """Combine the values of all groups of an owner: int64 [owner, rank].
+        """Combine the values of all groups of each owner; return int64 [owner, rank].
 
         Args:
             of_ways: [ways, ranks].
@@ -195,7 +198,7 @@ class MulticastPaths:
 
 
 class MulticastTiming:
-    """The steps of the pairs of one pass, and the boundaries at which its hops are posted and land.
+    """The times of one pass: steps of its pairs, and boundaries of its hops.
 
     Attributes:
         paths: Routes of the rows, shared by the passes that send this side.
@@ -222,11 +225,11 @@ class MulticastTiming:
         return np.maximum(step, least, dtype=np.int32, casting="unsafe")
 
     def _in_turn(self) -> np.ndarray:
-        """Return the step of each pair, int32 [owner, rank].
+        """Return the step of each pair, int32 [owner, rank], before waits for hops are added.
 
         A rank computes with the chunks of one node after another, in rotation. The chunks of its
-        own node are first. If gradients are sent, half of these chunks are last instead. Within the
-        turn of a node, its ranks follow in rotation, without gaps.
+        own node are first. If gradients are sent, half of these chunks are last instead. The chunks
+        of one node also follow in rotation, without empty steps.
         """
         paths = self.paths
         nodes, width = paths.grid
@@ -243,7 +246,7 @@ class MulticastTiming:
         return step
 
     def loosen(self) -> None:
-        """Increase the number of steps that hops may take, as far as the memory allows."""
+        """Increase `within` and `between` if ranks use few rows, as far as the memory allows."""
         paths = self.paths
         if self.demand.all_use_all:
             return
@@ -264,7 +267,7 @@ class MulticastTiming:
         return self.demand.pairs(rank, step, owner, of_pair, own=self.step.diagonal())
 
     def copies(self) -> Transfers:
-        """Return the transfers of copies, which land when a step uses or a gate relays them."""
+        """Return the transfers of copies, which land when a pair or a relay needs them."""
         paths = self.paths
         hops, step = paths.hops, self.step[paths.owner]
         # A gate needs the rows for its own step, and to serve peers.
@@ -282,7 +285,7 @@ class MulticastTiming:
         return self._transfers(False, hops, hops.src, hops.dst, post, by)
 
     def gradients(self) -> Transfers:
-        """Return the transfers of gradients, which leave after the last contribution to them."""
+        """Return the transfers of gradients, posted after the last contribution to them."""
         paths = self.paths
         hops, step = paths.hops, self.step[paths.owner]
         adds = (paths.use != 0) & paths.served
@@ -306,12 +309,12 @@ class MulticastTiming:
 
 
 class _JoinedTiming(MulticastTiming):
-    """Timing for calls that join the pairs of a step: all chunks of a node at every second step.
+    """Times of a pass whose calls join pairs: all chunks of a node, at every second step.
 
-    A hop takes two steps, so it travels during the previous turn. A rank receives from its gateway
-    one turn before it computes, and the gateway receives two turns before. So a rank holds the
-    chunks of two nodes, and a gateway also one chunk of a third node. In backward it also holds the
-    gradients of keys of as many chunks.
+    A hop takes two steps, so it travels while the rank computes with the previous node's chunks. A
+    rank receives from its gateway one turn before it computes, and the gateway receives two turns
+    before. So a rank holds the chunks of two nodes, and a gateway also one chunk of a third node.
+    In backward, it also holds the gradients of as many chunks.
     """
 
     def __init__(self, demand: Demand):
@@ -327,7 +330,7 @@ class _JoinedTiming(MulticastTiming):
 def _runs_of_equal_hops(
     owner: np.ndarray, carrier: np.ndarray, parent: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first bundle of each run of bundles that take the same hops, and the runs' trees.
+    """Return the first bundle of each run of bundles that make the same hops, and the runs' trees.
 
     The trees are [runs, nodes]: the node that sends to each node, or -1. If the owner's node sends
     to all target nodes directly, all entries are -1. Bundles with different target nodes can then
@@ -341,13 +344,13 @@ def _runs_of_equal_hops(
 
 
 def _nonzero(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the rows, columns and flat indices of the nonzero entries of a table."""
+    """Return row, column and flat index of each nonzero entry of a 2D array."""
     at = np.flatnonzero(chosen).astype(np.int32)
     return *np.divmod(at, np.int32(chosen.shape[1])), at
 
 
 def _groups(unite: np.ufunc, lines: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """Combine each group of table rows into one row; `first` has the first row of each group."""
+    """Combine each group of rows of `lines` into one row; `first` has each group's first row."""
     united = lines[first]
     length = np.diff(np.r_[first, len(lines)])
     for later in range(1, int(length.max(initial=0))):  # few iterations; faster than reduceat

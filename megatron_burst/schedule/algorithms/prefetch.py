@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multicast that sends all rows before ranks compute with them, and all gradients at the end.
+"""Prefetch: a multicast that sends all rows before ranks use them, and all gradients at the end.
 
 With packed documents, ranks compute unequally much at each step, even if all compute equally much
-in total. An exchange at every step then waits for the slowest rank of every step. Here ranks
-synchronize only twice. Copies leave at the first boundaries, and relayed copies as soon as they
-arrive. A rank that relays rows computes nothing before that. Then it computes with its own chunk
-and, when all copies have arrived, with the chunks of other ranks. If keys are sent, the chunks of
-other ranks are one kernel call (`execution.joined`).
+in total. An exchange at every step then waits for the slowest rank of every step. With this
+algorithm, ranks synchronize only twice. Copies are sent at the first boundaries, and are relayed as
+soon as they arrive. A rank that relays rows computes nothing before it has relayed them. Then it
+computes with its own chunk and, when all copies have arrived, with the chunks of other ranks. If
+keys are sent, the chunks of other ranks are one kernel call (`execution.joined`).
 
 Gradients leave after the computation with chunks of other ranks, and are summed on their way back.
 Ranks wait for gradients after the pair of their own chunk, which is the last pair in backward. A
@@ -26,12 +26,12 @@ from .multicast import MulticastTiming, tables_of
 
 
 def tables(demand: Demand) -> Tables:
-    """Return tables with all copies first, then all pairs, then all gradients."""
+    """Return the tables of algorithm `prefetch`: all copies, then pairs, then all gradients."""
     return tables_of(_PrefetchTiming(demand))
 
 
 class _PrefetchTiming(MulticastTiming):
-    """Timing in which every hop takes one boundary: copies first, and gradients after the steps."""
+    """Times of a pass with copies first and gradients last; every hop takes one boundary."""
 
     def _steps(self) -> np.ndarray:
         paths = self.paths
@@ -53,7 +53,7 @@ class _PrefetchTiming(MulticastTiming):
 
     @cached_property
     def _arrivals(self) -> np.ndarray:
-        """Boundary at which each hop of copies ends."""
+        """Boundary at which each hop of a copy lands."""
         paths = self.paths
         hops = paths.hops
         to_peers = np.where(paths.served, paths.of_ranks(paths.depth) + 1, 1)

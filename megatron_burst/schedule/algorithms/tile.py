@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles: each rank computes the queries of its row of a rank grid with the keys of its column.
+"""Tile: each rank computes the queries of its row of a rank grid with the keys of its column.
 
 Source: Attention2D (arXiv 2503.15758) and Mesh-Attention (arXiv 2512.20968). If each rank computes
 with `b` query chunks and `a` key chunks (a * b = G), a chunk is sent to b - 1 or a - 1 ranks
@@ -12,8 +12,8 @@ a tile's last partial results. Between two nodes, or if few rows are used, a til
 bytes than a ring. A rank holds more chunks in a tile than in a ring.
 
 This module decides the order of the pairs, which is the same for all ranks (`_order`). All times
-follow from that order: a copy lands for its first pair, and a partial result leaves after its
-last. `tile_shape` decides the grid.
+follow from this order: a copy lands before the first pair that uses it, and a partial result is
+sent after the last pair that adds to it. `tile_shape` decides the grid.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .tile_shape import Shape, chosen, gathers_keys, users_by_place
 
 
 def tables(demand: Demand, *, shape: Shape | None = None) -> Tables:
-    """Return the tables of a tile, which do not depend on `demand.side` or on head chunks.
+    """Return the tables of algorithm `tile`, which do not depend on `demand.side`.
 
     Args:
         demand: Demand of the pass.
-        shape: Shape of the tile; default: `tile_shape.chosen`.
+        shape: Shape of the tile; default: the result of `tile_shape.chosen`.
     """
     shape = shape or chosen(demand)
     order = _order(shape, gathers_keys(demand.row_bytes))
@@ -51,15 +51,17 @@ def tables(demand: Demand, *, shape: Shape | None = None) -> Tables:
 def _order(shape: Shape, keys_first: bool) -> np.ndarray:
     """Return the step of each pair: int [query_nodes, query_ranks, key_nodes, key_ranks].
 
-    Indices are distances back from the rank that computes to the owner, in nodes and in ranks.
+    Indices are the distances from the owner of a chunk to the rank that computes, in nodes and in
+    ranks.
 
-    One family of chunks is gathered first and stays on the rank. Chunks of the other family pass. A
-    passing chunk meets all gathered chunks when it arrives, and then its partial result leaves.
-    With the last passing chunk, the gathered chunks are finished one after another, the rank's own
-    last. This is the order between nodes, and also within a rank's own node. Half of that node's
-    pairs come before all others and hide the first hops between nodes. The other half come after
-    all others and hide the last hops. The rank's own pair is the first, because no hop delays it.
-    For later head chunks, `program` moves this pair to the end.
+    Chunks of one family (keys or queries) are gathered first and stay on the rank. Chunks of the
+    other family arrive one by one. When such a chunk arrives, it is computed with all gathered
+    chunks, and then its partial result is sent. With the last arriving chunk, the gathered chunks
+    are finished one after another, the rank's own last. This is the order between nodes, and also
+    within a rank's own node. Half of that node's pairs come before all others and hide the first
+    hops between nodes. The other half come after all others and hide the last hops. The rank's own
+    pair is the first, because no hop delays it. For later head chunks, `program` moves this pair to
+    the end.
     """
     if keys_first:
         a, b, ranks_a, ranks_b = shape
@@ -82,7 +84,7 @@ def _order(shape: Shape, keys_first: bool) -> np.ndarray:
 
 
 def _own_last(a: int, b: int) -> np.ndarray:
-    """Return the order of the pairs of `b` gathered query chunks with `a` key chunks: [b, a]."""
+    """Return the place in the order of each pair of `b` query and `a` key chunks, [b, a]."""
     query, key = np.ogrid[:b, :a]
     place = np.where(key == 0, query - 1, b - 1 + (key - 1) * b + (query - 1) % b)
     place[0, 0] = a * b - 1
@@ -90,7 +92,7 @@ def _own_last(a: int, b: int) -> np.ndarray:
 
 
 def _chained(lands: np.ndarray) -> dict[int, int]:
-    """Map each landing boundary to its post boundary: the landing of the previous transfer.
+    """Return the post boundary for each landing boundary: the landing of the previous transfer.
 
     Transfers then follow one another.
     """
@@ -99,23 +101,24 @@ def _chained(lands: np.ndarray) -> dict[int, int]:
 
 
 def _returned(posts: list[np.ndarray], size: int) -> dict[int, int]:
-    """Map each post boundary to its landing boundary: the next post, or the end for the last."""
+    """Return the landing boundary for each post boundary: the next post boundary, or the end."""
     order = np.unique(np.concatenate([[], *posts])).astype(np.int64)
     ends = np.append(order[1:], np.maximum(size, order[-1:] + 1))
     return dict(zip(order.tolist(), ends.tolist(), strict=True))
 
 
 class _TileFamily:
-    """Keys or queries: the ranks that receive rows of each chunk, and the times of their hops.
+    """Keys or queries: the ranks that receive rows of each chunk, and the steps that use them.
 
-    The axes [nodes, ranks] are distances from an owner to a receiver, along a row or column.
+    The axes [nodes, ranks] are distances from an owner to a receiver, along the column (keys) or
+    row (queries).
 
     Attributes:
         receivers: int32 [G, nodes, ranks], receiver at each distance from an owner.
-        back: int32 [G, nodes, ranks], owner of the chunk that a rank receives over each distance.
+        back: int32 [G, nodes, ranks], owner of the chunk that a rank receives from each distance.
         rows: int64 [G, nodes, ranks], bit set of an owner's rows that a receiver uses.
-        first: int [nodes, ranks], step of the first pair with a chunk over each distance.
-        last: int [nodes, ranks], step of the last pair with a chunk over each distance.
+        first: int [nodes, ranks], step of the first pair with a chunk from each distance.
+        last: int [nodes, ranks], step of the last pair with a chunk from each distance.
     """
 
     def __init__(self, name: str, shape: Shape, bundles: Bundles, order: np.ndarray):
@@ -132,19 +135,20 @@ class _TileFamily:
 
     @property
     def gathered(self) -> np.ndarray:
-        """Boundary at which each node's sum is complete, [nodes].
+        """Boundary at which the sum of partial results of each node is complete, [nodes].
 
         Partial results of the node's other ranks need one more step to reach its gate.
         """
         return np.maximum(self.last[:, 0] + 1, (self.last[:, 1:] + 2).max(axis=1, initial=0))
 
     def copies(self, crossing: dict[int, int]) -> list[Transfers]:
-        """Return the copies to each node's rank on the owner's rail, and from there to its peers.
+        """Return the transfers of copies: to the gate of each node, and from there within the node.
 
-        A copy travels while ranks compute the pairs of the previous copy.
+        The gate of a node is its rank with the owner's index. A copy travels while ranks compute
+        the pairs of the previous copy.
 
         Args:
-            crossing: Post boundary of each landing boundary, between nodes.
+            crossing: Post boundary by landing boundary, for hops between nodes.
         """
         post = np.array([crossing.get(land, 0) for land in self.first[:, 0].tolist()])
         # The copy to the second rank of a node is posted when the first rank has its copy, etc.
@@ -153,24 +157,24 @@ class _TileFamily:
         return self._hops(self.name, (post, self.first[:, 0]), (posts, self.first))
 
     def returns(self, partial: str, crossing: dict[int, int]) -> list[Transfers]:
-        """Return the transfers of partial results, after their last pair.
+        """Return the transfers of partial results, which are posted after the last pair.
 
         Args:
             partial: Family of partial results.
-            crossing: Landing boundary of each post boundary, between nodes.
+            crossing: Landing boundary by post boundary, for hops between nodes.
         """
         post = self.gathered
         land = np.array([crossing.get(at, 0) for at in post.tolist()])
         return self._hops(partial, (post, land), (self.last + 1, self.last + 2), home=True)
 
     def _hops(self, family: str, between, within, home: bool = False) -> list[Transfers]:
-        """Return transfers between nodes and within them.
+        """Return the transfers between nodes, and the transfers within nodes.
 
         Args:
             family: Family that is sent.
             between: Post and landing boundaries between nodes, each [nodes].
             within: Post and landing boundaries within nodes, each [nodes, ranks].
-            home: Whether the transfers go back to the owners.
+            home: True if receivers send back to owners.
         """
         gate = self.receivers[:, :, 0]
         node = np.bitwise_or.reduce(self.rows, axis=2)
@@ -189,7 +193,7 @@ class _TileFamily:
 
 
 class _TilePosition(NamedTuple):
-    """Ranks, and their coordinates along the grid axis (row or column) of a family."""
+    """Ranks, and their node and rank coordinates along the column (keys) or row (queries)."""
 
     rank: np.ndarray
     node: np.ndarray
@@ -212,9 +216,9 @@ def _moved(rank: np.ndarray, shape: Shape, name: str, way: int) -> _TilePosition
 
 
 def _one_by_one(lands: np.ndarray) -> np.ndarray:
-    """Return post boundaries for landing boundaries: the landing of the previous transfer.
+    """Return post boundaries with which each transfer starts when the previous one lands.
 
-    Entry [0] is not a transfer.
+    Entry 0 of `lands` is not a transfer.
     """
     posts = np.zeros_like(lands)
     order = 1 + np.argsort(lands[1:], kind="stable")
@@ -227,7 +231,7 @@ def _transfers(family, ring, owner, rows, ends, home, times) -> Transfers:
 
 
 def _pairs(demand: Demand, order: np.ndarray, queries: _TileFamily, keys: _TileFamily) -> Pairs:
-    """Return all pairs that attend, with the row sets of their two chunks."""
+    """Return the visible pairs of all ranks, with the bit sets of their query and key rows."""
     visibility, size = demand.visibility, demand.grid.size
     q, k = queries.back.reshape(size, -1, 1), keys.back.reshape(size, 1, -1)
     at = np.flatnonzero(demand.visible[q, k])

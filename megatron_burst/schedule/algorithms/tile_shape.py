@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shape of a tile: how many query chunks and key chunks a rank computes, chosen by bytes.
 
-This module decides the grid of a pass from the rows that would be sent and the memory that a rank
-would need. Bytes between nodes are compared first and bytes within nodes second. A link between
-nodes is several times slower, and many shapes send the same bytes over it.
+The grid is chosen by the rows that would be sent and the memory that a rank would need. Bytes
+between nodes are compared first and bytes within nodes second. A link between nodes is several
+times slower, and many shapes send the same bytes over it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ HOLDS = 32  # largest memory of a tile, as a multiple of a rank's own chunks
 class Shape(NamedTuple):
     """A grid of nodes, and a grid of ranks within each node: columns for keys, rows for queries.
 
-    Node (I, J) = I * query_nodes + J, rank (i, j) of a node = i * query_ranks + j. The queries of
-    ranks with equal I and i are computed with the keys of ranks with equal J and j.
+    Node (I, J) has the number I * query_nodes + J, and rank (i, j) of a node has the index i *
+    query_ranks + j. A rank computes the queries of all ranks with its I and i, and the keys of all
+    ranks with its J and j.
     """
 
     key_nodes: int
@@ -44,7 +45,7 @@ class Shape(NamedTuple):
 
 
 def shapes(grid: Grid) -> list[Shape]:
-    """Return all shapes of a grid; with one query or key chunk, a shape sends what a ring sends."""
+    """Return all shapes of a grid."""
     return [
         Shape(grid.inter // across, across, grid.intra // within, within)
         for across in divisors(grid.inter)
@@ -55,17 +56,17 @@ def shapes(grid: Grid) -> list[Shape]:
 def memory(shape: Shape, row_bytes: RowBytes, rows: int = 1) -> int:
     """Return the largest number of bytes of whole chunks that a rank holds, including its own.
 
-    A rank holds at most `keys` x (K, V, dK, dV) and `queries` x (Q, dO, D, lse, dQ), or O for the
-    last four in forward. A rank holds fewer chunks of the family that is not gathered
-    (`gathers_keys`): chunks from other nodes are released node by node. If all chunks of the other
-    family are from one node, chunks of the gathered family are also released node by node. A rank
-    then holds the chunks of its own node and of one other node, and the next chunk that crosses.
-    Partial results in flight for other ranks are not counted.
+    In backward, a rank holds at most `keys` chunks of (K, V, dK, dV) and `queries` chunks of (Q,
+    dO, D, lse, dQ). In forward, it holds (K, V) and (Q, O). One family is gathered
+    (`gathers_keys`). A rank holds fewer chunks of the other family, because chunks from other nodes
+    are released node by node: the chunks of its own node and of one other node, and the next chunk
+    that crosses. If all chunks of the other family are from one node, chunks of the gathered family
+    are also released node by node. Partial results in flight for other ranks are not counted.
 
     Args:
         shape: The shape.
         row_bytes: Bytes of a row of each family.
-        rows: Rows of a chunk.
+        rows: Number of rows of a chunk.
     """
     kv, query, dkv, dquery, out = row_bytes
     keys, queries = chunks_held(shape, row_bytes)
@@ -73,10 +74,10 @@ def memory(shape: Shape, row_bytes: RowBytes, rows: int = 1) -> int:
 
 
 def gathers_keys(row_bytes: RowBytes) -> bool:
-    """Return whether the keys of the column are gathered first and stay, while queries pass.
+    """Return True if keys are gathered and stay on the rank; False if queries are gathered.
 
-    The family with the smaller copies is gathered. Each of its chunks arrives during the few pairs
-    of the chunks of one node. A chunk of the other family arrives during the pairs with all
+    The family with fewer bytes per row is gathered, because its chunks must arrive during fewer
+    pairs. A chunk of the other family arrives during the pairs of the previous chunk with all
     gathered chunks.
     """
     return row_bytes.kv < row_bytes.query
@@ -92,10 +93,10 @@ def chunks_held(shape: Shape, row_bytes: RowBytes) -> tuple[int, int]:
 
 
 def chosen(demand: Demand) -> Shape:
-    """Return the shape with the fewest bytes between nodes, and then the fewest within nodes.
+    """Return the shape with the fewest bytes between nodes; of these, the fewest within nodes.
 
     Only shapes that need at most `HOLDS` times the memory of a rank's own chunks are compared. If
-    there is none, the shapes with the least memory are compared.
+    there are none, the shapes that need the least memory are compared.
     """
     candidates = shapes(demand.grid)
     memory_of = [memory(shape, demand.row_bytes) for shape in candidates]
@@ -111,7 +112,7 @@ def chosen(demand: Demand) -> Shape:
 
 
 def _bytes_between(demand: Demand, nodes: set[tuple[int, int]]) -> dict[tuple[int, int], int]:
-    """Return the bytes of both families and their partial results, by (key_nodes, query_nodes)."""
+    """Return the bytes of a pass between nodes, for each (key_nodes, query_nodes) in `nodes`."""
     inter, intra = demand.grid
     total = dict.fromkeys(nodes, 0)
     for family, bundles, row_bytes in _families(demand):
@@ -128,7 +129,7 @@ def _bytes_between(demand: Demand, nodes: set[tuple[int, int]]) -> dict[tuple[in
 
 
 def _bytes_within(demand: Demand, candidates: list[Shape]) -> dict[Shape, int]:
-    """Return the bytes of both families and their partial results, by shape."""
+    """Return the bytes of a pass within nodes, for each shape."""
     if len(candidates) == 1:
         return {candidates[0]: 0}  # nothing to compare with
     total = dict.fromkeys(candidates, 0)
@@ -143,7 +144,7 @@ def _bytes_within(demand: Demand, candidates: list[Shape]) -> dict[Shape, int]:
 
 
 def _families(demand: Demand) -> list[tuple[str, Bundles, int]]:
-    """Return (name, bundles, bytes of a row's copy and partial results) of keys and queries."""
+    """Return, for keys and for queries: name, bundles, and bytes of a row and its results."""
     kv, query, dkv, dquery, out = demand.row_bytes
     visibility = demand.visibility
     return [("kv", visibility.keys, kv + dkv), ("query", visibility.queries, query + dquery + out)]
@@ -162,7 +163,7 @@ def _rows_elsewhere(bundles: Bundles, users: np.ndarray, own: np.ndarray) -> int
 
 
 def users_by_place(bundles: Bundles, shape: Shape, family: str) -> np.ndarray:
-    """Return the ranks of the owner's column or row that use each key or query bundle.
+    """Return which places of the owner's column (keys) or row (queries) use each bundle.
 
     Returns:
         bool [n, key_nodes, key_ranks] or [n, query_nodes, query_ranks]: true for keys that some

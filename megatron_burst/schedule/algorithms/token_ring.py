@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TokenRing: one side travels in one direction, and the results in the other direction.
+"""TokenRing: queries are sent along a ring, and results are sent directly back to their owners.
 
-Source: TokenRing (arXiv 2412.20501). Keys stay on their rank. Queries move along one
-ring. The partial output of a step is sent with its lse directly back to the owner of the queries,
-against the direction of the ring, during the next step. The owner merges it by online softmax. The
-algorithm is for ranks that are all directly connected, so that opposite directions do not share a
-link.
+Source: TokenRing (arXiv 2412.20501). Keys stay on their rank. Queries move along one ring. The
+partial output of a step is sent with its lse directly back to the owner of the queries, against the
+direction of the ring, during the next step. The owner merges it by online softmax. The algorithm is
+for ranks that are all directly connected, so that opposite directions do not share a link.
 
 The published code has no backward. Backward in this module works like forward: the side that is
 sent moves to the next rank, and its gradients are sent directly back. This module also differs from
-the publication in two ways: a row moves on only while a rank further along uses it, and the ring
-runs in the direction that sends fewer bytes.
+the publication in two ways: a row is forwarded only as long as a rank further along uses it, and
+the ring runs in the direction that sends fewer bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from .two_way import OneWay
 
 
 def tables(demand: Demand) -> Tables:
-    """Return tables of one ring over all ranks, whatever the links between them."""
+    """Return the tables of algorithm `token_ring`: one ring over all ranks, which ignores nodes."""
     family = "out"
     if demand.row_bytes.out > 0:
         demand = replace(demand, side="query")

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two rings in opposite directions: each chunk travels in two halves, one per direction.
+"""Two rings in opposite directions: each chunk is sent in two halves, one per direction.
 
 The algorithm is for ranks with a separate direct link to each neighbour. Each link then carries
-half of what one ring sends over one link. At step t a rank has the first half of the chunk of the
-rank t before it, and the second half of the chunk of the rank t after it. If the
-number of ranks is even, both halves of the farthest chunk arrive together. Gradients follow their
-rows one step later and end at their owner. If sending a half in the other direction costs at most
-half as many bytes, the half is sent in the other direction.
+half of what one ring sends over one link. At step t, rank r has the first half of the chunk of rank
+r - t, and the second half of the chunk of rank r + t. If the number of ranks is even, both halves
+of the farthest chunk arrive at the same step. Gradients follow their rows one step later and end at
+their owner. A half is sent in the other direction if that sends at most half as many bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ WAYS = (1, -1)  # to the next rank, to the previous rank
 
 
 def tables(demand: Demand) -> Tables:
-    """Return tables of two rings over all ranks, whatever the links between them."""
+    """Return the tables of algorithm `two_way`: two rings over all ranks, which ignore nodes."""
     halves = demand.travelling.split(len(WAYS))
     way_of_half = _ways(demand, halves)
     ways = [OneWay(demand, halves.where(way_of_half == way), way) for way in WAYS]
@@ -33,13 +32,13 @@ def tables(demand: Demand) -> Tables:
 
 
 class OneWay(FlatRing):
-    """Hops from neighbour to neighbour in one direction."""
+    """A ring over all ranks in one direction, and its hops from neighbour to neighbour."""
 
     def moves(self, family: str) -> np.ndarray:
-        """Return bool [bundle, step], true if a bundle is forwarded after a step.
+        """Return a bool [bundle, step], true if a bundle of `family` is forwarded after a step.
 
         A copy is forwarded as long as a later rank uses it. A gradient is forwarded from the first
-        rank that contributes.
+        rank that contributes to it.
         """
         if family != self.demand.side:
             return np.logical_or.accumulate(self.users, axis=1)
@@ -50,8 +49,8 @@ class OneWay(FlatRing):
         """Return the hops to the next rank in this direction.
 
         A copy travels to the next rank while this rank computes with it. A gradient is complete
-        only after the step, so it travels during the next step. When it lands, the receiver's own
-        part is ready.
+        only after the step, so it travels during the next step. When it lands, the receiver has
+        computed its own part.
         """
         rank, step, owner, rows = self.entries(self.moves(family))
         after, post = (rank + self.way) % self.size, step + (family != self.demand.side)
@@ -59,7 +58,7 @@ class OneWay(FlatRing):
 
 
 def _ways(demand: Demand, halves: Bundles) -> np.ndarray:
-    """Return the direction of each half, [n]."""
+    """Return the direction of each half, int [n]: 1 or -1."""
     size, side = demand.grid.size, demand.side
     copy, gradient = (getattr(demand.row_bytes, name) for name in (side, "d" + side))
     behind = (halves.owner[:, None] + np.arange(size)) % size

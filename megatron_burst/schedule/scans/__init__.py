@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of scan algorithms, which send states along chains of pieces; each in its own file.
+"""The table of scan algorithms, which send states of linear attention from piece to piece.
 
-This package needs no torch.
+A piece is consecutive positions of a document on one rank. Each algorithm is in its own file. This
+package needs no torch.
 """
 
 from __future__ import annotations

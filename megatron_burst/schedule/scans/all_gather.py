@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LASP-2 (arXiv 2502.07563): a piece's map is sent to every rank that holds a later piece.
+"""Scan algorithm `all_gather`: a piece's map is sent to every rank that holds a later piece.
 
-A map crosses to another node once, to one rank that needs it. That rank sends it to the other ranks
-of its node that need it, in a second round.
+Source: LASP-2 (arXiv 2502.07563). A map is the effect of a piece on a state. A map crosses to
+another node once, to one rank that needs it. In a second round, this rank sends the map to the
+other ranks of its node that need it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from .hops import ALL_BLOCKS, MAP, STATE, Hops, PieceRuns, Task, runs_of, table
 
 
 def all_gather(task: Task) -> Hops:
-    """Return hops in at most two rounds for chains of any length; in one round on a single node."""
+    """Return the hops of `all_gather`: two rounds, or one round if all ranks share a node."""
     runs = runs_of(task.chains)
     run, rank = users_of_maps(runs)
     intra = task.topology.per_node
@@ -35,7 +36,7 @@ def all_gather(task: Task) -> Hops:
 
 
 def users_of_maps(runs: PieceRuns) -> tuple[np.ndarray, np.ndarray]:
-    """Return all pairs (run, rank) in which the rank needs the run's map, without duplicates.
+    """Return two arrays: run and rank of all pairs in which the rank needs the map of the run.
 
     A rank needs the maps of all runs before its last run of the document.
     """
@@ -46,19 +47,18 @@ def users_of_maps(runs: PieceRuns) -> tuple[np.ndarray, np.ndarray]:
 
 
 def count_users(runs: PieceRuns) -> int:
-    """Return an upper bound on the entries of `users_of_maps`.
+    """Return an upper bound on the number of pairs of `users_of_maps`.
 
-    Ranks that hold an earlier run themselves are also counted.
+    The bound also counts the runs that the rank holds itself.
     """
     return int(_lasts(runs)[2].sum())
 
 
 def _lasts(runs: PieceRuns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return, for each document on each rank, the runs before the rank's last run.
+    """Return the runs before each rank's last run of each of its documents, as three arrays.
 
     Returns:
-        Rank, first run of the document, and number of the document's runs before the rank's last
-        run.
+        Rank; first run of the document; number of the document's runs before the rank's last run.
     """
     ranks = runs.rank.max(initial=0) + 1
     key = runs.document * ranks + runs.rank
@@ -75,11 +75,11 @@ def carried(
     destination: np.ndarray,
     block: np.ndarray | int,
 ) -> tuple:
-    """Return columns for `table`: hops that send the effect of runs on a state.
+    """Return a tuple for `table`: hops that send the effect of the runs `run` on a state.
 
-    A hop carries the map of the run. For the first run of a document it carries the state after the
-    run instead. Every rank that holds the run can compute that state, because the state before it
-    is zero or is known to all ranks.
+    A hop carries the map of the run. For the first run of a document, it carries the state after
+    the run instead. The rank that holds the run can compute this state, because the state before
+    the run is zero or is available on all ranks.
     """
     head = runs.nth[run] == 0
     after = runs.last[run] + 1

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The blocks into which a state is cut, so that a scan sends them one after another.
 
-This module decides the order of the cuts: equal shares of heads, then of columns (of values), then
-of rows (of keys). Rows are not cut if the transition is a matrix, because a matrix mixes rows.
+A state is first cut into equal shares of heads, then of columns (of values), then of rows (of
+keys). Rows are not cut if the transition is a matrix, because a matrix mixes rows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,12 @@ from typing import NamedTuple
 
 
 class StateBlocks(NamedTuple):
-    """The numbers of equal shares of a state [heads, rows, columns] along each dimension."""
+    """The division of a state [heads, rows, columns] into equal blocks.
+
+    Attributes:
+        sizes: Heads, rows and columns of the state.
+        shares: Number of equal shares of the heads, of the rows and of the columns.
+    """
 
     sizes: tuple[int, int, int]
     shares: tuple[int, int, int]
@@ -29,7 +34,7 @@ class StateBlocks(NamedTuple):
         return heads, rows, columns
 
     def slices(self, block: int) -> tuple[slice, slice, slice]:
-        """Return the heads, rows and columns of a block; heads vary slowest, rows fastest."""
+        """Return the slices of heads, rows and columns of block number `block`."""
         heads, remainder = divmod(block, self.shares[1] * self.shares[2])
         columns, rows = divmod(remainder, self.shares[1])
         parts = zip((heads, rows, columns), self.shape, strict=True)
@@ -45,7 +50,7 @@ def cut(blocks: int, heads: int, rows: int, columns: int, mixes: bool) -> StateB
         heads: Heads of the state.
         rows: Rows of the state.
         columns: Columns of the state.
-        mixes: Whether the transition mixes rows.
+        mixes: True if the transition is a matrix, which mixes rows.
 
     Raises:
         ValueError: Heads, columns and rows cannot be divided that way.
@@ -68,7 +73,7 @@ def able(most: int, heads: int, rows: int, columns: int, mixes: bool) -> list[in
 def _shares(
     blocks: int, heads: int, rows: int, columns: int, mixes: bool
 ) -> tuple[int, int, int] | None:
-    """Return the shares of heads, rows and columns, or None."""
+    """Return the numbers of shares of heads, rows and columns; None if `blocks` is impossible."""
     if blocks < 1:
         return None
     of_heads = gcd(blocks, heads)

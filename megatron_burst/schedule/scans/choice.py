@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of the scan algorithm and its number of blocks, by predicted time.
 
-This module decides which candidates are tried. "ring" is not tried, because it equals "scan" with
-one block. An all-gather with more than `LARGE` hops is not tried, because making its table needs
-more time than the algorithm could save.
+The candidates are "all_gather", "two_level" and "scan". "ring" is not tried, because it equals
+"scan" with one block. An all-gather with more than `LARGE` hops is not tried, because making its
+table needs more time than the algorithm could save.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ LARGE = 1 << 18  # all-gathers with more hops are not tried
 
 
 class ScanChoice(NamedTuple):
-    """The chosen algorithm.
+    """The chosen scan algorithm, with its predicted time.
 
     Attributes:
         algorithm: Name of the algorithm.
         blocks: Number of blocks of a state.
-        seconds: Predicted time until the last rank has finished.
+        seconds: Predicted seconds until the last rank has finished.
         tried: (algorithm, blocks, seconds) of all candidates, the chosen one first.
     """
 
@@ -43,7 +43,7 @@ class ScanChoice(NamedTuple):
     tried: tuple[tuple[str, int, float], ...]
 
     def describe(self) -> str:
-        """Return text such as "two_level in 8 blocks, 317 us predicted; scan 1.2 ms"."""
+        """Return a text such as "two_level in 8 blocks, 317 us predicted; scan 1.2 ms"."""
         parts = f" in {self.blocks} blocks" if self.blocks > 1 else ""
         alternatives = ", ".join(
             f"{name} {duration(seconds)}" for name, _, seconds in self.tried[1:]
@@ -104,15 +104,15 @@ def choose(
 def blocks_for(
     algorithm: str, chains: Chains, topology: Topology, sizes: ScanSizes, links: Links = NOMINAL
 ) -> int:
-    """Return the best number of blocks for `algorithm`, a name of `SCANS`.
+    """Return the number of blocks with the shortest predicted time for an algorithm of `SCANS`.
 
-    Arguments and errors are the same as in `choose`.
+    The other arguments and the errors are the same as in `choose`.
     """
     return _Trials(chains, topology, sizes, links).best(algorithm)[0]
 
 
 class _Trials:
-    """Predicted times for given chains, topology, sizes and links, computed on demand."""
+    """Predictions of the times of scan algorithms for given chains, topology, sizes and links."""
 
     def __init__(self, chains: Chains, topology: Topology, sizes: ScanSizes, links: Links):
         if topology.size != chains.ranks:
@@ -125,15 +125,15 @@ class _Trials:
         self.numbers = np.array(sizes.numbers(MOST))
 
     def seconds(self, name: str, blocks: int) -> float:
-        """Return the predicted time until the last rank has finished."""
+        """Return the predicted seconds of algorithm `name` until the last rank has finished."""
         hops = SCANS[name](Task(self.chains, self.topology, blocks))
         return float(scan_seconds(hops, self.topology, self.sizes, blocks, self.links).max())
 
     def best(self, name: str, limit: float = math.inf) -> tuple[int, float]:
-        """Return the best number of blocks and its predicted seconds.
+        """Return the fastest number of blocks for algorithm `name`, and its predicted seconds.
 
-        The search starts at an estimate, and halves or doubles it while that is faster. For a scan,
-        it ends at the estimate if no estimated time is below `limit` seconds.
+        The search starts at an estimate, and halves or doubles the number as long as that is
+        faster. For "scan", it ends at the estimate if no estimated time is below `limit` seconds.
         """
         if name not in ("scan", "two_level") or not self.runs.follows.any():
             return 1, self.seconds(name, 1)
@@ -154,15 +154,15 @@ class _Trials:
 
     @cached_property
     def _crosses(self) -> np.ndarray:
-        """True for runs that receive their state from another node, bool [runs]."""
+        """Bool [runs], true for runs that receive their state from another node."""
         node = self.runs.rank // self.topology.per_node
         return (self.runs.nth > 0) & np.append(False, node[1:] != node[:-1])
 
     def _scan(self) -> np.ndarray:
-        """Return the seconds of a scan by number of blocks, without contention for NICs.
+        """Estimate the seconds of a scan for each number of blocks, without contention for NICs.
 
-        This time is the sum over all hops of the longest chain for the first block, plus the
-        slowest hop for each other block.
+        The estimate is the time of all hops of the slowest chain for the first block, plus the time
+        of its slowest hop for each other block.
         """
         links, far = self.links, self._crosses
         latency = np.where(far, links.inter_latency, links.intra_latency) + links.posting
@@ -175,7 +175,7 @@ class _Trials:
         return seconds.sum(axis=1) + (self.numbers - 1) * seconds.max(axis=1)
 
     def _two_level(self) -> np.ndarray:
-        """Return approximate seconds of a two-level scan by number of blocks, without contention.
+        """Estimate the seconds of a two-level scan for each number of blocks, without contention.
 
         The time of a round is the longer of two times: one message to the next node, or the
         messages to all other ranks of this node.

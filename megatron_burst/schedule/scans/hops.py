@@ -22,9 +22,10 @@ ALL_BLOCKS = -1
 
 
 class Hops(NamedTuple):
-    """The hops, one per entry, int64 [hops] each, sorted by `round`.
+    """The hops of all ranks: int64 arrays with one entry per hop, sorted by `round`.
 
-    In a round all ranks send and receive at once. They send states and maps from earlier rounds.
+    In a round, all ranks send and receive at the same time. They send states and maps that they
+    computed or received in earlier rounds.
 
     Attributes:
         round: Round of the hop, from 0; no round is empty.
@@ -32,8 +33,8 @@ class Hops(NamedTuple):
         destination: Rank that receives.
         kind: STATE for the state that enters piece `first`; MAP for the composed map of pieces
             `first` to `last`, which are of one document.
-        first: First piece.
-        last: Last piece.
+        first: Index of the first piece.
+        last: Index of the last piece.
         block: Index of the block of the state that is sent (`blocks.cut`); for a map, the part that
             this block needs. ALL_BLOCKS for the whole state or map.
     """
@@ -51,7 +52,7 @@ class Hops(NamedTuple):
 
 
 class Task(NamedTuple):
-    """The input of an algorithm.
+    """The input of a scan algorithm.
 
     Attributes:
         chains: Chains of pieces.
@@ -65,14 +66,14 @@ class Task(NamedTuple):
 
 
 class PieceRuns(NamedTuple):
-    """Runs of consecutive pieces of a document on one rank: [runs] each, in order.
+    """Runs of consecutive pieces of a document on one rank, as arrays [runs] in order.
 
     Attributes:
-        first: int64, first piece.
-        last: int64, last piece.
+        first: int64, index of the first piece.
+        last: int64, index of the last piece.
         rank: int64, rank that holds the run.
-        nth: int64, index among the runs of the document.
-        follows: bool, true if another run of the document comes after this one.
+        nth: int64, index of the run among the runs of its document.
+        follows: bool, true if the document has a later run.
     """
 
     first: np.ndarray
@@ -86,12 +87,12 @@ class PieceRuns(NamedTuple):
 
     @property
     def document(self) -> np.ndarray:
-        """Number of the document of each run, in order, int64 [runs]."""
+        """Number of each run's document, int64 [runs]; empty documents are not counted."""
         return np.cumsum(self.nth == 0) - 1
 
 
 def runs_of(chains: Chains) -> PieceRuns:
-    """Return the runs of pieces; a state moves to another rank only between runs."""
+    """Return the runs of pieces; a state is sent to another rank only between runs."""
     opens = chains.begins | np.append(True, chains.rank[1:] != chains.rank[:-1])
     first = np.flatnonzero(opens)
     count = np.arange(len(first))
@@ -102,11 +103,11 @@ def runs_of(chains: Chains) -> PieceRuns:
 
 
 def table(*parts: tuple) -> Hops:
-    """Combine hops into one table, without hops from a rank to itself.
+    """Return one table of all hops, without hops from a rank to itself.
 
     Args:
         *parts: Tuples of round, source, destination, kind, first, last and block. The arrays of a
-            tuple are broadcast together.
+            tuple are broadcast against each other.
     """
     broad = [np.broadcast_arrays(*part) for part in parts]
     columns = [

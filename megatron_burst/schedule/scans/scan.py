@@ -27,7 +27,7 @@ def scan(task: Task) -> Hops:
 
 
 def ring(task: Task) -> Hops:
-    """Return one hop for each change of rank along a chain, each in a round after the previous."""
+    """Return one hop for each change of rank along a chain, one round after another."""
     runs = runs_of(task.chains)
     to = np.flatnonzero(runs.nth)
     first = runs.first[to]

@@ -23,9 +23,9 @@ class ScanSizes(NamedTuple):
 
     Attributes:
         batch: Batch size.
-        heads: Heads.
-        rows: Rows of a state (keys).
-        columns: Columns of a state (values).
+        heads: Number of heads.
+        rows: Number of rows of a state: the key width.
+        columns: Number of columns of a state: the value width.
         form: Form of the transitions: "none" (a state is unchanged), "scalar" (a factor per head),
             "vector" (a factor per row) or "matrix" (rows x rows, which mixes rows).
         itemsize: Bytes per element.
@@ -60,7 +60,7 @@ class ScanSizes(NamedTuple):
         return self.batch * heads * elements * self.itemsize
 
     def cut(self, blocks: int) -> StateBlocks:
-        """Divide a state into `blocks` equal blocks; raise ValueError if that is impossible."""
+        """Return the division of a state into `blocks` equal blocks, or raise ValueError."""
         return cut(blocks, self.heads, self.rows, self.columns, self.form == "matrix")
 
     def numbers(self, most: int) -> list[int]:
@@ -76,7 +76,7 @@ class ScanSizes(NamedTuple):
         return state + np.where(hops.kind == MAP, transition, 0)
 
     def sent(self, hops: Hops, blocks: int, topology: Topology) -> np.ndarray:
-        """Return the bytes that each rank sends within its node and between nodes.
+        """Return the bytes that each rank sends: within its node, and between nodes.
 
         The array is int64 [ranks, 2].
         """

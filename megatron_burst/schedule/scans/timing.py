@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time of a scan: a simulation of a table of hops over idealized links.
+"""Prediction of the time of a scan: a simulation of its table of hops over idealized links.
 
 Every rank has one NIC per link class, which sends and receives at the same time. The hops of a
 round between two ranks are one message, and the messages of a rank follow one another on its NIC. A
@@ -22,8 +22,8 @@ class Links(NamedTuple):
     """Speed of the links of every rank.
 
     Attributes:
-        intra: Bytes per second and direction within a node.
-        inter: Bytes per second and direction between nodes.
+        intra: Bytes per second within a node, in one direction.
+        inter: Bytes per second between nodes, in one direction.
         intra_latency: Seconds per message within a node, in addition to its bytes.
         inter_latency: Seconds per message between nodes, in addition to its bytes.
         combine: Bytes per second at which a rank combines received states and maps; inf if
@@ -45,13 +45,13 @@ NOMINAL = Links(200e9, 25e9, 5e-6, 10e-6, 500e9)
 
 
 class Messages(NamedTuple):
-    """The messages of a table, sorted by round and receiver; arrays [messages].
+    """The messages of a table of hops, sorted by round and receiver; arrays [messages].
 
     Attributes:
         round: Round of the message.
         source: Rank that sends.
         destination: Rank that receives.
-        far: Whether the message crosses between nodes.
+        far: True if the message crosses between nodes.
         leaves: Seconds from the start of the round on the sender until the message is sent.
         lasts: Seconds during which the message occupies a NIC.
         fold: Seconds that the receiver needs to combine the message.
@@ -121,7 +121,7 @@ def _messages(
 
 
 def _running(lasts: np.ndarray, far: np.ndarray, sender: np.ndarray) -> np.ndarray:
-    """Return running sums of `lasts` per sender and link class; messages are sorted by sender."""
+    """Return running sums of `lasts` per sender (sorted) and link class (`far` or not)."""
     sums = np.empty(len(lasts))
     for link in (~far, far):
         total, senders = np.cumsum(lasts[link]), sender[link]

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two-level scan: maps within nodes, states between nodes, with all NICs of a node in use.
+"""Scan algorithm `two_level`: maps are sent within nodes, and states between nodes.
 
 Consecutive runs of a chain in one node are a segment of the chain. In each node, one rank handles
 each block of the state. That rank receives this block of the maps of its node, and sends this block
 of the state to the next node. For each run in its node, the rank also sends this block of the
 entering state to the rank that holds the run. So a rank sends the bytes of about two states within
-its node. All NICs of a node together send one state to the next node, for any number of ranks.
+its node. All NICs of a node are in use: together they send one state to the next node, for any
+number of ranks.
 """
 
 from __future__ import annotations
@@ -57,5 +58,5 @@ def two_level(task: Task) -> Hops:
 
 
 def _within(count: np.ndarray, runs: PieceRuns) -> np.ndarray:
-    """Return a running count of all runs, counted from 0 in each document."""
+    """Return `count`, running over all runs, minus its value at each document's first run."""
     return count - count[runs.nth == 0][runs.document]
