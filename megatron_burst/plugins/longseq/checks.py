@@ -31,7 +31,7 @@ from .options import LongSequenceOptions
 def option_problems(
     config: Any, burst: LongSequenceOptions, seq_length: int | None
 ) -> Iterator[Problem]:
-    """Yield settings that exclude an option of this plugin; `seq_length` is not read."""
+    """Yield a `Problem` for each setting that excludes an option of this plugin."""
     yield from chunk_problems(config, burst)
     yield from tile_problems(config, burst)
     yield from offload_problems(config, burst)

@@ -198,7 +198,7 @@ __all__ = ["Fate", "ParameterSums", "tiled"]
 
 
 class TileHost(Protocol):
-    """Host memory for the fate "move": `saved` is a context that moves saved tensors there."""
+    """Host memory for the fate "move": `saved` returns a context that moves saved tensors there."""
 
     def saved(self, fraction: float) -> AbstractContextManager[object]: ...
 

@@ -137,7 +137,7 @@ def logprobs(
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
 
     def undivided(value: torch.Tensor) -> torch.Tensor:
-        """Cancel the division of Megatron's schedule and `finalize_model_grads`."""
+        """Scale a loss so that Megatron's later division of gradients cancels out."""
         if not config.calculate_per_token_loss:
             return value * total
         # Megatron multiplies gradients by 1.0 / total, which torch rounds to float32. Divide by the

@@ -51,14 +51,14 @@ class Edges(NamedTuple):
     stop: np.ndarray
 
     def on(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the edges whose predicting row is in a shard, and the local index of these rows.
+        """Return the edges that are predicted from rows of a shard, and the local rows.
 
         Args:
             positions: Positions of the shard, int64 [rows] (`Layout.positions`).
 
         Returns:
-            The indices of the edges, ascending, and for each edge the index of the predicting row
-            in `positions`. Both are int64.
+            The indices of the edges, ascending, and for each edge the index in `positions` of the
+            row from which it is predicted. Both are int64.
         """
         positions = np.asarray(positions)
         if not len(positions):
@@ -158,7 +158,7 @@ class PrefixTree:
         return edge
 
     def edges_on(self, layout: Layout, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the edges whose predicting row is in a rank's shard; see `Edges.on`.
+        """Return the edges that are predicted from rows of a rank's shard; see `Edges.on`.
 
         Args:
             layout: Layout of the tree.

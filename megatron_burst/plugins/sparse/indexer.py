@@ -239,9 +239,10 @@ def tags_of(passes: Sequence[tuple[Plan, str]], label: object) -> list[CallTag]:
 
 
 def _select(operation: SelectOperation, plan: Plan, tags: Sequence[CallTag]) -> torch.Tensor:
-    """Compute this rank's selected units, int32 [s, b, H, top_k], as in `Selection.ids`.
+    """Compute the selected units of this rank's queries, as in `Selection.ids`.
 
-    `tags` has one tag for each pass over the ring.
+    `tags` has one tag for each pass over the ring. The result is int32 [rows, batch, selections of
+    a row, top_k].
     """
     rule, top_k = rule_of(operation.rule), operation.top_k
     q, k, weights = operation.index_q, operation.index_k, operation.index_weights
@@ -299,10 +300,10 @@ class VisibleUnits(NamedTuple):
     """Units of a chunk, and their visibility for a tile of query rows.
 
     Attributes:
-        units: Units of the chunk, int64 [u].
-        own: Unit that contains each query row [r].
-        seen: Bool [r, u], True for visible units.
-        place: Offset of each query row in its own unit [r].
+        units: Units of the chunk, int64 [units].
+        own: Unit that contains each query row, int64 [rows].
+        seen: Bool [rows, units], True for visible units.
+        place: Offset of each query row in its own unit, int64 [rows].
         causal: True if the mask is causal.
     """
 
@@ -328,12 +329,13 @@ def keys_of_chunk(rows: torch.Tensor, work: SelectedPairs, rule: SelectionRule) 
     """Return the keys or means of a chunk in order of position, for `SelectionRule.scores`.
 
     Args:
-        rows: Received rows of the chunk [u, b, k, n * d].
+        rows: Received rows of the chunk, one per unit [units, batch, key heads, n * width].
         work: Positions of the chunk.
         rule: Selection rule.
 
     Returns:
-        Keys or means [u * n, b, k, d] in the dtype of scores.
+        Keys or means [units * n, batch, key heads, width] in the dtype of scores, for n of them per
+        unit.
     """
     _, _, order = work.on(rows.device)
     rows = rows if work.order is None else rows.index_select(0, order)
@@ -378,7 +380,7 @@ class UnitSelector:
         return padded_scores(self.rule, self.q[rows], k, weights)[..., : len(at.units)]
 
     def _forced(self, at: VisibleUnits, work: SelectedPairs, rows: slice) -> torch.Tensor:
-        """Return a bool [r, u], True for units that the rule selects regardless of their scores."""
+        """Return a bool [rows, units], True for units that are selected regardless of scores."""
         rule, distance = self.rule, at.own[:, None] - at.units
         selected_units = (distance == 0) if rule.own else torch.zeros_like(at.seen)
         if near := getattr(rule, "near", 0):
@@ -430,9 +432,10 @@ class _SoftmaxSelector(UnitSelector):
 def _mean_scores(
     rule: SelectionRule, q: torch.Tensor, k: torch.Tensor, at: VisibleUnits
 ) -> torch.Tensor:
-    """Return the scores [r, b, i, u * n] of the means of a chunk for a tile of query rows.
+    """Return the scores of the means of a chunk for a tile of query rows.
 
-    The score is -inf if the query does not see all positions of the mean.
+    The shape is [rows, batch, index heads, means]. The score is -inf if the query does not see all
+    positions of the mean.
     """
     n = parts_per_unit(rule)
     seen = at.seen.unsqueeze(-1).expand(-1, -1, n)

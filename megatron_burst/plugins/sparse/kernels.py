@@ -39,7 +39,7 @@ class GatheredKeys(NamedTuple):
     """Keys that a tile of query rows has selected, copied from a chunk.
 
     They are copied in units of `unit` positions: the block of the selection, or 1 if the chunk has
-    no whole blocks.
+    no whole blocks. Shape letters are explained in the module.
 
     Attributes:
         places: Index of each gathered unit in the row's list of selected units [r, b, H, n].
@@ -69,7 +69,7 @@ class SelectedKernel(PairKernel):
         self.selection, self.latent = selection, latent
 
     def of_rows(self, rows: torch.Tensor) -> SelectedKernel:
-        """Return the kernel for some query rows; `rows` is their int64 index."""
+        """Return a copy of the kernel for a subset of the query rows; `rows` has int64 indices."""
         selection = replace(self.selection, ids=self.selection.ids.index_select(0, rows))
         return type(self)(selection, self.latent)
 
@@ -114,7 +114,7 @@ def _finite(lse: torch.Tensor) -> torch.Tensor:
 
 
 class SelectedReference(SelectedKernel):
-    """Kernel "reference": computes all scores of a pair and masks keys that are not selected."""
+    """Kernel "reference": computes all scores of a chunk and masks keys that are not selected."""
 
     def _hidden(self, work: SelectedPairs, rows: int, keys: int, heads: int) -> torch.Tensor:
         """Return a bool [s, b, h, t] that is True for keys that are hidden or not selected."""

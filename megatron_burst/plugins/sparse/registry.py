@@ -26,7 +26,7 @@ KERNELS: dict[str, Callable[[Selection, bool], SelectedKernel]] = {
 
 
 def kernel_name(kernel: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
-    """Return the name of the kernel that `kernel` selects for q, k and v as they are sent.
+    """Return the name of the kernel that `kernel` selects for tensors like q, k and v.
 
     "auto" selects "triton" on CUDA if it supports the tensors, and otherwise "aten".
 

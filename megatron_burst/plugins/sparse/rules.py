@@ -242,7 +242,7 @@ def described(rule: SelectionRule) -> tuple[object, ...]:
 
 
 def forced(rule: SelectionRule) -> int:
-    """Return how many units the rule always selects for a query, at most."""
+    """Return the maximum number of units that the rule always selects for a query."""
     return rule.own + getattr(rule, "first", False) + getattr(rule, "near", 0)
 
 

@@ -97,7 +97,7 @@ class SelectedTriton(SelectedKernel):
 
     @staticmethod
     def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return why the kernel does not support q, k and v as they are sent; None if it does."""
+        """Return why the kernel does not support tensors like q, k and v; None if it does."""
         missing = unavailable(q.device.type)
         if missing:
             return missing

@@ -126,9 +126,15 @@ def is_causal(mask: Mask) -> bool:
 
 
 def rows_of_units(k: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
-    """Return the rows [u, b, k, n * d] in which the index keys k [t, b, k, d] are sent.
+    """Convert index keys to the rows that are sent, one row per unit.
 
-    Means have the dtype of scores (float32 or float64); keys keep their dtype.
+    Args:
+        k: Index keys [keys, batch, key heads, width].
+        rule: Selection rule, which has n means per unit, or n keys.
+
+    Returns:
+        Rows [units, batch, key heads, n * width]. Means have the dtype of scores (float32 or
+        float64); keys keep their dtype.
     """
     part_size = rule.block // parts_per_unit(rule)
     if part_size > 1:
@@ -137,19 +143,40 @@ def rows_of_units(k: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
 
 
 def keys_of_units(rows: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
-    """Split rows [u, b, k, n * d] into means or keys [u * n, b, k, d], in the order of units."""
+    """Split received rows into the means or keys of their units, in the order of units.
+
+    Args:
+        rows: Rows [units, batch, key heads, n * width].
+        rule: Selection rule, which has n means per unit, or n keys.
+
+    Returns:
+        Means or keys [units * n, batch, key heads, width].
+    """
     return rows.unflatten(3, (parts_per_unit(rule), -1)).permute(0, 3, 1, 2, 4).flatten(0, 1)
 
 
 def rows_of_parts(keys: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
-    """Join means or keys [u * n, b, k, d] to rows [u, b, k, n * d]; inverse of `keys_of_units`."""
+    """Join the means or keys of each unit to one row; inverse of `keys_of_units`.
+
+    Args:
+        keys: Means or keys [units * n, batch, key heads, width].
+        rule: Selection rule, which has n means per unit, or n keys.
+
+    Returns:
+        Rows [units, batch, key heads, n * width].
+    """
     return keys.unflatten(0, (-1, parts_per_unit(rule))).permute(0, 2, 3, 1, 4).flatten(3)
 
 
 def gradient_of_keys(rows: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
-    """Return the gradient of index keys [t, b, k, d], given the gradient of the rows that are sent.
+    """Return the gradient of index keys, given the gradient of the rows that are sent.
 
-    `rows` [u, b, k, n * d] is the gradient of the rows.
+    Args:
+        rows: Gradient of the rows [units, batch, key heads, n * width].
+        rule: Selection rule, which has n means per unit, or n keys.
+
+    Returns:
+        Gradient of the index keys [keys, batch, key heads, width].
     """
     part_size = rule.block // parts_per_unit(rule)
     return keys_of_units(rows, rule).repeat_interleave(part_size, dim=0) / part_size

@@ -121,7 +121,7 @@ class Arena:
         limit: Maximum bytes of host memory to map, rounded down to whole pages.
         pin: Function of (address, bytes) that pins a slab and returns a function that unpins it.
         ranks: Number of processes that share the node's limit; used in messages only.
-        strict: Fill memory with NaN when it is freed.
+        strict: True to fill memory with NaN when it is freed.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ class HostTraffic:
         arena: Allocator of the host memory.
         out: Engine of copies to the host.
         back: Engine of copies from the host.
-        strict: Fill memory with NaN until a copy into it is complete.
+        strict: True to fill memory with NaN until a copy into it is complete.
         bytes_out: Bytes copied to the host.
         bytes_back: Bytes copied back.
     """
@@ -131,7 +131,7 @@ class HostCopy:
             self._buffer = self._arrived = None
 
     def take(self, handle: object) -> torch.Tensor:
-        """Return all n elements on the device; they are kept until all handles received them."""
+        """Return all n elements on the device; they are kept until all handles have them."""
         if self._fetched is None:
             self.fetch()
             assert self._buffer is not None

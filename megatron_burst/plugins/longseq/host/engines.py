@@ -122,7 +122,7 @@ class WorkerEngine:
         return event
 
     def guard(self, tensor: torch.Tensor) -> None:
-        """Allow a tensor to be dropped before its copy is complete; the request holds it."""
+        """Do nothing: a queued copy holds its tensors, so the caller may drop them at any time."""
 
     def rate(self) -> float | None:
         """Return bytes per second of completed copies; None before the first."""
@@ -220,7 +220,7 @@ class StreamEngine:
             self._unmeasured.popleft().measure()
 
     def guard(self, tensor: torch.Tensor) -> None:
-        """Allow a device tensor to be dropped early: its memory is reused only after the copy."""
+        """Let the caller drop a device tensor early: its memory is reused only after the copy."""
         if tensor.is_cuda:
             tensor.record_stream(self.stream)
 

@@ -42,13 +42,13 @@ class HostFrame:
         self._order.stack().pop()
 
     def add(self, handle: object, copy: Fetchable) -> None:
-        """Add a copy under the key of its handle."""
+        """Add a moved copy to the frame, under the key `handle` of its handle."""
         if self.number is None or not self._copies:
             self._order.enter(self)
         self._copies[handle] = weakref.ref(copy)
 
     def drop(self, handle: object) -> None:
-        """Remove the copy of a destroyed handle, given by the handle's key."""
+        """Remove the copy whose handle was destroyed; `handle` is the key of this handle."""
         self._copies.pop(handle, None)
         if not self._copies:
             self._order.leave(self)

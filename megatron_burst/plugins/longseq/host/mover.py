@@ -27,7 +27,7 @@ _SLICE = 256  # a tensor with gaps is not moved if its storage is this many time
 
 
 class CopyRates(NamedTuple):
-    """Bytes per second to the host and back; None before the first copy."""
+    """Rates of copies to the host and back in bytes per second; None before the first copy."""
 
     out: float | None
     back: float | None
@@ -41,17 +41,17 @@ class HostMemory:
 
     Args:
         limit: Bytes of host memory; None for this process's share of 80 % of the available memory.
-        rate: Bytes per second of an emulated link, for each direction; on a CPU only.
-        strict: Fill memory with NaN until a copy into it was waited for, and after it is freed; for
-            tests.
+        rate: Bytes per second of a link to emulate, in each direction; only on a CPU.
+        strict: True to fill memory with NaN until the wait for a copy into it, and after it is
+            freed; for tests.
         device: Device whose tensors are moved; None for "cuda" if it is available, otherwise "cpu".
             On "cpu" worker threads copy.
-        ranks: Processes of this node that share its host memory, for the default limit and
-            messages.
+        ranks: Number of processes of this node that share its host memory; used for the default
+            limit and in messages.
 
     Attributes:
-        spill: Function that is called with the bytes of a tensor that does not fit and stays on
-            the device; None to raise `OutOfHostMemory` instead.
+        spill: Function that is called with the bytes of a tensor that does not fit and stays on the
+            device; None to raise `OutOfHostMemory` instead.
 
     Raises:
         ValueError: An argument is invalid; the message names it.
@@ -316,7 +316,7 @@ class HostMemory:
 
 
 def _dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor uses each element of a storage range once, in any order of dims."""
+    """Return whether a tensor fills a range of its storage without gaps, in any order of dims."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:

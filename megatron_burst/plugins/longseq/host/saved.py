@@ -24,7 +24,10 @@ _FLOAT8 = "float8"
 
 
 def movable(tensor: torch.Tensor, device: str) -> bool:
-    """Return whether a tensor is a plain activation on a device of this type."""
+    """Return whether a tensor is a plain activation on a device of type `device`.
+
+    See the module for tensors that are not.
+    """
     if type(tensor) is not torch.Tensor or isinstance(tensor._base, torch.nn.Parameter):
         return False
     return (

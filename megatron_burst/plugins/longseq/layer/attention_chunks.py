@@ -43,7 +43,8 @@ class RowChunkedHalf:
         half: Attention half of the layer.
         call: Attention call for all rows of the shard.
         stored: Attention store of the checkpoint around the layer; None without a checkpoint.
-        parameters: Parameters of the half, in the order in which their gradients are returned.
+        parameters: Parameters of the attention half, in the order in which their gradients are
+            returned.
         host: Host memory for keys of other ranks between the chunks of a forward; None if every
             chunk receives them.
     """
@@ -55,7 +56,7 @@ class RowChunkedHalf:
     host: KeyHostMemory | None = None
 
     def apply(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Apply the half to hidden states [s / t, b, H], differentiably."""
+        """Apply the attention half to hidden states [s / t, b, H], with autograd."""
         trained = hidden.requires_grad or bool(self.parameters)
         saves = torch.is_grad_enabled() and trained
         out: Any = _RowChunkedHalfFunction.apply(
@@ -271,7 +272,7 @@ class _StoredAttention(torch.autograd.Function):
 
 
 class _SavedResult(torch.autograd.Function):
-    """Autograd function that saves tensors at once; `_RowChunkedHalfFunction` saves at its end."""
+    """Autograd function that saves its inputs immediately, not at the end of the outer function."""
 
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:

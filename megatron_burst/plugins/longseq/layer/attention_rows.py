@@ -86,7 +86,7 @@ class AttentionHalf:
         return attention.pg_collection.tp.size() if split else 1
 
     def rows(self, plan: Plan) -> list[RowChunkIndex]:
-        """Return the row indices of each row chunk of a plan."""
+        """Return the row indices of each row chunk of this rank's plan."""
         (rows, *_), _, device = plan.signature[0]
         local_rows = rows // self.blocks
         rank = self.layer.self_attention.pg_collection.tp.rank() if self.blocks > 1 else 0
@@ -99,14 +99,14 @@ class AttentionHalf:
         return chunks
 
     def parameters(self) -> list[torch.Tensor]:
-        """Return the parameters of the half that need gradients, without the attention sink."""
+        """Return the attention half's parameters that need gradients, without the sink."""
         mlp_half = [self.layer.pre_mlp_layernorm, self.layer.mlp]
         excluded = {id(p) for module in mlp_half for p in module.parameters()}
         excluded.add(id(self.core.softmax_offset))
         return [p for p in self.layer.parameters() if p.requires_grad and id(p) not in excluded]
 
     def run(self, hidden: torch.Tensor, rows: RowChunkIndex, attend: Attend) -> torch.Tensor:
-        """Run the half for one row chunk.
+        """Run the attention half for one row chunk.
 
         Args:
             hidden: Hidden states [r, b, H] of the chunk.
@@ -114,7 +114,7 @@ class AttentionHalf:
             attend: Core attention of the chunk.
 
         Returns:
-            Output of the half [r, b, H].
+            Output of the attention half [r, b, H].
         """
 
         def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Any:
@@ -124,7 +124,7 @@ class AttentionHalf:
             return self.original(self.layer, hidden, rotary_pos_emb=angles, **self.named)[0]
 
     def core_inputs(self, hidden: torch.Tensor, rows: RowChunkIndex) -> AttentionInputs:
-        """Run the half for one row chunk up to core attention; return core attention's arguments.
+        """Run a row chunk up to core attention, and return the arguments of core attention.
 
         Args:
             hidden: Hidden states [r, b, H] of the chunk.
@@ -152,8 +152,9 @@ class AttentionHalf:
 class Angles:
     """Rotary angles of a shard's rows: one tensor, or a pair of tensors (for queries, for keys).
 
-    Latent attention computes its own angles, for the number of rows of its hidden states. Here they
-    are computed for all rows, and an object that returns them replaces its rotary module.
+    Latent attention computes its own angles, for the number of rows of its hidden states. Here
+    these angles are computed for all rows; in `only`, an object that returns them replaces the
+    rotary module of the attention.
 
     Args:
         attention: The layer's self attention.

@@ -50,7 +50,7 @@ def _refusing(original: Callable, self: Any, *args: Any, **named: Any) -> None:
 
 
 def own_forward_problems(layer: type, config: Any, burst: LongSequenceOptions) -> Iterator[Problem]:
-    """Yield the options that may have no effect in layers of this class.
+    """Yield a `Problem` for each option that may have no effect in layers of this class.
 
     Offloading is not checked with full recomputation, because it then takes place outside the
     layer's forward.

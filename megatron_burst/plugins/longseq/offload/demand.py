@@ -38,8 +38,8 @@ class HostDemand(NamedTuple):
         passes: Number of forward passes in flight; a micro-batch has one forward pass in each model
             chunk.
         cut: True if some bytes did not fit on the host.
-        key_bytes: Largest number of bytes of keys of other ranks that one attention call in row
-            chunks keeps on the host. It does not depend on the fraction.
+        key_bytes: Largest number of bytes that other ranks' keys need on the host during one
+            attention call in row chunks. It does not depend on the offloaded fraction.
     """
 
     call_bytes: int
@@ -61,9 +61,9 @@ class HostDemand(NamedTuple):
 
 
 def passes_in_flight(warmup: int, total: int) -> int:
-    """Return the maximum number of forward passes without backward in Megatron's 1F1B schedules.
+    """Return the maximum number of forward passes that wait for backward in Megatron's schedules.
 
-    Source: Megatron-Core, `get_pp_rank_microbatches`.
+    The schedules are 1F1B. Source: Megatron-Core, `get_pp_rank_microbatches`.
 
     Args:
         warmup: Forward passes before the first backward.

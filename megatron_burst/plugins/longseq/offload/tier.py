@@ -156,7 +156,7 @@ class Tier:
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Disable offloading inside this context, because no backward follows."""
+        """Return a context that disables offloading, for forward passes without backward."""
         paused, self._paused = self._paused, True
         try:
             yield
@@ -290,7 +290,7 @@ class ReceivedInputs:
     ) -> None:
         """Begin to copy received inputs that are arguments of the first layer to the host.
 
-        The layer saves such an input too. This shares the copy and adds no second copy.
+        When the layer saves such an input, the same copy is used.
 
         Args:
             arguments: Arguments of the layer.

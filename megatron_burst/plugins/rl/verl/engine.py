@@ -101,7 +101,7 @@ def choices(entry: Any) -> BurstConfig:
 
 
 def engine_problems(settings: Any, model: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Yield the settings of an engine that cannot be combined with `burst`.
+    """Yield a `Problem` for each setting of an engine that cannot be combined with `burst`.
 
     Args:
         settings: `McoreEngineConfig` of the engine.

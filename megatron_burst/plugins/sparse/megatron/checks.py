@@ -108,7 +108,7 @@ _RULES = (
 
 
 def sparse_problems(config: Any, burst: SparseOptions, setting: str) -> Iterator[Problem]:
-    """Yield the settings with which a model that is split over ranks cannot use sparse attention.
+    """Yield a `Problem` for each setting that excludes sparse attention in a model that is split.
 
     Args:
         config: `TransformerConfig`, or any object with attributes of the same names.
@@ -130,7 +130,7 @@ def sparse_problems(config: Any, burst: SparseOptions, setting: str) -> Iterator
 
 
 def _megatron_problems(config: Any, burst: SparseOptions, setting: str) -> Iterator[Problem]:
-    """Yield the settings with which Megatron's own sparse attention cannot run."""
+    """Yield a `Problem` for each setting that excludes Megatron's own sparse attention."""
     view: Any = ConfigView(config)
     if burst.layout != "zigzag" and burst.algorithm != OFF:
         yield Problem(

@@ -159,8 +159,8 @@ class BurstDSAttention(dsa.DSAttention):
     def _all_visible_keys(self, plan: Plan) -> Selection:
         """Return a selection of all visible keys of each row, for a loss over all keys.
 
-        Its ids have one entry per row of this rank and position of the longest document. Megatron
-        needs a table of this size per head.
+        Each row has as many entries as the longest document has positions. Megatron needs a table
+        of this size for each head.
         """
         cache = self.layer.book.groups.recent("dsa rows", CACHED_ROWS)
         rows = cache.find(plan.identity)

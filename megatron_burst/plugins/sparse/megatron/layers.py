@@ -402,7 +402,7 @@ class RuleCoreAttention(BurstCoreAttention):
     choice: LayerRule
 
     def _layer_kind(self, mask_type: Any) -> LayerKind:
-        """Return the kind of the layer, with options of an algorithm that sends keys."""
+        """Return the `LayerKind` of the layer; its options have an algorithm that sends keys."""
         config: Any = self.config
         options: SparseOptions = config.burst
         burst: Any = dataclasses.replace(
@@ -473,7 +473,7 @@ class RuleCoreAttention(BurstCoreAttention):
         return out if packed_seq_params is None else out.squeeze(1)
 
     def _announce(self, plan: Plan, tensors: tuple[torch.Tensor, ...]) -> None:
-        """Log once per kind of layer which tensors are sent, and their bytes."""
+        """Log which tensors the layer sends, and their bytes; equal layers log this once."""
         _, key, value, *index = tensors
         index = index[1] if index else key
         name = f"layers with rule {type(self.choice.rule).__name__}, top_k {self.choice.top_k}"

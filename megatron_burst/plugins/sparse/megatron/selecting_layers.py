@@ -118,7 +118,7 @@ def _bytes(traffic: Traffic, share: float) -> str:
 
 
 class SparseCall(TypedDict):
-    """Common keywords of a layer's `mb.select`, `mb.sparse_attention` and `mb.indexer_loss`."""
+    """Plan and label that a layer passes to the sparse operations as keyword arguments."""
 
     plan: Plan
     label: int
@@ -168,9 +168,10 @@ class SelectingLayer:
         unsupported: dict[str, Any],
         mask_type: AttnMaskType | None = None,
     ) -> SparseCall:
-        """Return the plan and label for one forward; a collective in the first layer of each kind.
+        """Return the plan and label for one forward of the layer.
 
-        Only shapes, dtypes and device of q, k and v are read.
+        This is a collective in the first of all layers with equal `SelectingKind`. Only shapes,
+        dtypes and device of q, k and v are read.
 
         Args:
             q: Queries [s, b, h, d].
@@ -181,8 +182,8 @@ class SelectingLayer:
             mask_type: Type of the mask; None means causal.
 
         Raises:
-            ValueError: An argument is not supported; the first layer of a kind raises it on all
-                ranks.
+            ValueError: An argument is not supported; the first of these layers raises the error on
+                all ranks.
         """
         with self.book.shared_errors(self.leads):
             pack = self._pack(q, packed_seq_params, unsupported, mask_type or AttnMaskType.causal)
