@@ -226,6 +226,14 @@ MUTANTS = [
     Mutant("masks/tiling.py",
            "(ahead >= low) & (ahead <= high)", "(ahead > low) & (ahead <= high)",
            "the slanted edge of a window loses its oldest key"),
+    Mutant("masks/tiling.py", "order = np.lexsort((j, i))", "order = np.arange(len(i))",
+           "pairs that see something are in the order of keys"),
+    Mutant("masks/tiling.py", "_runs(equal & (top[1:] == bottom[:-1]))", "_runs(equal)",
+           "full tiles with a gap between their rows are joined"),
+    Mutant("masks/tiling.py", "(left[1:] == right[:-1]))", "(left[1:] >= right[:-1]))",
+           "full tiles with a gap between their columns are joined"),
+    Mutant("masks/tiling.py", "np.searchsorted(q.last, viewers.first)",
+           "np.searchsorted(q.start, viewers.first)", "a query span that begins earlier is left out"),
     Mutant("masks/tiling.py", "first.stop != second.start", "False",
            "rectangles that do not touch are joined"),
     Mutant("masks/tiling.py", "for first in range(min(every, length))", "for first in range(1)",
@@ -282,7 +290,7 @@ MUTANTS = [
     # schedule: what is wanted
     Mutant("schedule/bundles.py", "users[np.arange(len(owner)), owner] = False", "pass",
            "owners are sent their own rows"),
-    Mutant("schedule/bundles.py", "ranges[-1][1] == first", "False",
+    Mutant("schedule/bundles.py", "apart = first[1:] != stop[:-1]", "apart = first[1:] >= 0",
            "rows that follow each other are two ranges"),
     Mutant("schedule/bundles.py", "np.lexsort((first, bundle))\n    runs",
            "np.argsort(first)\n    runs", "rows do not travel by bundle"),
@@ -759,10 +767,13 @@ def planted(mutant, folder):
     shutil.copy(ROOT / "tests" / "conftest.py", folder / "tests")
     for name in ("helpers", "fuzz"):
         shutil.copytree(ROOT / "tests" / name, folder / "tests" / name)
-    for path in (ROOT / "tests").glob("*/test_*.py"):
+    for path in (ROOT / "tests").glob("**/test_*.py"):
         if path.stem.removeprefix("test_") in QUICK:
-            (folder / path.relative_to(ROOT)).parent.mkdir(exist_ok=True)
-            shutil.copy(path, folder / path.relative_to(ROOT))
+            home = folder / path.relative_to(ROOT).parent
+            home.mkdir(parents=True, exist_ok=True)
+            for used in (path, path.with_name("conftest.py")):
+                if used.exists():
+                    shutil.copy(used, home)
     if mutant is not None:
         path = folder / "megatron_burst" / mutant.file
         text = path.read_text()

@@ -115,6 +115,14 @@ def test_full_pairs_are_joined_along_both_sides():
         Tile(slice(8, 16, 1), slice(8, 16, 1)),
     )
     assert WHOLE.tiles(mask, halves[:2], halves[2:]) == ()
+    apart = [halves[n] for n in (0, 2, 1, 3)]  # between the halves is one of the other document
+    tiles = WHOLE.tiles(mask, apart, apart)
+    assert [(tile.rows.start, tile.columns.start) for tile in tiles] == [
+        (0, 0), (0, 8), (4, 4), (4, 12), (8, 0), (8, 8), (12, 4), (12, 12),
+    ]  # fmt: skip
+    assert {tile.shape for tile in tiles} == {(4, 4)}
+    columns = [halves[0], halves[1]]  # both rows see all columns, with other rows between them
+    assert [tile.rows.start for tile in WHOLE.tiles(mask, apart, columns)] == [0, 8]
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 4])
