@@ -233,7 +233,7 @@ MUTANTS = [
     Mutant("masks/tiling.py", "(left[1:] == right[:-1]))", "(left[1:] >= right[:-1]))",
            "full tiles with a gap between their columns are joined"),
     Mutant("masks/tiling.py", "np.searchsorted(q.last, viewers.first)",
-           "np.searchsorted(q.start, viewers.first)", "a query span that begins earlier is left out"),
+           "np.searchsorted(q.start, viewers.first)", "an earlier query span is left out"),
     Mutant("masks/tiling.py", "first.stop != second.start", "False",
            "rectangles that do not touch are joined"),
     Mutant("masks/tiling.py", "for first in range(min(every, length))", "for first in range(1)",

@@ -75,7 +75,7 @@ def test_zigzag_within_documents_by_hand():
 def test_unshard_wants_parts_as_long_as_the_layout_says():
     """Two parts of 3 and 5 rows would have been put together in a wrong order, in silence."""
     layout = mb.layout.make("contiguous", cp_size=2)
-    with pytest.raises(ValueError, match=r"parts: .* rows \[4, 4\], got \[3, 5\]"):
+    with pytest.raises(ValueError, match=r"parts: .* needs \[4, 4\] rows, got \[3, 5\]"):
         mb.unshard([torch.zeros(3), torch.zeros(5)], layout)
 
 
