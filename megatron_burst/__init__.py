@@ -62,7 +62,7 @@ sys.modules[__name__].__class__ = _PackageModule
 
 
 def _registry() -> Any:
-    """Import `megatron_burst.registry` on demand: most public names do not need it."""
+    """Import and return `megatron_burst.registry`, which most public names do not need."""
     # `from . import registry` would call `__getattr__`.
     return importlib.import_module(f"{__name__}.registry")
 

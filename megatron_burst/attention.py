@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`mb.attention`: exact attention over a sequence that is split over ranks.
 
-The function takes a plan from `mb.prepare` or makes one, and passes it to the autograd function.
-`planning.validate` checks the arguments. `execution` computes the attention of one rank.
+The function makes a plan, unless the caller passes one from `mb.prepare`, and calls the autograd
+function. `planning.validate` checks the arguments. `execution` computes the attention of one rank.
 
 Shape letters: s local rows, b batch, h query heads, k key/value heads, d width, w value width.
 """
@@ -47,8 +47,8 @@ def attention(
     Every rank of `groups` calls the function with its own shard. Forward and backward both
     communicate. Double backward is not supported. torch.compile breaks the graph at this call.
 
-    The plan is either `plan` or made from `groups`, `needs_grad`, `rates` and `options`. Making a
-    plan is a collective call, see `mb.prepare`.
+    The call uses `plan`, or makes a plan from `groups`, `needs_grad`, `rates` and `options`. Making
+    a plan is a collective call; see `mb.prepare`.
 
     Args:
         q: Queries of this rank, [s, b, h, d], in float64, float32, bfloat16 or float16. `layout`
@@ -57,12 +57,13 @@ def attention(
         v: Values of this rank, [s, b, k, w], with the dtype and device of q.
         plan: Plan that `mb.prepare` made for tensors of these shapes. Cannot be combined with
             `groups`, `needs_grad`, `rates` or `options`.
-        sink: [h], a learnable logit of each query head in every softmax; zeros give "off by one"
-            softmax. Its gradient covers the rows of this rank only. Default: no sink.
+        sink: [h], a learnable logit per query head that is added to the softmax of every row. Zeros
+            give "off by one" softmax. Its gradient covers the rows of this rank only. Default: no
+            sink.
         max_logits: [h], contiguous, without gradient, in the accumulation dtype (float32; float64
-            for float64 tensors). Raised in place to the largest score of each head that this rank
-            computes, without the sink. Fill it with -inf or with earlier results, and take the
-            maximum over ranks afterwards.
+            for float64 tensors). Updated in place to the largest score per head that this rank
+            computes, without the sink, if that is larger. Fill it with -inf or with earlier
+            results, and compute the maximum over ranks afterwards.
         label: A string, an integer or a tuple of them that identifies the call, such as the number
             of the layer. Ranks compare labels to detect calls in a different order. Default: file
             and line of the calling code.

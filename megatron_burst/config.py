@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`BurstConfig`: options of a training run, from `SpineOptions` and all installed plugins."""
+"""`BurstConfig`: all options of a training run, from `SpineOptions` and all installed plugins."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ class Flag(NamedTuple):
 
     Attributes:
         field: Field of `BurstConfig` that the flag sets.
-        name: Name with leading dashes.
-        type: Function that converts one command-line argument to the value.
+        name: Name of the flag with leading dashes.
+        type: Function that converts the word on the command line to the value.
         values: Possible values, as the help text shows them.
         help: Help text.
     """
@@ -51,7 +51,7 @@ def _flag(field: OptionField) -> Flag:
 
 
 def _reader(kind: type, names: Sequence[str]) -> Callable[[str], Any]:
-    """Return a function that converts a word to `kind`; words in `names` remain strings."""
+    """Return a function that converts a word to `kind`; words in `names` are not converted."""
 
     def read(word: str) -> Any:
         return word if word in names else kind(word)
@@ -70,7 +70,7 @@ def add_flags(parser: argparse.ArgumentParser, *, algorithm: str) -> None:
 
     Args:
         parser: Parser of the program.
-        algorithm: Default of --context-parallel-algo.
+        algorithm: Default value of --context-parallel-algo.
 
     Raises:
         ValueError: The parser already has one of the flags.
@@ -93,17 +93,16 @@ def add_flags(parser: argparse.ArgumentParser, *, algorithm: str) -> None:
 
 
 def default(field: str) -> Any:
-    """Return the default of a field, or None for the layout, which `add_defaults` chooses."""
+    """Return the default value of a field; None for the layout, which `add_defaults` chooses."""
     if field == "layout":
         return None
     return FIELDS[field].default
 
 
 def add_defaults(args: Any) -> None:
-    """Add missing flags to `args` with their defaults, and choose the layout if it is not set.
+    """Set missing attributes of `args` to default values, and choose the layout if it is None.
 
-    If `args` lacks the algorithm (such as arguments from an old checkpoint), it is set to
-    "megatron".
+    Arguments from an old checkpoint may lack the algorithm; it is then set to "megatron".
 
     Args:
         args: Parsed arguments; changed in place.
@@ -118,7 +117,7 @@ def add_defaults(args: Any) -> None:
 
 
 def layout_for(algorithm: Any, store: Any, pack: Any = "off") -> str:
-    """Return the default of --burst-layout, which depends on other options.
+    """Return the default value of --burst-layout, which depends on other options.
 
     Packed documents require "balanced", because zigzag cannot split documents of arbitrary length.
     A store between 0 and 1 requires "striped", the only layout that balances the recomputation.
@@ -147,13 +146,13 @@ def burst_config(args: Any) -> BurstConfig:
 
 
 def options_and_errors(args: Any) -> tuple[BurstConfig, list[str]]:
-    """Return the options and an error message for each invalid value.
+    """Return the options of a run, and an error message for each invalid value.
 
     Args:
         args: Arguments that `add_defaults` completed.
 
     Returns:
-        The options, with the default for each invalid value, and the error messages.
+        A pair: the options, in which default values replace invalid values, and the error messages.
     """
     fields, messages = {flag.field: getattr(args, flag.dest) for flag in FLAGS}, []
     while True:
@@ -166,7 +165,7 @@ def options_and_errors(args: Any) -> tuple[BurstConfig, list[str]]:
 
 
 def stated(args: Any) -> dict[str, Any]:
-    """Return a dict from flag to value, for arguments that `add_defaults` completed."""
+    """Return the value of each flag, by flag, in arguments that `add_defaults` completed."""
     return {flag.name: getattr(args, flag.dest) for flag in FLAGS}
 
 

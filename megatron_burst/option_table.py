@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Declaration of the options of a training run: dataclass fields with a meaning and a flag.
+"""Declaration of the options of a training run: dataclass fields with help texts and flags.
 
 `OptionSet` is the base of all option classes: `spine_options.SpineOptions` and one class per plugin
 that has options. `config.BurstConfig` has the fields of all of them. Flags, recipe arguments and
@@ -35,10 +35,10 @@ class Option(NamedTuple):
         meaning: Help text and documentation of the option.
         flag: Command-line flag; empty means `--burst-<name>`.
         names: Valid strings; empty if the type of the field lists them.
-        text: Kind of an option without a list of valid strings: a size such as 1.5TB, the path of
-            a file, or the name of a function.
+        text: Kind of string, if there is no list of valid strings: "SIZE" such as 1.5TB, "FILE" (a
+            path) or "MODULE:NAME" (a function).
         alone: True if the option has an effect without `--context-parallel-algo`.
-        excludes: Fields of options that were not tested together with this option.
+        excludes: Names of other options that were not tested together with this option.
     """
 
     meaning: str
@@ -54,11 +54,11 @@ class OptionField(NamedTuple):
 
     Attributes:
         name: Name of the field.
-        flag: Flag on the command line.
+        flag: Flag on the command line, with leading dashes.
         option: Metadata of the option.
         kind: int or float if the value may be a number, otherwise str.
-        names: Valid strings. If empty, `kind` str accepts any string of `option.text`, and int and
-            float accept no string.
+        names: Valid strings. If empty, an option of kind str accepts any string of the kind
+            `option.text`; options of kind int and float accept no string.
         optional: True if the value may be None.
         default: Default value.
     """
@@ -105,7 +105,7 @@ class OptionField(NamedTuple):
 
 @dataclass(frozen=True)
 class OptionSet:
-    """Base of all option classes.
+    """Base class of all option classes.
 
     Each field has a type `Annotated[TYPE, Option(...)]` and a default. Values are checked but never
     changed: "auto" is resolved when a plan is made.
@@ -144,7 +144,7 @@ def _option_field(name: str, default: Any, hint: Any, option: Option) -> OptionF
 
 
 def _literals(hint: Any) -> list[str]:
-    """Return the strings of a Literal, also of a Literal in a union."""
+    """Return the strings of a type hint that is a Literal or a union with a Literal."""
     if get_origin(hint) is Literal:
         return list(get_args(hint))
     return [name for part in get_args(hint) for name in _literals(part)]

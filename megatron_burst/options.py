@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of an attention call as one typed object, from the keywords of the call to its plan.
+"""Options of an attention call: names, types, defaults and meanings.
 
-This module defines the options, their meaning, and the names of kernels. The sub-packages `layout`
-and `schedule` define the names of layouts, algorithms and sides. `planning.validate` checks the
-values on all ranks.
+This module also defines the names of kernels. The sub-packages `layout` and `schedule` define the
+names of layouts, algorithms and sides. `planning.validate` checks the values on all ranks.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Command(NamedTuple):
     """A sub-command of `megatron-burst`.
 
     Attributes:
-        module: Module with `add_arguments(parser)` and `run(arguments)`.
+        module: Name of the module with `add_arguments(parser)` and `run(arguments)`.
         help: Help text in one line.
     """
 
@@ -39,12 +39,13 @@ class Plugin:
     `MODULE` and `MODULE:NAME` are relative to the folder of the plugin.
 
     Args:
-        options: Option class of the plugin, derived from `spine_options.SpineOptions`. Its fields
-            become fields of `BurstConfig` and flags.
-        public: Public name in `megatron_burst` -> its `MODULE:NAME`, or `MODULE` if the name is a
-            module.
-        commands: Sub-commands of `megatron-burst`.
-        hooks: Name in `HOOKS` -> `MODULE:NAME` or `MODULE` that the rest of the package calls.
+        options: Place of the plugin's option class, a subclass of `spine_options.SpineOptions`. Its
+            fields become fields of `BurstConfig` and flags. Empty if the plugin has no options.
+        public: Place of each public name of `megatron_burst`, by name: `MODULE:NAME`, or `MODULE`
+            for a module.
+        commands: Sub-commands of `megatron-burst`, by name.
+        hooks: Place of each hook that the plugin provides, by name in `HOOKS`: `MODULE:NAME` or
+            `MODULE`.
 
     Raises:
         ValueError: A hook is not in `HOOKS`.
@@ -67,7 +68,7 @@ class Hook(NamedTuple):
     Attributes:
         plugin: Plugin that provides the hook, for the error message if that plugin is not
             installed. Empty if several plugins may provide the hook.
-        meaning: Signature of the hook, and the caller.
+        meaning: Text that describes the signature of the hook, and its caller.
     """
 
     plugin: str
@@ -167,7 +168,7 @@ def option_classes() -> list[type]:
 
 
 def public_names() -> dict[str, tuple[str, str]]:
-    """Return a dict from public name to (plugin, `MODULE:NAME`), over all plugins."""
+    """Return (plugin, `MODULE:NAME`) of each public name of all plugins, by name."""
     return {
         name: (plugin, place)
         for plugin, entry in plugins().items()
@@ -176,7 +177,7 @@ def public_names() -> dict[str, tuple[str, str]]:
 
 
 def commands() -> dict[str, Command]:
-    """Return the sub-commands of all plugins, with the full names of their modules."""
+    """Return the sub-commands of all plugins by name, with full names of their modules."""
     return {
         name: command._replace(module=f"{_FOLDER}.{plugin}.{command.module}")
         for plugin, entry in plugins().items()
@@ -187,11 +188,11 @@ def commands() -> dict[str, Command]:
 def missing(hook: str, user: str) -> str | None:
     """Return an error message if no installed plugin provides the hook, otherwise None.
 
-    Only the entries of plugins are imported.
+    This check imports only the entries of plugins, not the hook.
 
     Args:
         hook: A name in `HOOKS`.
-        user: Subject of the error message, such as the flag that requires the hook.
+        user: Subject of the error message: the flag or function that requires the hook.
     """
     if any(hook in entry.hooks for entry in plugins().values()):
         return None
@@ -204,7 +205,7 @@ def require(hook: str, user: str) -> None:
 
     Args:
         hook: A name in `HOOKS`.
-        user: Subject of the error message, such as the flag that requires the hook.
+        user: Subject of the error message: the flag or function that requires the hook.
 
     Raises:
         ValueError: No installed plugin provides the hook.
@@ -215,11 +216,11 @@ def require(hook: str, user: str) -> None:
 
 
 def required(hook: str, user: str) -> Any:
-    """Import and return a hook.
+    """Import and return a hook; raise ValueError if no plugin provides it.
 
     Args:
         hook: A name in `HOOKS`.
-        user: Subject of the error message, such as the flag that requires the hook.
+        user: Subject of the error message: the flag or function that requires the hook.
 
     Raises:
         ValueError: No installed plugin provides the hook.

@@ -24,7 +24,7 @@ class SeamPlace(NamedTuple):
     """A function of Megatron with a seam.
 
     Attributes:
-        purpose: Name of the patch that adds the seam.
+        purpose: Name of the patch (in `patches/`) that adds the seam.
         module: Module of the function.
         name: Qualified name of the function in the module.
         decorator: "seam" or "entrance".
@@ -76,7 +76,7 @@ PLACES = (
 
 
 class Seam:
-    """State of a seam: the decorated function and the current replacement.
+    """A decorated function of Megatron, and its current replacement.
 
     Attributes:
         bare: The decorated function.
@@ -89,12 +89,12 @@ class Seam:
 
 
 def seam(function: F) -> F:
-    """Decorate `function` so that `install` can set a replacement."""
+    """Decorate `function` so that `install` can replace it."""
     return _with_seam(function)
 
 
 def entrance(function: F, install: Callable[[], object]) -> F:
-    """Decorate `function` with a seam that calls `install` first if no replacement is set.
+    """Decorate `function` so that a call first runs `install`, if no replacement is set.
 
     A patched Megatron uses this decorator for the function that declares its flags.
 
@@ -124,10 +124,10 @@ def inside(function: object) -> Seam | None:
 
 
 def definition(tree: ast.Module, name: str) -> ast.FunctionDef | None:
-    """Return the last definition of a function in the source of a module; None if there is none.
+    """Return the last definition of a function in a module; None if the module has none.
 
     Args:
-        tree: Parsed source.
+        tree: Parsed source of the module.
         name: "function" or "Class.function".
     """
     body: list[ast.stmt] = tree.body
@@ -148,7 +148,7 @@ def definition(tree: ast.Module, name: str) -> ast.FunctionDef | None:
 
 
 def marked(source: str, place: SeamPlace) -> bool:
-    """Return True if the source of a module has the seam of `place`."""
+    """Return True if the function of `place` has its seam decorator in the module's source."""
     function = definition(ast.parse(source), place.name)
     names = [ast.unparse(decorator) for decorator in function.decorator_list] if function else []
     return names[:1] == [place.decorator]  # must be outermost, so that Megatron calls it

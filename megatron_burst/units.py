@@ -23,7 +23,7 @@ LOGITS_TILE = {"cpu": 1 << 27, "cuda": 1 << 30}
 
 
 def byte_size(count: float) -> str:
-    """Format a number of bytes with four digits and a binary unit: 1536 is "1.5 KiB"."""
+    """Format a number of bytes with four digits and a binary unit; 1536 gives "1.5 KiB"."""
     return _scaled(count, BYTES, 4)
 
 
@@ -38,9 +38,9 @@ def grid_of(per_node: int, nodes: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a time with three digits, or in minutes or hours from one minute on.
+    """Format a time with three digits; from one minute on, with minutes or hours.
 
-    0.0415 is "41.5 ms", 117 is "1 min 57 s", 18300 is "5 h 5 min".
+    0.0415 gives "41.5 ms", 117 gives "1 min 57 s", and 18300 gives "5 h 5 min".
 
     Args:
         seconds: Time in seconds.
@@ -60,7 +60,7 @@ def rate(value: float, unit: str) -> str:
 
 
 def _scaled(value: float, units: Sequence[Unit], digits: int) -> str:
-    """Format `value` in the largest unit that does not exceed it, or in the smallest unit."""
+    """Format `value` in the largest unit that does not exceed it, else in the smallest unit."""
     name, size = next((unit for unit in units if value >= unit[1]), units[-1])
     return f"{value / size:.{digits}g} {name}"
 

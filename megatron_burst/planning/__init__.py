@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planning of a call: validate arguments, compare them between ranks, and make a plan."""
+"""Planning of attention calls: check arguments, compare them between ranks, make a plan."""

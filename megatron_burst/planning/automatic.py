@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Algorithm "auto": measure rates, and choose the settings that are predicted to be fastest.
+"""Algorithm "auto": measure rates, and choose the settings with the shortest predicted time.
 
-This module is imported only by calls with "auto", because other calls need neither the simulator
+This module is imported only for calls with "auto", because other calls need neither the simulator
 nor measurements.
 """
 
@@ -24,15 +24,15 @@ CHOICES_KEPT = 64  # cached choices per grid, for kinds of layers and batches of
 
 
 def resolve(request: Request, groups: Groups, rates: Rates | None) -> Request | ValueError:
-    """Choose algorithm, side and head chunks. A collective call.
+    """Choose the algorithm, side and head chunks of a request. A collective call.
 
     Args:
         request: Checked arguments of this rank.
         groups: Groups of the call.
-        rates: Known rates; missing ones are measured.
+        rates: Rates of links and compute; missing rates are measured.
 
     Returns:
-        The request with the choice in its options and facts, or the error of this rank.
+        The request with the chosen settings in its options and facts, or the error of this rank.
     """
     with groups.running():
         stated = rates_of(request, groups, rates)
@@ -48,7 +48,7 @@ def resolve(request: Request, groups: Groups, rates: Rates | None) -> Request | 
 
 
 def rates_of(request: Request, groups: Groups, rates: Rates | None) -> Rates:
-    """Return all rates: `rates`, or cached or measured rates of the groups. A collective call."""
+    """Return `rates`, or the rates of `groups`; measure missing rates. A collective call."""
     rates = rates or groups.cache.get("rates")
     if rates is None:
         rates = measure.links(groups, request.tensors[0].device)
@@ -59,7 +59,7 @@ def rates_of(request: Request, groups: Groups, rates: Rates | None) -> Rates:
 
 
 def _choice(request: Request, groups: Groups, rates: Rates) -> Choice:
-    """Return the predicted fastest choice, with the wire dtype if `grad_wire_dtype` is "auto"."""
+    """Return the fastest settings, including the wire dtype if `grad_wire_dtype` is "auto"."""
     options = request.options
     choice = _fastest(request, request.sizes, groups, rates)
     if options.grad_wire_dtype != "auto" or request.wire_dtype == torch.float64:
@@ -84,12 +84,12 @@ def _fastest(request: Request, sizes: Sizes, groups: Groups, rates: Rates) -> Ch
 
 
 def fastest(workload: Workload, fixed: FixedSettings, groups: Groups, rates: Rates) -> Choice:
-    """Return the predicted fastest choice, and cache it. No communication.
+    """Return the settings with the shortest predicted time, cached and without communication.
 
     Args:
-        workload: Sizes, mask and layout.
+        workload: Sizes, mask and layout of the call.
         fixed: Settings that the user chose.
-        groups: Groups of the call.
+        groups: Groups of the call, which also have the cache.
         rates: Rates of links and compute.
     """
     choices, key = groups.recent("choices", CHOICES_KEPT), (workload, fixed, rates)

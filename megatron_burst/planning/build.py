@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Construction of the `RankPass` of one rank from the schedule of all ranks.
+"""Construction of the `RankPass` of one rank (its steps in one pass) from a schedule.
 
 Positions of rows in buffers, kernel plans and exchanges are computed here once per plan, so the
-loop in `ring` does no planning. If the chunks of a pair are received in several parts, each
-combination of a query part and a key part is a kernel call.
+loop in `execution.ring` does no planning. If the chunks of a pair are received in several parts,
+each combination of a query part and a key part is a kernel call.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class KernelWorkCache:
         self._planned: dict[tuple[Any, ...], Any] = {}
 
     def of(self, *spans: tuple[Span, ...]) -> Any:
-        """Return the kernel's plan for query spans and key spans; None if nothing is visible."""
+        """Return the kernel's plan for (query spans, key spans); None if no pair is visible."""
         if spans not in self._planned:
             self._planned[spans] = self.kernel.work_for(self.mask, *spans) if all(spans) else None
         return self._planned[spans]
@@ -76,15 +76,15 @@ def make_pass(
     device: torch.device,
     deferred: bool = True,
 ) -> RankPass:
-    """Make the pass of one rank from the schedule of all ranks.
+    """Return the pass of one rank, made from the schedule of all ranks.
 
     Args:
-        name: Name in envelopes, errors and profiles.
+        name: Name of the pass in envelopes, errors and profiles.
         schedule: Schedule of all ranks.
-        rank: Rank in the ring.
+        rank: Index of the rank in the ring.
         works: Cache of kernel plans.
         device: Device of index tensors.
-        deferred: Also make `RankPass.deferred`.
+        deferred: True to also make `RankPass.deferred`, the steps of later head chunks.
     """
     program = schedule.program(rank)
     hops = [hop for boundary in program for hop in boundary.posts]
@@ -121,11 +121,11 @@ class _PassRows:
 
     Attributes:
         name: Name of the pass.
-        rank: Rank in the ring.
+        rank: Index of the rank in the ring.
         copies: Chunks of queries and keys on this rank: its own chunks, then the received chunks.
         received: Received chunks of queries and keys.
-        totals: Result of `totals_of`: (family, owner) -> chunk of partial results.
-        maps: Positions of rows.
+        totals: Chunk of partial results by (family, owner); result of `totals_of`.
+        maps: Positions of rows in buffers.
     """
 
     name: str
@@ -136,7 +136,7 @@ class _PassRows:
     maps: RowMaps
 
     def target(self, chunk: Chunk, rows: int) -> Target:
-        """Return the target for partial results of the given rows of a chunk."""
+        """Return the sum, and the place in it, to which results for the rows `rows` are added."""
         total = self.totals[chunk[:2]]
         all_rows = self.maps.place(total, total.rows)
         return Target(total, all_rows.count, rows, self.maps.place(total, chunk.rows))
@@ -168,7 +168,7 @@ class _PassRows:
         return Payload(hop, self._count(chunk), digest, packed, target, source)
 
     def longest(self, hops: Sequence[Hop]) -> dict[str, int]:
-        """Return a dict from family to the largest number of rows of a sent or received chunk."""
+        """Return the largest number of rows of a sent or received chunk, by family."""
         longest: dict[str, int] = defaultdict(int)
         for hop in hops:
             family = hop.chunk.family
@@ -182,7 +182,7 @@ class _PassRows:
 def _calls(
     schedule: Schedule, works: KernelWorkCache, copies: Sequence[Chunk], pair: Pair
 ) -> tuple[KernelCall, ...]:
-    """Return one kernel call per (query part, key part) of a pair with visible keys."""
+    """Return the kernel calls of a pair: one per query part and key part with visible pairs."""
     part_pairs = product(
         parts_of(copies, "query", pair.query, pair.query_rows),
         parts_of(copies, "kv", pair.key, pair.key_rows),
@@ -219,8 +219,8 @@ def _step(
 class RowMaps:
     """Positions of rows in the buffers of chunks.
 
-    Rows in a buffer have the order of `schedule.bundles`. Call `place` for all rows first, then
-    `finish`, which copies all index arrays to the device at once.
+    Rows in a buffer have the order of `schedule.bundles`. Call `place` for all rows first. Then
+    call `finish`, which copies all index arrays to the device at once.
     """
 
     def __init__(self, tables: Tables):
@@ -229,7 +229,7 @@ class RowMaps:
         self._sorted: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
 
     def place(self, chunk: Chunk, rows: int) -> RowPlace:
-        """Return the position of the given rows in a buffer of the chunk."""
+        """Return the position of the rows `rows`, a bit set, in a buffer of the chunk."""
         # Families "kv" and "dkv" share positions, and so do "query", "out" and "dquery".
         key = chunk.family in ("kv", "dkv"), chunk.owner, chunk.rows, rows
         if key not in self._places:
@@ -251,9 +251,9 @@ class RowMaps:
                 place.at = index
 
     def _among(self, chunk: Chunk, rows: int, key: Any) -> tuple[slice | np.ndarray, int]:
-        """Return the position of some rows in the buffer of a chunk, and the number of rows.
+        """Return the position of the rows `rows` in a buffer of the chunk, and their number.
 
-        `key` is the cache key for the sorted rows of the chunk.
+        `key` identifies the chunk in the cache of sorted rows.
         """
         at = wanted_rows = self._row_numbers(chunk._replace(rows=rows))
         if chunk.rows != ALL:

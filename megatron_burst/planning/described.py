@@ -12,7 +12,7 @@ from . import pipeline
 
 
 def described(plan: Any) -> str:
-    """Describe a plan: choices, bytes per layer and rank, and backward bytes of the other side."""
+    """Return one line about a plan: settings, bytes per layer and rank, bytes of the other side."""
     topology, csrc = plan.groups.topology, native.serves(plan.device.type)
     forward, backward = plan.traffic()
     other_side = "kv" if plan.side == "query" else "query"
@@ -41,7 +41,7 @@ def described(plan: Any) -> str:
 
 
 def _host(plan: Any) -> str:
-    """Return the bytes of a forward with keys in host memory, or why it is not possible."""
+    """Return text: the bytes of a forward with keys in host memory, or why it is not possible."""
     if plan.host_refusal is not None:
         return f"no keys in host memory: {plan.host_refusal}"
     if plan.groups.topology.ring_size == 1:

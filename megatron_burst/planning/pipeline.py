@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The three stages from a checked request to the passes of one rank, in the order of this file.
 
-`demands` computes the queries of each pass and the keys that they see. `schedules` computes tables
-with the transfers and pairs of all ranks. `programs` computes the passes of one rank. A call has
-one or several row chunks, which run one after the other. Each row chunk has a forward and a
-backward. If a store keeps some results, the row chunk also has a forward for recomputing the other
-rows. This forward sends only the keys that these rows see.
+`demands` computes the queries of each pass and the keys that they see. `schedules` makes the
+schedules of all ranks. `programs` makes the passes of one rank. A call has one or several row
+chunks, which run one after the other. Each row chunk has a forward and a backward. If a store keeps
+some results, the row chunk also has a forward for recomputing the other rows. This forward sends
+only the keys that these rows see.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ class PlannedPasses(NamedTuple):
 
     Attributes:
         schedules: (forward, backward) of every row chunk.
-        chunks: Plans of row chunks.
-        recomputes: Recomputation of every row chunk, if a store keeps results.
-        order: Same as in `RankPlan.order`.
+        chunks: Passes of every row chunk.
+        recomputes: Recomputation of every row chunk; empty without a store.
+        order: Value of `RankPlan.order`.
         digest: Digest of the tables of all schedules.
-        host_forward: Forward that receives the keys for all row chunks into host memory, or None.
+        host_forward: Schedule of the forward that receives the keys for all row chunks into host
+            memory, or None.
     """
 
     schedules: tuple[tuple[Schedule, Schedule], ...]
@@ -59,7 +60,7 @@ class PlannedPasses(NamedTuple):
 
 @dataclass(frozen=True)
 class RingRequest:
-    """Input of every stage: the request and the ring of this rank.
+    """Input of every stage: the checked request, and the ring of this rank.
 
     Attributes:
         request: Checked arguments.
@@ -89,12 +90,12 @@ class RingRequest:
         return self.request.tensors[0].shape[0] * self.groups.size
 
     def visibility(self, queries: Shards, joined: bool | None = None) -> Visibility:
-        """Return which keys the given queries see.
+        """Return the visibility between some queries and all keys of the ring.
 
         Args:
             queries: Query spans of each rank of the ring.
-            joined: Same as in `Visibility`. The attribute `joins` of the kernel replaces it;
-                kernels of sparse attention have this attribute.
+            joined: Field `joined` of `Visibility`. Kernels of sparse attention have an attribute
+                `joins`, which replaces this value.
         """
         request = self.request
         return visibility_of(
@@ -103,13 +104,13 @@ class RingRequest:
 
 
 def passes(request: Request, groups: Groups, sizes: Sizes, keys: Shards) -> PlannedPasses:
-    """Run all stages for one rank.
+    """Run all stages for one rank; return its passes and the schedules.
 
     Args:
-        request: Same as in `RingRequest`.
-        groups: Same as in `RingRequest`.
-        sizes: Same as in `RingRequest`.
-        keys: Same as in `RingRequest`.
+        request: Checked arguments.
+        groups: Groups of the call.
+        sizes: Sizes of one rank of the ring.
+        keys: Key spans of each rank of the ring.
     """
     ring = RingRequest(request, groups, sizes, keys)
     return programs(ring, schedules(ring, demands(ring)))
@@ -123,9 +124,9 @@ class RecomputeDemand(NamedTuple):
 
     Attributes:
         queries: Rows to recompute, for each rank of the ring.
-        kept: int64 numbers of the kept rows in this rank's ring shard.
-        own_kept: int64 numbers of the kept rows in this rank's own shard, before ranks share heads.
-        visibility: Keys that the queries see.
+        kept: int64 indices of the kept rows in this rank's shard of the ring, after the all-to-all.
+        own_kept: int64 indices of the kept rows in this rank's own shard, before the all-to-all.
+        visibility: Visibility between these queries and all keys.
     """
 
     queries: tuple[ShardRows, ...]
@@ -138,13 +139,13 @@ class RowDemand(NamedTuple):
     """The queries and keys of the passes of one row chunk.
 
     Attributes:
-        rows: Row numbers in this rank's shard; None for all rows.
+        rows: int64 indices of the chunk's rows in this rank's shard; None for all rows.
         queries: Query spans on each rank of the ring.
-        members: Query spans of each rank of the ulysses group, before ranks share heads.
-        visible: Keys that the queries see.
-        host: `visible` for the forward that receives the keys for all row chunks into host memory.
+        members: Query spans of each rank of the ulysses group, before the all-to-all.
+        visible: Visibility between the queries of the chunk and all keys.
+        host: Visibility for the forward that receives the keys for all row chunks into host memory.
             None with one row chunk, and for algorithms that send more than keys in forward.
-        recompute: Rows that the store does not keep; None without a store.
+        recompute: Demand of the rows that the store does not keep; None without a store.
     """
 
     rows: np.ndarray | None
@@ -194,10 +195,10 @@ def _recompute_demand(
     kept: Sequence[Interval],
     dropped: Sequence[Interval],
 ) -> RecomputeDemand:
-    """Return the rows to recompute.
+    """Return the demand of the rows to recompute.
 
-    `own` are the query spans of this rank before ranks share heads. `kept` and `dropped` are
-    intervals of positions.
+    `queries` are the query spans on each rank of the ring. `own` are this rank's query spans before
+    the all-to-all. `kept` and `dropped` are intervals of positions.
     """
     missing = tuple(rows_in(spans, dropped) for spans in queries)
     ring_kept, own_kept = (
@@ -211,7 +212,7 @@ def _recompute_demand(
 
 
 class RowSchedules(NamedTuple):
-    """The schedules of one row chunk. None: the row chunk has no such pass."""
+    """The schedules of one row chunk; None for a pass that the row chunk does not have."""
 
     demand: RowDemand
     forward: Schedule
@@ -223,8 +224,9 @@ class RowSchedules(NamedTuple):
 def schedules(ring: RingRequest, demands: Sequence[RowDemand]) -> list[RowSchedules]:
     """Return the schedules of each row chunk.
 
-    All row chunks have the same side in backward. Side "auto" picks the side with fewer bytes over
-    all row chunks: "kv" sends keys once per row chunk, "query" sends each query once.
+    All row chunks have the same side in backward. Side "auto" selects the side with fewer bytes
+    over all row chunks. Side "kv" sends keys once per row chunk, and side "query" sends each query
+    once.
     """
     name, grid, sizes, options = ring.algorithm, ring.grid, ring.sizes, ring.request.options
     backward = cost.backward_schedules(
@@ -252,11 +254,11 @@ class RecomputePlan:
 
     Attributes:
         keep: Fraction of the outputs that the store keeps.
-        schedule: Schedule of all ranks.
+        schedule: Schedule of the recomputation, for all ranks.
         run: Pass of this rank.
         mask: Mask of the call.
         queries: Rows to recompute, for each rank of the ring.
-        seq_len: Positions of the sequence.
+        seq_len: Number of positions of the sequence.
     """
 
     keep: float
@@ -274,16 +276,16 @@ class RecomputePlan:
         ]
 
     def imbalance(self) -> float:
-        """Return the visible pairs of the busiest rank divided by the mean; 1.0 is balanced."""
+        """Return the recomputed pairs of the busiest rank divided by the mean; 1.0 is balanced."""
         return imbalance([self])
 
     def traffic(self, rank: int, sizes: Sizes) -> cost.Traffic:
-        """Return the bytes that a rank sends in the ring per recomputation."""
+        """Return the bytes that a rank sends in the ring for one recomputation."""
         return cost.traffic(without_tables(self.schedule), rank, sizes)
 
 
 def imbalance(recomputes: Sequence[RecomputePlan]) -> float:
-    """Return the visible pairs of the busiest rank divided by the mean, over all row chunks."""
+    """Return the recomputed pairs of the busiest rank divided by the mean, over all row chunks."""
     work = [
         sum(work_by_chunk)
         for work_by_chunk in zip(*(recompute.work() for recompute in recomputes), strict=True)
@@ -292,7 +294,7 @@ def imbalance(recomputes: Sequence[RecomputePlan]) -> float:
 
 
 def without_tables(schedule: Schedule) -> Schedule:
-    """Return a copy without cached tables, which are recomputed on demand, to keep plans small."""
+    """Return a copy without cached tables, to keep plans small; they are computed on demand."""
     return replace(schedule, visibility=replace(schedule.visibility))
 
 
@@ -344,7 +346,7 @@ def programs(ring: RingRequest, scheduled: Sequence[RowSchedules]) -> PlannedPas
 
 
 def _row_chunk(ring: RingRequest, scheduled: RowSchedules, title: str) -> RowChunk:
-    """Return the passes of a row chunk. `title` is the suffix of their names."""
+    """Return the passes of a row chunk; their names end with `title`."""
     (rows, queries, members, *_, demand), forward, backward, host, recompute = scheduled
     rank, kernel, mask = ring.groups.ring.rank, ring.request.kernel, ring.request.mask
     works = KernelWorkCache(kernel, mask, queries, ring.keys, ring.sizes)
@@ -372,7 +374,7 @@ def _row_chunk(ring: RingRequest, scheduled: RowSchedules, title: str) -> RowChu
 
 
 def _order(ring: RingRequest, members: Shards) -> torch.Tensor | None:
-    """Return the row order of the ulysses group, as in `RankPlan.order`."""
+    """Return `shared_order` of the ulysses group's shards on the device; None if trivial."""
     order = shared_order(members)
     return None if order is None else to_device(order, ring.request.tensors[0].device)
 
@@ -380,7 +382,7 @@ def _order(ring: RingRequest, members: Shards) -> torch.Tensor | None:
 def _recompute_pass(
     demand: RecomputeDemand, rank: int, run: RankPass, device: torch.device
 ) -> RecomputePass:
-    """Return the recomputation of this rank; all row numbers are copied to the device at once."""
+    """Return the recomputation of this rank; all row indices are copied to the device at once."""
     rows = demand.kept, demand.queries[rank].rows, demand.own_kept
     numbers = to_device(np.concatenate(rows), device).split(
         [len(numbers_of) for numbers_of in rows]

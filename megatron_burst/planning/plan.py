@@ -52,19 +52,19 @@ class Plan:
     """A plan for `mb.attention` on one rank, made by `mb.prepare`.
 
     Attributes:
-        groups: Groups of the plan.
+        groups: Groups of the calls.
         options: `AttentionOptions` in which every "auto" and default is resolved.
         layout: Layout of q, k and v.
         mask: Attention mask.
         signature: (shape, dtype, device) of q, k and v.
-        sizes: Sizes of this rank in its ring.
+        sizes: Sizes of this rank's tensors in its ring, after the all-to-all of ulysses groups.
         passes: Schedules (forward, backward) of every row chunk.
-        facts: Facts on which all ranks agreed.
+        facts: Values by name on which all ranks agreed.
         identity: Digest of the facts.
         digest: Digest of the tables of the schedules.
         rank_plan: Endpoints, kernel and passes of this rank.
-        recomputes: Recomputation of every row chunk; empty without a store.
-        choice: Choice of algorithm "auto" and the reason; None with another algorithm.
+        recomputes: Recomputation plan of every row chunk; empty without a store.
+        choice: Settings that algorithm "auto" chose, and the reason; None with another algorithm.
         host_forward: Schedule of the forward that receives the keys for all row chunks into host
             memory, or None.
     """
@@ -111,14 +111,15 @@ class Plan:
         """Check that the plan is valid for a call with these tensors.
 
         Args:
-            q: Same as in `mb.attention`.
-            k: Same as in `mb.attention`.
-            v: Same as in `mb.attention`.
-            sink: Same as in `mb.attention`.
-            max_logits: Same as in `mb.attention`.
+            q: Argument of `mb.attention`.
+            k: Argument of `mb.attention`.
+            v: Argument of `mb.attention`.
+            sink: Argument of `mb.attention`.
+            max_logits: Argument of `mb.attention`.
 
         Raises:
-            ValueError: The plan was made for other tensors, or its kernel refuses the call.
+            ValueError: The plan was made for other tensors, or its kernel does not support the
+                call.
         """
         if not all(isinstance(t, torch.Tensor) for t in (q, k, v)):
             check_shapes(q, k, v)
@@ -157,11 +158,11 @@ class Plan:
             )
 
     def store_entry(self, store: AttentionStore | None, label: object) -> StoredResults | None:
-        """Return the entry of a call in the store of a checkpoint; None if nothing is kept.
+        """Return the entry of a call in the store of a checkpoint; None if the store keeps nothing.
 
         Args:
             store: Store of the checkpoint around the call, or None.
-            label: Identifies the call, as in `mb.attention`.
+            label: Argument of `mb.attention`, which identifies the call.
 
         Raises:
             ValueError: The checkpoint keeps another fraction than the plan.
@@ -179,7 +180,7 @@ class Plan:
         return StoredResults(store, (self.call, label))
 
     def with_kernel(self, kernel: Kernel) -> Plan:
-        """Return a copy with another kernel for the same kernel plans, for measurements."""
+        """Return a copy that runs its kernel plans with another kernel, for measurements."""
         return replace(self, rank_plan=replace(self.rank_plan, kernel=kernel))
 
     def chunked(
@@ -194,18 +195,18 @@ class Plan:
         """Start a call whose queries are passed one row chunk at a time. A collective call.
 
         Args:
-            k: Keys of this rank, all rows, as in `mb.attention`.
-            v: Values of this rank, all rows, as in `mb.attention`.
-            sink: Same as in `mb.attention`.
-            label: Same as in `mb.attention`.
-            max_logits: Same as in `mb.attention`.
+            k: All keys of this rank, [s, b, k, d].
+            v: All values of this rank, [s, b, k, w].
+            sink: Argument of `mb.attention`.
+            label: Argument of `mb.attention`.
+            max_logits: Argument of `mb.attention`.
             host: A `mb.HostMemory`, on all ranks or on none. The first forward then receives the
                 keys for all row chunks, and later forwards fetch them from host memory. None: every
                 forward receives the keys that its row chunk sees.
 
         Returns:
-            The call. It sends the bytes that `traffic` returns. If ranks share heads, every call
-            object sends k and v once, so a separate object for backward sends them again.
+            The call. It sends the bytes that `traffic` returns. If ranks share heads, each call
+            object sends k and v once. So a second object, made for backward, sends them again.
 
         Raises:
             ValueError: A tensor has another shape, dtype or device, or the plan has a
@@ -267,7 +268,7 @@ class Plan:
 
     @property
     def recompute(self) -> RecomputePlan | None:
-        """Return the recomputation of the first row chunk; None without a store."""
+        """Return the recomputation plan of the first row chunk; None without a store."""
         return self.recomputes[0] if self.recomputes else None
 
     @property
@@ -290,7 +291,7 @@ class Plan:
         """Return the bytes that this rank sends per call, in forward and in backward.
 
         Args:
-            side: Side of backward, "kv" or "query". Default: the side of the plan.
+            side: Tensors that backward sends, "kv" or "query". Default: the side of the plan.
             host: True for a call of `chunked` with host memory.
 
         Raises:
@@ -317,7 +318,7 @@ class Plan:
 
     @property
     def channels(self) -> list[Channel]:
-        """Return the channels of the plan, in the order in which process groups are made."""
+        """Return the channels of the plan, in the order in which their process groups are made."""
         schedules = [*chain(*self.passes), *(schedule.schedule for schedule in self.recomputes)]
         if self.host_forward is not None:
             schedules.append(self.host_forward)
@@ -343,7 +344,7 @@ class Plan:
 
     @property
     def held_bytes(self) -> int:
-        """Return the peak bytes of chunks of other ranks, including their partial results."""
+        """Return the peak bytes of received chunks and of partial results for other ranks."""
         rank, sizes = self.groups.ring.rank, self.sizes
         summed = replace(sizes, wire_itemsize=sizes.stat_itemsize)
         return max(

@@ -52,9 +52,9 @@ def prepare(
 ) -> Plan:
     """Make a plan for `mb.attention`: check the arguments on all ranks and resolve every "auto".
 
-    A collective call: every rank of `groups` must call it. Ranks exchange 1.3 KB each on the host,
-    and twice that with algorithm "auto". The first plan for a ring makes its process groups. Make
-    one plan per micro-batch and use it for every layer with the same shapes.
+    This is a collective call: every rank of `groups` must call it. Each rank exchanges 1.3 KB on
+    the host, and twice as much with algorithm "auto". The first plan for a ring makes its process
+    groups. Make one plan per micro-batch and use it for every layer with the same shapes.
 
     Pass either q, k and v, or `shape` with `kv_heads`, `value_width`, `dtype` and `device`.
 
@@ -65,14 +65,14 @@ def prepare(
         v: Values of this rank, [s, b, k, w].
         groups: Ranks over which the sequence is split.
         shape: Shape of q on this rank, (s, b, h, d), if there are no tensors yet.
-        kv_heads: Key/value heads. Default: as many as query heads.
+        kv_heads: Number of key/value heads. Default: the number of query heads.
         value_width: Width of v. Default: d.
         dtype: dtype of the tensors. Default: torch's default dtype.
         device: Device of the tensors. Default: torch's default device.
         needs_grad: Three booleans, whether q, k and v need a gradient. A call may need fewer
             gradients. Default: `requires_grad` of the tensors; with `shape`, all True.
-        sink: Sink that the calls will pass. It is checked, not kept: pass it to each call.
-        max_logits: Buffer that the calls will pass. It is checked, not kept: pass it to each call.
+        sink: Sink that the calls will pass. It is only checked; pass it to each call.
+        max_logits: Buffer that the calls will pass. It is only checked; pass it to each call.
             Kernel "auto" then picks a kernel that returns the largest scores.
         rates: Link and compute rates for algorithm "auto". Default: measured once per `groups`.
         **options: Fields of `mb.options.AttentionOptions`.
@@ -105,7 +105,7 @@ def prepare(
 
 
 class RingOperation(Operation[Request, Plan]):
-    """Base of operations that run in an attention ring: softmax and sparse attention."""
+    """Base class of operations that run in a ring: softmax attention and sparse attention."""
 
     groups: Groups
 
@@ -142,14 +142,14 @@ class AttentionOperation(RingOperation):
     """A call of attention on one rank, with the arguments of `prepare`.
 
     Attributes:
-        groups: Same as in `prepare`.
-        tensors: q, k and v, or None for each.
-        shapes: Shapes that replace q, k and v, or None.
-        options: Same as in `prepare`.
-        needs_grad: Same as in `prepare`.
-        sink: Same as in `prepare`.
-        max_logits: Same as in `prepare`.
-        rates: Same as in `prepare`.
+        groups: Argument of `prepare`.
+        tensors: q, k and v; three times None if `shapes` is set.
+        shapes: Shapes that replace q, k and v; None if tensors are set.
+        options: Options of the call.
+        needs_grad: Argument of `prepare`.
+        sink: Argument of `prepare`.
+        max_logits: Argument of `prepare`.
+        rates: Argument of `prepare`.
     """
 
     groups: Groups

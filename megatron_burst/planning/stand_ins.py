@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors with a shape but without memory, for plans that are made before the tensors exist."""
+"""Stand-ins for tensors: views of one element, for plans that are made before tensors exist."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class TensorShapes:
 
     Attributes:
         shape: Shape of q, (s, b, h, d).
-        kv_heads: Key/value heads; None for h.
+        kv_heads: Number of key/value heads; None for h.
         value_width: Width of v; None for d.
-        dtype: dtype; None for torch's default.
+        dtype: Data type; None for torch's default.
         device: Device; None for torch's default.
     """
 
@@ -32,14 +32,14 @@ class TensorShapes:
 def of_shape(
     tensors: Sequence[Any], shapes: TensorShapes
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q, k and v with the given shapes, each a view of one element.
+    """Return q, k and v with these shapes, each a view of one element.
 
     Args:
         tensors: q, k and v of the caller; all must be None.
         shapes: The shapes.
 
     Raises:
-        ValueError: A tensor is not None, or a shape is missing or wrong.
+        ValueError: A tensor is not None, or a shape is missing or invalid.
     """
     shape, kv_heads, value_width = shapes.shape, shapes.kv_heads, shapes.value_width
     if any(tensor is not None for tensor in tensors):
@@ -73,6 +73,6 @@ def rows_like(x: torch.Tensor, *sizes: int, dtype: torch.dtype | None = None) ->
     Args:
         x: Tensor [s, b, ...].
         *sizes: Sizes of the other dimensions.
-        dtype: Default: dtype of x.
+        dtype: Data type. Default: the dtype of x.
     """
     return x.new_empty((), dtype=dtype).expand(*x.shape[:2], *sizes)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of one rank's arguments, and their defaults, before ranks communicate.
+"""Checks of one rank's arguments, and their default values, before ranks communicate.
 
-This module refuses unsupported arguments with a message that suggests an alternative. It reads only
-shapes, dtypes and devices. It must not communicate, so that every rank reaches the comparison of
+Unsupported arguments raise ValueError with a message that suggests an alternative. Checks read only
+shapes, dtypes and devices. They must not communicate, so that every rank reaches the comparison of
 arguments.
 
 Shape letters: s local rows, b batch, h query heads, k key/value heads, d width, w value width.
@@ -52,16 +52,17 @@ class Request:
 
     Attributes:
         tensors: q, k and v.
-        options: Options with a `Layout`, a mask and numbers instead of names and defaults. "auto"
-            is resolved later.
+        options: Options in which names and defaults are replaced by a `Layout`, a mask and numbers.
+            "auto" is resolved later.
         layout: Layout.
         mask: Mask.
         kernel: Local attention kernel.
         scoring: Scale and softcap.
         wire_dtype: dtype in which gradients are sent.
-        needs_grad: Whether q, k and v need a gradient.
+        needs_grad: Three booleans: whether q, k and v need a gradient.
         facts: Values by name that must be equal on all ranks.
-        choice: Choice of algorithm "auto" and the reason, or None.
+        choice: Settings that algorithm "auto" chose, and the reason; None before that or with
+            another algorithm.
     """
 
     tensors: QKV
@@ -77,7 +78,7 @@ class Request:
 
     @property
     def sizes(self) -> Sizes:
-        """Return the sizes of this rank before heads are shared."""
+        """Return the sizes of this rank's tensors, before the all-to-all of ulysses groups."""
         q, k, v = self.tensors
         return Sizes(
             tokens=q.shape[0], batch=q.shape[1], heads=q.shape[2], kv_heads=k.shape[2],
@@ -96,16 +97,16 @@ def check(
     max_logits: torch.Tensor | None = None,
     rates: Rates | None = None,
 ) -> Request:
-    """Check the arguments of one rank.
+    """Check the arguments of an attention call on one rank.
 
     Args:
         tensors: q, k and v.
-        groups: Same as in `mb.prepare`.
-        options: Same as in `mb.prepare`.
-        needs_grad: Same as in `mb.prepare`.
-        sink: Same as in `mb.prepare`.
-        max_logits: Same as in `mb.prepare`.
-        rates: Same as in `mb.prepare`.
+        groups: Argument of `mb.prepare`.
+        options: Options of the call.
+        needs_grad: Argument of `mb.prepare`.
+        sink: Argument of `mb.prepare`.
+        max_logits: Argument of `mb.prepare`.
+        rates: Argument of `mb.prepare`.
 
     Returns:
         The request of this rank.
@@ -168,7 +169,7 @@ def check(
 
 
 def _wire_dtype(options: AttentionOptions, q: torch.Tensor) -> torch.dtype:
-    """Return the requested wire dtype; for "auto" the default, which `automatic` may replace."""
+    """Return the dtype of sent gradients. For "auto", `automatic` may replace it later."""
     requested: object = options.grad_wire_dtype
     if requested == "auto" and options.algorithm != "auto":
         raise ValueError(
@@ -186,7 +187,7 @@ def _wire_dtype(options: AttentionOptions, q: torch.Tensor) -> torch.dtype:
 
 
 def _needs_grad(needs_grad: object, tensors: QKV) -> NeedsGrad:
-    """Return whether q, k and v need a gradient; None means their `requires_grad`."""
+    """Return three booleans: whether q, k and v need a gradient; for None, `requires_grad`."""
     if needs_grad is None:
         q, k, v = (t.requires_grad for t in tensors)
         return q, k, v
@@ -321,7 +322,7 @@ def _layout(layout: str | Layout, groups: Groups, rows: int) -> Layout:
 
 
 def signature(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Signature:
-    """Return (shape, dtype, device) of q, k and v. A plan is valid for one signature."""
+    """Return (shape, dtype, device) of q, of k and of v. A plan is valid for one signature."""
     return tuple(map(_described, (q, k, v)))
 
 
@@ -372,7 +373,7 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def check_sink(sink: torch.Tensor, q: torch.Tensor) -> None:
-    """Check that `sink` has a logit for each head of q.
+    """Check that `sink` has one logit per head of q.
 
     Raises:
         ValueError: `sink` has another shape or device, or is not a floating tensor.
@@ -388,7 +389,7 @@ def check_sink(sink: torch.Tensor, q: torch.Tensor) -> None:
 
 
 def check_max_logits(max_logits: torch.Tensor, q: torch.Tensor) -> None:
-    """Check that `max_logits` has an element for each head of q.
+    """Check that `max_logits` has one element per head of q.
 
     Raises:
         ValueError: Shape, dtype, device or strides are wrong, or `max_logits` requires a gradient.
