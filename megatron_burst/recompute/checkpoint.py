@@ -147,7 +147,7 @@ class AttentionStore:
     """Outputs of the attention calls of one checkpointed call, kept for the recomputation.
 
     Attributes:
-        fraction: Fraction of the rows that is stored. If None, the plan of each call decides.
+        fraction: Fraction of the rows that is stored. None means the fraction of each call's plan.
         offload: How the stored tensors are moved to host memory; None if they stay on the device.
         entries: One entry per attention call, in the order of the calls.
         filled: True if the first run of the function has completed.
@@ -315,8 +315,8 @@ def checkpoint(
         *args: Arguments of `fn`.
         keep: Fraction of the positions whose attention outputs (out and log-sum-exp) are kept from
             forward to backward, the most expensive rows first. A kept row needs 2 w + 4 bytes per
-            head in bf16, for values of width w. With a causal mask 1.0 recomputes no attention, 0.5
-            a quarter of it and 0.0 all of it.
+            head in bf16, for values of width w. With a causal mask, backward recomputes no
+            attention for 1.0, a quarter of it for 0.5 and all of it for 0.0.
         offload: Fraction of the rows (dim 0) of the saved tensors that is moved to `host` until
             backward. Saved tensors are the attention outputs and the arguments that require a
             gradient, except parameters and tensors that `HostMemory.move` leaves on the device.

@@ -7,8 +7,8 @@ from files in /proc and /sys; without these files, the installed memory is the l
 The fraction follows the rule of MEMO (arXiv 2407.12117, section 4): offload as many bytes as can be
 copied during the forward of a layer and fit into host memory. The other rows are recomputed, which
 costs at most another forward per layer. Waiting for copies would cost more per byte than
-recomputation. `auto` of the flags, the memory report and the benchmark use this rule. The module
-does not import torch.
+recomputation. Flags with the value `auto`, the memory report and the benchmark use this rule. The
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class OffloadFraction(NamedTuple):
 
     Attributes:
         fraction: Fraction from 0 to 1.
-        bound: Limiting resource: the "link", the memory of the "host", or "none" at 1.
+        bound: "link" or "host": the resource that limits the fraction. "none" if the fraction is 1.
         link: Fraction that the link alone allows, at most 1.
         host: Fraction that the memory of the host alone allows, at most 1.
     """

@@ -51,8 +51,8 @@ def linear_kl(
     """Return the KL divergence of student and teacher in nats for each row of hidden states.
 
     The result is [...] in float32 (float64 for float64 tensors). Gradients reach hidden and weight;
-    the teacher gets none. The result cannot be differentiated twice. Student and teacher may have
-    different dtypes and widths, each one of float64, float32 and bfloat16.
+    the teacher gets no gradients. The result cannot be differentiated twice. Student and teacher
+    may have different dtypes and widths, each one of float64, float32 and bfloat16.
 
     Args:
         hidden: Hidden states of the student [..., d].

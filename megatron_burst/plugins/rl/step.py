@@ -81,10 +81,10 @@ def logprobs(
 
     All ranks must call it. With `loss`, Megatron's schedule differentiates the sum of the loss over
     all micro-batches and data-parallel ranks. Gradients are accumulated in Megatron's gradient
-    buffers, so zero these before (`zero_grad_buffer`, `optimizer.zero_grad`). The auxiliary loss of
-    a router has the same weight as in Megatron's own steps. Megatron divides the auxiliary loss by
-    micro-batches, or by rows with `calculate_per_token_loss`. In these row counts, a shared token
-    is one row, and rows of padding are included.
+    buffers, so set them to zero before the call (`zero_grad_buffer`, `optimizer.zero_grad`). The
+    auxiliary loss of a router has the same weight as in Megatron's own steps. Megatron divides the
+    auxiliary loss by micro-batches, or by rows with `calculate_per_token_loss`. In these row
+    counts, a shared token is one row, and rows of padding are included.
 
     Args:
         model: GPTModel or HybridModel of Megatron, or the list of its chunks, after

@@ -117,11 +117,11 @@ class HostMemory:
                 the outermost dimension. A tensor stays on the device if it is not plain memory of
                 this device (see the module `saved`), is 0-dimensional or is empty.
             fraction: Fraction of the rows, from 0 to 1.
-            shared: Reuse an existing copy of the same memory if autograd counts no change since.
-                Do not use it for buffers that communication or kernels write, because autograd does
-                not count such changes.
-            framed: Add the copy to the current frame. Use False for a tensor that the caller
-                fetches before backward.
+            shared: True to reuse an existing copy of the same memory if autograd has counted no
+                change since that copy. Use False for buffers that communication or kernels write,
+                because autograd does not count such changes.
+            framed: True to add the copy to the current frame. Use False for a tensor that the
+                caller fetches before backward.
 
         Returns:
             A handle; `get()` returns the tensor.
@@ -167,7 +167,7 @@ class HostMemory:
             keep: Function that returns true for a tensor that must stay on the device.
 
         Raises:
-            ValueError: The fraction is not within 0 and 1.
+            ValueError: The fraction is not from 0 to 1.
         """
         check_fraction("fraction", fraction)
 

@@ -103,7 +103,7 @@ def _call(
 
 
 def keys_line(plan: Plan, offload: float | Auto) -> str:
-    """Return the log line on the memory that keeps keys of other ranks between row chunks."""
+    """Return the log line about the memory that keeps keys of other ranks between row chunks."""
     if plan.host_refusal is None and plan.groups.topology.ring_size > 1:
         condition = ' unless "auto" selects 0' if offload == "auto" else ""
         location = f"in host memory between row chunks{condition}"

@@ -9,8 +9,8 @@ In a layer with experts, only the matrix product of the router is row-wise. Its 
 all tokens of a micro-batch (auxiliary losses, z-loss, capacity, expert bias). So the layer runs in
 three steps. First, norm and router logits run in tiles. Then all logits, which are small, are
 routed together. Last, norm, dispatch, experts, combine and residual run in tiles, each with its
-rows of the routing result. Both norms are recomputed, and no tensor of the width of the hidden
-states is kept.
+rows of the routing result. The norm runs in the first and in the last step, so that no tensor of
+the width of the hidden states is kept between steps.
 
 The final norm belongs to no layer. The backward of torch's RMSNorm, if it is not fused, allocates
 up to 15 tensors of the size of its input. If the norm runs in tiles, only its input, its output and

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Offloading of one training run: its `HostMemory`, the fraction, and the calls that use them.
 
-The first step moves tensors as long as they fit, and never raises `OutOfHostMemory`. At its end all
-ranks decide together, from the measured bytes and times, whether the moved tensors fit in host
-memory.
+The first step moves tensors as long as they fit, and never raises `OutOfHostMemory`. At its end,
+all ranks check together whether the moved tensors fit in host memory. With `auto`, they select the
+fraction from the measured bytes and times.
 
 Until backward, Megatron's schedule holds the input that a pipeline stage received. The first layer
 saves this input, so the input is copied to the host like the input of every layer. Its device

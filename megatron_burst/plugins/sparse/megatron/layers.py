@@ -425,7 +425,7 @@ class RuleCoreAttention(BurstCoreAttention):
         packed_seq_params: Any = None,
         **unknown: Any,
     ) -> torch.Tensor:
-        """Select keys and compute attention over them.
+        """Select keys and compute attention over them; tensors of a packed batch have no dim b.
 
         Args:
             query: Queries [s, b, h, d].
