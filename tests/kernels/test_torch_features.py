@@ -59,7 +59,7 @@ def test_the_version_decides_nothing(call, version, monkeypatch):
 def test_both_doors_refuse_a_torch_without_wide_products(call, monkeypatch):
     without(monkeypatch, torch_features.PACKAGE)
     monkeypatch.setattr(torch, "__version__", "2.7.1+cu128")
-    words = "megatron-burst needs torch 2.8 or newer, got 2.7.1+cu128, in which no product"
+    words = "megatron-burst needs torch 2.8 or newer, got 2.7.1+cu128, in which products"
     with pytest.raises(ValueError, match=f"^{re.escape(words)}"):
         call()
 
