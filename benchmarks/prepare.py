@@ -45,24 +45,37 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--grids", type=int, nargs="+", default=[8, 64, 256])
     parser.add_argument("--per-node", type=int, default=8, help="ranks of a node, local part")
     parser.add_argument("--local-tokens", type=int, default=16384)
-    parser.add_argument("--layouts", nargs="+", default=["zigzag", "striped"])
+    parser.add_argument("--layouts", nargs="+", default=["zigzag", PADDED, "striped", "balanced"])
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--profile", action="store_true", help="print a profile of every case")
     args = parser.parse_args()
     if args.quick:
         args.processes, args.grids, args.per_node = [2], [8], 4
-        args.local_tokens, args.repeats, args.layouts = 256, 3, ["zigzag"]
+        args.local_tokens, args.repeats, args.layouts = 256, 3, ["zigzag", PADDED]
     return args
 
 
-def masks(seq_len: int) -> dict[str, Mask]:
-    """Return 100 documents of lengths without a common divisor, and simple masks."""
-    cuts = np.random.default_rng(0).choice(np.arange(1, seq_len), 99, replace=False)
-    documents = mb.masks.Documents([0, *np.sort(cuts).tolist(), seq_len])
+PADDED = "padded"  # zigzag within each document, whose length is a multiple of 2 x ranks
+
+
+def cases(seq_len: int, ranks: int, layout: str) -> dict[str, tuple[Mask, mb.layout.Layout | str]]:
+    """Return masks with their layouts: 100 documents, and simple masks.
+
+    Document lengths have no common divisor, except with Megatron's padding. Layouts that depend on
+    documents have no simple masks.
+    """
+    multiple = 2 * ranks if layout == PADDED else 1
+    cuts = np.random.default_rng(0).choice(np.arange(1, seq_len // multiple), 99, replace=False)
+    bounds = [0, *(np.sort(cuts) * multiple).tolist(), seq_len]
+    documents = mb.masks.Documents(bounds) & mb.masks.Causal()
+    if layout in (PADDED, "balanced"):
+        name = "zigzag" if layout == PADDED else layout
+        cut = mb.layout.make(name, cp_size=ranks, cu_seqlens=bounds)
+        return {"100 documents, causal": (documents, cut)}
     return {
-        "causal": mb.masks.Causal(),
-        "window 4K": mb.masks.Window(4095, 0),
-        "100 documents, causal": documents & mb.masks.Causal(),
+        "causal": (mb.masks.Causal(), layout),
+        "window 4K": (mb.masks.Window(4095, 0), layout),
+        "100 documents, causal": (documents, layout),
     }
 
 
@@ -72,7 +85,11 @@ def tensors(local_tokens: int) -> list[torch.Tensor]:
 
 
 def planned(
-    mask: Mask, groups: mb.Groups, layout: str, local_tokens: int, again: bool = False
+    mask: Mask,
+    groups: mb.Groups,
+    layout: mb.layout.Layout | str,
+    local_tokens: int,
+    again: bool = False,
 ) -> Callable[[], object]:
     """Make a plan; `again` as in later micro-batches with the same mask."""
     q, k, v = tensors(local_tokens)
@@ -126,9 +143,9 @@ def exchanged(local_tokens: int, repeats: int) -> dict[str, list[float]]:
     runs: dict[str, Callable[[], object]] = {
         "one all-gather of headers": lambda: groups.gather(header)
     }
-    for name, mask in masks(groups.size * local_tokens).items():
-        runs[f"prepare, {name}"] = planned(mask, groups, "zigzag", local_tokens)
-        runs[f"prepare, {name}, again"] = planned(mask, groups, "zigzag", local_tokens, again=True)
+    for name, (mask, layout) in cases(groups.size * local_tokens, groups.size, "zigzag").items():
+        runs[f"prepare, {name}"] = planned(mask, groups, layout, local_tokens)
+        runs[f"prepare, {name}, again"] = planned(mask, groups, layout, local_tokens, again=True)
     times = {}
     for name, run in runs.items():
         dist.barrier()
@@ -152,34 +169,35 @@ def alone(size: int, per_node: int) -> mb.Groups:
 
 def local(args: argparse.Namespace) -> tuple[str, dict[str, Callable[[], object]]]:
     """Return the table, and the cases to profile."""
-    rows, cases = [], {}
+    rows, profiled = [], {}
     sizes = [size for size in args.grids if size % args.per_node == 0]
-    with progress("local part", 3 * len(sizes) * len(args.layouts)) as step:
+    masks = sum(1 if name in (PADDED, "balanced") else 3 for name in args.layouts)
+    with progress("local part", masks * len(sizes)) as step:
         for size in sizes:
             groups = alone(size, args.per_node)
             for layout in args.layouts:
-                for name, mask in masks(size * args.local_tokens).items():
+                for name, (mask, cut) in cases(size * args.local_tokens, size, layout).items():
                     step(f"{size} ranks, {layout}, {name}")
-                    run = planned(mask, groups, layout, args.local_tokens)
+                    run = planned(mask, groups, cut, args.local_tokens)
                     start = time.thread_time()
                     run()
                     slow = time.thread_time() - start > 1
                     times = seconds(run, 1 if slow else args.repeats, time.thread_time)
-                    later = planned(mask, groups, layout, args.local_tokens, again=True)
+                    later = planned(mask, groups, cut, args.local_tokens, again=True)
                     later()
                     known = seconds(later, 1 if slow else args.repeats, time.thread_time)
                     rows.append([str(size), layout, name, str(len(times)), milliseconds(times),
                                  milliseconds(known)])  # fmt: skip
-                    cases[f"{size} ranks, {layout}, {name}"] = run
+                    profiled[f"{size} ranks, {layout}, {name}"] = run
     table = markdown(["ranks", "layout", "mask", "calls", "ms", "ms, again"], rows)
     return (
         f"**Local part**, rank 0 of a grid with {args.per_node} ranks per node:\n\n{table}",
-        cases,
+        profiled,
     )
 
 
-def profile(args: argparse.Namespace, cases: dict[str, Callable[[], object]]) -> None:
-    for name, run in cases.items():
+def profile(args: argparse.Namespace, profiled: dict[str, Callable[[], object]]) -> None:
+    for name, run in profiled.items():
         profiler = cProfile.Profile()
         profiler.runcall(run)
         print(f"\n== {name}")
