@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registry of plugins: what each plugin adds, and how the rest of the package finds it.
+"""Registry of plugins: declarations of what each plugin adds, and functions that load it.
 
 A plugin is a folder of `plugins/` whose module `entry` defines `PLUGIN`, a `Plugin`. The registry
-reads the folders, so deleting a folder removes its plugin. The rest of the package never imports a
-plugin directly, only through this registry. An entry imports only this module. It names functions
-as `MODULE:NAME`, relative to the folder of the plugin, and `load` imports them on demand.
+reads the folders, so deleting a folder removes its plugin. The rest of the package imports plugins
+only through this registry. An entry imports only this module. The entry names functions as
+`MODULE:NAME`, relative to the folder of the plugin, and `load` imports them on demand.
 
 `Plugin` lists what a plugin can add, and `HOOKS` lists the functions that it can provide.
 """

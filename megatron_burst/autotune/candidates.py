@@ -246,7 +246,7 @@ class PassWork:
         pair_seconds: [G, G], seconds to compute attention of the queries of rank i to the keys of
             rank j.
         call_seconds: Smallest number of seconds of a kernel call.
-        adding: Time of the memory traffic that is not part of `pair_seconds`.
+        adding: Times to add up results, which are not part of `pair_seconds`.
         head_exchange: Time of the all-to-alls in ulysses groups.
     """
 
@@ -608,7 +608,7 @@ def sharing(
 
 
 def adding(sizes: Sizes, rate: float) -> tuple[AccumulationTimes, AccumulationTimes]:
-    """Return the memory time per row of adding up results of dense attention: forward, backward.
+    """Return the times to add up results of dense attention, in forward and in backward.
 
     A call reads its results in the dtype of q, and reads and writes the sums to which they are
     added. Keys of several chunks are copied to one buffer. Gradients of such keys are zeroed, and

@@ -69,7 +69,7 @@ IDLE = PassTime(0.0, 0.0, 0.0, 0.0)
 
 
 class AccumulationTimes(NamedTuple):
-    """Seconds per row of the memory traffic that adds up results, for all heads.
+    """Seconds per row to add up results of kernel calls in memory, for all heads.
 
     Attributes:
         queries: Seconds to add a row of outputs or of query gradients.
@@ -196,7 +196,7 @@ def pass_time(
         wires: Properties of the links between ranks.
         least: Smallest number of seconds of a kernel call. Pairs that the schedule joins are one
             call.
-        adding: Time of the memory traffic that adds up results.
+        adding: Times to add up results of kernel calls in memory.
     """
     prepared = (
         schedule if isinstance(schedule, PreparedSchedule) else PreparedSchedule(schedule, wires)
@@ -257,7 +257,7 @@ def pass_at_least(
 
 
 class _HeadChunkCosts(NamedTuple):
-    """Costs of one head chunk.
+    """Costs of one head chunk, one array entry per pair or transfer.
 
     Attributes:
         of_pair: Seconds of each pair.

@@ -400,7 +400,7 @@ class Groups:
 
     @property
     def carriers(self) -> Mapping[tuple[Channel, str], dist.ProcessGroup]:
-        """Return a mapping from (channel, device type) to process group."""
+        """Return the process groups of this rank, by (channel, device type)."""
         return self._communicators.groups if self.devices and self.size > 1 else {}
 
     def expect(self, message: int) -> None:
@@ -471,7 +471,7 @@ class Groups:
         self._place(end)
 
     def _place(self, end: Callable[[list[int]], Endpoint]) -> None:
-        """Make this rank's endpoints. `end` returns an endpoint for a list of members."""
+        """Make this rank's endpoints; `end` makes an endpoint for a list of ranks of the grid."""
         topology, me = self.topology, self.rank
         sharing = topology.ulysses_group(me)
         self.ring, self.ulysses = end(topology.ring(me)), end(sharing)

@@ -47,8 +47,8 @@ class Envelope(NamedTuple):
     """Identity of a message, equal at sender and receiver; all int64.
 
     Attributes:
-        call: Call of the message.
-        content: Digest of the pass and the chunk.
+        call: Tag of the call to which the message belongs.
+        content: Digest of the names of the pass and the chunk.
     """
 
     call: CallTag

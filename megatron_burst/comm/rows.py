@@ -42,7 +42,7 @@ class DeviceRoute(NamedTuple):
 
 
 def route_on_device(route: Route | DeviceRoute, device: torch.device) -> DeviceRoute:
-    """Return the route with row numbers on the device."""
+    """Return the route with its row indices copied to the device."""
 
     def move(all_numbers: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         return tuple(

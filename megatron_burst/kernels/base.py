@@ -20,14 +20,14 @@ from ..masks import Mask
 
 
 class Rows(NamedTuple):
-    """A query chunk in backward.
+    """The tensors of a query chunk in backward.
 
     Attributes:
         q: [s, b, h, d].
         dout: [s, b, h, w].
         lse: [s, b, h] in the accumulation dtype: log-sum-exp over the whole sequence.
         delta: [s, b, h] in the accumulation dtype: rowsum(dout * out).
-        out: [s, b, h, w]; None for a received query chunk, because the output is not sent.
+        out: [s, b, h, w]; None for a received query chunk, because outputs are not sent.
     """
 
     q: torch.Tensor
@@ -67,7 +67,7 @@ class Kernel(Protocol):
         ...
 
     def work_for(self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -> Any:
-        """Plan `forward` and `backward` for a pair of shards. Called once per plan.
+        """Plan `forward` and `backward` for a pair of shards, once per plan.
 
         The caller passes the result to `forward` and `backward` as `work`. The result is None if no
         query sees a key.

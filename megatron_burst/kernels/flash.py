@@ -41,7 +41,7 @@ MLA = (192, 128)  # widths of keys and values
 
 
 class Flash:
-    """A FlashAttention package as an `operators.Operator`."""
+    """Operator for CUDA: attention of an installed FlashAttention package."""
 
     device = "cuda"
     dtypes = (torch.bfloat16, torch.float16)
@@ -87,7 +87,7 @@ class Flash:
         return dq, dk, dv
 
     def _arguments(self, q, k, v, visibility: TileVisibility, scale: float) -> dict[str, Any]:
-        """Return the common arguments of forward and backward, by our names; tensors are views."""
+        """Return the common arguments of forward and backward by name; tensors are views."""
         q, k, v = (rows_first(x, visibility.lengths) for x in (q, k, v))
         arguments = {"q": q, "k": k, "v": v, "softmax_scale": scale, "causal": visibility.causal}
         unlimited = self.package.unlimited

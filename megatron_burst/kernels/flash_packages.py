@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The installed FlashAttention packages: the functions that are called, and their arguments.
 
-This module defines which arguments are constant, and maps our argument names to the parameter names
-of the installed release. It does not import torch.
+This module defines which arguments are constant, and maps this project's argument names to the
+parameter names of the installed release. It does not import torch.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class FlashPackage(Package):
 
     @property
     def backward_names(self) -> tuple[str, ...]:
-        """Return our names of the arguments of the backward function."""
+        """Return this project's names of the arguments of the backward function."""
         return (*BACKWARD, "dlse") if self.takes_delta else BACKWARD
 
 
@@ -130,7 +130,7 @@ def load(name: str) -> FlashFunctions:
 def fitted(
     package: FlashPackage, place: str, forward: Callable, backward: Callable
 ) -> FlashFunctions:
-    """Check the parameters of both functions, and return them with a map from our argument names.
+    """Check the parameters of both functions, and return them with maps of argument names.
 
     Raises:
         ValueError: A function lacks a parameter, or requires an unknown one; see `fit`.
@@ -149,15 +149,16 @@ def fitted(
 def fit(
     place: str, function: Callable, flash_function: FlashFunction, names: Sequence[str]
 ) -> FittedFunction:
-    """Check the parameters of a function, and return it with a map from our argument names.
+    """Check the parameters of a function, and return it with a map of argument names.
 
-    The map includes the names in `WINDOW` and `LENGTHS` if the function has these parameters.
+    The map has the function's name of each argument, by this project's name. It includes the names
+    in `WINDOW` and `LENGTHS` if the function has these parameters.
 
     Args:
         place: Name of the function's module, for messages.
         function: The function.
         flash_function: Name, constant arguments and unused parameters of the function.
-        names: Our names of the arguments that are always passed.
+        names: This project's names of the arguments that are always passed.
 
     Raises:
         ValueError: The function lacks a parameter, or requires an unknown one.

@@ -129,7 +129,7 @@ class Operator(Protocol):
 
 
 class CpuFlash:
-    """torch's flash attention for CPUs."""
+    """Operator for CPUs: torch's flash attention."""
 
     device = "cpu"
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

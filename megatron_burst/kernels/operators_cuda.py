@@ -19,7 +19,7 @@ CUDNN_FIRST = (9, 0), (10, 0), (10, 3)  # compute capabilities on which torch pr
 
 
 class CudaFlash:
-    """FlashAttention 2 in torch."""
+    """Operator for CUDA: FlashAttention 2, as part of torch."""
 
     device = "cuda"
     dtypes = (torch.bfloat16, torch.float16)
@@ -54,7 +54,7 @@ class CudaFlash:
 
 
 class CudaCudnn:
-    """cuDNN's attention in torch."""
+    """Operator for CUDA: cuDNN's attention, as part of torch."""
 
     device = "cuda"
     dtypes = (torch.bfloat16, torch.float16)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 
 class NotInstalled(ValueError):
-    """The package is not installed."""
+    """Error: an optional package is not installed."""
 
 
 @dataclass(frozen=True)
@@ -121,12 +121,12 @@ class Signature:
 
 
 class FittedFunction(NamedTuple):
-    """A function of a package that is called with our names of its arguments.
+    """A function of a package that is called with this project's argument names.
 
     Attributes:
         function: The function.
-        names: Name of the function's parameter by our name of the argument.
-        constants: Value of each constant argument by name of the parameter.
+        names: The function's name of each argument, by this project's name.
+        constants: Value of each constant argument, by the function's name.
     """
 
     function: Callable
@@ -134,13 +134,13 @@ class FittedFunction(NamedTuple):
     constants: Mapping[str, Any]
 
     def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keyword arguments of the function from `values`, which are by our names."""
+        """Return the keyword arguments of the function for `values`, by this project's names."""
         return {name: values[our_name] for our_name, name in self.names.items()} | dict(
             self.constants
         )
 
     def __call__(self, values: Mapping[str, Any], **overrides: Any) -> Any:
-        """Call the function with `values` by our names; `overrides` replace constant arguments."""
+        """Call the function with `arguments(values)`; `overrides` replace constant arguments."""
         return self.function(**self.arguments(values) | overrides)
 
 

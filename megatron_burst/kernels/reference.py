@@ -40,7 +40,7 @@ class ReferenceWork:
 
 
 class ReferenceKernel:
-    """Dense attention kernel, selected by "reference"."""
+    """The dense attention kernel that is selected by "reference"."""
 
     name = "reference"
     softcaps = True
@@ -123,7 +123,7 @@ def _without_unseen(x: torch.Tensor, work: ReferenceWork) -> torch.Tensor:
 def _scores(
     q: torch.Tensor, k: torch.Tensor, work: ReferenceWork, scoring: Scoring
 ) -> torch.Tensor:
-    """Return scores [b, k, g, s, t], -inf for hidden pairs."""
+    """Return the scores of all pairs [b, k, g, s, t], with -inf for hidden pairs."""
     scores = torch.einsum(
         "sbkgd,tbkd->bkgst", _to_accumulation(q).unflatten(2, (k.shape[2], -1)), _to_accumulation(k)
     )

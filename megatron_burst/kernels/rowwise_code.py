@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def _rows(count, batch, heads, R: tl.constexpr):
-    """Return position, batch entry and head of this program's rows, and a mask of existing rows."""
+    """Return position, batch entry and head of this program's rows, and bools: the row exists."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     return row // heads // batch, row // heads % batch, row % heads, row < count
 

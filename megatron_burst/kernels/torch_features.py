@@ -77,7 +77,7 @@ def _shares_heads() -> bool:
 def adds_wide(device: torch.device) -> bool:
     """Return True if this device can add a product of bfloat16 matrices to a float32 matrix.
 
-    The operator is called with small matrices as a test.
+    The test calls the operator with small matrices.
     """
     total = torch.zeros(16, 16, device=device)
     factor = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)

@@ -202,7 +202,7 @@ class _Pool:
         goal = need - self.pairs
 
         def excess(dense: int) -> int:
-            """Return pairs minus `need`, if `dense` of the tokens are from the dense end."""
+            """Return visible pairs minus `need`, if `dense` tokens are from the dense end."""
             # Pairs of the two runs: all unassigned pairs minus the pairs between the runs.
             return self._before(self.low + room - dense) - self._before(self.high - dense) - goal
 

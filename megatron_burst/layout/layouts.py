@@ -64,7 +64,7 @@ class Spans(NamedTuple):
 
     @classmethod
     def of(cls, spans: Sequence[Span]) -> Spans:
-        """Return spans as arrays [n]."""
+        """Return `spans` as arrays [n]."""
         # `np.array` treats each span as a list, which takes four times longer.
         numbers = np.fromiter(chain.from_iterable(spans), np.int64, 3 * len(spans))
         return cls(*numbers.reshape(-1, 3).T)

@@ -297,7 +297,7 @@ class Dense(_Table):
 
 
 def shards_visible(mask: Mask, q_shards: Shards, k_shards: Shards) -> np.ndarray:
-    """Return a bool [query ranks, key ranks], true if queries may see keys of the other shard.
+    """Return a bool [query ranks, key ranks], true if some query may see some key.
 
     If an entry is false, no pair is visible. If it is true, `Mask.cover` is not EMPTY, but all
     pairs may still be hidden.

@@ -58,12 +58,12 @@ def two_by_two(pairs: list[tuple[ShardSlice, ShardSlice]]) -> tuple[Spans, Spans
 
 
 class SeenPairs(NamedTuple):
-    """Pairs of spans that see something, in the order of query spans, then of key spans.
+    """Pairs of spans with visible pairs, as arrays sorted by query span, then by key span.
 
     Attributes:
         query: Index of the query span.
         key: Index of the key span.
-        cover: `FULL` or `PARTIAL`.
+        cover: Cover of the two spans, `FULL` or `PARTIAL`.
     """
 
     query: np.ndarray
@@ -75,15 +75,15 @@ _FEW_PAIRS = 64  # pairs that are compared at once faster than they are searched
 
 
 def seen_pairs(mask: Mask, q: Spans, k: Spans) -> SeenPairs:
-    """Return the pairs of query spans and key spans that see something.
+    """Return the pairs (query span, key span) whose cover is not EMPTY.
 
     A shard of packed documents has hundreds of spans, and each sees only spans of its document. If
-    the query spans are sorted, only pairs are compared that `Mask.viewers` does not exclude.
+    the query spans are sorted, pairs that `Mask.viewers` excludes are not compared.
 
     Args:
         mask: The mask.
-        q: Query spans, arrays of one dimension.
-        k: Key spans, arrays of one dimension.
+        q: Query spans, arrays [n].
+        k: Key spans, arrays [m].
     """
     count = len(q.start) * len(k.start)
     ordered = (q.start[1:] >= q.start[:-1]).all() and (q.last[1:] >= q.last[:-1]).all()
@@ -191,7 +191,7 @@ class Tile(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Number of rows and of columns."""
+        """Number of rows, and number of columns."""
         return _length(self.rows), _length(self.columns)
 
     @property
@@ -263,14 +263,14 @@ class Cutter:
         return tuple(tiles if self.band_rows is not None else _joined_triangles(tiles))
 
     def _cut_all(self, mask: Mask, q: list[ShardSlice], k: list[ShardSlice]) -> Iterator[Tile]:
-        """Return the tiles of every pair of slices that sees something."""
+        """Yield the tiles of every visible combination of a query slice and a key slice."""
         q_spans, k_spans = (Spans.of([part.span for part in parts]) for parts in (q, k))
         return self._cut_pairs(mask, q, k, seen_pairs(mask, q_spans, k_spans))
 
     def _cut_pairs(
         self, mask: Mask, q: list[ShardSlice], k: list[ShardSlice], seen: SeenPairs
     ) -> Iterator[Tile]:
-        """Return the tiles of the pairs of slices that see something."""
+        """Yield the tiles of the pairs of slices in `seen`, whose indices refer to q and k."""
         indices = zip(seen.query.tolist(), seen.key.tolist(), strict=True)
         pairs = [(q[i], k[j]) for i, j in indices]
         return chain.from_iterable(self._tiles_of_pairs(mask, pairs, seen.cover))
@@ -406,14 +406,15 @@ def _window(q: ShardSlice, k: ShardSlice, band: Band) -> Iterator[Tile]:
 
 
 def _full_tiles(q_lengths: np.ndarray, k_lengths: np.ndarray, pairs: SeenPairs) -> tuple[Tile, ...]:
-    """Return the tiles of pairs of whole spans that are all fully visible, joined as in `_joined`.
+    """Return the tiles of pairs of spans that are all fully visible, joined as in `_joined`.
 
-    Most pairs of ranks of a pack are like this, so there is no loop over pairs of spans.
+    With packed documents, most pairs of ranks have only such spans. So the computation has no loop
+    over pairs of spans.
 
     Args:
-        q_lengths: Rows of each query span.
-        k_lengths: Rows of each key span.
-        pairs: Pairs of spans, all `FULL`.
+        q_lengths: Number of rows of each query span.
+        k_lengths: Number of rows of each key span.
+        pairs: Pairs of spans, all with cover `FULL`.
     """
     if not len(pairs.query):
         return ()
@@ -432,7 +433,10 @@ def _full_tiles(q_lengths: np.ndarray, k_lengths: np.ndarray, pairs: SeenPairs) 
 
 
 def _runs(continues: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first and last index of each run; `continues` [n - 1] is true inside runs."""
+    """Divide n entries into runs; return the first index and the last index of each run.
+
+    `continues` is bool [n - 1], true if entry i + 1 is in the same run as entry i.
+    """
     cuts = np.flatnonzero(~continues)
     return np.append(0, cuts + 1), np.append(cuts, len(continues))
 

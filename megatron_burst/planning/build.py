@@ -268,7 +268,7 @@ class RowMaps:
         return (slice(first, first + len(at)) if consecutive else at), len(at)
 
     def _row_numbers(self, chunk: Chunk) -> np.ndarray:
-        """Return the row numbers of a chunk in the shard of its owner, in buffer order."""
+        """Return the indices of a chunk's rows in the shard of its owner, in buffer order."""
         ranges = self._tables.bundles(chunk.family).ranges(chunk.owner, chunk.rows)
         first, stop = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
         count = stop - first

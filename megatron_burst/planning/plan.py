@@ -258,7 +258,7 @@ class Plan:
 
     @property
     def needs_grad(self) -> NeedsGrad:
-        """Return whether backward computes the gradients of q, k and v."""
+        """Return three booleans: whether backward computes the gradients of q, k and v."""
         return self.rank_plan.needs_grad
 
     @property
@@ -273,7 +273,7 @@ class Plan:
 
     @property
     def row_chunks(self) -> tuple[np.ndarray, ...]:
-        """Return the row numbers of every row chunk: int64, ascending, equal on all ranks.
+        """Return the row indices of every row chunk: int64, ascending, equal on all ranks.
 
         Every row of q (dimension 0) is in exactly one row chunk.
         """

@@ -37,7 +37,7 @@ class Traffic:
 
     @property
     def total(self) -> int:
-        """Bytes over both link classes."""
+        """Total bytes of both link classes."""
         return self.intra + self.inter
 
     def __add__(self, addend: Traffic) -> Traffic:
@@ -187,8 +187,8 @@ def backward_schedules(
 def _fewest_bytes(schedule: Schedule) -> int:
     """Return a lower bound on the bytes of any route; 0 if the algorithm sends both sides.
 
-    In every route, a rank receives each row that it uses at least once, and sends the row's partial
-    gradient at least once.
+    In every route, each row that a rank uses is received at least once, and its partial gradient is
+    sent at least once.
     """
     bundles = schedule.travelling
     row_bytes = sum(getattr(schedule.row_bytes, family) for family in schedule.sent_families)

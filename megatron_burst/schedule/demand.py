@@ -148,7 +148,7 @@ class Demand:
 
     @property
     def sent_families(self) -> tuple[str, ...]:
-        """Families that are sent: copies of one side, and their gradients if they are needed."""
+        """Families that are sent: the copies of `side`, and their gradients if these are needed."""
         return (self.side, "d" + self.side) if self.gradients else (self.side,)
 
     def pairs(

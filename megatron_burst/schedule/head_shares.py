@@ -97,7 +97,7 @@ def shared_order(shards: Sequence[Sequence[Span]]) -> np.ndarray | None:
 
 
 def _joined_stripes(spans: Sequence[Span]) -> list[Span] | None:
-    """Join stripes that together are one regular span; return None if the spans are not such."""
+    """Join stripes that together are one regular span; return None if they are not."""
     if len(spans) < 2:
         return None
     starts, (_, stride, length) = sorted(span.start for span in spans), spans[0]

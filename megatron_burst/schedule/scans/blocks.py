@@ -34,7 +34,10 @@ class StateBlocks(NamedTuple):
         return heads, rows, columns
 
     def slices(self, block: int) -> tuple[slice, slice, slice]:
-        """Return the slices of heads, rows and columns of block number `block`."""
+        """Return the slices of heads, rows and columns of block number `block`.
+
+        Consecutive blocks differ first in rows, then in columns, then in heads.
+        """
         heads, remainder = divmod(block, self.shares[1] * self.shares[2])
         columns, rows = divmod(remainder, self.shares[1])
         parts = zip((heads, rows, columns), self.shape, strict=True)

@@ -112,7 +112,7 @@ def blocks_for(
 
 
 class _Trials:
-    """Predictions of the times of scan algorithms for given chains, topology, sizes and links."""
+    """Predictions of scan times for given chains, topology, sizes and links."""
 
     def __init__(self, chains: Chains, topology: Topology, sizes: ScanSizes, links: Links):
         if topology.size != chains.ranks:

@@ -45,12 +45,12 @@ class ScanSizes(NamedTuple):
 
     @property
     def transition(self) -> int:
-        """Bytes of a transition."""
+        """Bytes of a transition, the factor A by which a piece multiplies a state."""
         return self._transition(self.heads, self.rows)
 
     @property
     def map(self) -> int:
-        """Bytes of a map."""
+        """Bytes of a map: a transition and a summand with the size of a state."""
         return self.state + self.transition
 
     def _transition(self, heads: int, rows: int) -> int:
