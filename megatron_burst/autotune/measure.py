@@ -235,7 +235,7 @@ def link_speeds(
 
     Returns:
         A pair: the latency in seconds of the slowest rank, and a list with the bytes per second of
-            every rank. If no rank has peers, the latency is 0.0 and all rates are math.inf.
+        every rank. If no rank has peers, the latency is 0.0 and all rates are math.inf.
     """
 
     def of_ranks(size: int, times: int) -> list[float]:

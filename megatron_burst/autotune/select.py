@@ -290,7 +290,7 @@ def row_cost(sizes: Sizes, rates: Rates) -> tuple[float, float] | None:
 
     Returns:
         Two numbers of pairs: for a row from the same node, and for a row from another node. None if
-            `rates` have no `compute`.
+        `rates` have no `compute`.
     """
     if rates.compute is None:
         return None

@@ -171,7 +171,7 @@ def tile_parts(
 
     Returns:
         A tuple: the runs of fully visible tiles, the visible parts of other tiles, and the numbers
-            of the tiles for which the mask must be evaluated position by position.
+        of the tiles for which the mask must be evaluated position by position.
     """
     i, j = (
         counted(near_pieces.begin, near_pieces.met),

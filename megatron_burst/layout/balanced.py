@@ -160,7 +160,7 @@ def mix(
     """Divide shares among `bins` bins with equal tokens and nearly equal visible pairs.
 
     Args:
-        shares: Shares; their total number of tokens is a multiple of `bins`.
+        shares: Shares of documents; their total number of tokens is a multiple of `bins`.
         bins: Number of bins (nodes or ranks).
         costs: Visible pairs of documents.
         slack: Largest relative error of a bin's pairs that is accepted to keep a document whole.
@@ -488,7 +488,7 @@ class Balanced(Layout):
         return (False, uneven) if busy < limit else (True, even)
 
     def _evenly(self) -> list[tuple[list[DocumentShare], ...]]:
-        """Return assignments with equal work; each cuts documents into more parts than before."""
+        """Return assignments with equal work; each one cuts documents into more parts."""
         windowed = any(left is not None for left, _ in self.windows)
         limit, tried = EVEN * sum(self._costs.whole), []
         for parts in PARTS if windowed else PARTS[:1]:
@@ -542,8 +542,7 @@ class Balanced(Layout):
     def _rows(self, shares: Iterable[DocumentShare]) -> int:
         """Return how many rows of the same documents these shares see but do not contain.
 
-        The numbers for all `windows` are added, and the numbers for several shares of one document
-        too.
+        The result is a sum over `windows` and over shares, so rows may be counted several times.
         """
         rows, lengths, padding = 0, self._costs.lengths, self._costs.padding
         for document, first, stop in shares:

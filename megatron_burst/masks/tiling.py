@@ -158,8 +158,8 @@ def _cut_before(part: ShardSlice, cuts: np.ndarray) -> list[ShardSlice]:
 def _residues(part: ShardSlice, modulus: int) -> list[ShardSlice]:
     """Split a slice into residue classes.
 
-    The stride of each class is a multiple of `modulus`. So of two classes, either all pairs are
-    visible in a dilated mask, or none.
+    The stride of each class is a multiple of `modulus`. So in a dilated mask, all pairs of a query
+    class and a key class are visible, or none.
     """
     every = modulus // np.gcd(part.span.stride, modulus).item()
     length = part.span.length

@@ -157,7 +157,7 @@ class RowDemand(NamedTuple):
 
 
 def demands(ring: RingRequest) -> list[RowDemand]:
-    """Return the queries and keys of each row chunk."""
+    """Return one `RowDemand` (the queries and keys of its passes) per row chunk."""
     groups, mask, layout = ring.groups, ring.request.mask, ring.request.layout
     options, length = ring.request.options, ring.seq_len
     ranks = groups.topology.ulysses_group(groups.rank)

@@ -12,13 +12,13 @@ and one gradient of the row crosses back.
 A rank computes with its own chunk, then with the chunks of its node, then with the chunks of the
 other nodes in rotation. So at any step all ranks receive from different ranks. If gradients are
 sent, half of the chunks of the rank's node come last. While the rank computes with these last
-chunks, the gradients of all other chunks cross. The ranks of a node turn to the next node together,
-so a gateway holds relayed rows no longer than one turn.
+chunks, the gradients of all other chunks cross. All ranks of a node begin with the chunks of the
+next node at the same step, so a gateway holds relayed rows no longer than one turn.
 
 Copies land at the step that uses them. A hop is posted at most WITHIN steps earlier within a node,
 and as many steps earlier between nodes as a node has ranks (at least 2). During that time a rank
 holds the chunks that it uses. A gateway also holds the chunks that it relays in this turn, and in
-the turn that begins when these hops end. Gradients leave at the boundary after their step.
+the turn that begins when these hops end. Gradients are posted at the boundary after their step.
 
 If ranks use few rows of a chunk, as with packed documents, hops of copies and of gradients may take
 more steps, within the memory that whole chunks would need. Ranks are then unequally busy at a step,

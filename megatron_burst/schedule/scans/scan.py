@@ -17,7 +17,7 @@ from .hops import ALL_BLOCKS, STATE, Hops, Task, runs_of, table
 
 
 def scan(task: Task) -> Hops:
-    """Return the hops of `ring`, each in `task.blocks` blocks, one round after another."""
+    """Return the hops of `ring`, each divided into `task.blocks` blocks, one per round."""
     runs = runs_of(task.chains)
     to = np.flatnonzero(runs.nth)[:, None]
     block = np.arange(task.blocks)
