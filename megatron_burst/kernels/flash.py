@@ -5,14 +5,15 @@ This module converts tensors to arguments of these packages. It defines which wi
 packages support, and how many multiprocessors their kernels leave free for NCCL. `flash_packages`
 has the parameters of each release.
 
-No kernel of these packages was run for this project: there was no GPU. Tests compare the arguments
-with the signatures of the releases (`tests/kernels/flash_signatures.json`). Kernels of version
-4.0.0b36 were also compiled for sm_90 and sm_100 (`tests/kernels/flash4_compiles.py`). The following
-facts come from the sources of the packages. Tensors are [b, s, h, d], contiguous in d and with any
-other strides. lse is [b, h, s], float32, natural logarithm. Gradients are written into the given
-dq, dk, dv. Version 3 needs the output or its stand-in in backward. Version 4 subtracts dlse from
-rowsum(dout * out): with out = 0 and dlse = -delta it uses delta, so no stand-in is needed. Windows
-are aligned to the last row and column, as in `operators`.
+No kernel of these packages was run for this project, because there was no GPU. Tests compare our
+arguments with the function signatures of the releases (`tests/kernels/flash_signatures.json`).
+Kernels of version 4.0.0b36 were also compiled for sm_90 and sm_100
+(`tests/kernels/flash4_compiles.py`). The following facts come from the sources of the packages.
+Tensors are [b, s, h, d]; d must be contiguous, and the other dimensions may have any strides. lse
+is [b, h, s], float32, natural logarithm. Gradients are written into the given dq, dk, dv. Version 3
+needs the output or its stand-in in backward. Version 4 subtracts dlse from rowsum(dout * out): with
+out = 0 and dlse = -delta it uses delta, so no stand-in is needed. Windows are aligned to the last
+row and column, as in `operators`.
 
 Both versions accept many concatenated sequences in one call: tensors [s, h, d], lse [h, s], and the
 bounds of the sequences. For rows without columns, version 3 writes out 0 and lse -inf. Version 4

@@ -113,8 +113,8 @@ class CudaCudnn:
 def prefers_cudnn(device: torch.device) -> bool:
     """Return True if torch prefers its cuDNN operator to FlashAttention 2 on this device.
 
-    The rule is copied from torch: Hopper or Blackwell, and cuDNN newer than 9.15.0. That version
-    fixed sequence lengths that are not a multiple of 128.
+    The rule is copied from torch: Hopper or Blackwell, and cuDNN newer than 9.15.0. Older versions
+    have an error for sequence lengths that are not a multiple of 128.
     """
     capability = torch.cuda.get_device_capability(device)
     version = torch.backends.cudnn.version() or 0

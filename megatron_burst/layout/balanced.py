@@ -229,7 +229,7 @@ class _Pool:
         )
 
     def _whole(self, room: int, dense: int, excess: Callable[[int], int], tolerance: int) -> int:
-        """Return `dense`, or a close number with which no document is cut at one end.
+        """Return `dense`, or a close number with which a run ends between two documents.
 
         Args:
             room: Number of tokens of both runs.

@@ -174,7 +174,7 @@ def backward(
     Args:
         algorithm: A name in `algorithms.ALGORITHMS`.
         grid: Grid of the ranks.
-        side: Family that is sent: "kv" or "query".
+        side: Tensors that are sent: "kv" or "query".
         visibility: Pairs of rows that attend; default: all.
         row_bytes: Bytes of a row of each family.
         route: Same as in `Schedule`.

@@ -77,10 +77,13 @@ class FlatRing:
         self.users = windows[np.arange(len(first)), first]
 
     def entries(self, selected: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return parallel arrays, one entry per (owner, step) with selected bundles.
+        """Return one entry per (owner, step) with selected bundles, as four parallel arrays.
 
         Args:
             selected: bool [bundle, step].
+
+        Returns:
+            Rank that has the bundles at this step; step; owner; bit set of the selected bundles.
         """
         index, rows = self.bundles.sets(selected)
         owner, step = np.divmod(index.astype(np.int32), self.size)
