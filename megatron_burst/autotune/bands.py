@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forecast bands by GPU: the range of published times, as multiples of their forecasts.
 
-A band covers the published steps and attention calls of one GPU generation. It excludes at most 10
-% of the ratios of published time to forecast. If all ratios are above 1, the band begins at 1 and
+A band covers the published steps and attention calls of one GPU generation. It excludes at most one
+tenth of the ratios (published time / forecast). If all ratios are above 1, the band begins at 1 and
 excludes the largest ratios. Otherwise it excludes equally many of the largest and of the smallest
 ratios. The ends of a band are rounded outwards to a hundredth.
 

@@ -24,7 +24,10 @@ class Waitable(Protocol):
 
 @dataclass
 class WaitClock:
-    """Total time that one rank waits for transfers. Set it as `clock` of endpoints."""
+    """Total time that one rank waits for transfers.
+
+    Set it as `clock` of endpoints, and call `take` regularly to read it.
+    """
 
     _seconds: float = 0.0
     _open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=deque)

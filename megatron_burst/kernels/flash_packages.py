@@ -51,7 +51,7 @@ class FlashPackage(Package):
         forward: Forward function.
         backward: Backward function.
         unlimited: Value that means "no limit" for the left or right size of a window.
-        takes_delta: As in `operators.Operator`.
+        takes_delta: True if the backward function gets delta (as `dlse`) in place of the output.
     """
 
     modules: tuple[str, ...]

@@ -45,7 +45,10 @@ class Shape(NamedTuple):
 
 
 def shapes(grid: Grid) -> list[Shape]:
-    """Return all shapes of a grid."""
+    """Return all shapes of a grid.
+
+    A shape with one query chunk or one key chunk sends the same bytes as a ring.
+    """
     return [
         Shape(grid.inter // across, across, grid.intra // within, within)
         for across in divisors(grid.inter)
