@@ -3,23 +3,25 @@
 
 Memory is the total capacity that torch reports, which is less than the number in the name. Rates
 are dense peaks. Rates of links are for one direction; a datasheet's NVLink rate is for both. Host
-links have the rate of pinned copies, not of the bus. The table excludes GPUs with a direct link to
-each other GPU of the node instead of a switch, because one rate does not describe a ring on them.
+links have the rate of pinned copies, not of the bus. The table excludes GPUs whose node has a
+direct link between every two GPUs instead of a switch, because one rate does not describe a ring on
+these GPUs.
 
 `attention` and `linear` are fractions of the peak. `attention` is for long calls with head width
 128 in bf16. Published values are up to 230 of 312 TFLOP/s on A100 (FlashAttention-2, 0.73), 648 of
 989 on H100 (FlashAttention-3, 0.66), 693 to 702 on H200 (cuDNN 9, NVIDIA's values, 0.7) and up to
-1613 of 2250 on B200 (FlashAttention-4, abstract, 0.71). The table has no higher values. `linear` is
-90 % of the rate that a search over shapes reached for matrix products (Bekman, Machine Learning
-Engineering, "maximum achievable matmul FLOPS": A100 0.87, H100 0.80, B200 0.78). Backward of
-attention runs at 0.86 of the rate of forward (FlashAttention-2 on A100: up to 0.63 against 0.73 of
-the peak; FlashAttention-3: 561 against 648 TFLOP/s).
+1613 of 2250 on B200 (FlashAttention-4, abstract, 0.71). No value of `attention` in the table
+exceeds the published fraction of its GPU. `linear` is 90 % of the rate that a search over shapes
+reached for matrix products (Bekman, Machine Learning Engineering, "maximum achievable matmul
+FLOPS": A100 0.87, H100 0.80, B200 0.78). Backward of attention runs at 0.86 of the rate of forward
+(FlashAttention-2 on A100: up to 0.63 against 0.73 of the peak; FlashAttention-3: 561 against 648
+TFLOP/s).
 
 KERNELS has the fraction `attention` of each kernel. In forward on H100, FlashAttention-2 reaches
 370 TFLOP/s, cuDNN 595 TFLOP/s and FlashAttention-3 648 TFLOP/s. On B200 FlashAttention-4 is up to
 1.3 times as fast as cuDNN 9.13 (FlashAttention-4, abstract). DOCUMENTS has the rates of kernels on
-H100, forward and backward, over causal documents packed to 32K tokens. The first two are measured
-(docs/performance.md); FlashAttention 3 is from MagiAttention's blog.
+H100, forward and backward, over causal documents packed to 32K tokens. The rates of "aten" and
+"aten_cudnn" are measured (docs/performance.md). The rate of "flash3" is from MagiAttention's blog.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ class HostTime:
     The defaults fit the table of docs/performance.md, "Host time" (median error 7 %, largest 30 %).
     `layer` is the time of a Megatron-Core layer with local modules and without its core attention,
     at 8 rows. The value is corrected by a ratio: the table's time of the plain ring loop divided by
-    its time on the day of the measurement. `plan` is the time of layout and plan on 8 ranks with
-    100 documents in layout balanced, rounded down (11 ms; 18, 19 and 48 ms on 16, 64 and 256
-    ranks). No value was measured on a host with a GPU.
+    its time on the day of the measurement. The default of `plan` is the time to make a layout
+    `balanced` and a plan for 100 documents on 8 ranks, 11 ms, rounded down. On 16, 64 and 256
+    ranks, the measured times are 18, 19 and 48 ms. No value was measured on a host with a GPU.
 
     Attributes:
         call: Seconds of one attention call of forward, including the addition of its result. A call

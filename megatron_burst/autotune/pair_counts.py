@@ -41,7 +41,7 @@ def pairs_seen(mask: Mask, shards: Sequence[Sequence[Span]]) -> np.ndarray:
 
 
 def pairs_attended(mask: Mask, shards: Sequence[Sequence[Span]], most: int) -> np.ndarray:
-    """Return `pairs_seen` if each query attends to at most `most` of its visible keys.
+    """Return the counts of `pairs_seen` with at most `most` selected keys per query.
 
     The selected keys are assumed to be evenly distributed over the visible keys. All queries of a
     span are assumed to see equally many keys.

@@ -159,8 +159,8 @@ def join(group: dist.ProcessGroup, device: torch.device) -> None:
     """Create the communicator of a group by a small all-reduce on `device`.
 
     NCCL creates a communicator in the first call on a group, in which all members must take part.
-    In a schedule, some ranks send nothing at some boundaries. So the communicator and NCCL's
-    buffers must exist before the first message.
+    Some ranks of a schedule send nothing between some steps, so a message cannot serve as this
+    first call. Therefore this all-reduce creates the communicator and NCCL's buffers.
     """
     dist.all_reduce(torch.zeros(1, device=device), group=group)
 

@@ -70,7 +70,8 @@ def exchange_rows(
         tensors: Tensors of this rank, [s, ...] each, of any dtypes.
         route: Route of this rank. A `DeviceRoute` avoids a copy to the device per call.
         groups: Groups of the ranks.
-        identity: Digest of the facts on which the ranks agreed, for the call tag.
+        identity: Hash of the arguments on which all ranks agreed, such as `LinearPlan.identity`.
+            Messages on the CPU contain it, so that a receiver detects a message of another plan.
         label: Same as in `mb.attention`.
 
     Returns:
@@ -100,7 +101,7 @@ def over_grid(
         sent: Tensors to send, by rank.
         expected: Shapes and dtypes to receive, by rank.
         device: Device of the tensors.
-        call: Tag of the call, for envelopes.
+        call: Tag of the call; messages on the CPU contain it.
         label: Name of this exchange in the call, equal on all ranks.
     """
     link, me = groups.topology.link, groups.rank

@@ -42,9 +42,9 @@ def forward(
 
     Args:
         rank_plan: Plan of this rank.
-        call: Tag of the call, for envelopes.
+        call: Tag of the call; messages on the CPU contain it.
         shard: Contiguous q [s, b, h, d], k [s, b, k, d], v [s, b, k, w].
-        sink: [h] or None.
+        sink: Sink logits [h], which are added to the softmax of every row; or None.
         stored: out and lse of the kept rows from the first forward, if this is a recomputation;
             otherwise None.
         max_logits: [h] or None. Updated in place to the largest score of each head that this rank's
@@ -95,14 +95,15 @@ def backward(
 
     Args:
         rank_plan: Plan of this rank.
-        call: Tag of the call, for envelopes.
+        call: Tag of the call; messages on the CPU contain it.
         dout: Gradient of the output, [s, b, h, w].
         saved: Tensors that `forward` returned for backward.
-        sink: [h] or None.
+        sink: Sink logits [h] of the forward, or None.
 
     Returns:
-        dq, dk, dv and dsink [h]; None for a gradient that is not needed. dtypes are the
-        accumulation dtype, or the wire dtype if ranks share heads and no head is copied.
+        dq, dk, dv and dsink [h]; None for a gradient that is not needed. Gradients have the
+        accumulation dtype. With ulysses, dq has the wire dtype instead, and so do dk and dv if no
+        key head is copied to several ranks.
     """
     run, shared = rank_plan.chunks[0].backward, len(rank_plan.ulysses_links) > 1
     if len(rank_plan.chunks) > 1:
@@ -188,7 +189,7 @@ class RankCall:
         operation: Public name of the called function, for errors.
         groups: Groups of the plan.
         rank_plan: Plan of this rank.
-        tag: Tag of the call, for envelopes.
+        tag: Tag of the call; messages on the CPU contain it.
         store_entry: Entry in the store of the enclosing checkpoint, or None.
         recompute_plan: Plan of the recomputation; None means `rank_plan`. It differs if the kernel
             depends on the query rows and the recomputed rows need another kernel.

@@ -85,10 +85,14 @@ class HostKeys:
         self._stashes: list[HostChunks] = []
 
     def provide(self, rings: Sequence[Ring]) -> None:
-        """Replace the chunk tables of a forward's rings, one ring per head chunk.
+        """Connect the rings of one row chunk's forward to host memory.
 
-        Rings of the first forward copy received keys to host memory. Rings of later forwards fetch
-        the keys from host memory and do not communicate.
+        In the first call, the rings get chunk tables that copy received keys to host memory. In the
+        calls for later row chunks, the rings get chunk tables that fetch keys from host memory, and
+        the rings do not communicate.
+
+        Args:
+            rings: Rings of the forward, one per head chunk.
         """
         first = not self._stashes
         if first:

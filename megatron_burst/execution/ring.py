@@ -87,7 +87,7 @@ class Ring:
     Args:
         rank_plan: Plan of this rank.
         run: The pass.
-        tag: Tag of the call, for envelopes.
+        tag: Tag of the call; messages on the CPU contain it.
         heads: The head chunk.
         compute: Object whose method `pair` computes a pair: `Forward`, `Backward`, or an object of
             the plugin `sparse`.
@@ -372,7 +372,7 @@ def forward_rings(
     Args:
         rank_plan: Plan of this rank.
         run: The forward pass.
-        tag: Tag of the call, for envelopes.
+        tag: Tag of the call; messages on the CPU contain it.
         q: [s, b, h, d].
         keys: k [s, b, k, d] and v [s, b, k, w].
         max_logits: [h] or None.
@@ -457,7 +457,7 @@ def backward_rings(
     Args:
         rank_plan: Plan of this rank.
         run: The backward pass.
-        tag: Tag of the call, for envelopes.
+        tag: Tag of the call; messages on the CPU contain it.
         rows: The local query chunk.
         keys: k [s, b, k, d] and v [s, b, k, w].
     """

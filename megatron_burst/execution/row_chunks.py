@@ -36,10 +36,10 @@ class RowChunkState:
 
     Args:
         rank_plan: Plan of this rank.
-        call: Tag of the call, for envelopes.
+        call: Tag of the call; messages on the CPU contain it.
         keys: Contiguous k [s, b, k, d] and v [s, b, k, w]; with `exchanged`, the attribute `keys`
             of another call with the same tensors.
-        sink: [h] or None.
+        sink: Sink logits [h], or None.
         max_logits: [h], updated in place to the largest score of each head, or None.
         exchanged: True if ranks already exchanged the heads of `keys`.
         host: Host memory that keeps keys of other ranks between the forwards of row chunks. None:

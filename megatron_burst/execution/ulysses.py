@@ -40,7 +40,7 @@ def heads_to_rows(
 
     Args:
         rank_plan: Plan of this rank.
-        call: Tag of the call, for envelopes.
+        call: Tag of the call; messages on the CPU contain it.
         name: Name of the pass, the same on every rank, for envelopes and errors.
         tensors: Tensors of this rank, [s, b, n, d] each.
         order: Order of the rows, as in `RankPlan.order`.
@@ -73,7 +73,7 @@ def rows_to_heads(
 
     Args:
         rank_plan: Plan of this rank.
-        call: Tag of the call, for envelopes.
+        call: Tag of the call; messages on the CPU contain it.
         name: Name of the pass, the same on every rank.
         tensors: Tensors [p s, b, share of n, d]. For None, the result is None.
         heads: n of each tensor.

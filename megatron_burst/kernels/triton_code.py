@@ -3,13 +3,13 @@
 
 Every kernel processes a `tile_grid.Worklist`. Fully visible tiles need no mask; partly visible
 tiles have a bit table. Fully and partly visible tiles have separate launches, because one loop over
-both lists would spill registers. Launches accumulate: forward loads normalized out and lse, updates
-them and stores them; backward adds to existing sums. In backward, lse and delta cover the whole
-sequence, so sides "query" and "kv" use the same kernels.
+both kinds of tiles would spill registers. Launches accumulate: forward loads normalized out and
+lse, updates them and stores them; backward adds to existing sums. In backward, lse and delta cover
+the whole sequence, so sides "query" and "kv" use the same kernels.
 
-The module is imported only when a Triton kernel is made. Arguments describe masks as worklists, and
-block sizes as constants. Tensors are [b, heads, rows, width], passed as descriptors. A descriptor's
-block is some rows of one head; elements beyond the end read as zero.
+The module is imported only when a Triton kernel is made. Masks are passed as worklists, and block
+sizes as compile-time constants. Tensors are [b, heads, rows, width], passed as descriptors. A
+descriptor's block is some rows of one head; elements beyond the end read as zero.
 """
 
 from __future__ import annotations

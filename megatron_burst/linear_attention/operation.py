@@ -52,10 +52,10 @@ def linear_attention(
     S_{t-1})^T k_t)^T (the delta rule). Here D_t = exp(decay_t). The output is out_t = scale * S_t^T
     q_t.
 
-    States and their gradients are sent and summed in float32 (float64 for float64). The loss is the
-    sum of the ranks' losses. The rank with the first row of a document has the complete gradient of
-    its initial_state, and the other ranks have zero. The result cannot be differentiated twice.
-    Either all ranks run backward, or none does.
+    States and their gradients are sent and summed in float32 (float64 for float64). Gradients are
+    those of the sum of all ranks' losses. The rank with the first row of a document has the
+    complete gradient of its initial_state, and the other ranks have zero. The result cannot be
+    differentiated twice. Either all ranks run backward, or none does.
 
     Args:
         q: Queries of this rank's shard [s, b, g, d].
@@ -83,8 +83,8 @@ def linear_attention(
             Rows of padding are separate documents.
         rates: Rates for algorithm "auto", as for `mb.state_scan`.
         plan: Plan of `mb.prepare_linear`, which replaces the other keywords and groups. Without a
-            plan the call is also a collective of the hosts. With a plan, initial_state and
-            return_final_state must be the same on all ranks.
+            plan, each call makes a plan, for which all ranks exchange messages between their CPUs.
+            With a plan, initial_state and return_final_state must be the same on all ranks.
         label: Same as in `mb.attention`.
 
     Returns:

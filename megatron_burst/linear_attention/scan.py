@@ -378,12 +378,15 @@ class ScanJob:
 
 
 class ScanTensors(NamedTuple):
-    """Tensors of one rank.
+    """Input tensors of a scan on one rank, for its p pieces and the D documents.
+
+    A piece changes a state S to decay S + increment.
 
     Attributes:
-        decay: None, or [p, b, h], [p, b, h, d] or [p, b, h, d, d].
-        increment: [p, b, h, d, w].
-        initial: [D, b, h, d, w], or None.
+        decay: Factors of the state [p, b, h] or of its rows [p, b, h, d], matrices [p, b, h, d, d],
+            or None for no decay.
+        increment: Increments of the pieces [p, b, h, d, w].
+        initial: States before the documents [D, b, h, d, w], or None for zero.
     """
 
     decay: torch.Tensor | None

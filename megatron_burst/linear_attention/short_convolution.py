@@ -66,9 +66,10 @@ def short_convolution(
         cu_seqlens: Cumulative lengths of the documents, or None for one document.
         tree: Prefix tree instead of cu_seqlens. A row follows the previous rows on its path.
         plan: Plan of `mb.prepare_linear` for the same rows, which replaces the keywords above.
-            Without a plan the call is also a collective of the hosts, which compares x, width,
-            activation and the presence of a bias. With a plan, these must be the same on all ranks,
-            otherwise ranks are out of step.
+            Without a plan, each call makes a plan, for which all ranks exchange messages between
+            their CPUs. The ranks then compare shape and dtype of x, width, activation and the
+            presence of a bias. With a plan, these must be the same on all ranks; otherwise ranks
+            are out of step.
         label: Same as in `mb.attention`.
 
     Returns:

@@ -59,9 +59,9 @@ def state_scan(
     Each piece maps a state S to decay S + increment. A piece is the rows of one rank with
     consecutive positions of one document (see `mb.layout.chains`).
 
-    The loss is the sum of the ranks' losses. The rank with the first piece of a document has the
-    complete gradient of its initial_state, and the other ranks have zero. The result cannot be
-    differentiated twice. Either all ranks run backward, or none does.
+    Gradients are those of the sum of all ranks' losses. The rank with the first piece of a document
+    has the complete gradient of its initial_state, and the other ranks have zero. The result cannot
+    be differentiated twice. Either all ranks run backward, or none does.
 
     Args:
         decay: Decays of this rank's pieces in the order of its rows: factors of the state [p, b,
@@ -81,9 +81,9 @@ def state_scan(
             2507.01004), "two_level", "ring" (LASP, arXiv 2404.02882), or "auto" (default), the
             algorithm with the shortest predicted time at `rates`.
         rates: `mb.Rates` for "auto"; None means nominal rates.
-        plan: Plan of `mb.prepare_linear`, which replaces the keywords above. Without a plan the
-            call is also a collective of the hosts. With a plan, initial_state and
-            return_final_state must be the same on all ranks.
+        plan: Plan of `mb.prepare_linear`, which replaces the keywords above. Without a plan, each
+            call makes a plan, for which all ranks exchange messages between their CPUs. With a
+            plan, initial_state and return_final_state must be the same on all ranks.
         label: Same as in `mb.attention`.
 
     Returns:

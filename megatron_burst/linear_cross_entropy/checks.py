@@ -204,7 +204,8 @@ Checked = TypeVar("Checked", bound=Any)
 class HeadOperation(Operation[Checked, Checked]):
     """Base class of operations of the LM head, such as `LossOperation`.
 
-    The checked arguments are also the plan, because shapes and options determine the collectives.
+    There is no separate plan. Shapes and options determine the collectives, so the checked
+    arguments serve as the plan.
     """
 
     split: Split

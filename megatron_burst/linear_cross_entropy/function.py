@@ -25,7 +25,10 @@ Gradients = tuple[torch.Tensor | None, torch.Tensor | None]  # of hidden and of 
 
 
 class Sink(Protocol):
-    """Destination of the weight gradient instead of autograd, such as Megatron's `main_grad`."""
+    """Buffer to which the weight gradient is added, such as Megatron's `main_grad`.
+
+    Autograd gets the result of `done` instead of the weight gradient.
+    """
 
     def target(self) -> torch.Tensor:
         """Return the tensor to which the gradient is added, shaped like the weight."""

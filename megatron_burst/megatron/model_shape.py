@@ -202,7 +202,7 @@ def causal_window(config: Any, number: int) -> Window:
 
 
 def layer_windows(config: Any) -> tuple[Window, ...]:
-    """Return the windows of a model's layers in their ratio, in lowest terms.
+    """Return the shortest tuple of windows with the same proportions as the model's layers.
 
     For example, if one layer in three has a window: ((None, 0), (None, 0), (left, 0)).
     """

@@ -4,14 +4,15 @@
 The registry of patches is one of the two pieces of process-wide state of the package. A set of
 patches is applied completely or not at all, and removed completely. There is an oldest supported
 version of Megatron-Core, but no newest version. Instead, each patch checks the function that it
-replaces, and the error names Megatron's version and the function. A Megatron source tree to which
-the patches of `patches/` were applied has decorated functions (see module `seam`). Replacements use
-these functions. A tree may have only some of the seams.
+replaces, and the error names Megatron's version and the function.
 
-The module also contains two utilities for the whole package. Its log lines do not depend on the
-script's log level. Flags in error messages are translated to settings of recipes. Megatron-Core is
-imported inside the functions, because the command line and recipes import this module before they
-need Megatron.
+A seam is a function of Megatron that a source patch of `patches/` has decorated (see module
+`seam`). If a function has a seam, its replacement is stored in the seam. A Megatron source tree may
+have only some of the seams.
+
+The module also contains the package's log, which does not depend on the script's log level, and
+translates flags in error messages to settings of recipes. Megatron-Core is imported inside the
+functions, because the command line and recipes import this module before they need Megatron.
 """
 
 from __future__ import annotations

@@ -251,9 +251,14 @@ class RowMaps:
                 place.at = index
 
     def _among(self, chunk: Chunk, rows: int, key: Any) -> tuple[slice | np.ndarray, int]:
-        """Return the position of the rows `rows` in a buffer of the chunk, and their number.
+        """Return the indices of the selected rows in a buffer of the chunk, and their number.
 
-        `key` identifies the chunk in the cache of sorted rows.
+        The indices are a slice if they are consecutive, otherwise an array.
+
+        Args:
+            chunk: Chunk that the buffer contains.
+            rows: Bit set of the selected bundles, a subset of `chunk.rows`.
+            key: Key of the chunk in `_sorted`, the cache of sorted rows.
         """
         at = wanted_rows = self._row_numbers(chunk._replace(rows=rows))
         if chunk.rows != ALL:

@@ -125,10 +125,10 @@ def _shares(
 ) -> np.ndarray:
     """Return the number of rows of each bundle on each rail: int64 [n, rails].
 
-    Initially all rows are on their owner's rail, or spread over all rails if `handed` is true. Rows
-    then move from rails with more than `most` rows to rails with free capacity, at least `least`
-    rows at a time. The largest bundles move first, at most one bundle per node at a time
-    (`_turns`).
+    Initially all rows of a bundle are on its owner's rail. If the entry of the bundle in `handed`
+    (`Routes.handed`) is true, its rows are spread over all rails instead. Rows then move from rails
+    with more than `most` rows to rails with free capacity, at least `least` rows at a time. The
+    function `_turns` determines the order in which bundles move.
     """
     nodes, width = grid
     node, index, rows, targets, copies = crossing

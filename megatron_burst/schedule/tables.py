@@ -220,7 +220,10 @@ class Tables(NamedTuple):
     keys: Bundles
 
     def bundles(self, family: str) -> Bundles:
-        """Return the bundles to which bit sets of this family refer."""
+        """Return `keys` for the families "kv" and "dkv", and `queries` for other families.
+
+        Each bit of a `Chunk.rows` of the family selects one of these bundles of the owner.
+        """
         return self.keys if family in ("kv", "dkv") else self.queries
 
     @property

@@ -118,8 +118,10 @@ class VectorDecay:
     def pairs(self, a: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """Return the same as `ScalarDecay.pairs`.
 
-        Blocks of rows are joined in pairs, starting with single rows. Rows of two blocks are
-        multiplied relative to the end of the earlier block, which lies between them.
+        Blocks of rows are merged in pairs, starting with single rows. In each pair, the decay from
+        row j of the earlier block to row t of the later block is split at the end of the earlier
+        block. The earlier block has the factor exp(G_end - G_j), and the later block has the factor
+        exp(G_t - G_end). No factor exceeds 1, unless a decay is positive.
         """
         total, dtype = self.total, self.dtype
         a, k = a.expand(torch.broadcast_shapes(a.shape, total.shape)), k.expand_as(total)

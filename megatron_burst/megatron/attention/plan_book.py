@@ -276,13 +276,13 @@ class PlanBook:
         return layer_number == lowest
 
     def book_of_ranks(self, ranks: tuple[int, ...], make_groups: Callable[[], Groups]) -> PlanBook:
-        """Return the book of a group that holds a micro-batch.
+        """Return the plan book of a group of ranks that holds one micro-batch.
 
-        A collective of that group if the book does not exist.
+        The first call for a group is a collective of that group, because it calls `make_groups`.
 
         Args:
             ranks: the global ranks of the group.
-            make_groups: makes the grid of the group.
+            make_groups: function that returns the `Groups` of these ranks; a collective.
         """
         books = self.micro_batch_books
         if ranks not in books:
@@ -505,7 +505,7 @@ def plan_book(group: Any, key: tuple, make_groups: Callable[[], Groups]) -> Plan
     Args:
         group: the context-parallel group.
         key: all settings that determine the grid.
-        make_groups: makes the grid; a collective.
+        make_groups: function that returns the `Groups` of the context-parallel group; a collective.
     """
     # A weak reference: `destroy_process_group()` joins a group's threads only if nothing else keeps
     # the group. A dead reference equals no other, so a later group cannot get this book.

@@ -126,9 +126,10 @@ def select(
 
 @dataclass(frozen=True, kw_only=True)
 class IndexOperation(SelectedOperation):
-    """Call on one rank of an operation that sends index keys around the ring, one row per unit.
+    """Call of an operation that sends index keys between ranks, such as `mb.select`, on one rank.
 
-    The fields are arguments of `mb.select`.
+    Each row that is sent contains the index keys of one unit, a block of consecutive positions. The
+    fields are arguments of `mb.select`.
     """
 
     rule: str | SelectionRule

@@ -173,8 +173,10 @@ class SelectedTriton(SelectedKernel):
         """Yield tiles of query rows, each with the list of its selected and visible keys.
 
         Yields:
-            (tile, table, counts). table [r, b, H, n], int32, has the rows of the chunk that are
-            selected and visible, in its first counts [r, b, H] entries.
+            tile: Slice of the r query rows of the tile.
+            table: int32 [r, b, H, n], indices of the chunk's keys that the query row selects and
+                sees. Only the first `counts` of the n entries are valid.
+            counts: int32 [r, b, H], number of valid entries.
         """
         from . import selected_code
 

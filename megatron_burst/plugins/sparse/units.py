@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Format in which index keys are sent: one row per unit, so that no schedule splits a unit.
 
-If the selection rule scores means of keys, a row contains only the means of a unit, a fraction of
-the bytes of its keys. Otherwise a row contains all keys of a unit. The ring's layout and mask apply
-to units instead of positions.
+A unit is a block of consecutive positions. The selection rule sets its length
+(`SelectionRule.block`). If the rule scores means of keys, a row contains the means of one unit,
+which usually have fewer bytes than the keys. Otherwise a row contains all keys of one unit. The
+ring's layout and mask apply to units instead of positions.
 
 Shape letters: t key rows, u units, n means per unit (all keys of the unit, if the rule has no
 means), b batch, k index key heads, d width.

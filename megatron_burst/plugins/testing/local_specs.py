@@ -269,8 +269,8 @@ def _attention(attention: Any, projection: str | None = None) -> ModuleSpec:
 
     Args:
         attention: Spec of the attention.
-        projection: First projection of the attention; in checkpoints, the norm belongs to it. None:
-            the norm keeps its own name.
+        projection: Name of the attention's first projection. Checkpoints then store the norm's
+            parameters under the name of this projection. If None, the norm keeps its own name.
     """
     names = {"input_layernorm.": f"self_attention.{projection}.layer_norm_"} if projection else {}
     return ModuleSpec(

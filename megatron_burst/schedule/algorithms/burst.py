@@ -42,8 +42,7 @@ def ring(demand: Demand) -> Tables:
 def double_ring(demand: Demand) -> Tables:
     """Return the tables of algorithm `double_ring` (LoongTrain, section 4.3).
 
-    It is the two-level ring, but gradients land at the boundary at which they are posted, so ranks
-    wait for them.
+    It is the two-level ring, but ranks wait for the transfer of a gradient before the next step.
     """
     return two_level(demand, demand.grid, blocks=True)
 
@@ -57,7 +56,8 @@ def two_level(
         demand: Demand of the pass.
         rings: Number of inner rings (`inter`) and number of ranks in each (`intra`).
         within: Name of the communicator that carries the hops of the inner rings.
-        blocks: True if gradients land at the boundary at which they are posted.
+        blocks: True if the transfer of a gradient must end before the next step begins. False if it
+            overlaps with the next step (within nodes) or the next outer step (between nodes).
     """
     path = _Path(demand, rings)
     parts = [
@@ -170,7 +170,7 @@ class _Path:
         Args:
             family: The side, or its gradients.
             ring: Name of the communicator that carries the hops.
-            blocks: True if gradients land at the boundary at which they are posted.
+            blocks: True if the transfer of a gradient must end before the next step begins.
         """
         gradient = family != self.demand.side
         # The partial gradients of the owner's own node stay in it: at outer step 0 the ring of the

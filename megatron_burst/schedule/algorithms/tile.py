@@ -3,9 +3,10 @@
 
 Source: Attention2D (arXiv 2503.15758) and Mesh-Attention (arXiv 2512.20968). If each rank computes
 with `b` query chunks and `a` key chunks (a * b = G), a chunk is sent to b - 1 or a - 1 ranks
-instead of G - 1. Here, rows and columns have two levels: nodes, and ranks within nodes. A chunk
-crosses once to each node that uses it, to the rank with its owner's index, which relays it within
-the node. Partial results take the same route back and are summed in the node before they cross.
+instead of G - 1. Here, rows and columns have two levels: nodes, and ranks within nodes. A chunk is
+sent once to each other node that uses it. The receiver is the rank with the owner's index in that
+node, and it relays the chunk within the node. Partial results use the same route back and are
+summed in the node before they are sent to the owner's node.
 
 A tile is slower than a ring if computation hides all hops of the ring, because no later pairs hide
 a tile's last partial results. Between two nodes, or if few rows are used, a tile sends no fewer

@@ -79,9 +79,10 @@ def memory(shape: Shape, row_bytes: RowBytes, rows: int = 1) -> int:
 def gathers_keys(row_bytes: RowBytes) -> bool:
     """Return True if keys are gathered and stay on the rank; False if queries are gathered.
 
-    The family with fewer bytes per row is gathered, because its chunks must arrive during fewer
-    pairs. A chunk of the other family arrives during the pairs of the previous chunk with all
-    gathered chunks.
+    The family with fewer bytes per row is gathered, because less computation overlaps with its
+    transfers. A gathered chunk is received while the rank computes the pair of the previous
+    gathered chunk. A chunk of the other family is received while the rank computes the pairs of the
+    previous chunk with all gathered chunks.
     """
     return row_bytes.kv < row_bytes.query
 

@@ -47,9 +47,9 @@ def users_of_maps(runs: PieceRuns) -> tuple[np.ndarray, np.ndarray]:
 
 
 def count_users(runs: PieceRuns) -> int:
-    """Return an upper bound on the number of pairs of `users_of_maps`.
+    """Return an upper bound on the number of (run, rank) pairs that `users_of_maps` returns.
 
-    The bound also counts the runs that the rank holds itself.
+    The bound also counts the runs that a rank holds itself, which `users_of_maps` omits.
     """
     return int(_lasts(runs)[2].sum())
 

@@ -36,7 +36,9 @@ INPUTS, BETWEEN, SUMS = "layer inputs", "between layers", "weight gradients of a
 
 
 class LayerWalk:
-    """Simulation of the allocations of layers on a tape, in forward and backward.
+    """Simulation of the tensors that layers allocate and free in forward and backward.
+
+    `tape` is the simulated memory.
 
     Attributes:
         hidden: Bytes of a layer's input.

@@ -28,7 +28,7 @@ BOTH_HALVES = {"softmax": "F", "sparse": "F", "delta_net": "L"}
 
 
 class _Values:
-    """Object whose attribute `name` is `get("name")`, as `ModelShape.of` requires."""
+    """Object on which every attribute `x` returns `get("x")`; `ModelShape.of` reads attributes."""
 
     def __init__(self, get: Get) -> None:
         self._get = get
