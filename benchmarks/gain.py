@@ -67,8 +67,9 @@ WORKLOADS = (
 )
 FP32 = "Cause: gradients in fp32."
 SLOWER = (
-    "At the parallel sizes of Megatron's fastest type, ours is slower in the following cases. If "
-    "the\ncause is gradients in fp32, ours is not slower with gradients in bf16, as in Megatron."
+    "At the parallel sizes of Megatron's fastest type, ours is slower in the following cases. "
+    "*Attention\nwithout compute* is the simulated attention time if compute takes no time. If the "
+    "cause is gradients in\nfp32, ours is not slower with gradients in bf16, as in Megatron."
 )
 OURS, EQUAL = "ours", "ours, sizes of Megatron's fastest"
 # Why ours loses, by workload and kind, where gradients in fp32 are not the reason; a loss that is

@@ -133,8 +133,9 @@ SECTIONS = (
     Section("Packed documents of mixed lengths", (
         Picture("documents-balanced",
                 f"layout --mask causal --lengths {MIXED} --nodes 2 --per-node 4",
-                "One pack in four layouts. Layout balanced gives all ranks equally many tokens and "
-                "nearly equally many visible pairs. Most documents are whole on one rank."),
+                "One pack in four layouts. With `balanced` all ranks have the same number of "
+                "tokens and nearly the same number of visible pairs. Most documents are whole on "
+                "one rank."),
     )),
     Section("Tiles", (
         Picture("tile-forward", "schedule --algorithm tile --nodes 2 --per-node 4",

@@ -400,7 +400,7 @@ class Balanced(Layout):
             if tree is not None:
                 name, remedy = "tree", f"mb.trees.pack(..., multiple={cp_size}) pads it"
             raise ValueError(
-                f"{name}: layout balanced over {cp_size} ranks needs a positive multiple of "
+                f"{name}: layout balanced on {cp_size} ranks needs a positive multiple of "
                 f"{cp_size} tokens, got {total}; {remedy}"
             )
         self.per_node = self._per_node(per_node)

@@ -101,7 +101,7 @@ READERS = {
     "docs/trees.md-0": Reader(
         "tree.tokens.tolist() == [11, 12, 13, 14, 21, 22, 23, 24, 31, 41, 0, 0] and "
         "tree.positions.tolist()[:10] == [0, 1, 2, 3, 4, 5, 5, 6, 4, 2] and "
-        "tree.describe().startswith('4 trajectories of 21 tokens as 10 rows')",
+        "tree.describe().startswith('4 trajectories with 21 tokens in total become 10 rows')",
         True,
     ),
     "docs/trees.md-1": Reader(

@@ -380,7 +380,7 @@ def test_what_was_given_makes_a_layout_another():
 
 REFUSED = [
     ({}, "cu_seqlens: layout balanced needs the cumulative lengths of the documents, got None"),
-    ({"cu_seqlens": [0, 10]}, "balanced over 4 ranks .* multiple of 4 tokens, got 10; pad .* 12"),
+    ({"cu_seqlens": [0, 10]}, "balanced on 4 ranks .* multiple of 4 tokens, got 10; pad .* 12"),
     ({"cu_seqlens": [0, 0]}, "needs a positive multiple of 4 tokens, got 0; pad the pack to 4"),
     ({"cu_seqlens": [1, 8]}, "cu_seqlens must be integers that start at 0 and never decrease"),
     ({"cu_seqlens": [0, 8, 4]}, "cu_seqlens must be integers that start at 0 and never decrease"),

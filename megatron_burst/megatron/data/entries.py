@@ -157,9 +157,10 @@ def _dim(
         _refuse_length(key, tensors, rows, length, packed)
     if length and length in shape[:2]:
         raise ValueError(
-            f"{_entry(key, tensors)}: it is ambiguous whether it has one value per token, because "
-            f"entries that are cut start with [b, s] = [{rows}, {length}]: reshape it, or remove "
-            "it from the batch and cut it with megatron_burst.megatron.shard_sequence(x, dim=...)"
+            f"{_entry(key, tensors)}: the shape does not show whether this entry has one value per "
+            f"token. Shapes with one value per token must start with [b, s] = [{rows}, {length}]: "
+            "reshape the entry, or remove it from the batch and cut it with "
+            "megatron_burst.megatron.shard_sequence(x, dim=...)"
         )
     return None
 

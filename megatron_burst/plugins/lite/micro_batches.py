@@ -122,8 +122,8 @@ class MicroBatches:
             total = len(next(iter(tensors.values()))) * self.groups.size
             if bounds is not None and bounds[-1] != total:
                 raise ValueError(
-                    f"packed_seq_params: documents end at {bounds[-1]}, and the "
-                    f"{self.groups.size} ranks hold {total} rows"
+                    f"packed_seq_params: documents end at {bounds[-1]}, but the "
+                    f"{self.groups.size} ranks hold {total} rows; the two must be equal"
                 )
         except ValueError as error:
             if compares:

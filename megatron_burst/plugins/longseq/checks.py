@@ -229,7 +229,8 @@ def offload_problems(config: Any, burst: LongSequenceOptions) -> Iterator[Proble
     graphs, kind = graphs_asked(config)
     if kind != "none":
         yield Problem(
-            f"{flag} with {graphs} {kind}: CUDA graphs replay without Python, which moves tensors",
+            f"{flag} with {graphs} {kind}: offloading moves tensors in Python code, which does not "
+            "run when a CUDA graph is replayed",
             remove=(graphs,),
         )
     modules = getattr(config, "recompute_modules", None) or ()

@@ -255,7 +255,10 @@ def tiled(
         raise ValueError(f"tiled: x must be a tensor [rows, ...], got {type(x).__name__}")
     slices = slices_of(x.shape[0], tiles)
     if fates is not None and not isinstance(fates, (list, tuple)):
-        raise ValueError(f"tiled: fates must be a list with one fate per tile, got {fates!r}")
+        raise ValueError(
+            f"tiled: fates must be a list with one of {', '.join(get_args(Fate))} per tile, got "
+            f"{fates!r}"
+        )
     tile_fates = tuple(fates) if fates is not None else ("recompute",) * len(slices)
     used = tuple(p for p in dict.fromkeys(parameters) if p.requires_grad)
     check_call(fn, x.shape[0], others, used, slices, tile_fates, host)

@@ -263,8 +263,9 @@ def _plan_step(
     rank, total = parallel_state.get_data_parallel_rank(), sum(map(len, tokens))
     parts = [tuple(sorted(order[i] for i in run)) for run in runs[rank]]
     line = (
-        f"mb.rl: {len(tokens)} trajectories of {total:,} tokens as {sum(map(sum, rows)):,} rows in "
-        f"{len(parts)} micro-batches on each of {size} data-parallel ranks"
+        f"mb.rl: {len(tokens)} trajectories with {total:,} tokens in total become "
+        f"{sum(map(sum, rows)):,} rows in {len(parts)} micro-batches on each of {size} "
+        "data-parallel ranks"
     )
     digest = hashlib.blake2b(digest_size=8)
     for trajectory in tokens:

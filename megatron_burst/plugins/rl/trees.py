@@ -119,9 +119,10 @@ class PrefixTree:
         """Return a one-line report of the rows and attention pairs that merging saves."""
         before, pairs = self.trajectory_tokens, sum(len(x) * (len(x) + 1) // 2 for x in self.paths)
         return (
-            f"{len(self.paths)} trajectories of {before:,} tokens as {self.rows:,} rows "
-            f"({before / max(self.rows, 1):.2f} x fewer), {pairs / max(self.mask.pairs, 1):.2f} x "
-            f"fewer pairs in attention, depth up to {int(self.positions.max()) + 1:,}"
+            f"{len(self.paths)} trajectories with {before:,} tokens in total become "
+            f"{self.rows:,} rows ({before / max(self.rows, 1):.2f} x fewer), "
+            f"{pairs / max(self.mask.pairs, 1):.2f} x fewer pairs in attention, depth up to "
+            f"{int(self.positions.max()) + 1:,}"
         )
 
     def unpack(self, values: Any) -> list[Any]:

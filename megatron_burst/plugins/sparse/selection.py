@@ -80,8 +80,8 @@ class Selection:
         if least < -1 or most >= seq_len // self.block:
             units = "block numbers" if self.block > 1 else "positions"
             raise ValueError(
-                f"selection: ids must be -1 or {units} below {seq_len // self.block}, got {least} "
-                f"to {most}"
+                f"selection: ids must be -1 (empty entry) or {units} from 0 to "
+                f"{seq_len // self.block - 1}, got ids from {least} to {most}"
             )
         before, after = ids[..., :-1], ids[..., 1:]
         if not bool(((after == -1) | ((after > before) & (before >= 0))).all()):

@@ -303,7 +303,11 @@ class Mail:
         assert self.target is not None
         for target, sent in zip(self.target, source, strict=True):
             if target.shape != sent.shape or target.dtype != sent.dtype:
-                raise RuntimeError(f"sent {sent.shape} into {target.shape}: {self.label}")
+                raise RuntimeError(
+                    f"{self.label}: a tensor of shape {list(sent.shape)} and {sent.dtype} was "
+                    f"sent, but the receiver's buffer has shape {list(target.shape)} and "
+                    f"{target.dtype}"
+                )
             target.copy_(sent)
         complaint = self.envelope and packing.mismatch(self.target[0], self.envelope)
         if complaint:

@@ -308,7 +308,7 @@ def _said_by_a_call(case, made):
             "ranks disagree: rank 0 has layout DocumentZigzag(cp_size=2, cu_seqlens=[0, 16, ",
         ),
         ("padding", "packed_seq_params: cumulative lengths of queries and keys"),
-        ("ends", "packed_seq_params: documents end at 24, and the 2 ranks hold 32 rows"),
+        ("ends", "packed_seq_params: documents end at 24, but the 2 ranks hold 32 rows"),
         ("lengths", "cu_seqlens: zigzag within documents needs multiples of 4 positions"),
         ("unknown", "the first layer of the same type did not get these shapes"),
         ("bias", "attention supports only Lite's causal attention without bias"),

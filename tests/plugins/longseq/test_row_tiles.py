@@ -224,7 +224,7 @@ def test_fused_weight_gradients():
 REFUSED = {
     "parameters must be a list or tuple of tensors.* got str": {"parameters": "all"},
     "parameters must be a list or tuple of tensors.* got Tensor": {"parameters": torch.ones(1)},
-    "fates must be a list with one fate per tile, got 3": {"fates": 3},
+    "fates must be a list with one of keep, move, recompute per tile, got 3": {"fates": 3},
     r"fates must have 8 entries of keep, move, recompute, got .\[1\]": {"fates": [[1]] * 8},
     "parameters= is required": {"parameters": None},
     r"others\[1\] has shape \[3\]": {"others": (torch.ones(4), torch.ones(3))},

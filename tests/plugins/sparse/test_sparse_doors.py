@@ -104,9 +104,10 @@ def with_ids(change):
 ATTENDING = {
     "selection must be an mb.Selection": lambda: attend([None, None]),
     "ids must be int32": lambda: attend(with_ids(torch.Tensor.long)),
-    "ids must be -1 or positions below 32, got -1 to 32": lambda: attend(
+    "ids must be -1 .* or positions from 0 to 31, got ids from -1 to 32": lambda: attend(
         with_ids(lambda x: x.masked_fill(x == 2, 32))),
-    "ids must be -1 or positions below 32, got -2": lambda: attend(with_ids(lambda x: x - 1)),
+    "ids must be -1 .* or positions from 0 to 31, got ids from -2": lambda: attend(
+        with_ids(lambda x: x - 1)),
     "must not be empty, got": lambda: attend(with_ids(lambda x: x[..., :0])),
     "must be in ascending order": lambda: attend(with_ids(lambda x: x.flip(-1))),
     "ids have .rows, batch. \\(12, 1\\)": lambda: attend(with_ids(lambda x: x[:12])),

@@ -99,7 +99,7 @@ def error_of(fault):
         "top_k 0": "rank 1: top_k must be a positive integer, got 0",
         "top_k differs": "ranks disagree: rank 0 has top_k 4, rank 1 has top_k 5",
         "rule differs": "ranks disagree: rank 0 has rule ('Qsa', 1",
-        "ids": "rank 1: selection: ids must be -1 or positions below 32, got",
+        "ids": "rank 1: selection: ids must be -1 (empty entry) or positions from 0 to 31, got",
         "kernel differs": "ranks disagree: rank 0 has sparse kernel 'aten'",
     }.items(),
 )

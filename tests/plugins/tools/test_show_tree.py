@@ -84,7 +84,7 @@ def test_the_words_of_a_tree(tmp_path):
     found = scene(tmp_path / "t.jsonl", 1, 2, kv_heads=1)
     assert words.title(found) == "4 trajectories as a tree, 2 ranks: balanced"
     caption = words.caption(found)
-    assert caption[0].startswith("4 trajectories of 15 tokens as 10 rows")
+    assert caption[0].startswith("4 trajectories with 15 tokens in total become 10 rows")
     assert not any("from other nodes" in line for line in caption)
 
 

@@ -117,7 +117,10 @@ def engine_problems(settings: Any, model: Any, burst: BurstConfig) -> Iterator[P
             f"support; set it to True, or use --context-parallel-algo {flags.OFF}"
         )
     if burst.layout != "zigzag":
-        yield Problem(f"--burst-layout {burst.layout}: verl cuts in zigzag order; remove it")
+        yield Problem(
+            f"--burst-layout {burst.layout}: verl cuts batches in zigzag order; remove "
+            "--burst-layout"
+        )
     if burst.pack == "documents":
         yield Problem("--burst-pack documents: verl makes micro-batches itself; use trees or off")
     if settings.dynamic_context_parallel:

@@ -138,8 +138,9 @@ def _choice(
         )
     if heads == 0 and (index_width is not None or loss_coeff is not None or checked_rule.weighted):
         raise ValueError(
-            f"index_heads: rule {type(checked_rule).__name__} has no indexer, so index_width, "
-            "loss_coeff and weights of index heads have no effect; set index_heads to 1 or more"
+            f"index_heads is 0, so rule {type(checked_rule).__name__} runs without an indexer, and "
+            "index_width, loss_coeff and weights of index heads have no effect; set index_heads to "
+            "at least 1, or omit index_width and loss_coeff"
         )
     if heads != 0 and width == 0:
         raise ValueError(

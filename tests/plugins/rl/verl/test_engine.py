@@ -81,7 +81,7 @@ def test_an_engine_infers_and_learns_like_one_rank(run, one_rank, world, words):
     compared, weights = equal(results, one_rank)
     assert compared == weights - 10 * (TP2 in words)
     if TREES in words:
-        assert "first micro-batch: 3 trajectories of 76 tokens as 64 rows" in log
+        assert "first micro-batch: 3 trajectories with 76 tokens in total become 64 rows" in log
         assert results[0]["rows"] == [-(-n // world) for n in 2 * FORWARDS]
 
 
@@ -94,7 +94,7 @@ def test_trees_refuse_what_differs_between_trajectories_that_share_a_prefix(run)
 MEGATRON = "actor_rollout_ref.actor.megatron."
 REFUSED = {
     f"{ENTRY}sore=0.5": "override_transformer_config.burst.sore: unknown field",
-    f"{ENTRY}layout=striped": "burst.layout striped: verl cuts in zigzag order",
+    f"{ENTRY}layout=striped": "burst.layout striped: verl cuts batches in zigzag order",
     f"{ENTRY}pack=documents": "burst.pack documents: verl makes micro-batches itself",
     f"{MEGATRON}use_remove_padding=False": "use override_transformer_config.burst.algorithm meg",
     f"{TREES} +{MEGATRON}override_transformer_config.hidden_dropout=0.1": "hidden_dropout 0.1",

@@ -121,7 +121,7 @@ WRONG = {  # words of the error -> arguments
     "top_k must be an integer >= 1, got 0": {"top_k": 0},
     "block must be an integer >= 1, got '4'": {"block": "4"},
     "index_heads must be at least 1 for rule Qsa": {"rule": "qsa", "index_heads": 0},
-    "index_heads: rule Moba has no indexer": {"loss_coeff": 0.1},
+    "index_heads is 0, so rule Moba runs without an indexer": {"loss_coeff": 0.1},
     "index_width is required for the indexer of rule Moba": {"index_heads": 2},
     "loss_coeff must be a number >= 0, got -1": {"rule": "msa", "loss_coeff": -1},
     "base: must be the spec of a transformer layer": {"base": "local"},

@@ -240,7 +240,7 @@ def _text_model(config_class: type) -> Any:
             and model_class.config_class is config_class
         ):
             return model_class
-    raise TypeError(f"no model of {config_class.__name__} in {name}")
+    raise TypeError(f"{name} has no model class for configuration {config_class.__name__}")
 
 
 def _stack(model: Any, layers: int) -> str:
