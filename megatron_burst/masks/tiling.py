@@ -51,12 +51,6 @@ class ShardSlice(NamedTuple):
         return slice(start, end, self.step)
 
 
-def two_by_two(pairs: list[tuple[ShardSlice, ShardSlice]]) -> tuple[Spans, Spans]:
-    """Return the query spans and the key spans of pairs of slices, as arrays [pairs]."""
-    q, k = zip(*pairs, strict=True)
-    return Spans.of([part.span for part in q]), Spans.of([part.span for part in k])
-
-
 class SeenPairs(NamedTuple):
     """Pairs of spans with visible pairs, as arrays sorted by query span, then by key span.
 
@@ -85,10 +79,9 @@ def seen_pairs(mask: Mask, q: Spans, k: Spans) -> SeenPairs:
         q: Query spans, arrays [n].
         k: Key spans, arrays [m].
     """
-    count = len(q.start) * len(k.start)
-    ordered = (q.start[1:] >= q.start[:-1]).all() and (q.last[1:] >= q.last[:-1]).all()
-    if count <= _FEW_PAIRS or not (mask.has_viewers and ordered):
-        covers = mask.covers(Spans(*(x[:, None] for x in q)), Spans(*(x[None, :] for x in k)))
+    few = len(q.start) * len(k.start) <= _FEW_PAIRS
+    if few or not (mask.has_viewers and _ascending(q.start) and _ascending(q.last)):
+        covers = mask.covers(q.at(np.s_[:, None]), k.at(np.s_[None, :]))
         i, j = np.nonzero(covers)  # not EMPTY
         return SeenPairs(i, j, covers[i, j])
     viewers = mask.viewers(k)
@@ -101,6 +94,10 @@ def seen_pairs(mask: Mask, q: Spans, k: Spans) -> SeenPairs:
     covers = mask.covers(q.at(i), k.at(j))
     seen = covers != EMPTY
     return SeenPairs(i[seen], j[seen], covers[seen])
+
+
+def _ascending(values: np.ndarray) -> bool:
+    return bool((values[1:] >= values[:-1]).all())
 
 
 def whole_spans(spans: Sequence[Span]) -> list[ShardSlice]:
@@ -258,19 +255,24 @@ class Cutter:
         pairs = seen_pairs(mask, q, k)
         if not (pairs.cover == PARTIAL).any():
             return _full_tiles(q.length, k.length, pairs)
-        tiles = _joined(self._cut_pairs(mask, whole_spans(q_spans), whole_spans(k_spans), pairs))
+        tiles = _joined(self._cut_all(mask, whole_spans(q_spans), whole_spans(k_spans), pairs))
         # A kernel that takes bands in blocks of rows needs the small triangles.
         return tuple(tiles if self.band_rows is not None else _joined_triangles(tiles))
 
-    def _cut_all(self, mask: Mask, q: list[ShardSlice], k: list[ShardSlice]) -> Iterator[Tile]:
-        """Yield the tiles of every visible combination of a query slice and a key slice."""
-        q_spans, k_spans = (Spans.of([part.span for part in parts]) for parts in (q, k))
-        return self._cut_pairs(mask, q, k, seen_pairs(mask, q_spans, k_spans))
-
-    def _cut_pairs(
-        self, mask: Mask, q: list[ShardSlice], k: list[ShardSlice], seen: SeenPairs
+    def _cut_all(
+        self,
+        mask: Mask,
+        q: list[ShardSlice],
+        k: list[ShardSlice],
+        seen: SeenPairs | None = None,
     ) -> Iterator[Tile]:
-        """Yield the tiles of the pairs of slices in `seen`, whose indices refer to q and k."""
+        """Yield the tiles of every visible combination of a query slice and a key slice.
+
+        `seen` are the visible pairs if they are known already.
+        """
+        if seen is None:
+            q_spans, k_spans = (Spans.of([part.span for part in parts]) for parts in (q, k))
+            seen = seen_pairs(mask, q_spans, k_spans)
         indices = zip(seen.query.tolist(), seen.key.tolist(), strict=True)
         pairs = [(q[i], k[j]) for i, j in indices]
         return chain.from_iterable(self._tiles_of_pairs(mask, pairs, seen.cover))
@@ -280,7 +282,10 @@ class Cutter:
     ) -> Iterator[Iterable[Tile]]:
         """Yield the tiles of each pair of slices, given the `Cover` of each pair."""
         partly = [pairs[n] for n in np.flatnonzero(covers == PARTIAL)]
-        bands = mask.bands(*two_by_two(partly)) if partly else SpanBands(*np.empty((3, 0)))
+        bands = SpanBands(*np.empty((3, 0)))
+        if partly:
+            q_spans, k_spans = [q.span for q, _ in partly], [k.span for _, k in partly]
+            bands = mask.bands(Spans.of(q_spans), Spans.of(k_spans))
         unknown = [
             pair for pair, known in zip(partly, bands.known.tolist(), strict=True) if not known
         ]
@@ -306,7 +311,10 @@ class Cutter:
         # One call also for all pairs with few parts.
         listed = [part for part in parts if part and len(part[0]) * len(part[1]) <= _LISTED_PAIRS]
         cells = list(chain.from_iterable(product(*part) for part in listed))
-        covers = mask.covers(*two_by_two(cells)) if cells else None
+        covers = None
+        if cells:
+            q_spans, k_spans = [q.span for q, _ in cells], [k.span for _, k in cells]
+            covers = mask.covers(Spans.of(q_spans), Spans.of(k_spans))
         tiles = iter(()) if covers is None else self._tiles_of_pairs(mask, cells, covers)
         for part in parts:
             if part and len(part[0]) * len(part[1]) > _LISTED_PAIRS:
@@ -418,27 +426,17 @@ def _full_tiles(q_lengths: np.ndarray, k_lengths: np.ndarray, pairs: SeenPairs) 
     """
     if not len(pairs.query):
         return ()
-    rows, columns = (np.cumsum(np.append(0, lengths)) for lengths in (q_lengths, k_lengths))
+    rows, columns = np.cumsum(np.append(0, q_lengths)), np.cumsum(np.append(0, k_lengths))
     top, bottom = rows[pairs.query], rows[pairs.query + 1]
     left, right = columns[pairs.key], columns[pairs.key + 1]
-    first, last = _runs((top[1:] == top[:-1]) & (left[1:] == right[:-1]))
+    adjacent = (top[1:] == top[:-1]) & (left[1:] == right[:-1])
+    first, last = np.append(True, ~adjacent), np.append(~adjacent, True)
     top, bottom, left, right = top[first], bottom[first], left[first], right[last]
     equal = (left[1:] == left[:-1]) & (right[1:] == right[:-1])
-    first, last = _runs(equal & (top[1:] == bottom[:-1]))
-    bounds = (top[first], bottom[last], left[first], right[first])
-    return tuple(
-        Tile(slice(a, b, 1), slice(c, d, 1))
-        for a, b, c, d in zip(*(bound.tolist() for bound in bounds), strict=True)
-    )
-
-
-def _runs(continues: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Divide n entries into runs; return the first index and the last index of each run.
-
-    `continues` is bool [n - 1], true if entry i + 1 is in the same run as entry i.
-    """
-    cuts = np.flatnonzero(~continues)
-    return np.append(0, cuts + 1), np.append(cuts, len(continues))
+    adjacent = equal & (top[1:] == bottom[:-1])
+    first, last = np.append(True, ~adjacent), np.append(~adjacent, True)
+    bounds = np.stack([top[first], bottom[last], left[first], right[first]], axis=1)
+    return tuple(Tile(slice(a, b, 1), slice(c, d, 1)) for a, b, c, d in bounds.tolist())
 
 
 def _joined(tiles: Iterable[Tile]) -> Iterator[Tile]:
