@@ -38,7 +38,7 @@ def test_dsa_is_served_from_0_19_on():
     ("chosen", "changes", "words"),
     [
         ({}, {"dsa_kernel_backend": "cudnn"}, "--dsa-kernel-backend cudnn .* --burst-sparse meg"),
-        ({"side": "query"}, {}, "--burst-side query: queries stay .* remove --burst-side"),
+        ({"side": "query"}, {}, "--burst-side query: queries .* stay .* remove --burst-side"),
         ({"algorithm": "ulysses"}, {}, "cannot share heads .* --context-parallel-algo auto"),
         ({"ulysses_size": 2}, {}, "cannot share heads"),
         ({"wire_dtype": "bf16"}, {}, "--burst-wire-dtype bf16"),
