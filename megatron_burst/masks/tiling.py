@@ -253,7 +253,7 @@ class Cutter:
         """
         q, k = Spans.of(q_spans), Spans.of(k_spans)
         pairs = seen_pairs(mask, q, k)
-        if not (pairs.cover == PARTIAL).any():
+        if len(pairs.query) > _FEW_PAIRS and not (pairs.cover == PARTIAL).any():
             return _full_tiles(q.length, k.length, pairs)
         tiles = _joined(self._cut_all(mask, whole_spans(q_spans), whole_spans(k_spans), pairs))
         # A kernel that takes bands in blocks of rows needs the small triangles.
@@ -424,8 +424,6 @@ def _full_tiles(q_lengths: np.ndarray, k_lengths: np.ndarray, pairs: SeenPairs) 
         k_lengths: Number of rows of each key span.
         pairs: Pairs of spans, all with cover `FULL`.
     """
-    if not len(pairs.query):
-        return ()
     rows, columns = np.cumsum(np.append(0, q_lengths)), np.cumsum(np.append(0, k_lengths))
     top, bottom = rows[pairs.query], rows[pairs.query + 1]
     left, right = columns[pairs.key], columns[pairs.key + 1]

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-FUNCTIONS, PREPARE_FILES = 253, 37
+FUNCTIONS, PREPARE_FILES = 252, 37
 
 COUNTED = """
 import json, sys

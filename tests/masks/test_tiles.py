@@ -106,23 +106,36 @@ def test_pairs_of_many_spans_that_see_something(mask, rule, order):
     assert painted(tiles, *expected.shape).tolist() == expected.astype(int).tolist()
 
 
-def test_full_pairs_are_joined_along_both_sides():
-    """Two documents in halves: four pairs of spans that are fully visible become two tiles."""
-    mask = Documents([0, 8, 16])
-    halves = [Span(start, 1, 4) for start in range(0, 16, 4)]
-    assert WHOLE.tiles(mask, halves, halves) == (
-        Tile(slice(0, 8, 1), slice(0, 8, 1)),
-        Tile(slice(8, 16, 1), slice(8, 16, 1)),
+@pytest.mark.parametrize("documents", [2, 24])
+def test_full_pairs_are_joined_along_both_sides(documents):
+    """Documents in halves: the four pairs of spans of a document become one tile.
+
+    With 24 documents there are so many pairs that all are joined at once.
+    """
+    mask = Documents(range(0, 8 * documents + 1, 8))
+    halves = [Span(start, 1, 4) for start in range(0, 8 * documents, 4)]
+    assert WHOLE.tiles(mask, halves, halves) == tuple(
+        Tile(slice(start, start + 8, 1), slice(start, start + 8, 1))
+        for start in range(0, 8 * documents, 8)
     )
     assert WHOLE.tiles(mask, halves[:2], halves[2:]) == ()
-    apart = [halves[n] for n in (0, 2, 1, 3)]  # between the halves is one of the other document
+    # First halves, then second halves: nothing of one document is adjacent.
+    apart = halves[::2] + halves[1::2]
     tiles = WHOLE.tiles(mask, apart, apart)
     assert [(tile.rows.start, tile.columns.start) for tile in tiles] == [
-        (0, 0), (0, 8), (4, 4), (4, 12), (8, 0), (8, 8), (12, 4), (12, 12),
-    ]  # fmt: skip
+        (4 * row, 4 * column)
+        for row in range(2 * documents)
+        for column in (row % documents, row % documents + documents)
+    ]
     assert {tile.shape for tile in tiles} == {(4, 4)}
-    columns = [halves[0], halves[1]]  # both rows see all columns, with other rows between them
-    assert [tile.rows.start for tile in WHOLE.tiles(mask, apart, columns)] == [0, 8]
+    # Between the halves of each document are queries that see none of the keys.
+    *keys, unseen, _ = halves
+    between = [span for n in range(0, len(keys), 2) for span in (keys[n], unseen, keys[n + 1])]
+    tiles = WHOLE.tiles(mask, between, keys)
+    assert [(tile.rows.start, tile.columns.start) for tile in tiles] == [
+        (12 * n + row, 8 * n) for n in range(documents - 1) for row in (0, 8)
+    ]
+    assert {tile.shape for tile in tiles} == {(4, 8)}
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 4])
