@@ -74,7 +74,7 @@ class Spans(NamedTuple):
         """The largest position of each span."""
         return self.start + (self.length - 1) * self.stride
 
-    def at(self, index: np.ndarray) -> Spans:
+    def at(self, index: np.ndarray | tuple[slice | None, ...]) -> Spans:
         """Return the spans at `index`; the fields must have equal shapes."""
         return Spans(self.start[index], self.stride[index], self.length[index])
 
