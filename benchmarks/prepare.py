@@ -56,6 +56,7 @@ def arguments() -> argparse.Namespace:
 
 
 PADDED = "padded"  # zigzag within each document, whose length is a multiple of 2 x ranks
+OF_DOCUMENTS = (PADDED, "balanced")  # layouts that need documents
 
 
 def cases(seq_len: int, ranks: int, layout: str) -> dict[str, tuple[Mask, mb.layout.Layout | str]]:
@@ -68,7 +69,7 @@ def cases(seq_len: int, ranks: int, layout: str) -> dict[str, tuple[Mask, mb.lay
     cuts = np.random.default_rng(0).choice(np.arange(1, seq_len // multiple), 99, replace=False)
     bounds = [0, *(np.sort(cuts) * multiple).tolist(), seq_len]
     documents = mb.masks.Documents(bounds) & mb.masks.Causal()
-    if layout in (PADDED, "balanced"):
+    if layout in OF_DOCUMENTS:
         name = "zigzag" if layout == PADDED else layout
         cut = mb.layout.make(name, cp_size=ranks, cu_seqlens=bounds)
         return {"100 documents, causal": (documents, cut)}
@@ -171,7 +172,7 @@ def local(args: argparse.Namespace) -> tuple[str, dict[str, Callable[[], object]
     """Return the table, and the cases to profile."""
     rows, profiled = [], {}
     sizes = [size for size in args.grids if size % args.per_node == 0]
-    masks = sum(1 if name in (PADDED, "balanced") else 3 for name in args.layouts)
+    masks = sum(1 if layout in OF_DOCUMENTS else 3 for layout in args.layouts)
     with progress("local part", masks * len(sizes)) as step:
         for size in sizes:
             groups = alone(size, args.per_node)

@@ -28,6 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..layout import Span, Spans
+from ..layout.layouts import counted
 from .base import EMPTY, PARTIAL, Band, Mask, SpanBands
 
 
@@ -65,7 +66,7 @@ class SeenPairs(NamedTuple):
     cover: np.ndarray
 
 
-_FEW_PAIRS = 64  # pairs that are compared at once faster than they are searched
+_FEW_PAIRS = 64  # with at most so many pairs, array operations do not pay off
 
 
 def seen_pairs(mask: Mask, q: Spans, k: Spans) -> SeenPairs:
@@ -88,7 +89,7 @@ def seen_pairs(mask: Mask, q: Spans, k: Spans) -> SeenPairs:
     begin = np.searchsorted(q.last, viewers.first)
     number = np.maximum(np.searchsorted(q.start, viewers.last, side="right") - begin, 0)
     j = np.repeat(np.arange(len(number)), number)
-    i = np.arange(len(j)) + np.repeat(begin - np.cumsum(number) + number, number)
+    i = counted(begin, number)
     order = np.lexsort((j, i))
     i, j = i[order], j[order]
     covers = mask.covers(q.at(i), k.at(j))
@@ -271,7 +272,7 @@ class Cutter:
         `seen` are the visible pairs if they are known already.
         """
         if seen is None:
-            q_spans, k_spans = (Spans.of([part.span for part in parts]) for parts in (q, k))
+            q_spans, k_spans = (Spans.of(part.span for part in parts) for parts in (q, k))
             seen = seen_pairs(mask, q_spans, k_spans)
         indices = zip(seen.query.tolist(), seen.key.tolist(), strict=True)
         pairs = [(q[i], k[j]) for i, j in indices]
@@ -284,8 +285,10 @@ class Cutter:
         partly = [pairs[n] for n in np.flatnonzero(covers == PARTIAL)]
         bands = SpanBands(*np.empty((3, 0)))
         if partly:
-            q_spans, k_spans = [q.span for q, _ in partly], [k.span for _, k in partly]
-            bands = mask.bands(Spans.of(q_spans), Spans.of(k_spans))
+            q_spans, k_spans = (
+                Spans.of(part.span for part in parts) for parts in zip(*partly, strict=True)
+            )
+            bands = mask.bands(q_spans, k_spans)
         unknown = [
             pair for pair, known in zip(partly, bands.known.tolist(), strict=True) if not known
         ]
@@ -313,8 +316,10 @@ class Cutter:
         cells = list(chain.from_iterable(product(*part) for part in listed))
         covers = None
         if cells:
-            q_spans, k_spans = [q.span for q, _ in cells], [k.span for _, k in cells]
-            covers = mask.covers(Spans.of(q_spans), Spans.of(k_spans))
+            q_spans, k_spans = (
+                Spans.of(part.span for part in parts) for parts in zip(*cells, strict=True)
+            )
+            covers = mask.covers(q_spans, k_spans)
         tiles = iter(()) if covers is None else self._tiles_of_pairs(mask, cells, covers)
         for part in parts:
             if part and len(part[0]) * len(part[1]) > _LISTED_PAIRS:

@@ -405,6 +405,20 @@ def log(line: str) -> None:
         logging.getLogger(_NAME).info(line)
 
 
+def log_once(state: RunState, line: str, subject: str | None = None) -> None:
+    """Log a line on rank 0, once in a run.
+
+    Args:
+        state: The state of the run.
+        line: The line.
+        subject: The subject of the line, which is logged once; default: the line itself.
+    """
+    subject = subject or line
+    if subject not in state.logged:
+        state.logged.add(subject)
+        log(line)
+
+
 def launches_in_order() -> bool:
     """Return whether CUDA has one queue for all streams; only log lines depend on the result."""
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"

@@ -67,12 +67,12 @@ class TrainingHooks:
 
     def patch(self) -> None:
         """Wrap the functions that a Megatron-LM script calls; imports `megatron.training`."""
-        wrap, module = self.patches.wrap, importlib.import_module
-        arguments = module("megatron.training.arguments")
+        wrap = self.patches.wrap
+        arguments = importlib.import_module("megatron.training.arguments")
         wrap(arguments, "add_megatron_arguments", ["parser"], self.add_megatron_arguments)
         wrap(arguments, "validate_args", ["args", "defaults"], self.validate_args)
         wrap(
-            module("megatron.training.yaml_arguments"),
+            importlib.import_module("megatron.training.yaml_arguments"),
             "validate_yaml",
             ["args", "defaults"],
             self.validate_args,
@@ -84,7 +84,7 @@ class TrainingHooks:
             self.core_transformer_config_from_args,
         )
         wrap(
-            module("megatron.training.checkpointing"),
+            importlib.import_module("megatron.training.checkpointing"),
             "check_checkpoint_args",
             ["checkpoint_args"],
             self.check_checkpoint_args,

@@ -22,7 +22,7 @@ from ..comm.transport import Channel
 from ..execution import joined
 from ..execution.rank_plan import Exchange, KernelCall, Payload, RankPass, RowPlace, Step, Target
 from ..kernels.base import Kernel
-from ..layout.layouts import Shards, Span, Spans
+from ..layout.layouts import Shards, Span, Spans, counted
 from ..layout.sharding import to_device
 from ..masks import Mask
 from ..schedule.bundles import spans_of
@@ -48,7 +48,6 @@ class KernelWorkCache:
     def __init__(self, kernel: Kernel, mask: Mask, queries: Shards, keys: Shards, sizes: Sizes):
         self.kernel, self.mask, self.sizes = kernel, mask, sizes
         self.shards = {"query": queries, "kv": keys}
-        self._arrays: dict[tuple[str, int], Spans] = {}
         self._planned: dict[tuple[Any, ...], Any] = {}
 
     def of(self, *spans: tuple[Span, ...]) -> Any:
@@ -59,13 +58,11 @@ class KernelWorkCache:
 
     def spans(self, schedule: Schedule, chunk: Chunk) -> tuple[Span, ...]:
         """Return the positions of the rows of a chunk, as spans."""
-        shard, key = self.shards[chunk.family][chunk.owner], (chunk.family, chunk.owner)
+        shard = self.shards[chunk.family][chunk.owner]
         if chunk.rows == ALL:
             return tuple(shard)
-        if key not in self._arrays:
-            self._arrays[key] = Spans.of(shard)
         ranges = schedule.tables.bundles(chunk.family).ranges(chunk.owner, chunk.rows)
-        return tuple(spans_of(ranges, self._arrays[key]))
+        return tuple(spans_of(ranges, Spans.of(shard)))
 
 
 def make_pass(
@@ -276,6 +273,4 @@ class RowMaps:
         """Return the indices of a chunk's rows in the shard of its owner, in buffer order."""
         ranges = self._tables.bundles(chunk.family).ranges(chunk.owner, chunk.rows)
         first, stop = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
-        count = stop - first
-        # Each range counts on from its first row, less the rows of earlier ranges.
-        return np.arange(count.sum()) + np.repeat(first - np.cumsum(count) + count, count)
+        return counted(first, stop - first)

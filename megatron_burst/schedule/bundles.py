@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..layout import Span, Spans
+from ..layout.layouts import counted
 from ..masks.seen import united
 
 MOST = 62  # largest number of bundles of one owner: bit sets are int64
@@ -265,7 +266,7 @@ def spans_of(ranges: Sequence[tuple[int, int]], shard: Spans) -> list[Span]:
     end = np.searchsorted(bounds, stop)
     number = np.where(first < stop, end - begin, 0)
     of_range = np.repeat(np.arange(len(first)), number)
-    at = np.arange(len(of_range)) + np.repeat(begin - np.cumsum(number) + number, number)
+    at = counted(begin, number)
     low = np.maximum(first[of_range], bounds[at])
     high = np.minimum(stop[of_range], bounds[at + 1])
     fields = shard.start[at] + (low - bounds[at]) * shard.stride[at], shard.stride[at], high - low

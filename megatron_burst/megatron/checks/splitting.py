@@ -52,8 +52,9 @@ def uses_burst(settings: Any, burst: BurstConfig | None) -> bool:
     True if it splits micro-batches over ranks, or if micro-batches are prefix trees, which
     Megatron's own attention does not support.
     """
-    trees = burst is not None and burst.algorithm != OFF and burst.pack == "trees"
-    return trees or splits_with_burst(settings, burst)
+    if burst is None or burst.algorithm == OFF:
+        return False
+    return burst.pack == "trees" or splits(settings)
 
 
 def needs_ranks(flag: str, config: Any, burst: BurstConfig, remove: tuple[str, ...]) -> Problem:

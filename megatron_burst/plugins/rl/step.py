@@ -30,13 +30,10 @@ from ...megatron.data.cut import gather_from_all
 from ...megatron.lm_head.fused_loss import check_output
 from ...megatron.model_shape import ModelShape
 from ...megatron.packing.step import PackedBatchIterator, work_of
-from ...megatron.patching import log
 from . import trees
 from .batch import TrajectoryBatch, rows_multiple
 from .logprobs import temperature_reasons
 from .trajectories import cut_trajectories
-
-_LOGGED = "mb.rl"
 
 
 @dataclass(frozen=True)
@@ -121,9 +118,7 @@ def logprobs(
     plan = attempt(lambda: _plan_step(chunks, trajectories, arguments))
     agree(plan if isinstance(plan, ValueError) else plan.facts, gather_from_all)
     assert not isinstance(plan, ValueError)
-    if _LOGGED not in patching.run_state().logged:
-        patching.run_state().logged.add(_LOGGED)
-        log(plan.line)
+    patching.log_once(patching.run_state(), plan.line, "mb.rl")
     config = get_model_config(chunks[0])
     device = next(chunks[0].parameters()).device
     batches = list(_batches(plan, config, device, tree))

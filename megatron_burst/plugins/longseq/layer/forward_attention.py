@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from ....megatron import patching
 from ....megatron.attention.core_attention import AttentionCall, BurstCoreAttention
 from ....megatron.attention.plan_book import RowChunkSizes
-from ....megatron.patching import given_to, log
+from ....megatron.patching import given_to
 from ....option_table import Auto
 from ....planning.plan import Plan
 from ....recompute.checkpoint import current_store
@@ -70,7 +70,7 @@ def _in_chunks(
     stored, tier = call.plan.store_entry(current_store(), call.label), tier_of(patches)
     host = None if tier is None or call.plan.host_refusal is not None else tier.keys()
     if tier is not None:
-        _log_once(patches, keys_line(call.plan, self.config.burst.offload))
+        patching.log_once(patches.run, keys_line(call.plan, self.config.burst.offload))
     return RowChunkedHalf(half, call, stored, half.parameters(), host).apply(hidden), None
 
 
@@ -96,7 +96,7 @@ def _call(
     count = half.core.sequence_chunks
     if count == "auto":
         count, line = chunk_count(q, k, v, width=hidden.shape[-1], blocks=blocks)
-        _log_once(patches, f"{FLAG} auto: {line}")
+        patching.log_once(patches.run, f"{FLAG} auto: {line}")
         if count == 1:
             return None
     return half.core.call(q, k, v, inputs.mask_type, masks, params, RowChunkSizes(count, blocks))
@@ -110,12 +110,6 @@ def keys_line(plan: Plan, offload: float | Auto) -> str:
     else:
         location = "not in host memory between row chunks"
     return f"--burst-offload {offload}: keys of other ranks are {location}"
-
-
-def _log_once(patches: patching.PatchSet, line: str) -> None:
-    if line not in patches.run.logged:
-        patches.run.logged.add(line)
-        log(line)
 
 
 def _check(layer: Any, arguments: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from ....megatron.patching import PatchSet, given_to, instead, log
+from ....megatron.patching import PatchSet, given_to, instead, log_once
 from ....recompute import tile_counts
 from ..offload.tier import tier_of
 from ..tiles import Fate, tiled
@@ -72,9 +72,7 @@ def _log_count(patches: PatchSet, burst: Any, count: int, hidden: torch.Tensor) 
         f"MLP tiles: {count} tiles of {math.ceil(len(hidden) / count):,} rows (--burst-mlp-tiles "
         f"{burst.mlp_tiles}), recomputed in backward or moved to the host"
     )
-    if line not in patches.run.logged:
-        patches.run.logged.add(line)
-        log(line)
+    log_once(patches.run, line)
 
 
 def tiles_of(layer: Any, hidden: torch.Tensor) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ....megatron.checks.problem import ConfigView, Problem, Rule, broken, excluded
 from ....megatron.checks.sparse import gathers
-from ....megatron.checks.splitting import OLDEST, splits, splits_with_burst
+from ....megatron.checks.splitting import OLDEST, splits_with_burst
 from ....megatron.model_shape import ModelShape
 from ....megatron.patching import PatchSet, core_version, log
 from ....schedule.algorithms import ALGORITHMS
@@ -28,7 +28,7 @@ def selects(config: Any, burst: SparseOptions | None) -> bool:
         config: `TransformerConfig` of the model.
         burst: Options of the run, or None.
     """
-    if burst is None or OFF in (burst.algorithm, burst.sparse) or not splits(config):
+    if burst is None or burst.sparse == OFF or not splits_with_burst(config, burst):
         return False
     return ModelShape.of(config).sparse_setting is not None
 
