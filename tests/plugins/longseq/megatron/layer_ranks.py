@@ -212,11 +212,12 @@ def in_case(case):
 
 def automatic():
     """Return the numbers of row chunks that "auto" selects for 24 rows in two forwards, and log."""
+    from megatron_burst.megatron import patching
     from megatron_burst.plugins.longseq.layer import forward_attention
 
     lines = []
     few = mock.patch.object(forward_attention, "MIN_CHUNK_ROWS", 4)
-    noted = mock.patch.object(forward_attention, "log", lines.append)
+    noted = mock.patch.object(patching, "log", lines.append)
     with parallel("zigzag", 1, 2), few, noted, counting() as calls:
         layer, config = build({"sequence_chunks": "auto"}, context_parallel_size=2)
         run(layer, config, times=2)
