@@ -158,8 +158,8 @@ def assumed_kernel(gpu: Gpu, documents: bool = False) -> str | None:
         documents: True for attention over packed documents, for which Hopper has other rates.
 
     Returns:
-        A name as in `--burst-kernel`, or the text in a cluster file; None if the rate was stated
-        without a kernel.
+        A name as in `--burst-kernel`, or the kernel that a cluster file names. None if the user
+        stated a rate without naming a kernel.
     """
     if gpu.kernel is not None:
         return gpu.kernel

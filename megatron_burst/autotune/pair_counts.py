@@ -75,7 +75,16 @@ def _counted(mask: Mask, q: Spans, k: Spans) -> np.ndarray:
 
 
 def _below(limit: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Return, per rectangle, the number of its pairs (row, column) with column - row <= limit."""
+    """Count the pairs (row, column) of a rectangle with column - row <= limit.
+
+    Args:
+        limit: Limit of each rectangle.
+        rows: Number of rows of each rectangle.
+        columns: Number of columns of each rectangle.
+
+    Returns:
+        Number of pairs of each rectangle.
+    """
     limit = np.clip(limit, -rows - 1, columns)
 
     def summed(t: np.ndarray) -> np.ndarray:

@@ -45,7 +45,8 @@ def agree(facts: Facts | ValueError, gather: Callable[[torch.Tensor], list[torch
     Args:
         facts: Values by name, with the same names in the same order on all ranks, at most 31; or
             the ValueError of this rank.
-        gather: Function that all-gathers the header of this rank and returns all headers.
+        gather: Function that all-gathers a uint8 tensor [HEADER_BYTES] of this rank and returns the
+            tensors of all ranks. The tensor has a digest of each fact, and the start of its text.
 
     Raises:
         ValueError: A rank has an error, or facts differ.

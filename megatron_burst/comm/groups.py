@@ -91,9 +91,9 @@ class CallCounter:
     def _calling_line(self, plan: int) -> str:
         """Return "file:line" of the innermost caller outside this package and torch.
 
-        Warns once if a line calls a plan a second time before any backward, as in a loop over
-        layers: ranks that skip different iterations would exchange wrong tensors. Calls without
-        gradients do not warn, because an evaluation has no backward.
+        The method warns once if a line calls the same plan twice before any backward, as in a loop
+        over layers: ranks that skip different iterations would exchange wrong tensors. Calls
+        without gradients do not warn, because an evaluation has no backward.
         """
         frame = sys._getframe(2)
         while frame.f_back and frame.f_globals.get("__name__", "").startswith(INNER):

@@ -17,7 +17,7 @@ import torch
 
 
 class Waitable(Protocol):
-    """A started exchange, which has a method `wait`."""
+    """Handle of an exchange that has started; `wait` blocks until the exchange has ended."""
 
     def wait(self) -> None: ...
 

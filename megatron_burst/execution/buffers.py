@@ -144,7 +144,7 @@ class ResultAccumulator:
         return message
 
     def merge(self, target: Target, part: Message) -> None:
-        """Add a temporary buffer from `open` to the rows of `target`, and free the buffer."""
+        """Add a temporary buffer that `open` returned to the rows of `target`; free the buffer."""
         _add_or_merge(self._total(target).message, target, part)
         self._buffers.give(target.total.family, part)
 

@@ -35,9 +35,10 @@ DONE = object()
 
 
 class ChunkTable(Protocol):
-    """Mapping from chunk to message: a dict, or a table that keeps chunks in host memory.
+    """Mapping from a chunk (rows of one rank) to the message whose buffers hold its tensors.
 
-    The ring calls `pop` when it no longer needs a chunk, and reuses the message.
+    It is a dict, or a table that also keeps chunks in host memory. The ring calls `pop` when it no
+    longer needs a chunk, and then reuses the buffers.
     """
 
     def __setitem__(self, chunk: Chunk, message: Message, /) -> None: ...
@@ -158,7 +159,7 @@ class Ring:
                     del queries, keys, sums  # otherwise alive until the next pair
 
     def _post(self, exchange: Exchange, boundary: int) -> None:
-        """Start the hops of an exchange."""
+        """Start the transfers of an exchange; `boundary` is the index of the step, for errors."""
         sends, receives, arriving, leaving = [], [], [], []
         for payload in exchange.leaving:
             message, hop = self._outgoing(payload), payload.hop

@@ -300,9 +300,13 @@ def _stored_by_chunk(
 def _by_chunk(
     rank_plan: RankPlan, lse: torch.Tensor, all_rows: torch.Tensor
 ) -> Sequence[torch.Tensor]:
-    """Split lse, which has the rows of the ring, by row chunk.
+    """Split lse into one tensor per row chunk.
 
-    `all_rows` is any tensor with all rows of this rank.
+    Args:
+        rank_plan: Plan of this rank.
+        lse: lse of all row chunks, one after the other. Each has the rows of all ranks that share
+            heads.
+        all_rows: Any tensor whose length is the number of rows of this rank.
     """
     rows = [len(all_rows) if chunk.rows is None else len(chunk.rows) for chunk in rank_plan.chunks]
     return lse.split([len(rank_plan.ulysses_links) * count for count in rows])

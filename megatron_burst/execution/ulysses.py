@@ -108,9 +108,10 @@ def scatter(
 
 
 def _parts(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """Split [s, b, n, d] by heads into [size, s, b, share of n, d], with the shares of `Share.of`.
+    """Split [s, b, n, d] by heads into [size, s, b, share of n, d], one part per rank.
 
-    The result is a view, unless heads are copied.
+    If there are fewer heads than ranks, several parts are copies of the same head (see `Share.of`).
+    Otherwise the result is a view.
     """
     heads = tensor.shape[2]
     if heads < size:

@@ -178,7 +178,12 @@ def chains(
 
 
 def _table(shards: Sequence[tuple[Span, ...]], bounds: np.ndarray) -> np.ndarray:
-    """Return `Chains.table` of all shards, sorted by rank and row; `bounds` are of documents."""
+    """Return all pieces: int64 [pieces, 5] with the columns of `Chains.table`, by rank and row.
+
+    Args:
+        shards: Spans of each rank.
+        bounds: First position of each document, and the end of the last one.
+    """
     spans = np.array([span for shard in shards for span in shard], dtype=np.int64)
     rank = np.repeat(np.arange(len(shards)), [len(shard) for shard in shards])
     start, stop = spans[:, 0], spans[:, 0] + spans[:, 2]

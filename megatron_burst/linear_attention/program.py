@@ -67,10 +67,13 @@ class Directions(NamedTuple):
 
 
 class ConvolutionWindow(NamedTuple):
-    """Exchange of the rows before each piece, and the windows of a convolution.
+    """Exchange of rows for a convolution: each piece needs the rows before it.
+
+    A piece is consecutive positions of one document on one rank. A window is the rows that one
+    output of the convolution reads.
 
     Attributes:
-        paths: Routes of the rows for x [s, ...].
+        paths: Sends and receives of the preceding rows, for x [s, ...].
         order: Index into the concatenation of x and the received rows. It puts the preceding rows
             directly before each piece.
         ends: For each row of x, the first row of the window that ends at this row, as an index into

@@ -283,12 +283,13 @@ def divergence_gradient_(
     weights: torch.Tensor,
     reverse: bool,
 ) -> None:
-    """Replace the student's z by weights [n] times the gradient of the divergence of each row.
+    """Replace the student's products h.w by the gradient of the divergence, row by row.
 
-    Rows of weight 0 become 0 even if they contain NaN.
+    Each row of the gradient is multiplied by its weight. Rows of weight 0 become 0 even if they
+    contain NaN.
 
     Args:
-        student: Products h.w of the student, which are overwritten.
+        student: Products h.w of the student; `student.z` [n, v] is overwritten by the gradient.
         teacher: Products h.w of the teacher.
         lse: Log-sum-exp [n] of complete rows of the student.
         teacher_lse: Log-sum-exp [n] of complete rows of the teacher.

@@ -88,7 +88,11 @@ class Viewers(NamedTuple):
     exact: np.ndarray
 
     def holds(self, others: Viewers) -> np.ndarray:
-        """Return a bool per span, true if these viewers see all keys that `others` may see."""
+        """Return whether these queries see all keys that `others` may see, one bool per key span.
+
+        Args:
+            others: Queries that see the same key spans under another mask.
+        """
         wider = (self.first <= others.first) & (self.last >= others.last)
         return wider & (self.left >= others.left) & (self.right >= others.right) & self.exact
 
@@ -162,7 +166,7 @@ class Mask:
         return Cover(int(self.covers(_as_arrays(q_span), _as_arrays(k_span))))
 
     def covers(self, q_spans: Spans, k_spans: Spans) -> np.ndarray:
-        """Return the `Cover` of many pairs of spans, as an int64 array.
+        """Return how much of each pair of spans is visible: `Cover` values as an int64 array.
 
         Args:
             q_spans: Spans of queries, as integer arrays.

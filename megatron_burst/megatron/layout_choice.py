@@ -158,9 +158,9 @@ def complete_flags(args: Any, config: Any) -> CompletedFlags:
 
 
 def complete_arguments(args: Any) -> None:
-    """Complete parsed arguments with missing flags and with layouts.
+    """Add the options and layouts that no flag sets to parsed arguments.
 
-    Rank 0 logs the layout if "auto" selects it or if zigzag replaces striped.
+    Rank 0 logs the layout if "auto" selects it, or if zigzag replaces the default layout striped.
 
     Args:
         args: parsed arguments; changed.

@@ -183,9 +183,9 @@ def installed(name: str) -> PatchSet | None:
 
 
 def run_state() -> RunState:
-    """Return the state of the set of patches "burst".
+    """Return what the patches of BurstAttention (the set "burst") record about this run.
 
-    If the set is not installed, return new default values, which are not kept.
+    Without these patches, return a new object with the default values, which is not stored.
     """
     patches = installed("burst")
     return patches.run if patches else RunState()

@@ -43,10 +43,10 @@ def is_vision(model: Any) -> bool:
 
 
 def vision_recipes(model: Any) -> VisionRecipes | None:
-    """Return the plugin's functions for a vision-language model; None for other models.
+    """Return the functions of the plugin `vision` for a vision-language model; None for others.
 
     Args:
-        model: the provider.
+        model: the model provider of Megatron Bridge.
 
     Raises:
         ValueError: The model is a vision-language model and the plugin is not installed.

@@ -185,15 +185,16 @@ class Demand:
         parts: Sequence[Transfers],
         travelling: Bundles | None = None,
     ) -> Tables:
-        """Return the tables of a pass, made from its pairs and transfers.
+        """Return `Tables`: the pairs and the transfers of one pass, for all ranks.
 
         Args:
-            steps: Number of steps, not counting the boundaries after the last step, at which ranks
-                only wait for transfers.
-            pairs: Pairs of all ranks.
-            parts: Tables of transfers, which are concatenated.
-            travelling: Bundles of the sent side; default: `self.travelling`. Algorithms that split
-                bundles pass the new bundles.
+            steps: Number of steps. Boundaries after the last step, at which ranks only wait for
+                transfers, are not counted.
+            pairs: Pairs of chunks that ranks compute.
+            parts: Several `Transfers`, which are concatenated.
+            travelling: Bundles (rows of one owner that the same ranks use) of the tensors that are
+                sent. Default: `self.travelling`. An algorithm that splits bundles passes the new
+                ones.
         """
         queries, keys = self.visibility.queries, self.visibility.keys
         if travelling is not None:

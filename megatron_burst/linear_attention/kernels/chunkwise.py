@@ -70,7 +70,12 @@ class DecayedKeys(NamedTuple):
 
 
 class ScalarDecay:
-    """Scalar decays [n, p, b, g, r, c] within a chunk."""
+    """Decays within chunks, one number per row and head; computes decayed keys and products.
+
+    Args:
+        decay: Logarithms of the decays [n, p, b, g, r, c]; the letters are explained above.
+        dtype: Accumulation dtype.
+    """
 
     def __init__(self, decay: torch.Tensor, dtype: torch.dtype):
         self.total = decay.clamp(min=FLOORS[dtype]).double().cumsum(-1)

@@ -124,10 +124,13 @@ class DerivedCoreAttention(BurstCoreAttention):
 
     @classmethod
     def _built(cls, *args: Any, **named: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Call the constructor of `source`, and record its call of the constructor of `stock`.
+        """Return the arguments that the layer spec's class (`source`) passes to its base class.
+
+        The constructor of `source` runs. In place of the constructor of its base class `stock`,
+        which is Megatron's core attention, a function records the arguments.
 
         Returns:
-            The arguments that `stock` would get, by name, and the attributes that `source` sets.
+            The arguments for `stock`, by name, and the attributes that `source` sets.
         """
         original, arguments = cls.stock.__init__, {}
         shell: Any = object.__new__(cls.source)

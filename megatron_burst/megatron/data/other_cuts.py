@@ -59,17 +59,19 @@ def guard_other_cuts(patches: patching.PatchSet, layout: str) -> None:
 
 
 def check_cut(params: Any, pack: Pack, cut: BatchCut, size: int, cuts: bool) -> None:
-    """Raise an error for a pack that was cut in another layout than the run's.
+    """Raise an error if ranks hold other tokens of a pack than the run's layout gives them.
+
+    Other code than this package may have distributed ("cut") the pack over the ranks.
 
     Args:
         params: the `PackedSeqParams` of the pack.
         pack: the documents of the pack.
-        cut: how the run cuts batches.
+        cut: how the run distributes batches over ranks.
         size: number of ranks that hold the pack.
-        cuts: whether this rank cuts its batches itself (see `cuts_batches`).
+        cuts: whether this rank distributes its batches itself (see `cuts_batches`).
 
     Raises:
-        ValueError: The pack was cut in another layout.
+        ValueError: The pack was distributed in another layout.
     """
     if size == 1:
         return

@@ -7,9 +7,9 @@ from .. import patching
 
 
 def startup_line() -> str | None:
-    """Return the log line of the fused loss in the first forward of this process.
+    """Return the line that the fused loss logged at its first forward in this process.
 
     Returns:
-        The line; None before the first forward, or without the fused loss.
+        The line; None before the first forward, and if the fused loss is not used.
     """
     return patching.run_state().lm_head_startup

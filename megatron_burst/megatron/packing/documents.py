@@ -76,7 +76,7 @@ def documents_of(batch: dict[str, Any]) -> list[Document]:
 
 
 def names_of(batch: dict[str, Any]) -> Document:
-    """Return empty CPU tensors with the names and dtypes of the entries of a batch."""
+    """Return an empty document: the entries of a batch by name, as CPU tensors with no tokens."""
     return {name: batch[name][0, :0].cpu() for name in _NAMES if batch.get(name) is not None}
 
 

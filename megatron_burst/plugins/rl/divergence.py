@@ -156,7 +156,10 @@ class DivergenceOperation(HeadOperation[DivergenceRequest]):
 
 
 class _DistillationHeads(NamedTuple):
-    """LM heads of student and teacher with equal tiles, and the tensors of the teacher."""
+    """LM heads of student and teacher, and the hidden states and LM-head weight of the teacher.
+
+    Both heads are computed tile by tile (rows of tokens), with the same rows in each tile.
+    """
 
     student: Head
     teacher: Head

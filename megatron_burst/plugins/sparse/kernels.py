@@ -183,8 +183,8 @@ class SelectedReference(SelectedKernel):
 class UnitRows:
     """Keys or values as a matrix with one row per unit and head, [u * b * k, unit * columns].
 
-    Its rows are copied to gather units of `unit` positions. If `unit` is 1, a contiguous tensor is
-    not copied to make the matrix.
+    A unit is `unit` consecutive positions, which are selected together. Rows of the matrix are
+    copied to gather units. If `unit` is 1, a contiguous tensor is not copied to make the matrix.
     """
 
     def __init__(self, rows: torch.Tensor, unit: int):
@@ -197,15 +197,25 @@ class UnitRows:
         return x.unflatten(0, (-1, self.unit)).permute(0, 2, 3, 1, 4)
 
     def take(self, index: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """Copy the units at `index` to a tensor [*shape, n * unit, columns].
+        """Gather units of consecutive positions.
 
-        `index` has n entries for each element of `shape`.
+        Args:
+            index: Rows of the matrix, n for each element of `shape`.
+            shape: Leading dimensions of the result.
+
+        Returns:
+            A copy [*shape, n * unit, columns].
         """
         positions = len(index) // math.prod(shape) * self.unit
         return self.rows.index_select(0, index).view(*shape, positions, self.shape[3])
 
     def add_(self, index: torch.Tensor, grads: torch.Tensor) -> None:
-        """Add the gradients `grads` [..., n * unit, columns] to the units at `index`."""
+        """Add gradients of gathered units to the matrix, the inverse of `take`.
+
+        Args:
+            index: Row of the matrix of each unit; a row may occur several times.
+            grads: Gradients [..., n * unit, columns] of the units, in the order of `index`.
+        """
         self.rows.index_add_(0, index, grads.reshape(len(index), self.rows.shape[1]))
 
     def add_to_(self, total: torch.Tensor) -> None:

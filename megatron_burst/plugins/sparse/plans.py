@@ -161,7 +161,11 @@ class SelectedOperation(RingOperation):
 
     @abstractmethod
     def adapted(self, request: Request) -> Request:
-        """Return the request with the kernel and facts of this operation."""
+        """Return a changed copy of the checked arguments (`Request`) of the ring.
+
+        The copy has the kernel of this operation. The values that all ranks compare before they
+        communicate (`facts`) include this operation's own arguments.
+        """
 
     def check(self) -> Request:
         self.groups.check()

@@ -65,11 +65,13 @@ WIDE_BLOCKS = HeadBlocks(16, 16, 4, 1)  # for inputs of 32 and 64 bits
 def blocks(direction: str, columns: int, heads: int, itemsize: int) -> HeadBlocks:
     """Return the tile sizes and launch options of a kernel.
 
+    A tile has query heads of one group: they share the selected keys and a key head.
+
     Args:
         direction: Kernel: "forward", "backward_queries" or "backward_keys".
         columns: Sum of the columns of k and v.
-        heads: Query heads that share a selection and a key head; a tile has no more heads than the
-            next power of two.
+        heads: Query heads of a group. If the inputs have 2 bytes per element, a tile has at most as
+            many heads as this number, rounded up to a power of two, but at least 16.
         itemsize: Bytes of an input element.
     """
     if itemsize > 2:

@@ -45,7 +45,8 @@ class Selection:
     def check(self, q: torch.Tensor, key_heads: int, seq_len: int) -> None:
         """Raise ValueError unless the selection fits these queries.
 
-        If `checked` is False, the values of the ids are also checked, which waits for the device.
+        The values of the ids are checked only if `checked` is False; this check waits for the
+        device.
 
         Args:
             q: Queries [s, b, h, d].

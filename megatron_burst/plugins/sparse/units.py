@@ -131,7 +131,8 @@ def rows_of_units(k: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
 
     Args:
         k: Index keys [keys, batch, key heads, width].
-        rule: Selection rule, which has n means per unit, or n keys.
+        rule: Selection rule, which sets the length of a unit and n: the number of its means or
+            keys.
 
     Returns:
         Rows [units, batch, key heads, n * width]. Means have the dtype of scores (float32 or
@@ -148,7 +149,7 @@ def keys_of_units(rows: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
 
     Args:
         rows: Rows [units, batch, key heads, n * width].
-        rule: Selection rule, which has n means per unit, or n keys.
+        rule: Selection rule, which sets n, the number of means or keys of a unit.
 
     Returns:
         Means or keys [units * n, batch, key heads, width].
@@ -161,7 +162,7 @@ def rows_of_parts(keys: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
 
     Args:
         keys: Means or keys [units * n, batch, key heads, width].
-        rule: Selection rule, which has n means per unit, or n keys.
+        rule: Selection rule, which sets n, the number of means or keys of a unit.
 
     Returns:
         Rows [units, batch, key heads, n * width].
@@ -170,11 +171,14 @@ def rows_of_parts(keys: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
 
 
 def gradient_of_keys(rows: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
-    """Return the gradient of index keys, given the gradient of the rows that are sent.
+    """Convert the gradient of the sent rows to the gradient of index keys.
+
+    A sent row has all keys of one unit (block of consecutive positions), or n means over parts of
+    the unit. `rows_of_units` makes these rows.
 
     Args:
-        rows: Gradient of the rows [units, batch, key heads, n * width].
-        rule: Selection rule, which has n means per unit, or n keys.
+        rows: Gradient of the sent rows [units, batch, key heads, n * width].
+        rule: Selection rule, which sets the length of a unit and n.
 
     Returns:
         Gradient of the index keys [keys, batch, key heads, width].

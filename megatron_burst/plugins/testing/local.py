@@ -174,7 +174,11 @@ class Turns:
             raise Stopped
 
     def _pass_on(self) -> None:
-        """Start the next rank that is ready; end the call if there is none."""
+        """Let the next rank run that is ready to continue.
+
+        If no rank is ready, the call of all ranks ends: they have finished, or they wait for one
+        another.
+        """
         while True:
             for rank in self._round:
                 if not rank.ended and rank.ready():

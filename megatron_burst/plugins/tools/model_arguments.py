@@ -106,7 +106,10 @@ def _settled(command: MegatronCommand, burst_flags: Any) -> BurstConfig:
 
 
 def _command_run(command: MegatronCommand) -> dict[str, Any]:
-    """Return the fields of `Settings` that Megatron's own flags set, and "global_batch"."""
+    """Return the settings of a run that Megatron's own flags set: fields of `Settings` by name.
+
+    The result also has the key "global_batch".
+    """
     pp, vpp = command.pipeline_model_parallel_size, command.num_virtual_stages_per_pipeline_rank
     if command.num_layers_per_virtual_pipeline_stage:
         vpp = command.num_layers // pp // command.num_layers_per_virtual_pipeline_stage

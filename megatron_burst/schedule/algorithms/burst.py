@@ -95,12 +95,18 @@ class _Path:
             self._choose_way(axis)
 
     def moves(self, axis: int, gradient: bool) -> np.ndarray:
-        """Return a bool array, true if a bundle is forwarded after a step along `axis`.
+        """Return whether a bundle is sent on to the next rank or node after a step.
 
-        The array is [bundle, outer step, inner step] within nodes (axis 2), and [bundle, outer
-        step] between nodes (axis 1). No gradient is forwarded within a node at inner step 0: the
-        rank then adds to the sum of its node, which crosses to the next node. At outer step 0, the
-        rank adds to its own gradient.
+        A bundle is rows of one owner that the same ranks use. No gradient is sent within a node at
+        inner step 0. The rank that has the bundle at that step collects the sum of its node and
+        sends it to the next node. At outer step 0 this rank is the owner, which keeps the sum.
+
+        Args:
+            axis: 1 for sends between nodes, 2 for sends within nodes.
+            gradient: True for gradients, False for copies.
+
+        Returns:
+            bool [bundle, outer step] for axis 1; bool [bundle, outer step, inner step] for axis 2.
         """
         # A copy starts at its owner, so its hops are at the first steps. A gradient ends at its
         # owner, so its hops are at the last steps, from the first rank that adds to the gradient.

@@ -93,16 +93,32 @@ def _own_last(a: int, b: int) -> np.ndarray:
 
 
 def _chained(lands: np.ndarray) -> dict[int, int]:
-    """Return the post boundary for each landing boundary: the landing of the previous transfer.
+    """Return when each transfer between nodes starts, so that transfers follow one another.
 
-    Transfers then follow one another.
+    Boundary t is the moment before step t.
+
+    Args:
+        lands: Boundaries at which transfers end, in any order.
+
+    Returns:
+        Boundary of the end -> boundary of the start: the end of the previous transfer, or 0.
     """
     lands = np.unique(lands)
     return dict(zip(lands.tolist(), [0, *lands[:-1].tolist()], strict=False))
 
 
 def _returned(posts: list[np.ndarray], size: int) -> dict[int, int]:
-    """Return the landing boundary for each post boundary: the next post boundary, or the end."""
+    """Return when each transfer of partial results between nodes ends.
+
+    A transfer ends when the next one starts. The last transfer ends after all steps.
+
+    Args:
+        posts: Boundaries at which transfers start, one array per family of partial results.
+        size: Number of steps.
+
+    Returns:
+        Boundary of the start -> boundary of the end.
+    """
     order = np.unique(np.concatenate([[], *posts])).astype(np.int64)
     ends = np.append(order[1:], np.maximum(size, order[-1:] + 1))
     return dict(zip(order.tolist(), ends.tolist(), strict=True))
@@ -143,13 +159,14 @@ class _TileFamily:
         return np.maximum(self.last[:, 0] + 1, (self.last[:, 1:] + 2).max(axis=1, initial=0))
 
     def copies(self, crossing: dict[int, int]) -> list[Transfers]:
-        """Return the transfers of copies: to the gate of each node, and from there within the node.
+        """Return the transfers of copies: to the gate of each node, and from there to its ranks.
 
         The gate of a node is its rank with the owner's index. A copy travels while ranks compute
         the pairs of the previous copy.
 
         Args:
-            crossing: Post boundary by landing boundary, for hops between nodes.
+            crossing: Result of `_chained`: boundary at which a transfer between nodes ends ->
+                boundary at which it starts.
         """
         post = np.array([crossing.get(land, 0) for land in self.first[:, 0].tolist()])
         # The copy to the second rank of a node is posted when the first rank has its copy, etc.
@@ -158,24 +175,29 @@ class _TileFamily:
         return self._hops(self.name, (post, self.first[:, 0]), (posts, self.first))
 
     def returns(self, partial: str, crossing: dict[int, int]) -> list[Transfers]:
-        """Return the transfers of partial results, which are posted after the last pair.
+        """Return the transfers of partial results. Each starts after the last pair that adds to it.
 
         Args:
-            partial: Family of partial results.
-            crossing: Landing boundary by post boundary, for hops between nodes.
+            partial: Family of the partial results: "out", "dquery" or "dkv".
+            crossing: Result of `_returned`: boundary at which a transfer between nodes starts ->
+                boundary at which it ends.
         """
         post = self.gathered
         land = np.array([crossing.get(at, 0) for at in post.tolist()])
         return self._hops(partial, (post, land), (self.last + 1, self.last + 2), home=True)
 
     def _hops(self, family: str, between, within, home: bool = False) -> list[Transfers]:
-        """Return the transfers between nodes, and the transfers within nodes.
+        """Return two tables: the transfers between nodes, and the transfers within nodes.
+
+        A transfer starts at its post boundary and ends at its landing boundary. Boundary t is the
+        moment before step t.
 
         Args:
-            family: Family that is sent.
-            between: Post and landing boundaries between nodes, each [nodes].
-            within: Post and landing boundaries within nodes, each [nodes, ranks].
-            home: True if receivers send back to owners.
+            family: Tensors that are sent, a name in `tables.FAMILIES`.
+            between: Post and landing boundaries of transfers between nodes, two arrays [nodes].
+            within: Post and landing boundaries of transfers within nodes, two arrays [nodes,
+                ranks].
+            home: True for partial results, which receivers send back to owners.
         """
         gate = self.receivers[:, :, 0]
         node = np.bitwise_or.reduce(self.rows, axis=2)
@@ -217,9 +239,13 @@ def _moved(rank: np.ndarray, shape: Shape, name: str, way: int) -> _TilePosition
 
 
 def _one_by_one(lands: np.ndarray) -> np.ndarray:
-    """Return post boundaries with which each transfer starts when the previous one lands.
+    """Return the boundaries at which transfers start, if each starts when the previous one ends.
 
-    Entry 0 of `lands` is not a transfer.
+    Args:
+        lands: Boundaries at which transfers end. Entry 0 is not a transfer.
+
+    Returns:
+        Array of the same shape; 0 for the transfer that ends first, and in entry 0.
     """
     posts = np.zeros_like(lands)
     order = 1 + np.argsort(lands[1:], kind="stable")

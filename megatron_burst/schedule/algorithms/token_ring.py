@@ -22,7 +22,10 @@ from .two_way import OneWay
 
 
 def tables(demand: Demand) -> Tables:
-    """Return the tables of algorithm `token_ring`: one ring over all ranks, which ignores nodes."""
+    """Return the pairs and transfers of algorithm `token_ring`.
+
+    The algorithm uses one ring over all ranks, which ignores nodes.
+    """
     family = "out"
     if demand.row_bytes.out > 0:
         demand = replace(demand, side="query")

@@ -159,10 +159,14 @@ class _Trials:
         return (self.runs.nth > 0) & np.append(False, node[1:] != node[:-1])
 
     def _scan(self) -> np.ndarray:
-        """Estimate the seconds of a scan for each number of blocks, without contention for NICs.
+        """Estimate the seconds of algorithm `scan` for each number of blocks.
 
-        The estimate is the time of all hops of the slowest chain for the first block, plus the time
-        of its slowest hop for each other block.
+        Contention for NICs is ignored. The algorithm sends states of linear attention from rank to
+        rank, cut into blocks. The estimate is the time of all hops of the slowest document for the
+        first block, plus the time of its slowest hop for each other block.
+
+        Returns:
+            float array, one entry per number in `self.numbers`.
         """
         links, far = self.links, self._crosses
         latency = np.where(far, links.inter_latency, links.intra_latency) + links.posting
@@ -175,10 +179,14 @@ class _Trials:
         return seconds.sum(axis=1) + (self.numbers - 1) * seconds.max(axis=1)
 
     def _two_level(self) -> np.ndarray:
-        """Estimate the seconds of a two-level scan for each number of blocks, without contention.
+        """Estimate the seconds of algorithm `two_level` for each number of blocks.
 
-        The time of a round is the longer of two times: one message to the next node, or the
-        messages to all other ranks of this node.
+        A two-level scan sends states of linear attention from node to node, cut into blocks. A
+        round takes the longer of two times: one message to the next node, or the messages to all
+        other ranks of this node.
+
+        Returns:
+            float array, one entry per number in `self.numbers`.
         """
         links, lanes = self.links, self.topology.per_node
         size = self.sizes.state / self.numbers

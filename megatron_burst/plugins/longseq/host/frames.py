@@ -72,10 +72,13 @@ class HostFrame:
 
 
 class FrameOrder:
-    """Registry of the frames with moved tensors; predicts the order in which backward visits them.
+    """Registry of the frames that have tensors in host memory.
+
+    A frame is the saved tensors of one layer. The registry predicts which frame backward needs
+    next, and fetches it one frame ahead.
 
     Args:
-        before: Function that is called before a visit fetches a frame.
+        before: Function that is called each time before backward's current frame is fetched.
     """
 
     def __init__(self, before: Callable[[], None]) -> None:

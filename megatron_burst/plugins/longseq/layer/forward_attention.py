@@ -113,7 +113,11 @@ def keys_line(plan: Plan, offload: float | Auto) -> str:
 
 
 def _check(layer: Any, arguments: dict[str, Any]) -> None:
-    """Raise ValueError for a layer or call whose result would change with row chunks."""
+    """Raise ValueError for a layer or call that cannot run in row chunks.
+
+    A row chunk is a part of the rows; row chunks are computed one after the other. Their results
+    would be wrong with, for example, dropout or cross attention.
+    """
     for name in _UNSUPPORTED:
         if arguments.get(name) is not None:
             raise ValueError(f"{FLAG}: {name} is not supported; remove {name} or the flag")

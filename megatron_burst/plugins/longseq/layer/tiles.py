@@ -103,7 +103,12 @@ def tiles_of(layer: Any, hidden: torch.Tensor) -> int:
 
 
 def _width(config: Any, moe: bool) -> int:
-    """Return how many elements per token the backward of a tile allocates on this rank."""
+    """Return how many elements per token backward allocates on this rank for an MLP.
+
+    Args:
+        config: Megatron's configuration.
+        moe: Whether the MLP has experts.
+    """
     gated, hidden = bool(config.gated_linear_unit), config.hidden_size
     tp = config.tensor_model_parallel_size
     if not moe:

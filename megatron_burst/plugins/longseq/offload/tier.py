@@ -376,7 +376,7 @@ class FirstStep:
         self.spilt += nbytes
 
     def note_keys(self, nbytes: int) -> None:
-        """Record the bytes of other ranks' keys that one attention call has moved so far."""
+        """Record how many bytes of other ranks' keys an attention call has moved to the host."""
         self._keys = max(self._keys, nbytes)
 
     def add(self, nbytes: int, clock: Clock) -> None:

@@ -309,7 +309,10 @@ class RuleSelfAttention(SelfAttention):
         packed_seq_params: Any = None,
         **unsupported: Any,
     ) -> Any:
-        """Run Megatron's forward, and pass the index tensors to core attention as `attention_bias`.
+        """Run Megatron's forward, and pass the indexer's tensors to core attention.
+
+        Megatron's forward passes `attention_bias` to core attention unchanged, so the index
+        queries, keys and weights (`IndexTensors`) are passed in this argument.
 
         Raises:
             ValueError: attention_bias, or another argument that only inference or cross attention

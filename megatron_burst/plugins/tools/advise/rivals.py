@@ -172,10 +172,10 @@ def fastest(
     model: Model, cluster: Cluster, goal: TrainingGoal, kinds: Sequence[Kind] = KINDS,
     lengths: Sequence[int] = (),
 ) -> Rival | None:  # fmt: skip
-    """Return the fastest estimate that fits into memory, over kinds and parallel sizes.
+    """Return the prediction of the fastest run of Megatron's own context parallelism.
 
-    The result is None if no estimate fits. Parallel sizes and optimizer settings that the user has
-    fixed are not searched.
+    Only runs that fit into memory are compared; the result is None if none fits. Parallel sizes and
+    optimizer settings that the user has fixed are not searched.
 
     Args:
         model: Shape of the model.

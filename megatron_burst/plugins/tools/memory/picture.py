@@ -26,10 +26,7 @@ STATES = ("#c7ccd4", "#aab1bc", "#8d96a3", "#747d8b", "#5f6876", "#4b5461")
 
 
 def draw(account: Account, cluster: Cluster, path: Path) -> None:
-    """Draw the picture of a memory account and write it to a file.
-
-    A dashed line shows the memory of a GPU.
-    """
+    """Draw the predicted memory of a GPU over a training step, by item, and write it to a file."""
     run, peak = account.run, account.peak
     title = (
         f"{account.model.name}, {run.seq:,} tokens on {cluster.gpus} x {cluster.gpu.name}: memory "

@@ -125,7 +125,7 @@ def load(paths: Sequence[Path]) -> Trace:
 
 
 def _text_of(path: Path) -> str:
-    """Return the text of a file; decompress a .gz file, such as of Megatron-LM's profiler."""
+    """Return the text of a file. A .gz file (of Megatron-LM's profiler) is decompressed."""
     return gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
 
 

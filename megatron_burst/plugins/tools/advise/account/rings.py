@@ -194,13 +194,14 @@ def ring_held(
 
     Args:
         algorithm: Name of the ring algorithm.
-        layout: Name of the layout; shards have `SHORT` rows.
+        layout: Name of the layout. Each simulated rank has `SHORT` rows; the caller scales the
+            result.
         cp: Number of ranks of the ring.
         intra: Number of ranks of an inner ring.
-        side: Side that is sent in backward: "kv" or "query".
+        side: Tensors that backward sends: "kv" or "query".
         wire: Whether gradients are sent in bf16.
         packed: Whether messages are packed into one buffer (on a CPU).
-        joined: Result of `joins`.
+        joined: True if one kernel call reads all keys of a step; None if the algorithm decides.
         before: Number of preceding rows that a query attends to; None for all.
         host: Whether keys of other ranks are in host memory, so that each kernel call of forward
             reads one chunk.

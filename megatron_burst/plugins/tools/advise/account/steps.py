@@ -149,7 +149,10 @@ class LayerWalk:
         tape.move("dx", "dy", BETWEEN)
 
     def visiting(self, part: LayerPart) -> float:
-        """Return the bytes of other ranks' keys and values in host memory in a layer's forward."""
+        """Return the host memory of one layer that keeps keys of other ranks, in bytes.
+
+        "Keys" means keys and values. The forward of the layer keeps them between its row chunks.
+        """
         own = replace(self.run, algorithm=part.algorithm) if part.algorithm else self.run
         if not own.keys_on_host or not self._in_pieces(part, ATTENTION):
             return 0.0
@@ -332,7 +335,10 @@ class TrainingStep:
         return self.walk.store * (self.parts[layer].attention in SOFTMAX)
 
     def _in_flight(self) -> None:
-        """Allocate activations of the other micro-batches in flight (1F1B or interleaved)."""
+        """Add the activations that the pipeline schedule keeps for other micro-batches.
+
+        The schedule is 1F1B or interleaved. Nothing is added without pipeline parallelism.
+        """
         run = self.run
         first = (run.vpp - 1) * run.pp + 2 * (run.pp - 1 - self.stage) + 1
         chunks = first if run.vpp > 1 else run.pp - self.stage

@@ -456,12 +456,17 @@ def recomputed_attention(core: AttentionTime, run: Settings) -> float:
 
 
 def recomputed_pairs(layout: str, cp: int, store: float) -> float:
-    """Return the fraction of the busiest rank's causal pairs that belong to recomputed rows.
+    """Return the share of the busiest rank's causal attention that backward computes again.
 
-    Backward recomputes the first (1 - store) of all rows. The fraction is (1 - store)^2 if every
-    rank has equally many of these rows. With zigzag, rank i has pieces i and 2 CP - 1 - i of 2 CP;
-    with contiguous, piece i of CP. Source: BurstEngine, section on sequence-level selective
-    checkpointing.
+    Backward recomputes the first (1 - store) of all rows. The share is counted in visible pairs. It
+    is (1 - store)^2 if all ranks have equally many of these rows. It is larger with zigzag and
+    contiguous, which give some ranks more early rows. Source: BurstEngine, section on
+    sequence-level selective checkpointing.
+
+    Args:
+        layout: Name of the layout.
+        cp: Number of context-parallel ranks.
+        store: Fraction of the rows whose attention outputs are stored.
     """
     left = 1 - store
     if layout not in ("zigzag", "contiguous"):

@@ -72,7 +72,7 @@ class AttentionForecast:
 
     @cached_property
     def core_of(self) -> CoreOf:
-        """Cached function that returns the memory of core attention."""
+        """Function `rings.core_of` with a cache; it returns the memory of core attention."""
         return cached_core_of()
 
     def on(self, cluster: Cluster) -> AttentionForecast:
@@ -106,8 +106,10 @@ class AttentionForecast:
     def by_kind(self, run: Settings) -> Settings:
         """Return the run with the fastest predicted algorithm for each kind of layers.
 
-        `--context-parallel-algo auto` makes the same choice. All kinds of layers use the run's
-        side, head chunks and rings. An algorithm in `pinned` applies to all layers.
+        Kinds are full attention, sliding windows and chunked attention. `--context-parallel-algo
+        auto` makes the same choice. All kinds use the same other settings: the tensors that
+        backward sends, the number of head chunks and the sizes of the rings. If the user has fixed
+        an algorithm (`pinned`), the run is returned unchanged.
         """
         kinds = [kind for kind in SOFTMAX if kind in self.model.kinds]
         pinned = self.pinned.get("algorithm", "auto") != "auto"

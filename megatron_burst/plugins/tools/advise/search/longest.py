@@ -227,7 +227,10 @@ def longest(
 
 
 def _at(run: Settings, seq: float) -> Settings:
-    """Return the run with `seq` rounded down to a multiple of `evenly`."""
+    """Return the run with sequence length `seq`, rounded down to a multiple of `evenly(run)`.
+
+    All ranks, row chunks and MLP tiles then have equally many rows.
+    """
     step = evenly(run)
     return replace(run, seq=max(1, int(seq) // step) * step)
 

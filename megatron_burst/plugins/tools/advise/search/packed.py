@@ -132,13 +132,13 @@ def packed_pins(pinned: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cut_of(pinned: Mapping[str, Any]) -> Cut:
-    """Return the layout of packs that the fixed settings select; "balanced" if they have none.
+    """Return how packs are distributed over ranks: the fixed layout, else "balanced".
 
     Args:
         pinned: Settings that the user has fixed.
 
     Raises:
-        ValueError: The forecast does not support packs with this layout.
+        ValueError: The forecast does not support packs with the fixed layout.
     """
     layout = pinned.get("layout", "balanced")
     if layout not in get_args(Cut):
@@ -302,7 +302,11 @@ class PackedForecast(AttentionForecast):
         return self._layouts[key]
 
     def by_kind(self, run: Settings) -> Settings:
-        """Return the run unchanged: `windowed` does not depend on the algorithm."""
+        """Return `run` unchanged: all layers of packed documents use one algorithm.
+
+        The time of sliding-window layers is estimated as a share of the time of full attention
+        (`windowed`), so no other algorithm would be faster for them.
+        """
         return run
 
     def timed(self, run: Settings, window: int = 0) -> AttentionTime:

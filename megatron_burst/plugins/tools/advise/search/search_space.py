@@ -254,7 +254,14 @@ def options_of(
 
 
 def layout_of(goal: TrainingGoal, store: float) -> str:
-    """Return the fixed layout if there is one, else striped for a partial store, else zigzag."""
+    """Return the layout of a candidate run.
+
+    Args:
+        goal: Goal of the search. If it fixes the layout, that layout is returned.
+        store: Fraction of the rows whose attention outputs are stored. A fraction between 0 and 1
+            selects "striped", unless linear-attention layers exclude it; otherwise "zigzag" is
+            selected.
+    """
     striped = 0 < store < 1 and not goal.carries
     return goal.pinned.get("layout") or ("striped" if striped else "zigzag")
 

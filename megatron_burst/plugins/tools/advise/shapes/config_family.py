@@ -214,7 +214,16 @@ def _act(fields: Fields) -> str:
 
 
 def _activation(fields: Fields, gated: bool) -> tuple[str, list[str]]:
-    """Return the flag of a gated MLP, and descriptions of activations without a flag."""
+    """Return the flags for the activation of the MLP.
+
+    Args:
+        fields: Fields of the configuration.
+        gated: Whether the MLP is gated.
+
+    Returns:
+        The flags of a gated MLP; a list with a text about an activation that no flag sets, or an
+        empty list.
+    """
     act = _act(fields)
     if not gated:
         return "--swiglu", [] if act.startswith(("gelu", "relu2")) else [f"activation {act!r}"]

@@ -77,13 +77,16 @@ class Model:
         value_dim: Width of a value head; 0 for `head_dim`.
         latent: Sizes of multi-head latent attention; None for other attention.
         output_gate: Whether attention's result is multiplied by a gate as wide as the queries.
-        pattern: One letter of `layer_kinds.KINDS` per layer; "" for "F" in all layers.
+        pattern: One letter per layer (`layer_kinds.KINDS`): "F" full attention, "W" sliding window,
+            "C" chunked attention, "L" a mixer such as linear attention, each with an MLP; "*" full
+            attention, "M" a mixer, "-" an MLP alone. "" for "F" in all layers.
         window: Tokens that a query of a "W" layer attends to, including itself.
         mixer: Mixer of "L" and "M" layers.
         sinks: Whether attention has a learned sink per head.
-        also: Descriptions of parts outside the decoder, which are not counted.
+        also: Names of parts outside the decoder, which no number includes.
         indexer: Indexer of sparse attention over latents, in all layers; None for dense attention.
-        family: Flags of the model; None if only sizes are known.
+        family: Megatron flags of the model that affect neither time nor memory; None if only sizes
+            are known.
         chunk: Tokens of a chunk of "C" layers. A query attends to itself and the earlier tokens of
             its chunk.
         expert_pattern: "1" (experts) or "0" (dense) for each layer with an MLP; "" if the last
