@@ -24,7 +24,7 @@ CHOICES_KEPT = 64  # cached choices per grid, for kinds of layers and batches of
 
 
 def resolve(request: Request, groups: Groups, rates: Rates | None) -> Request | ValueError:
-    """Choose the algorithm, side and head chunks of a request. A collective call.
+    """Choose the settings of an attention call that are "auto". A collective call.
 
     Args:
         request: Checked arguments of this rank.
@@ -32,7 +32,8 @@ def resolve(request: Request, groups: Groups, rates: Rates | None) -> Request | 
         rates: Rates of links and compute; missing rates are measured.
 
     Returns:
-        The request with the chosen settings in its options and facts, or the error of this rank.
+        A copy of `request` with the chosen settings in its options and facts, or the error of this
+        rank.
     """
     with groups.running():
         stated = rates_of(request, groups, rates)

@@ -12,7 +12,11 @@ from . import pipeline
 
 
 def described(plan: Any) -> str:
-    """Return one line about a plan: settings, bytes per layer and rank, bytes of the other side."""
+    """Return one line about a plan: its settings, and its bytes per layer and rank.
+
+    The line also has the bytes that backward would send if it sent the other tensors (queries
+    instead of keys and values, or vice versa).
+    """
     topology, csrc = plan.groups.topology, native.serves(plan.device.type)
     forward, backward = plan.traffic()
     other_side = "kv" if plan.side == "query" else "query"
@@ -41,7 +45,11 @@ def described(plan: Any) -> str:
 
 
 def _host(plan: Any) -> str:
-    """Return text: the bytes of a forward with keys in host memory, or why it is not possible."""
+    """Return the part of the line about keys in host memory.
+
+    The text has the bytes of a forward that receives the keys for all row chunks into host memory,
+    or the reason why it is not possible.
+    """
     if plan.host_refusal is not None:
         return f"no keys in host memory: {plan.host_refusal}"
     if plan.groups.topology.ring_size == 1:

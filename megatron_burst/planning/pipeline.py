@@ -43,9 +43,9 @@ class PlannedPasses(NamedTuple):
     Attributes:
         schedules: (forward, backward) of every row chunk.
         chunks: Passes of every row chunk.
-        recomputes: Recomputation of every row chunk; empty without a store.
-        order: Value of `RankPlan.order`.
-        digest: Digest of the tables of all schedules.
+        recomputes: Recomputation of every row chunk; empty without an attention store.
+        order: Order of the rows after the all-to-all, as in `RankPlan.order`.
+        digest: Checksum of all pairs and transfers of the schedules.
         host_forward: Schedule of the forward that receives the keys for all row chunks into host
             memory, or None.
     """
@@ -90,12 +90,13 @@ class RingRequest:
         return self.request.tensors[0].shape[0] * self.groups.size
 
     def visibility(self, queries: Shards, joined: bool | None = None) -> Visibility:
-        """Return the visibility between some queries and all keys of the ring.
+        """Return which of these queries attend to which keys of the ring.
 
         Args:
-            queries: Query spans of each rank of the ring.
-            joined: Field `joined` of `Visibility`. Kernels of sparse attention have an attribute
-                `joins`, which replaces this value.
+            queries: Spans (regularly spaced positions) of the queries of each rank of the ring.
+            joined: True if one kernel call computes all pairs of a step; None for the algorithm's
+                default. Kernels of sparse attention have an attribute `joins`, which replaces this
+                value.
         """
         request = self.request
         return visibility_of(
@@ -120,13 +121,13 @@ def passes(request: Request, groups: Groups, sizes: Sizes, keys: Shards) -> Plan
 
 
 class RecomputeDemand(NamedTuple):
-    """The rows of a row chunk that the store does not keep.
+    """The rows of a row chunk whose attention outputs the store does not keep.
 
     Attributes:
         queries: Rows to recompute, for each rank of the ring.
         kept: int64 indices of the kept rows in this rank's shard of the ring, after the all-to-all.
         own_kept: int64 indices of the kept rows in this rank's own shard, before the all-to-all.
-        visibility: Visibility between these queries and all keys.
+        visibility: Rows of these queries and of all keys that attend to each other.
     """
 
     queries: tuple[ShardRows, ...]
@@ -142,9 +143,9 @@ class RowDemand(NamedTuple):
         rows: int64 indices of the chunk's rows in this rank's shard; None for all rows.
         queries: Query spans on each rank of the ring.
         members: Query spans of each rank of the ulysses group, before the all-to-all.
-        visible: Visibility between the queries of the chunk and all keys.
-        host: Visibility for the forward that receives the keys for all row chunks into host memory.
-            None with one row chunk, and for algorithms that send more than keys in forward.
+        visible: Queries of the chunk and keys that attend to each other.
+        host: Same as `visible`, for the forward that receives the keys for all row chunks into host
+            memory. None with one row chunk, and for algorithms that send more than keys in forward.
         recompute: Demand of the rows that the store does not keep; None without a store.
     """
 
@@ -157,7 +158,7 @@ class RowDemand(NamedTuple):
 
 
 def demands(ring: RingRequest) -> list[RowDemand]:
-    """Return one `RowDemand` (the queries and keys of its passes) per row chunk."""
+    """Return the queries of each row chunk, and the keys that its passes need."""
     groups, mask, layout = ring.groups, ring.request.mask, ring.request.layout
     options, length = ring.request.options, ring.seq_len
     ranks = groups.topology.ulysses_group(groups.rank)
@@ -195,10 +196,14 @@ def _recompute_demand(
     kept: Sequence[Interval],
     dropped: Sequence[Interval],
 ) -> RecomputeDemand:
-    """Return the demand of the rows to recompute.
+    """Return the rows of a row chunk that backward must recompute, and the keys that they need.
 
-    `queries` are the query spans on each rank of the ring. `own` are this rank's query spans before
-    the all-to-all. `kept` and `dropped` are intervals of positions.
+    Args:
+        ring: Input of every stage.
+        queries: Query spans of each rank of the ring.
+        own: This rank's query spans before the all-to-all.
+        kept: Intervals of positions whose results the store keeps.
+        dropped: Intervals of positions whose results are recomputed.
     """
     missing = tuple(rows_in(spans, dropped) for spans in queries)
     ring_kept, own_kept = (
@@ -294,7 +299,10 @@ def imbalance(recomputes: Sequence[RecomputePlan]) -> float:
 
 
 def without_tables(schedule: Schedule) -> Schedule:
-    """Return a copy without cached tables, to keep plans small; they are computed on demand."""
+    """Return a copy without the cached pairs and transfers, which are large.
+
+    They are computed again on demand.
+    """
     return replace(schedule, visibility=replace(schedule.visibility))
 
 
@@ -346,7 +354,10 @@ def programs(ring: RingRequest, scheduled: Sequence[RowSchedules]) -> PlannedPas
 
 
 def _row_chunk(ring: RingRequest, scheduled: RowSchedules, title: str) -> RowChunk:
-    """Return the passes of a row chunk; their names end with `title`."""
+    """Return the forward, backward and recomputation of a row chunk on this rank.
+
+    The names of the passes end with `title`.
+    """
     (rows, queries, members, *_, demand), forward, backward, host, recompute = scheduled
     rank, kernel, mask = ring.groups.ring.rank, ring.request.kernel, ring.request.mask
     works = KernelWorkCache(kernel, mask, queries, ring.keys, ring.sizes)
@@ -374,7 +385,10 @@ def _row_chunk(ring: RingRequest, scheduled: RowSchedules, title: str) -> RowChu
 
 
 def _order(ring: RingRequest, members: Shards) -> torch.Tensor | None:
-    """Return `shared_order` of the ulysses group's shards on the device; None if trivial."""
+    """Return the order of the rows after the all-to-all (`shared_order`), on the device.
+
+    None if the rows stay in the order of the members of the ulysses group.
+    """
     order = shared_order(members)
     return None if order is None else to_device(order, ring.request.tensors[0].device)
 
@@ -382,7 +396,7 @@ def _order(ring: RingRequest, members: Shards) -> torch.Tensor | None:
 def _recompute_pass(
     demand: RecomputeDemand, rank: int, run: RankPass, device: torch.device
 ) -> RecomputePass:
-    """Return the recomputation of this rank; all row indices are copied to the device at once."""
+    """Return the recomputation of this rank, with all row indices on the device."""
     rows = demand.kept, demand.queries[rank].rows, demand.own_kept
     numbers = to_device(np.concatenate(rows), device).split(
         [len(numbers_of) for numbers_of in rows]

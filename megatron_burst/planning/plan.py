@@ -61,7 +61,7 @@ class Plan:
         passes: Schedules (forward, backward) of every row chunk.
         facts: Values by name on which all ranks agreed.
         identity: Digest of the facts.
-        digest: Digest of the tables of the schedules.
+        digest: Checksum of all pairs and transfers of the schedules.
         rank_plan: Endpoints, kernel and passes of this rank.
         recomputes: Recomputation plan of every row chunk; empty without a store.
         choice: Settings that algorithm "auto" chose, and the reason; None with another algorithm.

@@ -49,7 +49,7 @@ def traffic(schedule: Schedule, rank: int | None, sizes: Sizes) -> Traffic:
 
     Args:
         schedule: Schedule of the pass.
-        rank: The rank; None for the total of all ranks of the ring.
+        rank: A rank of the ring; None for the sum over all ranks.
         sizes: Sizes of the attention call.
     """
     transfers = schedule.tables.transfers
@@ -185,10 +185,10 @@ def backward_schedules(
 
 
 def _fewest_bytes(schedule: Schedule) -> int:
-    """Return a lower bound on the bytes of any route; 0 if the algorithm sends both sides.
+    """Return a lower bound on the bytes that a pass sends by any route.
 
     In every route, each row that a rank uses is received at least once, and its partial gradient is
-    sent at least once.
+    sent at least once. The bound is 0 if the algorithm sends both queries and keys.
     """
     bundles = schedule.travelling
     row_bytes = sum(getattr(schedule.row_bytes, family) for family in schedule.sent_families)
@@ -200,10 +200,15 @@ def _fewest_bytes(schedule: Schedule) -> int:
 
 
 def _by_route(ring: Schedule, route: str, sizes: Sizes) -> Schedule:
-    """Return the schedule with route `route`; "auto" uses the route with fewer bytes.
+    """Return the schedule with the transfers of a route.
 
-    Bytes between nodes are compared first, then bytes within nodes. If all bytes are equal, the
-    route is "ring".
+    "auto" selects the route with fewer bytes. Bytes between nodes are compared first, then bytes
+    within nodes. If all bytes are equal, the route is "ring".
+
+    Args:
+        ring: Schedule with the transfers of its algorithm.
+        route: "ring", "direct" (from each owner directly to the ranks that use the rows) or "auto".
+        sizes: Sizes of the attention call.
     """
     if route != "auto":
         return replace(ring, route=route)
@@ -219,11 +224,12 @@ def _by_route(ring: Schedule, route: str, sizes: Sizes) -> Schedule:
 
 
 def _clearly_fewer(ring: Schedule, grid: Grid) -> bool:
-    """Return True if "direct" certainly sends fewer bytes than the ring in either direction.
+    """Return True if direct transfers certainly send fewer bytes than the ring.
 
-    This comparison does not need the tables of the ring. It counts bytes between nodes, or bytes
-    within the node if there is only one node. On a ring, a copy passes every node up to its last
-    user, and a gradient passes every node from the first user on.
+    The ring may run in either direction. This comparison does not need its table of transfers. It
+    counts bytes between nodes, or bytes within the node if there is only one node. On a ring, a
+    copy passes every node up to its last user, and a gradient passes every node from the first user
+    on.
     """
     bundles, width = ring.travelling, grid.intra if grid.inter > 1 else 1
     length = grid.size // width
@@ -247,10 +253,11 @@ def visible_pairs(mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) 
 
 
 def ring_spans(layout: Layout, topology: Topology, seq_len: int) -> list[tuple[Span, ...]]:
-    """Return the spans of positions with which each rank of a ring computes.
+    """Return the spans of the rows with which each rank of a ring computes.
 
-    The all-to-all gives every member the rows of its whole ulysses group, in the order of
-    `shared_spans`. All rings of a grid have the same spans, so rank 0's ring represents all.
+    A span is regularly spaced positions. If ranks share heads (ulysses), an all-to-all gives each
+    rank the rows of all ranks of its ulysses group, in the order of `shared_spans`. All rings of a
+    grid have the same spans, so rank 0's ring represents all.
     """
     return [
         shared_spans([layout.spans(rank, seq_len) for rank in topology.ulysses_group(member)])

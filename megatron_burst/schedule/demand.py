@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The input of an algorithm: the pairs that a pass computes, and the rows that ranks need.
+"""The input of an algorithm (`Demand`): what a pass computes, and which rows ranks need for it.
 
-If a call runs in row chunks, each row chunk has its own demand. `row_chunk_spans` yields the
+A pass is the forward or the backward of one attention call. If a call runs in row chunks (parts of
+the rows, one after the other), each row chunk has its own demand. `row_chunk_spans` yields the
 positions of each row chunk.
 """
 
@@ -27,10 +28,10 @@ GRAIN = 1024  # runs of rows begin and end at multiples of 1 / GRAIN of a shard,
 
 
 class RowBytes(NamedTuple):
-    """Bytes of one row of each family of tensors; 0 for a family that is not sent.
+    """Bytes of one row in each family of tensors; 0 for a family that is not sent.
 
-    Forward sends no gradients, and backward sends no partial outputs (`out`) and no gradients that
-    are not needed.
+    The families are keys and values, queries, their gradients, and partial outputs (`out`). Forward
+    sends no gradients. Backward sends no partial outputs, and no gradients that are not needed.
     """
 
     kv: int = 1
@@ -45,12 +46,12 @@ FORWARD, BACKWARD = RowBytes(dkv=0, dquery=0, out=1), RowBytes()
 
 @dataclass(frozen=True, eq=False)
 class Visibility:
-    """The chunks of a ring that attend to each other, and the rows of them that are used.
+    """The ranks of a ring that attend to each other's chunks, and the rows of these chunks in use.
 
     Attributes:
         visible: bool [G, G], true if some query of rank i attends to some key of rank j.
-        queries: Query rows of all ranks, grouped by the ranks that use them.
-        keys: Key rows of all ranks, grouped by the ranks that use them.
+        queries: Query rows of all ranks, grouped into bundles: rows that the same ranks use.
+        keys: Key rows of all ranks, grouped into bundles.
         joined: True if one kernel call computes all pairs of a step, False if each pair is a call.
             None selects the default of the algorithm.
         common: Cache in which algorithms keep results for other passes.
@@ -69,12 +70,13 @@ class Visibility:
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """The pairs that one pass computes and the rows that it needs, over all ranks of a grid.
+    """The pairs that all ranks compute in one pass, and the rows that they need from each other.
 
     Attributes:
         grid: Grid of the ranks.
-        side: Tensors that are sent, "kv" or "query"; ignored by algorithms that send both.
-        visibility: Pairs of rows that attend.
+        side: Tensors that are sent: "kv" (keys and values) or "query". Algorithms that send both
+            ignore it.
+        visibility: Ranks and rows that attend to each other.
         row_bytes: Bytes of a row of each family.
     """
 
@@ -85,17 +87,17 @@ class Demand:
 
     @property
     def gradients(self) -> bool:
-        """True if gradients of the sent side are sent back to their owners."""
+        """True if this pass sends gradients of the sent tensors back to their owners."""
         return getattr(self.row_bytes, "d" + self.side) > 0
 
     @property
     def travelling(self) -> Bundles:
-        """The bundles of the rows of `side`, which are sent."""
+        """Bundles (rows of one owner that the same ranks use) of the tensors that are sent."""
         return self.visibility.keys if self.side == "kv" else self.visibility.queries
 
     @property
     def all_use_all(self) -> bool:
-        """True if every rank uses every row of the side that is sent."""
+        """True if every rank uses every row of the tensors that are sent."""
         users = self.travelling.users  # false for the owner of a bundle
         return np.count_nonzero(users) == len(users) * (self.grid.size - 1)
 
@@ -143,7 +145,12 @@ class Demand:
         return self.visibility.visible
 
     def used(self, owner: np.ndarray, rank: np.ndarray) -> np.ndarray:
-        """Return a bool array, true if `rank` computes with rows that `owner` sends."""
+        """Return whether a rank computes with rows that an owner sends, one bool per entry.
+
+        Args:
+            owner: Ranks that own the rows.
+            rank: Ranks that may use the rows, an array of the same shape.
+        """
         return self.visible[(rank, owner) if self.side == "kv" else (owner, rank)]
 
     @property
@@ -159,15 +166,15 @@ class Demand:
         rows: np.ndarray,
         own: np.ndarray | None = None,
     ) -> Pairs:
-        """Return the pairs of all ranks: pairs with received chunks, and pairs of own chunks.
+        """Return the table of all pairs: of each rank's own chunks, and of received chunks.
 
         Args:
             rank: Rank that computes each pair with a received chunk.
             step: Step of each pair.
             owner: Owner of each received chunk.
-            rows: Bit set of each received chunk's rows.
-            own: int [G], step of each rank's own pair. Default: 0, because the own pair waits for
-                no hop, so its computation hides the first hops.
+            rows: Bit set of each received chunk's rows (one bit per bundle of the owner).
+            own: int [G], step of the pair of each rank's own chunks. Default: 0, because this pair
+                needs no transfer, so its computation hides the first transfers.
         """
         home = np.flatnonzero(self.visible.diagonal()).astype(rank.dtype)
         rank, owner = (np.concatenate([home, column]) for column in (rank, owner))
@@ -233,7 +240,12 @@ def visibility_of(
 
 
 def _bundles(seen: VisibleRows, size: int) -> Bundles:
-    """Group the rows of each of `size` shards by the ranks that use them."""
+    """Group the rows of each shard into bundles: rows that the same ranks use.
+
+    Args:
+        seen: Rows of all shards, and the ranks that use them.
+        size: Number of shards.
+    """
     rows = np.bincount(seen.owner, seen.stop - seen.first, size).astype(np.int64)
     # Divide shards into cells of equal size. A cumulative sum over a fixed grid then yields the
     # runs of rows. This is faster than sorting the edges of up to a million pieces.

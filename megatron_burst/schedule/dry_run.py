@@ -26,9 +26,10 @@ Moment = Mapping[str, tuple[float, ...]]
 class HeldBuffers:
     """The buffers that a rank holds during a pass.
 
-    The kinds of buffers are the families of chunks ("kv", "query", "dkv", "dquery", "out"). Partial
-    results that are sent in another dtype have a further kind ("dkv wire"). "kv joined" and "dkv
-    joined" are the keys of a joined call and their gradients.
+    The kinds of buffers are the kinds of tensors in chunks ("kv", "query", "dkv", "dquery", "out").
+    Partial results that are sent in another dtype have a further kind ("dkv wire"). "kv joined" and
+    "dkv joined" are keys and their gradients in a joined call: one kernel call with several chunks
+    of keys.
 
     Attributes:
         moments: Rows of every existing buffer by kind, at several times of the pass. For any bytes
@@ -166,7 +167,10 @@ class _ReplayBuffers:
 
 
 class _Replay:
-    """A replay of the executor `execution.ring.Ring` that counts its buffers."""
+    """A replay of one rank's program, with row counts in place of tensors.
+
+    It takes the same steps as the executor `execution.ring.Ring` and counts the buffers.
+    """
 
     def __init__(self, schedule: Schedule, rank: int, wire: bool, packed: bool):
         self.schedule, self.me, self.wire, self.packed = schedule, rank, wire, packed
@@ -214,7 +218,7 @@ class _Replay:
         return HeldBuffers(tuple(map(dict, unique)), self.longest, tuple(self.in_use))
 
     def _note(self) -> None:
-        """Append the rows of all current buffers to `moments`.
+        """Append the numbers of rows of all current buffers, by kind, to `moments`.
 
         Without joined calls, buffers are never freed, so only the last record is kept.
         """
@@ -298,15 +302,25 @@ class _Replay:
                     self.sums[self._total(family, part.owner)] |= rows & part.rows
 
     def _waits(self, total: Chunk, part: Chunk, joined: bool) -> bool:
-        """Return True if the sum stays in the gradients of a joined call until its next use."""
+        """Return True if a sum of key gradients needs no buffer yet, because a joined call has it.
+
+        Args:
+            total: Chunk with all rows of the sum.
+            part: Chunk of the kernel call.
+            joined: True if the kernel call reads several chunks of keys.
+        """
         made = joined and "dkv joined" in self.joined and total.family == "dkv"
         return made and total not in self.sums and total.rows == part.rows
 
     def _join(self, together: Sequence[Chunk], index: int) -> None:
-        """Replay one kernel call that computes with all chunks `together`.
+        """Replay a joined call: one kernel call that computes with several chunks of keys.
 
-        The call copies its chunks, frees the chunks that have no other use, and then allocates the
-        gradients.
+        The call copies the chunks into one buffer, frees the chunks that have no other use, and
+        then allocates a buffer for their gradients.
+
+        Args:
+            together: Chunks of keys.
+            index: Number of the step.
         """
         rows = sum(map(self._count, together))
         self.joined["kv joined"] = rows
@@ -323,10 +337,13 @@ class _Replay:
         del self.joined["kv joined"]
 
     def _leaving(self) -> tuple[int, dict[Chunk, int]]:
-        """Return when copies to this rank are posted, and when its sends end.
+        """Return when receives of copies start, and when sends of copies end.
 
-        The first result is the boundary at which the last copy to this rank is posted. The second
-        result maps each chunk to the boundary at which its last send has ended.
+        Boundary t is the moment before step t.
+
+        Returns:
+            Boundary at which the last receive starts; chunk -> boundary at which its last send
+            ends.
         """
         hops = [h for b in self.program for h in b.posts if not h.chunk.accumulated]
         arrive = {hop.chunk: hop.post for hop in hops if hop.dst == self.me}
@@ -345,7 +362,7 @@ class _Replay:
         self._give(kind, buffer)
 
     def _send(self, chunk: Chunk) -> _ReplayBuffer:
-        """Return the buffer from which a message of partial results is sent."""
+        """Return the buffer from which partial results, the rows of `chunk`, are sent."""
         total, kind = self._total(*chunk[:2]), self._kind(chunk)
         self.sums[total] &= ~chunk.rows
         if total == chunk and kind == chunk.family:
@@ -358,9 +375,9 @@ class _Replay:
         return buffer
 
     def _total(self, family: str, owner: int) -> Chunk:
-        """Return the chunk that sums partial results for an owner; allocate it at first use.
+        """Return the chunk in which this rank sums partial results for an owner.
 
-        The rank's own outputs need no buffer.
+        Its buffer is counted at first use. The rank's own outputs need no buffer.
         """
         chunk = self.totals[family, owner]
         if chunk in self.sums and chunk not in self.waiting:

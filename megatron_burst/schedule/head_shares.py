@@ -25,7 +25,7 @@ class Share(NamedTuple):
     size: int
 
     def of(self, peer: int) -> slice:
-        """Return the heads of the group's rank `peer`.
+        """Return the heads of rank number `peer` of the ulysses group.
 
         Every rank has equally many heads. If there are fewer heads than ranks, a rank has the one
         head that its queries need, and several ranks have copies of the same head.
@@ -73,8 +73,12 @@ def check_heads(heads: int, kv_heads: int, topology: Topology, algorithm: str) -
 def shared_spans(shards: Sequence[Sequence[Span]]) -> tuple[Span, ...]:
     """Return the spans of the rows that each rank of a ulysses group has after the all-to-all.
 
-    The rows are sorted by position if that makes fewer spans. Shards of zigzag and striped layouts
-    then become contiguous intervals of the sequence, which need few kernel calls.
+    All ranks of the group then have the same rows: the rows of all members. The rows are sorted by
+    position if that makes fewer spans. With zigzag and striped layouts they become contiguous
+    intervals of the sequence, which need few kernel calls.
+
+    Args:
+        shards: Spans (regularly spaced positions) of each member before the all-to-all.
     """
     if len(shards) == 1:
         return tuple(shards[0])
@@ -84,10 +88,10 @@ def shared_spans(shards: Sequence[Sequence[Span]]) -> tuple[Span, ...]:
 
 
 def shared_order(shards: Sequence[Sequence[Span]]) -> np.ndarray | None:
-    """Return, for each row of `shared_spans`, its index in the concatenated rows of the ranks.
+    """Return, for each row after the all-to-all, its index in the concatenated rows of the members.
 
     Returns:
-        int64 array, or None if the order of the rows is the same.
+        int64 array, or None if the rows stay in the order of the members.
     """
     spans = tuple(span for shard in shards for span in shard)
     if shared_spans(shards) == spans:
@@ -97,7 +101,7 @@ def shared_order(shards: Sequence[Sequence[Span]]) -> np.ndarray | None:
 
 
 def _joined_stripes(spans: Sequence[Span]) -> list[Span] | None:
-    """Join stripes that together are one regular span; return None if they are not."""
+    """Join striped spans if together they are one span with a smaller stride; else return None."""
     if len(spans) < 2:
         return None
     starts, (_, stride, length) = sorted(span.start for span in spans), spans[0]
@@ -109,10 +113,10 @@ def _joined_stripes(spans: Sequence[Span]) -> list[Span] | None:
 
 
 def _joined_runs(spans: Sequence[Span]) -> list[Span] | None:
-    """Join adjacent contiguous runs, and sort the runs by position.
+    """Join contiguous spans that are adjacent, and sort the result by position.
 
     Returns:
-        The runs, or None if no two runs are adjacent or if a span is not contiguous.
+        The spans, or None if no two spans are adjacent or if a span is not contiguous.
     """
     if any(span.stride > 1 for span in spans if span.length > 1):
         return None
@@ -126,9 +130,9 @@ def _joined_runs(spans: Sequence[Span]) -> list[Span] | None:
 
 
 def deferred_chunks(count: int) -> int:
-    """Return how many of `count` head chunks, the last ones, compute their own pair at the end.
+    """Return how many of the last head chunks compute the pair of the rank's own chunks at the end.
 
-    Pairs of earlier head chunks hide the first hops of these head chunks. The own pairs of these
-    head chunks hide their last gradient hops.
+    A head chunk is a group of heads with its own transfers. Pairs of earlier head chunks hide the
+    first transfers of these head chunks. Their own pairs hide their last transfers of gradients.
     """
     return min(2, count // 2)

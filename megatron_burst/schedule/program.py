@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of one rank: its operations at each boundary, extracted from the tables.
+"""The program of one rank: what it does before and in each step, extracted from the tables.
 
-This module also decides when a received chunk is released, and when later head chunks compute the
-pair of the rank's own chunks.
+The tables (`tables.Tables`) have the pairs and transfers of all ranks. This module also decides
+when a received chunk is released, and when later head chunks compute the pair of the rank's own
+chunks.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from .tables import Boundary, Chunk, Grid, Hop, Pair, Tables
 
 
 def program(tables: Tables, grid: Grid, rank: int, own_last: bool = False) -> tuple[Boundary, ...]:
-    """Return the boundaries of a rank in order, with the operations at each boundary.
+    """Return what a rank does, in order: one `Boundary` per step.
 
     Args:
         tables: Tables of the pass, for all ranks.
         grid: Grid of the ranks.
         rank: The rank.
-        own_last: True to compute the pair of the rank's own chunks during the last hop of a partial
-            result. False to compute it at its step in the tables. Later head chunks use True: pairs
-            of earlier head chunks hide their first hops, and their own pair hides their last hop.
+        own_last: True to compute the pair of the rank's own chunks during the last transfer of a
+            partial result. False to compute it at its step in the tables. Later head chunks use
+            True: pairs of earlier head chunks hide their first transfers, and their own pair hides
+            their last transfer.
     """
     hops = hops_of(tables, grid, rank)
     posted = [hop.post for hop in hops if hop.chunk.accumulated and hop.src == rank]
@@ -48,7 +50,7 @@ def program(tables: Tables, grid: Grid, rank: int, own_last: bool = False) -> tu
 
 
 def hops_of(tables: Tables, grid: Grid, rank: int) -> list[Hop]:
-    """Return the hops from and to `rank`, sorted by the boundary of their start."""
+    """Return the transfers from and to `rank`, sorted by the step before which they start."""
     moved = tables.transfers
     rows = np.flatnonzero((moved.src == rank) | (moved.dst == rank))
     return list(moved.where(rows[np.argsort(moved.post[rows], kind="stable")]).hops(grid))
@@ -62,7 +64,14 @@ def pairs_of(tables: Tables, rank: int) -> dict[Pair, int]:
 
 
 def parts_of(chunks: Iterable[Chunk], family: str, owner: int, rows: int) -> list[Chunk]:
-    """Return those of `chunks` that have this family and owner and some of the rows `rows`."""
+    """Return the chunks of a family and an owner that have some of these rows.
+
+    Args:
+        chunks: Chunks to select from.
+        family: Name of the family, such as "kv".
+        owner: Rank that owns the rows.
+        rows: Bit set of rows, as in `Chunk`.
+    """
     return [
         chunk
         for chunk in chunks
@@ -71,7 +80,7 @@ def parts_of(chunks: Iterable[Chunk], family: str, owner: int, rows: int) -> lis
 
 
 def _last_use(rank: int, hops: list[Hop], pairs: dict[Pair, int]) -> dict[Chunk, int]:
-    """Return the boundary at which each received chunk can be released, by chunk."""
+    """Return, for each received chunk, the boundary at which its buffer can be released."""
     last_use = {h.chunk: h.land for h in hops if h.dst == rank and not h.chunk.accumulated}
     by_owner: dict[tuple[str, int], list[Chunk]] = {}
     for chunk in last_use:

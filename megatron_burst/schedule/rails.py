@@ -28,12 +28,12 @@ FANOUT = 2  # number of receivers of a node that relays
 
 
 class Routes(NamedTuple):
-    """The route of every bundle. A bundle with several routes is split into several bundles.
+    """The route of every bundle (rows of one owner that the same ranks use) between nodes.
 
     Attributes:
-        bundles: The bundles, after splitting.
-        carrier: [n], rail on which the bundle crosses between nodes: the index of its ranks in
-            their nodes.
+        bundles: The bundles. A bundle with several routes is split into several bundles.
+        carrier: [n], rail that sends the bundle between nodes: the index of these ranks in their
+            nodes.
         parent: [n, nodes], node that sends the bundle to each node; -1 for the owner's node and for
             nodes that do not use the bundle.
         handed: bool [n], true if other ranks of the owner's node also receive the bundle from the
@@ -47,14 +47,15 @@ class Routes(NamedTuple):
 
 
 class _Crossing(NamedTuple):
-    """The target nodes and rows of all bundles, as arrays with one entry per bundle.
+    """Sizes and target nodes of all bundles (rows of one owner that the same ranks use).
 
     Attributes:
-        node: Owner's node.
-        rail: Owner's rail.
-        rows: Number of rows.
+        node: [n], owner's node.
+        rail: [n], owner's rail: its index in its node.
+        rows: [n], number of rows.
         targets: bool [n, nodes], other nodes that use the bundle.
-        copies: Number of nodes to which the owner's node sends the bundle.
+        copies: [n], number of nodes to which the owner's node sends the bundle; these nodes relay
+            it to other target nodes.
     """
 
     node: np.ndarray
@@ -70,7 +71,7 @@ class _Crossing(NamedTuple):
 
 
 def routes(bundles: Bundles, grid: Grid) -> Routes:
-    """Return the route of every bundle between the nodes of a grid."""
+    """Return the route of every bundle (rows that the same ranks use) between nodes."""
     crossing, most = _crossing(bundles, grid)
     least = max(1, int(bundles.rows.sum() // (grid.size * PARTS)))
     handed = _handed(bundles, grid)
@@ -88,7 +89,7 @@ def routes(bundles: Bundles, grid: Grid) -> Routes:
 
 
 def _crossing(bundles: Bundles, grid: Grid) -> tuple[_Crossing, float]:
-    """Return the target nodes of bundles, and the largest allowed number of rows of a rail."""
+    """Return the target nodes of all bundles, and the most rows that a rail may send."""
     nodes, width = grid
     node, index = np.divmod(bundles.owner, width)
     targets = np.logical_or.reduce(bundles.users.reshape(-1, nodes, width), axis=2)
@@ -108,10 +109,10 @@ def _crossing(bundles: Bundles, grid: Grid) -> tuple[_Crossing, float]:
 
 
 def _handed(bundles: Bundles, grid: Grid) -> np.ndarray:
-    """Return bool [n], the field `handed` of `Routes`.
+    """Return the field `handed` of `Routes`: whether a bundle's carrier replaces its owner.
 
-    It is true for owners that would otherwise send many more rows within their node than any rank
-    receives.
+    The carrier then sends the bundle to the other ranks of the owner's node. It is true for owners
+    that would otherwise send many more rows within their node than any rank receives.
     """
     users = bundles.users.reshape(-1, *grid)
     home = users[np.arange(len(users)), bundles.owner // grid.intra].sum(axis=1)
@@ -123,12 +124,13 @@ def _handed(bundles: Bundles, grid: Grid) -> np.ndarray:
 def _shares(
     crossing: _Crossing, grid: Grid, handed: np.ndarray, most: float, least: int
 ) -> np.ndarray:
-    """Return the number of rows of each bundle on each rail: int64 [n, rails].
+    """Divide the rows of each bundle among the rails that send them between nodes.
 
     Initially all rows of a bundle are on its owner's rail. If the entry of the bundle in `handed`
     (`Routes.handed`) is true, its rows are spread over all rails instead. Rows then move from rails
     with more than `most` rows to rails with free capacity, at least `least` rows at a time. The
-    function `_turns` determines the order in which bundles move.
+    function `_turns` determines the order in which bundles move. The result has numbers of rows,
+    int64 [n bundles, rails].
     """
     nodes, width = grid
     node, index, rows, targets, copies = crossing
@@ -158,10 +160,14 @@ def _shares(
 
 
 def _turns(selected: np.ndarray, crossing: _Crossing) -> Iterator[np.ndarray]:
-    """Yield groups of the bundles `selected` to move at the same time, largest bundles first.
+    """Yield groups of bundles whose rows move to other rails at the same time, largest first.
 
     A group has at most one bundle of each owner's node. Bundles with the same target node are
     divided among `GROUPS` groups.
+
+    Args:
+        selected: Indices of the bundles that may move.
+        crossing: Target nodes of all bundles.
     """
     node = crossing.node[selected]
     order = np.lexsort((-crossing.rows[selected] * crossing.copies[selected], node))
@@ -177,15 +183,14 @@ def _turns(selected: np.ndarray, crossing: _Crossing) -> Iterator[np.ndarray]:
 
 
 def _filled(move: np.ndarray, room: np.ndarray, least: int, own: np.ndarray) -> np.ndarray:
-    """Divide rows that must move among the rails, in proportion to their free capacity.
+    """Divide rows that must leave a rail among other rails, in proportion to their free capacity.
 
-    So every rail keeps capacity for rows that can use only that rail. A rail gets no rows, or at
-    least `least` rows.
+    So every rail keeps capacity for rows that can use only that rail.
 
     Args:
-        move: [i], number of rows to move of each bundle.
-        room: [i, rails], free capacity.
-        least: Smallest number of rows.
+        move: [i], number of rows of each bundle that must move.
+        room: [i, rails], free capacity of each rail, in rows.
+        least: Smallest number of rows that a rail gets, if it gets any.
         own: [i], the owner's rail.
 
     Returns:
@@ -208,7 +213,15 @@ def _filled(move: np.ndarray, room: np.ndarray, least: int, own: np.ndarray) -> 
 
 
 def _limit(shares: np.ndarray, owner: np.ndarray, index: np.ndarray) -> None:
-    """Move the smallest shares to the owner's rail, so that owners have at most `MOST` bundles."""
+    """Limit the number of bundles of each owner to `MOST`, in place.
+
+    The smallest shares move back to the owner's rail, because each share becomes a bundle.
+
+    Args:
+        shares: Number of rows of each bundle on each rail, [n, rails].
+        owner: [n], owner of each bundle.
+        index: [n], owner's rail.
+    """
     line = np.arange(len(owner))
     parts = shares > 0
     parts[line, index] = False
@@ -225,10 +238,19 @@ def _limit(shares: np.ndarray, owner: np.ndarray, index: np.ndarray) -> None:
 def _cut(
     bundles: Bundles, index: np.ndarray, shares: np.ndarray
 ) -> tuple[Bundles, np.ndarray, np.ndarray]:
-    """Return one bundle per nonzero share, its original bundle, and its column of `shares`.
+    """Split each bundle into one bundle per rail that sends some of its rows.
 
-    The new bundles of an owner are numbered column by column, beginning with the rail `index`, so
+    The new bundles of an owner are numbered column by column, beginning with the owner's rail, so
     that rows that are sent together are adjacent.
+
+    Args:
+        bundles: Bundles before the split.
+        index: [n], owner's rail.
+        shares: Number of rows of each bundle in each column, [n, columns]. A column is a rail, or a
+            rail in one of two trees.
+
+    Returns:
+        The new bundles; for each new bundle, the index of its original bundle, and its column.
     """
     source, column = np.nonzero(shares)
     stop = np.cumsum(shares[source, column])  # among all rows, bundle by bundle
@@ -252,7 +274,7 @@ def _cut(
 def _parents(
     crossing: _Crossing, grid: Grid, turn: np.ndarray, second: np.ndarray, most: float
 ) -> np.ndarray:
-    """Return the node that sends each bundle to each node, [n, nodes]; -1 for none.
+    """Return which node sends each bundle to each node: [n, nodes]; -1 for none.
 
     The owner's node sends the bundle to `copies` nodes, which relay it along trees. Trees contain
     the nodes in order, beginning `turn` nodes after the owner's node, or in reverse order if

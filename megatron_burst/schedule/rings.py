@@ -38,7 +38,7 @@ class Schedule(Demand):
 
     Attributes:
         algorithm: A name in `algorithms.ALGORITHMS`.
-        route: "ring": the transfers of the algorithm. "direct": each chunk is sent from its owner
+        route: "ring" for the transfers of the algorithm. "direct" if owners send each chunk
             directly to the ranks that use it, one or more steps before its use.
     """
 
@@ -68,17 +68,18 @@ class Schedule(Demand):
         return ("out",) if self.row_bytes.out else ("dquery", "dkv")
 
     def travels(self, cache: dict[Any, Any]) -> tuple[list[tuple[str, bool]], set[str]]:
-        """Return the rings and the families that the hops of this pass can use, with any mask.
+        """Return which process groups this pass uses for which transfers, with any mask.
 
         The result is computed on the smallest grid with the same levels, which needs the same
-        rings. It combines the hops for large rows of keys and for large rows of queries, because an
-        algorithm may choose the side by bytes.
+        rings. It combines the transfers for large rows of keys and for large rows of queries,
+        because an algorithm may decide by bytes which of them it sends.
 
         Args:
-            cache: Dictionary in which results are stored, because they do not depend on the mask.
+            cache: Dictionary in which results are stored; they do not depend on the mask.
 
         Returns:
-            A list of pairs (ring, whether the hops carry partial results), and the set of families.
+            A list of pairs (name of the ring's process group, whether it carries partial results),
+            and the set of the families that are sent, such as "kv".
         """
         key = self.algorithm, self.route, self.side, self.grid, self.row_bytes
         if key not in cache:
@@ -97,7 +98,7 @@ class Schedule(Demand):
         return cache[key]
 
     def _typical(self) -> Iterator[Transfers]:
-        """Yield the transfers on the smallest grid: for large rows of keys, then of queries."""
+        """Yield the transfers on the smallest grid: if key rows are large, then if queries are."""
         grid = Grid(*(min(2, ranks) for ranks in self.grid))
         small = replace(self, grid=grid, visibility=all_visible(grid.size))
         for side in SIDES:
@@ -105,23 +106,23 @@ class Schedule(Demand):
             yield replace(small, row_bytes=row_bytes).tables.transfers
 
     def program(self, rank: int, own_last: bool = False) -> tuple[Boundary, ...]:
-        """Return the boundaries of `rank`; see `program.program` for `own_last`."""
+        """Return what `rank` does before and in each step; see `program.program` for `own_last`."""
         return program(self.tables, self.grid, rank, own_last)
 
 
 def totals_of(
     schedule: Schedule, rank: int, hops: Iterable[Hop], calls: Iterable[tuple[Chunk, Chunk]]
 ) -> dict[tuple[str, int], Chunk]:
-    """Return, for each family and owner, all rows for which a rank sums partial results in a pass.
+    """Return the rows for which a rank sums partial results in a pass, by family and owner.
 
     Args:
         schedule: Schedule of the pass.
         rank: The rank.
-        hops: Hops from and to the rank.
+        hops: Transfers from and to the rank.
         calls: Queries and keys of each kernel call of the rank.
 
     Returns:
-        Chunks with these rows, by (family, owner).
+        (family, owner) -> chunk with these rows. A family is "out", "dquery" or "dkv".
     """
     rows: dict[tuple[str, int], int] = defaultdict(int)
     for queries, keys in calls:

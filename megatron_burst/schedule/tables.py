@@ -58,8 +58,8 @@ class Chunk(NamedTuple):
             "dquery" are gradients, to which ranks add. "out" is a partial output with its lse,
             which ranks merge by online softmax.
         owner: Rank that owns the rows.
-        rows: Bit set over the owner's bundles (`bundles`): bundles of keys for "kv" and "dkv", of
-            queries for other families.
+        rows: Bit set with one bit per bundle of the owner. A bundle is rows that the same ranks
+            use. The bundles are of keys for "kv" and "dkv", and of queries for other families.
     """
 
     family: str
@@ -81,7 +81,7 @@ class Hop(NamedTuple):
         dst: Rank that receives.
         ring: "flat", "intra" or "inter": the process group that carries the hop.
         link: "intra" or "inter": the link class that the hop crosses.
-        post: Boundary at which the transfer starts.
+        post: Boundary (moment before a step) at which the transfer starts.
         land: Boundary at which both ranks wait for its end.
     """
 
@@ -102,8 +102,8 @@ class Pair(NamedTuple):
     Attributes:
         query: Owner of the queries.
         key: Owner of the keys.
-        query_rows: Bit set over the bundles of the owner's queries.
-        key_rows: Bit set over the bundles of the owner's keys.
+        query_rows: Bit set with one bit per bundle (group of rows) of the owner's queries.
+        key_rows: Bit set with one bit per bundle of the owner's keys.
     """
 
     query: int
@@ -114,13 +114,14 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Boundary:
-    """The operations of one rank at one boundary and in the step after it.
+    """The operations of one rank just before a step, and in the step.
 
     Attributes:
-        index: Number of the boundary.
-        posts: Hops from or to this rank that start here.
+        index: Number of the step. After the last step, there are boundaries at which the rank only
+            waits for transfers.
+        posts: Transfers from or to this rank that start before the step.
         release: Received chunks that this rank does not need any more.
-        pairs: Pairs that this rank computes before the next boundary.
+        pairs: Pairs of chunks that this rank computes in the step.
     """
 
     index: int
@@ -139,8 +140,8 @@ class Pairs(NamedTuple):
         step: Step at which the rank computes it.
         query: Owner of the queries.
         key: Owner of the keys.
-        query_rows: Bit set over the bundles of the owner's queries.
-        key_rows: Bit set over the bundles of the owner's keys.
+        query_rows: Bit set with one bit per bundle (group of rows) of the owner's queries.
+        key_rows: Bit set with one bit per bundle of the owner's keys.
     """
 
     rank: np.ndarray
@@ -181,7 +182,7 @@ class Transfers(NamedTuple):
 
     @property
     def accumulated(self) -> np.ndarray:
-        """Bool per transfer, true for partial results."""
+        """Bool per transfer, true for partial results (gradients and partial outputs)."""
         return self.family >= FAMILIES.index("dkv")
 
     def where(self, rows: np.ndarray) -> Transfers:
@@ -202,7 +203,7 @@ class Transfers(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """The pairs and transfers of one pass, for all ranks.
+    """All pairs that ranks compute in one pass, and all transfers between ranks.
 
     Attributes:
         steps: Number of steps, not counting the boundaries after the last step, at which ranks only
@@ -222,7 +223,8 @@ class Tables(NamedTuple):
     def bundles(self, family: str) -> Bundles:
         """Return `keys` for the families "kv" and "dkv", and `queries` for other families.
 
-        Each bit of a `Chunk.rows` of the family selects one of these bundles of the owner.
+        Each bit of `Chunk.rows` stands for one of these bundles: rows of the owner that the same
+        ranks use.
         """
         return self.keys if family in ("kv", "dkv") else self.queries
 

@@ -18,15 +18,16 @@ from ..tables import Tables
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An algorithm: the function that makes the tables of a pass, and its properties.
+    """An algorithm: the function that makes the schedule of a pass, and its properties.
 
     Attributes:
-        tables: Function that makes the tables of a pass from its demand.
+        tables: Function that makes the pairs and transfers of all ranks (`Tables`) from the demand
+            of a pass.
         routed: True if the algorithm supports route "direct", in which owners send chunks directly
             to the ranks that use them.
         automatic: True if `auto` tries the algorithm.
         keeps: True if a rank computes the same pairs in backward as in forward.
-        sided: True if the tables depend on `demand.side`.
+        sided: True if the result of `tables` depends on `demand.side`.
         holds_more: True if a rank holds several received chunks, or chunks that it does not use
             yet, to save time.
         holds_all: True if a rank holds all chunks that it uses at the same time. `auto` then does

@@ -27,20 +27,20 @@ from ..tables import Grid, Pairs, Tables, Transfers, transfers
 
 
 def tables(demand: Demand) -> Tables:
-    """Return the tables of algorithm `burst`: the two-level ring with overlapped gradients."""
+    """Return the pairs and transfers of `burst`: the two-level ring with overlapped gradients."""
     return two_level(demand, demand.grid)
 
 
 def ring(demand: Demand) -> Tables:
-    """Return the tables of algorithm `ring`: one ring over all ranks, which ignores nodes.
+    """Return the pairs and transfers of `ring`: one ring over all ranks, which ignores nodes.
 
-    This is the two-level ring with all ranks in one node, on the communicator "flat".
+    This is the two-level ring with all ranks in one node. Its process group is "flat".
     """
     return two_level(demand, Grid(1, demand.grid.size), within="flat")
 
 
 def double_ring(demand: Demand) -> Tables:
-    """Return the tables of algorithm `double_ring` (LoongTrain, section 4.3).
+    """Return the pairs and transfers of `double_ring` (LoongTrain, section 4.3).
 
     It is the two-level ring, but ranks wait for the transfer of a gradient before the next step.
     """
@@ -50,12 +50,12 @@ def double_ring(demand: Demand) -> Tables:
 def two_level(
     demand: Demand, rings: Grid, *, within: str = "intra", blocks: bool = False
 ) -> Tables:
-    """Return the tables of inner rings, and of outer rings that connect the inner rings.
+    """Return the pairs and transfers of inner rings, and of outer rings that connect them.
 
     Args:
         demand: Demand of the pass.
         rings: Number of inner rings (`inter`) and number of ranks in each (`intra`).
-        within: Name of the communicator that carries the hops of the inner rings.
+        within: Name of the process group of the inner rings: "intra" or "flat".
         blocks: True if the transfer of a gradient must end before the next step begins. False if it
             overlaps with the next step (within nodes) or the next outer step (between nodes).
     """
@@ -69,13 +69,14 @@ def two_level(
 
 
 class _Path:
-    """The path of every bundle along the rings.
+    """The path of every bundle (rows of one owner that the same ranks use) along the rings.
 
     Attributes:
         users: bool [bundle, outer step, inner step], true if the rank that has the bundle at this
             step uses it.
-        hops: Number of hops of copies and of gradients, by axis (1 between nodes, 2 within nodes).
-        ways: Direction of the rings, by axis: 1 to the next rank or node, -1 to the previous one.
+        hops: Axis (1 between nodes, 2 within nodes) -> two arrays: how often copies are sent on,
+            and how often gradients are sent on.
+        ways: Axis -> direction of the rings: 1 to the next rank or node, -1 to the previous one.
     """
 
     def __init__(self, demand: Demand, rings: Grid):
@@ -115,7 +116,7 @@ class _Path:
         return step >= length - hops if gradient else step < hops
 
     def _hops(self, axis: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of hops of copies, and of gradients, along an axis.
+        """Return how often copies and how often gradients are sent on along an axis, as two arrays.
 
         A copy is sent up to the last rank or node that uses it. A gradient is sent from the first
         rank or node that adds to it. The arrays are [bundle, outer step] within nodes (axis 2) and
@@ -148,7 +149,7 @@ class _Path:
             self.ways[axis] = -1
 
     def _bytes(self, axis: int, row_bytes: tuple[int, int]) -> int:
-        """Return the bytes of all hops along an axis.
+        """Return the bytes of all transfers along an axis.
 
         Args:
             axis: 1 between nodes, 2 within nodes.
@@ -166,16 +167,17 @@ class _Path:
         return self.demand.pairs(rank, step, owner, rows)
 
     def within(self, family: str, ring: str, blocks: bool) -> Transfers:
-        """Return the hops to the next rank of the node.
+        """Return the transfers to the next rank of the node.
 
-        A copy is posted before this rank computes with it, so it travels during this rank's step
-        (BurstEngine, Algorithm 1). A gradient is complete only after the step, so it travels during
-        the next step, one step behind its chunk. When it lands, the receiver has computed its own
-        part.
+        A rank starts to send a copy before it computes with it, so the copy travels during the
+        rank's step (BurstEngine, Algorithm 1). A gradient is complete only after the step, so it
+        travels during the next step, one step behind its chunk. When it arrives, the receiver has
+        computed its own part.
 
         Args:
-            family: The side, or its gradients.
-            ring: Name of the communicator that carries the hops.
+            family: Name of the sent tensors ("kv" or "query"), or of their gradients ("dkv" or
+                "dquery").
+            ring: Name of the process group: "intra" or "flat".
             blocks: True if the transfer of a gradient must end before the next step begins.
         """
         gradient = family != self.demand.side
@@ -187,11 +189,15 @@ class _Path:
         return transfers(family, ring, owner, rows, src, dst, post, land)
 
     def between(self, family: str, blocks: bool) -> Transfers:
-        """Return the hops to the next node.
+        """Return the transfers to the next node.
 
-        A hop may take a whole outer step: one inner step per rank of the node. If a node has
-        several ranks, the last part of its sum of gradients needs one more hop within the node. The
-        sum then crosses during the next outer step.
+        A transfer may last a whole outer step: one inner step per rank of the node. If a node has
+        several ranks, the last part of its sum of gradients needs one more transfer within the
+        node. The sum is then sent during the next outer step.
+
+        Args:
+            family: Name of the sent tensors ("kv" or "query"), or of their gradients.
+            blocks: True if the transfer of a gradient must end before the next step begins.
         """
         width, gradient = self.rings.intra, family != self.demand.side
         # Only the first rank of the inner ring sends to the next node, on the owner's rail. So the
@@ -202,15 +208,15 @@ class _Path:
         return transfers(family, "inter", owner, rows, src, dst, post, land)
 
     def _entries(self, selected: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return one entry per (owner, step) with selected bundles, as five parallel arrays.
+        """Return one entry per owner and step that have selected bundles, as five parallel arrays.
 
         Args:
             selected: bool [bundle, outer step, inner step], or bool [bundle, outer step].
 
         Returns:
             Owner of the bundles; step, numbered over all step axes of `selected`; bit set of the
-            selected bundles; rank that has the bundles at this step; next rank along the last axis
-            of `selected`.
+            selected bundles (one bit per bundle of the owner); rank that has the bundles at this
+            step; next rank along the last axis of `selected`.
         """
         nodes, width = self.rings
         at, bits = self.bundles.sets(selected)
@@ -226,7 +232,10 @@ class _Path:
 
 
 def _turned(array: np.ndarray, axis: int) -> np.ndarray:
-    """Reverse the order of steps along `axis`, except step 0, which stays the first."""
+    """Reverse the order of steps along `axis`, as in a ring of the opposite direction.
+
+    Step 0, at which the owner has the chunk, stays the first.
+    """
     return np.roll(np.flip(array, axis), 1, axis)
 
 

@@ -16,7 +16,7 @@ from ..tables import Tables, transfers
 
 
 def all_gather(demand: Demand) -> Tables:
-    """Return the tables of algorithm `all_gather`: all chunks are sent at the start.
+    """Return the pairs and transfers of `all_gather`: all chunks are sent at the start.
 
     Owners post all sends to the users of their chunk before the first step, and wait for gradients
     at the end. So ranks need to be equally busy only in total and not at each step, which suits
@@ -27,7 +27,7 @@ def all_gather(demand: Demand) -> Tables:
 
 
 def tables(demand: Demand, *, ahead: int | None = None, at_end: bool = False) -> Tables:
-    """Return tables in which owners send chunks to their users, some steps before the use.
+    """Return pairs and transfers with which owners send chunks directly to the ranks that use them.
 
     Args:
         demand: Demand of the pass.
@@ -58,11 +58,12 @@ def tables(demand: Demand, *, ahead: int | None = None, at_end: bool = False) ->
 
 
 class FlatRing:
-    """One ring over all ranks, in one direction: the rank that has each bundle at each step.
+    """One ring over all ranks in one direction: which rank has which bundle at which step.
 
     Attributes:
         way: 1 if a chunk is on rank owner + t at step t, -1 if it is on rank owner - t.
-        bundles: Bundles that are sent in this direction.
+        bundles: Bundles (rows of one owner that the same ranks use) that are sent in this
+            direction.
         users: bool [bundle, step], true if the rank that has the bundle at this step uses it.
     """
 
@@ -77,13 +78,14 @@ class FlatRing:
         self.users = windows[np.arange(len(first)), first]
 
     def entries(self, selected: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return one entry per (owner, step) with selected bundles, as four parallel arrays.
+        """Return one entry per owner and step that have selected bundles, as four parallel arrays.
 
         Args:
             selected: bool [bundle, step].
 
         Returns:
-            Rank that has the bundles at this step; step; owner; bit set of the selected bundles.
+            Rank that has the bundles at this step; step; owner; bit set of the selected bundles
+            (one bit per bundle of the owner).
         """
         index, rows = self.bundles.sets(selected)
         owner, step = np.divmod(index.astype(np.int32), self.size)

@@ -42,21 +42,21 @@ NEVER = 1 << 30
 
 
 class _CopyHops(NamedTuple):
-    """Hops of copies as parallel arrays: all hops to peers, then all hops to gates.
+    """All transfers of copies as parallel arrays: transfers to peers, then transfers to gates.
 
-    Gates are the gateways of nodes, and peers are all other ranks. Gradients make the same hops in
-    reverse.
+    Gates are the gateways of nodes, and peers are all other ranks. Gradients take the same routes
+    back.
 
     Attributes:
-        way: Group of the rows, an index into the arrays [ways, ...] of `MulticastPaths`.
+        way: Route of the rows, an index into the arrays [ways, ...] of `MulticastPaths`.
         above: Node whose gate sends, if the owner does not.
-        rows: Bit set of the rows.
+        rows: Bit set of the rows: one bit per bundle of the owner.
         from_owner: True if the owner sends.
         src: Rank that sends.
         dst: Rank that receives.
-        crosses: True if the hop crosses to another node.
-        peers: Flat index into arrays [ways, ranks] of the receiver of each hop to a peer.
-        gates: Flat index into arrays [ways, nodes] of the receiver of each hop to a gate.
+        crosses: True if the receiver is in another node.
+        peers: Flat index into arrays [ways, ranks] of the receiver, for each transfer to a peer.
+        gates: Flat index into arrays [ways, nodes] of the receiver, for each transfer to a gate.
         through: int64 [ways, nodes], bit set of the rows that a gate uses or relays.
     """
 
@@ -73,7 +73,7 @@ class _CopyHops(NamedTuple):
 
 
 def tables(demand: Demand) -> Tables:
-    """Return the tables of algorithm `multicast`."""
+    """Return the pairs and transfers of algorithm `multicast`."""
     if demand.visibility.joined:
         return tables_of(_JoinedTiming(demand))
     timing = MulticastTiming(demand)
@@ -82,16 +82,16 @@ def tables(demand: Demand) -> Tables:
 
 
 def tables_of(timing: MulticastTiming) -> Tables:
-    """Return the tables of a pass with these routes, steps and boundaries."""
+    """Return the pairs and transfers of a pass with these routes and times."""
     demand, steps = timing.demand, int(timing.step.max()) + 1
     parts = [timing.copies(), *([timing.gradients()] if demand.gradients else [])]
     return demand.as_tables(steps, timing.pairs(), parts, timing.paths.bundles)
 
 
 class MulticastPaths:
-    """Routes of all rows, by groups of rows that have one owner and make the same hops.
+    """Routes of all rows; a route has all rows of one owner that are sent to the same gates.
 
-    The axis `ways` has one entry per group. All passes that send the same side (keys and values, or
+    The axis `ways` has one entry per route. All passes that send the same side (keys and values, or
     queries) share one object.
 
     Attributes:
@@ -101,13 +101,14 @@ class MulticastPaths:
         gate: [ways, nodes], rank that receives the rows for a node. In the owner's node, it is the
             rank that sends the rows to other nodes: the owner, or a peer.
         parent: [ways, nodes], node whose gate sends the rows to a node's gate.
-        depth: [ways, nodes], number of hops from the owner to the gate.
-        use: int64 [ways, ranks], bit set of the rows with which a rank computes.
+        depth: [ways, nodes], number of transfers from the owner to the gate.
+        use: int64 [ways, ranks], bit set of the rows with which a rank computes (one bit per bundle
+            of the owner).
         peer: bool [ways, ranks], true for ranks that are not a gate.
         served: bool [ways, ranks], true for gates and for ranks that receive from a gate. The other
             ranks are node peers of the owner and receive from the owner.
         of_pairs: int64 [owner, rank], bit set of all rows with which a rank computes.
-        hops: Hops of all rows from owners to users.
+        hops: Transfers of all rows from owners to the ranks that use them.
     """
 
     def __init__(self, travelling: Bundles, grid: Grid):
@@ -144,7 +145,11 @@ class MulticastPaths:
             depth = next_depth
 
     def _edges(self, use: np.ndarray) -> _CopyHops:
-        """Return the hops from owners to users of rows `use`, int64 bit sets [ways, ranks]."""
+        """Return the transfers of rows from owners to the ranks that use them.
+
+        Args:
+            use: int64 [ways, ranks], bit set of the rows with which a rank computes.
+        """
         through = self._through(use)
         way, dst, peers = _nonzero((use != 0) & self.peer)
         node = dst // self.grid.intra
@@ -169,10 +174,13 @@ class MulticastPaths:
         return through
 
     def levels(self, through: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield the gates with rows, one level of the trees at a time, the farthest level first.
+        """Yield the gates that receive rows, level by level of the trees, the farthest level first.
 
-        Each item has three arrays: group, node of the gate, and parent node. The caller may change
-        `through` between levels.
+        Each item has three parallel arrays: route (index of the axis `ways`), node of the gate, and
+        node whose gate sends to it. The caller may change `through` between levels.
+
+        Args:
+            through: int64 [ways, nodes], bit set of the rows that a gate uses or relays.
         """
         for depth in range(int(self.depth.max(initial=0)), 0, -1):
             way, node, _ = _nonzero((self.depth == depth) & (through != 0) & ~self.home)
@@ -185,11 +193,11 @@ class MulticastPaths:
         return np.repeat(of_nodes, self.grid.intra, axis=1)
 
     def by_owner(self, of_ways: np.ndarray, unite: np.ufunc = np.bitwise_or) -> np.ndarray:
-        """Combine the values of all groups of each owner; return int64 [owner, rank].
+        """Combine the values of all routes of each owner; return int64 [owner, rank].
 
         Args:
             of_ways: [ways, ranks].
-            unite: Function that combines the values of two groups.
+            unite: Function that combines the values of two routes.
         """
         united = np.zeros((self.grid.size, self.grid.size), dtype=np.int64)
         owners, first = np.unique(self.owner, return_index=True)
@@ -198,13 +206,13 @@ class MulticastPaths:
 
 
 class MulticastTiming:
-    """The times of one pass: steps of its pairs, and boundaries of its hops.
+    """The times of one pass: when pairs are computed, and when transfers start and end.
 
     Attributes:
-        paths: Routes of the rows, shared by the passes that send this side.
+        paths: Routes of the rows, shared by all passes that send the same tensors.
         step: [owner, rank], step at which a rank computes with a chunk.
-        within: Number of steps that a hop within a node may take.
-        between: Number of steps that a hop between nodes may take.
+        within: Number of steps that a transfer within a node may last.
+        between: Number of steps that a transfer between nodes may last.
     """
 
     def __init__(self, demand: Demand):
@@ -225,7 +233,7 @@ class MulticastTiming:
         return np.maximum(step, least, dtype=np.int32, casting="unsafe")
 
     def _in_turn(self) -> np.ndarray:
-        """Return the step of each pair, int32 [owner, rank], before waits for hops are added.
+        """Return the step of each pair, int32 [owner, rank], without waits for transfers.
 
         A rank computes with the chunks of one node after another, in rotation. The chunks of its
         own node are first. If gradients are sent, half of these chunks are last instead. The chunks
@@ -246,7 +254,7 @@ class MulticastTiming:
         return step
 
     def loosen(self) -> None:
-        """Increase `within` and `between` if ranks use few rows, as far as the memory allows."""
+        """Let transfers last more steps if ranks use few rows, as far as the memory allows."""
         paths = self.paths
         if self.demand.all_use_all:
             return
@@ -267,7 +275,7 @@ class MulticastTiming:
         return self.demand.pairs(rank, step, owner, of_pair, own=self.step.diagonal())
 
     def copies(self) -> Transfers:
-        """Return the transfers of copies, which land when a pair or a relay needs them."""
+        """Return the transfers of copies; each ends when a pair or a relay needs its rows."""
         paths = self.paths
         hops, step = paths.hops, self.step[paths.owner]
         # A gate needs the rows for its own step, and to serve peers.
@@ -285,7 +293,7 @@ class MulticastTiming:
         return self._transfers(False, hops, hops.src, hops.dst, post, by)
 
     def gradients(self) -> Transfers:
-        """Return the transfers of gradients, posted after the last contribution to them."""
+        """Return the transfers of gradients; each starts after the last contribution to it."""
         paths = self.paths
         hops, step = paths.hops, self.step[paths.owner]
         adds = (paths.use != 0) & paths.served
@@ -297,7 +305,7 @@ class MulticastTiming:
         return self._transfers(True, hops, hops.dst, hops.src, post, post + self._takes(hops))
 
     def _takes(self, hops: _CopyHops) -> np.ndarray:
-        """Return the number of steps that each hop takes."""
+        """Return the number of steps that each transfer lasts."""
         return np.where(hops.crosses, self.between, self.within).astype(np.int32)
 
     def _transfers(self, gradient, hops: _CopyHops, src, dst, post, land) -> Transfers:
@@ -309,12 +317,13 @@ class MulticastTiming:
 
 
 class _JoinedTiming(MulticastTiming):
-    """Times of a pass whose calls join pairs: all chunks of a node, at every second step.
+    """Times of a pass in which one kernel call computes with all chunks of a node.
 
-    A hop takes two steps, so it travels while the rank computes with the previous node's chunks. A
-    rank receives from its gateway one turn before it computes, and the gateway receives two turns
-    before. So a rank holds the chunks of two nodes, and a gateway also one chunk of a third node.
-    In backward, it also holds the gradients of as many chunks.
+    Such a call is at every second step. A transfer lasts two steps, so it runs while the rank
+    computes with the previous node's chunks. A rank receives from its gateway one turn before it
+    computes, and the gateway receives two turns before. So a rank holds the chunks of two nodes,
+    and a gateway also one chunk of a third node. In backward, it also holds the gradients of as
+    many chunks.
     """
 
     def __init__(self, demand: Demand):
@@ -330,11 +339,17 @@ class _JoinedTiming(MulticastTiming):
 def _runs_of_equal_hops(
     owner: np.ndarray, carrier: np.ndarray, parent: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first bundle of each run of bundles that make the same hops, and the runs' trees.
+    """Group adjacent bundles of an owner that take the same route between nodes.
 
-    The trees are [runs, nodes]: the node that sends to each node, or -1. If the owner's node sends
-    to all target nodes directly, all entries are -1. Bundles with different target nodes can then
-    be in one run.
+    Args:
+        owner: [n], rank that owns each bundle (rows that the same ranks use).
+        carrier: [n], rail of each bundle, as in `rails.Routes`.
+        parent: [n, nodes], node that sends each bundle to each node, as in `rails.Routes`.
+
+    Returns:
+        Index of the first bundle of each group; int [groups, nodes], the node that sends to each
+        node, or -1. If the owner's node sends to all target nodes directly, all entries are -1, so
+        bundles with different target nodes can be in one group.
     """
     from_home = (parent == parent.max(axis=1, initial=-1)[:, None]) | (parent < 0)
     tree = np.where(from_home.all(axis=1)[:, None], -1, parent)
@@ -350,7 +365,13 @@ def _nonzero(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _groups(unite: np.ufunc, lines: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """Combine each group of rows of `lines` into one row; `first` has each group's first row."""
+    """Combine each group of rows of `lines` into one row with the function `unite`.
+
+    Args:
+        unite: Function that combines two arrays of rows.
+        lines: [n, ...], sorted by group.
+        first: Index of the first row of each group.
+    """
     united = lines[first]
     length = np.diff(np.r_[first, len(lines)])
     for later in range(1, int(length.max(initial=0))):  # few iterations; faster than reduceat

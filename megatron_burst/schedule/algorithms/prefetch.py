@@ -26,12 +26,12 @@ from .multicast import MulticastTiming, tables_of
 
 
 def tables(demand: Demand) -> Tables:
-    """Return the tables of algorithm `prefetch`: all copies, then pairs, then all gradients."""
+    """Return the pairs and transfers of `prefetch`: all copies, then pairs, then all gradients."""
     return tables_of(_PrefetchTiming(demand))
 
 
 class _PrefetchTiming(MulticastTiming):
-    """Times of a pass with copies first and gradients last; every hop takes one boundary."""
+    """Times of a pass that sends copies first and gradients last; each transfer lasts one step."""
 
     def _steps(self) -> np.ndarray:
         paths = self.paths
@@ -53,7 +53,7 @@ class _PrefetchTiming(MulticastTiming):
 
     @cached_property
     def _arrivals(self) -> np.ndarray:
-        """Boundary at which each hop of a copy lands."""
+        """Step before which each transfer of a copy ends."""
         paths = self.paths
         hops = paths.hops
         to_peers = np.where(paths.served, paths.of_ranks(paths.depth) + 1, 1)
@@ -67,8 +67,8 @@ class _PrefetchTiming(MulticastTiming):
     def gradients(self) -> Transfers:
         """Return the transfers of gradients.
 
-        The farthest gates send first. A gate receives their gradients at the boundary at which it
-        sends its sum.
+        The farthest gates (gateways of nodes) send first. A gate receives their gradients just
+        before it sends its sum.
         """
         paths = self.paths
         hops, begin = paths.hops, int(self.step.max())

@@ -30,12 +30,7 @@ from .tile_shape import Shape, chosen, gathers_keys, users_by_place
 
 
 def tables(demand: Demand, *, shape: Shape | None = None) -> Tables:
-    """Return the tables of algorithm `tile`, which do not depend on `demand.side`.
-
-    Args:
-        demand: Demand of the pass.
-        shape: Shape of the tile; default: the result of `tile_shape.chosen`.
-    """
+    """Return the pairs and transfers of algorithm `tile`, which do not depend on `demand.side`."""
     shape = shape or chosen(demand)
     order = _order(shape, gathers_keys(demand.row_bytes))
     keys = _TileFamily("kv", shape, demand.visibility.keys, order)
@@ -52,8 +47,8 @@ def tables(demand: Demand, *, shape: Shape | None = None) -> Tables:
 def _order(shape: Shape, keys_first: bool) -> np.ndarray:
     """Return the step of each pair: int [query_nodes, query_ranks, key_nodes, key_ranks].
 
-    Indices are the distances from the owner of a chunk to the rank that computes, in nodes and in
-    ranks.
+    Indices are the distances from the owner of the queries, and from the owner of the keys, to the
+    rank that computes the pair, in nodes and in ranks.
 
     Chunks of one family (keys or queries) are gathered first and stay on the rank. Chunks of the
     other family arrive one by one. When such a chunk arrives, it is computed with all gathered
@@ -85,7 +80,15 @@ def _order(shape: Shape, keys_first: bool) -> np.ndarray:
 
 
 def _own_last(a: int, b: int) -> np.ndarray:
-    """Return the place in the order of each pair of `b` query and `a` key chunks, [b, a]."""
+    """Return the order in which a rank computes its pairs of chunks, its own pair last.
+
+    Args:
+        a: Number of key chunks.
+        b: Number of query chunks.
+
+    Returns:
+        int [b, a], number of each pair in the order.
+    """
     query, key = np.ogrid[:b, :a]
     place = np.where(key == 0, query - 1, b - 1 + (key - 1) * b + (query - 1) % b)
     place[0, 0] = a * b - 1
@@ -133,7 +136,8 @@ class _TileFamily:
     Attributes:
         receivers: int32 [G, nodes, ranks], receiver at each distance from an owner.
         back: int32 [G, nodes, ranks], owner of the chunk that a rank receives from each distance.
-        rows: int64 [G, nodes, ranks], bit set of an owner's rows that a receiver uses.
+        rows: int64 [G, nodes, ranks], bit set of an owner's rows that a receiver uses (one bit per
+            bundle of the owner).
         first: int [nodes, ranks], step of the first pair with a chunk from each distance.
         last: int [nodes, ranks], step of the last pair with a chunk from each distance.
     """
@@ -152,9 +156,10 @@ class _TileFamily:
 
     @property
     def gathered(self) -> np.ndarray:
-        """Boundary at which the sum of partial results of each node is complete, [nodes].
+        """Step before which the sum of partial results of each node is complete, [nodes].
 
-        Partial results of the node's other ranks need one more step to reach its gate.
+        The gate of a node (its rank with the owner's index) collects the sum. The parts of other
+        ranks need one step to reach the gate.
         """
         return np.maximum(self.last[:, 0] + 1, (self.last[:, 1:] + 2).max(axis=1, initial=0))
 
@@ -224,7 +229,14 @@ class _TilePosition(NamedTuple):
 
 
 def _moved(rank: np.ndarray, shape: Shape, name: str, way: int) -> _TilePosition:
-    """Return the ranks at each distance from `rank` in its column (keys) or row (queries)."""
+    """Return the ranks at each distance from `rank` in its column (keys) or row (queries).
+
+    Args:
+        rank: Ranks [G, 1, 1].
+        shape: Shape of the tile.
+        name: "kv" for the column, "query" for the row.
+        way: 1 to go forward, -1 to go backward.
+    """
     a, b, ranks_a, ranks_b = shape
     node, index = np.divmod(rank, ranks_a * ranks_b)
     (row, column), (i, j) = np.divmod(node, b), np.divmod(index, ranks_b)
@@ -258,7 +270,7 @@ def _transfers(family, ring, owner, rows, ends, home, times) -> Transfers:
 
 
 def _pairs(demand: Demand, order: np.ndarray, queries: _TileFamily, keys: _TileFamily) -> Pairs:
-    """Return the visible pairs of all ranks, with the bit sets of their query and key rows."""
+    """Return the table of all visible pairs, with the query rows and key rows of each pair."""
     visibility, size = demand.visibility, demand.grid.size
     q, k = queries.back.reshape(size, -1, 1), keys.back.reshape(size, 1, -1)
     at = np.flatnonzero(demand.visible[q, k])

@@ -60,15 +60,16 @@ def memory(shape: Shape, row_bytes: RowBytes, rows: int = 1) -> int:
     """Return the largest number of bytes of whole chunks that a rank holds, including its own.
 
     In backward, a rank holds at most `keys` chunks of (K, V, dK, dV) and `queries` chunks of (Q,
-    dO, D, lse, dQ). In forward, it holds (K, V) and (Q, O). One family is gathered
-    (`gathers_keys`). A rank holds fewer chunks of the other family, because chunks from other nodes
-    are released node by node: the chunks of its own node and of one other node, and the next chunk
-    that crosses. If all chunks of the other family are from one node, chunks of the gathered family
-    are also released node by node. Partial results in flight for other ranks are not counted.
+    dO, D, lse, dQ). In forward, it holds (K, V) and (Q, O). Keys or queries are gathered
+    (`gathers_keys`): they stay on the rank. A rank holds fewer chunks of the other family, because
+    chunks from other nodes are released node by node: the chunks of its own node and of one other
+    node, and the next chunk that crosses. If all chunks of the other family are from one node,
+    chunks of the gathered family are also released node by node. Partial results in flight for
+    other ranks are not counted.
 
     Args:
         shape: The shape.
-        row_bytes: Bytes of a row of each family.
+        row_bytes: Bytes of a row of each family (keys, queries, their gradients, partial outputs).
         rows: Number of rows of a chunk.
     """
     kv, query, dkv, dquery, out = row_bytes
@@ -79,10 +80,10 @@ def memory(shape: Shape, row_bytes: RowBytes, rows: int = 1) -> int:
 def gathers_keys(row_bytes: RowBytes) -> bool:
     """Return True if keys are gathered and stay on the rank; False if queries are gathered.
 
-    The family with fewer bytes per row is gathered, because less computation overlaps with its
-    transfers. A gathered chunk is received while the rank computes the pair of the previous
-    gathered chunk. A chunk of the other family is received while the rank computes the pairs of the
-    previous chunk with all gathered chunks.
+    Keys or queries are gathered, whichever have fewer bytes per row, because less computation
+    overlaps with its transfers. A gathered chunk is received while the rank computes the pair of
+    the previous gathered chunk. A chunk that is not gathered is received while the rank computes
+    the pairs of the previous chunk with all gathered chunks.
     """
     return row_bytes.kv < row_bytes.query
 
@@ -148,17 +149,20 @@ def _bytes_within(demand: Demand, candidates: list[Shape]) -> dict[Shape, int]:
 
 
 def _families(demand: Demand) -> list[tuple[str, Bundles, int]]:
-    """Return, for keys and for queries: name, bundles, and bytes of a row and its results."""
+    """Return (name, bundles, bytes of a row and its results) for keys and for queries.
+
+    Bundles are rows of one owner that the same ranks use.
+    """
     kv, query, dkv, dquery, out = demand.row_bytes
     visibility = demand.visibility
     return [("kv", visibility.keys, kv + dkv), ("query", visibility.queries, query + dquery + out)]
 
 
 def _rows_elsewhere(bundles: Bundles, users: np.ndarray, own: np.ndarray) -> int:
-    """Return the number of rows that are sent if each bundle is sent to all its users.
+    """Return the number of rows that are sent if each bundle is sent to all ranks that use it.
 
     Args:
-        bundles: The bundles.
+        bundles: Groups of rows that the same ranks use.
         users: bool [n, receivers], true if a receiver uses the bundle.
         own: int [n], index of the owner on the axis of receivers; the owner receives nothing.
     """

@@ -21,7 +21,7 @@ WAYS = (1, -1)  # to the next rank, to the previous rank
 
 
 def tables(demand: Demand) -> Tables:
-    """Return the tables of algorithm `two_way`: two rings over all ranks, which ignore nodes."""
+    """Return the pairs and transfers of `two_way`: two rings over all ranks, which ignore nodes."""
     halves = demand.travelling.split(len(WAYS))
     way_of_half = _ways(demand, halves)
     ways = [OneWay(demand, halves.where(way_of_half == way), way) for way in WAYS]
@@ -32,13 +32,16 @@ def tables(demand: Demand) -> Tables:
 
 
 class OneWay(FlatRing):
-    """A ring over all ranks in one direction, and its hops from neighbour to neighbour."""
+    """A ring over all ranks in one direction, and its transfers from neighbour to neighbour."""
 
     def moves(self, family: str) -> np.ndarray:
-        """Return a bool [bundle, step], true if a bundle of `family` is forwarded after a step.
+        """Return whether each bundle is sent on to the next rank after each step, [bundle, step].
 
-        A copy is forwarded as long as a later rank uses it. A gradient is forwarded from the first
-        rank that contributes to it.
+        A bundle is rows of one owner that the same ranks use. A copy is sent on as long as a later
+        rank uses it. A gradient is sent on from the first rank that contributes to it.
+
+        Args:
+            family: Name of the sent tensors ("kv" or "query"), or of their gradients.
         """
         if family != self.demand.side:
             return np.logical_or.accumulate(self.users, axis=1)
@@ -46,11 +49,14 @@ class OneWay(FlatRing):
         return np.pad(later[:, 1:], ((0, 0), (0, 1)))
 
     def hops(self, family: str) -> Transfers:
-        """Return the hops to the next rank in this direction.
+        """Return the transfers to the next rank in this direction.
 
         A copy travels to the next rank while this rank computes with it. A gradient is complete
-        only after the step, so it travels during the next step. When it lands, the receiver has
+        only after the step, so it travels during the next step. When it arrives, the receiver has
         computed its own part.
+
+        Args:
+            family: Name of the sent tensors ("kv" or "query"), or of their gradients.
         """
         rank, step, owner, rows = self.entries(self.moves(family))
         after, post = (rank + self.way) % self.size, step + (family != self.demand.side)
@@ -58,7 +64,7 @@ class OneWay(FlatRing):
 
 
 def _ways(demand: Demand, halves: Bundles) -> np.ndarray:
-    """Return the direction of each half, int [n]: 1 or -1."""
+    """Return the direction in which each half of a bundle is sent: 1 or -1, int [n]."""
     size, side = demand.grid.size, demand.side
     copy, gradient = (getattr(demand.row_bytes, name) for name in (side, "d" + side))
     behind = (halves.owner[:, None] + np.arange(size)) % size

@@ -36,9 +36,10 @@ def all_gather(task: Task) -> Hops:
 
 
 def users_of_maps(runs: PieceRuns) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays: run and rank of all pairs in which the rank needs the map of the run.
+    """Return which ranks need the map of which run of pieces, as two parallel arrays (run, rank).
 
-    A rank needs the maps of all runs before its last run of the document.
+    A run is consecutive pieces of a document on one rank. Its map is its effect on a state. A rank
+    needs the maps of all earlier runs of other ranks, up to its own last run of the document.
     """
     rank, begin, count = _lasts(runs)
     run, rank = counted(begin, count), np.repeat(rank, count)
@@ -47,7 +48,7 @@ def users_of_maps(runs: PieceRuns) -> tuple[np.ndarray, np.ndarray]:
 
 
 def count_users(runs: PieceRuns) -> int:
-    """Return an upper bound on the number of (run, rank) pairs that `users_of_maps` returns.
+    """Return an upper bound on the number of entries that `users_of_maps` returns.
 
     The bound also counts the runs that a rank holds itself, which `users_of_maps` omits.
     """
@@ -55,10 +56,11 @@ def count_users(runs: PieceRuns) -> int:
 
 
 def _lasts(runs: PieceRuns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the runs before each rank's last run of each of its documents, as three arrays.
+    """Return which runs precede a rank's last run in a document, per (document, rank).
 
     Returns:
-        Rank; first run of the document; number of the document's runs before the rank's last run.
+        Three parallel arrays: rank; first run of the document; number of the document's runs before
+        the rank's last run.
     """
     ranks = runs.rank.max(initial=0) + 1
     key = runs.document * ranks + runs.rank
@@ -75,11 +77,11 @@ def carried(
     destination: np.ndarray,
     block: np.ndarray | int,
 ) -> tuple:
-    """Return a tuple for `table`: hops that send the effect of the runs `run` on a state.
+    """Return hops that send the effect of runs of pieces on a state, as an argument of `table`.
 
-    A hop carries the map of the run. For the first run of a document, it carries the state after
-    the run instead. The rank that holds the run can compute this state, because the state before
-    the run is zero or is available on all ranks.
+    A run is consecutive pieces of a document on one rank. A hop carries the map of the run. For the
+    first run of a document, it carries the state after the run instead. The rank that holds the run
+    can compute this state, because the state before the run is zero or is available on all ranks.
     """
     head = runs.nth[run] == 0
     after = runs.last[run] + 1

@@ -154,7 +154,7 @@ class _Trials:
 
     @cached_property
     def _crosses(self) -> np.ndarray:
-        """Bool [runs], true for runs that receive their state from another node."""
+        """Bool [runs], true for runs of pieces that receive their state from another node."""
         node = self.runs.rank // self.topology.per_node
         return (self.runs.nth > 0) & np.append(False, node[1:] != node[:-1])
 

@@ -92,7 +92,10 @@ class PieceRuns(NamedTuple):
 
 
 def runs_of(chains: Chains) -> PieceRuns:
-    """Return the runs of pieces; a state is sent to another rank only between runs."""
+    """Return the runs of pieces: consecutive pieces of a document on one rank.
+
+    A state is sent to another rank only between runs.
+    """
     opens = chains.begins | np.append(True, chains.rank[1:] != chains.rank[:-1])
     first = np.flatnonzero(opens)
     count = np.arange(len(first))
@@ -103,7 +106,7 @@ def runs_of(chains: Chains) -> PieceRuns:
 
 
 def table(*parts: tuple) -> Hops:
-    """Return one table of all hops, without hops from a rank to itself.
+    """Concatenate groups of hops into one table, without hops from a rank to itself.
 
     Args:
         *parts: Tuples of round, source, destination, kind, first, last and block. The arrays of a

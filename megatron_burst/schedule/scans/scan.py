@@ -17,7 +17,7 @@ from .hops import ALL_BLOCKS, STATE, Hops, Task, runs_of, table
 
 
 def scan(task: Task) -> Hops:
-    """Return the hops of `ring`, each divided into `task.blocks` blocks, one per round."""
+    """Return the hops of `ring`, each cut into `task.blocks` blocks of the state, one per round."""
     runs = runs_of(task.chains)
     to = np.flatnonzero(runs.nth)[:, None]
     block = np.arange(task.blocks)
@@ -27,7 +27,7 @@ def scan(task: Task) -> Hops:
 
 
 def ring(task: Task) -> Hops:
-    """Return one hop for each change of rank along a chain, one round after another."""
+    """Return the transfers of a state from rank to rank along each document, one per round."""
     runs = runs_of(task.chains)
     to = np.flatnonzero(runs.nth)
     first = runs.first[to]

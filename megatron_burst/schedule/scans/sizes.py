@@ -68,7 +68,7 @@ class ScanSizes(NamedTuple):
         return able(most, self.heads, self.rows, self.columns, self.form == "matrix")
 
     def of(self, hops: Hops, blocks: int) -> np.ndarray:
-        """Return the bytes of each hop if a state has `blocks` blocks, int64 [hops]."""
+        """Return the bytes of each hop, int64 [hops], if a state is cut into `blocks` blocks."""
         heads, rows, _ = self.cut(blocks).shape
         all_blocks = hops.block == ALL_BLOCKS
         state = np.where(all_blocks, self.state, self.state // blocks)

@@ -121,7 +121,13 @@ def _messages(
 
 
 def _running(lasts: np.ndarray, far: np.ndarray, sender: np.ndarray) -> np.ndarray:
-    """Return running sums of `lasts` per sender (sorted) and link class (`far` or not)."""
+    """Return the cumulative sum of `lasts` over the messages of one sender on one link class.
+
+    Args:
+        lasts: Seconds that each message occupies a NIC.
+        far: True for messages between nodes.
+        sender: Sender of each message, sorted.
+    """
     sums = np.empty(len(lasts))
     for link in (~far, far):
         total, senders = np.cumsum(lasts[link]), sender[link]

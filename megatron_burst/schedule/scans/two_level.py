@@ -58,5 +58,10 @@ def two_level(task: Task) -> Hops:
 
 
 def _within(count: np.ndarray, runs: PieceRuns) -> np.ndarray:
-    """Return `count`, running over all runs, minus its value at each document's first run."""
+    """Return `count - c`, where c is `count` at the first run of the same document.
+
+    Args:
+        count: Cumulative count over all runs, [runs].
+        runs: Runs of pieces.
+    """
     return count - count[runs.nth == 0][runs.document]
