@@ -9,6 +9,7 @@ caches a plan without communication, if the call depends only on a plan on which
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from .consensus import Facts, attempt, identity
@@ -51,10 +52,17 @@ class Operation(ABC, Generic[Request, Plan]):
         """Make the process groups and buffers that the plan needs. A collective call."""
 
 
-def prepared(operation: Operation[Request, Plan]) -> Plan:
+def prepared(
+    operation: Operation[Request, Plan], build: Callable[[Request], Plan] | None = None
+) -> Plan:
     """Make the plan of an operation after all ranks agreed on the call. A collective call.
 
     A rank with an error sends the error in `agree`, so that all ranks raise it and no rank hangs.
+
+    Args:
+        operation: The operation.
+        build: Function that returns the plan of a checked request, without communication. Default:
+            `operation.build`.
 
     Raises:
         ValueError: A rank has an error, or facts differ.
@@ -64,7 +72,8 @@ def prepared(operation: Operation[Request, Plan]) -> Plan:
         operation.agree(request if isinstance(request, ValueError) else request.facts)
         assert not isinstance(request, ValueError)
         request = operation.choose(request)
-    plan = request if isinstance(request, ValueError) else attempt(operation.build, request)
+    build = build or operation.build
+    plan = request if isinstance(request, ValueError) else attempt(build, request)
     operation.agree(plan if isinstance(plan, ValueError) else plan.facts)
     assert not isinstance(plan, ValueError)
     operation.connect(plan)

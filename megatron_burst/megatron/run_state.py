@@ -34,6 +34,8 @@ class RunState:
         redundant_masks: `WeakIdKeyDictionary` from a mask tensor to its version, and whether the
             mask changes no result.
         plan_books: `attention.plan_book.PlanBook` by context-parallel group and topology.
+        planner: Executor of `attention.plans_ahead`, whose thread makes plans.
+        read_ahead: (data loader, batch) of each batch that a step read and did not use.
         lm_head_startup: Log line of the fused loss in the first forward.
         mtp_counts: For each group: whether `process_mtp_loss` sums counts over the group.
         metrics: `step_metrics.StepMetrics`, if the run writes metrics.
@@ -56,6 +58,8 @@ class RunState:
     rotary_tables: Any = None
     redundant_masks: Any = None
     plan_books: dict[tuple, Any] = field(default_factory=dict)
+    planner: Any = None
+    read_ahead: list[tuple[Any, Any]] = field(default_factory=list)
     lm_head_startup: str | None = None
     mtp_counts: list[tuple[Any, bool]] = field(default_factory=list)
     metrics: Any = None

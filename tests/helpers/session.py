@@ -173,11 +173,11 @@ def train_misplaced(flags):
     """A run whose attention takes zigzag shards for striped ones: must be wrong."""
     from megatron_burst.megatron.attention import plan_book
 
-    prepare = plan_book.prepare
+    options = plan_book.AttentionOptions
     striped = mock.patch.object(
         plan_book,
-        "prepare",
-        lambda *args, **kwargs: prepare(*args, **kwargs | {"layout": "striped"}),
+        "AttentionOptions",
+        lambda **keywords: options(**keywords | {"layout": "striped"}),
     )
     with striped:
         return train(flags)

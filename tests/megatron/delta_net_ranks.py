@@ -181,9 +181,10 @@ def refused(layout, cp, options, odd=None):
 
 def plans_made(options):
     """Return the number of plans per step on two ranks, and the number of calls that use one."""
-    from megatron_burst.megatron.linear import delta_net, state_layers
+    from megatron_burst.megatron.attention import plan_book
+    from megatron_burst.megatron.linear import delta_net
 
-    count = {"prepare_linear": 0, "linear_attention": 0}
+    count = {"prepared": 0, "linear_attention": 0}
 
     def counting(home, name):
         original = getattr(home, name)
@@ -194,7 +195,7 @@ def plans_made(options):
 
         return mock.patch.object(home, name, call)
 
-    with counting(state_layers, "prepare_linear"), counting(delta_net, "linear_attention"):
+    with counting(plan_book, "prepared"), counting(delta_net, "linear_attention"):
         train("zigzag", 2, steps=1, **options)
     return tuple(count.values())
 

@@ -23,7 +23,7 @@ def counted(happens):
     from megatron_burst.megatron.attention import plan_book
     from megatron_burst.megatron.data.packed import packs
 
-    counts, prepare, compare = collections.Counter(), plan_book.prepare, Groups.compare
+    counts, prepared, compare = collections.Counter(), plan_book.prepared, Groups.compare
 
     def forward(lengths, recompute=False):
         asked, x = packed_ranks.params(lengths, None), torch.ones(TOTAL // 4, HEADS, WIDTH)
@@ -40,7 +40,7 @@ def counted(happens):
 
     with (
         packed_ranks.core_attention("striped") as core,
-        mock.patch.object(plan_book, "prepare", noting("made", prepare)),
+        mock.patch.object(plan_book, "prepared", noting("made", prepared)),
         mock.patch.object(Groups, "compare", noting("compared", compare)),
     ):
         try:

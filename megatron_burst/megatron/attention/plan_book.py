@@ -18,7 +18,8 @@ it is called with a batch.
 in which layers run in another order, also with several micro-batches in flight. This assumption
 costs little: one projection usually computes q, k and v, so they need gradients together.
 - Packed batches have one plan per pack. The `PLANS_KEPT` most recently used plans are kept; the
-order of use is the same on all ranks.
+order of use is the same on all ranks. A thread makes the plans of the next micro-batch while the
+device computes (`plans_ahead`). Ranks compare them in the forward, like any other plan.
 - While a CUDA graph captures a layer, ranks compare nothing, and replays run no Python: an earlier
 forward made and compared the plan, which is the same for every micro-batch.
 - A micro-batch may have its own context-parallel group (hybrid context parallelism). Every set of
@@ -34,7 +35,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed import distributed_c10d
@@ -43,19 +44,21 @@ from ...autotune import cluster_file
 from ...autotune.rates import Rates
 from ...comm.consensus import agree
 from ...comm.groups import Groups
+from ...comm.operation import Operation, prepared
 from ...comm.process_groups import backends
 from ...comm.recent import RecentCache
 from ...config import BurstConfig
 from ...kernels.online_softmax import accumulation_dtype
 from ...masks import Causal, Full, Mask, Window
-from ...options import AttentionKeywords
+from ...options import AttentionKeywords, AttentionOptions
 from ...planning.plan import Plan
-from ...planning.prepare import prepare
+from ...planning.prepare import AttentionOperation
 from ...recompute.checkpoint import in_backward
 from .. import patching, step_metrics
 from ..data.cut import BatchCut
 from ..data.packed import Pack, Packs, packs
 from ..users_mask import MaskBatch, MaskLayer, users_mask
+from .plans_ahead import PlansAhead
 from .relayout import RowExchange, RowExchanges, exchange_line
 
 PLANS_KEPT = 256  # exceeds packed micro-batches in flight x kinds of layers
@@ -96,16 +99,30 @@ class Kind(Protocol):
         """
         ...
 
-    def prepare(
+    def operation(
         self, book: PlanBook, tensors: Tensors, pack: Pack | None, rows: RowChunkSizes, own: Any
-    ) -> Any:
-        """Make a plan; a collective.
+    ) -> Operation[Any, Any]:
+        """Return the operation whose plan the layers use; no communication.
+
+        A thread may call this method before the forward of the micro-batch (`plans_ahead`).
 
         Args:
             book: the plan book of the layer's group.
             tensors: the tensors of the call, by name.
             pack: the documents of a packed batch, or None.
             rows: the row chunks.
+            own: the result of `own_mask`.
+        """
+        ...
+
+    def log(self, book: PlanBook, plan: Any, tensors: Tensors, pack: Pack | None, own: Any) -> None:
+        """Log a plan that was made, if its line was not logged before.
+
+        Args:
+            book: the plan book of the layer's group.
+            plan: the plan.
+            tensors: the tensors of the call, by name.
+            pack: the documents of a packed batch, or None.
             own: the result of `own_mask`.
         """
         ...
@@ -160,13 +177,13 @@ class LayerKind:
         batch = MaskBatch(seq_len, documents, spans)
         return users_mask(self.burst.mask, layer, batch)
 
-    def prepare(
+    def operation(
         self, book: PlanBook, tensors: Tensors, pack: Pack | None, rows: RowChunkSizes, own: Any
-    ) -> Plan:
-        """Make the plan for q [s, b, h, d], k [s, b, g, d] and v [s, b, g, w]."""
-        q, k, v = tensors.values()
-        choice_key = self, *(t.shape for t in (q, k, v))
-        keywords = self.burst.keywords() | ({} if self.selects else book.chosen.get(choice_key, {}))
+    ) -> AttentionOperation:
+        """Return the operation for q [s, b, h, d], k [s, b, g, d] and v [s, b, g, w]."""
+        keywords = self.burst.keywords()
+        if not self.selects:
+            keywords |= book.chosen.get(self._choice_key(tensors), {})
         mask = own
         if mask is None:
             mask = Causal() if self.causal else Full()
@@ -177,30 +194,35 @@ class LayerKind:
             keywords["layout"] = pack.layout(self.attention, book.groups.size)
         keywords["mask"], keywords["softmax_scale"] = mask, self.softmax_scale
         keywords["sequence_chunks"], keywords["row_blocks"] = rows
-        rates = book.rates(self.burst) if keywords.get("algorithm") == "auto" else None
-        prepared = prepare(
-            q,
-            k,
-            v,
+        return AttentionOperation(
             groups=book.groups,
+            tensors=tuple(tensors.values()),
+            shapes=None,
+            options=AttentionOptions(**keywords),
             needs_grad=(True, True, True),
-            max_logits=nothing_seen(q) if self.max_logits else None,
-            rates=rates,
-            **keywords,
+            sink=None,
+            max_logits=nothing_seen(tensors["q"]) if self.max_logits else None,
+            rates=book.rates(self.burst) if keywords.get("algorithm") == "auto" else None,
         )
-        plan = cast(Plan, prepared)  # with real processes, `prepare` returns this rank's plan only
+
+    def log(
+        self, book: PlanBook, plan: Plan, tensors: Tensors, pack: Pack | None, own: Any
+    ) -> None:
+        """Log the first plan of the run, and each choice of "auto"; see `Kind.log`."""
         if self.selects:
-            return plan
+            return
         if plan.choice is not None:
-            book.chosen[choice_key] = plan.choice.call
+            book.chosen[self._choice_key(tensors)] = plan.choice.call
         automatic = self.burst.algorithm == "auto"
         subject = (self.window if own is None else repr(own)), plan.algorithm
         if book.startup is None:
+            rates = book.rates(self.burst) if automatic else None
             details = "" if rates is None else f"; rates of {self.burst.cluster}"
             if self.burst.mask is not None:
                 details += f"; masks of {self.burst.mask}, called for every layer"
             if self.stream is not None:
-                details += exchange_line(book.groups, self.stream, self.attention, pack, (q, k, v))
+                qkv = tuple(tensors.values())
+                details += exchange_line(book.groups, self.stream, self.attention, pack, qkv)
             if automatic:
                 details += f"; for {self.layers()}"
             details += priority_line(rings_of_normal_priority(book.groups))
@@ -213,7 +235,10 @@ class LayerKind:
         book.communicators = book.groups.communicators
         if plan.choice is not None:
             book.logged.add(subject)
-        return plan
+
+    def _choice_key(self, tensors: Tensors) -> tuple:
+        """Return the key of the choice of "auto": this kind and the shapes of q, k and v."""
+        return self, *(t.shape for t in tensors.values())
 
     def layers(self) -> str:
         """Return a description of the layers of this kind, for the log.
@@ -229,6 +254,49 @@ class LayerKind:
         return f"layers with the window ({limits})"
 
 
+class TensorKind(NamedTuple):
+    """Shape, dtype and device of a tensor of a call."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def stand_in(self) -> torch.Tensor:
+        """Return a view of one element with this shape."""
+        return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
+
+
+class LayerCall(NamedTuple):
+    """A call of layers, without the values of its tensors and without documents.
+
+    Attributes:
+        kind: The kind of the layers.
+        rows: The row chunks.
+        tensors: (name, shape, dtype and device) of each tensor.
+    """
+
+    kind: Kind
+    rows: RowChunkSizes
+    tensors: tuple[tuple[str, TensorKind], ...]
+
+    @classmethod
+    def of(cls, kind: Kind, rows: RowChunkSizes, tensors: Tensors) -> LayerCall:
+        """Return the call of layers of this kind with these tensors."""
+        kinds = (
+            (name, TensorKind(tuple(t.shape), t.dtype, t.device)) for name, t in tensors.items()
+        )
+        return cls(kind, rows, tuple(kinds))
+
+    def length(self, book: PlanBook) -> int:
+        """Return the number of tokens of the sequence over all ranks of the book."""
+        return self.tensors[0][1].shape[0] * book.groups.size
+
+    def operation(self, book: PlanBook, pack: Pack) -> Operation[Any, Any]:
+        """Return the operation of this call for a pack, without tensors."""
+        tensors = {name: tensor.stand_in() for name, tensor in self.tensors}
+        return self.kind.operation(book, tensors, pack, self.rows, None)
+
+
 @dataclass
 class PlanBook:
     """The grid of one context-parallel group and the plans made over it.
@@ -242,6 +310,7 @@ class PlanBook:
         chosen: The choice of "auto", by kind and shapes of q, k and v.
         micro_batch_books: Books of groups that hold single micro-batches of the same layers, by the
             global ranks of the group.
+        ahead: Plans of later micro-batches, which a thread makes.
     """
 
     groups: Groups
@@ -251,6 +320,7 @@ class PlanBook:
     logged: set[Hashable] = field(default_factory=set)
     chosen: dict[tuple, AttentionKeywords] = field(default_factory=dict)
     micro_batch_books: dict[tuple[int, ...], PlanBook] = field(default_factory=dict)
+    ahead: PlansAhead = field(default_factory=lambda: PlansAhead())
     _lowest: dict[Hashable, int] = field(default_factory=dict)
     _plans: RecentCache = field(default_factory=lambda: RecentCache(PLANS_KEPT))
     _packs: Packs = field(default_factory=packs)
@@ -330,9 +400,9 @@ class PlanBook:
         recomputing = in_backward()
         with self.shared_errors(leads and not recomputing):
             own = kind.own_mask(pack, len(tensors["q"]) * self.groups.size)
-        shapes = tuple((t.shape, t.dtype, t.device.type) for t in tensors.values())
+        call = LayerCall.of(kind, rows, tensors)
         # Ranks compare masks by their repr. A function may return a different mask for every batch.
-        key = kind, pack, rows, None if own is None else repr(own), shapes
+        key = call, pack, None if own is None else repr(own)
         captured = capturing(tensors)
         if leads and not (recomputing or captured) and key in self._plans:
             self.groups.compare(self._plans[key].facts)
@@ -345,7 +415,7 @@ class PlanBook:
                 )
             if leads:
                 with nullcontext() if self.metrics is None else self.metrics.planning():
-                    return kind.prepare(self, tensors, pack, rows, own)
+                    return self._make(call, tensors, pack, own)
             shapes_text = {name: (*t.shape, t.dtype) for name, t in tensors.items()}
             raise ValueError(
                 "the first layer of the same type on this rank did not get these shapes and "
@@ -358,6 +428,29 @@ class PlanBook:
         if self.metrics is not None and not recomputing and isinstance(plan, Plan):
             self.metrics.count_forward(plan)
         return plan
+
+    def _make(self, call: LayerCall, tensors: Tensors, pack: Pack | None, own: Any) -> Any:
+        """Make and log the plan of a leader; a collective."""
+        operation = call.kind.operation(self, tensors, pack, call.rows, own)
+        build = operation.build
+        # Other operations read `requires_grad`, which is known only in the forward.
+        if pack is not None and own is None and isinstance(operation, AttentionOperation):
+            self.ahead.expect(call)
+            build = self.ahead.builder(call, pack, operation)
+        plan = prepared(operation, build)
+        call.kind.log(self, plan, tensors, pack, own)
+        return plan
+
+    def plan_ahead(self, pack: Pack) -> None:
+        """Start to make the plans of the next micro-batch in a thread; no communication.
+
+        Plans are made for the calls that needed a plan in earlier micro-batches. The forward of the
+        micro-batch compares them between ranks.
+
+        Args:
+            pack: the documents of the next micro-batch.
+        """
+        self.ahead.start(self, pack, [key[0] for key in self._plans if key[1] == pack])
 
     def row_exchange(
         self, kind: LayerKind, q, k, v, pack: Pack | None = None

@@ -14,7 +14,8 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ from megatron.core.utils import get_model_config
 
 from .. import patching
 from ..checks.splitting import splits_with_burst
+from .entries import documents_of, entries_to_cut
 from .packed import packs
 
 _LENGTHS = ("cu_seqlens", "cu_seqlens_padded")
+_OWN_GROUP = "local_cp_size", "hybrid_cp_group"
 _WARNED = "uneven loss masks"
 UNEVEN = (
     "warning: a loss mask excludes tokens, and without --calculate-per-token-loss each rank "
@@ -59,23 +62,35 @@ class HostLengths(torch.Tensor):
 class BatchIterator:
     """An iterator over the batches of a data loader, with cumulative lengths as `HostLengths`.
 
+    If the batches are packed, it reads one batch ahead, but at most `count` batches, so that the
+    plan book can start the plans of the next micro-batch.
+
     Args:
         batches: the iterator of the data loader.
         warns: whether to warn of the first loss mask that excludes tokens.
+        count: number of batches that the step reads.
+        ahead: result of `unused` of the previous iterator over the same data loader.
     """
 
-    def __init__(self, batches: Any, warns: bool = False) -> None:
-        self._batches, self._warns = batches, warns
+    def __init__(
+        self, batches: Any, warns: bool = False, count: int = 0, ahead: Iterable[Any] = ()
+    ) -> None:
+        self._batches, self._warns, self._left = batches, warns, count
+        self._ahead = list(ahead)  # at most one batch, or the exception of the data loader
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        batch = next(self._batches)
+        batch = self._ahead.pop() if self._ahead else self._read()
+        if isinstance(batch, Exception):
+            raise batch
         if not isinstance(batch, dict):
             return batch
         if self._warns:
             self._warns = not _warned_of(batch.get("loss_mask"))
+        if self._left > 0 and documents_of(batch) is not None:
+            self._read_ahead()
         length_entries = {name: batch.get(name) for name in _LENGTHS}
         return batch | {
             name: lengths.as_subclass(HostLengths)
@@ -83,8 +98,45 @@ class BatchIterator:
             if type(lengths) is torch.Tensor and lengths.device.type == "cpu"
         }
 
+    def _read(self) -> Any:
+        self._left -= 1
+        return next(self._batches)
+
+    def _read_ahead(self) -> None:
+        """Read the next batch, and start the plans for its documents."""
+        try:
+            batch = self._read()
+        except Exception as error:  # raised when the step reads this batch
+            batch = error
+        self._ahead.append(batch)
+        if isinstance(batch, dict):
+            plan_ahead(batch)
+
+    def unused(self) -> list[tuple[Any, Any]]:
+        """Return (data loader, batch) if the step did not use the batch that was read ahead."""
+        return [(self._batches, batch) for batch in self._ahead]
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
+
+
+def plan_ahead(batch: dict[str, Any]) -> None:
+    """Start the plans of attention for a packed batch on the host that a later forward uses.
+
+    A batch with its own context-parallel group is skipped.
+
+    Args:
+        batch: the entries of the whole sequence, by name.
+    """
+    lengths = documents_of(batch)
+    if lengths is None or any(batch.get(name) is not None for name in _OWN_GROUP):
+        return
+    if any(x is not None and x.device.type != "cpu" for x in lengths):
+        return
+    with contextlib.suppress(ValueError):  # the step raises the error when it uses the batch
+        pack = packs().of(entries_to_cut(batch, packed=True).length, *lengths)
+        for book in patching.run_state().plan_books.values():
+            book.plan_ahead(pack)
 
 
 def patch(patches: patching.PatchSet) -> None:
@@ -125,8 +177,17 @@ def _noting(run: Callable, named: dict[str, Any]) -> Any:
     iterators = named["data_iterator"]
     several = isinstance(iterators, list)
     warns = not named.get("forward_only", False) and _uneven(named["model"])
-    wrapped = [
-        None if iterator is None else BatchIterator(iterator, warns)
+    state = patching.run_state()
+    unused, state.read_ahead = state.read_ahead, []
+
+    def wrapped(batches: Any) -> BatchIterator:
+        ahead = [batch for owner, batch in unused if owner is batches]
+        return BatchIterator(batches, warns, named["num_microbatches"], ahead)
+
+    wrappers = [
+        None if iterator is None else wrapped(iterator)
         for iterator in (iterators if several else [iterators])
     ]
-    return run(**named | {"data_iterator": wrapped if several else wrapped[0]})
+    result = run(**named | {"data_iterator": wrappers if several else wrappers[0]})
+    state.read_ahead = [entry for x in wrappers if x is not None for entry in x.unused()]
+    return result

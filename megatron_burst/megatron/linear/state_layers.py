@@ -21,7 +21,8 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from ...config import OFF, BurstConfig
 from ...layout import make as make_layout
-from ...linear_attention.plan import LinearPlan, prepare_linear
+from ...linear_attention.plan import LinearAttentionOperation, LinearPlan
+from ...linear_attention.request import Options
 from ..attention.core_attention import check_call, check_pack
 from ..attention.groups import book_of
 from ..attention.plan_book import PlanBook, RowChunkSizes, Tensors
@@ -54,30 +55,35 @@ class LinearKind:
     def own_mask(self, pack: Pack | None, seq_len: int) -> None:
         """Return None: linear layers are causal."""
 
-    def prepare(
+    def operation(
         self, book: PlanBook, tensors: Tensors, pack: Pack | None, rows: RowChunkSizes, own: None
-    ) -> LinearPlan:
-        """Make the plan for the inputs of `mb.linear_attention`; see `Kind.prepare`."""
+    ) -> LinearAttentionOperation:
+        """Return the operation for the inputs of `mb.linear_attention`; see `Kind.operation`."""
         groups, burst = book.groups, self.burst
         if pack is None:
             layout = make_layout(self.cut.name, cp_size=groups.size)
         else:
             layout = pack.layout(self.cut, groups.size)
         rates = book.rates(burst) if burst.linear == "auto" else None
-        plan = prepare_linear(
-            **tensors,
-            form=self.form,
+        bounds = None if pack is None else pack.chained
+        return LinearAttentionOperation(
             groups=groups,
-            layout=layout,
-            **({} if pack is None else pack.chained),
-            algorithm=burst.linear,
+            options=Options.of(layout, algorithm=burst.linear, rates=rates, **(bounds or {})),
+            tensors={name: tensors.get(name) for name in ("q", "k", "v", "decay", "beta")},
+            form=self.form,
+            kernel="auto",
             scale=self.scale,
-            rates=rates,
         )
-        if self not in book.logged:
-            book.logged.add(self)
-            book.log(plan.describe() + ("" if rates is None else f"; rates of {burst.cluster}"))
-        return plan
+
+    def log(
+        self, book: PlanBook, plan: LinearPlan, tensors: Tensors, pack: Pack | None, own: None
+    ) -> None:
+        """Log the first plan of these layers; see `Kind.log`."""
+        if self in book.logged:
+            return
+        book.logged.add(self)
+        rates = book.rates(self.burst) if self.burst.linear == "auto" else None
+        book.log(plan.describe() + ("" if rates is None else f"; rates of {self.burst.cluster}"))
 
 
 class StateCall(TypedDict):

@@ -23,8 +23,9 @@ from ....megatron.checks.config import check_config
 from ....megatron.data.cut import BatchCut, cut_of_run, group_of
 from ....megatron.data.other_cuts import check_cut, cuts_batches
 from ....megatron.data.packed import Pack
+from ....options import AttentionOptions
 from ....planning.plan import Plan
-from ....planning.prepare import prepare
+from ....planning.prepare import AttentionOperation
 from ....schedule.cost import Traffic
 from ....units import byte_size
 from ..options import SparseOptions
@@ -55,10 +56,10 @@ class SelectingKind:
     def own_mask(self, pack: Pack | None, seq_len: int) -> None:
         """Return None: these layers have no mask of their own, only the causal mask."""
 
-    def prepare(
+    def operation(
         self, book: PlanBook, tensors: Tensors, pack: Pack | None, rows: RowChunkSizes, own: None
-    ) -> Plan:
-        """Make the plan of causal attention for the tensors of a layer.
+    ) -> AttentionOperation:
+        """Return the operation of causal attention for the tensors of a layer.
 
         Args:
             book: Cache of the plans of the layers of a context-parallel group.
@@ -71,25 +72,33 @@ class SelectingKind:
         if pack is not None:
             layout = pack.layout(self.cut, book.groups.size)
         algorithm = sparse_algorithm(self.burst)
-        rates = book.rates(self.burst) if algorithm == "auto" else None
-        plan: Any = prepare(
-            *tensors.values(),
+        return AttentionOperation(
             groups=book.groups,
+            tensors=tuple(tensors.values()),
+            shapes=None,
+            options=AttentionOptions(
+                layout=layout,
+                mask=Causal() if pack is None else Causal() & pack.mask,
+                algorithm=algorithm,
+                side="kv",
+                kernel="reference",  # not run: other plans are derived from this plan
+                store=self.burst.store,
+            ),
             needs_grad=(True, True, True),
-            layout=layout,
-            mask=Causal() if pack is None else Causal() & pack.mask,
-            algorithm=algorithm,
-            side="kv",
-            kernel="reference",  # not run: other plans are derived from this plan
-            rates=rates,
-            store=self.burst.store,
+            sink=None,
+            max_logits=None,
+            rates=book.rates(self.burst) if algorithm == "auto" else None,
         )
+
+    def log(
+        self, book: PlanBook, plan: Plan, tensors: Tensors, pack: Pack | None, own: None
+    ) -> None:
+        """Log the first plan of these layers; see `Kind.log`."""
         if self not in book.logged:
             book.logged.add(self)
             line = self.describe(plan)
             book.startup = book.startup or line
             book.log(line)
-        return plan
 
     def describe(self, plan: Plan) -> str:
         """Return the start-up log line about the exchange of keys in these layers."""

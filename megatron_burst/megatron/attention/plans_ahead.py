@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of the next micro-batch, made by a thread while the device computes the current one.
+
+With packed documents every micro-batch has other lengths, so it needs a new plan. The data path
+reads one batch ahead (`data.loader`) and passes its documents to `PlanBook.plan_ahead`. One thread
+per process then checks and builds the plans. It does not communicate, and it does not change the
+order in which ranks communicate: the forward compares the plan between ranks, as it does with a
+plan that it makes itself. A thread's plan is used only if its facts equal the facts of the forward,
+so a rank without such a plan (because its lengths are not on the host) makes the same plan itself.
+The forward also makes the plan if the thread raised an error, and then raises the error on all
+ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...comm.consensus import identity
+from ...comm.operation import Operation
+from ...comm.recent import RecentCache
+from .. import patching
+from ..data.packed import Pack
+
+if TYPE_CHECKING:
+    from .plan_book import LayerCall, PlanBook
+
+CALLS_EXPECTED = 16  # kinds of layers x shapes of their tensors
+PLANS_AHEAD = 64  # plans that a thread made and no forward has used yet
+UNUSED = 32  # if a forward uses none of the first plans, the thread makes no more
+
+
+class PlansAhead:
+    """The plans that a thread makes for the layers of a plan book.
+
+    Attributes:
+        started: Number of plans that were given to the thread.
+        used: Number of these plans that a forward used.
+    """
+
+    def __init__(self) -> None:
+        self.started, self.used = 0, 0
+        self._expected = RecentCache(CALLS_EXPECTED)
+        self._futures = RecentCache(PLANS_AHEAD)
+
+    def expect(self, call: LayerCall) -> None:
+        """Make the plans of this call ahead for later packs."""
+        self._expected.keep(call, True)
+
+    def start(self, book: PlanBook, pack: Pack, planned: Collection[LayerCall]) -> None:
+        """Give the plans of the expected calls to the thread.
+
+        Args:
+            book: The plan book of the calls.
+            pack: The documents of the next micro-batch.
+            planned: Calls that have a plan for this pack already.
+        """
+        if self.started >= UNUSED and not self.used:  # the script makes other packs of its batches
+            return
+        for call in self._expected:
+            key = call, pack
+            if call in planned or key in self._futures or call.length(book) != pack.total:
+                continue
+            self._futures.keep(key, _planner().submit(_plan, book, call, pack, _stream(call)))
+            self.started += 1
+
+    def builder(
+        self, call: LayerCall, pack: Pack, operation: Operation[Any, Any]
+    ) -> Callable[[Any], Any]:
+        """Return a function that returns the plan of a request: the thread's plan, or a new one.
+
+        Args:
+            call: The call that needs the plan.
+            pack: The documents of the micro-batch.
+            operation: The operation of the forward.
+        """
+        future = self._futures.pop((call, pack), None)
+
+        def build(request: Any) -> Any:
+            facts, plan = (None, None) if future is None else _result(future)
+            if facts != identity(request.facts):
+                return operation.build(request)
+            self.used += 1
+            return plan
+
+        return build
+
+
+def _planner() -> ThreadPoolExecutor:
+    """Return the executor of the run, which has one thread."""
+    state = patching.run_state()
+    if state.planner is None:
+        state.planner = ThreadPoolExecutor(1, thread_name_prefix="megatron_burst planner")
+    return state.planner
+
+
+def _plan(
+    book: PlanBook, call: LayerCall, pack: Pack, stream: torch.cuda.Stream | None
+) -> tuple[int, Any]:
+    """Return the identity of the request's facts, and the plan; runs in the thread.
+
+    Indices are copied to the device on the stream of the forward, which uses them later.
+    """
+    with nullcontext() if stream is None else torch.cuda.stream(stream):
+        operation = call.operation(book, pack)
+        if operation.measures:  # "auto" measures in the first forward
+            return 0, None
+        request = operation.check()
+        return identity(request.facts), operation.build(request)
+
+
+def _result(future: Future) -> tuple[int | None, Any]:
+    """Wait for a plan; return (None, None) if the thread raised an error."""
+    try:
+        return future.result()
+    except Exception:
+        logging.getLogger(__name__).debug("a plan was not made ahead", exc_info=True)
+        return None, None
+
+
+def _stream(call: LayerCall) -> torch.cuda.Stream | None:
+    """Return the current stream of the device of a call; None on a CPU."""
+    device = call.tensors[0][1].device
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
