@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,12 +43,22 @@ class StepMetrics:
             if isinstance(end, ProcessEndpoint):
                 end.clock = self._clock
 
-    @contextmanager
-    def planning(self) -> Iterator[None]:
-        """Add the time inside the context to the time that this rank spent on making plans."""
-        begin = time.perf_counter()
-        yield
-        self._planning += time.perf_counter() - begin
+    def timed(self, build: Callable[[Any], Plan]) -> Callable[[Any], Plan]:
+        """Return a function that builds a plan and counts the seconds that a forward waits for it.
+
+        Args:
+            build: Function that returns the plan of a request. It builds the plan, or waits for the
+                thread that builds it.
+        """
+
+        def timed_build(request: Any) -> Plan:
+            begin = time.perf_counter()
+            try:
+                return build(request)
+            finally:
+                self._planning += time.perf_counter() - begin
+
+        return timed_build
 
     def count_forward(self, plan: Plan) -> None:
         """Count the visible pairs of queries and keys of this rank, for one forward of a layer."""

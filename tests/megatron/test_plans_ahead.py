@@ -1,8 +1,9 @@
 """Plans of the next micro-batch that a thread makes: results, errors, and the data path."""
 
-import functools
 import random
+import threading
 import time
+from dataclasses import dataclass, field
 from unittest import mock
 
 import packed_ranks
@@ -78,20 +79,24 @@ def on_some_ranks(rank, lengths):
     return [[lengths], [], [lengths[::-1], lengths], [lengths]][rank]
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "striped", "balanced"])
+def three_ways(layout):
+    return [attended(layout, ahead, 5) for ahead in (nothing, always, on_some_ranks)]
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "balanced"])
 def test_plans_made_ahead_give_the_same_bits(four, layout):
-    expected = four(attended, layout, nothing, 5)
-    made = four(attended, layout, always, 5)
-    mixed = four(attended, layout, on_some_ranks, 5)
+    expected, made, mixed = zip(*four(three_ways, layout), strict=True)
     for (plain, _), (early, _), (some, _) in zip(expected, made, mixed, strict=True):
         assert len(plain) == 2 * MICRO_BATCHES
         assert all(map(torch.equal, plain, early))
         assert all(map(torch.equal, plain, some))
     assert [counts for _, counts in expected] == [(0, 0)] * 4
     new = new_packs(5)
-    assert new > 5 and [counts for _, counts in made] == [(new, new)] * 4
+    assert new > 5
+    assert [counts for _, counts in made] == [(new, new)] * 4
     started, used = zip(*(counts for _, counts in mixed), strict=True)
-    assert started[:2] == (new, 0) and started[2] > started[3] == new
+    assert started[:2] == (new, 0)
+    assert started[2] > started[3] == new
     assert used == (new, 0, new, new)
 
 
@@ -102,8 +107,6 @@ def failing(names):
     build, where = plan_book.AttentionOperation.build, dist.get_rank()
 
     def broken(self, request):
-        import threading
-
         thread = "planner" in threading.current_thread().name
         if where == 2 and (thread or "forward" in names):
             raise ValueError(f"planted, {'thread' if thread else 'forward'}")
@@ -155,8 +158,95 @@ def other_documents():
 
 def test_ranks_with_other_documents_get_an_error(four):
     errors = four(other_documents)
-    assert len(set(errors)) == 1 and "ranks disagree" in errors[0]
+    assert len(set(errors)) == 1
+    assert "ranks disagree" in errors[0]
     assert "170" in errors[0] or "70" in errors[0]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call whose facts contain a number that the test changes."""
+
+    facts: dict = field(default_factory=lambda: {"number": 1}, hash=False)
+    measures: bool = False
+
+    @property
+    def device(self):
+        return torch.device("cpu")
+
+    def length(self, book):
+        return TOTAL
+
+    def operation(self, book, pack):
+        return self
+
+    def check(self):
+        return mock.Mock(facts=dict(self.facts))
+
+    def build(self, request):
+        return threading.current_thread().name, request.facts["number"]
+
+
+@pytest.fixture
+def ahead():
+    """Return the class and its state without a run of Megatron."""
+    from megatron_burst.megatron.attention import plans_ahead
+
+    state = mock.Mock(planner=None)
+    with mock.patch.object(plans_ahead.patching, "run_state", return_value=state):
+        yield plans_ahead.PlansAhead()
+    if state.planner is not None:
+        state.planner.shutdown()
+
+
+def pack_of(*lengths):
+    from megatron_burst.megatron.data.packed import Pack
+
+    bounds = tuple(packed_ranks.bounds(lengths).tolist())
+    return Pack(TOTAL, bounds, TOTAL, bounds)
+
+
+def test_a_plan_of_other_facts_is_made_again(ahead):
+    """For instance because "auto" chose another algorithm in the meantime."""
+    call, pack = Call(), pack_of(100, 140)
+    ahead.expect(call)
+    for expected in ("megatron_burst planner_0", "MainThread"):
+        ahead.start(None, pack, [])
+        build = ahead.builder(call, pack, call)
+        ahead._futures.clear()
+        if expected == "MainThread":
+            wait(ahead)
+            call.facts["number"] = 2
+        name, number = build(call.check())
+        assert (name, number) == (expected, call.facts["number"])
+    assert (ahead.started, ahead.used) == (2, 1)
+
+
+def wait(ahead):
+    """Wait until the thread has made all plans."""
+    from megatron_burst.megatron.attention import plans_ahead
+
+    plans_ahead._planner().submit(int).result()
+
+
+def test_no_plans_are_made_for_a_script_that_makes_other_packs(ahead):
+    from megatron_burst.megatron.attention import plans_ahead
+
+    ahead.expect(Call())
+    for length in range(1, TOTAL):
+        ahead.start(None, pack_of(length, TOTAL - length), [])
+    assert ahead.started == plans_ahead.UNUSED
+    assert len(ahead._futures) <= plans_ahead.PLANS_AHEAD
+
+
+def test_a_pack_of_another_length_or_with_a_plan_is_not_planned(ahead):
+    from megatron_burst.megatron.data.packed import Pack
+
+    call, bounds = Call(), (0, TOTAL // 2)
+    ahead.expect(call)
+    ahead.start(None, Pack(TOTAL // 2, bounds, TOTAL // 2, bounds), [])
+    ahead.start(None, pack_of(100, 140), [call])
+    assert not ahead.started
 
 
 def batches(number, read, packed=True):
@@ -183,7 +273,8 @@ def test_packed_batches_are_read_one_ahead_within_a_step(planned):
     for index in range(3):
         assert int(next(iterator)["tokens"][0, 0]) == index
         assert read == list(range(min(index + 2, 3)))
-    assert planned == [1, 2] and not iterator.unused()
+    assert planned == [1, 2]
+    assert not iterator.unused()
     assert int(next(iterator)["tokens"][0, 0]) == 3  # a step that reads more batches
     assert planned == [1, 2]
 
@@ -192,7 +283,8 @@ def test_other_batches_are_not_read_ahead(planned):
     read = []
     iterator = BatchIterator(batches(9, read, packed=False), count=3)
     next(iterator)
-    assert read == [0] and not planned
+    assert read == [0]
+    assert not planned
 
 
 def test_an_error_of_the_data_loader_is_raised_when_the_batch_is_used(planned):
@@ -210,7 +302,7 @@ def test_a_batch_that_a_step_does_not_use_is_the_first_of_the_next_step(planned)
 
     state = mock.Mock(read_ahead=[], logged=set())
     named = {"model": None, "data_iterator": source, "num_microbatches": 3, "forward_only": True}
-    with mock.patch.object(loader.patching, "run_state", lambda: state):
+    with mock.patch.object(loader.patching, "run_state", return_value=state):
         for _ in range(3):
-            loader._noting(functools.partial(run), named)
+            loader._noting(run, named)
     assert steps == [[0, 1], [2, 3], [4, 5]]

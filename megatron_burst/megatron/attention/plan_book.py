@@ -33,7 +33,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -287,6 +287,11 @@ class LayerCall(NamedTuple):
         )
         return cls(kind, rows, tuple(kinds))
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors."""
+        return self.tensors[0][1].device
+
     def length(self, book: PlanBook) -> int:
         """Return the number of tokens of the sequence over all ranks of the book."""
         return self.tensors[0][1].shape[0] * book.groups.size
@@ -414,8 +419,7 @@ class PlanBook:
                     "with the same shapes before (--cuda-graph-warmup-steps)"
                 )
             if leads:
-                with nullcontext() if self.metrics is None else self.metrics.planning():
-                    return self._make(call, tensors, pack, own)
+                return self._make(call, tensors, pack, own)
             shapes_text = {name: (*t.shape, t.dtype) for name, t in tensors.items()}
             raise ValueError(
                 "the first layer of the same type on this rank did not get these shapes and "
@@ -437,6 +441,8 @@ class PlanBook:
         if pack is not None and own is None and isinstance(operation, AttentionOperation):
             self.ahead.expect(call)
             build = self.ahead.builder(call, pack, operation)
+        if self.metrics is not None:
+            build = self.metrics.timed(build)
         plan = prepared(operation, build)
         call.kind.log(self, plan, tensors, pack, own)
         return plan

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -27,12 +27,26 @@ from ...comm.recent import RecentCache
 from .. import patching
 from ..data.packed import Pack
 
-if TYPE_CHECKING:
-    from .plan_book import LayerCall, PlanBook
-
 CALLS_EXPECTED = 16  # kinds of layers x shapes of their tensors
 PLANS_AHEAD = 64  # plans that a thread made and no forward has used yet
 UNUSED = 32  # if a forward uses none of the first plans, the thread makes no more
+
+
+class ExpectedCall(Protocol):
+    """A call of layers, as in `plan_book.LayerCall`; hashable."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors."""
+        ...
+
+    def length(self, book: Any) -> int:
+        """Return the number of tokens of the sequence over all ranks of the plan book."""
+        ...
+
+    def operation(self, book: Any, pack: Pack) -> Operation[Any, Any]:
+        """Return the operation of this call for a pack; no communication."""
+        ...
 
 
 class PlansAhead:
@@ -48,11 +62,11 @@ class PlansAhead:
         self._expected = RecentCache(CALLS_EXPECTED)
         self._futures = RecentCache(PLANS_AHEAD)
 
-    def expect(self, call: LayerCall) -> None:
+    def expect(self, call: ExpectedCall) -> None:
         """Make the plans of this call ahead for later packs."""
         self._expected.keep(call, True)
 
-    def start(self, book: PlanBook, pack: Pack, planned: Collection[LayerCall]) -> None:
+    def start(self, book: Any, pack: Pack, planned: Collection[ExpectedCall]) -> None:
         """Give the plans of the expected calls to the thread.
 
         Args:
@@ -70,7 +84,7 @@ class PlansAhead:
             self.started += 1
 
     def builder(
-        self, call: LayerCall, pack: Pack, operation: Operation[Any, Any]
+        self, call: ExpectedCall, pack: Pack, operation: Operation[Any, Any]
     ) -> Callable[[Any], Any]:
         """Return a function that returns the plan of a request: the thread's plan, or a new one.
 
@@ -100,7 +114,7 @@ def _planner() -> ThreadPoolExecutor:
 
 
 def _plan(
-    book: PlanBook, call: LayerCall, pack: Pack, stream: torch.cuda.Stream | None
+    book: Any, call: ExpectedCall, pack: Pack, stream: torch.cuda.Stream | None
 ) -> tuple[int, Any]:
     """Return the identity of the request's facts, and the plan; runs in the thread.
 
@@ -123,7 +137,6 @@ def _result(future: Future) -> tuple[int | None, Any]:
         return None, None
 
 
-def _stream(call: LayerCall) -> torch.cuda.Stream | None:
+def _stream(call: ExpectedCall) -> torch.cuda.Stream | None:
     """Return the current stream of the device of a call; None on a CPU."""
-    device = call.tensors[0][1].device
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+    return torch.cuda.current_stream(call.device) if call.device.type == "cuda" else None
