@@ -44,7 +44,11 @@ class MessageKind:
 
 
 class Buffers:
-    """Pool of messages, by kind. `take` reuses messages that were returned by `give`."""
+    """Pool of message buffers, by kind of message (such as "kv").
+
+    A message is the tensors of some rows that are sent together. `take` reuses buffers that were
+    returned by `give`.
+    """
 
     def __init__(self, device: torch.device, endpoint: Endpoint, kinds: Mapping[str, MessageKind]):
         self.device, self.endpoint, self.kinds = device, endpoint, kinds
@@ -80,7 +84,7 @@ class Buffers:
         return Message(None, tuple(tensors))
 
     def give(self, kind: str, message: Message) -> None:
-        """Return a message to the pool."""
+        """Return the buffer of a message to the pool."""
         self.endpoint.released(message.tensors)
         if message.room is not None:  # without room, the message is not from `take`
             rows = message.tensors[0].size(0) if message.tensors else 0
@@ -90,11 +94,12 @@ class Buffers:
 
 @dataclass
 class _RowTotals:
-    """Sums of one partial result on this rank.
+    """Sums of partial results (gradients or outputs) for rows of one rank.
 
     Attributes:
         message: The sums; empty as long as `write` is set.
-        filled: Bit set of rows that have a result.
+        filled: Bit set of the rows that have a result (one bit per bundle: rows that the same ranks
+            use).
         write: Function that writes the initial sums into a message on first use, or None.
     """
 
@@ -104,7 +109,7 @@ class _RowTotals:
 
 
 class ResultAccumulator:
-    """The partial results of a pass on one rank, allocated at first use.
+    """Sums of the partial results (gradients, outputs) of a pass on one rank.
 
     Args:
         buffers: Message buffers of the pass.
@@ -153,10 +158,9 @@ class ResultAccumulator:
         return self._total(target).message.tensors
 
     def receive(self, target: Target, message: Message) -> None:
-        """Add a received message.
+        """Add a received message to the sums of `target`.
 
-        If the message has all rows of the total and no total exists yet, the message becomes the
-        total.
+        If the message has all rows and no sum exists yet, the message becomes the sum.
         """
         family = target.total.family
         kind = self._wire[family]
@@ -169,7 +173,7 @@ class ResultAccumulator:
         self._buffers.give(kind, message)
 
     def send(self, target: Target) -> Message:
-        """Return a message with the rows of `target`, and reset these rows on this rank."""
+        """Return a message with the sums of the rows of `target`; reset these sums on this rank."""
         total, family = self._total(target), target.total.family
         kind = self._wire[family]
         total.filled &= ~target.rows
@@ -221,7 +225,13 @@ def rows_at(tensors: Tensors, place: RowPlace) -> Tensors:
 
 
 def _clear(family: str, message: Message, at: slice | torch.Tensor | None = None) -> None:
-    """Set some rows, or all rows for None, to the empty result: 0, and an lse of -inf."""
+    """Set results to the empty result: 0, and -inf in lse.
+
+    Args:
+        family: "out" for outputs with lse, otherwise gradients.
+        message: The results.
+        at: Rows to set; None for all rows.
+    """
     if at is None and family != "out" and message.flat is not None:
         message.flat.zero_()  # all tensors at once
         return

@@ -51,8 +51,8 @@ def forward(
             ring computes.
 
     Returns:
-        out [s, b, h, w], and the tensors that backward needs: q, k, v, out and lse with the rows
-        and heads of the ring.
+        out [s, b, h, w], and the tensors that backward needs: q, k, v, out and lse. If ranks share
+        heads, these have the rows of all ranks that share heads, and this rank's heads.
     """
     chunk, shared = rank_plan.chunks[0], len(rank_plan.ulysses_links) > 1
     if len(rank_plan.chunks) > 1:
@@ -150,7 +150,7 @@ def rows_to_keep(rank_plan: RankPlan, saved: Tensors) -> Tensors:
 
 
 class ResultStore(Protocol):
-    """Store that keeps out and lse of some rows from the forward for the recomputation."""
+    """Store that keeps out and lse of some rows between the first forward and its recomputation."""
 
     @property
     def filled(self) -> bool: ...

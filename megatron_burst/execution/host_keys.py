@@ -78,7 +78,10 @@ HostChunks = dict[Chunk, tuple[HostTensor, ...]]
 
 
 class HostKeys:
-    """Keys of other ranks in host memory, for one call: one dict of chunks per ring."""
+    """Keys of other ranks in host memory, for one call in row chunks.
+
+    The object has one dict per ring (group of heads), from a chunk to its tensors on the host.
+    """
 
     def __init__(self, host: KeyHostMemory):
         self._host = host
@@ -87,12 +90,12 @@ class HostKeys:
     def provide(self, rings: Sequence[Ring]) -> None:
         """Connect the rings of one row chunk's forward to host memory.
 
-        In the first call, the rings get chunk tables that copy received keys to host memory. In the
-        calls for later row chunks, the rings get chunk tables that fetch keys from host memory, and
-        the rings do not communicate.
+        In the first call, the rings copy received keys to host memory. In the calls for later row
+        chunks, the rings fetch keys from host memory, and do not communicate.
 
         Args:
-            rings: Rings of the forward, one per head chunk.
+            rings: Rings of the forward, one per head chunk (group of heads); `provide` replaces
+                their attribute `chunks`.
         """
         first = not self._stashes
         if first:
@@ -114,7 +117,7 @@ class HostKeys:
 
 
 class _OffloadingChunks:
-    """Chunk table of the first forward: copies the keys of other ranks to host memory."""
+    """Chunks in the first forward: the keys of other ranks are also copied to host memory."""
 
     def __init__(self, own: ChunkTable, me: int, host: KeyHostMemory, stash: HostChunks):
         self._own, self._me, self._host, self._stash = own, me, host, stash
@@ -134,7 +137,7 @@ class _OffloadingChunks:
 
 
 class _PrefetchingChunks:
-    """Chunk table of later forwards: fetches the keys of other ranks from host memory.
+    """Chunks in later forwards: the keys of other ranks are fetched from host memory.
 
     Chunks are fetched in the order of the pass, one chunk ahead.
     """

@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 
 
 class WorkSource(Protocol):
-    """Source of kernel plans for given query and key spans, such as `build.KernelWorkCache`."""
+    """Source of kernel plans for pairs of query and key spans, such as `build.KernelWorkCache`.
+
+    A kernel plan is what a kernel computes once per shape, mask and spans, before the call.
+    """
 
     kernel: Any
 
@@ -46,13 +49,13 @@ class WorkSource(Protocol):
 
 
 class KeyPart(NamedTuple):
-    """A chunk of keys in a joined call.
+    """One of several chunks of keys that a kernel call reads from one buffer.
 
     Attributes:
         keys: The chunk.
         rows: Number of rows of the chunk.
-        at: Positions of the rows among the keys of the call: a slice, or int64 on the device.
-        target: Target of the key gradients; None in forward.
+        at: Positions of the rows in the buffer: a slice, or int64 on the device.
+        target: Rows of a partial result to which the key gradients are added; None in forward.
         last: True if nothing needs the chunk after the call.
     """
 
@@ -64,10 +67,10 @@ class KeyPart(NamedTuple):
 
 
 class JoinedKeys(tuple[KeyPart, ...]):
-    """Key chunks of a joined call."""
+    """Chunks of keys that one kernel call reads from one buffer."""
 
     def compute(self, call: KernelCall, ring: Ring) -> None:
-        """Compute the call with the module function `compute`."""
+        """Compute attention of the queries of `call` to these keys."""
         compute(call, ring)
 
 
@@ -142,9 +145,16 @@ def joined(run: RankPass, schedule: Schedule, works: WorkSource, device: torch.d
 def _places(
     rows: Sequence[int], order: np.ndarray | None, device: torch.device
 ) -> list[slice | torch.Tensor]:
-    """Return the positions of each part's rows among the keys of a joined call.
+    """Return where the rows of each chunk are in the buffer of a joined call.
 
-    `order` is the result of `shared_order`: the sorted order of the concatenated rows, or None.
+    Args:
+        rows: Number of rows of each chunk of keys.
+        order: Sorted order of the concatenated rows (result of `shared_order`); None to keep the
+            order of the chunks.
+        device: Device of index tensors.
+
+    Returns:
+        A slice or an int64 tensor per chunk.
     """
     ends = list(accumulate(rows))
     if order is None:
@@ -161,10 +171,12 @@ def _places(
 
 
 def compute(call: KernelCall, ring: Ring) -> None:
-    """Compute a joined call of a ring.
+    """Run one kernel call for several chunks of keys, and add its gradients to the partial results.
 
-    `call.targets` has one target, for out or dquery. The targets of key gradients are in
-    `call.parts`.
+    Args:
+        call: The call. `call.targets` has one target, for out or dquery. The targets of key
+            gradients are in `call.parts`.
+        ring: Ring that holds the chunks and the partial results.
     """
     partials, (own,), parts = ring.partials, call.targets, call.parts
     keys, sums = _gather_keys(parts, ring), [partials.open(own)]
@@ -189,7 +201,7 @@ def compute(call: KernelCall, ring: Ring) -> None:
 
 
 def _gather_keys(parts: Sequence[KeyPart], ring: Ring) -> Tensors:
-    """Copy the keys of all parts into one buffer, and free chunks that nothing else needs."""
+    """Copy several chunks of keys into one buffer; free chunks that nothing else needs."""
     rows = sum(part.rows for part in parts)
     first = ring.chunks[parts[0].keys].tensors
     keys = tuple(t.new_empty((rows, *t.shape[1:])) for t in first)
@@ -205,6 +217,6 @@ def _gather_keys(parts: Sequence[KeyPart], ring: Ring) -> Tensors:
 
 
 def _write(grads: Tensors, at: slice | torch.Tensor, message: Message) -> None:
-    """Copy the rows `at` of the joined key gradients into a message."""
+    """Copy the rows `at` of the key gradients of all chunks into a message."""
     for tensor, rows in zip(message.tensors, grads, strict=True):
         tensor.copy_(rows[at])

@@ -2,7 +2,8 @@
 """The plan of one rank for an attention call: plain data, made by `planning/build.py`.
 
 The loop in `ring` runs a `RankPass`. A pass contains everything that can be computed before the
-call: which hops start together, the buffer and position of their rows, and the target of each pair.
+call: which transfers start together, where their rows are in buffers, and where each kernel call
+adds its results.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass
 class RowPlace:
-    """Position of some rows in the buffer of a chunk.
+    """Location of some rows of a chunk in its buffer.
 
     Attributes:
         count: Number of rows.
@@ -36,12 +37,12 @@ class RowPlace:
 
 
 class Target(NamedTuple):
-    """Rows of a partial result: a kernel call adds to them, or a hop sends or receives them.
+    """Rows of a partial result to which a kernel call adds, or which a transfer sends or receives.
 
     Attributes:
         total: Chunk with all rows for which this rank holds partial results during the pass.
         size: Number of rows of `total`.
-        rows: Bit set of the rows of this target.
+        rows: Bit set of the rows of this target (one bit per bundle: rows that the same ranks use).
         place: Position of the rows in the buffer of `total`.
     """
 
@@ -56,12 +57,12 @@ class KernelCall:
     """One call of the kernel for a pair of chunks.
 
     Attributes:
-        pair: Pair of the schedule.
-        queries: Chunk of `Ring.chunks` with the queries.
-        keys: Chunk of `Ring.chunks` with the keys.
+        pair: Owners of the queries and of the keys, with their rows, as in the schedule.
+        queries: Chunk with the queries, a key of `Ring.chunks`.
+        keys: Chunk with the keys, a key of `Ring.chunks`.
         work: Result of `Kernel.work_for` for the two chunks.
         targets: Partial results that the call adds to: out, or dquery and dkv.
-        parts: `joined.JoinedKeys` if the call reads several chunks of keys, otherwise empty.
+        parts: All chunks of keys (`joined.JoinedKeys`) if the call reads several, otherwise empty.
     """
 
     pair: Pair
@@ -74,15 +75,15 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class Payload:
-    """The rows that one hop carries from or to this rank.
+    """The rows that one transfer (hop) sends from or to this rank.
 
     Attributes:
-        hop: Hop of the schedule.
+        hop: Transfer of the schedule.
         count: Number of rows.
         digest: Digest of pass and chunk, for the envelope.
         packed: True if the tensors are one message on every device. False if the owner of a chunk
             sends its tensors, which need no copy on devices other than the CPU.
-        target: Rows of a partial result; None if the hop carries queries or keys.
+        target: Rows of a partial result; None if queries or keys are sent.
         source: Chunk and position of the queries or keys that this rank copies into the message.
             None if this rank receives, or forwards a received chunk unchanged.
     """
@@ -97,13 +98,13 @@ class Payload:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Hops that share a process group, start together and end together.
+    """Transfers that use one process group, start together and end together.
 
     Attributes:
         channel: Channel of the process group.
-        land: Index of the boundary that waits for the hops.
-        leaving: Payloads that this rank sends.
-        arriving: Payloads that this rank receives.
+        land: Number of the step before which the rank waits for the transfers.
+        leaving: Rows that this rank sends.
+        arriving: Rows that this rank receives.
     """
 
     channel: Channel
@@ -114,13 +115,13 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Step:
-    """A boundary of the schedule and the kernel calls after it.
+    """Operations of this rank just before a step, and the kernel calls of the step.
 
     Attributes:
-        index: Index of the boundary.
+        index: Number of the step.
         release: Received chunks that this rank does not need any more.
-        exchanges: Transfers that start at the boundary.
-        calls: Kernel calls after the boundary.
+        exchanges: Transfers that start before the step.
+        calls: Kernel calls of the step.
     """
 
     index: int
@@ -138,8 +139,10 @@ class RankPass:
         steps: Steps of the pass.
         deferred: Steps of head chunks that compute the pair of the rank's own chunks last; empty if
             the plan has no such head chunks.
-        totals: (family, owner) -> target with all rows for which this rank holds partial results.
-        longest: Family -> largest number of rows of a sent or received chunk.
+        totals: (family, owner) -> all rows of the owner for which this rank holds partial results.
+            A family is "out", "dquery" or "dkv".
+        longest: Family (kind of tensors, such as "kv") -> largest number of rows of a sent or
+            received chunk.
         sends: Chunk -> number of times that this rank sends the chunk.
         kinds: Cache for the results of `ring.kinds`, by dtypes and number of heads.
     """
@@ -157,7 +160,8 @@ class RankPass:
 class RecomputePass:
     """A forward pass that is repeated for some rows only.
 
-    Row numbers are int64 and refer to this rank's shard in the ring, or to the row chunk.
+    Row numbers are int64. They count the rows that this rank has in the ring, after the all-to-all
+    of heads; with row chunks, the rows of the row chunk.
 
     Attributes:
         kept: Rows whose results are in the store.
@@ -188,10 +192,11 @@ class RowChunk:
 
     Attributes:
         rows: int64 row numbers in this rank's shard; None for all rows.
-        order: Order of these rows, as in `RankPlan.order`.
+        order: Order of these rows after the all-to-all of heads, as in `RankPlan.order`.
         forward: Forward pass.
         backward: Backward pass.
-        recompute: Forward pass of the rows that the store does not keep; None without a store.
+        recompute: Forward pass of the rows whose outputs the attention store does not keep; None
+            without a store.
         host_forward: Forward pass that receives the keys for all row chunks, for a call with keys
             in host memory. Any row chunk may run it first. None with one row chunk, and for
             algorithms that send more than keys in forward.
@@ -221,8 +226,8 @@ class RankPlan:
         kv_heads: Key/value heads of the call's tensors, before ranks share them.
         head_chunks: Number of head chunks.
         chunks: One row chunk with all rows, or several that run one after the other.
-        order: int64 [rows of the ring shard]: for each row of the ring shard, its index in the
-            concatenated shards of the ulysses group. None if the two orders are equal.
+        order: int64, for each row of this rank in the ring, its index in the concatenated shards of
+            the ranks that share heads. None if the two orders are equal.
     """
 
     ring: Endpoint
@@ -250,5 +255,5 @@ class RankPlan:
 
 
 def rows_of(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return the given rows of x; x itself if `rows` has all rows."""
+    """Return the rows of x with these indices; x itself if `rows` has as many rows as x."""
     return x if len(rows) == len(x) else x.index_select(0, rows)

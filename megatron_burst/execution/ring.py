@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop of a ring: post, wait, compute, merge and release, the same in forward and backward.
+"""The loop of a ring: start transfers, wait, compute, add results, free chunks.
 
-`Ring` runs one rank's part of a pass over one head chunk. The schedule decides which rows are on
-which rank at which time, and `planning/build.py` decides their positions in buffers. `run`
-interleaves the rings of several head chunks, each one step behind the previous one. `Forward` and
-`Backward` define what a pair computes.
+`Ring` runs one rank's part of a pass (forward or backward) for one head chunk (group of heads). The
+schedule decides which rows are on which rank at which time, and `planning/build.py` decides their
+positions in buffers. `run` interleaves the rings of several head chunks, each one step behind the
+previous one. `Forward` and `Backward` define what one kernel call computes.
 
 Shape letters: s local rows, b batch, h query heads, k key/value heads, d width, w value width.
 """
@@ -56,7 +56,7 @@ class HeadChunk(NamedTuple):
         heads: Query heads of the head chunk.
         kv_heads: Key/value heads of the head chunk.
         deferred: True if the pair of the rank's own chunks is computed last.
-        title: Suffix for the name of the pass.
+        title: Suffix for the name of the pass in errors and profiles.
     """
 
     number: int
@@ -67,12 +67,12 @@ class HeadChunk(NamedTuple):
 
 
 class _PendingExchange(NamedTuple):
-    """A started exchange.
+    """Transfers that have started together and have not ended.
 
     Attributes:
         pending: Handle to wait for the exchange.
-        arriving: Received payloads with their messages.
-        leaving: Sent payloads with their messages, which are freed after the wait.
+        arriving: Pairs (rows to receive, message for them).
+        leaving: Pairs (sent rows, their message); the messages are freed after the wait.
     """
 
     pending: Pending
@@ -83,15 +83,15 @@ class _PendingExchange(NamedTuple):
 class Ring:
     """One rank's part of a pass over one head chunk.
 
-    The ring owns the chunks on this rank, the partial results and the started exchanges.
+    The object holds the chunks on this rank, the partial results and the transfers in flight.
 
     Args:
         rank_plan: Plan of this rank.
         run: The pass.
         tag: Tag of the call; messages on the CPU contain it.
         heads: The head chunk.
-        compute: Object whose method `pair` computes a pair: `Forward`, `Backward`, or an object of
-            the plugin `sparse`.
+        compute: Object whose method `pair` computes attention of one query chunk to one key chunk:
+            `Forward`, `Backward`, or an object of the plugin `sparse`.
         own: Family ("query", "kv") -> tensors of this rank's own chunk.
         sums: Family of partial results -> shape of one row of each tensor.
         exact: In each family of `sums`, the last `exact` tensors are sent in the dtype of the sums.
@@ -133,7 +133,10 @@ class Ring:
         self._sends = dict(run.sends)  # remaining number of sends
 
     def __iter__(self) -> Iterator[None]:
-        """Run the pass. Yields once per step after the posts, so that other rings can compute."""
+        """Run the pass; yield once per step, after the transfers of the step have started.
+
+        Other rings can compute before the iteration continues.
+        """
         for step in self.steps:
             self._finish(step.index)
             for chunk in step.release:  # chunks of other ranks
@@ -182,7 +185,7 @@ class Ring:
         self._pending.setdefault(exchange.land, []).append(flight)
 
     def _finish(self, boundary: int) -> None:
-        """Wait for the exchanges that end at `boundary`, and free sent messages."""
+        """Wait for the exchanges that end before step `boundary`, and free sent messages."""
         for flight in self._pending.pop(boundary, ()):
             with self._range("wait, boundary %d", boundary):
                 flight.pending.wait()
@@ -195,7 +198,7 @@ class Ring:
                     self.partials.receive(payload.target, message)
 
     def _outgoing(self, payload: Payload) -> Message:
-        """Return the message to send: sums, a received message unchanged, or own rows."""
+        """Return the message to send: a sum of partial results, a received message, or own rows."""
         chunk = payload.hop.chunk
         if payload.target is not None:
             message = self.partials.send(payload.target)
@@ -216,7 +219,10 @@ class Ring:
         return message
 
     def _free_sent(self, payload: Payload, message: Message) -> None:
-        """Free a sent message if nothing else uses it."""
+        """Free the buffer of a sent message.
+
+        A buffer stays if its message is sent again, or if it belongs to a chunk that is in use.
+        """
         chunk = payload.hop.chunk
         self._sends[chunk] -= 1
         if payload.target is not None:
@@ -225,7 +231,7 @@ class Ring:
             self.buffers.give(chunk.family, self._packed.pop(chunk))
 
     def _envelope(self, payload: Payload) -> Envelope:
-        """Return the envelope of the message, the same on every rank."""
+        """Return the envelope, which identifies the message to sender and receiver."""
         return Envelope(self._tag, payload.digest + (self.heads.number << 32))
 
     def _range(self, words: str, *numbers: int) -> AbstractContextManager[Any]:
@@ -243,9 +249,10 @@ def kinds(
     total: torch.dtype,
     wire: torch.dtype,
 ) -> tuple[dict[str, MessageKind], dict[str, str]]:
-    """Return the message kinds of a pass by name, and a dict from family to sent kind.
+    """Return the kinds of messages of a pass by name, and the kind in which each family is sent.
 
-    Sums that are sent in another dtype have a separate kind.
+    A family is a kind of tensors in a chunk, such as "kv" or "dkv". If sums are sent in another
+    dtype, their messages are a separate kind, such as "dkv wire".
 
     Args:
         run: The pass.
@@ -288,10 +295,11 @@ class _Label(NamedTuple):
 
 
 def run(rings: Sequence[Ring]) -> None:
-    """Run the rings of all head chunks, each one boundary behind the previous one.
+    """Run the rings of all head chunks (groups of heads), each one step behind the previous one.
 
-    While one ring computes, the hops of another ring are in flight. The last hops of a ring overlap
-    with the computation of the next ring, so only the last hops of the last ring are exposed.
+    While one ring computes, the transfers of another ring are in flight. The last transfers of a
+    ring overlap with the computation of the next ring, so only the last transfers of the last ring
+    are exposed.
     """
     waiting, running = [iter(ring) for ring in rings], []
     while waiting or running:
@@ -305,9 +313,10 @@ def run(rings: Sequence[Ring]) -> None:
 def head_chunks(rank_plan: RankPlan, heads: int, kv_heads: int) -> list[HeadChunk]:
     """Return the head chunks of a rank.
 
-    The pair of the rank's own chunks needs no transfer. The last head chunks compute this pair
-    last, to hide their last gradient transfers. Computation of the first head chunks hides the
-    first transfers of the last head chunks.
+    A head chunk is a group of heads with its own transfers. Attention of the rank's own queries to
+    its own keys needs no transfer. The last head chunks compute it last, to hide their last
+    transfers of gradients. Computation of the first head chunks hides the first transfers of the
+    last head chunks.
 
     Args:
         rank_plan: Plan of this rank.
@@ -339,7 +348,7 @@ def head_chunks(rank_plan: RankPlan, heads: int, kv_heads: int) -> list[HeadChun
 
 @dataclass(frozen=True)
 class Forward:
-    """Forward computation of a pair: out and lse over one key chunk, merged into the sums.
+    """Forward of one kernel call: out and lse over one key chunk, merged into the sums.
 
     Attributes:
         kernel: Local attention kernel.
@@ -417,7 +426,7 @@ def outputs(
 
 @dataclass(frozen=True)
 class Backward:
-    """Backward computation of a pair: contributions to dq, dk and dv, added to the sums.
+    """Backward of one kernel call: contributions to dq, dk and dv, added to the sums.
 
     Attributes:
         kernel: Local attention kernel.

@@ -32,7 +32,7 @@ Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 class RowChunkState:
-    """State of one call on one rank: keys of all rows, and key gradients summed over row chunks.
+    """State of one call on one rank: all its keys, and their gradients summed over row chunks.
 
     Args:
         rank_plan: Plan of this rank.
@@ -80,8 +80,8 @@ class RowChunkState:
                 computed. None computes all rows.
 
         Returns:
-            out [r, b, h, w] in the dtype of q, and lse with the rows and heads of the ring, [p r,
-            b, h / p], in the accumulation dtype.
+            out [r, b, h, w] in the dtype of q; lse [p r, b, h / p] in the accumulation dtype, with
+            the rows of the p ranks that share heads, and this rank's heads.
         """
         rank_plan, chunk = self.rank_plan, self.rank_plan.chunks[index]
         run, recompute = chunk.forward, chunk.recompute
@@ -212,7 +212,10 @@ class RowChunkState:
         return dk, dv, dsink
 
     def _zeros(self) -> list[Tensors]:
-        """Return zeros for the needed ones of dk and dv, as one tuple per head chunk."""
+        """Return zeros to sum dk and dv in, as one tuple per head chunk.
+
+        A gradient that is not needed is omitted.
+        """
         needed = [
             t for t, needs in zip(self.keys, self.rank_plan.needs_grad[1:], strict=True) if needs
         ]
@@ -272,7 +275,7 @@ def backward(
 
 
 def rows_to_keep(rank_plan: RankPlan, saved: Tensors) -> Tensors:
-    """Return out and lse of the kept rows, ordered by row chunk."""
+    """Return out and lse of the rows that the attention store keeps, ordered by row chunk."""
     out, lse = (t.detach() for t in saved[3:5])
     kept = []
     for chunk, stats in zip(rank_plan.chunks, _by_chunk(rank_plan, lse, out), strict=True):
@@ -313,7 +316,7 @@ def _by_chunk(
 
 
 def _rows_of_chunk(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-    """Return the given rows of x, contiguous. None selects all rows."""
+    """Return the rows of x with these indices, contiguous. None selects all rows."""
     return x.contiguous() if rows is None else x.index_select(0, rows)
 
 
@@ -328,7 +331,13 @@ def _put(all_rows: torch.Tensor, rows: torch.Tensor | None, part: torch.Tensor) 
 
 
 def check_keys(k: torch.Tensor, v: torch.Tensor, made_for_k: object, made_for_v: object) -> None:
-    """Check k and v against (shape, dtype, device) from the plan.
+    """Check that k and v fit the plan.
+
+    Args:
+        k: Keys of this rank.
+        v: Values of this rank.
+        made_for_k: (shape, dtype, device) of k in the plan.
+        made_for_v: (shape, dtype, device) of v in the plan.
 
     Raises:
         ValueError: k or v has another shape, dtype or device.

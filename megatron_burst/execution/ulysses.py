@@ -29,7 +29,7 @@ CHANNEL = Channel("ulysses", False)
 
 
 def heads_here(rank_plan: RankPlan) -> slice:
-    """Return the query heads that this rank's ring computes."""
+    """Return the query heads that this rank computes: its share if ranks share heads, else all."""
     return Share(rank_plan.heads, len(rank_plan.ulysses_links)).of(rank_plan.ulysses.rank)
 
 
@@ -100,7 +100,18 @@ def scatter(
     envelope: Envelope,
     label: str,
 ) -> list[torch.Tensor]:
-    """Exchange [s, b, n, d] of this rank for [p s, b, share of n, d], rows in group order."""
+    """Exchange rows for heads: receive the rows of all ranks for this rank's share of the heads.
+
+    Args:
+        endpoint: Endpoint of the ulysses group.
+        links: Link class to each rank.
+        tensors: Tensors of this rank, [s, b, n, d] each.
+        envelope: Envelope of the messages.
+        label: Text for errors.
+
+    Returns:
+        [p s, b, share of n, d] for each tensor, rows in the order of the group's ranks.
+    """
     parts = [_parts(t, len(links)) for t in tensors]
     received = [p.new_empty(p.shape) for p in parts]
     endpoint.all_to_all(AllToAll(CHANNEL, parts, received, links, envelope, label))
@@ -129,12 +140,12 @@ def gather(
     envelope: Envelope,
     label: str,
 ) -> list[torch.Tensor | None]:
-    """Exchange [p s, b, share of n, d] for [s, b, n, d]: the inverse of `scatter`.
+    """Exchange heads for rows, the inverse of `scatter`: receive all heads of this rank's rows.
 
     Args:
         endpoint: Endpoint of the ulysses group.
         links: Link class to each rank.
-        tensors: Tensors of this rank. For None, the result is None.
+        tensors: Tensors [p s, b, share of n, d] of this rank. For None, the result is None.
         heads: n of each tensor.
         sums: dtype in which the gradients of copied heads are summed. A tensor without copied heads
             keeps its dtype.
@@ -154,7 +165,10 @@ def gather(
 
 
 def _joined(parts: torch.Tensor, heads: int, sums: torch.dtype) -> torch.Tensor:
-    """Join [size, s, b, share of n, d] to [s, b, n, d], the inverse of `_parts`; sum copies."""
+    """Join [size, s, b, share of n, d] to [s, b, n, d], the inverse of `_parts`.
+
+    Copies of the same head are summed in dtype `sums`.
+    """
     size = len(parts)
     if heads >= size:
         return parts.movedim(0, 2).flatten(2, 3).contiguous()

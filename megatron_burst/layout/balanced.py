@@ -58,7 +58,10 @@ LONGEST = 1 << 28  # longest document whose pairs, summed over many kinds of lay
 
 
 class DocumentShare(NamedTuple):
-    """Tokens `first` to `stop` (exclusive) of a document in mirror order."""
+    """Tokens `first` to `stop` (exclusive) of a document in mirror order.
+
+    In mirror order, tokens alternate between both ends of the document: 0, l - 1, 1, l - 2, ...
+    """
 
     document: int
     first: int
@@ -66,12 +69,12 @@ class DocumentShare(NamedTuple):
 
 
 class DocumentCosts:
-    """Counts of visible pairs: of whole documents, and of runs of tokens in mirror order.
+    """Numbers of visible pairs of documents and of their shares.
 
     Args:
         lengths: Lengths of the documents.
         windows: Window (left, right) of each kind of layer; None for no limit.
-        padding: Indices of documents without visible pairs.
+        padding: Indices of documents that are padding, which have no visible pairs.
         bases: Number of ancestors of each segment of a tree, if documents are segments. All tokens
             of the segment see these ancestors. Default: 0.
     """
@@ -122,7 +125,10 @@ class DocumentCosts:
 
 
 def _reached(n: int, reach: int) -> int:
-    """Return min(0, reach) + min(1, reach) + ... + min(n - 1, reach)."""
+    """Return min(0, reach) + min(1, reach) + ... + min(n - 1, reach).
+
+    This is the number of earlier tokens that n tokens see if each sees at most `reach`.
+    """
     m = min(n, reach + 1)
     return m * (m - 1) // 2 + (n - m) * reach
 
@@ -171,10 +177,10 @@ def mix(
 
 
 class _Pool:
-    """Shares sorted by density, from which `take` removes runs of tokens at both ends.
+    """Shares of documents sorted by density (visible pairs per token).
 
-    Offsets are indices of tokens in density order. The tokens from offset `low` to `high`
-    (exclusive) are not assigned yet.
+    `take` removes tokens from both ends. Offsets are indices of tokens in this order. The tokens
+    from offset `low` to `high` (exclusive) are not assigned yet.
     """
 
     def __init__(self, shares: Sequence[DocumentShare], costs: DocumentCosts, slack: float):
@@ -229,11 +235,11 @@ class _Pool:
         )
 
     def _whole(self, room: int, dense: int, excess: Callable[[int], int], tolerance: int) -> int:
-        """Return `dense`, or a close number with which a run ends between two documents.
+        """Return `dense`, or a close number with which no document is cut at one end.
 
         Args:
-            room: Number of tokens of both runs.
-            dense: Number of tokens of the run at the dense end that gives equal work.
+            room: Number of tokens to remove from both ends together.
+            dense: Number of tokens to remove from the dense end, so that work is equal.
             excess: Function that returns the error in visible pairs for a number of tokens.
             tolerance: Largest accepted error.
         """
@@ -473,7 +479,7 @@ class Balanced(Layout):
 
     @cached_property
     def _taken(self) -> tuple[bool, tuple[list[DocumentShare], ...]]:
-        """A pair: whether all ranks have equal work, and the selected shares of each rank."""
+        """A pair: whether all ranks have equal work, and the shares of documents of each rank."""
         tried = self._evenly()
         even = min(tried, key=lambda shares: max(self._pairs(shares)))
         if self.row_cost is None or self.cp_size == 1:
@@ -488,7 +494,10 @@ class Balanced(Layout):
         return (False, uneven) if busy < limit else (True, even)
 
     def _evenly(self) -> list[tuple[list[DocumentShare], ...]]:
-        """Return assignments with equal work; each one cuts documents into more parts."""
+        """Return assignments of document shares to ranks, with equal work.
+
+        Each assignment cuts documents into more parts than the previous one.
+        """
         windowed = any(left is not None for left, _ in self.windows)
         limit, tried = EVEN * sum(self._costs.whole), []
         for parts in PARTS if windowed else PARTS[:1]:
@@ -514,17 +523,22 @@ class Balanced(Layout):
     def _least_busy(
         self, candidates: Iterable[tuple[list[DocumentShare], ...]]
     ) -> tuple[float, tuple[list[DocumentShare], ...]]:
-        """Return the smallest `_busy` of all candidates, and the candidate with this value."""
+        """Return the candidate with the shortest estimated time (`_busy`), after this time.
+
+        Args:
+            candidates: Assignments: the shares of documents of each rank.
+        """
         return min(
             ((self._busy(shares), shares) for shares in candidates), key=lambda entry: entry[0]
         )
 
     def _busy(self, shares: Sequence[Sequence[DocumentShare]]) -> float:
-        """Return an estimate of the time of these shares, in visible pairs computed in this time.
+        """Estimate the time of an assignment of shares to ranks.
 
-        The estimate is the pairs of the busiest rank plus the cost of the rows on the busiest
-        links. Overlap of computation and communication is ignored. A row that several ranks of a
-        node need is sent to the node once. The links of all ranks of the node share these rows.
+        The unit is the time in which a rank computes one visible pair. The estimate is the pairs of
+        the busiest rank plus the cost of the rows on the busiest links. Overlap of computation and
+        communication is ignored. A row that several ranks of a node need is sent to the node once.
+        The links of all ranks of the node share these rows.
         """
         assert self.row_cost is not None
         within, between = self.row_cost
@@ -540,7 +554,7 @@ class Balanced(Layout):
         return tuple(sum(map(self._costs.of, rank_shares)) for rank_shares in shares)
 
     def _rows(self, shares: Iterable[DocumentShare]) -> int:
-        """Return how many rows of the same documents these shares see but do not contain.
+        """Return how many rows a rank with these shares of documents needs from other ranks.
 
         The result is a sum over `windows` and over shares, so rows may be counted several times.
         """
@@ -571,7 +585,10 @@ class Balanced(Layout):
         )
 
     def _pieces(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return start, stop and rank of all runs of positions; a share has one or two runs."""
+        """Return start, stop and rank of all intervals of positions, as parallel arrays.
+
+        A share of a document has one or two intervals: one from each end of the document.
+        """
         owners = np.repeat(
             np.arange(self.cp_size), [len(rank_shares) for rank_shares in self.shares]
         )

@@ -80,7 +80,7 @@ class Spans(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Spans of shards, or pieces of these spans, as arrays with one entry per span or piece.
+    """Spans of all ranks, or pieces of these spans, as arrays with one entry per span or piece.
 
     Attributes:
         owner: Rank that holds the positions.
@@ -98,7 +98,11 @@ class Pieces(NamedTuple):
 
 
 def pieces_of(shards: Shards) -> Pieces:
-    """Return all spans of all shards; `shards` has the spans of each rank, possibly none."""
+    """Return all spans of all ranks as arrays.
+
+    Args:
+        shards: Spans of each rank; a rank may have none.
+    """
     count = np.array([len(shard) for shard in shards], dtype=np.int64)
     numbers = chain.from_iterable(chain.from_iterable(shards))
     span = Spans(*np.fromiter(numbers, dtype=np.int64).reshape(-1, 3).T.copy())

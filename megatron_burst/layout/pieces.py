@@ -40,7 +40,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Chains:
-    """All pieces of a sequence, in the order of their positions.
+    """All pieces (see `Piece`) of a sequence over all ranks, in the order of their positions.
 
     `backward` reverses the order, because gradients pass from the last piece to the first.
 
@@ -204,7 +204,12 @@ def _table(shards: Sequence[tuple[Span, ...]], bounds: np.ndarray) -> np.ndarray
 
 
 def rows_before(rank: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """Return the total length of the earlier runs of the same rank; runs are sorted by rank."""
+    """Return, for each run of rows, the number of rows in earlier runs of the same rank.
+
+    Args:
+        rank: Rank of each run, sorted.
+        length: Number of rows of each run.
+    """
     row = np.cumsum(length) - length
     opens = np.append(True, rank[1:] != rank[:-1])
     return row - row[opens][np.cumsum(opens) - 1]

@@ -79,7 +79,7 @@ def preceding(chains: Chains, width: int, rank: int) -> Route:
 
 
 def preceding_and_most(chains: Chains, width: int, rank: int) -> tuple[Route, int]:
-    """Return the route of `preceding`, and the rows of the longest message of any two ranks."""
+    """Return the route of `preceding`, and the number of rows of the longest message."""
     moves = _preceding(chains, width)
     _check_rank(rank, chains.ranks)
     pairs = (moves.source * chains.ranks + moves.destination)[moves.source != moves.destination]
@@ -89,7 +89,7 @@ def preceding_and_most(chains: Chains, width: int, rank: int) -> tuple[Route, in
 
 
 def _preceding(chains: Chains, width: int) -> _RowMoves:
-    """Return the row moves of `preceding` for all ranks."""
+    """Return which row moves where, for all ranks, so that pieces get the rows before them."""
     count = integer("width", width) - 1
     if count < 0:
         raise ValueError(f"width must be at least 1, got {width}")
@@ -111,10 +111,11 @@ def _preceding(chains: Chains, width: int) -> _RowMoves:
 
 
 class Lineage(NamedTuple):
-    """The pieces of one rank and all their ancestors in a tree of pieces.
+    """The pieces of one rank, and all earlier pieces that they continue, in a prefix tree.
 
     Attributes:
-        pieces: int64, ascending indices of the rank's pieces and all their ancestors.
+        pieces: int64, ascending indices of the rank's pieces (consecutive positions on one rank)
+            and all their ancestors.
         route: Route with which the rank receives one row for each of `pieces`. A source rank has
             one row per piece, in the order of its pieces.
         parents: int64, index in `pieces` of the parent of each of `pieces`; -1 for none.
@@ -208,7 +209,7 @@ def _check_rank(rank: int, ranks: int) -> None:
 
 
 class _RowMoves(NamedTuple):
-    """Moves of rows, int64 [moves] each.
+    """Rows that change their rank, as int64 arrays with one entry per row.
 
     Row `row` of the shard of rank `source` becomes row `landing` of the result of rank
     `destination`.
@@ -220,7 +221,13 @@ class _RowMoves(NamedTuple):
     landing: np.ndarray
 
     def route(self, rank: int, ranks: int, rows: int) -> Route:
-        """Return the route of `rank` of `ranks` ranks; its result has `rows` rows."""
+        """Return the rows that `rank` sends and receives; its result has `rows` rows.
+
+        Args:
+            rank: The rank.
+            ranks: Number of ranks.
+            rows: Number of rows of the result.
+        """
         out, into = self.source == rank, self.destination == rank
         sends = _split(self.destination[out], self.landing[out], self.row[out], ranks)
         return Route(
@@ -231,7 +238,17 @@ class _RowMoves(NamedTuple):
 def _split(
     group: np.ndarray, key: np.ndarray, rows: np.ndarray, groups: int
 ) -> tuple[np.ndarray, ...]:
-    """Return the entries of `rows` for each group 0 to `groups` - 1, sorted by `key`."""
+    """Group the entries of `rows`, sorted by `key` within each group.
+
+    Args:
+        group: Group of each entry, from 0 to `groups` - 1.
+        key: Sort key of each entry.
+        rows: The entries.
+        groups: Number of groups.
+
+    Returns:
+        One array per group.
+    """
     order = np.lexsort((key, group))
     cuts = np.searchsorted(group[order], np.arange(1, groups))
     return tuple(np.split(rows[order], cuts))
@@ -254,7 +271,7 @@ def _of(runs: Pieces, rank: int) -> Pieces:
 
 
 def _one_by_one(runs: Pieces) -> Pieces:
-    """Split spans into spans of one row each."""
+    """Split spans into spans of one position each."""
     index = np.repeat(np.arange(len(runs.owner)), runs.span.length)
     owner, first, (start, stride, _) = runs.at(index)
     nth, ones = counted(0, runs.span.length), np.ones_like(index)
@@ -280,7 +297,12 @@ class _RunOverlaps(NamedTuple):
 
 
 def _overlaps(sources: Pieces, targets: Pieces) -> _RunOverlaps:
-    """Return the overlaps of source and target spans. All strides above 1 must be equal."""
+    """Return the positions that each source span and target span have in common.
+
+    Args:
+        sources: Spans of the first layout.
+        targets: Spans of the second layout. All strides above 1, in both layouts, must be equal.
+    """
     i, j = _pairs(sources, targets)
     a, b = sources.span.at(i), targets.span.at(j)
     stride = np.maximum(a.stride, b.stride)
@@ -315,7 +337,13 @@ def _pairs(sources: Pieces, targets: Pieces) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _grouped(rank: np.ndarray, rows: np.ndarray, ranks: int) -> tuple[np.ndarray, ...]:
-    """Expand rows (first, step, count) of overlaps, and group them by the rank of the overlap."""
+    """Return the row numbers of overlaps, one array per rank.
+
+    Args:
+        rank: Rank of each overlap.
+        rows: Rows of each overlap as (first, step, count), [overlaps, 3].
+        ranks: Number of ranks.
+    """
     order = np.argsort(rank, kind="stable")
     first, step, count = rows[order].T
     flat = np.repeat(first, count) + np.repeat(step, count) * counted(0, count)
@@ -367,7 +395,7 @@ def successors(
 
 
 def _firsts(spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
-    """Return row and position of each token whose predecessor is not in the previous row.
+    """Return row and position of each token whose preceding token is not in the row before.
 
     All tokens of a span with a stride are such tokens.
     """

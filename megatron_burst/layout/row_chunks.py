@@ -21,31 +21,32 @@ Run = tuple[int, int]  # first row, stop
 
 
 def row_chunks(layout: Layout, rows: int, count: int, blocks: int = 1) -> tuple[np.ndarray, ...]:
-    """Divide the rows of a shard into `count` chunks; return the ascending int64 rows of each.
+    """Divide the rows of a shard into row chunks; return the ascending int64 row numbers of each.
 
-    The shard has `blocks` equal runs of rows, one per rank of sequence parallelism. A chunk has
-    equally many rows of each run. The sizes of two chunks differ by at most one row per run. If
-    there are more chunks than rows, some are empty. With a zigzag layout, chunk c contains the c-th
-    part of the early half of a shard, and the c-th part from the end of the late half.
+    The shard has `blocks` equal runs of rows, one per rank of sequence parallelism. A run is
+    consecutive rows. A chunk has equally many rows of each run. The sizes of two chunks differ by
+    at most one row per run. If there are more chunks than rows, some are empty. With a zigzag
+    layout, chunk c contains the c-th part of the early half of a shard, and the c-th part from the
+    end of the late half.
 
     Args:
         layout: The layout.
         rows: Rows of a shard.
-        count: Number of chunks.
+        count: Number of row chunks.
         blocks: Number of equal runs of rows.
     """
     return tuple(rows_of(chunk) for chunk in chunk_runs(layout, rows, count, blocks))
 
 
 def rows_of(runs: Sequence[Run]) -> np.ndarray:
-    """Return the rows of all runs (first, stop), int64, concatenated."""
+    """Return the row numbers of all ranges (first, stop), int64, concatenated."""
     return np.concatenate([np.arange(0), *(np.arange(*run) for run in runs)])
 
 
 def chunk_runs(layout: Layout, rows: int, count: int, blocks: int = 1) -> list[list[Run]]:
-    """Return the chunks of `row_chunks` as ascending runs (first, stop) of rows.
+    """Return the same chunks as `row_chunks`, each as ascending ranges (first, stop) of rows.
 
-    The computation time does not depend on the lengths of the runs.
+    The time to compute them does not depend on the lengths of the ranges.
     """
     parts = [0, *accumulate(_mirrored(layout, rows))]
     block_rows = rows // blocks
@@ -64,7 +65,7 @@ def chunk_runs(layout: Layout, rows: int, count: int, blocks: int = 1) -> list[l
 
 
 def _mirrored(layout: Layout, rows: int) -> list[int]:
-    """Return the number of rows of each mirrored part of a shard; empty if there are none.
+    """Return the number of rows of each mirrored part of a shard; [] if the layout has none.
 
     A part is the rows of a document, or the whole shard. It is mirrored if row i from its start is
     as early in the document as row i from its end is late.
@@ -75,10 +76,10 @@ def _mirrored(layout: Layout, rows: int) -> list[int]:
 
 
 class _BlockProgress(NamedTuple):
-    """The rows of a block that earlier chunks already contain.
+    """The rows of a block (an equal share of a shard's rows) that earlier row chunks contain.
 
     Attributes:
-        part: Index of the current part.
+        part: Index of the mirrored part (`_mirrored`) from which the next rows are used.
         early: First row that earlier chunks do not contain.
         late: Row from which on earlier chunks contain the last rows of the part.
         end: Row after the part's last row in this block.
@@ -91,13 +92,14 @@ class _BlockProgress(NamedTuple):
 
 
 def _progress(parts: Sequence[int], first: int, end: int, turns: int) -> _BlockProgress:
-    """Return which rows of the block `first` to `end` the earlier chunks contain.
+    """Return which rows of a block the earlier row chunks contain.
 
     Chunks are filled with the rows of one part after another. The rows of a part are used from both
     ends inwards, in turns: an early row, then a late row.
 
     Args:
-        parts: First row of each part, then the number of all rows.
+        parts: First row of each mirrored part of the shard (`_mirrored`), then the number of all
+            rows.
         first: First row of the block.
         end: Row after the last row of the block.
         turns: Number of rows of the block that earlier chunks contain.
@@ -119,7 +121,12 @@ def _progress(parts: Sequence[int], first: int, end: int, turns: int) -> _BlockP
 
 
 def _between(before: _BlockProgress, after: _BlockProgress) -> Iterator[Run]:
-    """Yield the rows of a chunk as ascending runs: rows that are in `after` but not in `before`."""
+    """Yield the rows of a chunk as ascending ranges (first, stop).
+
+    Args:
+        before: Rows of the block that earlier chunks contain.
+        after: Rows of the block that this chunk and earlier chunks contain.
+    """
     if before.part == after.part:
         runs = [(before.early, after.early), (after.late, before.late)]
     else:

@@ -43,7 +43,10 @@ EMPTY, PARTIAL, FULL = (int(cover) for cover in Cover)
 
 
 class Band(NamedTuple):
-    """A band of visible pairs: local row m sees local column n if m - left <= n <= m + right.
+    """Visible pairs of a query span and a key span that form a band along the diagonal.
+
+    Row m (query number m of its span) sees column n (key number n of its span) if m - left <= n <=
+    m + right.
 
     Attributes:
         left: Number of visible columns before the diagonal.
@@ -55,7 +58,7 @@ class Band(NamedTuple):
 
 
 class SpanBands(NamedTuple):
-    """Bands of many pairs of spans, as arrays with one entry per pair.
+    """Bands of visible pairs (`Band`), as arrays with one entry per pair of spans.
 
     Attributes:
         left: Same as in `Band`.
@@ -274,7 +277,7 @@ class VectorMask(Mask):
 
 
 def cover_where(empty: np.ndarray | bool, full: np.ndarray | bool) -> np.ndarray:
-    """Return EMPTY if `empty` is true, else FULL if `full` is true, else PARTIAL, elementwise."""
+    """Return EMPTY if `empty` is true, else FULL if `full` is true, else PARTIAL (see `Cover`)."""
     return np.where(empty, EMPTY, np.where(full, FULL, PARTIAL))
 
 
@@ -287,7 +290,8 @@ class Combined(VectorMask):
 
     Attributes:
         symbol: The operator, "&" or "|".
-        inner: Function that computes the covers of the combination from the covers of both masks.
+        inner: Function that computes the `Cover` values of the combination from the values of both
+            masks.
     """
 
     symbol: str

@@ -28,10 +28,10 @@ ALL_PAIRS = 1 << 12  # most pairs for which queries are not grouped if there is 
 
 
 class RankRows(NamedTuple):
-    """Rows that ranks use, as arrays with one entry per (piece, rank).
+    """Rows of pieces that ranks use, as arrays with one entry per (piece, rank).
 
     Attributes:
-        piece: Index of the piece that contains the rows.
+        piece: Index of the piece (part of a span) that contains the rows.
         rank: Rank that uses the rows.
         first: First row in the owner's shard.
         stop: Row after the last row.
@@ -44,7 +44,7 @@ class RankRows(NamedTuple):
 
 
 class VisibleRows(NamedTuple):
-    """The rows of all shards, divided into pieces, and the ranks that use them.
+    """The rows of all shards, divided into pieces (parts of spans), and the ranks that use them.
 
     Attributes:
         owner: Rank that owns each piece; pieces are sorted by owner and row.
@@ -70,10 +70,11 @@ class VisibleRows(NamedTuple):
 
 
 class _Ranges(NamedTuple):
-    """For each piece of keys, a range of indices of the query pieces that may see it.
+    """Query pieces that may see each key piece, as ranges of indices of query pieces.
 
-    Query pieces are sorted by position. Query pieces `begin` to `end` (exclusive) may see some keys
-    of the piece. Query pieces `full_begin` to `full_end` (exclusive) see all of its keys.
+    A piece is a part of a span of positions. Query pieces are sorted by position. Query pieces
+    `begin` to `end` (exclusive) may see some keys of the piece. Query pieces `full_begin` to
+    `full_end` (exclusive) see all of its keys.
     """
 
     begin: np.ndarray
@@ -82,7 +83,11 @@ class _Ranges(NamedTuple):
     end: np.ndarray
 
     def partial_pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return query indices and key indices of the pairs that may be partly visible."""
+        """Return the pairs of a query piece and a key piece that may be partly visible.
+
+        Returns:
+            Indices of query pieces, and indices of key pieces, as parallel arrays.
+        """
         first = np.concatenate([self.begin, self.full_end])
         count = np.concatenate([self.full_begin, self.end]) - first
         keys = np.repeat(np.tile(np.arange(len(self.begin)), 2), count)
@@ -131,9 +136,13 @@ def rows_seen(mask: Mask, q_shards: Shards, k_shards: Shards) -> tuple[VisibleRo
 
 
 def meeting(mask: Mask, shards: Shards) -> tuple[Pieces, Pieces, np.ndarray, np.ndarray]:
-    """Return query pieces, key pieces, and indices i, j: queries[i] may see keys[j].
+    """Return the pairs of a query piece and a key piece that may attend.
 
-    Spans are cut at the breaks of the mask, unless that makes too many pairs.
+    A piece is a part of a span, cut where the mask changes (`Mask.breaks`), unless that makes too
+    many pairs.
+
+    Returns:
+        Query pieces; key pieces; parallel arrays i, j: queries of piece i may see keys of piece j.
     """
     spans = pieces_of(shards)
     for breaks in (mask.breaks, mask.breaks[:0]):
@@ -148,11 +157,11 @@ def meeting(mask: Mask, shards: Shards) -> tuple[Pieces, Pieces, np.ndarray, np.
 
 
 def viewers_of(mask: Mask, queries: Spans, keys: Spans) -> Viewers:
-    """Return the viewers of `keys`, by `Mask.viewers` or by `Mask.covers` of groups of queries.
+    """Return the query positions that may see each key span.
 
     If a mask does not define `viewers`, `covers` is computed for groups of neighbouring queries.
-    Groups with EMPTY are excluded from the range of queries, so their queries need not be compared
-    one by one.
+    Groups that see nothing are excluded from the range of queries, so their queries need not be
+    compared one by one.
 
     Args:
         mask: The mask.
@@ -173,7 +182,13 @@ def viewers_of(mask: Mask, queries: Spans, keys: Spans) -> Viewers:
 
 
 def _ranges(queries: Spans, keys: Spans, viewers: Viewers) -> _Ranges:
-    """Return the ranges for each key span; `queries` are sorted by their first position."""
+    """Return the range of query spans that may see each key span.
+
+    Args:
+        queries: Query spans, sorted by their first position.
+        keys: Key spans.
+        viewers: Query positions that see each key span.
+    """
     top = np.maximum.accumulate(queries.last)  # largest position of all queries up to this one
     begin = np.searchsorted(top, np.maximum(viewers.first, keys.start - viewers.right))
     end = np.searchsorted(
@@ -188,9 +203,17 @@ def _ranges(queries: Spans, keys: Spans, viewers: Viewers) -> _Ranges:
 
 
 def _inside(queries: Spans, viewers: Viewers, ranges: _Ranges) -> np.ndarray:
-    """Return a bool per key piece, true if all query pieces of its range are in `viewers`.
+    """Return whether all query pieces that may see a key piece are within its viewers.
 
     A query piece can extend beyond `viewers.first` or `viewers.last` only if breaks were omitted.
+
+    Args:
+        queries: Query pieces, sorted by position.
+        viewers: Query positions that see each key piece.
+        ranges: Range of query pieces of each key piece.
+
+    Returns:
+        bool, one entry per key piece.
     """
     visible = ranges.begin < ranges.end
     begin, end = (column[visible] for column in (ranges.begin, ranges.end))
@@ -209,7 +232,7 @@ def _bands(
         mask: The mask.
         queries: Query pieces.
         keys: Key pieces.
-        viewers: Viewers of the key pieces.
+        viewers: Query positions that see each key piece.
         i: Index of the query piece of each pair that may be visible.
         j: Index of the key piece of each pair.
 
@@ -249,7 +272,11 @@ def _bands(
 
 
 def _mask_bands(mask: Mask, q: Spans, k: Spans) -> tuple[np.ndarray, np.ndarray]:
-    """Return left and right of each pair's band: FAR if not a band, -FAR if nothing is visible."""
+    """Return the band of visible pairs of each pair of spans, as two arrays: left and right.
+
+    `masks.base.Band` explains them. Both are FAR if the visible pairs are not a band, and -FAR if
+    nothing is visible.
+    """
     covers = mask.covers(q, k)
     reach = np.where(covers == Cover.EMPTY, -FAR, FAR)
     left, right = reach, reach.copy()
@@ -262,7 +289,7 @@ def _mask_bands(mask: Mask, q: Spans, k: Spans) -> tuple[np.ndarray, np.ndarray]
 
 
 def cut_at(spans: Pieces, breaks: np.ndarray) -> Pieces:
-    """Return `spans` cut before the positions `breaks`."""
+    """Cut spans before the positions `breaks`; return the pieces."""
     start, stride, length = spans.span
     low, high = np.searchsorted(breaks, (start + 1, spans.span.last + 1))
     index, at = np.repeat(np.arange(len(start)), high - low), counted(low, high - low)
@@ -281,7 +308,17 @@ def cut_at(spans: Pieces, breaks: np.ndarray) -> Pieces:
 
 
 def _among(ranks: np.ndarray, begin: np.ndarray, end: np.ndarray, size: int) -> np.ndarray:
-    """Return a bool [n, size]: entry [i, r] is true if r is in ranks[begin[i]:end[i]]."""
+    """Return whether each rank occurs in each of n intervals of an array of ranks.
+
+    Args:
+        ranks: Array of ranks.
+        begin: Start of each interval, [n].
+        end: End of each interval, [n].
+        size: Number of ranks.
+
+    Returns:
+        bool [n, size]: entry [i, r] is true if r is in ranks[begin[i]:end[i]].
+    """
     table = np.zeros((len(begin), size), dtype=bool)
     nonempty = np.flatnonzero(begin < end)
     if len(nonempty):
@@ -298,9 +335,18 @@ def _among(ranks: np.ndarray, begin: np.ndarray, end: np.ndarray, size: int) -> 
 def _within(
     ranks: np.ndarray, begin: np.ndarray, end: np.ndarray, size: int, count: int
 ) -> np.ndarray:
-    """Return a bool [count, size] that is true for ranks with an interval around row i.
+    """Return which ranks have an interval that contains row i, for each row.
 
-    Entry [i, r] is true if some j has ranks[j] = r and begin[j] <= i < end[j].
+    Args:
+        ranks: Rank of each interval.
+        begin: First row of each interval.
+        end: Row after the last row of each interval.
+        size: Number of ranks.
+        count: Number of rows.
+
+    Returns:
+        bool [count, size]: entry [i, r] is true if some j has ranks[j] = r and begin[j] <= i <
+        end[j].
     """
     nonempty = np.flatnonzero(begin < end)
     if not len(nonempty):
@@ -312,10 +358,11 @@ def _within(
 
 
 def _running(extreme: np.ufunc, table: np.ndarray) -> None:
-    """Replace each row by the elementwise minimum or maximum of all rows up to it, in place.
+    """Replace each row of `table` by the elementwise extreme of all rows up to it, in place.
 
-    The computation runs within blocks of rows, for all blocks at once, and then from block to
-    block. This is ten times faster than `accumulate` along the first axis.
+    `extreme` is np.minimum or np.maximum. The computation runs within blocks of rows, for all
+    blocks at once, and then from block to block. This is ten times faster than `accumulate` along
+    the first axis.
     """
     width = int(len(table) ** 0.5)
     blocks = table[: len(table) // width * width].reshape(-1, width, table.shape[1])
@@ -328,9 +375,12 @@ def _running(extreme: np.ufunc, table: np.ndarray) -> None:
 
 
 def united(table: np.ndarray, first: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """Return a bool [n, G]: the "or" of count[i] consecutive rows of `table` from first[i] on.
+    """Combine groups of consecutive rows of `table` by "or"; return bool [n, columns].
 
-    Each `count` is at least 1.
+    Args:
+        table: bool [rows, columns].
+        first: First row of each group, [n].
+        count: Number of rows of each group, [n], at least 1.
     """
     combined = table[first]
     order = np.argsort(-count, kind="stable")

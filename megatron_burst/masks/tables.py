@@ -98,7 +98,12 @@ class Documents(VectorMask):
         return Viewers(first, last, far, far, (after == end) | hidden)
 
     def _all_hidden(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Return a bool array, true if all of `first` to `last` (by `document`) are padding."""
+        """Return whether only padding documents are in each range of documents.
+
+        Args:
+            first: First document of each range, as from `document`.
+            last: Last document of each range, as from `document`.
+        """
         before = self._hidden_before
         return before[last + 1] - before[first] == last + 1 - first
 
@@ -236,7 +241,10 @@ class BlockSparse(_Table, VectorMask):
 
     @cached_property
     def _rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """First and last query block that sees each key block, int64 [n]; n and -1 if none does."""
+        """First and last query block that sees each key block, int64 [n].
+
+        If no query block sees the key block, they are n and -1.
+        """
         any_, n = self.table.any(axis=0), len(self.table)
         last = n - 1 - self.table[::-1].argmax(axis=0)
         return np.where(any_, self.table.argmax(axis=0), n), np.where(any_, last, -1)

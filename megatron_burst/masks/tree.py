@@ -181,7 +181,13 @@ class Tree(VectorMask):
     def _depths_within(
         self, spans: Spans, first: np.ndarray, last: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the smallest and largest depth in each span of segments `first` to `last`."""
+        """Return the smallest and the largest depth (number of ancestors) in each span.
+
+        Args:
+            spans: The spans.
+            first: Segment of the first position of each span.
+            last: Segment of the last position of each span.
+        """
         low, high = self.depths[spans.start], self.depths[spans.last]
         # A span has the first rows of segments first + 1 to last, and the last rows of segments
         # first to last - 1.

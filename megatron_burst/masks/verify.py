@@ -98,7 +98,10 @@ def _all_pairs(seq_len: int) -> _SpanPairs:
 
 
 def _sample(mask: Mask, seq_len: int, count: int, rng: np.random.Generator) -> _SpanPairs:
-    """Return `count` pairs: 25 % shards, at most 50 % at edges of visibility, the rest random."""
+    """Return `count` pairs of spans.
+
+    25 % are shards of layouts, at most 50 % are at edges of visibility, and the others are random.
+    """
     shards = _shards(seq_len)
     i, j = rng.integers(0, len(shards), (2, count // 4))
     rows = [np.concatenate([shards[i], shards[j]], 1), _at_edges(mask, seq_len, count // 2, rng)]
@@ -116,7 +119,12 @@ def _sample(mask: Mask, seq_len: int, count: int, rng: np.random.Generator) -> _
 
 
 def _inside(spans: np.ndarray, seq_len: int) -> np.ndarray:
-    """Clip spans [n, 3] to the positions of the sequence."""
+    """Clip spans to the positions of the sequence.
+
+    Args:
+        spans: int64 [n, 3]: start, stride and length of each span.
+        seq_len: Number of positions of the sequence.
+    """
     start, stride, length = spans.T
     start = np.clip(start, 0, seq_len - 1)
     return np.stack([start, stride, np.clip(length, 1, (seq_len - 1 - start) // stride + 1)], 1)
@@ -155,7 +163,14 @@ def _at_edges(mask: Mask, seq_len: int, count: int, rng: np.random.Generator) ->
 
 
 def _changes(mask: Mask, row: int, seq_len: int, of_key: bool) -> np.ndarray:
-    """Return some positions at which the visibility of query `row`, or of key `row`, changes."""
+    """Return some positions at which `visible` changes, for one query or one key.
+
+    Args:
+        mask: The mask.
+        row: Position of the query, or of the key.
+        seq_len: Number of positions of the sequence.
+        of_key: True if `row` is a key and the result is query positions; False for the opposite.
+    """
     near = np.arange(max(0, row - CANDIDATES // 2), min(seq_len, row + CANDIDATES // 2))
     far = np.linspace(0, seq_len - 1, CANDIDATES // 2).astype(np.int64)
     ends = np.clip([1, 2, seq_len - 3, seq_len - 2], 0, seq_len - 1)
@@ -220,7 +235,7 @@ def _covers(mask: Mask, pairs: _SpanPairs) -> np.ndarray:
 
 
 def _check_all(mask: Mask, seq_len: int, pairs: _SpanPairs) -> None:
-    """Compare `covers` with `visible` for all positions of all pairs of spans."""
+    """Compare `covers` with `visible` at all positions of all pairs of spans."""
     at = np.arange(seq_len)
     seen = _visible(mask, at[:, None], at[None])
     n = round(len(pairs.k.start) ** 0.5)
@@ -243,9 +258,13 @@ def _check_all(mask: Mask, seq_len: int, pairs: _SpanPairs) -> None:
 def _points(
     pairs: _SpanPairs, points: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return rows and columns to compare in each pair of spans, [pairs, points] each.
+    """Return which positions to compare in each pair of spans.
 
-    These are corners and random points. For a small rectangle, they are all its points.
+    These are corners of the rectangle of pairs, and random points. For a small rectangle, they are
+    all its points.
+
+    Returns:
+        Index in the query span and index in the key span, [pairs, points] each.
     """
     rows, columns = (x.length[:, None] for x in pairs)
     index = np.arange(points)[None]
@@ -275,7 +294,7 @@ def _positions(pairs: _SpanPairs, m: np.ndarray, n: np.ndarray) -> tuple[np.ndar
 
 
 def _check_bands(mask: Mask, pairs: _SpanPairs, points: int, rng: np.random.Generator) -> None:
-    """Compare `bands` with `visible`, if a mask defines them."""
+    """Compare `bands` with `visible`, if the mask defines `bands`."""
     if type(mask).bands is Mask.bands:
         return
     left, right, known = (
@@ -293,7 +312,7 @@ def _check_bands(mask: Mask, pairs: _SpanPairs, points: int, rng: np.random.Gene
 def _check_viewers(
     mask: Mask, seq_len: int, keys: Spans, points: int, rng: np.random.Generator
 ) -> None:
-    """Compare `viewers` with `visible`, if a mask defines them."""
+    """Compare `viewers` with `visible`, if the mask defines `viewers`."""
     if type(mask).viewers is Mask.viewers:
         return
     viewers = mask.viewers(keys)
@@ -321,7 +340,16 @@ def _check_viewers(
 def _raise(
     mask: Mask, method: str, value: str, pairs: _SpanPairs, i: Any, at: tuple[Any, Any]
 ) -> None:
-    """Raise ValueError: at positions `at` of pair i, `method` contradicts `visible`."""
+    """Raise the error that a method of a mask contradicts `visible`.
+
+    Args:
+        mask: The mask.
+        method: Name of the method.
+        value: Its result, as text.
+        pairs: Pairs of spans.
+        i: Index of the pair of spans.
+        at: Positions of the query and of the key.
+    """
     q_span, k_span = (f"Span({x.start[i]}, {x.stride[i]}, {x.length[i]})" for x in pairs)
     q, k = map(int, at)
     seen = bool(mask.visible(np.array([q]), np.array([k]))[0])

@@ -105,7 +105,7 @@ def prepare(
 
 
 class RingOperation(Operation[Request, Plan]):
-    """Base class of operations that run in a ring: softmax attention and sparse attention."""
+    """Base class of operations that send chunks around a ring: softmax and sparse attention."""
 
     groups: Groups
 
@@ -182,7 +182,10 @@ class AttentionOperation(RingOperation):
 
 
 def _passes(request: Request, groups: Groups, sizes: Sizes, spans: Shards) -> PlannedPasses:
-    """Return the passes of this rank, from a cache if the mask does not depend on the batch."""
+    """Return the passes (forward, backward) of this rank.
+
+    They are cached if the mask does not depend on the batch.
+    """
     if not request.mask.cacheable:
         return passes(request, groups, sizes, spans)
     options = request.options

@@ -60,7 +60,7 @@ class Request:
         scoring: Scale and softcap.
         wire_dtype: dtype in which gradients are sent.
         needs_grad: Three booleans: whether q, k and v need a gradient.
-        facts: Values by name that must be equal on all ranks.
+        facts: Values by name that must be equal on all ranks; ranks compare them.
         choice: Settings that algorithm "auto" chose, and the reason; None before that or with
             another algorithm.
     """
