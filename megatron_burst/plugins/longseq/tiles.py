@@ -169,12 +169,12 @@ def check_call(
 def check_leaves(
     y: GradientEdge | None, anchor: torch.Tensor, parameters: Sequence[torch.Tensor]
 ) -> None:
-    """Raise ValueError if the graph of a tile ends in a leaf whose gradient would be lost.
+    """Raise ValueError if a tile computes gradients for a tensor that the caller did not pass.
 
     Args:
         y: Edge of the tile's output; None if it needs no gradient.
-        anchor: Leaf at which the edges of the tile's inputs end.
-        parameters: Parameters of the call.
+        anchor: Leaf tensor at which the graph of the tile's inputs ends.
+        parameters: Tensors whose gradients `tiled` returns.
     """
     expected = {id(t) for t in (anchor, *parameters)}
     seen = {p.grad_fn for p in parameters}  # autograd itself handles the history of a parameter
@@ -316,7 +316,7 @@ class _TiledCall:
     def graph(
         self, tensors: Sequence[torch.Tensor], needed: Sequence[bool]
     ) -> tuple[torch.Tensor, TileGraph]:
-        """Call `fn` for one tile with autograd, and return its output and its graph.
+        """Call `fn` for one tile with autograd; return its output and the ends of its graph.
 
         Args:
             tensors: The tile's rows of all tensor arguments.
@@ -334,7 +334,7 @@ class _TiledCall:
 
 
 class TileGraph(NamedTuple):
-    """Gradient edges of a tile's graph.
+    """Ends of a tile's autograd graph: gradient edges of its output and its inputs.
 
     Attributes:
         y: Edge of the output; None if the output needs no gradient.
@@ -349,7 +349,7 @@ class TileGraph(NamedTuple):
 
 
 class _Entry(torch.autograd.Function):
-    """First node of a tile's graph; it holds no memory of the tile."""
+    """Autograd function of the first node in a tile's graph; it holds no memory of the tile."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, tile: torch.Tensor) -> torch.Tensor:
@@ -445,7 +445,13 @@ def _rng_states(device: torch.device) -> list[torch.Tensor]:
 def _rows_of(
     saved: Sequence[torch.Tensor], rows: slice, saved_rows: slice
 ) -> Sequence[torch.Tensor]:
-    """Return the rows `rows` of tensors that contain only the rows `saved_rows`."""
+    """Return the rows `rows` of tensors that were saved with only the rows `saved_rows`.
+
+    Args:
+        saved: Saved tensors.
+        rows: Rows of the whole call.
+        saved_rows: Rows of the whole call that the saved tensors contain.
+    """
     if not saved_rows.start <= rows.start <= rows.stop <= saved_rows.stop:
         raise RuntimeError(
             "mb.tiled: backward ran a second time, and the first backward freed the graph of a "

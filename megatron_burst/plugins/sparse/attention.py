@@ -124,7 +124,7 @@ def _recompute_plan(rank_plan: RankPlan) -> RankPlan:
 def selected_setting(
     selection: object, plan: Plan | None, groups: Groups | None, algorithm: str | None
 ) -> SparseSetting:
-    """Return the `SparseSetting` of a call that has a selection.
+    """Return groups, options and attention store of a call that has a selection.
 
     Without a plan, the layout and mask of the selection apply.
     """
@@ -141,7 +141,7 @@ def _needs_grad(tensor: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class SparseAttentionOperation(SelectedOperation):
-    """A call of `mb.sparse_attention` on one rank. The fields are the arguments of the call."""
+    """One call of `mb.sparse_attention` on one rank, with its arguments as fields."""
 
     q: Any
     k: Any
@@ -184,12 +184,12 @@ def _check_width(value_width: int | None, latent: bool, width: int) -> None:
 
 
 def over_selection(request: Request, selection: Selection, kernel: str, latent: bool) -> Request:
-    """Return the request with the kernel and the facts of a call that has a selection.
+    """Return the checked arguments with the kernel and the facts of a call that has a selection.
 
     Facts are values that must be equal on all ranks.
 
     Args:
-        request: Checked request.
+        request: Checked arguments of the ring.
         selection: Selection of the call.
         kernel: Key in `KERNELS`.
         latent: True if values are columns of the keys.
@@ -215,7 +215,7 @@ def over_selection(request: Request, selection: Selection, kernel: str, latent: 
 
 
 def kernel_for(plan: Plan, selection: Selection) -> SelectedKernel:
-    """Return the kernel with this selection, which replaces the `PairKernel` of the plan."""
+    """Return the kernel of a call, with its selection; it replaces the plan's placeholder."""
     pairs = plan.kernel
     assert isinstance(pairs, PairKernel)
     return pairs.by(selection, pairs.latent)

@@ -34,7 +34,7 @@ from .top_k import no_units
 
 
 def chosen(request: Request, groups: Groups) -> Request | ValueError:
-    """Return the request with the algorithm of the lowest predicted time, or this rank's error.
+    """Return the checked arguments with the fastest predicted algorithm, or this rank's error.
 
     This is a collective. It measures the rates of the links and of the kernel if they are not
     cached.
@@ -54,7 +54,7 @@ def chosen(request: Request, groups: Groups) -> Request | ValueError:
 
 
 def with_fastest(request: Request, groups: Groups, rates: Rates) -> Request:
-    """Return the request with the algorithm that has the lowest predicted time at these rates."""
+    """Return the checked arguments with the fastest predicted algorithm at these rates."""
     kernel = request.kernel
     assert isinstance(kernel, PairKernel)
     all_keys = request.sizes.tokens * request.layout.cp_size
@@ -70,7 +70,7 @@ def with_fastest(request: Request, groups: Groups, rates: Rates) -> Request:
 
 
 class _TimedPair:
-    """Wrapper of a sparse kernel with the interface of an attention kernel, to measure its speed.
+    """Sparse kernel with the interface of an attention kernel, so that its speed can be measured.
 
     Each query selects all keys.
     """

@@ -126,7 +126,7 @@ def select(
 
 @dataclass(frozen=True, kw_only=True)
 class IndexOperation(SelectedOperation):
-    """Call of an operation that sends index keys between ranks, such as `mb.select`, on one rank.
+    """One call, on one rank, of an operation that sends index keys, such as `mb.select`.
 
     Each row that is sent contains the index keys of one unit, a block of consecutive positions. The
     fields are arguments of `mb.select`.
@@ -156,7 +156,7 @@ class IndexOperation(SelectedOperation):
 
 @dataclass(frozen=True, kw_only=True)
 class SelectOperation(IndexOperation):
-    """A call of `mb.select` on one rank. The fields are the arguments of the call."""
+    """One call of `mb.select` on one rank, with its arguments as fields."""
 
     top_k: int
 
@@ -176,10 +176,10 @@ class SelectOperation(IndexOperation):
 
 
 def index_placeholders(rule: SelectionRule, q: Any, k: Any, weights: Any) -> QKV:
-    """Check index tensors and return placeholders (q, k, v) for a ring that sends one row per unit.
+    """Check index tensors; return placeholders (q, k, v) for a ring that sends one row per unit.
 
     Args:
-        rule: Selection rule.
+        rule: Selection rule, which sets the length of a unit (consecutive positions).
         q: Index queries [s, b, i, d].
         k: Index keys [s, b, k, d].
         weights: Weights of the index heads [s, b, i], or None.
@@ -214,7 +214,10 @@ def index_placeholders(rule: SelectionRule, q: Any, k: Any, weights: Any) -> QKV
 
 
 def over_units(request: Request, rule: SelectionRule, top_k: int) -> Request:
-    """Return the request for a ring that sends one row of index keys per unit, and no values."""
+    """Return the checked arguments for a ring that sends index keys, one row per unit.
+
+    A unit is consecutive positions that are selected together. Values are not sent.
+    """
     q, k, v = request.tensors
     facts = {"rule": described(rule), "top_k": top_k} | request.facts  # the first facts in messages
     heads = rule.selections(q.shape[2] // rule.block, k.shape[2])
@@ -240,10 +243,15 @@ def tags_of(passes: Sequence[tuple[Plan, str]], label: object) -> list[CallTag]:
 
 
 def _select(operation: SelectOperation, plan: Plan, tags: Sequence[CallTag]) -> torch.Tensor:
-    """Compute the selected units of this rank's queries, as in `Selection.ids`.
+    """Return the selected units (groups of consecutive positions) of this rank's queries.
 
-    `tags` has one tag for each pass over the ring. The result is int32 [rows, batch, selections of
-    a row, top_k].
+    Args:
+        operation: Arguments of the call.
+        plan: Plan of the ring.
+        tags: Tag of the messages, for each pass over the ring.
+
+    Returns:
+        int32 [rows, batch, selections of a row, top_k], as in `Selection.ids`.
     """
     rule, top_k = rule_of(operation.rule), operation.top_k
     q, k, weights = operation.index_q, operation.index_k, operation.index_weights
@@ -274,18 +282,19 @@ def run_pass(
     rows: torch.Tensor,
     sums: dict[str, Any] = NO_SUMS,
 ) -> ring.Ring:
-    """Send the unit rows of all ranks around the ring, and compute each received chunk.
+    """Send the index keys of all ranks around the ring, and compute with each received chunk.
 
-    `compute` holds the queries, in their own dtype. The ring gets one placeholder row per unit in
-    place of the queries.
+    A row has the index keys of one unit (consecutive positions). `compute` has the queries. The
+    ring gets one placeholder row per unit in place of the queries.
 
     Args:
         rank_plan: Plan of the rank.
         run: Pass of the plan.
         tag: Tag of the messages.
         compute: Object with the method `pair`, called for each received chunk.
-        rows: Rows of this rank's units [u, b, k, n * d].
-        sums: Shapes of the tensors that ranks sum in this pass, by family, such as "dkv".
+        rows: Index keys of this rank [u, b, k, n * d], one row per unit.
+        sums: "dkv" or another kind of partial results -> shapes of one row of the tensors that
+            ranks sum in this pass.
 
     Returns:
         The ring after the pass; its `partials` has the sums.
@@ -298,11 +307,11 @@ def run_pass(
 
 
 class VisibleUnits(NamedTuple):
-    """Units of a chunk, and their visibility for a tile of query rows.
+    """Units (consecutive positions) of a chunk of keys, and which of them some query rows see.
 
     Attributes:
-        units: Units of the chunk, int64 [units].
-        own: Unit that contains each query row, int64 [rows].
+        units: Numbers of the units of the chunk, int64 [units].
+        own: Number of the unit that contains each query row, int64 [rows].
         seen: Bool [rows, units], True for visible units.
         place: Offset of each query row in its own unit, int64 [rows].
         causal: True if the mask is causal.
@@ -318,7 +327,14 @@ class VisibleUnits(NamedTuple):
 def visible_units(
     work: SelectedPairs, rows: slice, block: int, device: torch.device
 ) -> VisibleUnits:
-    """Return the units of a chunk, with their visibility for a tile of query rows."""
+    """Return the units of a chunk of keys, and which of them some query rows see.
+
+    Args:
+        work: Positions of the units of the queries, and of the units of the chunk.
+        rows: Query rows.
+        block: Number of positions of a unit.
+        device: Device of the result.
+    """
     query_units, units, _ = work.on(device)
     row = torch.arange(rows.start, rows.stop, device=device)
     unit_row = row // block
@@ -327,16 +343,17 @@ def visible_units(
 
 
 def keys_of_chunk(rows: torch.Tensor, work: SelectedPairs, rule: SelectionRule) -> torch.Tensor:
-    """Return the keys or means of a chunk in order of position, for `SelectionRule.scores`.
+    """Return the index keys of a chunk, or means of them, in order of position.
 
     Args:
-        rows: Received rows of the chunk, one per unit [units, batch, key heads, n * width].
+        rows: Received rows of the chunk, one per unit (consecutive positions) [units, batch, key
+            heads, n * width].
         work: Positions of the chunk.
         rule: Selection rule.
 
     Returns:
-        Keys or means [units * n, batch, key heads, width] in the dtype of scores, for n of them per
-        unit.
+        Keys or means [units * n, batch, key heads, width] in the dtype of scores, for
+        `SelectionRule.scores`; a unit has n keys or means.
     """
     _, _, order = work.on(rows.device)
     rows = rows if work.order is None else rows.index_select(0, order)
@@ -345,14 +362,14 @@ def keys_of_chunk(rows: torch.Tensor, work: SelectedPairs, rule: SelectionRule) 
 
 @dataclass(frozen=True)
 class UnitSelector:
-    """Computation of a received chunk: scores its units, and keeps the best units of each query.
+    """Selection of the best units (consecutive positions) of each query, chunk by chunk.
 
     Attributes:
         rule: Selection rule.
         q: Index queries of this rank [s, b, i, d].
         weights: Weights of the index heads [s, b, i], or None.
-        scores: Scores of the best units so far [s, b, H, top_k]; updated.
-        units: Best units so far [s, b, H, top_k]; updated.
+        scores: Scores of the best units so far [s, b, H, top_k]; each received chunk updates them.
+        units: Numbers of the best units so far [s, b, H, top_k]; each received chunk updates them.
     """
 
     rule: SelectionRule
@@ -395,7 +412,7 @@ class UnitSelector:
 
 @dataclass(frozen=True)
 class _MeanLogSumExp:
-    """Computation of a received chunk: updates lse, the log-sum-exp of the scores of visible means.
+    """Log-sum-exp of the scores of all mean keys that a query sees; each received chunk updates it.
 
     lse is float64 [s, b, i], so that the rounded result does not depend on the number of ranks.
     """
@@ -433,7 +450,7 @@ class _SoftmaxSelector(UnitSelector):
 def _mean_scores(
     rule: SelectionRule, q: torch.Tensor, k: torch.Tensor, at: VisibleUnits
 ) -> torch.Tensor:
-    """Return the scores of the means of a chunk for a tile of query rows.
+    """Return the scores of some query rows with the mean keys of a chunk.
 
     The shape is [rows, batch, index heads, means]. The score is -inf if the query does not see all
     positions of the mean.

@@ -36,10 +36,10 @@ def _bytes(device: torch.device) -> int:
 
 
 class GatheredKeys(NamedTuple):
-    """Keys that a tile of query rows has selected, copied from a chunk.
+    """Selected keys of some query rows (a tile), copied from a chunk of keys.
 
-    They are copied in units of `unit` positions: the block of the selection, or 1 if the chunk has
-    no whole blocks. Shape letters are explained in the module.
+    They are copied in units of `unit` consecutive positions: the block of the selection, or 1 if
+    the chunk has no whole blocks. Shape letters are explained in the module.
 
     Attributes:
         places: Index of each gathered unit in the row's list of selected units [r, b, H, n].
@@ -74,7 +74,7 @@ class SelectedKernel(PairKernel):
         return type(self)(selection, self.latent)
 
     def places(self, work: SelectedPairs, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Look up in the chunk of keys the positions that a tile of query rows has selected.
+        """Return where the selected positions of some query rows are in the chunk of keys.
 
         Returns:
             For each selected position, its row in the chunk, int64 [r, b, H, top_k * block]; and a
@@ -91,13 +91,17 @@ class SelectedKernel(PairKernel):
         return order[at], present & work.sees(rows, selected_positions.clamp(min=0))
 
     def whole_keys(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Return keys with all columns: for latents, the columns of v, then the columns of k."""
+        """Return keys with all columns.
+
+        For latents, k and v are parts of the keys: the columns of v are followed by the columns of
+        k.
+        """
         return torch.cat([v, k], dim=-1) if self.latent else k
 
     def split_gradients(
         self, dkeys: torch.Tensor, dvalues: torch.Tensor, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients of k and v, with the columns that k and v have when they are sent.
+        """Return the gradients of k and v, given the gradients of whole keys and values.
 
         Args:
             dkeys: Gradients of the result of `whole_keys`.
@@ -227,9 +231,10 @@ class UnitRows:
 
 
 def _gradient_rows(total: torch.Tensor | None, unit: int) -> UnitRows | None:
-    """Return `UnitRows` in which gradients are summed, or None if `total` is None.
+    """Return a matrix, as in `UnitRows`, in which gradients are summed; None if `total` is None.
 
-    They are a view of `total` if its memory layout allows it, otherwise zeros; see `add_to_`.
+    The matrix is a view of `total` if its memory layout allows it. Otherwise it is zeros, which
+    `add_to_` adds to `total`.
     """
     if total is None:
         return None
@@ -240,15 +245,15 @@ def _gradient_rows(total: torch.Tensor | None, unit: int) -> UnitRows | None:
 class SelectedAten(SelectedKernel):
     """Kernel "aten": gathers the selected keys of a tile of query rows, then uses batched matmuls.
 
-    It allocates memory for one tile, and for the chunk of keys in the dtype of scores. For latents,
-    values are columns of the gathered keys. Blocks are gathered as a whole if they are contiguous
-    in the chunk.
+    A tile is some query rows. The kernel allocates memory for one tile, and for the chunk of keys
+    in the dtype of scores. For latents, values are columns of the gathered keys. Blocks are
+    gathered as a whole if they are contiguous in the chunk.
     """
 
     def _visible_units(
         self, work: SelectedPairs, rows: slice, unit: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the units of the chunk that are selected and visible for a tile of rows.
+        """Return the units (consecutive positions) of the chunk that query rows select and see.
 
         Units that are not in the chunk or not visible come last.
 
@@ -298,7 +303,10 @@ class SelectedAten(SelectedKernel):
         work: SelectedPairs,
         unit: int,
     ) -> Iterator[tuple[slice, GatheredKeys]]:
-        """Yield tiles of rows, each with its gathered keys; if v is None, values are empty."""
+        """Yield tiles of query rows, each with its selected keys and values, copied from the chunk.
+
+        If v is None, values are empty. A unit of keys is `unit` consecutive positions.
+        """
         ids, (_, batch, key_heads, _) = self.selection.ids, k.shape
         keys = UnitRows(wide(k if v is None else self.whole_keys(k, v)), unit)
         values = None if v is None or self.latent else UnitRows(wide(v), unit)

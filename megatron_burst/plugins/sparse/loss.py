@@ -133,7 +133,7 @@ def indexer_loss(
 
 @dataclass(frozen=True, kw_only=True)
 class SelectedProbabilities(SelectedOperation):
-    """Part of `mb.indexer_loss` on one rank that sends the keys of attention around the ring.
+    """The part of a call of `mb.indexer_loss` that sends the keys of attention around the ring.
 
     The fields are arguments of `mb.indexer_loss`.
 
@@ -170,7 +170,7 @@ class SelectedProbabilities(SelectedOperation):
 
 @dataclass(frozen=True, kw_only=True)
 class SelectedScores(IndexOperation):
-    """Part of `mb.indexer_loss` on one rank that sends the index keys around the ring.
+    """The part of a call of `mb.indexer_loss` that sends the index keys around the ring.
 
     The fields are arguments of `mb.indexer_loss`.
     """
@@ -240,7 +240,7 @@ class _LossCall:
 
 @dataclass
 class _AttentionLogSumExp:
-    """Computation of a received chunk: updates lse [s, b, h], the log-sum-exp of attention."""
+    """Log-sum-exp of attention scores, lse [s, b, h]; each received chunk updates it."""
 
     kernel: SelectedAten
     scale: float
@@ -255,10 +255,7 @@ class _AttentionLogSumExp:
 
 @dataclass
 class _AttentionProbabilities(_AttentionLogSumExp):
-    """Computation of a received chunk: adds probabilities of attention to `total`.
-
-    `total` is [s, b, H, top_k].
-    """
+    """Sums of attention probabilities, total [s, b, H, top_k]; each received chunk adds to them."""
 
     total: torch.Tensor
 
@@ -271,7 +268,7 @@ class _AttentionProbabilities(_AttentionLogSumExp):
 
 @dataclass
 class _IndexScores:
-    """Computation of a received chunk: stores the index scores of its selected units in `scores`.
+    """Index scores of the selected units; each received chunk adds the scores of its units.
 
     `scores` is [s, b, H, top_k].
     """
@@ -300,9 +297,10 @@ class _IndexScores:
 
 @dataclass
 class _IndexGradients:
-    """Computation of a received chunk: adds gradients to dq, dweights and the ring's sums (dk).
+    """Gradients of index queries, keys and weights; each received chunk adds to them.
 
-    slope [s, b, H, top_k] is the gradient of the loss with respect to each index score.
+    dq and dweights stay on the rank, and the ring sums dk over ranks. slope [s, b, H, top_k] is the
+    gradient of the loss with respect to each index score.
     """
 
     part: _LossCall
@@ -339,7 +337,15 @@ class _IndexGradients:
 
 
 def _find_units(ids: torch.Tensor, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the index of each id in `units`, and a bool that is False if `units` lacks the id."""
+    """Look up unit numbers in a sorted array.
+
+    Args:
+        ids: Unit numbers [...]; -1 for none.
+        units: Numbers of the units of a chunk, ascending.
+
+    Returns:
+        Index of each id in `units`, and a bool that is False if `units` lacks the id.
+    """
     selected_ids = ids.long()
     at = torch.searchsorted(units, selected_ids).clamp_(max=len(units) - 1)
     return at, units[at] == selected_ids
@@ -348,7 +354,7 @@ def _find_units(ids: torch.Tensor, units: torch.Tensor) -> tuple[torch.Tensor, t
 def _run_attention_pass(
     plan: Plan, tag: CallTag, compute: Any, q: torch.Tensor, k: torch.Tensor
 ) -> None:
-    """Send the keys of attention of all ranks around the ring, and compute each received chunk."""
+    """Send the keys of attention around the ring; `compute` processes each received chunk."""
     (part,) = ring.head_chunks(plan.rank_plan, q.shape[2], k.shape[2])
     own: dict[str, Tensors] = {"query": (q,), "kv": (k,)}
     run = plan.rank_plan.chunks[0].forward

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs of this rank's queries and a chunk of keys: their positions, and what each query sees.
+"""Positions of this rank's queries and of a chunk of keys, and what each query sees.
 
-The loop of `execution/ring.py` computes such pairs with every schedule that sends keys in forward,
-and keys and their gradients in backward. Queries and their selection stay on their rank. Tensors
-with the positions of selected keys are made for a tile of query rows at a time, never for all rows.
+The loop of `execution/ring.py` computes attention of queries to one chunk of keys after another,
+with every schedule that sends keys in forward, and keys and their gradients in backward. Queries
+and their selection stay on their rank. Tensors with the positions of selected keys are made for
+some query rows (a tile) at a time, never for all rows.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ TILE = 1 << 22  # elements of the largest tensor of a tile of rows
 
 
 class SelectedPairs:
-    """Positions of this rank's queries and of a chunk of keys, with the keys in ascending order.
+    """Positions of this rank's queries and of a chunk of keys, as a kernel plan.
 
     Attributes:
         queries: Positions of the queries [s].
         keys: Positions of the keys [t], ascending.
         order: Row in the chunk of each entry of `keys` [t]; None if the chunk is in ascending
             order.
-        span_rows: Start, stride, length and first row of each span of keys, int32 [spans, 4].
+        span_rows: Start, stride, length and first row of each span (regularly spaced positions) of
+            keys, int32 [spans, 4].
         condition: Function that evaluates the mask on a device; None if only the host can.
-        tables: Cache of arrays on the device, shared by the pairs of a plan.
+        tables: Cache of arrays on the device, which all chunks of a plan share.
     """
 
     def __init__(
@@ -65,9 +67,10 @@ class SelectedPairs:
         return (seen.low, seen.high) if isinstance(seen, IntervalCondition) else None
 
     def unit(self, block: int) -> int:
-        """Return `block` if the chunk consists of whole units of `block` positions, otherwise 1.
+        """Return how many positions can be copied as one unit: `block` or 1.
 
-        A unit is `block` consecutive rows with consecutive positions from a multiple of `block` on.
+        It is `block` if the chunk of keys consists of whole units: `block` consecutive rows with
+        consecutive positions from a multiple of `block` on.
         """
         if len(self.keys) % block:
             return 1
@@ -107,15 +110,15 @@ class SelectedPairs:
 class PairKernel:
     """Placeholder for a kernel in plans, because calls with one plan have different selections.
 
-    It only prepares the positions of each pair (`work_for`). Each call replaces it by a kernel that
-    has the selection of the call.
+    It only prepares the positions of queries and chunks of keys (`work_for`). Each call replaces it
+    by a kernel that has the selection of the call.
 
     Attributes:
         by: Class or function that makes the kernel of a call: an entry of `KERNELS`, or
             `UnitSelector`.
         of: Selection rule for `UnitSelector`, otherwise None.
         heads: Number of selections of a query row.
-        top_k: Number of units of a selection.
+        top_k: Number of units (groups of consecutive positions) of a selection.
         attended: Largest number of keys of a query; None for all visible keys.
         latent: True if values are columns of the keys and are not sent separately.
     """

@@ -94,7 +94,7 @@ def setting(
     mask: Mask | None,
     algorithm: str | None,
 ) -> SparseSetting:
-    """Return the `SparseSetting` of a call with these arguments; see `mb.select`.
+    """Return groups, options and attention store of a call with these arguments of `mb.select`.
 
     Raises:
         ValueError: Both a plan and keywords are given, or neither.
@@ -129,7 +129,7 @@ def setting(
 
 @dataclass(frozen=True, kw_only=True)
 class SelectedOperation(RingOperation):
-    """A call of a sparse operation on one rank.
+    """One call of a sparse operation, such as `mb.sparse_attention`, on one rank.
 
     Keys are sent; queries and their selection stay on the rank.
 
@@ -206,7 +206,7 @@ def plan_of(operation: SelectedOperation) -> Plan:
 
 
 def _check_ring(algorithm: str, ulysses: int) -> None:
-    """Raise ValueError unless the algorithm sends keys and the Ulysses size is 1."""
+    """Raise ValueError unless the algorithm sends keys and ranks do not share heads (ulysses)."""
     ring = ALGORITHMS.get(algorithm)
     if algorithm != "auto" and (ring is None or not ring.keeps):
         able = ", ".join(name for name, entry in ALGORITHMS.items() if entry.keeps)

@@ -237,7 +237,7 @@ def rule_of(rule: str | SelectionRule) -> SelectionRule:
 
 
 def described(rule: SelectionRule) -> tuple[object, ...]:
-    """Return the properties of a rule that ranks compare: class name, block and attributes."""
+    """Return what ranks compare of a rule: its class name, block and attributes."""
     return type(rule).__name__, rule.block, rule.own, tuple(sorted(vars(rule).items()))
 
 
@@ -247,5 +247,5 @@ def forced(rule: SelectionRule) -> int:
 
 
 def parts_per_unit(rule: SelectionRule) -> int:
-    """Return how many means of a unit are sent or, if the rule has no means, how many keys."""
+    """Return n, the number of means of a unit or, if the rule has no means, of its keys."""
     return getattr(rule, "means", 0) or rule.block

@@ -172,11 +172,11 @@ class SelectedTriton(SelectedKernel):
     def _lists(
         self, work: SelectedPairs, rows: int, keys: int
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Yield tiles of query rows, each with the list of its selected and visible keys.
+        """Yield tiles (slices of query rows), each with its selected and visible keys.
 
         Yields:
-            tile: Slice of the r query rows of the tile.
-            table: int32 [r, b, H, n], indices of the chunk's keys that the query row selects and
+            tile: Slice of the r query rows of the tile. table: int32 [r, b, H, n], indices of the
+            chunk's keys that the query row selects and
                 sees. Only the first `counts` of the n entries are valid.
             counts: int32 [r, b, H], number of valid entries.
         """
@@ -239,7 +239,7 @@ class SelectedTriton(SelectedKernel):
     def _launch(self, code: Any, size: HeadBlocks, q: torch.Tensor, k: torch.Tensor) -> Any:
         """Return a function that launches the Triton kernel `code`.
 
-        Each query row and block of heads gets one program.
+        One program computes one query row and one block of heads.
         """
         groups = self._groups(k)
         programs = q.shape[1] * groups * -(-q.shape[2] // groups // size.heads)

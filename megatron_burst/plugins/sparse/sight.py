@@ -29,7 +29,7 @@ Condition = Callable[[Rows, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class VisibilityTables:
-    """Cache of one plan: functions that evaluate its mask, and copies of arrays on devices."""
+    """Functions that evaluate the mask of one plan on devices, and copies of its arrays there."""
 
     def __init__(self):
         self._on_device: dict[tuple[int, torch.device], tuple[np.ndarray, torch.Tensor]] = {}
@@ -149,7 +149,7 @@ class IntervalCondition:
 
 @dataclass(frozen=True)
 class _CombinedCondition:
-    """Intersection (`symbol` "&") or union of two conditions."""
+    """Condition of a combined mask: intersection (`symbol` "&") or union of two conditions."""
 
     symbol: str
     a: Condition
@@ -162,7 +162,7 @@ class _CombinedCondition:
 
 @dataclass(frozen=True)
 class _StrideCondition:
-    """Condition of `masks.Dilated`: q - k must be a multiple of the stride."""
+    """Condition of `masks.Dilated`: a query sees keys at distances that the stride divides."""
 
     stride: int
 

@@ -13,7 +13,7 @@ NOTHING = torch.iinfo(torch.int32).max  # marks an unused entry; sorts after all
 
 
 def no_units(shape: tuple[int, ...], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the initial state of a running top-k: scores of -inf, and int32 units `NOTHING`.
+    """Return scores and units before the first chunk: -inf, and `NOTHING` (int32).
 
     Args:
         shape: Shape of both tensors, [..., top_k].
@@ -26,7 +26,7 @@ def no_units(shape: tuple[int, ...], like: torch.Tensor) -> tuple[torch.Tensor, 
 def add_units_(
     scores: torch.Tensor, units: torch.Tensor, new: torch.Tensor, new_units: torch.Tensor
 ) -> None:
-    """Merge new units into the best units of each query, in place.
+    """Merge the units of a chunk into the best units of each query, in place.
 
     Args:
         scores: Scores of the best units so far [..., top_k].

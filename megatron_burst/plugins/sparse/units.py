@@ -54,10 +54,10 @@ class UnitLayout(Layout):
 def by_units(
     options: AttentionOptions, size: int, index_q: torch.Tensor, rule: SelectionRule
 ) -> AttentionOptions:
-    """Return options for a ring that sends one row per unit: layout and mask apply to units.
+    """Return options for a ring that sends one row per unit (consecutive positions).
 
-    If the layout or mask is invalid, return `options` unchanged; the checks of every plan then
-    raise the error.
+    Their layout and mask apply to units. If the layout or mask is invalid, return `options`
+    unchanged; the checks of every plan then raise the error.
 
     Args:
         options: Options with the layout and mask of positions.
@@ -103,10 +103,11 @@ def _check_layout(layout: Layout, seq_len: int, block: int) -> None:
 
 
 def _of_units(mask: Mask, block: int, padded: bool) -> Mask | None:
-    """Return the mask that applies to units instead of positions; None if `mask` has no such mask.
+    """Convert a mask of positions to a mask of units; None if that is impossible.
 
-    If `padded` is True, padding may start within a unit. Only queries of that unit see the mean
-    that includes keys of the padding, and these queries always select the unit.
+    A unit is `block` consecutive positions. If `padded` is True, padding may start within a unit.
+    Only queries of that unit see the mean that includes keys of the padding, and these queries
+    always select the unit.
     """
     if isinstance(mask, Combined) and mask.symbol == "&":
         a, b = (_of_units(part, block, padded) for part in (mask.a, mask.b))
@@ -190,10 +191,10 @@ def gradient_of_keys(rows: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
 def unit_placeholders(
     q: torch.Tensor, k: torch.Tensor, rule: SelectionRule
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return placeholders (q, k, v) for the plan of a ring that sends one row per unit.
+    """Return placeholders (q, k, v) for the plan of a ring that sends index keys, one row per unit.
 
-    Plans read only their shapes, dtype and device. A row of q stands for the queries of a unit, and
-    has the index heads of all these queries.
+    A unit is consecutive positions. Plans read only their shapes, dtype and device. A row of q
+    stands for the queries of a unit, and has the index heads of all these queries.
     """
     (rows, batch, heads, width), n = q.shape, parts_per_unit(rule)
     dtype = k.dtype if n == rule.block else accumulation_dtype(k.dtype)

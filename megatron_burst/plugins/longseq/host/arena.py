@@ -84,13 +84,13 @@ class Block:
     """Range of a slab; its memory is freed when this object is destroyed.
 
     Attributes:
-        slab: Slab that contains the block.
+        slab: Slab (memory that is mapped and pinned in one call) that contains the block.
         start: Offset in the slab, in bytes.
         size: Bytes of the slab that the block occupies.
         nbytes: Requested bytes.
         after: Copies that read or write the block. The first writer must wait for the copies that
             are pending at allocation.
-        freed: Queue of the arena to which the block is added when it is destroyed.
+        freed: Queue to which the block is added when it is destroyed; the arena reuses its memory.
     """
 
     slab: Slab
@@ -119,7 +119,8 @@ class Arena:
 
     Args:
         limit: Maximum bytes of host memory to map, rounded down to whole pages.
-        pin: Function of (address, bytes) that pins a slab and returns a function that unpins it.
+        pin: Function of (address, bytes) that pins mapped memory and returns a function that unpins
+            it.
         ranks: Number of processes that share the node's limit; used in messages only.
         strict: True to fill memory with NaN when it is freed.
     """
@@ -183,15 +184,15 @@ class Arena:
         return block
 
     def _best_fit(self, size: int) -> tuple[Slab, _Gap] | None:
-        """Return the smallest gap of at least `size` bytes, with its slab; None if there is none.
+        """Return the smallest free range of at least `size` bytes, with its slab, or None.
 
-        If several gaps have this size, return the first one.
+        If several ranges have this size, return the first one.
         """
         fitting = [(slab, gap) for slab in self._slabs for gap in slab.gaps if gap.size >= size]
         return min(fitting, key=lambda fit: fit[1].size, default=None)
 
     def _collect(self) -> None:
-        """Return the memory of destroyed blocks to their slabs."""
+        """Return the memory of destroyed blocks to their slabs, as free ranges."""
         while self._freed:
             slab, start, size, nbytes, after = self._freed.popleft()
             self._used -= nbytes
@@ -241,7 +242,10 @@ def _idle(slab: Slab) -> bool:
 
 
 def _give_back(gaps: list[_Gap], new: _Gap) -> None:
-    """Insert a gap into a slab's gaps in order of addresses, and merge it with adjacent gaps."""
+    """Insert a free range into the free ranges of a slab, sorted by address.
+
+    It is merged with adjacent free ranges.
+    """
     index = sum(gap.start < new.start for gap in gaps)
     if index < len(gaps) and new.start + new.size == gaps[index].start:
         right = gaps.pop(index)

@@ -50,7 +50,7 @@ class HostTraffic:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Return a context that locks the records of copies and frames for one thread."""
+        """Return a context that only one thread can be in; it protects records of copies."""
         with self._lock:
             self._run_dropped()
             yield
@@ -74,9 +74,9 @@ class HostTraffic:
 
 
 class HostCopy:
-    """Copy of the device tensor `flat` [n], which is contiguous: flat[cut:] is copied to the host.
+    """Copy of a contiguous device tensor `flat` [n], of which flat[cut:] is on the host.
 
-    flat[:cut] is copied on the device.
+    flat[:cut] is copied to other device memory.
     """
 
     def __init__(self, traffic: HostTraffic, flat: torch.Tensor, cut: int):
@@ -101,7 +101,7 @@ class HostCopy:
         return self._source is not None
 
     def sent(self) -> bool:
-        """Return whether the transfer to the host is complete."""
+        """Return whether the transfer to the host is complete, without waiting."""
         return self._sent.done()
 
     def release(self) -> None:
@@ -131,7 +131,13 @@ class HostCopy:
             self._buffer = self._arrived = None
 
     def take(self, handle: object) -> torch.Tensor:
-        """Return all n elements on the device; they are kept until all handles have them."""
+        """Return all n elements on the device, for one of the handles to this copy.
+
+        The device tensor is kept until all handles have received it.
+
+        Args:
+            handle: Key of the handle.
+        """
         if self._fetched is None:
             self.fetch()
             assert self._buffer is not None
@@ -154,7 +160,7 @@ class HostCopy:
         self._handles.add(handle)
 
     def drop(self, handle: object) -> None:
-        """Remove the key of a handle that was destroyed."""
+        """Record that the handle with this key was destroyed."""
         self._handles.discard(handle)
         self._forget(handle)
 
@@ -269,7 +275,7 @@ def _as_bytes(flat: torch.Tensor) -> torch.Tensor:
 
 
 class PendingCopies:
-    """Copies that still reference their source tensors, for at most two frames.
+    """Copies that still reference their source tensors, for at most two frames (layers).
 
     When a third frame begins to move tensors, the compute stream first waits for the copies of the
     oldest frame. This bounds device memory; it costs time if the link is slower than the layers.
@@ -282,7 +288,8 @@ class PendingCopies:
         """Add a copy that has begun.
 
         Args:
-            group: Frame of the copy, or a new object if the copy belongs to no frame.
+            group: Frame (tensors of one layer) of the copy, or a new object if it belongs to no
+                frame.
             copy: The copy.
         """
         if not self._groups or self._groups[-1][0] is not group:
@@ -292,9 +299,10 @@ class PendingCopies:
         self._groups[-1][1].append(weakref.ref(copy))
 
     def settle(self) -> None:
-        """Release the copies of all frames except the last, and complete copies of the last frame.
+        """Drop the source tensors of copies, as far as that needs no wait for the newest copies.
 
-        Backward calls this when it fetches a frame.
+        For earlier frames (layers), the current stream waits for the copies. For the last frame,
+        only complete copies drop their source tensors. Backward calls this when it fetches a frame.
         """
         while len(self._groups) > 1:
             self._release(self._groups.pop(0)[1])
@@ -302,7 +310,7 @@ class PendingCopies:
             self._groups.clear()
 
     def drain(self) -> None:
-        """Release all copies."""
+        """Wait for all copies, and drop their source tensors."""
         while self._groups:
             self._release(self._groups.pop(0)[1])
 
@@ -323,7 +331,7 @@ Span = tuple[int, int]  # first and end element in a storage
 
 
 class _CopyRecord(NamedTuple):
-    """Entry of `CopyIndex`: a copy, valid while its source memory is unchanged."""
+    """A copy on the host, which is valid as long as its source memory is unchanged."""
 
     storage: StorageWeakRef  # keeps the address, so that no other storage can have it
     version: int
@@ -333,7 +341,10 @@ class _CopyRecord(NamedTuple):
 
 
 class CopyIndex:
-    """Index of copies by storage; copies that were destroyed are removed."""
+    """Index of the copies of each storage (`torch.UntypedStorage`).
+
+    Copies that were destroyed are removed.
+    """
 
     def __init__(self) -> None:
         self._records: dict[int, list[_CopyRecord]] = {}
@@ -342,10 +353,15 @@ class CopyIndex:
         return sum(map(len, self._records.values()))
 
     def find(self, tensor: torch.Tensor, span: Span) -> tuple[HostCopy, int] | None:
-        """Return a copy that contains a span of the tensor's storage, and the start of the copy.
+        """Return a copy that contains a range of the tensor's storage; None if there is none.
 
-        The start is an index of elements in the storage. Return None if there is no such copy, or
-        if the memory has changed since.
+        Args:
+            tensor: The tensor. A copy is not returned if the tensor was changed in place since the
+                copy.
+            span: First and end element of the range in the storage.
+
+        Returns:
+            The copy, and the index of its first element in the storage.
         """
         for record in self._records.get(tensor.untyped_storage()._cdata, ()):
             same = (record.version, record.dtype) == (tensor._version, tensor.dtype)
@@ -356,7 +372,7 @@ class CopyIndex:
         return None
 
     def add(self, tensor: torch.Tensor, span: Span, copy: HostCopy) -> None:
-        """Add a copy of the elements `span` of the tensor's storage."""
+        """Add a copy of the elements `span` (first and end) of the tensor's storage."""
         storage = StorageWeakRef(tensor.untyped_storage())
 
         def forget(ref: object, table: dict[int, list[_CopyRecord]] = self._records) -> None:

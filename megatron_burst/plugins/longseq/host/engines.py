@@ -46,7 +46,7 @@ class Meter:
 
 
 class _Publication:
-    """Deferred copy from separate memory to the target of a copy; it runs once."""
+    """Second half of a copy with `strict`: from separate memory to the target; it runs once."""
 
     def __init__(self) -> None:
         self._put: Callable[[], object] | None = None
@@ -68,7 +68,7 @@ class _Publication:
 
 
 class WorkerEvent:
-    """Handle to a copy on a worker thread."""
+    """Handle to a copy that a worker thread makes."""
 
     def __init__(self) -> None:
         self._over = threading.Event()

@@ -27,7 +27,10 @@ class Fetchable(Protocol):
 
 
 class HostFrame:
-    """Tensors that are moved inside `with frame:`; the context may be entered repeatedly."""
+    """Context that records the tensors of one layer that move to the host.
+
+    The tensors are moved inside `with frame:`, which may be entered repeatedly.
+    """
 
     def __init__(self, order: FrameOrder):
         self.number: int | None = None  # set when the first tensor is moved
@@ -42,19 +45,24 @@ class HostFrame:
         self._order.stack().pop()
 
     def add(self, handle: object, copy: Fetchable) -> None:
-        """Add a moved copy to the frame, under the key `handle` of its handle."""
+        """Add a copy on the host to the frame.
+
+        Args:
+            handle: Key of the handle (`MovedTensor`) to the copy.
+            copy: The copy.
+        """
         if self.number is None or not self._copies:
             self._order.enter(self)
         self._copies[handle] = weakref.ref(copy)
 
     def drop(self, handle: object) -> None:
-        """Remove the copy whose handle was destroyed; `handle` is the key of this handle."""
+        """Remove the copy whose handle with the key `handle` was destroyed."""
         self._copies.pop(handle, None)
         if not self._copies:
             self._order.leave(self)
 
     def visit(self) -> None:
-        """Fetch this frame, which backward needs now, and the predicted next frame."""
+        """Fetch this frame, which backward needs now, and the frame that is predicted as next."""
         self._order.visit(self)
 
     def copies(self) -> list[Fetchable]:
@@ -93,14 +101,14 @@ class FrameOrder:
         self._local = threading.local()
 
     def stack(self) -> list[HostFrame]:
-        """Return the frames that this thread has entered."""
+        """Return the frames whose contexts this thread is in, the innermost last."""
         if not hasattr(self._local, "frames"):
             self._local.frames = []
         return self._local.frames
 
     @property
     def live(self) -> int:
-        """Number of frames with tensors on the host."""
+        """Number of frames (layers) with tensors on the host."""
         return len(self._live)
 
     def enter(self, frame: HostFrame) -> None:
@@ -115,7 +123,10 @@ class FrameOrder:
             self._ahead.pop(frame.number, None)
 
     def _begin(self) -> None:
-        """Begin a period; the order of visits in the last period becomes the prediction."""
+        """Begin a new period, such as a step.
+
+        The order in which backward needed frames in the last period becomes the prediction.
+        """
         if self._visits:
             self._learned = dict(pairwise(self._visits))
         self._next, self._visits, self._current = 0, {}, None

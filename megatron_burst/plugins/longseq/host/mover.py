@@ -202,8 +202,8 @@ class HostMemory:
     def frame(self) -> HostFrame:
         """Return a context for the tensors of one layer: `with host.frame(): ...`.
 
-        In backward, the first `get` of a tensor of this frame fetches all tensors of this frame and
-        of the next frame.
+        These tensors are a frame. In backward, the first `get` of a tensor of a frame fetches all
+        tensors of this frame and of the next frame.
         """
         return HostFrame(self._order)
 
@@ -230,9 +230,10 @@ class HostMemory:
         shared: bool,
         frame: HostFrame | None,
     ) -> MovedTensor:
-        """Return a handle to a tensor that occupies elements `span` of its storage.
+        """Return a handle to a tensor that is copied to the host, or of which a copy exists.
 
-        The first `cut` elements stay on the device. An existing copy is reused only if `shared`.
+        The tensor occupies the elements `span` (first, end) of its storage. The first `cut`
+        elements stay on the device. An earlier copy is reused only if `shared`.
         """
         with self._traffic.exclusive():
             existing = self._index.find(tensor, span) if shared else None
@@ -248,7 +249,10 @@ class HostMemory:
         shared: bool,
         frame: HostFrame | None,
     ) -> MovedTensor:
-        """Begin a copy and return a handle; if the copy does not fit, the tensor stays."""
+        """Begin a copy to the host and return its handle; arguments are the same as in `_moved`.
+
+        If the copy does not fit, the tensor stays on the device.
+        """
         with torch.no_grad():
             flat = tensor.detach().as_strided((span[1] - span[0],), (1,), span[0])
         try:
@@ -296,7 +300,7 @@ class HostMemory:
 
     @property
     def frames(self) -> int:
-        """Number of frames with tensors on the host."""
+        """Number of frames (layers) with tensors on the host."""
         return self._order.live
 
     @property

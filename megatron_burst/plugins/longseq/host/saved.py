@@ -26,7 +26,7 @@ _FLOAT8 = "float8"
 def movable(tensor: torch.Tensor, device: str) -> bool:
     """Return whether a tensor is a plain activation on a device of type `device`.
 
-    See the module for tensors that are not.
+    The module's docstring lists the tensors that are not.
     """
     if type(tensor) is not torch.Tensor or isinstance(tensor._base, torch.nn.Parameter):
         return False
@@ -101,7 +101,7 @@ class MovedArguments:
         return self._function(*args)
 
     def _offloaded(self, leaf: Any) -> Any:
-        """Return a handle to a moved argument, or the argument itself if it is not moved."""
+        """Move an argument to the host and return its handle, or return the argument unchanged."""
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             moved = self._move(leaf)
             return moved if moved.moved else leaf

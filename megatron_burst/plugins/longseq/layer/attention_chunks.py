@@ -37,12 +37,13 @@ ChunkResult = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class RowChunkedHalf:
-    """Attention half of a layer in row chunks, without the tensors that its forward saves.
+    """Attention half of a layer (input norm to residual), which runs in row chunks.
 
     Attributes:
         half: Attention half of the layer.
-        call: Attention call for all rows of the shard.
-        stored: Attention store of the checkpoint around the layer; None without a checkpoint.
+        call: Plan and arguments of core attention for all rows of this rank.
+        stored: This call's entry in the attention store of the checkpoint around the layer, or
+            None.
         parameters: Parameters of the attention half, in the order in which their gradients are
             returned.
         host: Host memory for keys of other ranks between the chunks of a forward; None if every
@@ -65,11 +66,13 @@ class RowChunkedHalf:
         return out
 
     def forward(self, hidden: torch.Tensor, saves: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return the output, and for each chunk a tensor that keeps its result until backward.
+        """Return the output [s / t, b, H], and a holder per row chunk.
 
         Args:
             hidden: Hidden states [s / t, b, H].
-            saves: True if backward follows. Otherwise the list of such tensors is empty.
+            saves: True if backward follows. If False, the list of holders is empty. A holder is an
+                empty tensor whose autograd graph saves the chunk's attention output and
+                log-sum-exp.
         """
         half, plan, stored = self.half, self.call.plan, self.stored
         chunks, ring = half.rows(plan), None
@@ -100,7 +103,7 @@ class RowChunkedHalf:
 
         Args:
             hidden: Hidden states [s / t, b, H].
-            holders: Tensors of the chunks that forward returned.
+            holders: Holders that `forward` returned, one per row chunk.
             dy: Gradient of the output [s / t, b, H].
             needed: Whether the hidden states need a gradient. If not, the first result is None.
         """
@@ -141,15 +144,16 @@ class RowChunkedHalf:
         needed: bool,
         attention: _BackwardAttention | None,
     ) -> tuple[torch.Tensor, Any]:
-        """Run a chunk with autograd; return its hidden states, a leaf of the graph, and its output.
+        """Run a row chunk with autograd; return its hidden states (a leaf) and its output.
 
-        Without `attention`, return keys and values in place of the output.
+        Without `attention`, the chunk runs only up to core attention, and its keys and values are
+        returned in place of the output.
 
         Args:
             hidden: Hidden states of all chunks [s / t, b, H].
             rows: Rows of the chunk.
             needed: Whether the hidden states need a gradient.
-            attention: Core attention of the chunk, or None.
+            attention: Function that replaces core attention, or None.
         """
         part = hidden.index_select(0, rows.local).detach().requires_grad_(needed)
         with torch.enable_grad():
@@ -164,7 +168,7 @@ class RowChunkedHalf:
         max_logits: torch.Tensor | None = None,
         host: KeyHostMemory | None = None,
     ) -> RowChunkedCall:
-        """Compute keys and values of all rows chunk by chunk, and return the call that uses them.
+        """Compute keys and values of all rows chunk by chunk; start the call that uses them.
 
         Args:
             hidden: Hidden states [s / t, b, H].
@@ -217,7 +221,7 @@ class _RowChunkedHalfFunction(torch.autograd.Function):
 
 
 class _ForwardAttention:
-    """Core attention of a chunk of queries in forward; the attention store may have the result."""
+    """Core attention of a row chunk in forward, or its result from the attention store."""
 
     def __init__(self, ring: RowChunkedCall | None, index: int, stored: Tensors | None):
         self._ring, self._index, self._stored = ring, index, stored
@@ -234,13 +238,13 @@ class _ForwardAttention:
 
 
 class _BackwardAttention:
-    """Core attention of a recomputed chunk of queries: returns the output of forward.
+    """Core attention of a recomputed row chunk: it returns the output of forward.
 
-    Its backward runs the backward of the ring.
+    Its backward computes the gradients with other ranks.
 
     Attributes:
-        leaves: Detached queries, if the queries need no gradient. They let the ring's backward run
-            anyway, because keys may need gradients and other ranks take part.
+        leaves: Detached queries, if the queries need no gradient. With them, backward runs anyway,
+            because keys may need gradients and other ranks take part.
     """
 
     def __init__(self, ring: RowChunkedCall, index: int, result: ChunkResult):
@@ -272,7 +276,7 @@ class _StoredAttention(torch.autograd.Function):
 
 
 class _SavedResult(torch.autograd.Function):
-    """Autograd function that saves its inputs immediately, not at the end of the outer function."""
+    """Autograd function that saves its inputs at once, not when the outer function returns."""
 
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
@@ -285,7 +289,10 @@ class _SavedResult(torch.autograd.Function):
 
 
 def _result_holder(result: ChunkResult) -> torch.Tensor:
-    """Return an empty tensor whose autograd graph saves `result`, through saved-tensor hooks."""
+    """Return an empty tensor whose autograd graph saves `result`.
+
+    So the result passes through saved-tensor hooks, which may move it to the host.
+    """
     with torch.enable_grad():
         holder: Any = _SavedResult.apply(torch.empty(0, requires_grad=True), *result)
     return holder

@@ -50,8 +50,8 @@ class RowChunkIndex:
     """Row indices of one row chunk, int64 tensors on the device.
 
     Attributes:
-        shard: Indices into the rows of the shard (queries, keys) [t r].
-        local: Indices into the rows of this rank's hidden states [r].
+        shard: Indices of the chunk's queries and keys among the rows of the shard [t r].
+        local: Indices of the chunk's rows in this rank's hidden states [r].
     """
 
     shard: torch.Tensor
@@ -60,7 +60,7 @@ class RowChunkIndex:
 
 @dataclass(frozen=True)
 class AttentionHalf:
-    """Attention half of one layer for one micro-batch, without its hidden states.
+    """Attention half of one layer (input norm to residual), for one micro-batch.
 
     Attributes:
         layer: Megatron's `TransformerLayer`.
@@ -111,7 +111,7 @@ class AttentionHalf:
         Args:
             hidden: Hidden states [r, b, H] of the chunk.
             rows: Rows of the chunk.
-            attend: Core attention of the chunk.
+            attend: Function of (q, k, v) that replaces core attention.
 
         Returns:
             Output of the attention half [r, b, H].
@@ -235,7 +235,10 @@ class _FixedAngles:
 
 
 def _latent_angles(attention: Any, hidden: torch.Tensor, params: Any) -> tuple[Any, ...]:
-    """Return the angles that latent attention computes for all rows, and Yarn's scale if any."""
+    """Return the rotary angles that latent attention computes for all rows.
+
+    If the model uses Yarn, its scale is returned too.
+    """
     rope = attention.rotary_pos_emb
     length = rope.get_rotary_seq_len(None, None, hidden, attention.config, params)
     table = rope(length, packed_seq=params is not None)

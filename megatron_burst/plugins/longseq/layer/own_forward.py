@@ -70,7 +70,10 @@ def own_forward_problems(layer: type, config: Any, burst: LongSequenceOptions) -
 
 
 def _override_of(layer: type, method: str) -> str | None:
-    """Return the override because of which `TransformerLayer.method` may not run, or None."""
+    """Return the name of the override in `layer` that may not call `TransformerLayer.method`.
+
+    None if the inherited method runs.
+    """
     for cls in layer.__mro__[: layer.__mro__.index(TransformerLayer)]:
         if method in _STILL_RUN.get(path_of(cls), ()):
             continue

@@ -127,7 +127,7 @@ def _width(config: Any, moe: bool) -> int:
 
 
 def fates_of(count: int, share: float) -> tuple[Fate, ...]:
-    """Return for each of `count` tiles whether it is moved to the host or recomputed.
+    """Return the fate of each tile: "move" (saved tensors are moved to the host) or "recompute".
 
     A `share` (0 to 1) of the tiles is moved. These are the first tiles, so that their copies
     overlap with the other tiles.
@@ -150,7 +150,7 @@ def forward_moe(
         forward: The layer's own `_forward_mlp`.
         hidden: Hidden states [rows, batch, hidden].
         arguments: The other arguments of `forward`.
-        run_tiled: The function `tiled` with number and fates of the tiles already set.
+        run_tiled: The function `tiled`, with the number of tiles and their fates already set.
     """
     moe, norm = layer.mlp, layer.pre_mlp_layernorm
     logits = run_tiled(
@@ -231,7 +231,10 @@ def _with_tiled_norm(original: Callable, self: Any) -> None:
 
 
 class TiledNorm:
-    """Replacement for the `forward` of a norm module, whose type and hooks do not change."""
+    """Replacement for the `forward` of a norm module, which runs it in tiles of rows.
+
+    Type and hooks of the module do not change.
+    """
 
     def __init__(self, norm: torch.nn.Module, tiles: Any) -> None:
         self.norm, self.tiles = norm, tiles

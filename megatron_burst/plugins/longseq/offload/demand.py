@@ -35,8 +35,8 @@ class HostDemand(NamedTuple):
             layers) moves.
         call_seconds: Median time of the forward of such a call.
         pass_bytes: Largest number of bytes that one micro-batch moves in one model chunk.
-        passes: Number of forward passes in flight; a micro-batch has one forward pass in each model
-            chunk.
+        passes: Number of forward passes that wait for backward; a micro-batch has one forward pass
+            in each model chunk.
         cut: True if some bytes did not fit on the host.
         key_bytes: Largest number of bytes that other ranks' keys need on the host during one
             attention call in row chunks. It does not depend on the offloaded fraction.

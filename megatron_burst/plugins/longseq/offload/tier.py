@@ -57,7 +57,10 @@ def tier_of(patches: PatchSet) -> Tier | None:
 
 
 class RunningCall(NamedTuple):
-    """Layer call in progress: the fraction of rows that it moves, and the frame of its tensors."""
+    """Layer call in progress: the fraction of rows that it moves to the host, and its frame.
+
+    A frame is the tensors of one layer, which backward fetches together.
+    """
 
     fraction: float
     frame: HostFrame
@@ -88,10 +91,11 @@ class KeyMemory:
 
 
 class Tier:
-    """State of the offloading in one training run; its first step measures the bytes to move.
+    """Offloading of saved tensors to host memory in one training run.
 
-    Before the first step of Megatron's schedules, the number of ranks of a node is unknown. Until
-    then all ranks of the run are assumed to share one node.
+    The first step measures how many bytes are moved. Before the first step of Megatron's schedules,
+    the number of ranks of a node is unknown. Until then all ranks of the run are assumed to share
+    one node.
     """
 
     def __init__(self, burst: LongSequenceOptions) -> None:
@@ -119,8 +123,8 @@ class Tier:
         """Begin a training step on all ranks; the first call is collective.
 
         Args:
-            passes: Number of forward passes in flight on this rank; a micro-batch has one forward
-                pass in each model chunk.
+            passes: Number of forward passes of this rank that wait for backward; a micro-batch has
+                one forward pass in each model chunk.
         """
         if self.settled:
             return
@@ -224,7 +228,7 @@ class Tier:
         return self.host.saved(fraction, min_bytes=MIN_BYTES, keep=self._staying(set()))
 
     def keys(self) -> KeyMemory | None:
-        """Return memory for keys of other ranks, to use in one attention call in row chunks.
+        """Return host memory for keys of other ranks, for one attention call in row chunks.
 
         If offloading is disabled, return None on all ranks.
         """
@@ -235,7 +239,12 @@ class Tier:
         return self.host.bytes_out + (self.first.spilt if self.first is not None else 0)
 
     def note_keys(self, memory: KeyMemory, nbytes: int) -> None:
-        """Add `nbytes`, which `memory` has moved, to the bytes of other ranks' keys."""
+        """Count bytes of other ranks' keys that were moved to the host.
+
+        Args:
+            memory: Host memory of the attention call, which counts the bytes of the call.
+            nbytes: Bytes that were moved now.
+        """
         self._key_bytes += nbytes
         if self.first is not None:
             self.first.note_keys(memory.bytes)
@@ -354,8 +363,8 @@ class FirstStep:
     """Measurements of the first step: the bytes that layer calls move, and the time of each call.
 
     Attributes:
-        passes: Number of forward passes in flight; a micro-batch has one forward pass in each model
-            chunk.
+        passes: Number of forward passes that wait for backward; a micro-batch has one forward pass
+            in each model chunk.
         spilt: Bytes that did not fit on the host.
     """
 
@@ -419,7 +428,10 @@ def shared_node(stated: int | None) -> HostNode:
 
 
 def lone_node(stated: int | None) -> HostNode:
-    """Return this node's host memory as if all ranks of the run were on it; no communication."""
+    """Return this node's host memory, as if all ranks of the run were on this node.
+
+    The function does not communicate.
+    """
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     return HostNode(stated or host_limit(), ranks)
 

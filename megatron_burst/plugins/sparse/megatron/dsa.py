@@ -140,10 +140,10 @@ class BurstDSAttention(dsa.DSAttention):
     def _selected(
         self, rows: int, x: torch.Tensor, qr: torch.Tensor, packed: Any, call: SparseCall
     ) -> tuple[tuple[torch.Tensor, ...] | None, Selection]:
-        """Return the index tensors (queries, keys, weights) and the selection of this forward.
+        """Return the indexer's tensors (queries, keys, weights) and the selected keys.
 
-        The index tensors are None if the indexer is not trained. `rows` is the number of query rows
-        of this rank.
+        The tensors are None if the indexer is not trained. `rows` is the number of query rows of
+        this rank.
         """
         trains = self.training and torch.is_grad_enabled() and self._coefficient > 0
         with torch.enable_grad() if trains else torch.no_grad():

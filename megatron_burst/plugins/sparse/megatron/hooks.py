@@ -40,7 +40,7 @@ def patch(patches: PatchSet) -> None:
 
 
 def _allow_any_exchange(original: Callable, self: Any) -> None:
-    """Run Megatron's check of a configuration as if `cp_comm_type` were all-gather.
+    """Run Megatron's check of a configuration (`self`) as if `cp_comm_type` were all-gather.
 
     Megatron asserts all-gather for DSA. The assertion is skipped if the run uses BurstAttention. If
     Megatron's own DSA runs, `configure` checks `cp_comm_type`.

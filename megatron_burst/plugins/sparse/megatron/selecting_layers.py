@@ -65,8 +65,8 @@ class SelectingKind:
             book: Cache of the plans of the layers of a context-parallel group.
             tensors: q [s, b, h, d], k [s, b, k, d] and v [s, b, k, w] by name.
             pack: Documents of a packed batch, or None.
-            rows: Not used.
-            own: Not used.
+            rows: Row chunks; not used.
+            own: Mask of the layer; not used.
         """
         layout: Any = self.cut.name
         if pack is not None:
@@ -179,8 +179,8 @@ class SelectingLayer:
     ) -> SparseCall:
         """Return the plan and label for one forward of the layer.
 
-        This is a collective in the first of all layers with equal `SelectingKind`. Only shapes,
-        dtypes and device of q, k and v are read.
+        In the first of all layers with equal `SelectingKind`, this is a collective call. Only
+        shapes, dtypes and device of q, k and v are read.
 
         Args:
             q: Queries [s, b, h, d].
