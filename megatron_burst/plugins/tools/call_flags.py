@@ -65,7 +65,7 @@ def add_grid(
 
 
 def add_side(parser: argparse.ArgumentParser) -> None:
-    """Add `--side`, the tensors that ranks send in backward."""
+    """Add `--side`: the tensors that ranks send in backward, keys and values or queries."""
     parser.add_argument("--side", default="auto", choices=("auto", *SIDES), help="tensors sent in "
                         "backward (default: auto, those with fewer bytes)")  # fmt: skip
 
@@ -97,6 +97,11 @@ def check_positive(arguments: argparse.Namespace, names: Iterable[str]) -> None:
 
 
 def check_place(path: Path | None, flag: str) -> None:
-    """Raise ValueError if the folder of an output file, the value of `flag`, does not exist."""
+    """Raise ValueError if the folder of an output file does not exist.
+
+    Args:
+        path: Path of the file, or None.
+        flag: Flag that sets the path, for the message.
+    """
     if path is not None and not path.absolute().parent.is_dir():
         raise ValueError(f"{flag} {path}: its folder does not exist")

@@ -69,7 +69,7 @@ def save(figure: Figure, path: Path, shades: int = SHADES) -> None:
     Args:
         figure: Figure to write.
         path: Path of the file.
-        shades: Number of colours of the palette.
+        shades: Number of colours of a PNG's palette.
     """
     if path.suffix == ".svg":
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
@@ -167,7 +167,7 @@ def legend(
     Args:
         axes: Axes to draw on.
         entries: Pairs (colour, label).
-        alphas: Opacity by label; default 1.
+        alphas: Label -> opacity of its colour; default 1.
         above: Distance above the axes, as a fraction of the axes' height.
     """
     patches = [

@@ -92,7 +92,7 @@ def read_command(words: Sequence[str]) -> tuple[Model, dict[str, Any]]:
 
 
 def _settled(command: MegatronCommand, burst_flags: Any) -> BurstConfig:
-    """Return the `BurstConfig` of a command, with the layout that training would use."""
+    """Return the options of this package in a command, with the layout that training would use."""
     # Imported late, because they import torch, which takes seconds.
     from ...megatron.checks.command_line import settings_of
     from ...megatron.layout_choice import complete_flags
@@ -143,7 +143,7 @@ def _command_run(command: MegatronCommand) -> dict[str, Any]:
 def choices_of(
     choices: BurstConfig, seq: int, cp: int, name_of: Callable[[str], str]
 ) -> dict[str, Any]:
-    """Return the fields of `Settings` that correspond to a `BurstConfig`.
+    """Convert options of this package (`BurstConfig`) to fields of `Settings`, by name.
 
     Args:
         choices: Options of this package.

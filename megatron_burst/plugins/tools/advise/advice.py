@@ -49,7 +49,7 @@ class Advice:
         want: Goal of the search: tokens per sequence and step, and fixed settings.
         ranked: Best configuration for each choice of parallel sizes (TP, PP, CP, DP) that fits. The
             recommended configuration is first; the others are ordered by time.
-        ways: Number of choices of parallel sizes.
+        ways: Number of possible choices of parallel sizes.
         tried: Number of these choices that the search tried. A lower bound on time excluded the
             other choices.
         lengths: Lengths of the documents of a pack; () without packed documents.
@@ -114,7 +114,7 @@ class Advice:
 
     @property
     def cut(self) -> Cut | Literal[""]:
-        """Layout of packed documents, "zigzag" or "balanced"; "" without packed documents."""
+        """Layout of packed documents, "zigzag" or "balanced"; "" if documents are not packed."""
         return "zigzag" if self.want.documents else "balanced" if self.lengths else ""
 
     def flags(self, index: int = 0) -> list[str]:
@@ -253,10 +253,7 @@ def nodes_and_gpus(cluster: Cluster) -> tuple[int, int]:
 
 
 def _together(goal: TrainingGoal) -> str:
-    """Return the error message for fixed settings that exclude each other.
-
-    `store` is the only setting that depends on other settings: on `cp` and `recompute`.
-    """
+    """Return the error message for fixed settings that are possible one by one but not together."""
     pinned_flags = " ".join(f"{flag_of(name)} {value}" for name, value in goal.pinned.items())
     return (
         f"{pinned_flags}: no configuration has all these settings; --store requires --cp above 1 "

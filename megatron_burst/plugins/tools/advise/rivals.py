@@ -127,9 +127,10 @@ def rivals(
 def rival(
     kind: Kind, model: Model, cluster: Cluster, run: Settings, lengths: Sequence[int] = ()
 ) -> Rival:
-    """Return the estimate for one kind, with the fastest recomputation that fits into memory.
+    """Return the prediction for one kind of Megatron's context parallelism.
 
-    If none fits, the estimate has the recomputation with the least memory.
+    It has the fastest way of recomputation that fits into memory. If none fits, it has the way with
+    the least memory.
     """
     if reason := refused(kind, model, cluster, run):
         return Rival(kind, reason)
@@ -146,9 +147,10 @@ def _timed(
     kind: Kind, model: Model, cluster: Cluster, run: Settings, lengths: Sequence[int],
     ring: RingOf | None = None,
 ) -> list[Rival]:  # fmt: skip
-    """Return an estimate of a kind for each entry of `RECOMPUTE`, the fastest first.
+    """Return predictions for one kind of context parallelism, one per way of recomputation.
 
-    The fields `bytes` and `fits` are not computed.
+    The ways are the entries of `RECOMPUTE`; the fastest is first. The fields `bytes` and `fits` are
+    not computed.
     """
     own = settings(kind, model, cluster, run, lengths)
     calls = cache(lambda window: attention(kind, model, cluster, own, window, lengths, ring))
@@ -162,7 +164,7 @@ def _timed(
 
 
 def _fitted(estimate: Rival, model: Model, cluster: Cluster) -> Rival:
-    """Return the estimate with `bytes` and `fits` computed."""
+    """Return the prediction with its memory: the fields `bytes` and `fits`."""
     assert estimate.run is not None
     size = peak_bytes(estimate.kind, model, estimate.run, estimate.recompute)
     return replace(estimate, bytes=size, fits=size <= cluster.room)
@@ -216,7 +218,10 @@ def fastest(
 
 
 def _may_fit(model: Model, cluster: Cluster, run: Settings) -> bool:
-    """Return False if the states and layer inputs, or the logits alone, exceed GPU memory."""
+    """Return False if a run certainly exceeds GPU memory.
+
+    It exceeds GPU memory if parameters, optimizer and layer inputs do, or if the logits alone do.
+    """
     logits = run.rows * model.vocabulary / run.tp * run.logits_bytes
     states = least_bytes(model, replace(run, recompute="full"))
     return states <= cluster.room and logits <= cluster.room
@@ -228,7 +233,7 @@ def _seconds(timed: Rival) -> float:
 
 
 def refused(kind: Kind, model: Model, cluster: Cluster, run: Settings) -> str:
-    """Return the reason why a kind does not support a model with a run's parallel sizes, or ""."""
+    """Return the reason why a kind of context parallelism does not support a run; "" if it does."""
     if run.cp == 1:
         return ""
     if model.indexer is not None and kind != "all_gather":

@@ -249,7 +249,7 @@ def stage_layers(model: Model, run: Settings) -> list[int]:
 
 
 def uneven_rounds(run: Settings) -> str:
-    """Return an error message if virtual stages exclude this number of micro-batches, else ""."""
+    """Return an error message if virtual stages need another number of micro-batches, or ""."""
     if run.vpp == 1 or run.micro_batches % run.pp == 0:
         return ""
     return (
@@ -290,7 +290,7 @@ def check_experts(model: Model, ep: int) -> None:
 
 
 def check_carried(model: Model, layout: str) -> None:
-    """Raise ValueError if the layout does not support the model's linear-attention layers."""
+    """Raise ValueError if the layout does not support linear attention and the model has it."""
     if model.mixers and "striped" in layout:
         raise ValueError(
             f"--layout {layout}: {model.name} has layers that carry a state from row to row, and "
@@ -363,7 +363,7 @@ def _check_heads(model: Model, run: Settings) -> None:
 
 
 def _check_kind(model: Model, run: Settings, kind: str, algorithm: str) -> None:
-    """Raise ValueError if layers of a kind cannot have their own attention algorithm."""
+    """Raise ValueError if one kind of layers cannot have its own attention algorithm."""
     name = {WINDOW: "window_algorithm", CHUNKED: "chunk_algorithm"}[kind]
     field_text = f"{name} {algorithm}"
     if algorithm not in ALGORITHMS:

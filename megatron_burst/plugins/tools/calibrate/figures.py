@@ -63,7 +63,7 @@ def calibrate(model: Model, arguments: Namespace) -> None:
 
 
 def _fault(arguments: Namespace) -> ValueError | None:
-    """Return a ValueError if flags are invalid on this machine, otherwise None."""
+    """Return the ValueError for flags that are invalid on this machine, or None."""
     try:
         if arguments.gpu is not None and not torch.cuda.is_available():
             raise ValueError(f"--gpu {arguments.gpu}: torch finds no GPU here; remove --gpu")

@@ -46,9 +46,9 @@ def heads(model: Model, ranks: Ranks) -> tuple[int, int]:
 
 
 def tile(ranks: Ranks, model: Model, rows: int) -> LocalCalls:
-    """Return the forward and backward calls of kernel "auto" for `rows` queries and keys.
+    """Return the forward and backward calls of kernel "auto" for one pair of chunks.
 
-    All pairs are visible; the batch is 1.
+    The chunks have `rows` queries and keys. All pairs are visible; the batch is 1.
     """
     (h, k), width = heads(model, ranks), model.head_dim
     like = {"device": ranks.device, "dtype": dtype(ranks)}

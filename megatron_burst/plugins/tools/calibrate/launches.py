@@ -65,10 +65,7 @@ def _taken(ranks: Ranks, call: Callable[[], object]) -> float:
 
 
 def _alone(ranks: Ranks, model: Model) -> list[float]:
-    """Return three launch times in seconds.
-
-    They are of a kernel's forward, of its backward, and of a layer's forward and backward.
-    """
+    """Return three launch times in seconds, measured without other ranks."""
     calls = tile(ranks, model, EMPTY)
     launched = calls.forward, calls.backward, _Layer(ranks).passes
     return [median(ranks.times(partial(_taken, ranks, call))) for call in launched]

@@ -166,7 +166,7 @@ def _nics(
 def _by_inner_size(
     ranks: Ranks, size: int, latency: Measurement, nodes: Nodes, rates: Rates
 ) -> str:
-    """Return a comment that compares measured and forecast rates between nodes.
+    """Measure rates between nodes, and return a comment that compares them with the forecast.
 
     The last 2, 4, ... ranks of each node send at once, as in two-level rings with inner rings of
     this size. Rank 0 prints a warning if a forecast is off by more than `UNLIKE`.
@@ -200,7 +200,7 @@ def _all_to_all(
         ranks: Ranks that measure.
         members: Description of the ranks that take part, for the comment.
         pairs: Ranks to send to and receive from.
-        rate: Bytes per second of a hop.
+        rate: Bytes per second of a message to the next rank.
         latency: Seconds of a very small message.
 
     Returns:
@@ -222,7 +222,7 @@ def _all_to_all(
 
 
 def _sized(ranks: Ranks, pairs: Pairs) -> tuple[Measurement, int]:
-    """Return the latency of a message, and the bytes of a message that needs about `LONG` s."""
+    """Measure messages; return their latency, and the size that needs about `LONG` seconds."""
     _rounds(ranks, pairs, SMALL)  # opens the connections
     small = repeated(_rounds(ranks, pairs, SMALL, CHAIN), "")
     latency = small._replace(value=small.value / CHAIN)

@@ -60,7 +60,7 @@ def repeated(samples: Sequence[float], method: str) -> Measurement:
 
 @dataclass
 class Figures:
-    """Content of a cluster file: values and comments by "section.key", and all spreads."""
+    """Content of a cluster file: values and comments by "section.key", and spreads."""
 
     values: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)

@@ -103,7 +103,7 @@ def check(path: Path | None, device: str) -> None:
 
 
 def _refused(path: Path) -> str:
-    """Return the reason why a file cannot be written, or "". The file is not changed."""
+    """Return the reason why a file cannot be written; "" if it can. The file is not changed."""
     try:
         existed = path.exists()
         with path.open("ab"):

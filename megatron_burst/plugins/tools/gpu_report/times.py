@@ -63,7 +63,7 @@ def in_turn(runs: Mapping[Any, Call], measure: Callable[[Call], float]) -> dict[
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the "median" of values, and their quartiles "low" and "high"."""
+    """Return the median and the quartiles of values, as "median", "low" and "high"."""
     low, middle, high = quantiles(values, n=4, method="inclusive")
     return {"median": middle, "low": low, "high": high}
 

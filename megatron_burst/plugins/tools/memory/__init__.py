@@ -177,10 +177,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def filled(run: settings.Settings) -> settings.Settings:
-    """Return the run with the smallest number of micro-batches that fills its pipeline.
+    """Return the run with the smallest number of micro-batches that keeps all pipeline stages busy.
 
-    More micro-batches take more time, but no more memory. Interleaved stages have up to pp * vpp +
-    pp - 1 model chunks in flight, and run micro-batches in rounds of pp.
+    More micro-batches take more time, but no more memory. With interleaved stages, up to pp * vpp +
+    pp - 1 forward passes of model chunks wait for backward, and micro-batches run in rounds of pp.
     """
     return replace(run, micro_batches=run.pp if run.vpp == 1 else 2 * run.pp)
 
@@ -286,7 +286,7 @@ def _with_batch(run: settings.Settings, batch: int) -> settings.Settings:
 def _groups(
     base: settings.Settings, fixed: dict[str, Any], cluster: clusters.Cluster
 ) -> tuple[settings.Settings, bool]:
-    """Compute the parallel size that follows from the number of GPUs and the sizes in `fixed`.
+    """Compute the parallel size that the user did not set, from the number of GPUs.
 
     Args:
         base: Settings of the run.
@@ -294,7 +294,7 @@ def _groups(
         cluster: The cluster.
 
     Returns:
-        The settings, and True if the user set tp or cp. Otherwise (`base`, False).
+        The settings with this size, and True if the user set tp or cp. Otherwise (`base`, False).
     """
     if "tp" not in fixed and "cp" not in fixed:
         return base, False

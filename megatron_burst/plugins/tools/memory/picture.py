@@ -61,10 +61,10 @@ def draw(account: Account, cluster: Cluster, path: Path) -> None:
 
 
 def _times(account: Account) -> tuple[list[float], list[Moment], dict[str, float]]:
-    """Return the columns of the areas, and marks of the x axis.
+    """Return the columns of the picture, and the marks of its x axis.
 
-    A phase has width 1 and up to `COLUMNS` columns. A column shows the moment with the most bytes
-    among the moments that it covers.
+    A phase, such as the forward of a layer, has width 1 and up to `COLUMNS` columns. A column shows
+    the moment with the most bytes among the moments that it covers.
 
     Returns:
         The left and right x coordinate of each column; the moment that it shows, twice; and the x

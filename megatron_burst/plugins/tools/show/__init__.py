@@ -139,7 +139,7 @@ def scene_of(arguments: argparse.Namespace) -> Scene:
 def _shards(
     arguments: argparse.Namespace, shown: inputs.ShownMask, name: str, grid: Grid, seq_len: int
 ) -> Shards:
-    """Return the shards into which the layout `name` divides the sequence."""
+    """Return the sequence, divided into the shards of the layout `name`."""
     layout, text = inputs.layout_of(arguments, name, grid, shown.documents, shown.window)
     layout.check(seq_len)
     return Shards(shown.mask, layout, seq_len, shown.text, text)

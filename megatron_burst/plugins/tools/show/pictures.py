@@ -34,7 +34,7 @@ def _headed(width: float, height: float, scene: words.Scene, numbers: bool = Tru
         width: Width in inches.
         height: Height in inches.
         scene: The scene.
-        numbers: True adds the caption, which has numbers of hops, bytes and work.
+        numbers: True adds the caption, which has numbers of transfers, bytes and work.
     """
     caption = words.caption(scene) if numbers else []
     return lanes.headed(width, height, words.title(scene), words.subtitle(scene), caption)
@@ -93,7 +93,7 @@ def _blocks(axes: Axes, scene: MaskScene) -> None:
 
 
 def _step(axes: Axes, scene: MaskScene, pair: tuple[int, int]) -> None:
-    """Write the step of a pair of shards into the part of its block with few visible pairs."""
+    """Write the step of a pair of shards into the part of its block that has few visible pairs."""
     order, edges = scene.shards.order, scene.shards.edges
     rows, columns = (order[edges[i] : edges[i + 1]] for i in pair)
     seen = scene.computers[np.ix_(rows, columns)] >= 0
@@ -147,13 +147,7 @@ def _layouts(scene: LayoutScene) -> Figure:
 
 
 def _strip(axes: Axes, holders: np.ndarray, ranks: int) -> None:
-    """Draw the sequence as a strip: a bar per run of positions on one rank, with the rank.
-
-    Args:
-        axes: Axes to draw on.
-        holders: Rank that holds each position, int [positions].
-        ranks: Number of ranks.
-    """
+    """Draw the sequence as a strip: a bar for each range of positions on one rank."""
     count, runs = len(holders), runs_of(holders)
     owners = [rank for *_, rank in runs]
     lanes.bars(axes, 0, 1, [run[:2] for run in runs], [of_rank(rank, ranks) for rank in owners],
@@ -194,9 +188,10 @@ MOST = 9.5  # target width of all rounds in inches; readable rounds may need mor
 
 
 def _scan(scene: ScanScene) -> Figure:
-    """Draw the pieces of all chains as a strip, and below it one column per round of hops.
+    """Draw the pieces of all documents as a strip, and below it one column per round of transfers.
 
-    Arrows lead from the sender at the left of a column to the receiver at the right.
+    A piece is consecutive positions of a document on one rank. Arrows lead from the sender at the
+    left of a column to the receiver at the right.
     """
     rounds, ranks = max(1, scene.rounds), scene.grid.size
     busiest = max([int((scene.hops.round == n).sum()) for n in range(rounds)], default=0)
@@ -225,7 +220,11 @@ def _middle(scene: ScanScene, rank: int) -> float:
 
 
 def _chain(axes: Axes, scene: ScanScene) -> None:
-    """Draw the pieces of all chains in the order of positions, with widths proportional to rows."""
+    """Draw the pieces of all documents in the order of positions.
+
+    A piece is consecutive positions of a document on one rank. Its width is proportional to its
+    rows.
+    """
     chain = scene.chains
     edges = np.cumsum([0, *(int(chain.table[i, 2]) for i in scene.pieces)]).tolist()
     colours = [of_rank(int(chain.rank[i]), chain.ranks) for i in scene.pieces]
@@ -265,12 +264,12 @@ def _ranks(axes: Axes, scene: ScanScene, rounds: int, column: float) -> None:
 
 
 def _hop(axes: Axes, scene: ScanScene, hop: int, column: float) -> None:
-    """Draw a hop as an arrow from sender to receiver, red if it leads to another node.
+    """Draw a transfer as an arrow from sender to receiver, red if it leads to another node.
 
     Args:
         axes: Axes to draw on.
         scene: The scene.
-        hop: Index of the hop. It has a label if its round has at most `LABELS` hops.
+        hop: Index of the transfer. It has a label if its round has at most `LABELS` transfers.
         column: Width of a round in inches.
     """
     hops = scene.hops

@@ -33,8 +33,8 @@ class ScanScene:
         layout_text: Description of the layout.
         seq_len: Number of positions.
         grid: Number of nodes and of ranks per node.
-        chains: Chains of pieces. In backward they are reversed, so that piece 0 is the last piece
-            of the sequence.
+        chains: Pieces (consecutive positions of a document on one rank) of all documents, in order.
+            In backward they are reversed, so that piece 0 is the last piece of the sequence.
         hops: Transfers between ranks, by round.
         blocks: Number of parts into which a state is cut.
         backward: True if the picture shows backward.
@@ -55,7 +55,7 @@ class ScanScene:
 
     @cached_property
     def between(self) -> np.ndarray:
-        """True for each hop that leads to another node, bool [hops]."""
+        """True for each transfer that leads to another node, bool [hops]."""
         return self.hops.source // self.grid.intra != self.hops.destination // self.grid.intra
 
     @property
@@ -65,7 +65,7 @@ class ScanScene:
         return numbers[::-1] if self.backward else numbers
 
     def name(self, hop: int) -> str:
-        """Return the label of a hop: what it sends.
+        """Return the label of a transfer, which names what it sends.
 
         s3 is the state at the start of piece 3, s3.1 is part 1 of this state, and m3-4 is the map
         from the state before piece 3 to the state after piece 4.
@@ -79,7 +79,7 @@ class ScanScene:
         return f"{label}.{block}" if block != ALL_BLOCKS and self.blocks > 1 else label
 
     def counts(self) -> list[str]:
-        """Return a caption line per link class, with numbers of hops of states and of maps."""
+        """Return a caption line per link class, with the numbers of sent states and maps."""
         lines = []
         for link, chosen in (("intra", ~self.between), ("inter", self.between)):
             parts = []

@@ -63,7 +63,7 @@ class Shards:
 
     @cached_property
     def visibility(self) -> Visibility:
-        """Pairs of shards with visible pairs, and the rows of each shard in visible pairs."""
+        """Ranks whose shards attend to each other, and the rows of these shards that are used."""
         return visibility_of(self.mask, self.spans, self.spans)
 
     @cached_property
@@ -114,7 +114,7 @@ class Shards:
 
 @dataclass(frozen=True)
 class MaskScene:
-    """Content of a picture of a mask: the rank and step at which each pair is computed.
+    """Content of a picture of a mask: the rank and the step that compute each (query, key) pair.
 
     `plan` is the schedule of a ring over all ranks.
     """
@@ -182,10 +182,7 @@ class Cell(NamedTuple):
 
 
 class Total(NamedTuple):
-    """Number of hops of one kind, and their bytes, over all ranks.
-
-    `hops_of_all` and `bytes_of_all` are the numbers if all pairs were visible.
-    """
+    """Number and bytes of all transfers (hops) of one kind, over all ranks."""
 
     hops: int = 0
     bytes: int = 0
@@ -227,7 +224,7 @@ class ScheduleScene:
 
     @cached_property
     def end(self) -> int:
-        """First boundary at which all hops have arrived and all pairs are computed."""
+        """First step before which all transfers have arrived and all pairs are computed."""
         return max([self.steps, *(hop.land for hop in self.hops)])
 
     # --- computation -----------------------------------------------------------------------
@@ -281,7 +278,10 @@ class ScheduleScene:
         return rows, of
 
     def parts(self, pair: Pair) -> list[str]:
-        """Return a text such as "4/8" for each chunk of a pair that has 4 of its shard's 8 rows."""
+        """Return a text for each chunk of the pair that has only some rows of its owner's shard.
+
+        The text is such as "4/8", for 4 of the shard's 8 rows.
+        """
         chunks = Chunk("query", *pair[::2]), Chunk("kv", *pair[1::2])
         return [part for part in (share(*self.rows(chunk)) for chunk in chunks) if part]
 
@@ -304,7 +304,7 @@ class ScheduleScene:
 
     @cached_property
     def families(self) -> list[str]:
-        """Families of chunks that ranks send, or would send if all pairs were visible."""
+        """Kinds of tensors, such as "kv", that ranks send with this mask or with a full mask."""
         sent = {hop.chunk.family for hop in [*self.hops, *self._full.hops]}
         return [family for family in FAMILIES if family in sent]
 
@@ -316,9 +316,9 @@ class ScheduleScene:
 
     @cached_property
     def left_out(self) -> list[Hop]:
-        """Hops that the schedule omits because none of their rows are visible.
+        """Transfers that the schedule omits because none of their rows are visible.
 
-        Empty if the schedule has hops that would not exist if all pairs were visible.
+        Empty if the schedule has transfers that would not exist if all pairs were visible.
         """
         made = {_way(hop) for hop in self.hops}
         missing = [hop for hop in self._full.hops if _way(hop) not in made]
@@ -326,7 +326,7 @@ class ScheduleScene:
 
     @property
     def totals(self) -> dict[Kind, Total]:
-        """Hops and bytes, by (link class, content of the hop)."""
+        """Number and bytes of transfers, by (link class, kind of content)."""
         sums: dict[Kind, Counter[str]] = defaultdict(Counter)
         for scene, of in ((self, ""), (self._full, "_of_all")):
             for hop in scene.hops:
@@ -344,7 +344,7 @@ class ScheduleScene:
         return int((nodes.sum(axis=1) * bundles.rows).sum()) * row
 
     def released(self, rank: int) -> dict[int, list[Chunk]]:
-        """Return the received chunks that `rank` frees at each boundary, by boundary."""
+        """Return the received chunks that `rank` frees just before each step, by step."""
         return {b.index: list(b.release) for b in self.plan.program(rank) if b.release}
 
     @cached_property
@@ -385,25 +385,28 @@ class ScheduleScene:
 
 
 def runs_of(values: np.ndarray) -> list[tuple[int, int, int]]:
-    """Return (first, stop, value) of each range of consecutive equal values."""
+    """Return the ranges of consecutive equal values, as (first, stop, value)."""
     edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
     return [(a, b, int(values[a])) for a, b in pairwise(edges)]
 
 
 def share(rows: int, of: int) -> str:
-    """Return the text for `rows` out of `of` rows, such as 4/8 or 50%; "" for all rows."""
+    """Return the text for a number of rows out of `of` rows, such as 4/8 or 50%.
+
+    It is "" for all rows.
+    """
     if rows == of:
         return ""
     return f"{rows}/{of}" if of <= COUNTED else f"{rows / of:.0%}"
 
 
 def kind_of(hop: Hop) -> Kind:
-    """Return the link class of a hop, and its content: a value of `KINDS`."""
+    """Return the link class of a transfer, and the kind of its content: a value of `KINDS`."""
     return hop.link, KINDS[hop.chunk.family]
 
 
 def in_order(kind: Kind) -> tuple[str, bool]:
-    """Return the sort key of a kind of hop: by content, intra before inter."""
+    """Return the sort key of a kind of transfers: by content, intra before inter."""
     return kind[1], kind[0] != "intra"
 
 

@@ -43,10 +43,10 @@ LINE, COLUMN = 0.2, 3.4  # height of a line and width of a column of the legend,
 
 
 class _HopLanes:
-    """Lanes for each rank's hops, below its boxes; hops of one lane do not overlap.
+    """Lanes (strips) for the transfers of each rank; transfers in one lane do not overlap.
 
     Attributes:
-        of: Lane number of each hop, among the lanes of the sender.
+        of: Lane number of each transfer, among the lanes of the sender.
         names: Names of a rank's groups of lanes, by rank, then by first lane of the group.
         count: Number of lanes, by rank.
     """
@@ -67,7 +67,7 @@ class _HopLanes:
             self.names[rank], self.count[rank] = names, first
 
     def _stack(self, hops: list[Hop], first: int) -> int:
-        """Assign lanes to hops, beginning with lane `first`, and return the number of lanes."""
+        """Assign lanes to transfers, beginning with lane `first`; return the number of lanes."""
         ends: list[int] = []
         for hop in sorted(hops, key=lambda hop: (hop.post, hop.land)):
             free = [lane for lane, end in enumerate(ends) if end <= hop.post]
@@ -116,7 +116,10 @@ def draw(scene: ScheduleScene) -> Figure:
 
 
 def _x(boundary: int, steps: int) -> float:
-    """Return the x coordinate of a boundary; boundaries after the last step are closer together."""
+    """Return the x coordinate of a boundary, the moment before a step.
+
+    Boundaries after the last step, at which ranks only wait for transfers, are closer together.
+    """
     return min(boundary, steps) + DRAIN * max(boundary - steps, 0)
 
 
@@ -128,7 +131,7 @@ def _tops(
     Args:
         scene: The scene.
         high: Height of the boxes, by rank.
-        lanes: Lanes of the hops.
+        lanes: Lanes of the transfers.
     """
     tops, y = {}, 0.0
     for rank in high:
@@ -140,12 +143,12 @@ def _tops(
 
 
 def _time(axes: Axes, steps: int, last: int, depth: float) -> None:
-    """Draw boundaries as thin vertical lines, and write the names of steps above them.
+    """Draw a thin vertical line before each step, and write the names of steps above.
 
     Args:
         axes: Axes to draw on.
         steps: Number of steps with compute.
-        last: Last boundary.
+        last: Last boundary, at which ranks only wait for transfers.
         depth: y coordinate at which the lines end.
     """
     for boundary in range(last + 1):
@@ -171,7 +174,7 @@ def _rank(
         rank: The rank.
         top: y coordinate of the top of the boxes.
         high: Height of the boxes.
-        lanes: Lanes of the hops.
+        lanes: Lanes of the transfers.
     """
     axes.text(-0.14, top + high / 2, f"rank {rank}", ha="right", va="center_baseline", fontsize=9.5)
     for lane, name in lanes.names[rank].items():
@@ -240,12 +243,12 @@ def _pair(
 
 
 def _look(colour: str, family: str, blocks: bool) -> ArrowLook:
-    """Return the style of the arrow of a hop.
+    """Return the style of the arrow of a transfer.
 
     Args:
         colour: Colour of the chunk's owner.
-        family: Family of the chunk.
-        blocks: True if the hop blocks compute.
+        family: Kind of the sent tensors, such as "kv".
+        blocks: True if the transfer blocks compute.
     """
     edge, width = (WARN, 1.3) if blocks else (colour, 0.7)
     if family in ("kv", "query"):
@@ -256,17 +259,17 @@ def _look(colour: str, family: str, blocks: bool) -> ArrowLook:
 
 
 def _hop(axes: Axes, scene: ScheduleScene, hop: Hop, y: float, inch: float, made: bool) -> None:
-    """Draw a hop: dashed if the schedule omits it, with a red edge if it blocks.
+    """Draw a transfer: dashed if the schedule omits it, with a red edge if it blocks compute.
 
-    A hop blocks if it arrives at the boundary at which it is posted, without compute in between.
+    A transfer blocks if it arrives before the same step before which it starts.
 
     Args:
         axes: Axes to draw on.
         scene: The scene.
-        hop: The hop.
+        hop: The transfer.
         y: y coordinate of the arrow's upper edge.
         inch: Width of a step in inches.
-        made: False if the schedule omits the hop.
+        made: False if the schedule omits the transfer.
     """
     blocks = hop.land == hop.post
     begin = _x(hop.post, scene.steps) + 0.03
@@ -295,7 +298,7 @@ def _hop(axes: Axes, scene: ScheduleScene, hop: Hop, y: float, inch: float, made
 
 
 def _freed_chunks(axes: Axes, scene: ScheduleScene, rank: int, y: float) -> None:
-    """Write the names of the chunks that the rank frees at each boundary, in a row at `y`."""
+    """Write the names of the chunks that the rank frees before each step, in a row at `y`."""
     axes.text(-0.14, y + 0.04, "released", ha="right", va="center_baseline", fontsize=7, color=GREY)
     for boundary, chunks in scene.released(rank).items():
         axes.text(_x(boundary, scene.steps) + 0.04, y + 0.04, " ".join(map(name_of, chunks)),
@@ -311,7 +314,7 @@ def _legend(figure: Figure, scene: ScheduleScene, missing: bool, columns: int) -
     Args:
         figure: The figure.
         scene: The scene.
-        missing: True if the picture shows omitted hops.
+        missing: True if the picture shows omitted transfers.
         columns: Number of columns of the legend.
     """
     colour = of_rank(0, scene.size)

@@ -97,10 +97,10 @@ class TreeScene:
         return int(self.tree.positions.max()) + 1
 
     def runs(self, segment: TreeBar) -> list[tuple[int, int, int]]:
-        """Split a segment into runs of rows on one rank.
+        """Split a segment into ranges of rows that are on one rank.
 
         Returns:
-            (first, stop, rank) of each run; first and stop are positions in the trajectory.
+            (first, stop, rank) of each range; first and stop are positions in the trajectory.
         """
         runs = runs_of(self.shards.holders[segment.begin : segment.stop])
         return [(segment.depth + a, segment.depth + b, rank) for a, b, rank in runs]

@@ -83,7 +83,7 @@ def name_of(chunk: Chunk) -> str:
 
 
 def caption(scene: Scene) -> list[str]:
-    """Return the lines of the caption, with numbers of hops, bytes and work."""
+    """Return the lines of the caption, with numbers of transfers, bytes and work."""
     if isinstance(scene, ScanScene):
         pieces, rounds = _counted(len(scene.chains), "piece"), _counted(scene.rounds, "round")
         return [f"{pieces}, {scene.seq_len} positions; {rounds}", *scene.counts()]

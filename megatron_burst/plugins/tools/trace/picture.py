@@ -53,7 +53,7 @@ def _figure(trace: Trace) -> Figure:
 
 
 def _lane(axes: Axes, trace: Trace, rank: int, stream: str, y: float, scale: float) -> None:
-    """Draw a bar per event of a stream; write the fraction of time in which it is busy.
+    """Draw a bar per event of a stream, such as "compute"; write how much of the time it is busy.
 
     Args:
         axes: Axes to draw on.

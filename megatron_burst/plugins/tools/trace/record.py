@@ -31,7 +31,10 @@ NAMES = {
 
 
 class TraceEvent(NamedTuple):
-    """Event of one stream of a rank; `begin` and `end` are seconds on a clock of all ranks."""
+    """Event of one stream of a rank, such as a kernel call, a transfer or a wait.
+
+    `begin` and `end` are seconds on a clock of all ranks.
+    """
 
     rank: int
     stream: str
@@ -46,7 +49,7 @@ class Trace:
 
     Attributes:
         title: Title of the picture.
-        events: Events of the three streams.
+        events: Events of the streams "compute", "transfer" and "wait".
         marks: (name, begin, end) of each pass, such as "forward", in seconds.
     """
 
@@ -154,7 +157,7 @@ def events_of(record: dict[str, Any]) -> Iterator[TraceEvent]:
 
 
 def _stream(entry: dict[str, Any], on_gpu: bool) -> str | None:
-    """Return the stream to which a trace entry belongs.
+    """Return the stream ("compute", "transfer", "wait" or "pass") to which a trace entry belongs.
 
     None if the entry does not belong to attention, or is only a kernel launch on the host.
     """

@@ -25,13 +25,13 @@ from .tape import Moment, peaks
 
 @dataclass(frozen=True)
 class Account:
-    """Memory account of one rank over one step.
+    """Predicted memory of one rank over one training step, by item.
 
     Attributes:
         model: Shape of the model.
         run: Settings of the run.
-        states: Item ("parameters", "gradients", "optimizer") -> bytes that are allocated during the
-            whole step.
+        states: Item ("parameters", "gradients", "optimizer") -> bytes of GPU memory that are
+            allocated during the whole step.
         moments: Snapshots of the memory during a step, including `states`.
         host: Item -> bytes of host memory of this rank.
     """
@@ -84,12 +84,12 @@ class MemoryLeft(NamedTuple):
 
 
 def account(model: Model, run: Settings, every: bool = True, core_of: CoreOf = core_of) -> Account:
-    """Return the account of the rank that needs the most memory.
+    """Return the predicted memory of the rank that needs the most.
 
     Args:
         model: Shape of the model.
         run: Settings of the run.
-        every: Keep all moments and simulate all layers. False keeps the peak of each phase and
+        every: Keep all snapshots and simulate all layers. False keeps the peak of each phase and
             skips layers that cannot set a new peak, which suffices for a search.
         core_of: Function that returns the memory of core attention, such as `rings.core_of`.
 
@@ -104,14 +104,19 @@ def account(model: Model, run: Settings, every: bool = True, core_of: CoreOf = c
 def fullest_stages(run: Settings) -> list[int]:
     """Return the pipeline stages that may need the most memory.
 
-    The first stage has the most micro-batches in flight, and the last stage has the LM head. If
-    one of them has its own number of layers, the second stage is included, too.
+    The first stage keeps activations of the most micro-batches, and the last stage has the LM head.
+    If one of them has its own number of layers, the second stage is included, too.
     """
     return sorted({0, run.pp - 1, *([1] if run.uneven and run.pp > 2 else [])})
 
 
 def fit(rank_account: Account, cluster: Cluster) -> MemoryLeft:
-    """Return the unused memory per GPU of a cluster during a run with this account."""
+    """Return the unused memory per GPU of a cluster during a run.
+
+    Args:
+        rank_account: Predicted memory of a rank.
+        cluster: Cluster of GPUs.
+    """
     items = rank_account.peak.items
     device = cluster.room - rank_account.peak.bytes
     host = cluster.host_per_rank - rank_account.host_bytes

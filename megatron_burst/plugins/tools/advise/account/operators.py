@@ -161,7 +161,8 @@ class Core:
         store: Fraction of rows whose attention results are stored for the recomputation.
         heads_shared: Number of ranks that share heads.
         reordered: Whether rows are reordered after the all-to-all of ranks that share heads.
-        parts: Number of head chunks, whose outputs are concatenated.
+        parts: Number of head chunks (groups of heads with their own rings), whose outputs are
+            concatenated.
         wire: Bytes per element of gradients that are sent.
         room: Minimum size of a message buffer in bytes; 0 on a GPU.
     """
@@ -204,7 +205,7 @@ def core_ops(x: LayerSizes, rows: int, core: Core) -> list[Op]:
 
 
 def _with_all_to_all(x: LayerSizes, rows: int, core: Core) -> list[Op]:
-    """Return the operators of core attention of ranks that share heads (`execution.ulysses`).
+    """Return the operators of core attention if ranks share heads (`execution.ulysses`).
 
     Ranks send copies of q, k and v to the ranks that compute their heads and receive out. Backward
     sends the gradient of out and receives the gradients of q, k and v. Saved for backward are the
@@ -261,8 +262,8 @@ def attention_half(x: LayerSizes, rows: int, core: Core, prefix: str = "") -> Ha
     Args:
         x: Sizes of the layer.
         rows: Number of rows.
-        core: Memory of core attention.
-        prefix: Prefix of tensor names on the tape.
+        core: Memory of core attention, in addition to q, k, v and out.
+        prefix: Prefix of the names of the half's tensors on the tape (the simulated memory).
     """
     n = rows / x.tp
     inputs = {"x": n * x.hidden * B}

@@ -99,20 +99,15 @@ def on_ring(x: LayerSizes, run: Settings) -> LayerSizes:
 
 
 def joins(sparse: bool) -> bool | None:
-    """Return the value of `Visibility.joined`: True for sparse attention, otherwise None.
+    """Return True if one kernel call reads all keys of a step; None if the algorithm decides.
 
-    True means that one kernel call reads all keys of a step. With None the algorithm decides.
+    It is True for sparse attention, else None, as in `Visibility.joined`.
     """
     return True if sparse else None
 
 
 def visiting_rows(run: Settings, window: int = 0) -> int:
-    """Return an upper bound on the rows of other ranks that a rank's queries attend to.
-
-    Args:
-        run: Settings of the run.
-        window: Tokens that a query attends to (sliding window); 0 for full causal attention.
-    """
+    """Return an upper bound on the rows of other ranks that this rank's queries attend to."""
     ring = run.cp // run.ulysses
     ring_rows = run.rows * run.ulysses * (ring - 1)
     pieces = {"contiguous": 1, "zigzag": 2}.get(run.layout)
@@ -152,13 +147,14 @@ def room_bytes(
 ) -> Callable[[str, int], float]:
     """Return a function that computes the bytes of a ring buffer from its kind and its rows.
 
-    The kinds are the kinds of `HeldBuffers`. On a CPU each buffer has room for the longest message.
+    The kinds of buffers are explained in `HeldBuffers`. On a CPU each buffer has room for the
+    longest message.
 
     Args:
         x: Sizes of a layer on the ring.
         run: Settings of the run.
         of: Sizes of the tensors of one rank on the ring.
-        side: Side that is sent in backward: "kv" or "query".
+        side: Tensors that backward sends: "kv" or "query".
     """
     least = 0.0
     per_row = {"kv": of.forward.kv, "query": of.backward.query, "dkv": x.kv * F,
@@ -222,8 +218,8 @@ def most_held(
 ) -> tuple[HeldBuffers, HeldBuffers]:  # fmt: skip
     """Return the ring buffers in forward and in backward, of the rank with the most rows.
 
-    Only the ranks in `ranks` are simulated. `seen` has the visible pairs of the shards, and `sizes`
-    the sizes of their tensors. `ring_held` explains the other arguments.
+    Only the ranks in `ranks` are simulated. `seen` has the ranks and rows that attend to each
+    other, and `sizes` the sizes of their tensors. `ring_held` explains the other arguments.
     """
     name = ring_algorithm(algorithm)
     one_by_one = replace(seen, joined=False) if host else seen

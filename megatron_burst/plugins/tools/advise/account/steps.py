@@ -36,7 +36,7 @@ INPUTS, BETWEEN, SUMS = "layer inputs", "between layers", "weight gradients of a
 
 
 class LayerWalk:
-    """Simulation of the tensors that layers allocate and free in forward and backward.
+    """Simulation of the memory that layers allocate and free in forward and backward.
 
     `tape` is the simulated memory.
 
@@ -79,12 +79,13 @@ class LayerWalk:
 
         Args:
             part: Kinds of the halves of the layer.
-            made: Name of the result on the tape.
+            made: Name of the result on the tape (the simulated memory).
             item: Item of the memory account to which the result belongs.
             time: "first", or "again" for a recomputation.
             grad: Keep the tensors that backward needs.
             prefix: Prefix of tensor names on the tape.
-            left: (name, item, bytes) of further tensors that the attention half leaves allocated.
+            left: (name, item, bytes) of further tensors that stay allocated after the attention
+                half.
         """
         kinds = halves_of(part)
         for kind in kinds:
@@ -123,9 +124,10 @@ class LayerWalk:
         return tape.moments[-1].bytes
 
     def backward(self, part: LayerPart, name: str, left: tuple[str, str]) -> None:
-        """Simulate recomputation and backward of a layer; then free its input and store (`left`).
+        """Simulate recomputation and backward of a layer; then free the tensors `left`.
 
-        `name` is the name of the layer in phases of the tape.
+        These are the layer's input and its stored attention results. `name` is the name of the
+        layer in phases of the tape (the simulated memory).
         """
         tape, run, results = self.tape, self.run, []
         if self._in_pieces(part, ATTENTION):
@@ -160,7 +162,12 @@ class LayerWalk:
         return visiting_rows(own, window) * self.key_row
 
     def _in_pieces(self, part: LayerPart, kind: str) -> bool:
-        """Return whether a half of a layer, ATTENTION or MLP, runs in row chunks or tiles."""
+        """Return whether a half of a layer runs in several parts: row chunks or MLP tiles.
+
+        Args:
+            part: Kinds of the halves of the layer.
+            kind: ATTENTION or MLP.
+        """
         if kind == MLP:
             return self.run.mlp_tiles > 1
         return self.run.sequence_chunks > 1 and part.attention not in (None, MIXER)
@@ -168,10 +175,10 @@ class LayerWalk:
     def _pieces(
         self, part: LayerPart, kind: str, time: str, made: str, item: str, *, grad: bool
     ) -> None:
-        """Simulate one piece (row chunk or tile) of a half, with `grad` also its backward.
+        """Simulate one row chunk or MLP tile of a half of a layer; with `grad` also its backward.
 
-        All pieces have equal sizes, so one piece suffices. Tensors that exist during all pieces are
-        allocated first. In forward these are keys and values of all rows, and results of all
+        All chunks or tiles have equal sizes, so one suffices. Tensors that exist during all of them
+        are allocated first. In forward these are keys and values of all rows, and results of all
         chunks. In backward these are also sums of gradients. `made` is the name of the result, or
         with `grad` of the gradient of the input.
         """
@@ -207,7 +214,10 @@ class LayerWalk:
     def _half(
         self, part: LayerPart, kind: str, time: str, prefix: str = "", rows: int | None = None
     ) -> Half:
-        """Return a half of a layer, ATTENTION or MLP, from a cache; `rows` None means all rows."""
+        """Return the operators of a half of a layer (ATTENTION or MLP), from a cache.
+
+        `rows` is the number of rows; None means all rows.
+        """
         key = part, kind, time, prefix, rows
         if key not in self._halves:
             self._halves[key] = self._made(part, kind, time, prefix, rows or self.run.rows)
@@ -221,9 +231,10 @@ class LayerWalk:
         return attention_half(self.dense, rows, self._core(part, time), prefix)
 
     def _core(self, part: LayerPart, time: str) -> Core:
-        """Return the memory of a layer's core attention; `time` is "first" or "again".
+        """Return the memory of core attention in the first forward or in the recomputation.
 
-        A layer without its own algorithm counts as full attention, which needs the most memory.
+        `time` is "first" or "again". A layer without its own algorithm counts as full attention,
+        which needs the most memory.
         """
         core = self.cores[time]
         if part.algorithm is None:
@@ -406,7 +417,7 @@ class TrainingStep:
         self.walk.backward(part, f"layer {layer}", (f"input {layer}", f"store {layer}"))
 
     def _move_out(self, layer: int) -> None:
-        """Offload the input of a layer after its forward, and the store of the layer before it."""
+        """Move a layer's input, and the attention store of the layer before it, to host memory."""
         if offload := self.run.offload:
             self.host += round(offload * (self.hidden + self._stored(layer)))
             self._resize("input", layer, 1 - offload)

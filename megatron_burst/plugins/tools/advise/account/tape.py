@@ -53,7 +53,7 @@ class Tape:
         self._phase = "start"
 
     def begin(self, phase: str) -> None:
-        """Begin a phase. The moments that are recorded from now on have its name."""
+        """Begin a phase; snapshots (moments) that are recorded from now on have its name."""
         self._phase, self._most = phase, -1
         self._note()
 
@@ -101,7 +101,7 @@ class Tape:
             self._here -= round(size)
 
     def pass_by(self, sizes: Mapping[str, float]) -> None:
-        """Add temporary bytes (item -> bytes), record the moment, and remove the bytes."""
+        """Record a snapshot with temporary bytes (item -> bytes), which are then removed."""
         self.enter(sizes)
         self.leave(sizes)
 
@@ -147,7 +147,7 @@ class Op:
 
 
 class Half:
-    """Half of a layer: a sequence of operators, with the lifetimes of their tensors.
+    """Attention half or MLP half of a layer: its operators, with the lifetimes of their tensors.
 
     Args:
         item: Item of the memory account to which the tensors belong.
@@ -155,7 +155,7 @@ class Half:
         inputs: Input name -> bytes. The caller allocates and frees the inputs.
         held_until: Name of a tensor -> name of the operator after which it is freed, if a Python
             variable references the tensor after its last use.
-        prefix: Prefix of tensor names on the tape.
+        prefix: Prefix of the names of its tensors on the tape.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Half:
                 self._gone[at].append(name)
 
     def forward(self, tape: Tape, grad: bool) -> None:
-        """Simulate forward. The result, and with `grad` also saved tensors, stay allocated."""
+        """Simulate forward. The result stays allocated, and with `grad` also the saved tensors."""
         for op, gone in zip(self.ops, self._gone, strict=True):
             tape.pass_by(op.before)
             tape.enter(op.during)

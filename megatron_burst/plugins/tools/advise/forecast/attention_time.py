@@ -47,7 +47,7 @@ class RingKey(NamedTuple):
     Attributes:
         algorithm: Algorithm of the ring.
         side: Tensors that ranks send in backward: "kv" or "query".
-        route: `Settings.route`.
+        route: Route of chunks: "ring", "direct" or "auto".
         layout: Layout of the rows.
         topology: Topology of the context-parallel ranks.
         inner: Number of ranks of an inner ring.
@@ -58,7 +58,7 @@ class RingKey(NamedTuple):
             common divisor, because schedules depend only on the ratio of query to key heads.
         window: Tokens that a query may attend to (sliding window); 0 for full causal attention.
         attended: Maximum number of keys that a query attends to (sparse attention); 0 for no limit.
-        joined: Result of `account.rings.joins`.
+        joined: True if one kernel call reads all keys of a step; None if the algorithm decides.
         host: Whether keys of other ranks are in host memory between row chunks.
     """
 

@@ -211,9 +211,9 @@ def output_operations(scan: Mixer, rows: int) -> float:
 def state_operations(scan: Mixer, rows: int) -> float:
     """Return the FLOPs of linear attention over all heads, before ranks exchange states.
 
-    A rank computes the map from the state before its rows to the state after its rows. Without
-    delta rules it only writes the state. With delta rules it computes the recurrence of a state
-    with d + w columns instead of w, for key width d and value width w.
+    A rank computes the map: the function from the state before its rows to the state after its
+    rows. Without delta rules it only writes the state. With delta rules it computes the recurrence
+    of a state with d + w columns instead of w, for key width d and value width w.
     """
     c, d, w = CHUNK, scan.width, scan.value_width
     per_row = 2.0 * d * w
@@ -274,9 +274,9 @@ class LayerTime:
     kernel: str | None = None
 
     def waiting(self) -> LayerTime:
-        """Return a copy with an added part `LAUNCHES`: the seconds of waiting for kernel launches.
+        """Return a copy that also has the seconds in which the GPU waits for kernel launches.
 
-        Call this only once.
+        They are the part `LAUNCHES`. Call this only once.
         """
         forward, backward = SecondsByPart(self.forward), SecondsByPart(self.backward)
         first, second = self.launching

@@ -44,9 +44,10 @@ def scan_seconds(
 ) -> float:
     """Return the seconds of a layer's communication in forward; backward takes equally long.
 
-    A scan sends states from piece to piece, and gradients in the opposite direction. The short
-    convolution receives rows from the previous rank. With `linear="megatron"`, ranks exchange
-    heads: the input projection is sent to the ranks of the heads, and results are sent back.
+    A scan sends states from piece to piece (consecutive positions of a document on one rank), and
+    gradients in the opposite direction. The short convolution receives rows from the previous rank.
+    With `linear="megatron"`, ranks exchange heads: the input projection is sent to the ranks of the
+    heads, and results are sent back.
 
     Args:
         cluster: Cluster of GPUs.
@@ -86,7 +87,10 @@ def links_of(cluster: Cluster) -> timing.Links:
 
 
 def rows_before(topology: Topology, run: Settings, scan: Mixer, links: timing.Links) -> float:
-    """Return the seconds that the short convolution takes to send the rows before each piece."""
+    """Return the seconds that a short convolution takes to send the rows that other ranks need.
+
+    These are the rows before each piece: consecutive positions of a document on one rank.
+    """
     if scan.taps < 2:
         return 0.0
     pieces = 2 if run.layout == "zigzag" else 1

@@ -138,7 +138,10 @@ class AttentionForecast:
         return None if own == ring_algorithm(run.algorithm) else own
 
     def _in_chunks(self, run: Settings) -> Settings:
-        """Return the run with the `side` that is fastest if keys are sent once per row chunk."""
+        """Return the run with the fastest choice of sent tensors (`side`) for row chunks.
+
+        Backward sends keys once per row chunk, or each query once.
+        """
         key = self._key(run)
         if key not in self._choices:
             sides = [self.pinned["side"]] if "side" in self.pinned else SIDES
@@ -192,7 +195,7 @@ class AttentionForecast:
     def _schedules_of(
         self, layout: str, workload: Workload, topology: Topology, nodes: Nodes | None
     ) -> GridSchedules:
-        """Return the schedules of a workload on a grid.
+        """Return the schedules of an attention call on a grid of ranks.
 
         Recent schedules are cached, because successive runs often share them.
         """

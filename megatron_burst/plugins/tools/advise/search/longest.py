@@ -129,7 +129,7 @@ def best(
 
 
 def _unit(run: Settings) -> int:
-    """Return the number of tokens of which the lengths to try are multiples."""
+    """Return the number of tokens of which each tried sequence length is a multiple."""
     even = evenly(run)
     return even * -(-GRANULE // even)
 
@@ -146,14 +146,14 @@ def layouts_of(
     model: Model, cluster: Cluster, run: Settings, ep: int | None = None,
     documents: tuple[int, ...] = (),
 ) -> list[Settings]:  # fmt: skip
-    """Return a run for each possible tensor-parallel size; other ranks are context-parallel.
+    """Return the run with each possible tensor-parallel size; other ranks are context-parallel.
 
     Args:
         model: Shape of the model.
         cluster: Cluster of GPUs.
         run: Settings of the run. Pipeline sizes and micro-batch size are not changed.
         ep: Expert-parallel size; None for the largest that divides ranks and experts.
-        documents: See `TrainingGoal.documents`.
+        documents: Lengths of the documents of a pack, as in `TrainingGoal.documents`.
 
     Raises:
         ValueError: No tensor-parallel size is possible.

@@ -187,7 +187,7 @@ class PackedForecast(AttentionForecast):
         self._buffers: dict[Any, tuple[HeldBuffers, HeldBuffers]] = {}
 
     def step(self, run: Settings) -> StepTime:
-        """Return the time of a step of a run. Tokens and MFU exclude padding."""
+        """Return the predicted time of a step of a run. Tokens and MFU exclude padding."""
         time, tokens = super().step(run), sum(self.lengths)
         share = model_operations(self.model, round(self.effective)) / model_operations(
             self.model, run.seq
@@ -197,11 +197,11 @@ class PackedForecast(AttentionForecast):
         )
 
     def account_of(self, run: Settings, every: bool = False) -> Account:
-        """Return the memory account of a run with these packs, including padding.
+        """Return the predicted memory of a run with these packs, including padding.
 
         Args:
             run: Settings of the run.
-            every: See `account`.
+            every: Keep all snapshots of the memory, as in `account`.
 
         Raises:
             ValueError: The settings do not support packs.
@@ -224,7 +224,7 @@ class PackedForecast(AttentionForecast):
         side: str, wire: bool, packed: bool, joined: bool | None, _before: int | None,
         _host: bool,
     ) -> tuple[HeldBuffers, HeldBuffers]:  # fmt: skip
-        """Return ring buffers like `ring_held`, for the mask and layout of these documents.
+        """Return the same as `rings.ring_held`, for the mask and layout of these documents.
 
         Arguments whose names begin with an underscore are not used.
         """

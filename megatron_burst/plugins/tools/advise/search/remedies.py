@@ -125,7 +125,10 @@ def does_not_fit(
 
 
 def _steps(run: Settings, chunks: bool) -> Iterator[dict[str, Any]]:
-    """Yield changes that need no more GPUs, the cheapest first; `chunks` permits row chunks."""
+    """Yield changes of settings that need no more GPUs, the cheapest first.
+
+    `chunks` permits changes to row chunks.
+    """
     pieces = {"sequence_chunks": 32, "mlp_tiles": 64} if chunks else {"mlp_tiles": 64}
     for step in (
         {"lm_head_loss": "single_pass"} if run.lm_head_loss == "off" else {},
@@ -142,7 +145,7 @@ def _steps(run: Settings, chunks: bool) -> Iterator[dict[str, Any]]:
 
 
 def _together(run: Settings, steps: list[dict[str, Any]]) -> Iterator[Remedy]:
-    """Yield a remedy with the first change of `steps`, one with the first two, and so on."""
+    """Yield the first change of `steps`, then the first two together, and so on."""
     fields: dict[str, Any] = {}
     for step in steps:
         fields = fields | step
@@ -154,7 +157,8 @@ def _more_gpus(
 ) -> Remedy | None:
     """Return the change of parallel sizes that fits on the fewest GPUs; None if none fits.
 
-    `beside` contains the run, unchanged and with all changes that cost little time.
+    Each choice of parallel sizes is combined with the settings in `beside`: the run, unchanged and
+    with all changes that cost little time.
     """
     pinned = {"micro_batch": run.micro_batch, "vpp": run.vpp}
     for doubling in range(DOUBLINGS + 1):
@@ -177,7 +181,7 @@ def _more_gpus(
 
 
 def _regrouped(run: Settings, groups: Settings) -> Settings:
-    """Return a run with the parallel sizes of `groups`."""
+    """Return a run with the parallel sizes of other settings (`groups`)."""
     names = ("tp", "pp", "first_layers", "last_layers", "ep", "cp", "dp", "intra")
     return replace(run, **{name: getattr(groups, name) for name in names})
 

@@ -86,7 +86,7 @@ def plainest(groups: Settings) -> Settings:
 
 
 def unbarred(run: Settings) -> Settings:
-    """Return the run with all settings that save memory off; attention is unchanged."""
+    """Return the run without settings that save memory; attention settings are unchanged."""
     return replace(run, recompute="none", store=0.0, offload=0.0, optimizer_offload=0.0,
                    sequence_chunks=1, mlp_tiles=1)  # fmt: skip
 
@@ -198,7 +198,7 @@ class Search:
         return SearchResult(simplest_first(closer)[:top], len(ways), tried, self.closest)
 
     def _best_variant(self, variants: list[Way]) -> Configuration | None:
-        """Return the best configuration of one way, over its variants.
+        """Return the best configuration for one choice of parallel sizes, over its variants.
 
         Variants differ in micro-batch size, virtual stages and expert-parallel size.
         """
@@ -212,10 +212,11 @@ class Search:
         best: Callable[[Any], Configuration | None],
         progress: Progress | None = None,
     ) -> tuple[list[Configuration], int]:
-        """Return the best configurations of ways, and the number of ways that were tried.
+        """Return the best configuration of each way that is tried, and how many are tried.
 
-        A way is tried if it may be among the `top` fastest, or if it may be simpler and within TIE
-        of the fastest. `best` returns the best configuration for a `Way.content`.
+        A way is a choice of parallel sizes. It is tried if it may be among the `top` fastest, or if
+        it may be simpler and within TIE of the fastest. `best` returns the best configuration for a
+        `Way.content`.
         """
         ranked: list[Configuration] = []
         left = deque(sorted(ways, key=lambda way: (way.bound, way.simplest)))
@@ -248,7 +249,7 @@ class Search:
         return self.prune and len(ranked) >= top and way.bound > ranked[top - 1].seconds
 
     def at_least(self, groups: Settings) -> float:
-        """Return a lower bound on the step seconds of all runs with these groups that may fit.
+        """Return a lower bound on the step seconds of runs with these parallel sizes that may fit.
 
         If the simplest run certainly does not fit, the bound assumes full recomputation or an
         offloaded optimizer.
@@ -268,11 +269,12 @@ class Search:
         return min(self.attention.step_at_least(run).seconds for run in candidates)
 
     def best_of(self, groups: Settings, thorough: bool = False) -> Configuration | None:
-        """Return the fastest run with these groups that fits; None if none fits.
+        """Return the fastest run with these parallel sizes that fits; None if none fits.
 
         Of the runs within TIE of the fastest, the simplest is returned. More runs are tried if none
-        fits, or with `thorough` if the fastest run does not fit: first runs with a partial store
-        (layout striped) or row chunks, then stores and offloads that are multiples of 0.1.
+        fits, or with `thorough` if the fastest run does not fit: first runs with a partial
+        attention store (layout striped) or row chunks, then fractions of stored outputs and of
+        offloading that are multiples of 0.1.
         """
         self._accounts, self._failed = {}, []
         try:
@@ -301,10 +303,10 @@ class Search:
             return None
 
     def _finer(self, groups: Settings, best: Configuration | None) -> list[TimedRun]:
-        """Return timed runs that are faster than `best` by more than TIE.
+        """Return runs with finer fractions that are faster than `best` by more than TIE.
 
-        Their stores and offloads are multiples of 0.1. Stores that exceed GPU memory with every
-        offload are excluded.
+        Their fractions of stored outputs and of offloading are multiples of 0.1. Stores that exceed
+        GPU memory with every offload are excluded.
         """
         other_options = attrgetter(
             "recompute", "optimizer_offload", "sequence_chunks", "mlp_tiles", "layout"
@@ -390,7 +392,7 @@ class Search:
         return self._accounts[run]
 
     def left(self, run: Settings) -> MemoryLeft:
-        """Return the unused memory of a run, from its cached memory account."""
+        """Return the unused memory of a run, from a cache."""
         return fit(self._account_of(run), self.cluster)
 
     def _fitting(self, timed: Sequence[TimedRun]) -> Iterator[Configuration]:

@@ -155,7 +155,7 @@ def _ends(model: Model, goal: TrainingGoal, pp: int) -> dict[str, int]:
 
 
 def _odd_stages(model: Model, run: Settings) -> str:
-    """Return the error message if the stages of a run cannot share the layers; "" if they can."""
+    """Return the error message if the pipeline stages of a run cannot share the layers, or ""."""
     try:
         stage_layers(model, run)
     except ValueError as error:
@@ -267,14 +267,14 @@ def layout_of(goal: TrainingGoal, store: float) -> str:
 
 
 def _plain(goal: TrainingGoal) -> bool:
-    """Return whether no fixed setting requires recomputation."""
+    """Return False if a fixed setting, such as row chunks or offload, requires recomputation."""
     pinned = goal.pinned
     moved = any(pinned.get(name) for name in ("store", "offload"))
     return not moved and all(pinned.get(n, 1) == 1 for n in ("sequence_chunks", "mlp_tiles"))
 
 
 def _pieces(run: Settings, goal: TrainingGoal, chunked: bool) -> list[tuple[int, int]]:
-    """Return the pairs (sequence chunks, MLP tiles) to try."""
+    """Return the numbers of row chunks and of MLP tiles to try, as pairs."""
     if goal.selects and chunked:
         return []
     pairs = CHUNKED if chunked else tuple((1, tiles) for tiles in TILES)
@@ -373,7 +373,7 @@ def _reasons(model: Model, cluster: Cluster, goal: TrainingGoal) -> Iterator[str
 
 
 def _no_way(model: Model, cluster: Cluster, goal: TrainingGoal) -> str:
-    """Return the error message if fixed settings are possible individually but not together."""
+    """Return the error message for fixed settings that are possible one by one but not together."""
     tokens = goal.seq * goal.sequences
     # Lengths that are powers of two are not divisible by the odd factor of the ranks.
     odd = cluster.gpus // (cluster.gpus & -cluster.gpus)
