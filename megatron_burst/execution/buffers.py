@@ -123,10 +123,10 @@ class ResultAccumulator:
     def begin(
         self, target: Target, sums: Tensors, write: Callable[..., None] | None = None
     ) -> bool:
-        """Initialize the sums of a chunk with `sums`, or on first use by `write`.
+        """Set the initial sums of a chunk, unless the chunk already has sums.
 
         Returns:
-            False if the chunk already has sums, which are kept.
+            False if the chunk already has sums, which are then kept.
         """
         if first := target.total not in self._totals:
             self._totals[target.total] = _RowTotals(Message(None, sums), target.total.rows, write)

@@ -185,7 +185,7 @@ class Ring:
         self._pending.setdefault(exchange.land, []).append(flight)
 
     def _finish(self, boundary: int) -> None:
-        """Wait for the exchanges that end before step `boundary`, and free sent messages."""
+        """Wait for the transfers that end before step `boundary`, and free sent messages."""
         for flight in self._pending.pop(boundary, ()):
             with self._range("wait, boundary %d", boundary):
                 flight.pending.wait()

@@ -219,7 +219,7 @@ class _Pool:
         return taken
 
     def _before(self, place: int) -> int:
-        """Return the visible pairs of all tokens before offset `place`."""
+        """Return the visible pairs of all tokens before offset `place` in density order."""
         index = bisect_right(self.starts, place) - 1
         if index == len(self.shares):
             return self.sums[-1]

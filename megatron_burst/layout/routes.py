@@ -116,10 +116,11 @@ class Lineage(NamedTuple):
     Attributes:
         pieces: int64, ascending indices of the rank's pieces (consecutive positions on one rank)
             and all their ancestors.
-        route: Route with which the rank receives one row for each of `pieces`. A source rank has
-            one row per piece, in the order of its pieces.
-        parents: int64, index in `pieces` of the parent of each of `pieces`; -1 for none.
-        own: int64, indices in `pieces` of the rank's pieces, in the order of its rows.
+        route: Sends and receives with which the rank gets one row for each entry of `pieces`. A
+            source rank has one row per piece, in the order of its pieces.
+        parents: int64 [pieces], index in `pieces` of the piece that each piece continues; -1 for
+            none.
+        own: int64, indices in `pieces` of the rank's own pieces, in the order of its rows.
         longest: Number of rows of the longest message between any two ranks.
     """
 

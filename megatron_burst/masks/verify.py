@@ -100,7 +100,8 @@ def _all_pairs(seq_len: int) -> _SpanPairs:
 def _sample(mask: Mask, seq_len: int, count: int, rng: np.random.Generator) -> _SpanPairs:
     """Return `count` pairs of spans.
 
-    25 % are shards of layouts, at most 50 % are at edges of visibility, and the others are random.
+    25 % are shards of layouts, at most 50 % are at positions where `visible` changes, and the
+    others are random.
     """
     shards = _shards(seq_len)
     i, j = rng.integers(0, len(shards), (2, count // 4))

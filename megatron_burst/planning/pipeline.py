@@ -60,7 +60,7 @@ class PlannedPasses(NamedTuple):
 
 @dataclass(frozen=True)
 class RingRequest:
-    """Input of every stage: the checked request, and the ring of this rank.
+    """Input of every stage: the checked arguments of a call, and the ring of this rank.
 
     Attributes:
         request: Checked arguments.
@@ -229,9 +229,9 @@ class RowSchedules(NamedTuple):
 def schedules(ring: RingRequest, demands: Sequence[RowDemand]) -> list[RowSchedules]:
     """Return the schedules of each row chunk.
 
-    All row chunks have the same side in backward. Side "auto" selects the side with fewer bytes
-    over all row chunks. Side "kv" sends keys once per row chunk, and side "query" sends each query
-    once.
+    Backward sends the same tensors (the side) in all row chunks. Side "auto" selects the tensors
+    with fewer bytes over all row chunks. Side "kv" sends keys once per row chunk, and side "query"
+    sends each query once.
     """
     name, grid, sizes, options = ring.algorithm, ring.grid, ring.sizes, ring.request.options
     backward = cost.backward_schedules(

@@ -291,7 +291,8 @@ class Plan:
         """Return the bytes that this rank sends per call, in forward and in backward.
 
         Args:
-            side: Tensors that backward sends, "kv" or "query". Default: the side of the plan.
+            side: Tensors that backward sends: "kv" (keys and values) or "query". Default: as in the
+                plan.
             host: True for a call of `chunked` with host memory.
 
         Raises:
@@ -339,7 +340,7 @@ class Plan:
 
     @property
     def side(self) -> str:
-        """Return which tensors are sent in backward: "kv" or "query"."""
+        """Return which tensors backward sends: "kv" (keys and values) or "query"."""
         return self.schedules[1].side
 
     @property
@@ -378,9 +379,10 @@ class Plan:
         return max(sizes, default=0) + tensors * packing.ALIGNMENT + packing.ENVELOPE
 
     def describe(self) -> str:
-        """Return one line with choices, bytes per layer and rank, and bytes of the other side.
+        """Return one line with the settings of the plan and the bytes that a rank sends per layer.
 
-        The other side is "kv" if the plan's side is "query", and vice versa.
+        The line also has the bytes of backward if it sent the other tensors: queries instead of
+        keys and values, or vice versa.
         """
         return described(self)
 

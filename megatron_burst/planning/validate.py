@@ -109,7 +109,7 @@ def check(
         rates: Argument of `mb.prepare`.
 
     Returns:
-        The request of this rank.
+        The checked arguments of this rank.
 
     Raises:
         ValueError: An argument is not supported.

@@ -101,7 +101,7 @@ def forward_schedule(
     Args:
         algorithm: A name in `algorithms.ALGORITHMS`.
         grid: Grid of the ranks.
-        visibility: Pairs of rows that attend.
+        visibility: Ranks and rows that attend to each other.
         sizes: Sizes of the attention call.
         route: "ring", "direct" or "auto", which uses the route with fewer bytes.
 
@@ -126,9 +126,10 @@ def backward_schedule(
     Args:
         algorithm: A name in `algorithms.ALGORITHMS`.
         grid: Grid of the ranks.
-        visibility: Pairs of rows that attend.
+        visibility: Ranks and rows that attend to each other.
         sizes: Sizes of the attention call.
-        side: Tensors that are sent: "kv", "query" or "auto", which uses the side with fewer bytes.
+        side: Tensors that are sent: "kv" (keys and values), "query" or "auto", which selects the
+            option with fewer bytes.
         route: "ring", "direct" or "auto", which uses the route with fewer bytes.
 
     Raises:
@@ -149,13 +150,13 @@ def backward_schedules(
 ) -> list[Schedule]:
     """Return the backward schedule of each row chunk of one call.
 
-    All row chunks have the same side. "auto" uses the side with fewer bytes in total over all
-    chunks, ranks and links, and "kv" if the bytes are equal.
+    All row chunks send the same tensors. `side` "auto" selects the tensors with fewer bytes in
+    total over all chunks, ranks and links, and "kv" if the bytes are equal.
 
     Args:
         algorithm: A name in `algorithms.ALGORITHMS`.
         grid: Grid of the ranks.
-        row_chunks: Visibility of each row chunk.
+        row_chunks: Ranks and rows that attend to each other, for each row chunk.
         sizes: Sizes of the attention call.
         side: Same as in `backward_schedule`.
         route: Same as in `backward_schedule`.

@@ -155,7 +155,7 @@ class Demand:
 
     @property
     def sent_families(self) -> tuple[str, ...]:
-        """Families that are sent: the copies of `side`, and their gradients if these are needed."""
+        """Names of the tensors that are sent: `side`, and its gradients if they are needed."""
         return (self.side, "d" + self.side) if self.gradients else (self.side,)
 
     def pairs(
@@ -211,7 +211,7 @@ class Demand:
 
 
 def all_visible(size: int, rows: int = 1) -> Visibility:
-    """Return the visibility of a full mask on `size` ranks with chunks of `rows` rows."""
+    """Return the `Visibility` of a full mask on `size` ranks with chunks of `rows` rows."""
     visible = np.ones((size, size), dtype=bool)
     ranks = np.arange(size)
     zero = np.zeros(size, dtype=np.int64)
@@ -222,13 +222,14 @@ def all_visible(size: int, rows: int = 1) -> Visibility:
 def visibility_of(
     mask: Mask, q_shards: Shards, k_shards: Shards, joined: bool | None = None
 ) -> Visibility:
-    """Return the visibility between the queries and the keys of all ranks of a ring.
+    """Return which ranks of a ring attend to each other's chunks, and to which rows.
 
     Args:
         mask: The mask.
         q_shards: Query spans of each rank; a shard may have no spans.
         k_shards: Key spans of each rank.
-        joined: Same as in `Visibility`.
+        joined: True if one kernel call computes all pairs of a step; None for the algorithm's
+            default.
     """
     queries, keys = rows_seen(mask, q_shards, k_shards)
     return Visibility(

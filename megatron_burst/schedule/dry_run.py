@@ -35,7 +35,7 @@ class HeldBuffers:
         moments: Rows of every existing buffer by kind, at several times of the pass. For any bytes
             per row of each kind, the time with the largest memory is included. The rank's own sums
             of gradients are always counted.
-        longest: Number of rows of the longest message of each family.
+        longest: Kind of tensors, such as "kv" -> number of rows of the longest message.
         in_use: Number of rows in use by kind, at several times of the pass: rows of received
             chunks, of messages and of partial results for other ranks. A buffer may have room for
             more rows.

@@ -80,7 +80,7 @@ def parts_of(chunks: Iterable[Chunk], family: str, owner: int, rows: int) -> lis
 
 
 def _last_use(rank: int, hops: list[Hop], pairs: dict[Pair, int]) -> dict[Chunk, int]:
-    """Return, for each received chunk, the boundary at which its buffer can be released."""
+    """Return, for each received chunk, the step before which its buffer can be released."""
     last_use = {h.chunk: h.land for h in hops if h.dst == rank and not h.chunk.accumulated}
     by_owner: dict[tuple[str, int], list[Chunk]] = {}
     for chunk in last_use:

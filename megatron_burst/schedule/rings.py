@@ -150,7 +150,7 @@ def forward(
     Args:
         algorithm: A name in `algorithms.ALGORITHMS`.
         grid: Grid of the ranks.
-        visibility: Pairs of rows that attend; default: all.
+        visibility: Ranks and rows that attend to each other; default: all.
         row_bytes: Bytes of a row of each family.
         route: Same as in `Schedule`.
 
@@ -175,8 +175,8 @@ def backward(
     Args:
         algorithm: A name in `algorithms.ALGORITHMS`.
         grid: Grid of the ranks.
-        side: Tensors that are sent: "kv" or "query".
-        visibility: Pairs of rows that attend; default: all.
+        side: Tensors that are sent: "kv" (keys and values) or "query".
+        visibility: Ranks and rows that attend to each other; default: all.
         row_bytes: Bytes of a row of each family.
         route: Same as in `Schedule`.
 

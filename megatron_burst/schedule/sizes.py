@@ -55,7 +55,7 @@ class Sizes:
 
     @cached_property
     def forward(self) -> RowBytes:
-        """Bytes of a row of each family in forward; a partial output includes its lse."""
+        """Bytes of a row of each kind of tensors in forward; a partial output includes its lse."""
         query, key, value, out = self._elements
         partial = out * self.wire_itemsize + self.batch * self.heads * self.stat_itemsize
         kv = (key + value) * self.itemsize
@@ -63,7 +63,7 @@ class Sizes:
 
     @cached_property
     def backward(self) -> RowBytes:
-        """Bytes of a row of each family in backward.
+        """Bytes of a row of each kind of tensors in backward.
 
         Queries are sent as Q, dO, lse and delta; O is not sent. A gradient that is not needed is
         not sent.
@@ -80,11 +80,15 @@ class Sizes:
         )
 
     def row_bytes(self, schedule: Schedule) -> RowBytes:
-        """Return the bytes of a row of each family in the pass of `schedule`."""
+        """Return the bytes of a row of each family (kind of tensors) in the pass of `schedule`."""
         return self.forward if schedule.row_bytes.out else self.backward
 
     def chunk_bytes(self, family: str) -> int:
-        """Return the bytes of a whole chunk of a family: the larger of forward and backward."""
+        """Return the bytes of a whole chunk: the larger number of forward and backward.
+
+        Args:
+            family: Kind of tensors, such as "kv".
+        """
         row_bytes = (getattr(families, family) for families in (self.forward, self.backward))
         return self.tokens * max(row_bytes)
 

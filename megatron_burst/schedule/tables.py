@@ -79,10 +79,10 @@ class Hop(NamedTuple):
         chunk: The chunk that is sent.
         src: Rank that sends.
         dst: Rank that receives.
-        ring: "flat", "intra" or "inter": the process group that carries the hop.
-        link: "intra" or "inter": the link class that the hop crosses.
+        ring: Process group of the transfer: "flat", "intra" or "inter".
+        link: Link class of the transfer: "intra" within a node, "inter" between nodes.
         post: Boundary (moment before a step) at which the transfer starts.
-        land: Boundary at which both ranks wait for its end.
+        land: Boundary at which both ranks wait for the end of the transfer.
     """
 
     chunk: Chunk
@@ -163,11 +163,11 @@ class Transfers(NamedTuple):
     Attributes:
         family: Index of the family in `FAMILIES`.
         owner: Rank that owns the rows.
-        rows: Bit set of the rows, as in `Chunk`.
+        rows: Bit set of the rows (one bit per bundle of the owner), as in `Chunk`.
         src: Rank that sends.
         dst: Rank that receives.
         ring: Index of the ring in `RINGS`.
-        post: Boundary at which the transfer starts.
+        post: Boundary (moment before a step) at which the transfer starts.
         land: Boundary at which both ranks wait for its end.
     """
 
@@ -230,7 +230,7 @@ class Tables(NamedTuple):
 
     @property
     def digest(self) -> int:
-        """Checksum of transfers and bundles, with which ranks check that tables are equal."""
+        """Checksum of transfers and bundles, which ranks compare before they exchange rows."""
         checksum = 0
         columns = (
             column for side in (self.queries, self.keys) for column in (side.number, *side.runs)
@@ -250,7 +250,7 @@ def transfers(
     post: np.ndarray,
     land: np.ndarray,
 ) -> Transfers:
-    """Return transfers of one family on one ring; see `Transfers` for the columns."""
+    """Return transfers of one family ("kv", "dkv", ...) on one ring, given the other columns."""
     codes = FAMILIES.index(family), RINGS.index(ring)
     families, rings = (np.full(len(owner), code, dtype=np.int8) for code in codes)
     return Transfers(families, owner, rows, src, dst, rings, post, land)

@@ -18,10 +18,10 @@ from ..tables import Tables, transfers
 def all_gather(demand: Demand) -> Tables:
     """Return the pairs and transfers of `all_gather`: all chunks are sent at the start.
 
-    Owners post all sends to the users of their chunk before the first step, and wait for gradients
-    at the end. So ranks need to be equally busy only in total and not at each step, which suits
-    packed documents. A rank holds all chunks that it uses and, at the end, all gradients of its own
-    chunk.
+    Owners start all sends of their chunk to the ranks that use it before the first step, and wait
+    for gradients at the end. So ranks need to be equally busy only in total and not at each step,
+    which suits packed documents. A rank holds all chunks that it uses and, at the end, all
+    gradients of its own chunk.
     """
     return tables(demand, ahead=demand.grid.size, at_end=True)
 

@@ -89,7 +89,7 @@ def tables_of(timing: MulticastTiming) -> Tables:
 
 
 class MulticastPaths:
-    """Routes of all rows; a route has all rows of one owner that are sent to the same gates.
+    """Routes of all rows: rows of one owner on the same rail and tree of nodes share a route.
 
     The axis `ways` has one entry per route. All passes that send the same side (keys and values, or
     queries) share one object.

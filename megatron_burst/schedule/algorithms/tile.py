@@ -55,9 +55,9 @@ def _order(shape: Shape, keys_first: bool) -> np.ndarray:
     chunks, and then its partial result is sent. With the last arriving chunk, the gathered chunks
     are finished one after another, the rank's own last. This is the order between nodes, and also
     within a rank's own node. Half of that node's pairs come before all others and hide the first
-    hops between nodes. The other half come after all others and hide the last hops. The rank's own
-    pair is the first, because no hop delays it. For later head chunks, `program` moves this pair to
-    the end.
+    transfers between nodes. The other half come after all others and hide the last transfers. The
+    rank's own pair is the first, because no transfer delays it. For later head chunks, `program`
+    moves this pair to the end.
     """
     if keys_first:
         a, b, ranks_a, ranks_b = shape

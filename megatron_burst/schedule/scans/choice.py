@@ -112,7 +112,7 @@ def blocks_for(
 
 
 class _Trials:
-    """Predictions of scan times for given chains, topology, sizes and links."""
+    """Predictions of scan times for the pieces of a sequence, a topology, state sizes and links."""
 
     def __init__(self, chains: Chains, topology: Topology, sizes: ScanSizes, links: Links):
         if topology.size != chains.ranks:

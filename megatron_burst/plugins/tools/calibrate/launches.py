@@ -103,7 +103,10 @@ class _Layer:
 
 
 def _ring(ranks: Ranks, model: Model) -> Callable[[], float]:
-    """Return a function that measures the launch seconds of a ring's forward; its plan exists."""
+    """Return a function that measures the launch seconds of a ring's forward.
+
+    The plan of the ring is made before the measurement.
+    """
     like = {"device": ranks.device, "dtype": dtype(ranks)}
     h, n = heads(model, ranks)
     q, k, v = (torch.zeros((ROWS, 1, count, model.head_dim), **like) for count in (h, n, n))

@@ -434,7 +434,7 @@ def schedule_scene(
         algorithm: Name of the algorithm.
         backward: True for backward, False for forward.
         side: Tensors that backward sends, "kv" or "query", or "auto".
-        route: Route of chunks, or "auto".
+        route: "ring", "direct" (owners send chunks directly to the ranks that use them), or "auto".
         only: Rank to draw; None for all ranks.
 
     Raises:

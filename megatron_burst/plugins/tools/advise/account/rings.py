@@ -84,7 +84,7 @@ def core_of(
 
 
 def cached_core_of() -> CoreOf:
-    """Return `core_of` with a cache of ring buffers, which all sequence lengths share."""
+    """Return `core_of` with a cache of ring buffers, which do not depend on the sequence length."""
     return partial(core_of, buffers_of=cache(ring_held))
 
 

@@ -448,8 +448,8 @@ def visible(seq: int, window: int = 0) -> float:
 def recomputed_attention(core: AttentionTime, run: Settings) -> float:
     """Return the seconds that backward takes to recompute attention of rows that are not stored.
 
-    The store contains the results of the last rows. Compute time is proportional to the busiest
-    rank's visible pairs, transfer time to the number of keys.
+    The attention store has the results of the last rows. Compute time is proportional to the
+    busiest rank's visible pairs, transfer time to the number of keys.
     """
     pairs = recomputed_pairs(run.layout, run.cp, run.store)
     return core.forward * (pairs if core.bottleneck == "compute" else 1 - run.store)

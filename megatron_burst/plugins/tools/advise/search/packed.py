@@ -213,7 +213,7 @@ class PackedForecast(AttentionForecast):
 
     @cached_property
     def core_of(self) -> CoreOf:
-        """Function that returns the memory of core attention for these documents."""
+        """Function that returns the memory of core attention in a layer, for these documents."""
         return self._core_of
 
     def _core_of(self, x: LayerSizes, run: Settings, window: int = 0) -> Core:

@@ -60,7 +60,7 @@ def simplicity(run: Settings) -> tuple[float, ...]:
     """Return a sort key by which the simplest run is first.
 
     The key contains, most important first: offload, row chunks and tiles, pipeline stages, a
-    partial store, recomputation, ranks that share heads, and expert-parallel ranks.
+    partial attention store, recomputation, ranks that share heads, and expert-parallel ranks.
     """
     return (
         run.optimizer_offload,
@@ -411,9 +411,9 @@ class Search:
 
 
 def _takes_more(run: Settings, failed: Configuration) -> bool:
-    """Return whether a run certainly exceeds memory, because another run (`failed`) does.
+    """Return whether a run certainly exceeds memory, because a similar run (`failed`) does.
 
-    False if the runs differ in more than store and offload.
+    False if the runs differ in more than the fractions of stored outputs and of offloading.
     """
     other_run = failed.run
     same = replace(other_run, store=run.store, offload=run.offload)

@@ -229,7 +229,8 @@ def options_of(
         goal: Goal of the search.
         chunked: Whether the attention half runs in row chunks, which requires several
             context-parallel ranks.
-        stores: Values of `store` to try if the user has not fixed it.
+        stores: Values of `store` (fraction of rows with stored attention outputs) to try if the
+            user has not fixed it.
         offloads: Values of `offload` to try if the user has not fixed it.
     """
     moved = goal.values("optimizer_offload", OFFLOADS if run.distributed_optimizer else (0.0,))

@@ -229,7 +229,7 @@ def built(config: Any, name: str, layers: int) -> Built:
 
 
 def _text_model(config_class: type) -> Any:
-    """Return the class of a text model that the auto classes of transformers do not have."""
+    """Return the class of a text model that transformers' auto classes do not list."""
     pretrained = _transformers().PreTrainedModel
     name = config_class.__module__.replace("configuration_", "modeling_")
     for model_class in vars(importlib.import_module(name)).values():

@@ -143,7 +143,11 @@ class Fields(Mapping[str, Any]):
         self._read.update(keys, (self.aliases.get(key, key) for key in keys))
 
     def unread(self, layers: int) -> list[str]:
-        """Return the names of fields that may describe one of `layers` layers and are not read."""
+        """Return the names of fields that no code has read and that may describe layers.
+
+        Args:
+            layers: Number of layers of the model; a list of this length may describe layers.
+        """
         unread = []
         for key, value in self.values_by_name.items():
             per_layer = isinstance(value, (list, tuple, dict)) and len(value) == layers > 4

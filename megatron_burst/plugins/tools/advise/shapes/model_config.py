@@ -300,7 +300,7 @@ def _gated(source: Source) -> bool:
 def _latent(fields: Fields, heads: int) -> dict[str, Any]:
     """Return the fields of `Model` for multi-head latent attention; {} for other attention.
 
-    Latents are expanded to heads, so there is one key head per query head.
+    Attention uses heads that are expanded from latents, so there is one key head per query head.
     """
     if not fields.size("kv_lora_rank"):
         return {}
