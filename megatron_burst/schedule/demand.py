@@ -284,10 +284,10 @@ class RowChunkSpans(NamedTuple):
     """The positions of one row chunk.
 
     Attributes:
-        runs: Rows of the chunk as ranges (first, stop) of a shard; the same on all ranks.
-        shards: For each rank of a ring, the spans of its queries after the all-to-all: the chunk's
-            queries of its whole ulysses group.
-        own: For each rank, the spans of its own queries of the chunk, before the all-to-all.
+        runs: Rows of the chunk as ranges (first, stop) of a rank's rows; the same on all ranks.
+        shards: For each rank of a ring, the spans (regularly spaced positions) of its queries after
+            the all-to-all: the chunk's queries of all ranks that share heads with it.
+        own: For each rank, the spans of its own queries in the chunk, before the all-to-all.
     """
 
     runs: list[tuple[int, int]]

@@ -91,7 +91,8 @@ def shared_order(shards: Sequence[Sequence[Span]]) -> np.ndarray | None:
     """Return, for each row after the all-to-all, its index in the concatenated rows of the members.
 
     Returns:
-        int64 array, or None if the rows stay in the order of the members.
+        int64 array, or None if the rows stay in the order of the members (ranks of the ulysses
+        group).
     """
     spans = tuple(span for shard in shards for span in shard)
     if shared_spans(shards) == spans:

@@ -206,11 +206,12 @@ class Tables(NamedTuple):
     """All pairs that ranks compute in one pass, and all transfers between ranks.
 
     Attributes:
-        steps: Number of steps, not counting the boundaries after the last step, at which ranks only
-            wait for transfers.
+        steps: Number of steps. The boundaries (moments) after the last step, at which ranks only
+            wait for transfers, are not counted.
         pairs: Pairs of all ranks.
         transfers: Transfers of all ranks.
-        queries: Bundles of the query rows; bit sets of query rows refer to them.
+        queries: Bundles of the query rows (rows of one owner that the same ranks use); bit sets of
+            query rows refer to them.
         keys: Bundles of the key rows; bit sets of key rows refer to them.
     """
 

@@ -65,10 +65,11 @@ def select(
 ) -> Selection:
     """Select the `top_k` units of keys with the best index scores, for every query.
 
-    Scores are float32 (float64 for float64 tensors). Among equal scores the lower unit is selected.
-    A query that sees fewer units selects all of them. Some rules always select the query's own
-    block. Infinite scores rank like the largest finite numbers, and NaN ranks last. The result has
-    no gradient (see `mb.indexer_loss`).
+    A unit is one key, or a block of consecutive keys if the rule has blocks. Scores are float32
+    (float64 for float64 tensors). Among equal scores the lower unit is selected. A query that sees
+    fewer units selects all of them. Some rules always select the query's own block. Infinite scores
+    rank like the largest finite numbers, and NaN ranks last. The result has no gradient (see
+    `mb.indexer_loss`).
 
     Inside `mb.checkpoint` the attention store keeps the selection of all rows, and recomputation
     reads it from the store.

@@ -111,7 +111,8 @@ def _combined(symbol: str, a: Interval, b: Interval) -> Interval | None:
 def condition(mask: Mask, q: np.ndarray, tables: VisibilityTables) -> Condition | None:
     """Return a function that evaluates the mask on a device, for queries at positions q [s].
 
-    None if only the host can evaluate the mask. See `Condition` for the arguments of the function.
+    Return None if only the host can evaluate the mask. See `Condition` for the arguments of the
+    function.
     """
     bounds = interval(mask, q)
     if bounds is not None:

@@ -30,9 +30,10 @@ def add_units_(
 
     Args:
         scores: Scores of the best units so far [..., top_k].
-        units: Best units so far, int32 [..., top_k].
+        units: Numbers of the best units so far, int32 [..., top_k].
         new: Scores of the new units [..., new units]; -inf for units that the query does not see.
-        new_units: New units, int32 [new units], ascending. Each unit may be added only once.
+        new_units: Numbers of the new units, int32 [new units], ascending. Each unit may be added
+            only once.
     """
     count = scores.shape[-1]
     # A stable sort: among equal scores the earlier column, which is the lower unit, comes first.

@@ -45,10 +45,11 @@ NOMINAL = Links(200e9, 25e9, 5e-6, 10e-6, 500e9)
 
 
 class Messages(NamedTuple):
-    """The messages of a table of hops, sorted by round and receiver; arrays [messages].
+    """The messages of a scan, sorted by round and receiver; arrays [messages].
 
     Attributes:
-        round: Round of the message.
+        round: Round of the message. All states and maps that one rank sends to another in a round
+            are one message.
         source: Rank that sends.
         destination: Rank that receives.
         far: True if the message crosses between nodes.

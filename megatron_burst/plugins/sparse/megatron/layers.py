@@ -406,7 +406,10 @@ class RuleCoreAttention(BurstCoreAttention):
     choice: LayerRule
 
     def _layer_kind(self, mask_type: Any) -> LayerKind:
-        """Return the `LayerKind` of the layer; its options have an algorithm that sends keys."""
+        """Return the kind of the layer, by which layers share plans.
+
+        Its options have the algorithm of sparse attention, which sends keys.
+        """
         config: Any = self.config
         options: SparseOptions = config.burst
         burst: Any = dataclasses.replace(
