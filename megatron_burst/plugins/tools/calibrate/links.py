@@ -248,7 +248,14 @@ def _rate(ranks: Ranks, senders: str, pairs: Pairs, size: int, latency: Measurem
 
 
 def _rounds(ranks: Ranks, pairs: Pairs, size: int, times: int = 1) -> list[float]:
-    """Return the slowest rank's seconds of `times` consecutive exchanges, measured repeatedly."""
+    """Measure consecutive exchanges repeatedly; return the slowest rank's seconds of each repeat.
+
+    Args:
+        ranks: Ranks that measure.
+        pairs: Ranks to send to and receive from; empty if this rank is idle.
+        size: Bytes of a message.
+        times: Number of consecutive exchanges in a repeat.
+    """
     _exchange(ranks, pairs, size)
     return ranks.rounds(lambda: _exchange(ranks, pairs, size, times)[1])
 

@@ -143,10 +143,10 @@ def _mlp(model: Model, x: LayerSizes, run: Settings, sparse: bool) -> Iterator[P
 
 
 def product_seconds(gpu: Gpu, product: Product) -> float:
-    """Return the seconds of one product.
+    """Return the seconds of one matrix product on a GPU.
 
-    Operations run at the rate of large products, reduced if a dimension is small. The time is at
-    least the time for reading and writing the three matrices.
+    The rate is that of large products, and lower if a dimension is small. The time is at least the
+    time for reading and writing the three matrices.
     """
     m, k, n = product.rows, product.inner, product.columns
     lost = gpu.small * (1 / m + 1 / k + 1 / n)
@@ -263,7 +263,7 @@ class LayerTime:
         core: Time of core attention; None if the layer has none.
         launching: CPU seconds spent launching kernels, in forward, and in recompute and backward
             together.
-        kernel: Same as in `AttentionTime`.
+        kernel: Attention kernel whose published rate is assumed, as in `AttentionTime`.
     """
 
     forward: SecondsByPart

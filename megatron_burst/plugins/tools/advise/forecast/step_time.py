@@ -139,7 +139,7 @@ class StepTime:
         tokens: Tokens of one step over all ranks.
         mfu: Model FLOPs (`model_operations`) of a step divided by the peak FLOPs of all GPUs in
             `seconds`.
-        kernel: Same as in `AttentionTime`.
+        kernel: Attention kernel whose published rate is assumed, as in `AttentionTime`.
     """
 
     seconds: float

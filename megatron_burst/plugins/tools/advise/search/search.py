@@ -140,7 +140,7 @@ class Way(NamedTuple):
 
 
 class TimedRun(NamedTuple):
-    """Predicted time of a step, and the settings of the run."""
+    """Settings of a run, and the predicted time of its step."""
 
     time: StepTime
     run: Settings
