@@ -523,7 +523,7 @@ class Balanced(Layout):
     def _least_busy(
         self, candidates: Iterable[tuple[list[DocumentShare], ...]]
     ) -> tuple[float, tuple[list[DocumentShare], ...]]:
-        """Return the candidate with the shortest estimated time (`_busy`), after this time.
+        """Return the shortest estimated time (`_busy`) of all candidates, and its candidate.
 
         Args:
             candidates: Assignments: the shares of documents of each rank.

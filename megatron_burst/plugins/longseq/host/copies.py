@@ -50,7 +50,7 @@ class HostTraffic:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Return a context that only one thread can be in; it protects records of copies."""
+        """Return a context that one thread at a time can enter; it protects records of copies."""
         with self._lock:
             self._run_dropped()
             yield

@@ -146,12 +146,13 @@ def layouts_of(
     model: Model, cluster: Cluster, run: Settings, ep: int | None = None,
     documents: tuple[int, ...] = (),
 ) -> list[Settings]:  # fmt: skip
-    """Return the run with each possible tensor-parallel size; other ranks are context-parallel.
+    """Return a list of runs, one per possible tensor-parallel size.
 
     Args:
         model: Shape of the model.
         cluster: Cluster of GPUs.
-        run: Settings of the run. Pipeline sizes and micro-batch size are not changed.
+        run: Settings of the run. Ranks that are not tensor-parallel become context-parallel.
+            Pipeline sizes and micro-batch size are not changed.
         ep: Expert-parallel size; None for the largest that divides ranks and experts.
         documents: Lengths of the documents of a pack, as in `TrainingGoal.documents`.
 
