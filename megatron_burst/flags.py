@@ -155,12 +155,20 @@ def options_and_errors(args: Any) -> tuple[BurstConfig, list[str]]:
         A pair: the options, in which default values replace invalid values, and the error messages.
     """
     fields, messages = {flag.field: getattr(args, flag.dest) for flag in FLAGS}, []
+    for name, value in list(fields.items()):
+        try:
+            FIELDS[name].check(value)
+        except ValueError as error:
+            messages.append(str(error))
+            del fields[name]
     while True:
         try:
             return BurstConfig(**fields), messages
-        except ValueError as error:
+        except ValueError as error:  # options that exclude each other: drop the first one it names
             messages.append(message := str(error))
             mentioned = [flag for flag in FLAGS if flag.name in message and flag.field in fields]
+            if not mentioned:
+                raise
             del fields[min(mentioned, key=lambda flag: message.index(flag.name)).field]
 
 

@@ -132,6 +132,8 @@ class OptionSet:
 
 def _option_field(name: str, default: Any, hint: Any, option: Option) -> OptionField:
     types = (hint, *get_args(hint))
+    if bool in types:
+        raise TypeError(f'option {name} has type bool; use Literal["off", "on"]')
     return OptionField(
         name=name,
         flag=option.flag or f"--burst-{name.replace('_', '-')}",

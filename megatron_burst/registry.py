@@ -151,9 +151,13 @@ def option_classes() -> list[type]:
     """Return the option classes of all plugins that have options, in alphabetical order of plugins.
 
     Raises:
-        ValueError: Two option classes, of plugins or of this package, define the same option.
+        ValueError: Two option classes, of plugins or of this package, define the same option, or a
+            class is not a dataclass.
     """
     classes = [load(name, entry.options) for name, entry in plugins().items() if entry.options]
+    for cls in classes:
+        if "__dataclass_fields__" not in vars(cls):
+            raise ValueError(f"{cls} is not a dataclass; add @dataclass(frozen=True)")
     defined: dict[str, type] = {}
     for cls in dict.fromkeys(
         base for option_class in classes for base in reversed(option_class.__mro__)

@@ -31,20 +31,25 @@ def attempt(
     """Call `make`; return its result, or its error as a ValueError, which `agree` accepts."""
     try:
         return make(*args, **named)
-    except ValueError as error:
-        return error
     except Exception as error:
-        value_error = ValueError(f"{type(error).__name__} in the arguments: {error}")
-        value_error.__cause__ = error
-        return value_error
+        return as_value_error(error)
+
+
+def as_value_error(error: Exception) -> ValueError:
+    """Return `error` if it is a ValueError, otherwise a ValueError that names its type."""
+    if isinstance(error, ValueError):
+        return error
+    value_error = ValueError(f"{type(error).__name__} in the arguments: {error}")
+    value_error.__cause__ = error
+    return value_error
 
 
 def agree(facts: Facts | ValueError, gather: Callable[[torch.Tensor], list[torch.Tensor]]) -> None:
     """Raise the same ValueError on every rank unless all ranks have the same facts.
 
     Args:
-        facts: Values by name, with the same names in the same order on all ranks, at most 31; or
-            the ValueError of this rank.
+        facts: Values by name, with the same names in the same order on all ranks; or the
+            ValueError of this rank. Above 31 facts, errors quote several facts together.
         gather: Function that all-gathers a uint8 tensor [HEADER_BYTES] of this rank and returns the
             tensors of all ranks. The tensor has a digest of each fact, and the start of its text.
 
@@ -95,9 +100,11 @@ def _pack(fact: Facts | ValueError) -> torch.Tensor:
     """Serialize facts or an error as uint8 [HEADER_BYTES]: error flag, digests, truncated text."""
     bad = isinstance(fact, ValueError)
     texts = [str(fact)] if bad else [f"{name} {value!r}" for name, value in fact.items()]
+    together = -(-len(texts) // (FIELDS - 1))  # facts per field
+    if together > 1:
+        texts = [", ".join(texts[i : i + together]) for i in range(0, len(texts), together)]
     digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
     texts = texts if bad else [_short(text) for text in texts]
-    assert len(digests) < FIELDS, "more facts than fields"
     raw = bytes([bad]).ljust(8, b"\0") + b"".join(digests).ljust(8 * (FIELDS - 1), b"\0")
     raw += "\n".join(texts).encode()[:TEXT].ljust(TEXT, b"\0")
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8)

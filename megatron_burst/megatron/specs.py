@@ -82,7 +82,9 @@ def choices_with_layout(choices: dict[str, Any], model: Any) -> BurstConfig:
     """
     config, transformer = BurstConfig(**choices), transformer_of(model)
     if not choices.keys() & {"layout", "attention_layout"}:
-        layout = flags.layout_for(config.algorithm, config.store)
+        split = getattr(transformer, "context_parallel_size", 1) != 1
+        pack = config.pack if split else "off"
+        layout = flags.layout_for(config.algorithm, config.store, pack)
         config = dataclasses.replace(config, layout=layout)
         config, line = default_layouts(transformer, config)
         if line is not None:

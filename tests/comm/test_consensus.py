@@ -108,3 +108,12 @@ class Lines:
 def test_a_long_error_with_letters_of_several_bytes_survives():
     with pytest.raises(ValueError, match=r"^é+$"):
         everyone(ValueError("é" * 4000))
+
+
+@pytest.mark.parametrize("number", [31, 32, 62, 63, 100])
+def test_any_number_of_facts_is_compared(number):
+    facts = {f"f{index}": 0 for index in range(number)}
+    assert len(everyone(facts, dict(facts))[0]) == HEADER_BYTES
+    for changed in (0, number // 2, number - 1):
+        with pytest.raises(ValueError, match=rf"ranks disagree: .*\bf{changed} 0\b"):
+            everyone(facts, {**facts, f"f{changed}": 1})

@@ -142,3 +142,23 @@ def test_documents_that_are_packed_anew_are_laid_out_in_balance():
     assert layout(f"{asked} --burst-layout striped", context_parallel_size=2) == "striped"
     assert layout("--burst-pack documents", context_parallel_size=2) == "zigzag"
     assert layout("--context-parallel-algo burst", context_parallel_size=2) == "zigzag"
+
+
+def test_every_invalid_value_is_reported_and_replaced_by_its_default():
+    args = parsed("--context-parallel-algo burst --burst-layout striped")
+    args.burst_side, args.burst_kernel = "no", 7
+    options, messages = flags.options_and_errors(args)
+    assert options == BurstConfig(algorithm="burst", layout="striped")
+    assert [message.split(" must")[0] for message in messages] == [
+        "side (--burst-side)", "kernel (--burst-kernel)",
+    ]  # fmt: skip
+
+
+def test_an_error_of_a_plugin_that_names_no_flag_is_raised_itself(monkeypatch):
+    def broken(**fields):
+        raise ValueError("beats must be even")
+
+    args = parsed("--context-parallel-algo burst")
+    monkeypatch.setattr(flags, "BurstConfig", broken)
+    with pytest.raises(ValueError, match=r"^beats must be even$"):
+        flags.options_and_errors(args)

@@ -7,7 +7,7 @@ import inspect
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_type_hints
+from typing import Annotated, get_type_hints
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from megatron_burst import registry as plugins
 from megatron_burst.kernels import registry
 from megatron_burst.megatron.checks.features import option_problems
 from megatron_burst.megatron.checks.problem import Problem
+from megatron_burst.option_table import Option
 from megatron_burst.planning.validate import WIRE
 from megatron_burst.plugins.testing import in_process
 
@@ -40,6 +41,22 @@ def test_editors_see_the_public_names():
     assert public | {options.name} == set(listed)
     bases = {base.id.removeprefix("_") for base in options.bases}
     assert bases == {cls.__name__ for cls in plugins.option_classes()}
+
+
+def test_an_option_class_that_is_no_dataclass_is_refused(monkeypatch):
+    class Beats(spine_options.SpineOptions):
+        pass
+
+    monkeypatch.setattr(plugins, "load", lambda name, place: Beats)
+    with pytest.raises(ValueError, match=r"Beats.* is not a dataclass; add @dataclass"):
+        plugins.option_classes()
+
+
+def test_an_option_of_type_bool_is_refused():
+    with pytest.raises(TypeError, match="option beats has type bool; use Literal"):
+
+        class Beats(spine_options.SpineOptions):
+            beats: Annotated[bool, Option("Whether to beat")] = False
 
 
 def test_keywords_are_the_fields_with_their_types():

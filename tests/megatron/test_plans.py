@@ -84,3 +84,22 @@ def test_a_known_plan_is_compared_with_those_of_the_others(four, happens):
     found = four(counted, happens)
     assert found == found[:1] * 4
     assert found[0].startswith("ranks disagree: rank 0 has mask ")
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), KeyError("bad")])
+def test_an_error_in_backward_is_not_sent_to_ranks_that_only_look_plans_up(error):
+    """In forward, the leader sends its error to all ranks."""
+    from megatron_burst.megatron.attention import plan_book
+
+    groups = mock.Mock(gather=mock.Mock(side_effect=lambda header: [header]))
+    book = plan_book.PlanBook(groups)
+    for leads, recomputing, sent in ((True, False, 1), (True, True, 0), (False, False, 0)):
+        groups.gather.reset_mock()
+        expected = ValueError if sent else type(error)
+        with (
+            mock.patch.object(plan_book, "in_backward", return_value=recomputing),
+            pytest.raises(expected, match="bad"),
+            book.shared_errors(leads),
+        ):
+            raise error
+        assert groups.gather.call_count == sent

@@ -101,3 +101,18 @@ def test_a_layer_spec_is_refused_with_all_reasons_at_once():
         burst.uninstall()
     for reason in ("--attention-backend local", "--seq-length 66", "attention dropout is 0.1"):
         assert f"\n  - {reason}" in str(raised.value)
+
+
+@pytest.mark.parametrize(("size", "layout"), [(2, "balanced"), (1, "zigzag")])
+def test_a_layer_spec_packs_documents_in_the_layout_of_the_flags(size, layout):
+    config = SimpleNamespace(context_parallel_size=size, hidden_size=8, num_layers=1)
+    options = specs.choices_with_layout({"algorithm": "burst", "pack": "documents"}, config)
+    assert options.layout == layout
+
+
+@pytest.mark.parametrize("size", [(8, None), (None, 0), (8, 0, 0), (-2, 0), (True, 0)])
+def test_a_window_with_other_limits_is_refused(size):
+    from megatron_burst.megatron.checks.config import _window_problems
+
+    (problem,) = _window_problems(size)
+    assert "or -1 for no limit" in str(problem)

@@ -42,7 +42,7 @@ from torch.distributed import distributed_c10d
 
 from ...autotune import cluster_file
 from ...autotune.rates import Rates
-from ...comm.consensus import agree
+from ...comm.consensus import agree, as_value_error
 from ...comm.groups import Groups
 from ...comm.operation import Operation, prepared
 from ...comm.process_groups import backends
@@ -366,16 +366,18 @@ class PlanBook:
 
     @contextmanager
     def shared_errors(self, leads: bool) -> Iterator[None]:
-        """Raise a `ValueError` of one rank on all ranks, if the layer is a leader.
+        """Raise an error of one rank as a `ValueError` on all ranks, if the layer is a leader.
+
+        A layer that is recomputed in backward does not communicate, so it raises only its error.
 
         Args:
             leads: whether the layer is the leader of its kind.
         """
         try:
             yield
-        except ValueError as error:
-            if leads:
-                agree(error, self.groups.gather)
+        except Exception as error:
+            if leads and not in_backward():
+                agree(as_value_error(error), self.groups.gather)
             raise
 
     def plan(
@@ -403,7 +405,7 @@ class PlanBook:
                 gets other shapes than its leader.
         """
         recomputing = in_backward()
-        with self.shared_errors(leads and not recomputing):
+        with self.shared_errors(leads):
             own = kind.own_mask(pack, len(tensors["q"]) * self.groups.size)
         call = LayerCall.of(kind, rows, tensors)
         # Ranks compare masks by their repr. A function may return a different mask for every batch.

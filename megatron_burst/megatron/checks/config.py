@@ -379,7 +379,7 @@ def _window_problems(size: Any) -> Iterator[Problem]:
             "the query",
             (f"{flag} {size},0",),
         )
-    elif len(size) != 2 or any(limit < -1 for limit in size):
+    elif len(size) != 2 or any(type(limit) is not int or limit < -1 for limit in size):
         yield Problem(
             f"{flag} {size} must be two numbers, the tokens before and after the query, each >= 0 "
             "or -1 for no limit"
