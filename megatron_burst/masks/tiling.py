@@ -33,7 +33,10 @@ from .base import EMPTY, PARTIAL, Band, Mask, SpanBands
 
 
 class ShardSlice(NamedTuple):
-    """The rows of a shard that hold the span `span`: every `step`-th row from row `start` on."""
+    """Rows of a shard that hold the positions `span`.
+
+    They are every `step`-th row from row `start` on.
+    """
 
     start: int
     step: int
@@ -110,10 +113,11 @@ def whole_spans(spans: Sequence[Span]) -> list[ShardSlice]:
 def split(
     mask: Mask, q: ShardSlice, k: ShardSlice, smallest: int | None
 ) -> tuple[list[ShardSlice], list[ShardSlice]] | None:
-    """Cut a pair of slices further; return query slices and key slices, or None for a table.
+    """Cut the rectangle of two slices into smaller slices.
 
     Slices are cut at the breaks of the mask, else by residue classes, else in halves. `smallest` is
-    the limit of `within`. None means that only a table can describe the pair.
+    the limit of `within`. The result is the query slices and the key slices; None if only a table
+    of visible pairs can describe the rectangle.
     """
     # Breaks are first, because between them a mask is mostly one band or nothing. Residues are
     # before halves: halves keep their stride, so they never separate the classes.
@@ -143,7 +147,10 @@ def _coarse(cuts: np.ndarray, part: ShardSlice, size: int | None) -> np.ndarray:
 
 
 def within(size: int | None, q: ShardSlice, k: ShardSlice) -> bool:
-    """Return True if both slices have at most `size` rows, so a table may describe the pair."""
+    """Return True if a table of visible pairs may describe the rectangle of two slices.
+
+    That is so if both slices have at most `size` rows.
+    """
     return size is not None and max(q.span.length, k.span.length) <= size
 
 
@@ -171,11 +178,12 @@ _LISTED_PAIRS = 256  # largest number of pairs of slices that are listed one by 
 
 
 class Tile(NamedTuple):
-    """Local rows and columns, all visible unless `triangle`, `table` or `band` is set.
+    """Rectangle of query rows and key rows (columns), with the pairs that are visible in it.
 
     Attributes:
-        rows: Local rows, possibly with a step.
-        columns: Local columns, possibly with a step.
+        rows: Query rows of the shard, possibly with a step.
+        columns: Key rows of the shard, possibly with a step. All pairs are visible, unless one of
+            the next fields is set.
         triangle: True if only the lower triangle is visible.
         table: bool [rows, columns], true for visible pairs, or None.
         band: Band of visible pairs, in which every row sees some column, or None.
@@ -194,12 +202,12 @@ class Tile(NamedTuple):
 
     @property
     def computed(self) -> int:
-        """Number of pairs in the rectangle: computed by a kernel that skips no hidden pair."""
+        """Number of (query, key) pairs in the rectangle, visible or not."""
         return self.shape[0] * self.shape[1]
 
     @property
     def visible(self) -> int:
-        """Number of visible pairs."""
+        """Number of visible (query, key) pairs in the tile."""
         rows, columns = self.shape
         if self.table is not None:
             return int(self.table.sum())
@@ -329,9 +337,9 @@ class Cutter:
                 yield list(_joined(chain.from_iterable(own_tiles)))
 
     def _cut(self, mask: Mask, q: ShardSlice, k: ShardSlice) -> Iterator[Tile]:
-        """Yield the tiles of a pair of slices that is partly visible and not a band.
+        """Yield the tiles of a query slice and a key slice whose visible pairs are not a band.
 
-        The pair is cut further or becomes a table.
+        The rectangle is cut further, or becomes one tile with a table of visible pairs.
         """
         parts = split(mask, q, k, self.table_rows)
         if parts is None:
@@ -449,7 +457,13 @@ def _joined(tiles: Iterable[Tile]) -> Iterator[Tile]:
 
 
 def _joined_along(tiles: Iterable[Tile], same: str, along: str) -> Iterator[Tile]:
-    """Join consecutive, fully visible tiles that are adjacent along `along` and equal in `same`."""
+    """Join consecutive, fully visible tiles that are adjacent along one axis.
+
+    Args:
+        tiles: Tiles in order.
+        same: Axis ("rows" or "columns") in which joined tiles are equal.
+        along: Axis along which joined tiles are adjacent.
+    """
     last: Tile | None = None
     for tile in tiles:
         if last and _touch(last, tile, same, along):
@@ -493,7 +507,7 @@ def _joined_triangles(tiles: Iterable[Tile]) -> list[Tile]:
 
 
 def _are_steps(upper: Tile, square: Tile, lower: Tile) -> bool:
-    """Return True if these tiles are the top, the square and the bottom of one lower triangle."""
+    """Return True if three tiles together are one lower triangle: top, square below it, bottom."""
     if not (upper.triangle and _fully_visible(square) and lower.triangle):
         return False
     steps = {part.step for tile in (upper, square, lower) for part in (tile.rows, tile.columns)}

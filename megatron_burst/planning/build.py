@@ -35,12 +35,12 @@ OWN = "kv", "query"
 
 
 class KernelWorkCache:
-    """Cache of kernel plans by (query spans, key spans), shared by the passes of a plan.
+    """Cache of kernel plans (`Kernel.work_for`) by (query spans, key spans), for all passes.
 
     Args:
         kernel: Local attention kernel.
         mask: Mask of the call.
-        queries: Query spans of each rank of the ring.
+        queries: Spans (regularly spaced positions) of the queries of each rank of the ring.
         keys: Key spans of each rank of the ring.
         sizes: Sizes of one rank of the ring.
     """
@@ -114,14 +114,15 @@ def make_pass(
 
 @dataclass(frozen=True)
 class _PassRows:
-    """Chunks of one rank in one pass, and the positions of rows in their buffers.
+    """Chunks of one rank in one pass, and where rows are in their buffers.
 
     Attributes:
         name: Name of the pass.
         rank: Index of the rank in the ring.
         copies: Chunks of queries and keys on this rank: its own chunks, then the received chunks.
         received: Received chunks of queries and keys.
-        totals: Chunk of partial results by (family, owner); result of `totals_of`.
+        totals: (family, owner) -> chunk with all rows for which this rank sums partial results. A
+            family is "out", "dquery" or "dkv".
         maps: Positions of rows in buffers.
     """
 
@@ -133,7 +134,12 @@ class _PassRows:
     maps: RowMaps
 
     def target(self, chunk: Chunk, rows: int) -> Target:
-        """Return the sum, and the place in it, to which results for the rows `rows` are added."""
+        """Return where results of a kernel call or a message are added.
+
+        Args:
+            chunk: Chunk of the results.
+            rows: Bit set of the rows that have results.
+        """
         total = self.totals[chunk[:2]]
         all_rows = self.maps.place(total, total.rows)
         return Target(total, all_rows.count, rows, self.maps.place(total, chunk.rows))
@@ -152,7 +158,10 @@ class _PassRows:
         return KernelCall(call.pair, call.queries, call.keys, call.work, targets)
 
     def payload(self, hop: Hop) -> Payload:
-        """Return the payload of a hop: rows of a partial result, or of a chunk on this rank."""
+        """Return which rows a transfer (hop) sends, and where they are in the buffers of this rank.
+
+        They are rows of a sum of partial results, or of a chunk of queries or keys.
+        """
         chunk = hop.chunk
         target = source = None
         if chunk.accumulated:
@@ -165,7 +174,10 @@ class _PassRows:
         return Payload(hop, self._count(chunk), digest, packed, target, source)
 
     def longest(self, hops: Sequence[Hop]) -> dict[str, int]:
-        """Return the largest number of rows of a sent or received chunk, by family."""
+        """Return the largest number of rows of a sent or received chunk, by kind of tensors.
+
+        The kinds (families) are "kv", "query", "dkv", "dquery" and "out".
+        """
         longest: dict[str, int] = defaultdict(int)
         for hop in hops:
             family = hop.chunk.family
@@ -179,7 +191,11 @@ class _PassRows:
 def _calls(
     schedule: Schedule, works: KernelWorkCache, copies: Sequence[Chunk], pair: Pair
 ) -> tuple[KernelCall, ...]:
-    """Return the kernel calls of a pair: one per query part and key part with visible pairs."""
+    """Return the kernel calls of a pair of chunks.
+
+    If the chunks were received in several parts, each combination of a query part and a key part
+    with visible pairs is a call.
+    """
     part_pairs = product(
         parts_of(copies, "query", pair.query, pair.query_rows),
         parts_of(copies, "kv", pair.key, pair.key_rows),
@@ -214,10 +230,10 @@ def _step(
 
 
 class RowMaps:
-    """Positions of rows in the buffers of chunks.
+    """Locations of rows in the buffers of chunks.
 
-    Rows in a buffer have the order of `schedule.bundles`. Call `place` for all rows first. Then
-    call `finish`, which copies all index arrays to the device at once.
+    In a buffer, rows have the order of messages, see `schedule.bundles`. Call `place` for all rows
+    first. Then call `finish`, which copies all index arrays to the device at once.
     """
 
     def __init__(self, tables: Tables):
@@ -226,7 +242,7 @@ class RowMaps:
         self._sorted: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
 
     def place(self, chunk: Chunk, rows: int) -> RowPlace:
-        """Return the position of the rows `rows`, a bit set, in a buffer of the chunk."""
+        """Return where some rows of a chunk are in its buffer; `rows` is a bit set of bundles."""
         # Families "kv" and "dkv" share positions, and so do "query", "out" and "dquery".
         key = chunk.family in ("kv", "dkv"), chunk.owner, chunk.rows, rows
         if key not in self._places:
@@ -239,7 +255,7 @@ class RowMaps:
         return self._places[key]
 
     def finish(self, device: torch.device) -> None:
-        """Copy the index arrays of all positions to the device."""
+        """Copy the index arrays of all locations to the device."""
         index_places = [place for place in self._places.values() if not isinstance(place.at, slice)]
         if index_places:
             together = to_device(np.concatenate([place.at for place in index_places]), device)

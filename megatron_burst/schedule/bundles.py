@@ -25,7 +25,13 @@ CELLS = 1 << 23  # largest number of bundles times ranks; large grids have fewer
 
 
 class Runs(NamedTuple):
-    """Runs of rows, as parallel arrays: `rows` rows from row `first` on are in bundle `bundle`."""
+    """Ranges of consecutive rows, as parallel arrays.
+
+    Attributes:
+        bundle: Index of the bundle (rows that the same ranks use) that contains the rows.
+        first: First row in the owner's shard.
+        rows: Number of rows.
+    """
 
     bundle: np.ndarray
     first: np.ndarray
@@ -34,10 +40,11 @@ class Runs(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Bundles:
-    """The bundles of all owners, sorted by owner. Every row of a shard is in one bundle.
+    """The bundles of all owners: rows of one owner that the same ranks use.
 
     Attributes:
-        owner: int [n], rank that owns the bundle.
+        owner: int [n], ascending, rank that owns the bundle. Every row of a rank is in one of its
+            bundles.
         number: int64 [n], number of the bundle's bit in the bit sets of its owner.
         users: bool [n, G], true for ranks that use the bundle; false for its owner.
         runs: Rows of the bundles, sorted by bundle and then by row.
@@ -59,11 +66,12 @@ class Bundles:
         return np.bincount(self.runs.bundle, self.runs.rows, len(self.owner)).astype(np.int64)
 
     def rows_of(self, owner: np.ndarray, bits: np.ndarray) -> np.ndarray:
-        """Return the total number of rows in each bit set, int64.
+        """Return the number of rows in each bit set, int64.
 
         Args:
             owner: Owner of each set.
-            bits: int64 bit sets, of the same shape.
+            bits: int64 array of the same shape: bit i of an entry selects the owner's bundle number
+                i.
         """
         total = np.zeros(np.shape(bits), dtype=np.int64)
         for bit, rows in enumerate(self._rows_by_bit):
@@ -71,7 +79,14 @@ class Bundles:
         return total
 
     def count(self, owner: int, bits: int) -> int:
-        """Return the number of rows in one bit set; for one set, this is faster than `rows_of`."""
+        """Return the number of rows in some bundles of one owner.
+
+        This is faster than `rows_of`, which has arrays as arguments.
+
+        Args:
+            owner: The owner.
+            bits: Bit set: bit i selects the owner's bundle number i.
+        """
         rows = self._rows_by_bit[:, owner]
         return int(rows @ (np.right_shift(bits, np.arange(len(rows))) & 1))
 
@@ -84,7 +99,14 @@ class Bundles:
         return self._bits(selected).astype(np.int64)
 
     def sets(self, selected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return flat indices and values of the nonzero entries of `bits(selected)`, int64 each."""
+        """Return the bit sets of `bits` that are not empty.
+
+        Args:
+            selected: bool [n, ...], true for selected bundles.
+
+        Returns:
+            Flat indices into the result of `bits`, and the bit sets at these indices; int64 each.
+        """
         bits = self._bits(selected).reshape(-1)
         at = np.flatnonzero(bits != 0)
         return at, bits[at].astype(np.int64)
@@ -103,9 +125,10 @@ class Bundles:
         return sets
 
     def ranges(self, owner: int, bits: int) -> list[tuple[int, int]]:
-        """Return the rows in a bit set as ranges (first, stop) of the shard, in message order.
+        """Return the rows of some bundles as ranges (first, stop) of the owner's shard.
 
-        `ALL` means the whole shard in its own order.
+        The ranges are in the order of messages. `bits` is a bit set: bit i selects the owner's
+        bundle number i. `ALL` means the whole shard in its own order.
         """
         low, high = np.searchsorted(self.owner, (owner, owner + 1))
         if bits < 0:
@@ -123,7 +146,10 @@ class Bundles:
         return list(zip(first.tolist(), stop.tolist(), strict=True))
 
     def whole(self) -> Bundles:
-        """Return one bundle per owner with all its rows, used by all ranks that use any of them."""
+        """Join the bundles of each owner to one bundle.
+
+        Every rank that uses some of its rows then uses all of them.
+        """
         users = np.zeros((self.size, self.size), dtype=bool)
         owners, begin, count = np.unique(self.owner, return_index=True, return_counts=True)
         users[owners] = united(self.users, begin, count)
@@ -167,7 +193,7 @@ class Bundles:
         )
 
     def _with_at_most(self, most: int) -> Bundles:
-        """Return at most `most` bundles per owner, by joining each owner's last bundles."""
+        """Join the last bundles of each owner, so that it has at most `most` bundles."""
         if self.number.max(initial=0) < most:
             return self
         order = np.lexsort((self.runs.first, self.owner[self.runs.bundle]))
@@ -189,13 +215,13 @@ def bundled(
     users: np.ndarray,
     most: int | None = None,
 ) -> Bundles:
-    """Group runs of rows into bundles by the ranks that use them.
+    """Group ranges of rows into bundles: rows of one owner that the same ranks use.
 
     Args:
-        owner: Owner of each run; runs are sorted by owner and row.
-        first: First row of each run.
-        rows: Number of rows of each run.
-        users: bool [runs, G], ranks that use the rows.
+        owner: Owner of each range; ranges are sorted by owner and row.
+        first: First row of each range.
+        rows: Number of rows of each range.
+        users: bool [ranges, G], true for ranks that use the rows.
         most: Largest number of bundles of an owner; default: computed from `MOST` and `CELLS`.
     """
     size = users.shape[1]
@@ -225,7 +251,16 @@ def _most(size: int) -> int:
 
 
 def _numbered(owner: np.ndarray, users: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the bundle of each run; the number of each bundle; the first run of each bundle."""
+    """Group ranges of rows by owner and users.
+
+    Args:
+        owner: Owner of each range.
+        users: bool [ranges, G], ranks that use the rows.
+
+    Returns:
+        Index of the bundle (group) of each range; number of each bundle among the bundles of its
+        owner; index of the first range of each bundle.
+    """
     words = np.packbits(users, axis=1)
     words = np.pad(words, ((0, 0), (0, -words.shape[1] % 8))).view(np.uint64)
     # A hash sorts equal patterns next to each other. The patterns themselves decide equality.
