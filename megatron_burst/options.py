@@ -19,7 +19,9 @@ from .schedule.tables import Side
 if TYPE_CHECKING:
     import torch
 
-KernelName = Literal["auto", "aten", "aten_cudnn", "flash3", "flash4", "triton", "reference"]
+KernelName = Literal[
+    "auto", "aten", "aten_cudnn", "flash3", "flash4", "flex", "triton", "reference"
+]
 SideName = Literal["auto", Side]
 WireDtype = Literal["fp32", "bf16", "auto"]
 # Algorithm that shares heads by all-to-all -> algorithm of the ring around it.

@@ -42,6 +42,12 @@ def _flash(name: str) -> Callable[[torch.device, bool], Kernel]:
     return make
 
 
+def _flex(device: torch.device, beside_rings: bool) -> Kernel:
+    from .flex import FlexKernel
+
+    return FlexKernel()
+
+
 def _triton(device: torch.device, beside_rings: bool) -> Kernel:
     from .triton_kernel import TritonKernel
 
@@ -60,6 +66,7 @@ KERNELS: dict[str, Callable[[torch.device, bool], Kernel]] = {
     "aten_cudnn": _cudnn,
     "flash3": _flash("flash3"),
     "flash4": _flash("flash4"),
+    "flex": _flex,
     "triton": _triton,
     "reference": _reference,
 }

@@ -20,40 +20,26 @@ import numpy as np
 import torch
 
 from ..layout import Span
-from ..layout.sharding import to_device
 from ..masks import Mask
 from .base import Rows, Scoring
 from .blocks import WIDEST, BlockSizes, blocks
-from .tile_grid import TileGrid, tile_grid, tile_grids
+from .masked_pairs import ALIGNED, MaskedPairs, any_visible, copy_together
+from .tile_grid import TileGrid
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-COARSE = 128  # tile size for testing whether a pair of shards has a visible tile
 HEADS = 65535  # maximum of the second dimension of a launch
-ALIGNED = 16  # bytes: a descriptor requires it for every stride
 
 
 Launch = tuple[torch.Tensor, ...]  # arguments of one launch: programs, others, tables, bits
 Inputs = tuple[tuple[Any, ...], Any, Any]  # descriptors of q, dout, k, v; of lse; of delta
 
 
-class MaskedPairs:
-    """All pairs of shards that were planned for one mask.
-
-    Tile grids are made at first use, for all pairs at once. The arrays of all grids are copied to a
-    device at once, so a plan needs one copy per pass instead of several per pair.
-    """
+class LaunchedPairs(MaskedPairs):
+    """Pairs of shards with the arguments of their launches."""
 
     def __init__(self, mask: Mask):
-        self.mask = mask
-        self.spans: list[tuple[Sequence[Span], Sequence[Span]]] = []
-        self.grids: dict[tuple[int, int], list[TileGrid]] = {}
+        super().__init__(mask)
         self.lists: dict[tuple, list[list[Launch]]] = {}
-
-    def tiles(self, rows: int, columns: int) -> list[TileGrid]:
-        """Return one tile grid per pair of shards, with tiles of `rows` x `columns`."""
-        grids = self.grids.setdefault((rows, columns), [])
-        grids += tile_grids(self.mask, self.spans[len(grids) :], rows, columns)
-        return grids
 
     def launches(self, pair: int, size: BlockSizes, by: str, device: torch.device) -> list[Launch]:
         """Return the arguments of each launch, with programs by="rows" or by="columns"."""
@@ -67,7 +53,7 @@ class MaskedPairs:
 class PairWork(NamedTuple):
     """Kernel plan of one pair of shards: `number` is its index in `pairs`."""
 
-    pairs: MaskedPairs
+    pairs: LaunchedPairs
     number: int
 
     def launches(self, size: BlockSizes, by: str, device: torch.device) -> list[Launch]:
@@ -90,7 +76,7 @@ class TritonKernel:
 
     def __init__(self, size: BlockSizes | None = None):
         self.size = size
-        self._pairs: MaskedPairs | None = None  # pairs of the latest mask
+        self._pairs: LaunchedPairs | None = None  # pairs of the latest mask
 
     def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
         missing = unavailable(q.device.type)
@@ -108,13 +94,11 @@ class TritonKernel:
     def work_for(
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
     ) -> PairWork | None:
-        if not _any_visible(mask, q_spans, k_spans):
+        if not any_visible(mask, q_spans, k_spans):
             return None
         if self._pairs is None or self._pairs.mask is not mask:
-            self._pairs = MaskedPairs(mask)
-        pairs, index = self._pairs, len(self._pairs.spans)
-        pairs.spans.append((q_spans, k_spans))
-        return PairWork(pairs, index)
+            self._pairs = LaunchedPairs(mask)
+        return PairWork(self._pairs, self._pairs.add(q_spans, k_spans))
 
     def forward(
         self,
@@ -241,14 +225,6 @@ def capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def _any_visible(mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -> bool:
-    """Return True if any query of one shard sees any key of the other shard."""
-    q, k = (np.array([(s.start, s.last) for s in spans]).ravel() for spans in (q_spans, k_spans))
-    if mask.visible(q[:, None], k[None, :]).any():  # the ends of spans suffice for most pairs
-        return True
-    return bool(tile_grid(mask, q_spans, k_spans, COARSE, COARSE))
-
-
 def _arrays(grid: TileGrid, by: str) -> list[tuple[np.ndarray, ...]]:
     """Return the arrays of each launch of a grid: programs, other blocks, tables, bits."""
     worklists = grid.by_rows if by == "rows" else grid.by_columns
@@ -259,15 +235,8 @@ def _on_device(
     pairs: Sequence[Sequence[tuple[np.ndarray, ...]]], device: torch.device
 ) -> list[list[Launch]]:
     """Copy the int32 arrays of all launches of all pairs to `device` in one transfer."""
-    arrays = {id(x): x for launches in pairs for launch in launches for x in launch}
-    unit = ALIGNED // np.dtype(np.int32).itemsize  # aligned like separate tensors
-    sizes = [x.size + -x.size % unit for x in arrays.values()]
-    packed, at = np.zeros(sum(sizes), dtype=np.int32), 0
-    for size, x in zip(sizes, arrays.values(), strict=True):
-        packed[at : at + x.size] = x.ravel()
-        at += size
-    parts = zip(arrays.items(), to_device(packed, device).split(sizes), strict=True)
-    on_device = {key: part[: x.size].view(x.shape) for (key, x), part in parts}
+    arrays = [x for launches in pairs for launch in launches for x in launch]
+    on_device = copy_together(arrays, device)
     return [[tuple(on_device[id(x)] for x in launch) for launch in launches] for launches in pairs]
 
 

@@ -152,7 +152,7 @@ def test_a_wrong_kernel_fails_and_the_others_are_measured(monkeypatch, where):
     assert list(record["failed"]) == ["aten"]
     words = {"raise": "RuntimeError: an illegal", "out": "forward is off by"}
     assert words.get(where, "backward is off by") in record["failed"]["aten"]
-    assert {run["who"] for run in record["runs"]} == {"reference"}
+    assert {run["who"] for run in record["runs"]} == {"flex", "reference"}
     some = {"machine": "a device", "versions": "torch", "commands": [], "left out": []}
     text = tables.markdown({**some, "jobs": {cell.name: record}})
     assert "**Failed**" in text
@@ -163,9 +163,9 @@ def test_what_a_kernel_refuses_is_told_with_its_reason():
     cell = attention.Cell(TINY["full"], (4, 4), 64)
     record = attention.measure(cell, sizes.CPU, Clock(CPU))
     assert "cuda" in record["refused"]["aten_cudnn"]
-    assert set(record["refused"]) == set(registry.KERNELS) - {"aten", "reference"}
+    assert set(record["refused"]) == set(registry.KERNELS) - {"aten", "flex", "reference"}
     assert not record["failed"]
     who = {(run["who"], run["pass"]) for run in record["runs"]}
     passes = (attention.FORWARD, attention.KV, attention.QUERY)
-    ours = {(name, each) for name in ("aten", "reference") for each in passes}
+    ours = {(name, each) for name in ("aten", "flex", "reference") for each in passes}
     assert who == ours | {("torch flash", each) for each in passes[:2]}

@@ -94,7 +94,7 @@ def on(device, *values, first=False):
 
 def kernel_names(device):
     if device == "cpu":
-        return ("aten", "reference")
+        return ("aten", "flex", "reference")
     return tuple(name for name in registry.KERNELS if name != "reference")
 
 

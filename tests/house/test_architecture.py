@@ -224,6 +224,7 @@ def test_no_environment_switches(path):
 STATE = {"megatron/patching.py": "_installed", "recompute/checkpoint.py": "_current"}
 # What is found out once per process: a library, once loaded, stays; torch can do what it can.
 CACHED = {
+    "kernels/flex_programs.py": ["program"],  # what Inductor compiled for a shape
     "kernels/native.py": ["load"],
     "kernels/torch_features.py": ["_shares_heads", "adds_wide"],
     "plugins/testing/local.py": ["_threads"],  # of the test utility, and of no result

@@ -59,7 +59,7 @@ def test_the_oracle_is_torch_attention_with_autograd():
 @pytest.mark.parametrize("widths", [(4, 4), (5, 3), (3, 5)], ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("name", ["reference", "aten"])
+@pytest.mark.parametrize("name", ["reference", "aten", "flex"])
 def test_float64_is_the_oracle(name, mask, heads, widths, travelling):
     inputs = tensors(12, 2, heads, widths)
     truth = oracle.attention(*inputs, oracle.visible(mask, 12))
@@ -68,14 +68,14 @@ def test_float64_is_the_oracle(name, mask, heads, widths, travelling):
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 3.0])
-@pytest.mark.parametrize("name", ["reference", "aten"])
+@pytest.mark.parametrize("name", ["reference", "aten", "flex"])
 def test_the_scale_applies_to_scores_and_gradients(name, scale):
     inputs = tensors(8, 1, (2, 1), (4, 4))
     truth = oracle.attention(*inputs, oracle.visible("causal", 8), scale)
     assert_exact(run(name, Causal(), *inputs, scale=scale), (truth[0], *truth[2:]))
 
 
-@pytest.mark.parametrize("name", ["reference", "aten"])
+@pytest.mark.parametrize("name", ["reference", "aten", "flex"])
 def test_tensors_need_not_be_contiguous(name):
     inputs = tensors(8, 2, (4, 2), (4, 4))
     strided = [x.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3) for x in inputs]
@@ -98,7 +98,7 @@ def test_blind_rows_of_the_reference(travelling):
     assert not got[1][1::2].any()
 
 
-@pytest.mark.parametrize("name", ["reference", "aten"])
+@pytest.mark.parametrize("name", ["reference", "aten", "flex"])
 @pytest.mark.parametrize("wanted", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1), (1, 0, 1)])
 def test_gradients_nobody_wants_are_left_alone(name, wanted):
     q, k, v, dout = tensors(8, 1, (2, 1), (4, 3))
@@ -115,7 +115,7 @@ def test_gradients_nobody_wants_are_left_alone(name, wanted):
         assert got is None or oracle.worst(got, right) < 1e-11
 
 
-@pytest.mark.parametrize("name", ["reference", "aten"])
+@pytest.mark.parametrize("name", ["reference", "aten", "flex"])
 def test_backward_adds_to_what_is_there(name):
     q, k, v, dout = tensors(8, 1, (2, 1), (4, 3))
     kernel = registry.make(name, q, k, v)
@@ -139,7 +139,7 @@ def beyond(tensors, rows):
 
 @pytest.mark.parametrize("what", ["key", "value"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("name", ["reference", "aten"])
+@pytest.mark.parametrize("name", ["reference", "aten", "flex"])
 def test_rows_that_do_not_see_a_bad_key(name, bad, what):
     """As in docs/kernels.md: no row beyond the tile of the key is affected.
 
@@ -188,7 +188,7 @@ def stock(q, k, v, dout, causal):
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize("name", ["reference", "aten"])
+@pytest.mark.parametrize("name", ["reference", "aten", "flex"])
 def test_low_precision_errs_no_more_than_torch(name, dtype, mask, heads, travelling):
     inputs = tensors(96, 1, heads, (32, 32), dtype)
     truth = oracle.attention(*inputs, oracle.visible(mask, 96))
@@ -273,7 +273,7 @@ def test_the_stand_in_of_a_zero_row_is_zero(dtype):
 def test_the_table_and_auto():
     q, k, v, _ = tensors(4, 1, (2, 2), (4, 4))
     assert set(registry.KERNELS) == {
-        "aten", "aten_cudnn", "flash3", "flash4", "triton", "reference",
+        "aten", "aten_cudnn", "flash3", "flash4", "flex", "triton", "reference",
     }  # fmt: skip
     assert registry.make("auto", q, k, v).name == "aten"
     assert registry.make("reference", q, k, v).name == "reference"

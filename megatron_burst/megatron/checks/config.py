@@ -438,7 +438,7 @@ def records_max_logits(config: Any) -> bool:
 
 def max_logit_problems(config: Any, kernel: str) -> Iterator[Problem]:
     """Yield a problem if the largest logits are needed and `kernel` does not return them."""
-    if records_max_logits(config) and kernel not in ("auto", "triton", "reference"):
+    if records_max_logits(config) and kernel not in ("auto", "flex", "triton", "reference"):
         yield Problem(
             f"{_max_logit_flag(config)} needs the largest attention logits, which --burst-kernel "
             f"{kernel} does not return; use triton or reference",

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block lists and mask arrays of FlexAttention, made from a tile grid.
+
+FlexAttention computes the listed blocks of columns of each block of rows. It evaluates a mask
+function in partly visible blocks only. The mask functions (`flex_programs`) read two arrays:
+
+- the first visible column and the end column of each row, if every row sees consecutive columns
+  (causal masks, windows and packed documents over shards in the order of positions), or
+- the number of each block's bit table, and the bit tables.
+
+The shapes of block lists and of the first kind of arrays depend on the lengths of the shards only.
+So new documents need no compilation. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .tile_grid import TileGrid
+
+BLOCK = 128  # rows and columns of a block
+LENGTH_BITS = 3  # lengths are rounded up to numbers with this many binary digits after the first
+AT_ONCE = 256  # bit tables that are unpacked together
+NOTHING = np.iinfo(np.int32).max  # first visible column of a row that sees nothing
+
+
+class BlockLists(NamedTuple):
+    """Blocks of a pair of shards that each block of rows (or of columns) computes; int32 arrays.
+
+    Attributes:
+        partial_count: [blocks], number of partly visible blocks.
+        partial: [blocks, others], their indices, followed by zeros.
+        full_count: [blocks], number of fully visible blocks.
+        full: [blocks, others], their indices, followed by zeros.
+    """
+
+    partial_count: np.ndarray
+    partial: np.ndarray
+    full_count: np.ndarray
+    full: np.ndarray
+
+
+class MaskArrays(NamedTuple):
+    """Arrays of a mask function; int32.
+
+    Attributes:
+        first: First visible column of each row [rows]; or the table number of each block [row
+            blocks, column blocks] if there are tables.
+        second: End of the visible columns of each row [rows]; or the bit tables [tables, 128, 4] as
+            in `TileGrid.bits`.
+        tables: Number of bit tables; 0 for intervals of columns.
+    """
+
+    first: np.ndarray
+    second: np.ndarray
+    tables: int
+
+
+def rounded(length: int) -> int:
+    """Round a number of rows up, so that few different lengths occur; at most 1/8 is added."""
+    unit = max(BLOCK, 1 << max((length - 1).bit_length() - 1 - LENGTH_BITS, 0))
+    return -(-length // unit) * unit
+
+
+def block_lists(grid: TileGrid, lengths: tuple[int, int], side: int) -> BlockLists:
+    """Return the blocks of each block of rows (`side` 0) or of each block of columns (1).
+
+    Args:
+        grid: Tiles of `BLOCK` rows and columns.
+        lengths: Rounded numbers of rows and columns.
+        side: 0 or 1.
+    """
+    blocks = lengths[side] // BLOCK, lengths[1 - side] // BLOCK
+    return BlockLists(*_listed(grid.partial, side, blocks), *_listed(grid.full, side, blocks))
+
+
+def _listed(tiles: np.ndarray, side: int, blocks: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the number of tiles of each block, and the other block of each of its tiles."""
+    tiles = tiles[np.argsort(tiles[:, side], kind="stable")]
+    block, other = tiles[:, side], tiles[:, 1 - side]
+    count = np.bincount(block, minlength=blocks[0])
+    others = np.zeros(blocks, dtype=np.int32)
+    others[block, np.arange(len(block)) - (np.cumsum(count) - count)[block]] = other
+    return count.astype(np.int32), others
+
+
+def mask_arrays(grid: TileGrid, lengths: tuple[int, int]) -> MaskArrays:
+    """Return intervals of columns if every row sees consecutive columns; otherwise bit tables.
+
+    Args:
+        grid: Tiles of `BLOCK` rows and columns.
+        lengths: Rounded numbers of rows and columns.
+    """
+    intervals = _intervals(grid, lengths[0] // BLOCK)
+    if intervals is not None:
+        return MaskArrays(*intervals, 0)
+    nothing = len(grid.bits)  # number of the table of invisible blocks
+    number = np.full([n // BLOCK for n in lengths], nothing, dtype=np.int32)
+    number[grid.full[:, 0], grid.full[:, 1]] = 0
+    number[grid.partial[:, 0], grid.partial[:, 1]] = grid.partial[:, 2]
+    tables = 1 << nothing.bit_length()  # a power of two, so that shapes repeat
+    bits = np.zeros((tables, *grid.bits.shape[1:]), dtype=np.int32)
+    bits[:nothing] = grid.bits
+    return MaskArrays(number, bits, tables)
+
+
+def _intervals(grid: TileGrid, blocks: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the first visible column and the end column of each row; None if a row has a gap."""
+    tables = _table_intervals(grid.bits)
+    if tables is None:
+        return None
+    first = np.full((blocks, BLOCK), NOTHING, dtype=np.int32)
+    end, count = (np.zeros((blocks, BLOCK), dtype=np.int32) for _ in range(2))
+    # A fully visible tile is a tile with table 0.
+    full = np.concatenate([grid.full, np.zeros_like(grid.full[:, :1])], axis=1)
+    for tiles in (full, grid.partial):
+        if not len(tiles):
+            continue
+        begin, length = (x[tiles[:, 2]] for x in tables)
+        begin = begin + tiles[:, 1:2] * BLOCK
+        stop = np.where(length > 0, begin + length, 0)
+        begin = np.where(length > 0, begin, NOTHING)
+        row, start = np.unique(tiles[:, 0], return_index=True)  # tiles are sorted by row block
+        first[row] = np.minimum(first[row], np.minimum.reduceat(begin, start))
+        end[row] = np.maximum(end[row], np.maximum.reduceat(stop, start))
+        count[row] += np.add.reduceat(length, start)
+    if (np.where(count > 0, end - first, 0) != count).any():
+        return None
+    return np.where(count > 0, first, 0).ravel(), end.ravel()
+
+
+def _table_intervals(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the first visible column and the number of visible columns of each row of each table.
+
+    Returns:
+        Two int32 arrays [tables, 128], or None if the visible columns of a row are not consecutive.
+    """
+    begin, length = (np.zeros(bits.shape[:2], dtype=np.int32) for _ in range(2))
+    for low in range(0, len(bits), AT_ONCE):
+        part = np.ascontiguousarray(bits[low : low + AT_ONCE]).view(np.uint8)
+        visible = np.unpackbits(part, axis=-1, bitorder="little")
+        begins = (visible[..., 1:] > visible[..., :-1]).sum(axis=-1) + visible[..., 0]
+        if (begins > 1).any():
+            return None
+        begin[low : low + AT_ONCE] = visible.argmax(axis=-1)
+        length[low : low + AT_ONCE] = visible.sum(axis=-1)
+    return begin, length
