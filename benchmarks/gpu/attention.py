@@ -33,7 +33,7 @@ class Cell(NamedTuple):
     case: Case
     heads: tuple[int, int]
     tokens: int
-    compiled: bool = False  # with the rivals that compile, instead of the others
+    compiled: bool = False  # with kernels and rivals that compile, instead of the other rivals
 
     @property
     def name(self) -> str:
@@ -157,7 +157,7 @@ def measure(cell: Cell, sizes: Sizes, clock: Clock) -> Record:
     """Return the record of one cell: seconds of every round, FLOPs, memory, refusals."""
     forget(clock.device)  # the cell before this one
     bench = Bench(cell, sizes.width, clock)
-    for who in kernels(clock.device):
+    for who in kernels(clock.device, cell.compiled):
         bench.admit(who, lambda who=who: bench.kernel(who, make(who, *bench.inputs[:3])))
     others = rivals.compiled if cell.compiled else rivals.of
     for who, rival in others(clock.device).items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 
 from benchmarks.report import human
 from megatron_burst.layout import Span, make
-from megatron_burst.masks import BlockSparse, Causal, Documents, Full, Mask, Window
+from megatron_burst.masks import BlockSparse, Causal, Documents, Full, Mask, Tree, Window
 from megatron_burst.schedule.cost import visible_pairs
 
 RANKS = 8
@@ -90,6 +91,8 @@ def cases(tokens: int, window: int, block: int) -> list[Case]:
              lambda device: _by_document(bounds, device)),
         Case(f"blocks of {human(block)}, 25 %", sparse, own, own, None,
              lambda device: _by_block(sparse, device)),
+        Case("tree", Tree(tree(tokens)), own, own, None,
+             lambda device: _by_ancestor(tree(tokens), device)),
         Case("causal zigzag, first rank, last keys", Causal(), zigzag[0], zigzag[1],
              OneCall(rows=slice(half, None)), lambda device: lambda q, k: (q >= half) & (k >= 0)),
         Case("causal zigzag, last rank, first keys", Causal(), zigzag[1], zigzag[0],
@@ -101,6 +104,22 @@ def documents(tokens: int) -> tuple[int, ...]:
     """Return cumulative lengths of twelve documents of fixed, unequal lengths."""
     cuts = np.random.default_rng(0).choice(np.arange(1, tokens), size=11, replace=False)
     return (0, *sorted(cuts.tolist()), tokens)
+
+
+def tree(tokens: int) -> np.ndarray:
+    """Return the end of each row's subtree: a prompt, four branches, four leaves on each branch."""
+    out = np.full(tokens, tokens)
+    for first, end in _fourths(tokens // 4, tokens):
+        out[first:end] = end
+        for leaf, leaf_end in _fourths(first + (end - first) // 4, end):
+            out[leaf:leaf_end] = leaf_end
+    return out
+
+
+def _fourths(first: int, end: int) -> list[tuple[int, int]]:
+    """Return four consecutive ranges of rows."""
+    bounds = np.linspace(first, end, 5).astype(int).tolist()
+    return list(pairwise(bounds))
 
 
 def quarter(blocks: int) -> np.ndarray:
@@ -122,3 +141,8 @@ def _by_document(bounds: tuple[int, ...], device: torch.device) -> Seen:
 def _by_block(mask: BlockSparse, device: torch.device) -> Seen:
     table, block = torch.tensor(mask.table, device=device), mask.block
     return lambda q, k: table[q // block, k // block]
+
+
+def _by_ancestor(out: np.ndarray, device: torch.device) -> Seen:
+    end = torch.from_numpy(out).to(device)
+    return lambda q, k: (k <= q) & (q < end[k])

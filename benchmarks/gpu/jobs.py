@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import attention, lm_head, ring, rivals, store, tuning
+from . import attention, lm_head, packs, ring, rivals, store, tuning
 from .attention import Cell
 from .cases import Case, cases
 from .clock import Clock
@@ -46,12 +46,20 @@ def stages(args: Any, sizes: Sizes, device: torch.device) -> list[Stage]:
     head = [Job("LM head", lambda results, budget: lm_head.measure(sizes, clock))]
     kept = [Job("attention store", lambda results, budget: store.measure(sizes, clock))]
     rings = list(_rings(sizes, clock))
+    packed = [Job(kind, lambda results, budget, kind=kind: packs.measure(kind, sizes, clock))
+              for kind in packs.KINDS]  # fmt: skip
     # One size and one ratio of heads first: two masks, then one of everything else, then the rest.
     first, lead = len(_masks(args, sizes, sizes.tokens[0])), sizes.lead
-    chosen = {"attention": [*grid, *compiled], "ring": rings, "lm_head": head, "store": kept}
+    chosen = {
+        "attention": [*grid, *compiled, *packed],
+        "ring": rings,
+        "lm_head": head,
+        "store": kept,
+    }
     asked = {job.name for part, jobs in chosen.items() if part in args.parts for job in jobs}
     early = [
-        *grid[:lead], *head, *rings[:1], *grid[lead:first], *compiled[:first], *kept, *rings[1:],
+        *grid[:lead], *head, *rings[:1], *grid[lead:first], *compiled[:first], *packed, *kept,
+        *rings[1:],
     ]  # fmt: skip
     late = [*grid[first:], *compiled[first:]]
     early, late = ([job for job in jobs if job.name in asked] for jobs in (early, late))

@@ -22,6 +22,7 @@ from .sizes import Sizes
 
 SIDES = ("kv", "query")
 PASSES = ("forward", "backward")
+COMPILED = ("flex",)  # kernels that compile for new shapes
 Record = dict[str, Any]
 
 
@@ -161,11 +162,16 @@ def _one(ring: Ring, kernel: str, side: str, rounds: int) -> Record:
     return {"kernel": kernel, "side": side, "peak": peak, **found}
 
 
-def kernels(device: torch.device) -> list[str]:
-    """Return the kernels of this device; on a GPU without the reference, which holds all scores."""
+def kernels(device: torch.device, compiled: bool = False) -> list[str]:
+    """Return the kernels of this device.
+
+    On a GPU the reference, which holds all scores, is omitted. Kernels that compile for new shapes
+    are omitted unless `compiled`.
+    """
     if device.type == "cpu":
         return list(KERNELS)
-    return [name for name in KERNELS if name != "reference"]
+    omitted = ("reference",) if compiled else ("reference", *COMPILED)
+    return [name for name in KERNELS if name not in omitted]
 
 
 def seconds(run: Record) -> float:

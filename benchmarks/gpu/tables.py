@@ -24,6 +24,7 @@ def markdown(results: Record) -> str:
         *_tests(_of(records, "test")),
         *_attention(_of(records, "attention")),
         *_compiled(_of(records, "compiled rivals")),
+        *_packs(_of(records, "packs")),
         *_rings(_of(records, "ring")),
         *_lm_heads(_of(records, "lm head")),
         *_stores(_of(records, "store")),
@@ -103,6 +104,28 @@ def _compiled(records: Sequence[Record]) -> Iterator[str]:
     )
     yield from _by_pass(records)
     yield from _reasons("Not computed there", records, "refused")
+
+
+def _packs(records: Sequence[Record]) -> Iterator[str]:
+    if not records:
+        return
+    rows = []
+    for record in records:
+        for run in record["runs"]:
+            first, *others = run["seconds"]
+            programs = "-" if run["programs"] is None else str(run["programs"])
+            later = bracketed([1e3 * seconds for seconds in others]) if others else "-"
+            rows.append([record["masks"], run["who"], str(len(run["seconds"])), programs,
+                         f"{first:.1f}", later])  # fmt: skip
+    h, k = records[0]["heads"]
+    heads = ["", "kernel", "number", "compiled programs", "first, s", "each other, ms"]
+    yield (
+        f"### A new mask in every step\n\nPlan, forward and backward of one pair of shards, "
+        f"{human(records[0]['tokens'])} rows, {h}:{k} heads, with other documents or another tree "
+        "each time, by the wall clock. A kernel that compiles for new documents takes seconds; "
+        "kernels stop after a share of the time.\n\n" + table(heads, rows)
+    )
+    yield from _reasons("Not run there", records, "refused")
 
 
 def _passes(records: Sequence[Record], name: str) -> str:

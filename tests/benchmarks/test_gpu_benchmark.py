@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.gpu import everything, jobs, ring, sizes, tables
+from benchmarks.gpu import everything, jobs, packs, ring, sizes, tables
 from benchmarks.gpu.__main__ import main as command_line
 from benchmarks.gpu.clock import Clock, Run, interleaved
 from benchmarks.gpu.journal import Journal
@@ -60,13 +60,13 @@ def test_what_matters_most_comes_first():
     assert names[:4] == [
         f"attention, full{plain}", f"attention, {own}{plain}", "LM head", "ring of 1 x 8 ranks",
     ]  # fmt: skip
-    assert all(name.startswith("attention, ") and name.endswith(plain) for name in names[4:10])
-    assert all(name.startswith("compiled rivals, ") for name in names[10:18])
-    assert names[18:] == ["attention store", "ring of 4 x 8 ranks"]
+    assert all(name.startswith("attention, ") and name.endswith(plain) for name in names[4:11])
+    assert all(name.startswith("compiled rivals, ") for name in names[11:20])
+    assert names[20:] == [*packs.KINDS, "attention store", "ring of 4 x 8 ranks"]
     rest = [job.name for job in late.jobs]
     assert not any(plain in name for name in rest)
-    assert len({*names, *rest}) == len(names) + len(rest) == 2 * 8 * 2 * 4 + 4
-    assert "compiled rivals" not in rest[7 * 8 - 1]  # what compiles comes last
+    assert len({*names, *rest}) == len(names) + len(rest) == 2 * 9 * 2 * 4 + 6
+    assert "compiled rivals" not in rest[7 * 9 - 1]  # what compiles comes last
     assert "32:32 heads, 8192 rows" in rest[-1]
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu import attention, rivals, sizes, tables
+from benchmarks.gpu import attention, packs, ring, rivals, sizes, tables
 from benchmarks.gpu.cases import cases
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.sample import TOLERANCE
@@ -169,3 +169,53 @@ def test_what_a_kernel_refuses_is_told_with_its_reason():
     passes = (attention.FORWARD, attention.KV, attention.QUERY)
     ours = {(name, each) for name in ("aten", "flex", "reference") for each in passes}
     assert who == ours | {("torch flash", each) for each in passes[:2]}
+
+
+# --- new masks in every step ---------------------------------------------------------------
+
+TWO = sizes.CPU._replace(tokens=(64,))
+
+
+@pytest.mark.parametrize("kind", packs.KINDS)
+def test_programs_are_counted_over_new_masks(kind, monkeypatch):
+    monkeypatch.setattr(packs, "NUMBER", 3)
+    record = packs.measure(kind, TWO, Clock(CPU))
+    assert not record["failed"]
+    runs = {run["who"]: run for run in record["runs"]}
+    assert set(runs) == {"aten", "flex", "reference"}
+    assert all(len(run["seconds"]) == 3 for run in runs.values())
+    assert runs["flex"]["programs"] == 2  # one shape, two passes
+    assert runs["aten"]["programs"] is None
+    some = {"machine": "a device", "versions": "torch", "commands": [], "left out": []}
+    text = tables.markdown({**some, "jobs": {kind: record}})
+    (row,) = (line for line in text.splitlines() if "| flex" in line)
+    assert [cell.strip() for cell in row.split("|")[1:5]] == [kind, "flex", "3", "2"]
+
+
+def test_twenty_different_masks_of_which_each_row_sees_something():
+    for kind in packs.KINDS:
+        masks = list(packs.masks(kind, 64))
+        every = np.arange(packs.RANKS * 64)
+        seen = [np.array(mask.visible(every[:, None], every[None, :])) for mask in masks]
+        assert len({x.tobytes() for x in seen}) == len(seen) == 20
+        assert all(x.diagonal().all() for x in seen)
+        assert not any(np.triu(x, 1).any() for x in seen)
+
+
+@pytest.mark.parametrize("where", ["out", "dk"])
+def test_a_kernel_that_keeps_an_old_mask_gets_no_time(where, monkeypatch):
+    monkeypatch.setattr(packs, "NUMBER", 2)
+    monkeypatch.setattr(
+        packs.registry,
+        "make",
+        lambda name, *x: Wrong(make(name, *x), where) if name == "aten" else make(name, *x),
+    )
+    record = packs.measure(packs.KINDS[0], TWO, Clock(CPU))
+    assert "mask 1 is off by" in record["failed"]["aten"]
+    assert {run["who"] for run in record["runs"]} == {"flex", "reference"}
+
+
+def test_kernels_that_compile_run_in_cells_of_their_own():
+    gpu = torch.device("cuda")
+    assert set(ring.kernels(gpu, compiled=True)) - set(ring.kernels(gpu)) == {"flex"}
+    assert "reference" not in ring.kernels(gpu, compiled=True)

@@ -17,7 +17,7 @@ import megatron_burst as mb
 from megatron_burst.kernels import registry
 from megatron_burst.kernels.base import Rows, Scoring
 from megatron_burst.kernels.online_softmax import empty_result
-from megatron_burst.masks import BlockSparse, Causal, Dilated, Documents, Full, Prefix, Window
+from megatron_burst.masks import BlockSparse, Causal, Dilated, Documents, Full, Prefix, Tree, Window
 
 RANKS = 2
 BOUND = 4  # times the error of torch's own operator on the same inputs; 3.4 was the most on an H100
@@ -49,6 +49,7 @@ LAYOUTS = {
     "blocks": ("zigzag", "block_striped"),
     "blind": ("zigzag",),
     "dilated": ("zigzag",),
+    "tree": ("zigzag",),
 }
 OPTIONAL = ("flash3", "flash4")  # packages that may be absent, or not fit the device
 NO_CUDA = "no CUDA device here"
@@ -61,6 +62,9 @@ def made(mask, shape):
     np.fill_diagonal(table, True)
     blind = table.copy()
     blind[3], blind[:, 5] = False, False
+    out = np.full(length, length)  # a prompt, then answers
+    for first in range(length // 4, length, length // 5):
+        out[first : first + length // 5] = min(first + length // 5, length)
     documents = Documents([0, length // 7, length // 3, length // 3 + 5, length])
     return {
         "full": Full(),
@@ -73,6 +77,7 @@ def made(mask, shape):
         "blocks": BlockSparse(table, block),
         "blind": BlockSparse(blind, block) & Causal(),
         "dilated": Dilated(4) & Causal(),
+        "tree": Tree(out),
     }[mask]
 
 
@@ -174,7 +179,8 @@ class Two:
         order = arrangement(layout, shape)
         spans = [order.spans(rank, shape.length) for rank in range(RANKS)]
         pairs = [(i, j) for i in range(RANKS) for j in range(RANKS)]
-        works = [plan(kernel, made(mask, shape), spans, i, j) for i, j in pairs]
+        mask = made(mask, shape) if isinstance(mask, str) else mask
+        works = [plan(kernel, mask, spans, i, j) for i, j in pairs]
         self.works = [
             (*pair, work) for pair, work in zip(pairs, works, strict=True) if work is not None
         ]

@@ -3,14 +3,16 @@
 import math
 from itertools import product
 
+import numpy as np
 import oracle
 import problems
 import pytest
 import torch
 from problems import LAYOUTS, SHAPES, Two, judge, kernel_for, kernel_names, on, problem
 
-from megatron_burst.kernels import registry
+from megatron_burst.kernels import flex_programs, registry
 from megatron_burst.kernels.aten import stand_in
+from megatron_burst.masks import Causal, Documents
 
 
 def cases():
@@ -124,6 +126,32 @@ def test_the_stand_in_is_nearer_to_delta_than_the_output_in_bf16(device):
     assert made.dtype == torch.bfloat16
     assert error(made) < error(out.bfloat16())
     assert not stand_in(torch.zeros_like(dout), torch.zeros_like(delta)).any()
+
+
+@pytest.mark.parametrize("device", [on(device) for device in SHAPES])
+def test_twenty_packs_of_documents_compile_two_flex_programs(device):
+    shape, (h, k), (d, w) = SHAPES[device], (2, 1), SHAPES[device].widths[1]
+    make, random = torch.Generator(device).manual_seed(7), np.random.default_rng(7)
+    inputs = [
+        torch.randn(shape.length, 1, n, m, generator=make, device=device, dtype=torch.bfloat16)
+        for n, m in ((h, d), (k, d), (k, w), (h, w))
+    ]
+    order = problems.arrangement("zigzag", shape)
+    places = np.concatenate([order.positions(rank, shape.length) for rank in range(2)])
+    flex_programs.program.cache_clear()
+    for _ in range(20):
+        cuts = random.choice(np.arange(1, shape.length), size=random.integers(1, 12), replace=False)
+        bounds = [0, *sorted(cuts.tolist()), shape.length]
+        number = np.searchsorted(bounds, places, side="right")
+        seen = (number[:, None] == number) & (places[:, None] >= places)
+        truth = oracle.attention(*inputs, torch.from_numpy(seen).to(device))
+        ring = Two(registry.make("flex", *inputs[:3]), Documents(bounds) & Causal(), "zigzag",
+                   shape, inputs)  # fmt: skip
+        out, lse = ring.forward()
+        got = (out, *ring.backward(out.to(inputs[0].dtype), lse, True))
+        for mine, right in zip(got, (truth[0], *truth[2:]), strict=True):
+            assert oracle.worst(mine, right) < 2e-2 * right.abs().max().item()
+    assert flex_programs.program.cache_info().misses == 2
 
 
 def test_the_operator_that_judges_survives_rows_that_see_nothing():
