@@ -68,7 +68,7 @@ class FlexPairs(MaskedPairs):
         masks = self._masks.setdefault(device, [])
         if pair >= len(masks):
             self.arrays(pair)
-            masks += _on_device([x[:2] for x in self._arrays[len(masks) :]], device)
+            masks += _on_device([x[1:] for x in self._arrays[len(masks) :]], device)
         return masks[pair]
 
 
@@ -173,6 +173,7 @@ def _shape(
 ) -> ProgramShape:
     """Return the shape of the program for a pair."""
     (pairs, pair), (_, batch, heads, width) = work, q.shape
+    arrays = pairs.arrays(pair)
     return ProgramShape(
         q.device,
         q.dtype,
@@ -180,7 +181,8 @@ def _shape(
         (heads, k.shape[2]),
         (width, v.shape[-1]),
         pairs.lengths(pair),
-        pairs.arrays(pair).tables,
+        arrays.kind,
+        arrays.tables,
         scoring.scale,
         scoring.softcap,
         maximum,

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import BlockMask
 
-from .flex_tables import BLOCK
+from .flex_tables import BLOCK, INTERVALS, Kind
 
 LN2 = math.log(2)
 WORD = 32  # columns in one entry of a bit table
@@ -44,7 +44,8 @@ class ProgramShape(NamedTuple):
         heads: Number of query heads and of key heads.
         widths: Width of keys and of values.
         lengths: Rounded numbers of rows and columns.
-        tables: Number of bit tables; 0 if the mask function uses intervals of columns.
+        mask: Kind of the mask function.
+        tables: Number of bit tables; 0 for intervals.
         scale: Scale of the scores.
         softcap: Softcap of the scores, or None.
         maximum: True if forward returns the largest score of each row.
@@ -56,6 +57,7 @@ class ProgramShape(NamedTuple):
     heads: tuple[int, int]
     widths: tuple[int, int]
     lengths: tuple[int, int]
+    mask: Kind
     tables: int
     scale: float
     softcap: float | None
@@ -161,7 +163,7 @@ class _Score:
         return [gradient, *(None for _ in place)]
 
 
-def _in_interval(
+def _in_interval_of_row(
     b: torch.Tensor,
     h: torch.Tensor,
     m: torch.Tensor,
@@ -170,6 +172,17 @@ def _in_interval(
     end: torch.Tensor,
 ) -> torch.Tensor:
     return (first[m] <= n) & (n < end[m])
+
+
+def _in_interval_of_column(
+    b: torch.Tensor,
+    h: torch.Tensor,
+    m: torch.Tensor,
+    n: torch.Tensor,
+    first: torch.Tensor,
+    end: torch.Tensor,
+) -> torch.Tensor:
+    return (first[n] <= m) & (m < end[n])
 
 
 def _in_table(
@@ -183,6 +196,13 @@ def _in_table(
     table = number[m // BLOCK, n // BLOCK]
     word = bits[table, m % BLOCK, n % BLOCK // WORD]
     return ((word >> (n % WORD)) & 1) == 1
+
+
+MASK_FUNCTIONS = {
+    "rows": _in_interval_of_row,
+    "columns": _in_interval_of_column,
+    "tables": _in_table,
+}
 
 
 def _options(shape: ProgramShape) -> dict[str, Any]:
@@ -199,7 +219,7 @@ def _options(shape: ProgramShape) -> dict[str, Any]:
 
 def _block_mask(shape: ProgramShape, *lists: torch.Tensor | None) -> tuple[Any, ...]:
     """Return the operators' argument: counts and lists of blocks, block sizes, mask function."""
-    function = _in_table if shape.tables else _in_interval
+    function = MASK_FUNCTIONS[shape.mask]
     mask = BlockMask(shape.lengths, *lists, (BLOCK, BLOCK), function)  # pyright: ignore
     return *mask.as_tuple()[:-1], function  # newer releases wrap the function
 
@@ -218,9 +238,10 @@ def _examples_of_lists(shape: ProgramShape, side: int) -> tuple[torch.Tensor, ..
 
 
 def _mask_examples(shape: ProgramShape) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, device = shape.lengths[0], shape.device
-    if not shape.tables:
-        return _int32(rows, device=device), _int32(rows, device=device)
+    device = shape.device
+    if shape.mask != "tables":
+        length = shape.lengths[INTERVALS.index(shape.mask)]
+        return _int32(length, device=device), _int32(length, device=device)
     number = _int32(*(n // BLOCK for n in shape.lengths), device=device)
     return number, _int32(shape.tables, BLOCK, BLOCK // WORD, device=device)
 

@@ -4,17 +4,19 @@
 FlexAttention computes the listed blocks of columns of each block of rows. It evaluates a mask
 function in partly visible blocks only. The mask functions (`flex_programs`) read two arrays:
 
-- the first visible column and the end column of each row, if every row sees consecutive columns
-  (causal masks, windows and packed documents over shards in the order of positions), or
-- the number of each block's bit table, and the bit tables.
+- "rows": the first visible column and the end column of each row, if every row sees consecutive
+  columns (causal masks, windows and packed documents over shards in the order of positions),
+- "columns": the first row and the end row that see each column, if these rows are consecutive
+  (prefix trees), or
+- "tables": the number of each block's bit table, and the bit tables.
 
-The shapes of block lists and of the first kind of arrays depend on the lengths of the shards only.
-So new documents need no compilation. This module does not import torch.
+The shapes of block lists and of intervals depend on the lengths of the shards only. So new
+documents and trees need no compilation. This module does not import torch.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -23,7 +25,10 @@ from .tile_grid import TileGrid
 BLOCK = 128  # rows and columns of a block
 LENGTH_BITS = 3  # lengths are rounded up to numbers with this many binary digits after the first
 AT_ONCE = 256  # bit tables that are unpacked together
-NOTHING = np.iinfo(np.int32).max  # first visible column of a row that sees nothing
+NOTHING = np.iinfo(np.int32).max  # begin of an empty interval
+
+Kind = Literal["rows", "columns", "tables"]
+INTERVALS: tuple[Kind, Kind] = "rows", "columns"  # intervals per row, and per column
 
 
 class BlockLists(NamedTuple):
@@ -46,16 +51,20 @@ class MaskArrays(NamedTuple):
     """Arrays of a mask function; int32.
 
     Attributes:
-        first: First visible column of each row [rows]; or the table number of each block [row
-            blocks, column blocks] if there are tables.
-        second: End of the visible columns of each row [rows]; or the bit tables [tables, 128, 4] as
-            in `TileGrid.bits`.
-        tables: Number of bit tables; 0 for intervals of columns.
+        kind: Kind of the mask function.
+        first: First visible column of each row [rows]; or first row of each column [columns]; or
+            the table number of each block [row blocks, column blocks].
+        second: End of these intervals; or the bit tables [tables, 128, 4] as in `TileGrid.bits`.
     """
 
+    kind: Kind
     first: np.ndarray
     second: np.ndarray
-    tables: int
+
+    @property
+    def tables(self) -> int:
+        """Number of bit tables; 0 for intervals."""
+        return len(self.second) if self.kind == "tables" else 0
 
 
 def rounded(length: int) -> int:
@@ -87,15 +96,16 @@ def _listed(tiles: np.ndarray, side: int, blocks: tuple[int, int]) -> tuple[np.n
 
 
 def mask_arrays(grid: TileGrid, lengths: tuple[int, int]) -> MaskArrays:
-    """Return intervals of columns if every row sees consecutive columns; otherwise bit tables.
+    """Return intervals of columns or of rows if they describe the mask; otherwise bit tables.
 
     Args:
         grid: Tiles of `BLOCK` rows and columns.
         lengths: Rounded numbers of rows and columns.
     """
-    intervals = _intervals(grid, lengths[0] // BLOCK)
-    if intervals is not None:
-        return MaskArrays(*intervals, 0)
+    for side, kind in enumerate(INTERVALS):
+        intervals = _intervals(grid, side, lengths[side] // BLOCK)
+        if intervals is not None:
+            return MaskArrays(kind, *intervals)
     nothing = len(grid.bits)  # number of the table of invisible blocks
     number = np.full([n // BLOCK for n in lengths], nothing, dtype=np.int32)
     number[grid.full[:, 0], grid.full[:, 1]] = 0
@@ -103,12 +113,15 @@ def mask_arrays(grid: TileGrid, lengths: tuple[int, int]) -> MaskArrays:
     tables = 1 << nothing.bit_length()  # a power of two, so that shapes repeat
     bits = np.zeros((tables, *grid.bits.shape[1:]), dtype=np.int32)
     bits[:nothing] = grid.bits
-    return MaskArrays(number, bits, tables)
+    return MaskArrays("tables", number, bits)
 
 
-def _intervals(grid: TileGrid, blocks: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the first visible column and the end column of each row; None if a row has a gap."""
-    tables = _table_intervals(grid.bits)
+def _intervals(grid: TileGrid, side: int, blocks: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the first and the end column of each row (`side` 0), or row of each column (1).
+
+    The result is None if an interval would have a gap.
+    """
+    tables = _table_intervals(grid.bits, side)
     if tables is None:
         return None
     first = np.full((blocks, BLOCK), NOTHING, dtype=np.int32)
@@ -118,29 +131,35 @@ def _intervals(grid: TileGrid, blocks: int) -> tuple[np.ndarray, np.ndarray] | N
     for tiles in (full, grid.partial):
         if not len(tiles):
             continue
+        tiles = tiles[np.argsort(tiles[:, side], kind="stable")]
         begin, length = (x[tiles[:, 2]] for x in tables)
-        begin = begin + tiles[:, 1:2] * BLOCK
+        begin = begin + tiles[:, 1 - side, None] * BLOCK
         stop = np.where(length > 0, begin + length, 0)
         begin = np.where(length > 0, begin, NOTHING)
-        row, start = np.unique(tiles[:, 0], return_index=True)  # tiles are sorted by row block
-        first[row] = np.minimum(first[row], np.minimum.reduceat(begin, start))
-        end[row] = np.maximum(end[row], np.maximum.reduceat(stop, start))
-        count[row] += np.add.reduceat(length, start)
+        block, start = np.unique(tiles[:, side], return_index=True)
+        first[block] = np.minimum(first[block], np.minimum.reduceat(begin, start))
+        end[block] = np.maximum(end[block], np.maximum.reduceat(stop, start))
+        count[block] += np.add.reduceat(length, start)
     if (np.where(count > 0, end - first, 0) != count).any():
         return None
     return np.where(count > 0, first, 0).ravel(), end.ravel()
 
 
-def _table_intervals(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the first visible column and the number of visible columns of each row of each table.
+def _table_intervals(bits: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the begin and the length of the interval of each row (or column) of each table.
+
+    Args:
+        bits: Bit tables.
+        side: 0 for intervals of columns, one per row; 1 for intervals of rows, one per column.
 
     Returns:
-        Two int32 arrays [tables, 128], or None if the visible columns of a row are not consecutive.
+        Two int32 arrays [tables, 128], or None if an interval has a gap.
     """
     begin, length = (np.zeros(bits.shape[:2], dtype=np.int32) for _ in range(2))
     for low in range(0, len(bits), AT_ONCE):
         part = np.ascontiguousarray(bits[low : low + AT_ONCE]).view(np.uint8)
         visible = np.unpackbits(part, axis=-1, bitorder="little")
+        visible = visible.transpose(0, 2, 1) if side else visible
         begins = (visible[..., 1:] > visible[..., :-1]).sum(axis=-1) + visible[..., 0]
         if (begins > 1).any():
             return None

@@ -50,7 +50,7 @@ def patches():
     values = {
         "device_count": 1, "current_device": 0, "_lazy_init": None, "is_available": True,
         "get_device_properties": HOPPER, "get_device_capability": (HOPPER.major, HOPPER.minor),
-        "get_compute_capability": 10 * HOPPER.major + HOPPER.minor,
+        "get_compute_capability": 10 * HOPPER.major + HOPPER.minor, "is_bf16_supported": True,
     }  # fmt: skip
     for owner in (torch.cuda, CudaInterface, CudaInterface.Worker):
         for name, value in values.items():

@@ -12,7 +12,6 @@ from itertools import product
 import numpy as np
 import oracle
 import pytest
-import random_trees
 import torch
 from kernel_runs import assert_exact, tensors
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -63,8 +62,8 @@ MASKS = {
     "blocks": (mb.masks.BlockSparse(SPARSE, 8), np.kron(SPARSE, np.ones((8, 8))) > 0),
     "table": (mb.masks.Dense(ANY), ANY),
 }
-# masks of which each row sees consecutive columns of every pair of these shards
-CONSECUTIVE = {"full", "causal", "window", "both ways", "documents", "documents, window", "prefix"}
+# masks whose function needs tables over some pair of these shards
+WITH_TABLES = {"dilated", "blocks", "table"}
 LAYOUTS = ("zigzag", "striped", "balanced")
 
 
@@ -163,9 +162,9 @@ def listed(count, blocks):
 def evaluated(grid, lengths):
     """The mask function at all places, as torch evaluates it in a partly visible block."""
     arrays = mask_arrays(grid, lengths)
-    function = flex_programs._in_table if arrays.tables else flex_programs._in_interval
+    function = flex_programs.MASK_FUNCTIONS[arrays.kind]
     m, n = torch.arange(lengths[0])[:, None], torch.arange(lengths[1])[None, :]
-    tensors = (torch.from_numpy(x) for x in arrays[:2])
+    tensors = (torch.from_numpy(x) for x in arrays[1:])
     return function(torch.tensor(0), torch.tensor(0), m, n, *tensors).numpy()
 
 
@@ -189,14 +188,16 @@ def test_lists_and_mask_functions_are_the_dense_mask(mask, layout):
             assert block.any() == ((i, j) in partial | full)
             assert block.all() == ((i, j) in full) or not block.any()
         assert (evaluated(grid, lengths) == dense)[: len(rows)].all()
-        if mask in CONSECUTIVE:
-            assert mask_arrays(grid, lengths).tables == 0
+        if mask not in WITH_TABLES:
+            kind = mask_arrays(grid, lengths).kind
+            assert kind == "rows" or (kind == "columns" and mask == "tree")
 
 
 def test_a_row_with_a_gap_between_blocks_needs_tables():
     """Each of its blocks alone has consecutive columns."""
     seen = np.zeros((10, 384), dtype=bool)
     seen[:, 100:128] = seen[:, 256:] = True
+    seen[3] = False  # a gap in every column
     mask = mb.masks.Dense(np.concatenate([seen, np.zeros((374, 384), dtype=bool)]))
     grid = tile_grid(mask, [Span(0, 1, 10)], [Span(0, 1, 384)], BLOCK, BLOCK)
     assert mask_arrays(grid, (128, 384)).tables == 4  # full, two partial, empty
@@ -233,24 +234,46 @@ def test_twenty_packs_need_one_program_per_pass(layout):
     assert flex_programs.program.cache_info().misses == 2
 
 
+def plant(rng, out, first, end):
+    """A tree on these rows: a stem, then branches, each of them a tree."""
+    stem = rng.randint(first + 1, end)
+    out[first:stem] = end
+    while stem < end:
+        branch = rng.randint(stem + 1, end)
+        plant(rng, out, stem, branch)
+        stem = branch
+
+
 def test_twenty_trees_need_few_programs():
-    """Their tables differ in number, which is rounded up to a power of two."""
+    """Intervals of columns for pairs of shards without branches, else intervals of rows."""
     rng = random.Random(6)
     inputs = tensors(LENGTH, 1, (2, 1), (4, 4), torch.float32)
     flex_programs.program.cache_clear()
     for _ in range(20):
-        out, *_ = random_trees.draw(rng, LENGTH)
+        out = np.zeros(LENGTH, dtype=int)
+        plant(rng, out, 0, LENGTH)
         Ring(mb.masks.Tree(out), "zigzag", inputs).run("query")
-    assert flex_programs.program.cache_info().misses <= 2 * 4  # intervals; 2, 4 or 8 tables
+    assert flex_programs.program.cache_info().misses <= 2 * 2
 
 
-@pytest.mark.parametrize("tables", [0, 4])
+def test_twenty_masks_with_tables_need_few_programs():
+    """The number of tables is rounded up to a power of two."""
+    rng = np.random.default_rng(6)
+    inputs = tensors(LENGTH, 1, (2, 1), (4, 4), torch.float32)
+    flex_programs.program.cache_clear()
+    for _ in range(20):
+        table = rng.random((38, 38)) < rng.random() ** 2
+        Ring(mb.masks.BlockSparse(table, 8), "zigzag", inputs).run("query")
+    assert flex_programs.program.cache_info().misses <= 2 * 5  # intervals; 2, 4 or 8 tables
+
+
+@pytest.mark.parametrize(("mask", "tables"), [("rows", 0), ("columns", 0), ("tables", 4)])
 @pytest.mark.parametrize("softcap", [None, 0.7])
-def test_a_traced_program_computes_the_same(softcap, tables):
+def test_a_traced_program_computes_the_same(softcap, mask, tables):
     """Inductor gets the traced program."""
     shape = flex_programs.ProgramShape(
-        torch.device("cpu"), torch.float32, 2, (4, 2), (16, 8), (128, 256), tables, 0.3, softcap,
-        True,
+        torch.device("cpu"), torch.float32, 2, (4, 2), (16, 8), (128, 256), mask, tables, 0.3,
+        softcap, True,
     )  # fmt: skip
     for kind in (flex_programs.ForwardProgram, flex_programs.BackwardProgram):
         made = kind(shape)
