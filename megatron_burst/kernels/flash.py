@@ -24,14 +24,31 @@ without columns. FlashAttention 2 is part of torch and is the kernel `aten`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from .aten import AtenKernel
-from .flash_packages import LENGTHS, MARGIN, PACKAGES, WINDOW, FlashFunctions, FlashPackage, load
+from ..layout import Span
+from ..masks import Mask, Window
+from ..masks.base import parts
+from .aten import AtenKernel, listed_work
+from .block_lists import BlockPairs, BlockSize, PairBlocks, planned
+from .flash_packages import (
+    BLOCKS,
+    LENGTHS,
+    LIST_FIELDS,
+    MARGIN,
+    PACKAGES,
+    PACKED_HEADS,
+    WINDOW,
+    FlashFunctions,
+    FlashPackage,
+    load,
+)
 from .operators import ONE_WIDTH, TileVisibility, Widths
 from .operators_cuda import heads_first, rows_first, stats_of
+from .triton_kernel import any_visible
 
 # The forward of FlashAttention 3 launches one thread block per multiprocessor, each with a fixed
 # share of the work. If NCCL occupies a multiprocessor, one block starts only after other blocks
@@ -39,6 +56,9 @@ from .operators_cuda import heads_first, rows_first, stats_of
 # This behaviour is from the sources and was not measured.
 RING_MULTIPROCESSORS = 16
 MLA = (192, 128)  # widths of keys and values
+CALLS = (
+    4  # a pair of shards under a window needs at most so many calls of tiles, else one with lists
+)
 
 
 class Flash:
@@ -65,14 +85,31 @@ class Flash:
         deterministic = torch.are_deterministic_algorithms_enabled()
         return unfit(self.name, major, widths, deterministic, self.loaded.windows)
 
+    def blocks_refused(self, device: torch.device) -> str | None:
+        """Return why calls with lists of blocks are not possible; None if they are."""
+        if self.package.blocks is None:
+            return "has no lists of blocks"
+        if self.loaded.blocks is None:
+            release = f"{self.package.distribution} {self.package.blocks[1]}"
+            return f"requires {release} or newer for lists of blocks"
+        major, _ = torch.cuda.get_device_capability(device)
+        return unfit_blocks(major, torch.are_deterministic_algorithms_enabled())
+
     def forward(self, q, k, v, visibility, scale):
         self._zeros = None  # cached during a backward pass only
-        result = self.loaded.forward(self._arguments(q, k, v, visibility, scale), **self.margin)
+        arguments = self._arguments(q, k, v, visibility, scale)
+        options = dict(self.margin)
+        if visibility.blocks is not None:
+            arguments |= self._lists(visibility.blocks, "rows", q, v)
+            options[PACKED_HEADS] = False
+        result = self.loaded.forward(arguments, **options)
         out, lse = result[:2]
         return heads_first(out), lse if lse.dim() == 3 else lse.unsqueeze(0)
 
     def backward(self, dout, q, k, v, out, lse, visibility, scale):
         arguments = self._arguments(q, k, v, visibility, scale)
+        if visibility.blocks is not None:
+            arguments |= self._lists(visibility.blocks, "columns", q, v)
         for name in ("q", "k", "v"):
             x = arguments[name]
             arguments[f"d{name}"] = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -93,12 +130,25 @@ class Flash:
         arguments = {"q": q, "k": k, "v": v, "softmax_scale": scale, "causal": visibility.causal}
         unlimited = self.package.unlimited
         arguments |= dict(zip(WINDOW, visibility.window or (unlimited, unlimited), strict=True))
+        arguments |= dict.fromkeys(BLOCKS)
         if visibility.lengths is None:
             return arguments | dict.fromkeys(LENGTHS)
         rows, columns, _ = visibility.lengths.on(q.device)
         return arguments | dict(
             zip(LENGTHS, (rows, columns, *visibility.lengths.longest), strict=True)
         )
+
+    def _lists(self, blocks: PairBlocks, by: str, q, v) -> dict[str, Any]:
+        """Return the arguments of lists of blocks, by="rows" in forward, "columns" in backward."""
+        functions = self.loaded.blocks
+        assert functions is not None
+        major, _ = torch.cuda.get_device_capability(q.device)
+        call = blocks.arguments(block_size(major, by, q.shape[-1]), by, q.device)
+        # Only forward on sm_100 reads 32 pairs at once.
+        packed = "_packed" if by == "rows" and major != 9 else ""
+        lists = dict(zip(LIST_FIELDS, (*call.lists, tuple(call.size)), strict=True))
+        values = getattr(functions.masks, call.form + packed), call.mask_tensors
+        return dict(zip(BLOCKS, (*values, functions.lists(**lists)), strict=True))
 
     def _zeros_like(self, x: torch.Tensor) -> torch.Tensor:
         """Return dense zeros like x; calls with equal shapes share the same tensor."""
@@ -112,18 +162,101 @@ class Flash:
         return zeros
 
 
-def kernel(name: str, beside_rings: bool = False) -> AtenKernel:
+class FlashKernel(AtenKernel):
+    """Kernel that calls a FlashAttention package, for any mask if the package has lists of blocks.
+
+    If a few calls of tiles compute the mask, there are no lists: tiles need no mask function.
+
+    Args:
+        name: Name of the kernel in `registry.KERNELS`.
+        operator: The operator.
+        device: Device of the tensors.
+    """
+
+    operator: Flash
+
+    def __init__(self, name: str, operator: Flash, device: torch.device):
+        super().__init__(name, operator)
+        self.device = device
+        self._pairs: BlockPairs | None = None  # pairs of the latest mask
+
+    def work_for(
+        self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
+    ) -> tuple[Any, ...] | None:
+        if mask.flash_compatible:
+            return super().work_for(mask, q_spans, k_spans)
+        refused = self.operator.blocks_refused(self.device)
+        if refused is None and not _is_window(mask):
+            return self._listed(mask, q_spans, k_spans)
+        try:
+            work = super().work_for(mask, q_spans, k_spans)
+        except ValueError as error:
+            if refused is None:
+                return self._listed(mask, q_spans, k_spans)
+            raise ValueError(f"{error}; kernel {self.name} {refused}") from error
+        if refused is None and work is not None and len(work) > CALLS:
+            return self._listed(mask, q_spans, k_spans)
+        return work
+
+    def _listed(
+        self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
+    ) -> tuple[Any, ...] | None:
+        """Return the plan of one call with lists of blocks."""
+        if not any_visible(mask, q_spans, k_spans):
+            return None
+        if self._pairs is None or self._pairs.mask is not mask:
+            self._pairs = BlockPairs(mask)
+        return listed_work(planned(self._pairs, q_spans, k_spans))
+
+
+def _is_window(mask: Mask) -> bool:
+    """Return True if bands may describe the mask between its breaks."""
+    return all(isinstance(part, Window) or part.flash_compatible for part in parts(mask))
+
+
+def unfit_blocks(major: int, deterministic: bool) -> str | None:
+    """Return why a device does not support lists of blocks in both passes; None if it does.
+
+    Args:
+        major: Major compute capability of the device.
+        deterministic: True if gradients must be deterministic.
+    """
+    if major == 12:
+        return "has no gradients for lists of blocks on compute capability 12"
+    return "has no deterministic gradients for lists of blocks" if deterministic else None
+
+
+def block_size(major: int, by: str, width: int) -> BlockSize:
+    """Return the size of the blocks in lists of FlashAttention 4.
+
+    The sizes are multiples of the tiles of its kernels, which its functions check. Forward on
+    sm_100 computes 256 rows at once. Backward on sm_100 computes 256 columns on two
+    multiprocessors for keys of width 128 and more. Tiles of both passes are equal on sm_90.
+
+    Args:
+        major: Major compute capability of the device.
+        by: "rows" in forward, "columns" in backward.
+        width: Width of queries and keys.
+    """
+    if major == 9:
+        return BlockSize(128, 128 if width <= 128 else 96 if width <= 192 else 64)
+    return BlockSize(256, 256 if by == "columns" and width >= 128 else 128)
+
+
+def kernel(name: str, beside_rings: bool = False, device: torch.device | None = None) -> AtenKernel:
     """Return an `AtenKernel` that calls an installed FlashAttention package.
 
     Args:
         name: "flash3" or "flash4".
         beside_rings: True if tensors are sent while the kernel runs.
+        device: Device of the tensors. Default: the current GPU.
 
     Raises:
         ValueError: The package is missing, or its functions have unknown parameters; see
             `flash_packages.load`.
     """
-    return AtenKernel(name, Flash(name, PACKAGES[name], load(name), beside_rings))
+    operator = Flash(name, PACKAGES[name], load(name), beside_rings)
+    return FlashKernel(name, operator, device or torch.device("cuda"))
 
 
 def unfit(

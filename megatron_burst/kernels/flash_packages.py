@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from .packages import FittedFunction, Package, Signature, function_of
@@ -17,12 +18,20 @@ from .packages import FittedFunction, Package, Signature, function_of
 FORWARD = ("q", "k", "v", "softmax_scale", "causal")
 BACKWARD = ("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv", "softmax_scale", "causal",
             "deterministic")  # fmt: skip
-# Optional parameters. A release without them is not used for windows, or for many sequences.
+# Optional parameters. A release without them is not used for windows, for many sequences, or for
+# lists of blocks.
 WINDOW = ("window_size_left", "window_size_right")
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+BLOCKS = ("mask_mod", "aux_tensors", "block_sparse_tensors")
 ALIASES = {"causal": "is_causal", "lse": "softmax_lse"}  # names in some releases
 
 MARGIN = "sm_margin"  # multiprocessors that a kernel leaves free
+PACKED_HEADS = "pack_gqa"  # True: a block has rows of all query heads that share a key head
+# Type of lists of blocks, its fields that are used, and a function of releases that support blocks
+# of 256 columns on sm_100, which gradients of keys of width 192 need.
+LISTS, SUBTILES = "BlockSparseTensorsTorch", "get_kv_subtile_factor"
+LIST_FIELDS = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx", "block_size")
+MASKS = ".flash4_masks"
 CACHE = ("k_new", "v_new", "qv", "out", "out_", "cu_seqlens_k_new", "seqused_q", "seqused_k",
          "page_table", "kv_batch_idx", "leftpad_k", "rotary_cos", "rotary_sin", "seqlens_rotary",
          "q_descale", "k_descale", "v_descale")  # fmt: skip
@@ -52,6 +61,8 @@ class FlashPackage(Package):
         backward: Backward function.
         unlimited: Value that means "no limit" for the left or right size of a window.
         takes_delta: True if the backward function gets delta (as `dlse`) in place of the output.
+        blocks: Module with the type of lists of blocks, and the first release whose lists are used;
+            None if the package has no such lists.
     """
 
     modules: tuple[str, ...]
@@ -59,6 +70,7 @@ class FlashPackage(Package):
     backward: FlashFunction
     unlimited: int | None = -1
     takes_delta: bool = False
+    blocks: tuple[str, str] | None = None
 
     @property
     def backward_names(self) -> tuple[str, ...]:
@@ -84,8 +96,21 @@ PACKAGES = {
         FlashFunction("_flash_attn_bwd", {}),
         unlimited=None,
         takes_delta=True,
+        blocks=("flash_attn.cute.block_sparsity", "4.0.0b22"),
     ),
 }
+
+
+class BlockFunctions(NamedTuple):
+    """Functions for calls with lists of blocks.
+
+    Attributes:
+        lists: Function that makes the package's lists of blocks.
+        masks: Object with the mask functions of `flash4_masks` as attributes.
+    """
+
+    lists: Callable
+    masks: Any
 
 
 class FlashFunctions(NamedTuple):
@@ -97,6 +122,7 @@ class FlashFunctions(NamedTuple):
         windows: True if both functions support windows.
         joins: True if both functions support many sequences in one call.
         deterministic: True if the backward function can compute deterministic gradients.
+        blocks: Functions for lists of blocks; None if the release has no usable ones.
     """
 
     forward: FittedFunction
@@ -104,6 +130,7 @@ class FlashFunctions(NamedTuple):
     windows: bool
     joins: bool
     deterministic: bool
+    blocks: BlockFunctions | None = None
 
 
 def load(name: str) -> FlashFunctions:
@@ -124,7 +151,8 @@ def load(name: str) -> FlashFunctions:
             function_of(module, flash_function.name)
             for flash_function in (package.forward, package.backward)
         )
-        return fitted(package, module.__name__, *functions)
+        loaded = fitted(package, module.__name__, *functions)
+        return loaded._replace(blocks=_block_functions(package, loaded))
 
 
 def fitted(
@@ -146,13 +174,41 @@ def fitted(
     return FlashFunctions(first, second, all(windows), all(joins), deterministic=windows[1])
 
 
+def _block_functions(package: FlashPackage, loaded: FlashFunctions) -> BlockFunctions | None:
+    """Return the functions for lists of blocks; None if the release has no usable ones."""
+    if package.blocks is None:
+        return None
+    try:
+        names = vars(package.module(package.blocks[0]))
+        return fitted_blocks(loaded, names, lambda: import_module(MASKS, __package__))
+    except ValueError:  # the module does not exist, or is unknown
+        return None
+
+
+def fitted_blocks(
+    loaded: FlashFunctions, names: Mapping[str, Any], masks: Callable[[], Any]
+) -> BlockFunctions | None:
+    """Return the functions for lists of blocks; None if the release has no usable ones.
+
+    Args:
+        loaded: Forward and backward function.
+        names: Names of the module with the type of lists.
+        masks: Function that returns the mask functions.
+    """
+    passed = loaded.forward.names, loaded.backward.names
+    if not {LISTS, SUBTILES} <= set(names) or not all(set(BLOCKS) <= set(x) for x in passed):
+        return None
+    Signature(LISTS, names[LISTS]).check(LIST_FIELDS)
+    return BlockFunctions(names[LISTS], masks())
+
+
 def fit(
     place: str, function: Callable, flash_function: FlashFunction, names: Sequence[str]
 ) -> FittedFunction:
     """Check the parameters of a function, and return it with a map of argument names.
 
     The map has the function's name of each argument, by this project's name. It includes the names
-    in `WINDOW` and `LENGTHS` if the function has these parameters.
+    in `WINDOW`, `LENGTHS` and `BLOCKS` if the function has these parameters.
 
     Args:
         place: Name of the function's module, for messages.
@@ -170,7 +226,7 @@ def fit(
         )
     aliases = {name: ALIASES.get(name, name) for name in names}
     spelled = {name: alias if alias in signature.named else name for name, alias in aliases.items()}
-    for optional in (WINDOW, LENGTHS):
+    for optional in (WINDOW, LENGTHS, BLOCKS):
         if all(name in signature.named for name in optional):
             spelled |= {name: name for name in optional}
     nothing = {name: None for name in flash_function.unused if name in signature.required}

@@ -9,12 +9,15 @@ operator arguments. Windows are aligned to the last row and column, as in FlashA
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from ..layout.sharding import to_device
+
+if TYPE_CHECKING:
+    from .block_lists import PairBlocks
 
 
 class Lengths:
@@ -75,12 +78,14 @@ class TileVisibility(NamedTuple):
         window: (left, right), or None.
         lengths: Rows and columns of many sequences that are concatenated in one batch entry (b =
             1). The rules above hold for each sequence.
+        blocks: Lists of visible blocks, for any mask, or None. The other fields are then not set.
     """
 
     causal: bool = False
     bias: torch.Tensor | None = None
     window: Window | None = None
     lengths: Lengths | None = None
+    blocks: PairBlocks | None = None
 
 
 class Operator(Protocol):

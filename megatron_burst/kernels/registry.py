@@ -37,7 +37,7 @@ def _flash(name: str) -> Callable[[torch.device, bool], Kernel]:
     def make(device: torch.device, beside_rings: bool) -> Kernel:
         from . import flash
 
-        return flash.kernel(name, beside_rings)
+        return flash.kernel(name, beside_rings, device)
 
     return make
 

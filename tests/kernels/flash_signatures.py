@@ -4,7 +4,8 @@
 
 MIRROR: a git directory with the tags of Dao-AILab/flash-attention. Reads the sources of the
 functions that `megatron_burst.kernels.flash_packages` calls, and records names of parameters ("="
-where there is a default) and of results, nothing else; releases that are alike share an entry.
+where there is a default) and of results, of FlashAttention 4 also the fields of its lists of blocks
+and a function beside them, nothing else; releases that are alike share an entry.
 Releases are tags and the newest commit; of FlashAttention 3, which has no tags of its own, also the
 commits of the main branch that changed its file since it had a backward. Runs none of the code.
 """
@@ -21,21 +22,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from megatron_burst.kernels.flash_packages import PACKAGES
+from megatron_burst.kernels.flash_packages import LISTS, PACKAGES, SUBTILES
 
 
 class Source(NamedTuple):
-    """Where a package's functions are, and the pattern of the tags that are its releases."""
+    """Where a package's functions and its lists of blocks are, and the pattern of its tags."""
 
     path: str
     tags: str
     commits: bool = False
+    lists: str | None = None
 
 
 NEW = r"v2\.([5-9]|\d\d)\."
 SOURCES = {
     "flash3": Source("hopper/flash_attn_interface.py", r"v2\.([6-9]|\d\d)\.", commits=True),
-    "flash4": Source("flash_attn/cute/interface.py", rf"fa4-v|{NEW}"),
+    "flash4": Source(
+        "flash_attn/cute/interface.py", rf"fa4-v|{NEW}", lists="flash_attn/cute/block_sparsity.py"
+    ),
 }
 
 
@@ -59,8 +63,20 @@ def record(mirror: str, name: str) -> list[dict]:
             if blob not in shapes:
                 shapes[blob] = shape(git(mirror, "cat-file", "-p", blob), names)
             if shapes[blob]:
-                found.setdefault(tuple(shapes[blob].items()), []).append(release)
+                whole = shapes[blob] | (lists(mirror, commit, source.lists) if source.lists else {})
+                found.setdefault(tuple(whole.items()), []).append(release)
     return [{"releases": alike, **dict(items)} for items, alike in found.items()]
+
+
+def lists(mirror: str, commit: str, path: str) -> dict[str, str]:
+    """Fields of the type of lists of blocks, and the function that we look for beside it."""
+    if not git(mirror, "ls-tree", commit, path):
+        return {"lists": "", "beside": ""}
+    body = ast.parse(git(mirror, "show", f"{commit}:{path}")).body
+    named = {node.name: node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    fields = [node for node in named[LISTS].body if isinstance(node, ast.AnnAssign)]
+    names = [ast.unparse(one.target) + "=" * (one.value is not None) for one in fields]
+    return {"lists": ", ".join(names), "beside": SUBTILES if SUBTILES in named else ""}
 
 
 def releases(mirror: str, source: Source) -> list[tuple[str, str]]:
