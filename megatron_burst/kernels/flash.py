@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from ..layout import Span
-from ..masks import Mask, Window
+from ..masks import Documents, Full, Mask, Prefix, Window
 from ..masks.base import parts
 from .aten import AtenKernel, listed_work
 from .block_lists import BlockPairs, BlockSize, PairBlocks, planned
@@ -56,9 +56,7 @@ from .triton_kernel import any_visible
 # This behaviour is from the sources and was not measured.
 RING_MULTIPROCESSORS = 16
 MLA = (192, 128)  # widths of keys and values
-CALLS = (
-    4  # a pair of shards under a window needs at most so many calls of tiles, else one with lists
-)
+CALLS = 4  # maximum calls of tiles per pair of shards; above, one call with lists of blocks
 
 
 class Flash:
@@ -165,7 +163,7 @@ class Flash:
 class FlashKernel(AtenKernel):
     """Kernel that calls a FlashAttention package, for any mask if the package has lists of blocks.
 
-    If a few calls of tiles compute the mask, there are no lists: tiles need no mask function.
+    Masks that a few calls of tiles compute use no lists, because tiles need no mask function.
 
     Args:
         name: Name of the kernel in `registry.KERNELS`.
@@ -183,10 +181,10 @@ class FlashKernel(AtenKernel):
     def work_for(
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
     ) -> tuple[Any, ...] | None:
-        if mask.flash_compatible:
+        if of_few_tiles(mask):
             return super().work_for(mask, q_spans, k_spans)
         refused = self.operator.blocks_refused(self.device)
-        if refused is None and not _is_window(mask):
+        if refused is None and not _of_bands(mask):
             return self._listed(mask, q_spans, k_spans)
         try:
             work = super().work_for(mask, q_spans, k_spans)
@@ -209,7 +207,13 @@ class FlashKernel(AtenKernel):
         return listed_work(planned(self._pairs, q_spans, k_spans))
 
 
-def _is_window(mask: Mask) -> bool:
+def of_few_tiles(mask: Mask) -> bool:
+    """Return True if a few tiles per pair of shards, or one call with lengths, compute the mask."""
+    few = Full, Prefix, Documents, Window
+    return mask.flash_compatible and all(isinstance(part, few) for part in parts(mask))
+
+
+def _of_bands(mask: Mask) -> bool:
     """Return True if bands may describe the mask between its breaks."""
     return all(isinstance(part, Window) or part.flash_compatible for part in parts(mask))
 

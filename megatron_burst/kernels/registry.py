@@ -83,7 +83,8 @@ def automatic(device: torch.device, mask: Mask) -> tuple[str, ...]:
     and Blackwell, the first one is the installed FlashAttention package for the device, followed by
     torch's operators. Other masks, and calls with a softcap, use the Triton kernel, which supports
     any mask. cuDNN compiles a graph for every shape, so it is omitted if shapes of the mask change
-    with the batch.
+    with the batch. `flash4` is omitted for masks for which it uses lists of blocks, because its
+    kernels for lists never ran on a GPU.
 
     Args:
         device: Device of the tensors.
@@ -93,9 +94,12 @@ def automatic(device: torch.device, mask: Mask) -> tuple[str, ...]:
         return "aten", "triton"
     if not mask.flash_compatible:
         return "triton", "aten"
+    from .flash import of_few_tiles
     from .operators_cuda import prefers_cudnn
 
     fastest = FASTEST.get(torch.cuda.get_device_capability(device))
+    if fastest == "flash4" and not of_few_tiles(mask):
+        fastest = None
     names = (fastest,) if fastest else ()
     names += ("aten_cudnn",) if mask.cacheable and prefers_cudnn(device) else ()
     return *names, "aten", "triton"

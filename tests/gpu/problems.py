@@ -45,6 +45,7 @@ LAYOUTS = {
     "window both ways": ("zigzag",),
     "documents": ("zigzag", "striped"),
     "documents, window": ("zigzag",),
+    "many documents, window": ("zigzag", "striped"),
     "prefix": ("zigzag",),
     "blocks": ("zigzag", "block_striped"),
     "blind": ("zigzag",),
@@ -66,6 +67,8 @@ def made(mask, shape):
     for first in range(length // 4, length, length // 5):
         out[first : first + length // 5] = min(first + length // 5, length)
     documents = Documents([0, length // 7, length // 3, length // 3 + 5, length])
+    cuts = random.choice(np.arange(1, length), min(40, length // 4), replace=False)
+    many = Documents([0, *sorted(cuts.tolist()), length])
     return {
         "full": Full(),
         "causal": Causal(),
@@ -73,6 +76,7 @@ def made(mask, shape):
         "window both ways": Window(window, window // 3),
         "documents": documents & Causal(),
         "documents, window": documents & Window(window - 1, 0),
+        "many documents, window": many & Window(window // 3, window // 9),
         "prefix": Causal() | Prefix(length // 5),
         "blocks": BlockSparse(table, block),
         "blind": BlockSparse(blind, block) & Causal(),

@@ -299,10 +299,11 @@ def blocks_of(kernel, mask):
 
 def test_masks_of_a_few_tiles_use_no_lists(monkeypatch):
     kernel, _ = by_hand(monkeypatch, 9, listed=False)
-    for name in ("causal", "documents", "prefix", "images", "tree"):
+    for name in ("causal", "documents", "padding", "prefix"):
         assert not any(blocks_of(kernel, CASES[name][0])), name
     assert blocks_of(kernel, Window(63, 20)) == [False]
-    for name in ("documents, window", "tree, window", "blocks", "dilated", "dense", "gap"):
+    assert not any(blocks_of(kernel, Causal() | SameSpan([(0, 450)])))
+    for name in ("documents, window", "tree", "tree, window", "blocks", "dilated", "dense", "gap"):
         assert blocks_of(kernel, CASES[name][0]) == [True], name
     far = [mb.layout.Span(0, 1, 8)], [mb.layout.Span(500, 1, 8)]
     assert kernel.work_for(CASES["blocks"][0], *far) is None

@@ -29,7 +29,17 @@ from megatron_burst.kernels.operators_cuda import CudaCudnn, CudaFlash
 from megatron_burst.kernels.packages import NotInstalled
 from megatron_burst.kernels.tile_grid import tile_grid
 from megatron_burst.layout import Span
-from megatron_burst.masks import Causal, Dilated, Documents, Full, Mask, Prefix, Window
+from megatron_burst.masks import (
+    Causal,
+    Dilated,
+    Documents,
+    Full,
+    Mask,
+    Prefix,
+    SameSpan,
+    Tree,
+    Window,
+)  # fmt: skip
 
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -291,6 +301,10 @@ def test_the_table_and_auto():
         ((9, 0), 91900, Documents([0, 4, 9]) & Causal(), "flash3 aten triton"),
         ((10, 0), 91900, Documents([0, 4, 9]) & Causal(), "flash4 aten triton"),
         ((9, 0), 91900, Causal() | Prefix(3), "flash3 aten_cudnn aten triton"),
+        ((9, 0), 91900, Causal() | SameSpan([(1, 3)]), "flash3 aten triton"),
+        ((10, 0), 91900, Causal() | SameSpan([(1, 3)]), "aten triton"),
+        ((10, 0), 91900, Tree([4, 3, 3, 4]), "aten triton"),
+        ((10, 0), 91900, Window(3, 0), "triton aten"),
         ((9, 0), 91900, Window(3, 0), "triton aten"),
         ((9, 0), 91900, Window(3, 0) & Documents([0, 9]), "triton aten"),
         ((9, 0), 91900, Dilated(2), "triton aten"),
