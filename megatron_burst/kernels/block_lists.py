@@ -15,19 +15,18 @@ sequences, windows and packed documents are intervals, because shards hold ascen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ..layout import Span
 from ..layout.layouts import counted
 from ..masks import Mask
+from .flex_tables import BLOCK, intervals
+from .masked_pairs import MaskedPairs, copy_together
 from .tile_grid import TileGrid
-from .triton_kernel import MaskedPairs, on_device
 
-UNIT = 128  # rows and columns of a table
 INTERVALS, TABLES = "intervals", "tables"
 
 
@@ -92,6 +91,7 @@ class BlockPairs(MaskedPairs):
 
     def __init__(self, mask: Mask):
         super().__init__(mask)
+        self.lists: dict[tuple, list[tuple[torch.Tensor, ...]]] = {}
         self.masks: dict[torch.device, list[tuple[str, list[torch.Tensor]]]] = {}
 
     def shape(self, pair: int) -> tuple[int, int]:
@@ -103,12 +103,12 @@ class BlockPairs(MaskedPairs):
         """Return form and tensors of the `PairMask` of a pair."""
         masks = self.masks.setdefault(device, [])
         if pair >= len(masks):
-            grids = enumerate(self.tiles(UNIT, UNIT))
-            made = [pair_mask(grid, *self.shape(n)) for n, grid in grids if n >= len(masks)]
-            copies = on_device([[one.arrays] for one in made], device)
+            missing = list(enumerate(self.tiles(BLOCK, BLOCK)))[len(masks) :]
+            made = [pair_mask(grid, *self.shape(n)) for n, grid in missing]
+            copies = _on_device((one.arrays for one in made), device)
             masks += [
-                (one.form, [x.flatten() for x in arrays])
-                for one, (arrays,) in zip(made, copies, strict=True)
+                (one.form, [x.flatten() for x in tensors])
+                for one, tensors in zip(made, copies, strict=True)
             ]
         return masks[pair]
 
@@ -118,14 +118,10 @@ class BlockPairs(MaskedPairs):
         """Return the `BlockLists` of a pair on a device, by="rows" or by="columns"."""
         lists = self.lists.setdefault((*size, by, device), [])
         if pair >= len(lists):
-            grids = enumerate(self.tiles(*size))
-            made = [
-                [block_lists(grid, by, *self.shape(n), size)]
-                for n, grid in grids
-                if n >= len(lists)
-            ]
-            lists += on_device(made, device)
-        return tuple(x[None, None] for x in lists[pair][0])
+            missing = list(enumerate(self.tiles(*size)))[len(lists) :]
+            made = [block_lists(grid, by, *self.shape(n), size) for n, grid in missing]
+            lists += [tuple(x[None, None] for x in one) for one in _on_device(made, device)]
+        return lists[pair]
 
 
 class PairBlocks(NamedTuple):
@@ -175,63 +171,20 @@ def _listed(tiles: np.ndarray, side: int, blocks: int) -> tuple[np.ndarray, np.n
 
 def pair_mask(grid: TileGrid, rows: int, columns: int) -> PairMask:
     """Return the visible pairs of a grid of 128 x 128 tiles, as intervals if possible."""
-    begin, end, seen = _row_extent(grid, rows, columns)
-    if (end - begin == seen).all():
-        return PairMask(INTERVALS, (begin.astype(np.int32), end.astype(np.int32)))
-    height, width = _padded(rows) // UNIT, -(-columns // UNIT) + 1
+    height, width = -(-rows // (2 * BLOCK)) * 2, -(-columns // BLOCK) + 1
+    arrays = intervals(grid, 0, height)
+    if arrays is not None:
+        return PairMask(INTERVALS, arrays)
     numbers = np.full((height, width), len(grid.bits), dtype=np.int32)  # the table without bits
     numbers[tuple(grid.full.T)] = 0  # the table with all bits
     numbers[tuple(grid.partial[:, :2].T)] = grid.partial[:, 2]
     return PairMask(TABLES, (np.concatenate([grid.bits, 0 * grid.bits[:1]]), numbers))
 
 
-def _padded(rows: int) -> int:
-    """Return `rows`, rounded up to a multiple of the largest block."""
-    return -(-rows // (2 * UNIT)) * 2 * UNIT
-
-
-def _row_extent(
-    grid: TileGrid, rows: int, columns: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return first column, column after the last, and number of columns that each row sees.
-
-    All are 0 for rows that see nothing, and for padding.
-    """
-    far = columns + UNIT
-    begin = np.full((_padded(rows) // UNIT, UNIT), far, dtype=np.int64)
-    end, seen = np.zeros_like(begin), np.zeros_like(begin)
-    for tiles, first, last, count in (_full_extent(grid), _partial_extent(grid, far)):
-        row, starts = np.unique(tiles[:, 0], return_index=True)
-        if len(row):
-            begin[row] = np.minimum(begin[row], np.minimum.reduceat(first, starts))
-            end[row] = np.maximum(end[row], np.maximum.reduceat(last, starts))
-            seen[row] += np.add.reduceat(count, starts)
-    begin, end, seen = begin.ravel(), end.ravel(), seen.ravel()
-    blind = (seen == 0) | (np.arange(len(seen)) >= rows)
-    return tuple(np.where(blind, 0, x) for x in (begin, end, seen))  # pyright: ignore
-
-
-def _full_extent(grid: TileGrid) -> tuple[np.ndarray, ...]:
-    """Return the fully visible tiles, and the same as `_partial_extent` for all rows at once."""
-    left = grid.full[:, 1:].astype(np.int64) * UNIT
-    return grid.full, left, left + UNIT, np.full_like(left, UNIT)
-
-
-def _partial_extent(grid: TileGrid, far: int) -> tuple[np.ndarray, ...]:
-    """Return the partly visible tiles, and the extent of each of their rows.
-
-    Arrays [tiles, 128]: first visible column, `far` if there is none; the column after the last
-    one; number of visible columns.
-    """
-    table = np.unpackbits(grid.bits.view(np.uint8), axis=2, bitorder="little")
-    some, count = table.any(axis=2), table.sum(axis=2, dtype=np.int64)
-    first = np.where(some, table.argmax(axis=2), far)
-    last = np.where(some, UNIT - table[:, :, ::-1].argmax(axis=2), -far)
-    left, number = grid.partial[:, 1:2].astype(np.int64) * UNIT, grid.partial[:, 2]
-    return grid.partial, left + first[number], left + last[number], count[number]
-
-
-def planned(pairs: BlockPairs, q_spans: Sequence[Span], k_spans: Sequence[Span]) -> PairBlocks:
-    """Add a pair of shards to `pairs`, and return its plan."""
-    pairs.spans.append((q_spans, k_spans))
-    return PairBlocks(pairs, len(pairs.spans) - 1)
+def _on_device(
+    pairs: Iterable[tuple[np.ndarray, ...]], device: torch.device
+) -> list[tuple[torch.Tensor, ...]]:
+    """Copy the arrays of all pairs to `device` in one transfer."""
+    pairs = list(pairs)
+    tensors = copy_together((x for arrays in pairs for x in arrays), device)
+    return [tuple(tensors[id(x)] for x in arrays) for arrays in pairs]

@@ -15,6 +15,10 @@ needs the output or its stand-in in backward. Version 4 subtracts dlse from rows
 out = 0 and dlse = -delta it uses delta, so no stand-in is needed. Windows are aligned to the last
 row and column, as in `operators`.
 
+Version 4 also accepts a mask function and lists of visible blocks (`block_lists`). For row blocks
+without visible blocks, and rows that a mask function hides, it writes out 0 and lse -inf. It takes
+lse -inf in backward as 0. So rows that see nothing need no further operators.
+
 Both versions accept many concatenated sequences in one call: tensors [s, h, d], lse [h, s], and the
 bounds of the sequences. For rows without columns, version 3 writes out 0 and lse -inf. Version 4
 does the same on sm_100. On sm_90, rows without columns attend to keys of a neighbouring sequence,
@@ -33,7 +37,7 @@ from ..layout import Span
 from ..masks import Documents, Full, Mask, Prefix, Window
 from ..masks.base import parts
 from .aten import AtenKernel, listed_work
-from .block_lists import BlockPairs, BlockSize, PairBlocks, planned
+from .block_lists import BlockPairs, BlockSize, PairBlocks
 from .flash_packages import (
     BLOCKS,
     LENGTHS,
@@ -46,9 +50,9 @@ from .flash_packages import (
     FlashPackage,
     load,
 )
+from .masked_pairs import any_visible
 from .operators import ONE_WIDTH, TileVisibility, Widths
 from .operators_cuda import heads_first, rows_first, stats_of
-from .triton_kernel import any_visible
 
 # The forward of FlashAttention 3 launches one thread block per multiprocessor, each with a fixed
 # share of the work. If NCCL occupies a multiprocessor, one block starts only after other blocks
@@ -204,7 +208,7 @@ class FlashKernel(AtenKernel):
             return None
         if self._pairs is None or self._pairs.mask is not mask:
             self._pairs = BlockPairs(mask)
-        return listed_work(planned(self._pairs, q_spans, k_spans))
+        return listed_work(PairBlocks(self._pairs, self._pairs.add(q_spans, k_spans)))
 
 
 def of_few_tiles(mask: Mask) -> bool:

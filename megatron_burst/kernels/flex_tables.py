@@ -103,9 +103,9 @@ def mask_arrays(grid: TileGrid, lengths: tuple[int, int]) -> MaskArrays:
         lengths: Rounded numbers of rows and columns.
     """
     for side, kind in enumerate(INTERVALS):
-        intervals = _intervals(grid, side, lengths[side] // BLOCK)
-        if intervals is not None:
-            return MaskArrays(kind, *intervals)
+        arrays = intervals(grid, side, lengths[side] // BLOCK)
+        if arrays is not None:
+            return MaskArrays(kind, *arrays)
     nothing = len(grid.bits)  # number of the table of invisible blocks
     number = np.full([n // BLOCK for n in lengths], nothing, dtype=np.int32)
     number[grid.full[:, 0], grid.full[:, 1]] = 0
@@ -116,10 +116,15 @@ def mask_arrays(grid: TileGrid, lengths: tuple[int, int]) -> MaskArrays:
     return MaskArrays("tables", number, bits)
 
 
-def _intervals(grid: TileGrid, side: int, blocks: int) -> tuple[np.ndarray, np.ndarray] | None:
+def intervals(grid: TileGrid, side: int, blocks: int) -> tuple[np.ndarray, np.ndarray] | None:
     """Return the first and the end column of each row (`side` 0), or row of each column (1).
 
     The result is None if an interval would have a gap.
+
+    Args:
+        grid: Tiles of `BLOCK` rows and columns.
+        side: 0 for intervals of columns, one per row; 1 for intervals of rows, one per column.
+        blocks: Number of blocks of rows (or of columns) of the result.
     """
     tables = _table_intervals(grid.bits, side)
     if tables is None:

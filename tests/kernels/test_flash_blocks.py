@@ -22,9 +22,9 @@ from kernel_runs import assert_exact, run, tensors
 from recorded_signatures import signature
 
 import megatron_burst as mb
-from megatron_burst.kernels import flash, registry
+from megatron_burst.kernels import block_lists, flash, registry
 from megatron_burst.kernels import flash_packages as packages
-from megatron_burst.kernels.block_lists import BlockPairs, BlockSize, planned
+from megatron_burst.kernels.block_lists import BlockPairs, BlockSize, PairBlocks
 from megatron_burst.masks import (
     BlockSparse,
     Causal,
@@ -135,7 +135,9 @@ def test_lists_and_mask_tensors_are_the_dense_mask(name, layout):
     spans = [layout.spans(r, LENGTH) for r in range(RANKS)]
     positions = [layout.positions(r, LENGTH) for r in range(RANKS)]
     pairs, forms = BlockPairs(mask), set()
-    plans = [(r, c, planned(pairs, spans[r], spans[c])) for r in range(3) for c in range(3)]
+    plans = [
+        (r, c, PairBlocks(pairs, pairs.add(spans[r], spans[c]))) for r in range(3) for c in range(3)
+    ]
     for (r, c, plan), size in (
         (p, s) for p in plans for s in {x for y in SIZES.values() for x in y}
     ):
@@ -156,7 +158,8 @@ def test_lists_have_no_block_without_visible_pairs_and_no_partial_block_that_is_
     """Otherwise results are right, but kernels compute more."""
     mask, dense = CASES["blocks"]
     span = mb.layout.Span(0, 1, LENGTH)
-    plan = planned(BlockPairs(mask), [span], [span])
+    pairs = BlockPairs(mask)
+    plan = PairBlocks(pairs, pairs.add([span], [span]))
     count, index, full, _ = plan.arguments(BlockSize(128, 128), "rows", torch.device("cpu")).lists
     for i in range(len(count[0, 0])):
         cells = [dense[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)] for j in range(8)]
@@ -166,22 +169,22 @@ def test_lists_have_no_block_without_visible_pairs_and_no_partial_block_that_is_
 
 
 def test_arrays_of_all_pairs_are_copied_once_per_pass(monkeypatch):
-    from megatron_burst.kernels import block_lists
+    copies, copy = [], block_lists.copy_together
 
-    copies, copy = [], block_lists.on_device
-    monkeypatch.setattr(
-        block_lists,
-        "on_device",
-        lambda pairs, device: copies.append(len(pairs)) or copy(pairs, device),
-    )
+    def noted(arrays, device):
+        arrays = list(arrays)
+        copies.append(len(arrays))
+        return copy(arrays, device)
+
+    monkeypatch.setattr(block_lists, "copy_together", noted)
     mask, layout = CASES["tree"][0], layout_of("zigzag")
     spans = [layout.spans(r, LENGTH) for r in range(RANKS)]
     pairs = BlockPairs(mask)
-    plans = [planned(pairs, spans[0], spans[c]) for c in range(3)]
+    plans = [PairBlocks(pairs, pairs.add(spans[0], spans[c])) for c in range(3)]
     for by in ("rows", "columns", "rows"):
         for plan in plans:
             plan.arguments(BlockSize(128, 128), by, torch.device("cpu"))
-    assert copies == [3, 3, 3]  # mask tensors, lists of both passes
+    assert copies == [3 * 2, 3 * 4, 3 * 4]  # mask tensors, lists of both passes
 
 
 # --- attention ---------------------------------------------------------------------------------
