@@ -23,7 +23,7 @@ import torch
 
 from ..layout.layouts import counted
 from ..masks import Mask
-from .flex_tables import BLOCK, intervals
+from .flex_tables import BLOCK, BlockLists, intervals
 from .masked_pairs import MaskedPairs, copy_together
 from .tile_grid import TileGrid
 
@@ -35,23 +35,6 @@ class BlockSize(NamedTuple):
 
     rows: int
     columns: int
-
-
-class BlockLists(NamedTuple):
-    """Visible blocks of a pair of shards, by row block or by column block.
-
-    Attributes:
-        partial_count: int32 [blocks], number of partly visible blocks.
-        partial_index: int32 [blocks, n], their column blocks (or row blocks), ascending; entries
-            after `partial_count` are 0.
-        full_count: int32 [blocks], number of fully visible blocks.
-        full_index: int32 [blocks, m], same as `partial_index`, of fully visible blocks.
-    """
-
-    partial_count: np.ndarray
-    partial_index: np.ndarray
-    full_count: np.ndarray
-    full_index: np.ndarray
 
 
 class PairMask(NamedTuple):
@@ -75,8 +58,8 @@ class BlockArguments(NamedTuple):
     Attributes:
         form: Same as in `PairMask`.
         mask_tensors: Arrays of `PairMask` on the device, one-dimensional.
-        lists: Arrays of `BlockLists` on the device, with two first dimensions of size 1 for batch
-            and heads.
+        lists: Arrays of `flex_tables.BlockLists` on the device, with two first dimensions of size 1
+            for batch and heads.
         size: Size of the blocks in `lists`.
     """
 
@@ -115,11 +98,11 @@ class BlockPairs(MaskedPairs):
     def lists_on(
         self, pair: int, size: BlockSize, by: str, device: torch.device
     ) -> tuple[torch.Tensor, ...]:
-        """Return the `BlockLists` of a pair on a device, by="rows" or by="columns"."""
+        """Return the `flex_tables.BlockLists` of a pair on a device, by="rows" or by="columns"."""
         lists = self.lists.setdefault((*size, by, device), [])
         if pair >= len(lists):
             missing = list(enumerate(self.tiles(*size)))[len(lists) :]
-            made = [block_lists(grid, by, *self.shape(n), size) for n, grid in missing]
+            made = [compact_lists(grid, by, *self.shape(n), size) for n, grid in missing]
             lists += [tuple(x[None, None] for x in one) for one in _on_device(made, device)]
         return lists[pair]
 
@@ -142,8 +125,8 @@ class PairBlocks(NamedTuple):
         return BlockArguments(form, tensors, lists, size)
 
 
-def block_lists(grid: TileGrid, by: str, rows: int, columns: int, size: BlockSize) -> BlockLists:
-    """Return the lists of a pair of shards with `rows` x `columns` pairs.
+def compact_lists(grid: TileGrid, by: str, rows: int, columns: int, size: BlockSize) -> BlockLists:
+    """Return the lists of a pair of shards, whose indices have as many columns as the longest list.
 
     Args:
         grid: Tiles of the size `size`.

@@ -37,7 +37,7 @@ OUTSIDE = {
     "linear_cross_entropy": {"triton"},
     "autotune": {"tomli"},  # Python 3.10 has no tomllib
     "cli": {"rich"},
-    "kernels": {"triton"},
+    "kernels": {"triton", "cutlass", "flash_attn"},
     "megatron": {"megatron"},
     "plugins/longseq": {"megatron"},
     "plugins/rl": {"megatron"},
