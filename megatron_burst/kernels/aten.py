@@ -15,7 +15,7 @@ Shape letters as in `base`. The operators get views [b, h, s, d] of our tensors 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +28,6 @@ from .base import Rows, Scoring
 from .joined import JoinedTiles, joined
 from .online_softmax import merge_
 from .operators import Lengths, Operator, TileVisibility, Widths, Window
-
-if TYPE_CHECKING:
-    from .block_lists import PairBlocks
 
 
 class AtenKernel:
@@ -174,7 +171,6 @@ class _TileWork(NamedTuple):
             rows.
         lengths: Rows and columns of each joined tile; None for a single tile.
         separate: One plan per joined tile, used instead if the batch size is above 1.
-        blocks: Lists of visible blocks of the tile, for operators that support them.
     """
 
     tile: Tile
@@ -182,12 +178,10 @@ class _TileWork(NamedTuple):
     blind: torch.Tensor | None
     lengths: Lengths | None = None
     separate: tuple[_TileWork, ...] = ()
-    blocks: PairBlocks | None = None
 
     def visibility(self, q: torch.Tensor) -> TileVisibility:
         """Return the operator's argument for visible pairs; a bias has the dtype of q."""
-        fields = self.tile.triangle, self._bias(q), self._window(), self.lengths, self.blocks
-        return TileVisibility(*fields)
+        return TileVisibility(self.tile.triangle, self._bias(q), self._window(), self.lengths)
 
     def _window(self) -> Window | None:
         """Return the tile's band as the operator's window (left, right); None without a band.
@@ -211,12 +205,6 @@ class _TileWork(NamedTuple):
         # times the memory of the tables.
         zeros = torch.zeros(self.hidden.shape, dtype=q.dtype)
         return zeros.masked_fill_(self.hidden, float("-inf"))
-
-
-def listed_work(blocks: PairBlocks) -> tuple[_TileWork]:
-    """Return the plan of one operator call with lists of blocks, for all rows and columns."""
-    rows, columns = (slice(0, length, 1) for length in blocks.shape)
-    return (_TileWork(Tile(rows, columns), None, None, blocks=blocks),)
 
 
 def _calls(work: Sequence[_TileWork], batch: int) -> Iterator[_TileWork]:

@@ -29,14 +29,15 @@ without columns. FlashAttention 2 is part of torch and is the kernel `aten`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..layout import Span
 from ..masks import Documents, Full, Mask, Prefix, Window
 from ..masks.base import parts
-from .aten import AtenKernel, listed_work
+from ..masks.tiling import Tile
+from .aten import AtenKernel
 from .block_lists import BlockPairs, BlockSize, PairBlocks
 from .flash_packages import (
     BLOCKS,
@@ -164,6 +165,26 @@ class Flash:
         return zeros
 
 
+class _ListedWork(NamedTuple):
+    """Plan of one operator call with lists of blocks, in place of the plan of a tile.
+
+    Attributes:
+        tile: All rows and columns of the pair of shards.
+        blocks: The lists.
+        blind: None, because the operator needs no rows that see nothing.
+        lengths: None, because the call is a single sequence.
+    """
+
+    tile: Tile
+    blocks: PairBlocks
+    blind: None = None
+    lengths: None = None
+
+    def visibility(self, q: torch.Tensor) -> TileVisibility:
+        """Return the operator's argument for visible pairs."""
+        return TileVisibility(blocks=self.blocks)
+
+
 class FlashKernel(AtenKernel):
     """Kernel that calls a FlashAttention package, for any mask if the package has lists of blocks.
 
@@ -208,7 +229,9 @@ class FlashKernel(AtenKernel):
             return None
         if self._pairs is None or self._pairs.mask is not mask:
             self._pairs = BlockPairs(mask)
-        return listed_work(PairBlocks(self._pairs, self._pairs.add(q_spans, k_spans)))
+        blocks = PairBlocks(self._pairs, self._pairs.add(q_spans, k_spans))
+        rows, columns = (slice(0, length, 1) for length in blocks.shape)
+        return (_ListedWork(Tile(rows, columns), blocks),)
 
 
 def of_few_tiles(mask: Mask) -> bool:
