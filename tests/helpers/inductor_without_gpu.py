@@ -19,6 +19,7 @@ import triton
 from torch._dynamo.device_interface import CudaInterface
 from torch._inductor.graph import GraphLowering
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 HOPPER = types.SimpleNamespace(
     type="cuda", index=0, name="H100", major=9, minor=0, multi_processor_count=132,
@@ -79,11 +80,15 @@ def code_for_hopper(compile_it):
     raise AssertionError("Inductor compiled nothing")
 
 
-class Anything:
-    """The decorators of Inductor's heuristics, which choose block sizes on a GPU."""
+class Heuristics:
+    """The decorators of Inductor's heuristics: `kind` and `options` of the latest kernel."""
 
     def __getattr__(self, name):
-        return lambda *args, **named: lambda function: function
+        def decorated(**options):
+            self.kind, self.options = name, options
+            return lambda function: function
+
+        return lambda *args, **options: decorated(**options)
 
 
 TANH = """
@@ -99,12 +104,13 @@ class Launcher:
     def __init__(self, name, code, device_str=None):
         code = code.replace("triton_helpers, triton_heuristics", "triton_helpers")
         code = code.replace("triton_helpers.set_driver_to_gpu()", "")
-        code = code.replace("libdevice.tanh(", "tanh(")  # the interpreter has no libdevice
+        if triton.knobs.runtime.interpret:
+            code = code.replace("libdevice.tanh(", "tanh(")  # the interpreter has no libdevice
         path = Path(tempfile.mkdtemp()) / f"{name}.py"  # Triton reads the sources of functions
         path.write_text(f"import triton\nimport triton.language as tl\n{TANH}{code}")
         spec = importlib.util.spec_from_file_location(name, path)
         module = importlib.util.module_from_spec(spec)
-        module.triton_heuristics = Anything()
+        self.heuristics = module.triton_heuristics = Heuristics()
         spec.loader.exec_module(module)
         self.kernel = getattr(module, name)
         functions = [x for x in ast.parse(code).body if isinstance(x, ast.FunctionDef)]
@@ -135,8 +141,8 @@ class Launchers:
         pass
 
 
-def interpreted(code):
-    """The function of CPU tensors that Inductor's file computes, as a list of results."""
+def loaded(code):
+    """The scope of Inductor's file, with CPU tensors instead of CUDA ones."""
     replaced = {
         "from torch._inductor.async_compile import AsyncCompile": "",
         "_empty_strided_cuda": "_empty_strided_cpu",
@@ -146,6 +152,23 @@ def interpreted(code):
     }
     for old, new in replaced.items():
         code = code.replace(old, new)
-    scope = {"AsyncCompile": Launchers, "__name__": "interpreted"}
+    scope = {"AsyncCompile": Launchers, "__name__": "loaded"}
     exec(compile(code, "inductor", "exec"), scope)
+    return scope
+
+
+def interpreted(code):
+    """The function of CPU tensors that Inductor's file computes, as a list of results."""
+    scope = loaded(code)
     return lambda *tensors: scope["call"](list(tensors))
+
+
+def templates(code):
+    """(source, options) of each attention kernel of Inductor's file, for `triton.compile`."""
+    for launcher in loaded(code).values():
+        if isinstance(launcher, Launcher) and launcher.heuristics.kind == "template":
+            options = launcher.heuristics.options
+            meta = options["triton_meta"]
+            (attributes,) = meta["configs"]
+            source = ASTSource(launcher.kernel, meta["signature"], {}, attributes)
+            yield source, {name: options[name] for name in ("num_warps", "num_stages")}
