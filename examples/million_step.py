@@ -210,7 +210,8 @@ class Watch(LiveTensors):
         """Return the weighted pairs of an attention call: a triangle if it is causal, else all."""
         backward = OPERATORS[name]
         q, k = args[backward : backward + 2]
-        causal = args[7 if backward else 4]
+        position = 7 if backward else 4
+        causal = len(args) > position and args[position]  # torch omits trailing default values
         s, t = q.shape[2], k.shape[2]
         visible = s * (s + 1) // 2 if causal else s * t
         return visible * q.shape[0] * q.shape[1] * (BACKWARD if backward else 1)

@@ -700,9 +700,9 @@ MUTANTS = [
     # sparse: one call for chunks that are there together
     Mutant("execution/joined.py", "tensor.copy_(rows[at])", "tensor.copy_(rows[: len(tensor)])",
            "chunks get each other's gradients"),
-    Mutant("execution/joined.py", "spans = shared_spans(shards) if", "spans = tuple(shards[0]) if",
+    Mutant("execution/joined.py", "shared_spans(shards) if in_order", "shards[0] if in_order",
            "a call has the keys of one chunk alone"),
-    Mutant("execution/joined.py", "tuple(chain(*shards))", "tuple(chain(*shards[::-1]))",
+    Mutant("execution/joined.py", "else chain(*shards)", "else chain(*shards[::-1])",
            "keys of a call lie under the positions of others"),
     Mutant("execution/joined.py", "places[order] = np.arange(len(order))", "places[:] = order",
            "keys are not brought in the order in which they are planned"),

@@ -24,7 +24,8 @@ import numpy as np
 import torch
 
 from ..comm.packing import Message
-from ..layout import Span
+from ..layout import Spans
+from ..layout.layouts import SpanArray
 from ..layout.sharding import to_device
 from ..schedule.head_shares import shared_order, shared_spans
 from ..schedule.rings import Schedule
@@ -43,9 +44,9 @@ class WorkSource(Protocol):
 
     kernel: Any
 
-    def of(self, *spans: tuple[Span, ...]) -> Any: ...
+    def of(self, queries: SpanArray, keys: SpanArray) -> Any: ...
 
-    def spans(self, schedule: Schedule, chunk: Chunk) -> tuple[Span, ...]: ...
+    def spans(self, schedule: Schedule, chunk: Chunk) -> SpanArray: ...
 
 
 class KeyPart(NamedTuple):
@@ -94,7 +95,7 @@ def joined(run: RankPass, schedule: Schedule, works: WorkSource, device: torch.d
         key = tuple((call.pair, call.queries, call.keys, call.keys in last) for call in calls)
         if key not in joined_calls:
             first, shards = calls[0], [works.spans(schedule, call.keys) for call in calls]
-            spans = shared_spans(shards) if in_order else tuple(chain(*shards))
+            spans = SpanArray(Spans.of(shared_spans(shards) if in_order else chain(*shards)))
             order = shared_order(shards) if in_order else None
             merged = replace(first, work=works.of(works.spans(schedule, first.queries), spans))
             if len(calls) > 1:

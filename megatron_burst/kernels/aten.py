@@ -14,7 +14,7 @@ Shape letters as in `base`. The operators get views [b, h, s, d] of our tensors 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,12 +22,15 @@ import torch.nn.functional as F
 
 from ..layout import Span
 from ..masks import Mask
-from ..masks.tiling import Cutter, Tile
+from ..masks.tiles import Tile, Tiles
+from ..masks.tiling import Cutter
 from . import native, rowwise
 from .base import Rows, Scoring
 from .joined import JoinedTiles, joined
 from .online_softmax import merge_
 from .operators import Lengths, Operator, TileVisibility, Widths, Window
+
+_KEPT_TILES = 16  # plans of more tiles are made in each call, which needs about 3 us per tile
 
 
 class AtenKernel:
@@ -69,19 +72,24 @@ class AtenKernel:
 
     def work_for(
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
-    ) -> tuple[_TileWork, ...] | None:
+    ) -> Collection[_TileWork] | None:
         tiles = self.cutter.tiles(mask, q_spans, k_spans)
         if not self.operator.joins:
-            return tuple(self._tile_work(tile) for tile in tiles) or None
+            return self._single_tiles(tiles) if tiles else None
         return tuple(self._joined_work(part) for part in joined(tiles)) or None
 
     def _joined_work(self, part: Tile | JoinedTiles) -> _TileWork:
         if isinstance(part, Tile):
-            return self._tile_work(part)
-        separate = tuple(self._tile_work(tile) for tile in part.tiles)
+            return self.tile_work(part)
+        separate = self._single_tiles(part.tiles)
         return _TileWork(part.span, None, None, part.lengths, separate)
 
-    def _tile_work(self, tile: Tile) -> _TileWork:
+    def _single_tiles(self, tiles: Tiles) -> Collection[_TileWork]:
+        works = _SingleTiles(tiles, self)
+        return tuple(works) if len(tiles) <= _KEPT_TILES else works
+
+    def tile_work(self, tile: Tile) -> _TileWork:
+        """Return the plan of one operator call for a tile."""
         if tile.table is None:
             return _TileWork(tile, None, None)
         key = id(tile.table)  # tiles at the edges of a window share one array
@@ -97,7 +105,7 @@ class AtenKernel:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        work: Sequence[_TileWork],
+        work: Collection[_TileWork],
         scoring: Scoring,
         out: torch.Tensor,
         lse: torch.Tensor,
@@ -128,7 +136,7 @@ class AtenKernel:
         rows: Rows,
         k: torch.Tensor,
         v: torch.Tensor,
-        work: Sequence[_TileWork],
+        work: Collection[_TileWork],
         scoring: Scoring,
         dq: torch.Tensor | None,
         dk: torch.Tensor | None,
@@ -177,7 +185,7 @@ class _TileWork(NamedTuple):
     hidden: torch.Tensor | None
     blind: torch.Tensor | None
     lengths: Lengths | None = None
-    separate: tuple[_TileWork, ...] = ()
+    separate: Iterable[_TileWork] = ()
 
     def visibility(self, q: torch.Tensor) -> TileVisibility:
         """Return the operator's argument for visible pairs; a bias has the dtype of q."""
@@ -207,7 +215,28 @@ class _TileWork(NamedTuple):
         return zeros.masked_fill_(self.hidden, float("-inf"))
 
 
-def _calls(work: Sequence[_TileWork], batch: int) -> Iterator[_TileWork]:
+class _SingleTiles(Collection[_TileWork]):
+    """One plan per tile, made when it is used.
+
+    Args:
+        tiles: The tiles.
+        kernel: The kernel that computes them.
+    """
+
+    def __init__(self, tiles: Tiles, kernel: AtenKernel):
+        self._tiles, self._kernel = tiles, kernel
+
+    def __len__(self) -> int:
+        return len(self._tiles)
+
+    def __iter__(self) -> Iterator[_TileWork]:
+        return map(self._kernel.tile_work, self._tiles)
+
+    def __contains__(self, work: object) -> bool:
+        return any(work == tile_work for tile_work in self)
+
+
+def _calls(work: Collection[_TileWork], batch: int) -> Iterator[_TileWork]:
     """Yield one plan per operator call for a batch size of `batch`.
 
     Operators compute sequences of different lengths only with batch size 1. With larger batches,

@@ -28,7 +28,7 @@ without columns. FlashAttention 2 is part of torch and is the kernel `aten`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -205,7 +205,7 @@ class FlashKernel(AtenKernel):
 
     def work_for(
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
-    ) -> tuple[Any, ...] | None:
+    ) -> Collection[Any] | None:
         if of_few_tiles(mask):
             return super().work_for(mask, q_spans, k_spans)
         refused = self.operator.blocks_refused(self.device)

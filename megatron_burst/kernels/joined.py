@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..masks.tiling import Tile
+from ..masks.base import Band
+from ..masks.tiles import Tile, Tiles
 from .operators import Lengths
 
-# Kinds of tiles of one call: triangles and bands along the diagonal; or fully visible tiles.
-DIAGONAL, SQUARE = "diagonal", "square"
+# Kinds of tiles: fully visible; triangles and bands along the diagonal; others.
+SQUARE, DIAGONAL, ALONE = 0, 1, 2
 # Maximum number of rows or columns between two tiles of one call. Merging 4096 unused rows needs
 # about as much time as a separate call (32 heads of width 128: 200 MB read and written).
 GAP = 4096
@@ -28,93 +29,134 @@ class JoinedTiles(NamedTuple):
     """Tiles for one call; each starts at or after the last row and column of the previous tile.
 
     Attributes:
-        tiles: The tiles.
+        tiles: The tiles, sorted by first row.
         span: Rows and columns that enclose all tiles, and the visibility that the call applies to
             each tile. If `span` is a triangle, every tile is a triangle. If `span` has a band, it
             is the band of every tile, and ends at the tile's diagonal.
         lengths: Rows and columns of each tile, and of each gap between two tiles.
     """
 
-    tiles: tuple[Tile, ...]
+    tiles: Tiles
     span: Tile
     lengths: Lengths
 
 
-def joined(tiles: Sequence[Tile]) -> list[Tile | JoinedTiles]:
+def joined(tiles: Tiles) -> list[Tile | JoinedTiles]:
     """Join tiles that can share a call, and return joined and single tiles sorted by first row."""
-    # A tile of one row and one column is a triangle and a square: use the kind of other tiles.
-    single_kind = DIAGONAL if any(tile.triangle or tile.band for tile in tiles) else SQUARE
-    chains: dict[str | None, list[_Chain]] = {DIAGONAL: [], SQUARE: [], None: []}
-    for tile in sorted(tiles, key=lambda tile: (tile.rows.start, tile.columns.start)):
-        kind = _kind(tile, single_kind)
-        for chain in chains[kind] if kind else ():
-            if chain.extend(tile):
+    tiles = tiles.at(np.lexsort((tiles.bounds[:, 3], tiles.bounds[:, 0])))
+    if tiles.fully_visible:
+        chains_of_columns = _chains_of_columns(tiles)
+        if len(chains_of_columns) <= 2:  # fewer calls are impossible
+            return [_joined_tiles(tiles, numbers) for numbers in chains_of_columns]
+    chains: dict[int, list[_Chain]] = {SQUARE: [], DIAGONAL: [], ALONE: []}
+    bounds, kinds = tiles.bounds[:, [0, 1, 3, 4]].tolist(), _kinds(tiles).tolist()
+    patterns = [tiles.patterns[index] for index in tiles.pattern.tolist()]
+    for number, (kind, ends, pattern) in enumerate(zip(kinds, bounds, patterns, strict=True)):
+        for chain in chains[kind] if kind != ALONE else ():
+            if chain.extend(number, ends, pattern.band):
                 break
         else:
-            chains[kind].append(_Chain(tile))
-    sorted_chains = sorted(chain for tile in chains.values() for chain in tile)
-    return [chain.tiles[0] if len(chain.tiles) == 1 else chain.joined() for chain in sorted_chains]
+            chains[kind].append(_Chain(number, ends, pattern.band))
+    # A chain's first number is the position of its first tile in the order of rows and columns.
+    ordered = sorted((chain for group in chains.values() for chain in group), key=_Chain.first)
+    return [_joined_tiles(tiles, np.array(chain.numbers), chain.band) for chain in ordered]
 
 
-def _kind(tile: Tile, single_kind: str) -> str | None:
-    """Return `DIAGONAL` or `SQUARE`: only tiles of one kind can join a call. None: no joining.
+def _chains_of_columns(tiles: Tiles) -> list[np.ndarray]:
+    """Return indices of tiles that can share a call: runs of tiles in the order of columns.
+
+    The result is sorted by first row. Packed documents have one run, or two if a rank's rows are
+    two pieces of each document.
 
     Args:
-        tile: The tile.
-        single_kind: Result for a tile with one row and one column, which fits both kinds.
+        tiles: Fully visible tiles, sorted by first row.
     """
-    if tile.table is not None or tile.rows.step not in (1, None):
-        return None
-    if tile.columns.step not in (1, None):
-        return None
-    (rows, columns), band = tile.shape, tile.band
-    if band is None:
-        return single_kind if rows == columns == 1 else DIAGONAL if tile.triangle else SQUARE
-    return DIAGONAL if rows == columns and band.right == 0 else None
+    top, bottom, _, left, right, _ = tiles.bounds.T
+    order = np.argsort(left, kind="stable")
+    rows, columns = (
+        start[order][1:] - stop[order][:-1] for start, stop in ((top, bottom), (left, right))
+    )
+    breaks = (rows < 0) | (rows > GAP) | (columns < 0) | (columns > GAP)
+    runs = np.split(order, np.flatnonzero(breaks) + 1) if len(order) else []
+    return sorted(runs, key=lambda run: run[0])
+
+
+def _joined_tiles(
+    tiles: Tiles, numbers: np.ndarray, band: Band | None = None
+) -> Tile | JoinedTiles:
+    """Return the tiles with these indices as one call; `band` is the band of the tiles, or None."""
+    members = tiles.at(numbers)
+    if len(numbers) == 1:
+        return members[0]
+    ends = members.bounds[:, [0, 1, 3, 4]].reshape(-1, 2, 2)  # start and stop, of rows and columns
+    # Gaps of rows and of columns precede each tile; most are empty.
+    between = ends[:, :, 0] - np.concatenate([ends[:1, :, 0], ends[:-1, :, 1]])
+    sizes = np.zeros((len(ends), 3, 2), dtype=np.int64)
+    sizes[:, 0, 0], sizes[:, 1, 1] = between.T
+    sizes[:, 2] = ends[:, :, 1] - ends[:, :, 0]
+    sizes = sizes.reshape(-1, 2)
+    sizes = sizes[sizes.any(axis=1)]
+    first, last = ends[0, :, 0].tolist(), ends[-1, :, 1].tolist()
+    rows, columns = (slice(a, b, 1) for a, b in zip(first, last, strict=True))
+    triangles = np.array([pattern.triangle for pattern in members.patterns])
+    triangle = band is None and bool(triangles[members.pattern].any())
+    span = Tile(rows, columns, triangle=triangle, band=band)
+    return JoinedTiles(members, span, Lengths(sizes))
+
+
+def _kinds(tiles: Tiles) -> np.ndarray:
+    """Return `DIAGONAL`, `SQUARE` or `ALONE` for each tile: only tiles of one kind can join a call.
+
+    A tile of one row and one column is a triangle and a square, so it has the kind of other tiles.
+    """
+    rows, columns = (tiles.bounds[:, part + 1] - tiles.bounds[:, part] for part in (0, 3))
+    regular = (tiles.bounds[:, [2, 5]] == 1).all(axis=1)
+    patterns = tiles.patterns
+    triangle = np.array([pattern.triangle for pattern in patterns])[tiles.pattern]
+    table = np.array([pattern.table is not None for pattern in patterns])[tiles.pattern]
+    banded = np.array([pattern.band is not None for pattern in patterns])[tiles.pattern]
+    last = np.array([pattern.band.right if pattern.band else 0 for pattern in patterns])
+    diagonal = (last[tiles.pattern] == 0) & (rows == columns)  # of tiles with a band
+    single = ~banded & (rows == 1) & (columns == 1) & (triangle.any() | banded.any())
+    kinds = np.where(triangle | single, DIAGONAL, SQUARE)
+    kinds[banded] = np.where(diagonal, DIAGONAL, ALONE)[banded]
+    kinds[table | ~regular] = ALONE
+    return kinds
 
 
 class _Chain:
-    """Tiles that are joined in one call, collected one by one."""
+    """Tiles that are joined in one call, collected one by one.
 
-    def __init__(self, first: Tile):
-        self.tiles = [first]
-        self._band = first.band
-        self._longest = 0 if first.band else first.shape[0]  # largest rows of tiles without a band
+    Attributes:
+        numbers: Indices of the tiles.
+        band: Band of the tiles, or None.
+    """
 
-    def __lt__(self, other_chain: _Chain) -> bool:
-        a, b = self.tiles[0], other_chain.tiles[0]
-        return (a.rows.start, a.columns.start) < (b.rows.start, b.columns.start)
+    def __init__(self, number: int, ends: Sequence[int], band: Band | None):
+        self.numbers, self.band = [number], band
+        top, self._bottom, _, self._right = ends  # stops of the last tile's rows and columns
+        self._longest = 0 if band else self._bottom - top  # largest rows of tiles without a band
 
-    def extend(self, tile: Tile) -> bool:
-        """Add a tile if it can join the call; return True if it was added."""
-        last = self.tiles[-1]
-        if not 0 <= tile.rows.start - last.rows.stop <= GAP:
-            return False
-        if not 0 <= tile.columns.start - last.columns.stop <= GAP:
+    def first(self) -> int:
+        """Return the index of the first tile."""
+        return self.numbers[0]
+
+    def extend(self, number: int, ends: Sequence[int], band: Band | None) -> bool:
+        """Add a tile if it can join the call; return True if it was added.
+
+        Args:
+            number: Index of the tile.
+            ends: Start and stop of its rows, start and stop of its columns.
+            band: Its band, or None.
+        """
+        top, bottom, left, right = ends
+        if not 0 <= top - self._bottom <= GAP or not 0 <= left - self._right <= GAP:
             return False
         # A triangle is a band whose width is its number of rows.
-        band = self._band or tile.band
-        rows = tile.rows.stop - tile.rows.start
-        longest = self._longest if tile.band else max(self._longest, rows)
-        if tile.band not in (None, band) or (band is not None and longest > band.left + 1):
+        joined_band = self.band or band
+        longest = self._longest if band else max(self._longest, bottom - top)
+        if band not in (None, joined_band) or (joined_band and longest > joined_band.left + 1):
             return False
-        self.tiles.append(tile)
-        self._band, self._longest = band, longest
+        self.numbers.append(number)
+        self.band, self._longest, self._bottom, self._right = joined_band, longest, bottom, right
         return True
-
-    def joined(self) -> JoinedTiles:
-        first, last = self.tiles[0], self.tiles[-1]
-        rows = slice(first.rows.start, last.rows.stop, 1)
-        columns = slice(first.columns.start, last.columns.stop, 1)
-        causal = self._band is None and any(tile.triangle for tile in self.tiles)
-        ends = [(t.rows.start, t.columns.start, t.rows.stop, t.columns.stop) for t in self.tiles]
-        at = np.array(ends, dtype=np.int64).reshape(-1, 2, 2)  # start and stop, rows and columns
-        # Gaps of rows and of columns precede each tile; most are empty.
-        between = at[:, 0] - np.concatenate([at[:1, 0], at[:-1, 1]])
-        sizes = np.zeros((len(at), 3, 2), dtype=np.int64)
-        sizes[:, 0, 0], sizes[:, 1, 1] = between.T
-        sizes[:, 2] = at[:, 1] - at[:, 0]
-        sizes = sizes.reshape(-1, 2)
-        sizes = sizes[sizes.any(axis=1)]
-        span = Tile(rows, columns, triangle=causal, band=self._band)
-        return JoinedTiles(tuple(self.tiles), span, Lengths(sizes))

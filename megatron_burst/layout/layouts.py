@@ -9,7 +9,7 @@ code gets the positions of a rank from these spans.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -65,6 +65,8 @@ class Spans(NamedTuple):
     @classmethod
     def of(cls, spans: Iterable[Span]) -> Spans:
         """Return `spans` as arrays [n]."""
+        if isinstance(spans, SpanArray):
+            return spans.arrays
         # `np.array` treats each span as a list, which takes four times longer.
         numbers = np.fromiter(chain.from_iterable(spans), np.int64)
         return cls(*numbers.reshape(-1, 3).T)
@@ -74,9 +76,46 @@ class Spans(NamedTuple):
         """The largest position of each span."""
         return self.start + (self.length - 1) * self.stride
 
-    def at(self, index: np.ndarray | tuple[slice | None, ...]) -> Spans:
+    def at(self, index: np.ndarray | slice | tuple[slice | None, ...]) -> Spans:
         """Return the spans at `index`; the fields must have equal shapes."""
         return Spans(self.start[index], self.stride[index], self.length[index])
+
+
+class SpanArray(Sequence[Span]):
+    """A sequence of spans that are stored as arrays; items are made when they are read.
+
+    Args:
+        arrays: The spans, int64 [n].
+    """
+
+    def __init__(self, arrays: Spans):
+        self.arrays = arrays
+
+    def __len__(self) -> int:
+        return len(self.arrays.start)
+
+    def __iter__(self) -> Iterator[Span]:
+        return map(Span, *(field.tolist() for field in self.arrays))
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return SpanArray(self.arrays.at(index))
+        return Span(*(int(field[index]) for field in self.arrays))
+
+    def __add__(self, other: SpanArray) -> SpanArray:
+        columns = zip(self.arrays, other.arrays, strict=True)
+        return SpanArray(Spans(*(np.concatenate(pair) for pair in columns)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SpanArray) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    @property
+    def key(self) -> bytes:
+        """A hashable value that is equal for equal spans."""
+        return np.stack(self.arrays).tobytes()
 
 
 class Pieces(NamedTuple):
@@ -104,8 +143,12 @@ def pieces_of(shards: Shards) -> Pieces:
         shards: Spans of each rank; a rank may have none.
     """
     count = np.array([len(shard) for shard in shards], dtype=np.int64)
-    numbers = chain.from_iterable(chain.from_iterable(shards))
-    span = Spans(*np.fromiter(numbers, dtype=np.int64).reshape(-1, 3).T.copy())
+    if shards and all(isinstance(shard, SpanArray) for shard in shards):
+        columns = zip(*(Spans.of(shard) for shard in shards), strict=True)
+        span = Spans(*(np.concatenate(column) for column in columns))
+    else:
+        numbers = chain.from_iterable(chain.from_iterable(shards))
+        span = Spans(*np.fromiter(numbers, dtype=np.int64).reshape(-1, 3).T.copy())
     owner = np.repeat(np.arange(len(shards)), count)
     before = np.cumsum(span.length) - span.length
     base = before[np.minimum(np.cumsum(count) - count, len(before) - 1)] if len(before) else count
@@ -249,17 +292,22 @@ class Layout:
         Raises:
             ValueError: `rank` is invalid, or the layout cannot split `seq_len` positions.
         """
+        return tuple(self.span_array(rank, seq_len))
+
+    def span_array(self, rank: int, seq_len: int) -> SpanArray:
+        """Return `spans` without an object per span."""
         rank, seq_len = integer("rank", rank), integer("seq_len", seq_len)
         self.check(seq_len)
         if not 0 <= rank < self.cp_size:
             raise ValueError(f"rank must be in 0..{self.cp_size - 1}, got {rank}")
-        return self._spans(rank, seq_len)
+        spans = self._spans(rank, seq_len)
+        return spans if isinstance(spans, SpanArray) else SpanArray(Spans.of(spans))
 
     def positions(self, rank: int, seq_len: int) -> np.ndarray:
         """Return the position of every row of the shard of `rank`, int64 [seq_len / cp_size]."""
         return np.concatenate([span.positions() for span in self.spans(rank, seq_len)])
 
-    def _spans(self, rank: int, seq_len: int) -> tuple[Span, ...]:
+    def _spans(self, rank: int, seq_len: int) -> Sequence[Span]:
         raise NotImplementedError
 
 
@@ -407,15 +455,14 @@ class DocumentZigzag(Layout):
                 f"seq_len must be the end of the documents, {self.bounds[-1]}, got {seq_len}"
             )
 
-    def _spans(self, rank: int, seq_len: int) -> tuple[Span, ...]:
-        spans = []
-        for start, stop in zip(self.bounds, self.bounds[1:], strict=False):
-            length = (stop - start) // (2 * self.cp_size)
-            late = 2 * self.cp_size - 1 - rank
-            if length:
-                spans.append(Span(start + rank * length, 1, length))
-                spans.append(Span(start + late * length, 1, length))
-        return tuple(spans)
+    def _spans(self, rank: int, seq_len: int) -> SpanArray:
+        bounds = np.array(self.bounds, dtype=np.int64)
+        lengths = np.diff(bounds) // (2 * self.cp_size)
+        filled = np.flatnonzero(lengths)
+        length = np.repeat(lengths[filled], 2)
+        pieces = np.tile([rank, 2 * self.cp_size - 1 - rank], len(filled))
+        start = np.repeat(bounds[filled], 2) + pieces * length
+        return SpanArray(Spans(start, np.ones_like(start), length))
 
 
 def tree_mask(tree: Any) -> Any:

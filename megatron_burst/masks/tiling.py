@@ -30,6 +30,7 @@ import numpy as np
 from ..layout import Span, Spans
 from ..layout.layouts import counted
 from .base import EMPTY, PARTIAL, Band, Mask, SpanBands
+from .tiles import ALL_VISIBLE, Pattern, Tile, Tiles
 
 
 class ShardSlice(NamedTuple):
@@ -177,47 +178,6 @@ def _residues(part: ShardSlice, modulus: int) -> list[ShardSlice]:
 _LISTED_PAIRS = 256  # largest number of pairs of slices that are listed one by one
 
 
-class Tile(NamedTuple):
-    """Rectangle of query rows and key rows (columns), with the pairs that are visible in it.
-
-    Attributes:
-        rows: Query rows of the shard, possibly with a step.
-        columns: Key rows of the shard, possibly with a step. All pairs are visible, unless one of
-            the next fields is set.
-        triangle: True if only the lower triangle is visible.
-        table: bool [rows, columns], true for visible pairs, or None.
-        band: Band of visible pairs, in which every row sees some column, or None.
-    """
-
-    rows: slice
-    columns: slice
-    triangle: bool = False
-    table: np.ndarray | None = None
-    band: Band | None = None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Number of rows, and number of columns."""
-        return _length(self.rows), _length(self.columns)
-
-    @property
-    def computed(self) -> int:
-        """Number of (query, key) pairs in the rectangle, visible or not."""
-        return self.shape[0] * self.shape[1]
-
-    @property
-    def visible(self) -> int:
-        """Number of visible (query, key) pairs in the tile."""
-        rows, columns = self.shape
-        if self.table is not None:
-            return int(self.table.sum())
-        if self.band is not None:
-            row = np.arange(rows)
-            stops = np.minimum(columns, row + self.band.right + 1)
-            return int((stops - np.maximum(0, row - self.band.left)).sum())
-        return rows * (rows + 1) // 2 if self.triangle else rows * columns
-
-
 @dataclass(frozen=True)
 class Cutter:
     """Cuts pairs of shards into tiles for a kernel with these limits.
@@ -247,9 +207,7 @@ class Cutter:
         default_factory=dict, repr=False, compare=False
     )
 
-    def tiles(
-        self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
-    ) -> tuple[Tile, ...]:
+    def tiles(self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -> Tiles:
         """Return the tiles of a pair of shards.
 
         Args:
@@ -266,7 +224,7 @@ class Cutter:
             return _full_tiles(q.length, k.length, pairs)
         tiles = _joined(self._cut_all(mask, whole_spans(q_spans), whole_spans(k_spans), pairs))
         # A kernel that takes bands in blocks of rows needs the small triangles.
-        return tuple(tiles if self.band_rows is not None else _joined_triangles(tiles))
+        return Tiles.of(tiles if self.band_rows is not None else _joined_triangles(tiles))
 
     def _cut_all(
         self,
@@ -426,7 +384,7 @@ def _window(q: ShardSlice, k: ShardSlice, band: Band) -> Iterator[Tile]:
     yield Tile(q.rows(begin + over, end), k.rows(first, stop), band=inner)
 
 
-def _full_tiles(q_lengths: np.ndarray, k_lengths: np.ndarray, pairs: SeenPairs) -> tuple[Tile, ...]:
+def _full_tiles(q_lengths: np.ndarray, k_lengths: np.ndarray, pairs: SeenPairs) -> Tiles:
     """Return the tiles of pairs of spans that are all fully visible, joined as in `_joined`.
 
     With packed documents, most pairs of ranks have only such spans. So the computation has no loop
@@ -446,8 +404,10 @@ def _full_tiles(q_lengths: np.ndarray, k_lengths: np.ndarray, pairs: SeenPairs) 
     equal = (left[1:] == left[:-1]) & (right[1:] == right[:-1])
     adjacent = equal & (top[1:] == bottom[:-1])
     first, last = np.append(True, ~adjacent), np.append(~adjacent, True)
-    bounds = np.stack([top[first], bottom[last], left[first], right[first]], axis=1)
-    return tuple(Tile(slice(a, b, 1), slice(c, d, 1)) for a, b, c, d in bounds.tolist())
+    top, bottom, left, right = top[first], bottom[last], left[first], right[first]
+    step, pattern = np.ones_like(top), np.full(len(top), ALL_VISIBLE)
+    bounds = np.stack([top, bottom, step, left, right, step], axis=1)
+    return Tiles(bounds, pattern, [Pattern()])
 
 
 def _joined(tiles: Iterable[Tile]) -> Iterator[Tile]:
@@ -515,10 +475,6 @@ def _are_steps(upper: Tile, square: Tile, lower: Tile) -> bool:
         steps == {1} and square.rows == lower.rows and square.columns == upper.columns
         and upper.rows.stop == lower.rows.start and upper.columns.stop == lower.columns.start
     )  # fmt: skip
-
-
-def _length(part: slice) -> int:
-    return len(range(part.start, part.stop, part.step or 1))
 
 
 _SMALLEST_BLOCK = 128  # a smaller call costs more than the hidden pairs that it saves

@@ -22,7 +22,7 @@ from ..comm.transport import Channel
 from ..execution import joined
 from ..execution.rank_plan import Exchange, KernelCall, Payload, RankPass, RowPlace, Step, Target
 from ..kernels.base import Kernel
-from ..layout.layouts import Shards, Span, Spans, counted
+from ..layout.layouts import Shards, SpanArray, Spans, counted
 from ..layout.sharding import to_device
 from ..masks import Mask
 from ..schedule.bundles import spans_of
@@ -47,22 +47,32 @@ class KernelWorkCache:
 
     def __init__(self, kernel: Kernel, mask: Mask, queries: Shards, keys: Shards, sizes: Sizes):
         self.kernel, self.mask, self.sizes = kernel, mask, sizes
-        self.shards = {"query": queries, "kv": keys}
-        self._planned: dict[tuple[Any, ...], Any] = {}
+        self._shards: dict[str, Shards] = {"query": queries, "kv": keys}
+        self._arrays: dict[tuple[str, int], SpanArray] = {}
+        self._planned: dict[tuple[bytes, bytes], Any] = {}
 
-    def of(self, *spans: tuple[Span, ...]) -> Any:
-        """Return the kernel's plan for (query spans, key spans); None if no pair is visible."""
-        if spans not in self._planned:
-            self._planned[spans] = self.kernel.work_for(self.mask, *spans) if all(spans) else None
-        return self._planned[spans]
+    def of(self, queries: SpanArray, keys: SpanArray) -> Any:
+        """Return the kernel's plan for query and key spans; None if no pair is visible."""
+        key = queries.key, keys.key
+        if key not in self._planned:
+            seen = len(queries) and len(keys)
+            self._planned[key] = self.kernel.work_for(self.mask, queries, keys) if seen else None
+        return self._planned[key]
 
-    def spans(self, schedule: Schedule, chunk: Chunk) -> tuple[Span, ...]:
+    def spans(self, schedule: Schedule, chunk: Chunk) -> SpanArray:
         """Return the positions of the rows of a chunk, as spans."""
-        shard = self.shards[chunk.family][chunk.owner]
+        shard = self._shard(chunk.family, chunk.owner)
         if chunk.rows == ALL:
-            return tuple(shard)
+            return shard
         ranges = schedule.tables.bundles(chunk.family).ranges(chunk.owner, chunk.rows)
-        return tuple(spans_of(ranges, Spans.of(shard)))
+        return spans_of(ranges, shard.arrays)
+
+    def _shard(self, family: str, owner: int) -> SpanArray:
+        """Return the spans of the queries or keys of a rank."""
+        if (family, owner) not in self._arrays:
+            shard = self._shards[family][owner]
+            self._arrays[family, owner] = SpanArray(Spans.of(shard))
+        return self._arrays[family, owner]
 
 
 def make_pass(
@@ -288,5 +298,5 @@ class RowMaps:
     def _row_numbers(self, chunk: Chunk) -> np.ndarray:
         """Return the indices of a chunk's rows in the shard of its owner, in buffer order."""
         ranges = self._tables.bundles(chunk.family).ranges(chunk.owner, chunk.rows)
-        first, stop = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
+        first, stop = ranges.T
         return counted(first, stop - first)

@@ -9,15 +9,14 @@ forwards only a part of a message, the omitted rows are then mostly at its end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from ..layout import Span, Spans
-from ..layout.layouts import counted
+from ..layout import Spans
+from ..layout.layouts import SpanArray, counted
 from ..masks.seen import united
 
 MOST = 62  # largest number of bundles of one owner: bit sets are int64
@@ -124,8 +123,8 @@ class Bundles:
                 sets[self.owner[at]] = selected[at]
         return sets
 
-    def ranges(self, owner: int, bits: int) -> list[tuple[int, int]]:
-        """Return the rows of some bundles as ranges (first, stop) of the owner's shard.
+    def ranges(self, owner: int, bits: int) -> np.ndarray:
+        """Return the rows of some bundles as ranges (first, stop) of the owner's shard, [n, 2].
 
         The ranges are in the order of messages. `bits` is a bit set: bit i selects the owner's
         bundle number i. `ALL` means the whole shard in its own order.
@@ -133,17 +132,17 @@ class Bundles:
         low, high = np.searchsorted(self.owner, (owner, owner + 1))
         if bits < 0:
             rows = int(self.rows[low:high].sum())
-            return [(0, rows)] if rows else []
+            return np.array([(0, rows)] if rows else [], dtype=np.int64).reshape(-1, 2)
         own = slice(*np.searchsorted(self.runs.bundle, (low, high)))
         bundle, *columns = (column[own] for column in self.runs)
         taken = (np.right_shift(bits, self.number[bundle]) & 1).astype(bool)
         if not taken.any():
-            return []
+            return np.empty((0, 2), dtype=np.int64)
         first, rows = (column[taken] for column in columns)
         stop = first + rows
         apart = first[1:] != stop[:-1]  # consecutive rows are one range
         first, stop = first[np.append(True, apart)], stop[np.append(apart, True)]
-        return list(zip(first.tolist(), stop.tolist(), strict=True))
+        return np.stack([first, stop], axis=1)
 
     def whole(self) -> Bundles:
         """Join the bundles of each owner to one bundle.
@@ -285,17 +284,15 @@ def _numbered(owner: np.ndarray, users: np.ndarray) -> tuple[np.ndarray, np.ndar
     return bundle, np.arange(len(start)) - np.repeat(first, count), start
 
 
-def spans_of(ranges: Sequence[tuple[int, int]], shard: Spans) -> list[Span]:
+def spans_of(ranges: np.ndarray, shard: Spans) -> SpanArray:
     """Return the positions of some rows of a shard, as spans in the order of `ranges`.
 
     Args:
-        ranges: The rows, as ranges (first, stop) of the shard.
+        ranges: The rows, as ranges (first, stop) of the shard, int [m, 2].
         shard: Spans of the shard, arrays [n].
     """
-    if not len(ranges):
-        return []
     bounds = np.cumsum(np.append(0, shard.length))  # first row of each span
-    first, stop = np.array(ranges).T
+    first, stop = ranges.T
     # Each range overlaps the spans `begin` to `end`.
     begin = np.searchsorted(bounds, first, side="right") - 1
     end = np.searchsorted(bounds, stop)
@@ -305,4 +302,4 @@ def spans_of(ranges: Sequence[tuple[int, int]], shard: Spans) -> list[Span]:
     low = np.maximum(first[of_range], bounds[at])
     high = np.minimum(stop[of_range], bounds[at + 1])
     fields = shard.start[at] + (low - bounds[at]) * shard.stride[at], shard.stride[at], high - low
-    return list(map(Span, *(field.tolist() for field in fields)))
+    return SpanArray(Spans(*fields))

@@ -311,6 +311,7 @@ def row_chunk_spans(
     # Computed once for all chunks: a rank may hold two spans of every document of a pack.
     ranks_spans = [Spans.of(layout.spans(rank, seq_len)) for rank in range(layout.cp_size)]
     for runs in chunk_runs(layout, seq_len // layout.cp_size, count, blocks):
-        own = tuple(spans_of(runs, spans) for spans in ranks_spans)
+        ranges = np.array(runs, dtype=np.int64).reshape(-1, 2)
+        own = tuple(list(spans_of(ranges, spans)) for spans in ranks_spans)
         shards = (shared_spans([own[rank] for rank in members]) for members in groups)
         yield RowChunkSpans(runs, tuple(shards), own)

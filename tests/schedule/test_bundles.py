@@ -84,20 +84,20 @@ def test_sets_of_bundles():
 
 def test_ranges_are_by_bundle_then_by_row():
     got = made()
-    assert got.ranges(0, 1) == [(0, 2), (4, 5)]
-    assert got.ranges(0, 3) == [(0, 2), (4, 5), (2, 3)]
-    assert got.ranges(0, 6) == [(2, 4), (5, 6)], "what follows in the shard is one range"
-    assert got.ranges(0, -1) == [(0, 6)], "ALL is the shard in its own order"
-    assert got.ranges(2, 2) == [(2, 3)]
-    assert got.ranges(2, 3) == [(0, 3)]
-    assert got.ranges(1, -1) == got.ranges(2, 0) == []
+    assert ranges(got, 0, 1) == [(0, 2), (4, 5)]
+    assert ranges(got, 0, 3) == [(0, 2), (4, 5), (2, 3)]
+    assert ranges(got, 0, 6) == [(2, 4), (5, 6)], "what follows in the shard is one range"
+    assert ranges(got, 0, -1) == [(0, 6)], "ALL is the shard in its own order"
+    assert ranges(got, 2, 2) == [(2, 3)]
+    assert ranges(got, 2, 3) == [(0, 3)]
+    assert ranges(got, 1, -1) == ranges(got, 2, 0) == []
 
 
 def test_whole_chunks_are_one_bundle_that_all_want_who_want_some_of_it():
     got = made().whole()
     assert [x.tolist() for x in table_of(got, (6, 0, 3))] == [[0] * 6, [], [0] * 3]
     assert got.users.astype(int).tolist() == [[0, 1, 1], [1, 1, 0]]
-    assert got.ranges(0, 1) == [(0, 6)]
+    assert ranges(got, 0, 1) == [(0, 6)]
 
 
 def test_of_too_many_bundles_the_last_are_joined():
@@ -129,13 +129,21 @@ def test_an_owner_has_at_most_as_many_bundles_as_a_set_has_bits(monkeypatch, cel
     assert actual[changed].tolist() == [[False] + [True] * 7] * changed.sum()
 
 
+def ranges(bundles, owner, bits):
+    return list(map(tuple, bundles.ranges(owner, bits).tolist()))
+
+
 def test_positions_of_rows():
     """Rows 2 to 5 of a shard whose spans have three and four rows, and then its first row."""
     shard = Spans.of([Span(10, 1, 3), Span(20, 5, 4)])
-    assert spans_of([(2, 6), (0, 1)], shard) == [Span(12, 1, 1), Span(20, 5, 3), Span(10, 1, 1)]
-    assert spans_of([(4, 6)], shard) == [Span(25, 5, 2)]
-    assert spans_of([(3, 3), (1, 5)], shard) == [Span(11, 1, 2), Span(20, 5, 2)]
-    assert spans_of([], shard) == []
+
+    def spans(*rows):
+        return list(spans_of(np.array(rows, dtype=int).reshape(-1, 2), shard))
+
+    assert spans((2, 6), (0, 1)) == [Span(12, 1, 1), Span(20, 5, 3), Span(10, 1, 1)]
+    assert spans((4, 6)) == [Span(25, 5, 2)]
+    assert spans((3, 3), (1, 5)) == [Span(11, 1, 2), Span(20, 5, 2)]
+    assert spans() == []
 
 
 def test_row_chunks_ask_for_the_spans_of_each_rank_once():

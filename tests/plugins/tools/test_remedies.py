@@ -39,7 +39,7 @@ def test_what_is_named_fits(model, gpus, run):
     assert found
     for change in found:
         assert change.run.gpus == (change.gpus or gpus)
-        own = {name: getattr(change.run, name) for name in ("cp", "intra")}
+        own = {name: getattr(change.run, name) for name in ("intra",)}
         assert replace(run, **change.fields, **own) == change.run
         there = replace(cluster, gpus=change.run.gpus)
         assert fit(account(model, change.run, every=False), there).fits, change
@@ -50,7 +50,7 @@ def test_more_stages_have_ends_of_their_own():
     run = Settings(MEGA // 8, tp=8, pp=2, cp=4)
     (change,) = changes(models.named("llama3-405b"), on(64), run)
     assert stage_layers(models.named("llama3-405b"), change.run) == [7, *[8] * 14, 7]
-    assert change.text == "with 128 GPUs and --pp 16 --first-layers 7 --last-layers 7"
+    assert change.text == "with 128 GPUs and --cp 1 --pp 16 --first-layers 7 --last-layers 7"
     assert flag_text("first_layers", None) == "without --first-layers"
 
 

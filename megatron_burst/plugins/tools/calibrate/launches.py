@@ -111,7 +111,7 @@ def _ring(ranks: Ranks, model: Model) -> Callable[[], float]:
     h, n = heads(model, ranks)
     q, k, v = (torch.zeros((ROWS, 1, count, model.head_dim), **like) for count in (h, n, n))
     plan = prepare(q, k, v, groups=ranks.groups, algorithm="ring", side="kv")
-    return lambda: _taken(ranks, lambda: attention(q, k, v, plan=plan))
+    return lambda: _taken(ranks, lambda: attention(q, k, v, plan=plan, label="launch"))
 
 
 def _planning(ranks: Ranks, model: Model) -> Callable[[], float]:

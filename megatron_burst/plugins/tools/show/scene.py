@@ -292,7 +292,8 @@ class ScheduleScene:
 
     def ranges(self, chunk: Chunk) -> list[tuple[int, int]]:
         """Return the ranges (first, stop) of a chunk's rows in its owner's shard, ascending."""
-        return sorted(self.plan.tables.bundles(chunk.family).ranges(chunk.owner, chunk.rows))
+        ranges = self.plan.tables.bundles(chunk.family).ranges(chunk.owner, chunk.rows)
+        return sorted(map(tuple, ranges.tolist()))
 
     def bytes(self, chunk: Chunk) -> int:
         """Return the bytes of a message that contains this chunk."""

@@ -23,7 +23,7 @@ MOST = 3  # maximum of changes in a message
 DOUBLINGS = 6  # maximum number of times that the number of GPUs is doubled
 TRIALS = 12  # parallel sizes to try per number of GPUs, with the fewest changes first
 BUSY = 64  # micro-batches per GPU; the total is divisible by all data-parallel sizes
-IMPLIED = ("cp", "intra")  # fields that follow from other fields
+IMPLIED = ("intra",)  # fields that follow from other fields
 LARGEST = 1024  # context-parallel ranks; schedules of more ranks take minutes
 AccountOf = Callable[[Settings], Account]  # from the settings of a run to its memory account
 

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles: rectangles of a pair of shards that one operator call can compute, as objects and arrays.
+
+`tiling` makes them; kernels read them. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .base import Band
+
+
+class Tile(NamedTuple):
+    """Rectangle of query rows and key rows (columns), with the pairs that are visible in it.
+
+    Attributes:
+        rows: Query rows of the shard, possibly with a step.
+        columns: Key rows of the shard, possibly with a step. All pairs are visible, unless one of
+            the next fields is set.
+        triangle: True if only the lower triangle is visible.
+        table: bool [rows, columns], true for visible pairs, or None.
+        band: Band of visible pairs, in which every row sees some column, or None.
+    """
+
+    rows: slice
+    columns: slice
+    triangle: bool = False
+    table: np.ndarray | None = None
+    band: Band | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of rows, and number of columns."""
+        return _length(self.rows), _length(self.columns)
+
+    @property
+    def computed(self) -> int:
+        """Number of (query, key) pairs in the rectangle, visible or not."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def visible(self) -> int:
+        """Number of visible (query, key) pairs in the tile."""
+        rows, columns = self.shape
+        if self.table is not None:
+            return int(self.table.sum())
+        if self.band is not None:
+            row = np.arange(rows)
+            stops = np.minimum(columns, row + self.band.right + 1)
+            return int((stops - np.maximum(0, row - self.band.left)).sum())
+        return rows * (rows + 1) // 2 if self.triangle else rows * columns
+
+
+class Pattern(NamedTuple):
+    """The visible pairs of a tile; fields as in `Tile`."""
+
+    triangle: bool = False
+    table: np.ndarray | None = None
+    band: Band | None = None
+
+
+ALL_VISIBLE = 0  # index of the pattern of fully visible tiles in `Tiles.patterns`
+
+
+class Tiles(Sequence[Tile]):
+    """The tiles of a pair of shards, stored as arrays; a `Tile` is made when it is read.
+
+    Packed documents have hundreds of tiles per pair of shards, so plans do not keep an object for
+    each of them.
+
+    Attributes:
+        bounds: int64 [n, 6], start, stop and step of the rows, then of the columns.
+        pattern: int [n], index of each tile's pattern.
+        patterns: Visible pairs of tiles; the first pattern is `Pattern()`, everything.
+    """
+
+    def __init__(self, bounds: np.ndarray, pattern: np.ndarray, patterns: Sequence[Pattern]):
+        self.bounds, self.pattern, self.patterns = bounds, pattern, patterns
+
+    @classmethod
+    def of(cls, tiles: Iterable[Tile]) -> Tiles:
+        """Return these tiles as arrays."""
+        bounds, pattern, patterns = [], [], [Pattern()]
+        known: dict[tuple, int] = {}  # by content; tables by identity
+        for rows, columns, triangle, table, band in tiles:
+            ends = rows.start, rows.stop, rows.step or 1
+            bounds.append((*ends, columns.start, columns.stop, columns.step or 1))
+            key = triangle, None if table is None else id(table), band
+            if key == (False, None, None):
+                pattern.append(ALL_VISIBLE)
+                continue
+            if key not in known:
+                known[key] = len(patterns)
+                patterns.append(Pattern(triangle, table, band))
+            pattern.append(known[key])
+        indices = np.array(pattern, dtype=np.int64)
+        return cls(np.array(bounds, dtype=np.int64).reshape(-1, 6), indices, patterns)
+
+    @property
+    def fully_visible(self) -> bool:
+        """True if all pairs of all tiles are visible and no tile skips rows or columns."""
+        steps = self.bounds[:, [2, 5]]
+        return bool((self.pattern == ALL_VISIBLE).all() and (steps == 1).all())
+
+    def __len__(self) -> int:
+        return len(self.bounds)
+
+    def __iter__(self) -> Iterator[Tile]:
+        for bounds, pattern in zip(self.bounds.tolist(), self.pattern.tolist(), strict=True):
+            yield Tile(slice(*bounds[:3]), slice(*bounds[3:]), *self.patterns[pattern])
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self.at(index)
+        return next(iter(self.at(np.array([index]))))
+
+    def at(self, index: slice | np.ndarray) -> Tiles:
+        """Return the tiles at these indices."""
+        return Tiles(self.bounds[index], self.pattern[index], self.patterns)
+
+
+def _length(part: slice) -> int:
+    return len(range(part.start, part.stop, part.step or 1))
