@@ -479,7 +479,7 @@ MUTANTS = [
            "dtype=np.int32) * 0\n    number[grid.full", "invisible blocks have the full table"),
     Mutant("kernels/flex_tables.py", "if (np.where(count > 0, end - first, 0) != count).any():",
            "if False:", "gaps between blocks are visible"),
-    Mutant("kernels/flex_tables.py", "if (begins > 1).any():", "if False:",
+    Mutant("kernels/flex_tables.py", "(end - first)[..., 0], 0) != count", "count, 0) != count",
            "gaps within a block are visible"),
     Mutant("kernels/flex_tables.py", "tiles[:, side], tiles[:, 1 - side]\n",
            "tiles[:, side], tiles[:, side]\n", "lists name the wrong blocks"),

@@ -24,7 +24,11 @@ from .tile_grid import TileGrid
 
 BLOCK = 128  # rows and columns of a block
 LENGTH_BITS = 3  # lengths are rounded up to numbers with this many binary digits after the first
-AT_ONCE = 256  # bit tables that are unpacked together
+AT_ONCE = 1024  # bit tables that are read together
+OCTETS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+BITS = OCTETS.sum(axis=1)  # number of bits of each octet
+FIRST_BIT = OCTETS.argmax(axis=1)  # lowest bit of each octet
+END_BIT = (np.arange(256)[:, None] >> np.arange(8) > 0).sum(axis=1)  # end of its highest bit
 NOTHING = np.iinfo(np.int32).max  # begin of an empty interval
 
 Kind = Literal["rows", "columns", "tables"]
@@ -131,23 +135,35 @@ def intervals(grid: TileGrid, side: int, blocks: int) -> tuple[np.ndarray, np.nd
         return None
     first = np.full((blocks, BLOCK), NOTHING, dtype=np.int32)
     end, count = (np.zeros((blocks, BLOCK), dtype=np.int32) for _ in range(2))
-    # A fully visible tile is a tile with table 0.
-    full = np.concatenate([grid.full, np.zeros_like(grid.full[:, :1])], axis=1)
-    for tiles in (full, grid.partial):
-        if not len(tiles):
-            continue
-        tiles = tiles[np.argsort(tiles[:, side], kind="stable")]
+    if len(grid.full):
+        tiles, block, start, number = _grouped(grid.full, side)
+        other = tiles[:, 1 - side, None]
+        first[block] = other[start] * BLOCK
+        end[block] = (other[start + number - 1] + 1) * BLOCK
+        count[block] = number[:, None] * BLOCK
+    if len(grid.partial):
+        tiles, block, start, _ = _grouped(grid.partial, side)
         begin, length = (x[tiles[:, 2]] for x in tables)
         begin = begin + tiles[:, 1 - side, None] * BLOCK
         stop = np.where(length > 0, begin + length, 0)
         begin = np.where(length > 0, begin, NOTHING)
-        block, start = np.unique(tiles[:, side], return_index=True)
         first[block] = np.minimum(first[block], np.minimum.reduceat(begin, start))
         end[block] = np.maximum(end[block], np.maximum.reduceat(stop, start))
         count[block] += np.add.reduceat(length, start)
     if (np.where(count > 0, end - first, 0) != count).any():
         return None
     return np.where(count > 0, first, 0).ravel(), end.ravel()
+
+
+def _grouped(tiles: np.ndarray, side: int) -> tuple[np.ndarray, ...]:
+    """Group tiles by row block (`side` 0) or column block (1).
+
+    Returns:
+        A tuple: the tiles in the order of groups, the block of each group, the index of its first
+        tile, and its number of tiles. The other blocks of a group are ascending.
+    """
+    tiles = tiles[np.argsort(tiles[:, side], kind="stable")]
+    return tiles, *np.unique(tiles[:, side], return_index=True, return_counts=True)
 
 
 def _table_intervals(bits: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray] | None:
@@ -162,12 +178,17 @@ def _table_intervals(bits: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarra
     """
     begin, length = (np.zeros(bits.shape[:2], dtype=np.int32) for _ in range(2))
     for low in range(0, len(bits), AT_ONCE):
-        part = np.ascontiguousarray(bits[low : low + AT_ONCE]).view(np.uint8)
-        visible = np.unpackbits(part, axis=-1, bitorder="little")
-        visible = visible.transpose(0, 2, 1) if side else visible
-        begins = (visible[..., 1:] > visible[..., :-1]).sum(axis=-1) + visible[..., 0]
-        if (begins > 1).any():
+        octets = np.ascontiguousarray(bits[low : low + AT_ONCE]).view(np.uint8)
+        if side:
+            visible = np.unpackbits(octets, axis=-1, bitorder="little")
+            octets = np.packbits(visible, axis=1, bitorder="little").transpose(0, 2, 1)
+        some, last = octets != 0, octets.shape[-1] - 1
+        low_octet = some.argmax(axis=-1)[..., None]
+        high_octet = last - some[..., ::-1].argmax(axis=-1)[..., None]
+        first = 8 * low_octet + FIRST_BIT[np.take_along_axis(octets, low_octet, axis=-1)]
+        end = 8 * high_octet + END_BIT[np.take_along_axis(octets, high_octet, axis=-1)]
+        count = BITS[octets].sum(axis=-1)
+        if (np.where(count > 0, (end - first)[..., 0], 0) != count).any():
             return None
-        begin[low : low + AT_ONCE] = visible.argmax(axis=-1)
-        length[low : low + AT_ONCE] = visible.sum(axis=-1)
+        begin[low : low + AT_ONCE], length[low : low + AT_ONCE] = first[..., 0], count
     return begin, length
