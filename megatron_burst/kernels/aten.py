@@ -85,8 +85,9 @@ class AtenKernel:
         return _TileWork(part.span, None, None, part.lengths, separate)
 
     def _single_tiles(self, tiles: Tiles) -> Collection[_TileWork]:
-        works = _SingleTiles(tiles, self)
-        return tuple(works) if len(tiles) <= _KEPT_TILES else works
+        if len(tiles) <= _KEPT_TILES:
+            return tuple(map(self.tile_work, tiles))
+        return _SingleTiles(tiles, self)
 
     def tile_work(self, tile: Tile) -> _TileWork:
         """Return the plan of one operator call for a tile."""

@@ -295,7 +295,15 @@ class Layout:
         return tuple(self.span_array(rank, seq_len))
 
     def span_array(self, rank: int, seq_len: int) -> SpanArray:
-        """Return `spans` without an object per span."""
+        """Return `spans` without an object per span.
+
+        Args:
+            rank: Same as in `spans`.
+            seq_len: Same as in `spans`.
+
+        Raises:
+            ValueError: Same as in `spans`.
+        """
         rank, seq_len = integer("rank", rank), integer("seq_len", seq_len)
         self.check(seq_len)
         if not 0 <= rank < self.cp_size:

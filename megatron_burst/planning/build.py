@@ -61,18 +61,14 @@ class KernelWorkCache:
 
     def spans(self, schedule: Schedule, chunk: Chunk) -> SpanArray:
         """Return the positions of the rows of a chunk, as spans."""
-        shard = self._shard(chunk.family, chunk.owner)
+        key = chunk.family, chunk.owner
+        if key not in self._arrays:
+            self._arrays[key] = SpanArray(Spans.of(self._shards[chunk.family][chunk.owner]))
+        shard = self._arrays[key]
         if chunk.rows == ALL:
             return shard
         ranges = schedule.tables.bundles(chunk.family).ranges(chunk.owner, chunk.rows)
         return spans_of(ranges, shard.arrays)
-
-    def _shard(self, family: str, owner: int) -> SpanArray:
-        """Return the spans of the queries or keys of a rank."""
-        if (family, owner) not in self._arrays:
-            shard = self._shards[family][owner]
-            self._arrays[family, owner] = SpanArray(Spans.of(shard))
-        return self._arrays[family, owner]
 
 
 def make_pass(

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-FUNCTIONS, PREPARE_FILES = 252, 37
+FUNCTIONS, PREPARE_FILES = 262, 38
 
 COUNTED = """
 import json, sys
