@@ -49,6 +49,32 @@ def test_the_speed_of_attention_is_measured():
     assert 1e6 < backward < 1e13
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_progress_counts_the_pairs_of_a_call(causal):
+    """The dispatcher omits trailing arguments that have their default value."""
+    import torch
+    from million_step import BACKWARD, Watch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    works = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            works.append(Watch._work(func.name().partition("::")[2].partition(".")[0], args))
+            return func(*args, **(kwargs or {}))
+
+    q, aten = torch.randn(2, 3, 8, 16), torch.ops.aten
+    forward = aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = forward(q, q, q, 0.0, causal, scale=1.0)
+    with Calls():
+        forward(q, q, q, 0.0, causal, scale=1.0)
+        aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            q, q, q, q, out, lse, 0.0, causal, scale=1.0
+        )
+    pairs = 36 if causal else 64
+    assert works == [6 * pairs, 6 * pairs * BACKWARD]
+
+
 def test_a_length_without_meaning_is_one_line(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(monkeypatch, tmp_path, "--tokens", "half")

@@ -90,8 +90,8 @@ class InProcessGroups:
             function: Function of one rank.
             *of_each: Arguments of the function, each as a sequence with one value per rank.
         """
-        arguments = zip(*of_each, strict=True)
-        return self._switch.run([partial(function, *of_rank) for of_rank in arguments])
+        arguments = zip(self.ranks, *of_each, strict=True)
+        return self._switch.run([partial(function, *of_rank) for _, *of_rank in arguments])
 
 
 class LocalRank(Groups):

@@ -10,7 +10,7 @@ counted if they have as many rows as the input of the kernel. Memory of CUDA, NC
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -39,7 +39,7 @@ class Account:
     model: Model
     run: Settings
     states: Mapping[str, int]
-    moments: tuple[Moment, ...]
+    moments: tuple[Moment, ...] = field(repr=False)  # thousands
     host: Mapping[str, int]
 
     @cached_property
