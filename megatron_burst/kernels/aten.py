@@ -29,6 +29,7 @@ from .base import Rows, Scoring
 from .joined import JoinedTiles, joined
 from .online_softmax import merge_
 from .operators import Lengths, Operator, TileVisibility, Widths, Window
+from .rounded import rounded
 
 _KEPT_TILES = 16  # plans of more tiles are made in each call, which needs about 3 us per tile
 
@@ -73,16 +74,21 @@ class AtenKernel:
     def work_for(
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
     ) -> Collection[_TileWork] | None:
-        tiles = self.cutter.tiles(mask, q_spans, k_spans)
-        if not self.operator.joins:
+        tiles, operator = self.cutter.tiles(mask, q_spans, k_spans), self.operator
+        # If shapes repeat in every batch, a call without sequences is compiled only once.
+        if not operator.joins or (operator.rounds and mask.cacheable):
             return self._single_tiles(tiles) if tiles else None
-        return tuple(self._joined_work(part) for part in joined(tiles)) or None
+        parts = joined(tiles)
+        if operator.rounds:
+            rows, columns = (sum(span.length for span in spans) for spans in (q_spans, k_spans))
+            parts = rounded(parts, rows, columns)
+        return tuple(self._joined_work(part) for part in parts) or None
 
     def _joined_work(self, part: Tile | JoinedTiles) -> _TileWork:
         if isinstance(part, Tile):
             return self.tile_work(part)
-        separate = self._single_tiles(part.tiles)
-        return _TileWork(part.span, None, None, part.lengths, separate)
+        separate, whole = self._single_tiles(part.tiles), part.lengths.total is not None
+        return _TileWork(part.span, None, None, part.lengths, separate, whole)
 
     def _single_tiles(self, tiles: Tiles) -> Collection[_TileWork]:
         if len(tiles) <= _KEPT_TILES:
@@ -116,10 +122,13 @@ class AtenKernel:
         value_width = v.shape[-1]
         width, value_pad = self._widths(q, v)
         q, k, v = _heads_first(q, width), _heads_first(k, width), _heads_first(v, value_pad)
-        for item in _calls(work, len(q)):
-            r, c = item.tile.rows, item.tile.columns
+        for item in _calls(work, q, k, v):
+            rows, columns = item.tile.rows, item.tile.columns
+            r, c = (_ALL, _ALL) if item.whole else (rows, columns)
             inputs = q[:, :, r], k[:, :, c], v[:, :, c]
             part, stats = self.operator.forward(*inputs, item.visibility(q), scoring.scale)
+            if item.whole:
+                part, stats = part[:, :, rows], stats[:, :, rows]
             # `merge_` skips rows with lse -inf. For a row that a bias hides entirely, operators
             # return lse 0, which would count like a key. For a row without columns, they return an
             # undefined lse.
@@ -130,7 +139,7 @@ class AtenKernel:
                 stats = stats.masked_fill(blind, float("-inf"))
             # Back to [s, b, h, w]; columns beyond the width of the values are padding.
             part = part.permute(2, 0, 1, 3)[..., :value_width]
-            merge_(out[r], lse[r], part, stats.permute(2, 0, 1))
+            merge_(out[rows], lse[rows], part, stats.permute(2, 0, 1))
 
     def backward(
         self,
@@ -153,8 +162,9 @@ class AtenKernel:
             out = _heads_first(out, value_pad)
         lse = rows.lse.permute(1, 2, 0)
         totals: tuple[torch.Tensor | None, ...] = (dq, dk, dv)
-        for item in _calls(work, len(q)):
-            r, c = item.tile.rows, item.tile.columns
+        for item in _calls(work, q, k, v):
+            parts = item.tile.rows, item.tile.columns, item.tile.columns
+            r, c = (_ALL, _ALL) if item.whole else parts[:2]
             stats = lse[:, :, r]
             # lse covers the whole sequence: it is -inf only in rows that attend to no key, where
             # exp(-inf - -inf) would be NaN. With 0, their probabilities are exp(-inf) = 0.
@@ -163,10 +173,14 @@ class AtenKernel:
             inputs = dout[:, :, r], q[:, :, r], k[:, :, c], v[:, :, c], out[:, :, r], stats
             grads = self.operator.backward(*inputs, item.visibility(q), scoring.scale)
             # Add in the accumulation dtype; the gradients of the operator have the dtype of q.
-            for total, grad, part in zip(totals, grads, (r, c, c), strict=True):
+            for total, grad, part in zip(totals, grads, parts, strict=True):
                 if total is not None:
+                    grad = grad[:, :, part] if item.whole else grad
                     # `total[part] +=` would also copy the sum onto itself.
                     total[part].add_(grad.permute(2, 0, 1, 3)[..., : total.shape[-1]])
+
+
+_ALL = slice(None)
 
 
 class _TileWork(NamedTuple):
@@ -179,7 +193,8 @@ class _TileWork(NamedTuple):
         blind: bool [rows], True for rows of the tile that see no column; None if there are no such
             rows.
         lengths: Rows and columns of each joined tile; None for a single tile.
-        separate: One plan per joined tile, used instead if the batch size is above 1.
+        separate: One plan per joined tile, used instead if `lengths` do not fit the tensors.
+        whole: True if the operator gets whole shards, see `Lengths.total`.
     """
 
     tile: Tile
@@ -187,6 +202,7 @@ class _TileWork(NamedTuple):
     blind: torch.Tensor | None
     lengths: Lengths | None = None
     separate: Iterable[_TileWork] = ()
+    whole: bool = False
 
     def visibility(self, q: torch.Tensor) -> TileVisibility:
         """Return the operator's argument for visible pairs; a bias has the dtype of q."""
@@ -237,14 +253,16 @@ class _SingleTiles(Collection[_TileWork]):
         return any(work == tile_work for tile_work in self)
 
 
-def _calls(work: Collection[_TileWork], batch: int) -> Iterator[_TileWork]:
-    """Yield one plan per operator call for a batch size of `batch`.
+def _calls(
+    work: Collection[_TileWork], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> Iterator[_TileWork]:
+    """Yield one plan per operator call for tensors [b, heads, s, d].
 
     Operators compute sequences of different lengths only with batch size 1. With larger batches,
     every tile is a separate call.
     """
     for work_item in work:
-        if work_item.lengths is None or batch == 1:
+        if work_item.lengths is None or work_item.lengths.fit(q, k, v):
             yield work_item
         else:
             yield from work_item.separate

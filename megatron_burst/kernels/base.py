@@ -49,7 +49,8 @@ class Kernel(Protocol):
 
     Attributes:
         name: Name in `registry.KERNELS`.
-        passed_over: One reason per kernel that "auto" would prefer to this one but cannot use.
+        passed_over: One reason per kernel that "auto" would prefer to this one but cannot use, and
+            per faster way to call this kernel that cannot be used.
         softcaps: True if the kernel supports a softcap.
         maximum: True if `forward` can return the largest score of each head.
         deterministic: True if results are bitwise reproducible with

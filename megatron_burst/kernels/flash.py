@@ -71,6 +71,7 @@ class Flash:
     dtypes = (torch.bfloat16, torch.float16)
     multiple = 8
     limits: tuple[int | None, int | None] = (None, None)
+    rounds = False
 
     def __init__(
         self, name: str, package: FlashPackage, loaded: FlashFunctions, beside_rings: bool = False

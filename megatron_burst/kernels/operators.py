@@ -27,12 +27,17 @@ class Lengths:
         sizes: (rows, columns) of each sequence; one of the two numbers may be 0.
 
     Attributes:
+        sizes: int32 [n, 2], rows and columns of each sequence.
         idle: True if a sequence has rows but no columns.
         longest: Maximum number of rows, and maximum number of columns.
+        total: Number of rows to which the operator pads its tensors, which are whole shards. None
+            if its tensors have only the rows of the sequences.
     """
 
+    total: int | None = None
+
     def __init__(self, sizes: Sequence[tuple[int, int]] | np.ndarray):
-        lengths = np.array(sizes, dtype=np.int32)
+        self.sizes = lengths = np.array(sizes, dtype=np.int32)
         rows, columns = lengths.max(axis=0).tolist()
         self._idle = np.repeat(lengths[:, 1] == 0, lengths[:, 0])  # bool [rows]
         self.idle = bool(self._idle.any())
@@ -43,6 +48,10 @@ class Lengths:
         self._ends = np.concatenate([zero, np.cumsum(lengths, axis=0, dtype=np.int32)])
         self._by_device: dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
+    def fit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+        """Return True if one call can compute the sequences of these tensors [b, heads, s, d]."""
+        return len(q) == 1
+
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the arguments for `device`.
 
@@ -51,10 +60,13 @@ class Lengths:
             a bool per row, True if its sequence has no columns.
         """
         if device not in self._by_device:
-            ends = np.ascontiguousarray(self._ends.T).view(np.uint8).ravel()
+            count = len(self._ends)
+            padded = np.zeros((2, -(-count // 4) * 4), dtype=np.int32)  # both are 16-byte aligned
+            padded[:, :count] = self._ends.T
+            ends = padded.view(np.uint8).ravel()
             packed = to_device(np.concatenate([ends, self._idle.view(np.uint8)]), device)
             bounds, idle = packed.split([ends.size, self._idle.size])
-            rows, columns = bounds.view(torch.int32).view(2, -1)
+            rows, columns = bounds.view(torch.int32).view(2, -1)[:, :count]
             self._by_device[device] = rows, columns, idle.view(torch.bool)
         return self._by_device[device]
 
@@ -103,6 +115,8 @@ class Operator(Protocol):
             pairs are passed as a bias.
         windows: True if the operator supports a window.
         joins: True if the operator computes many sequences of different lengths in one call.
+        rounds: True if the operator compiles for every shape, so that calls with many sequences
+            must have a few shapes (`rounded`).
         deterministic: True if results are reproducible with torch.use_deterministic_algorithms.
         takes_delta: True if the argument `out` of backward is delta [b, h, s].
     """
@@ -112,9 +126,12 @@ class Operator(Protocol):
     multiple: int
     limits: tuple[int | None, int | None]
     windows: bool
-    joins: bool
+    rounds: bool
     deterministic: bool
     takes_delta: bool
+
+    @property
+    def joins(self) -> bool: ...
 
     def unfit(self, device: torch.device, widths: Widths) -> str | None:
         """Return why these widths of keys and values are not supported; None if they are.
@@ -143,7 +160,7 @@ class CpuFlash:
     windows = False
     deterministic = True
     takes_delta = False
-    joins = False
+    joins = rounds = False
 
     def unfit(self, device: torch.device, widths: Widths) -> str | None:
         return None if widths[0] == widths[1] else ONE_WIDTH

@@ -8,14 +8,18 @@ sequences, to operator arguments. The module is imported only if tensors are on 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from .operators import ONE_WIDTH, Lengths, TileVisibility, Widths
+from .rounded import SMALLEST
 
 aten = torch.ops.aten
 
 CUDNN_FIRST = (9, 0), (10, 0), (10, 3)  # compute capabilities on which torch prefers cuDNN
+EMPTY_SEQUENCES = 92500  # cuDNN from which on sequences may have no rows or columns
 
 
 class CudaFlash:
@@ -28,7 +32,7 @@ class CudaFlash:
     windows = True
     deterministic = True
     takes_delta = False
-    joins = True
+    joins, rounds = True, False
 
     def unfit(self, device: torch.device, widths: Widths) -> str | None:
         if max(widths) > 256:
@@ -53,8 +57,42 @@ class CudaFlash:
         return dq, dk, dv
 
 
+class Graph(NamedTuple):
+    """Values by which torch caches the graphs that cuDNN compiles for one kernel.
+
+    `Lengths` with equal numbers of sequences and equal largest lengths share a graph.
+
+    Attributes:
+        backward: True for the graph of backward.
+        causal: True for a causal mask.
+        shapes: Shapes of q, k and v as the operator gets them.
+        strides: Strides of q, k and v.
+        sequences: Number of sequences, or None.
+        longest: Maximum number of rows and of columns, or None.
+    """
+
+    backward: bool
+    causal: bool
+    shapes: tuple[torch.Size, ...]
+    strides: tuple[tuple[int, ...], ...]
+    sequences: int | None = None
+    longest: tuple[int, int] | None = None
+
+
 class CudaCudnn:
-    """Operator for CUDA: cuDNN's attention, as part of torch."""
+    """Operator for CUDA: cuDNN's attention, as part of torch.
+
+    Many sequences in one call are passed as in FlashAttention: tensors [s, h, d], cumulative
+    lengths, lse [h, s] in natural logarithm. The causal mask begins at the first row and column of
+    each sequence. These calls never ran on a GPU.
+
+    Args:
+        device: Device of the tensors. None: every sequence is a separate call.
+
+    Attributes:
+        separate: Why sequences of different lengths need separate calls; None if they do not.
+        graphs: The graphs that calls of this operator needed.
+    """
 
     device = "cuda"
     dtypes = (torch.bfloat16, torch.float16)
@@ -63,7 +101,15 @@ class CudaCudnn:
     windows = False
     deterministic = False  # backward adds to dq in any order
     takes_delta = False
-    joins = False
+    rounds = True
+
+    def __init__(self, device: torch.device | None = None):
+        self.separate = "no device" if device is None else _no_sequences(device)
+        self.graphs: set[Graph] = set()
+
+    @property
+    def joins(self) -> bool:
+        return self.separate is None
 
     def unfit(self, device: torch.device, widths: Widths) -> str | None:
         """Return why these widths of keys and values are not supported; None if they are.
@@ -91,23 +137,94 @@ class CudaCudnn:
         return aten._scaled_dot_product_cudnn_attention(x, x, x, None, True, 0.0, True)[1].shape[3:]
 
     def forward(self, q, k, v, visibility, scale):
-        result = aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, visibility.causal, scale=scale
+        causal, lengths, s = visibility.causal, visibility.lengths, q.shape[2]
+        if lengths is None:
+            self._note(False, causal, q, k, v)
+            result = aten._scaled_dot_product_cudnn_attention(
+                q, k, v, None, True, 0.0, causal, scale=scale
+            )
+            return result[0], result[1].reshape(q.shape[:3])
+        q, k, v = (_sequences(x, lengths) for x in (q, k, v))
+        rows, columns, *longest = _cudnn_lengths(q.device, lengths)
+        self._note(False, causal, q, k, v, rows.numel() - 1, longest)
+        out, lse, *_ = aten._cudnn_attention_forward(
+            q, k, v, None, rows, columns, *longest, True, 0.0, causal, False, scale=scale
         )
-        return result[0], result[1].reshape(q.shape[:3])
+        assert lse.shape == (q.shape[1], q.shape[0])  # torch before 2.14 has another order
+        return heads_first(out[:s]), lse[:, :s].unsqueeze(0)
 
     def backward(self, dout, q, k, v, out, lse, visibility, scale):
+        causal, lengths, s, t = visibility.causal, visibility.lengths, q.shape[2], k.shape[2]
         # Some releases of torch cache a graph by q, k and v only. A cached graph assumes the
         # strides of out and dout in the first call, so these strides must never change.
         dout, out = (_dense(x) for x in (dout, out))
         seed = torch.empty((), dtype=torch.int64, device=q.device)  # never read: no dropout
-        sizes = (None, None, q.shape[2], k.shape[2])
-        # One row is contiguous with any strides, but cuDNN requires a last stride of 1.
-        stats = lse.clone(memory_format=torch.contiguous_format)
-        stats = stats.view(*lse.shape, *self.stats_end)
-        return aten._scaled_dot_product_cudnn_attention_backward(
-            dout, q, k, v, out, stats, seed, seed, None, *sizes, 0.0, visibility.causal, scale=scale
-        )
+        if lengths is None:
+            self._note(True, causal, q, k, v)
+            # One row is contiguous with any strides, but cuDNN requires a last stride of 1.
+            stats = lse.clone(memory_format=torch.contiguous_format)
+            stats = stats.view(*lse.shape, *self.stats_end)
+            return aten._scaled_dot_product_cudnn_attention_backward(
+                dout, q, k, v, out, stats, seed, seed, None, None, None, s, t, 0.0, causal,
+                scale=scale,
+            )  # fmt: skip
+        dout, q, k, v, out = (_sequences(x, lengths) for x in (dout, q, k, v, out))
+        stats = lse.squeeze(0).contiguous()
+        if stats.shape[1] < q.shape[0]:
+            stats = F.pad(stats, (0, q.shape[0] - stats.shape[1]))
+        rows, columns, *longest = _cudnn_lengths(q.device, lengths)
+        self._note(True, causal, q, k, v, rows.numel() - 1, longest)
+        grads = aten._cudnn_attention_backward(
+            dout, q, k, v, out, stats, seed, seed, None, rows, columns, *longest, 0.0, causal,
+            scale=scale,
+        )  # fmt: skip
+        dq, dk, dv = (heads_first(grad[:n]) for grad, n in zip(grads, (s, t, t), strict=True))
+        return dq, dk, dv
+
+    def _note(self, backward, causal, q, k, v, sequences=None, longest=None) -> None:
+        """Add the graph of a call to `graphs`."""
+        shapes, strides = zip(*((x.shape, x.stride()) for x in (q, k, v)), strict=True)
+        longest = None if longest is None else tuple(longest)
+        self.graphs.add(Graph(backward, causal, shapes, strides, sequences, longest))
+
+
+def _no_sequences(device: torch.device) -> str | None:
+    """Return why one call of cuDNN cannot compute many sequences; None if it can.
+
+    From torch's sources and from cuDNN's tests: torch before 2.14 compiles a graph in every such
+    call, and cuDNN before 9.25 returns NaN if a sequence has no columns. torch 2.14 is recognised
+    by an argument that the change added. cuDNN's backward supports such calls on Hopper and
+    Blackwell.
+    """
+    operator = getattr(aten, "_cudnn_attention_forward", None)
+    names = () if operator is None else (x.name for x in operator.default._schema.arguments)
+    if "seqused_k" not in names:
+        return f"requires torch 2.14 or newer, got {torch.__version__}"
+    if device.type != "cuda":
+        return f"requires a GPU, got {device.type}"
+    version = torch.backends.cudnn.version() or 0
+    if version < EMPTY_SEQUENCES:
+        return f"requires cuDNN 9.25 or newer, got {version // 10000}.{version // 100 % 100}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability not in CUDNN_FIRST:
+        return f"requires Hopper or Blackwell, got compute capability {capability}"
+    return None
+
+
+def _sequences(x: torch.Tensor, lengths: Lengths) -> torch.Tensor:
+    """Return x [1, h, s, d] as [s, h, d], padded with zeros to `lengths.total` rows."""
+    x = rows_first(x, lengths)
+    missing = 0 if lengths.total is None else lengths.total - x.shape[0]
+    return F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
+
+
+def _cudnn_lengths(
+    device: torch.device, lengths: Lengths
+) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Return cumulative rows, cumulative columns, and their maxima, which torch wants above 128."""
+    rows, columns, _ = lengths.on(device)
+    most_rows, most_columns = (max(n, SMALLEST) for n in lengths.longest)
+    return rows, columns, most_rows, most_columns
 
 
 def prefers_cudnn(device: torch.device) -> bool:

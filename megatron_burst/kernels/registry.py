@@ -30,7 +30,7 @@ def _aten(device: torch.device, beside_rings: bool) -> Kernel:
 def _cudnn(device: torch.device, beside_rings: bool) -> Kernel:
     from .operators_cuda import CudaCudnn
 
-    return AtenKernel("aten_cudnn", CudaCudnn())
+    return AtenKernel("aten_cudnn", CudaCudnn(device))
 
 
 def _flash(name: str) -> Callable[[torch.device, bool], Kernel]:
@@ -151,6 +151,9 @@ def make(
             continue
         reason = _refusal(kernel, q, k, v, softcap, maximum)
         if reason is None:
+            separate = getattr(getattr(kernel, "operator", None), "separate", None)
+            if separate is not None and mask is not None and not mask.cacheable:
+                reasons.append(f"kernel {candidate} calls cuDNN for each document: {separate}")
             kernel.passed_over = tuple(reasons)
             return kernel
         reasons.append(f"kernel {candidate} {reason}")

@@ -33,12 +33,12 @@ WHY = "fake CUDA tensors need a torch built with CUDA"
 
 
 @contextmanager
-def device(capability=HOPPER):
+def device(capability=HOPPER, cudnn=91900):
     """A fake GPU: yields its mode. Tensors made in it live on it, plans are made outside."""
     with ExitStack() as stack:
         for name, value in (
             ("cuda.get_device_capability", capability),
-            ("backends.cudnn.version", 91900),
+            ("backends.cudnn.version", cudnn),
             ("cuda.device_of", nullcontext()),
         ):
             # No `return_value`: a mock would keep the tensors that it is asked about.

@@ -99,8 +99,20 @@ def _kernel(
         return finding(topic, f"not usable on {device.type}: {reason}")
     windows = "not usable" if isinstance(window, Exception) else f"within {window:.0e}"
     return ok(
-        topic, f"runs on {device.type}, within {causal:.0e} of the reference; windows: {windows}"
+        topic,
+        f"runs on {device.type}, within {causal:.0e} of the reference; windows: {windows}"
+        f"{_documents(name, device)}",
     )
+
+
+def _documents(name: str, device: torch.device) -> str:
+    """Return why "aten_cudnn" calls cuDNN for each packed document; "" if it does not."""
+    if name != "aten_cudnn":
+        return ""
+    from ...kernels.operators_cuda import CudaCudnn
+
+    reason = CudaCudnn(device).separate
+    return "" if reason is None else f"; a call for each packed document, because one call {reason}"
 
 
 def error(result: torch.Tensor, exact: torch.Tensor, whole: torch.Tensor | None = None) -> float:
