@@ -80,8 +80,15 @@ def _steps(kernel: Kernel, kind: str, inputs: Inputs, clock: Clock) -> Record:
             begun = time.perf_counter()
         if time.perf_counter() - begun > PATIENCE:
             break
-    compiled = program.cache_info().misses if kernel.name == "flex" else None
-    return {"seconds": seconds, "programs": compiled}
+    return {"seconds": seconds, "programs": _compilations(kernel)}
+
+
+def _compilations(kernel: Kernel) -> int | None:
+    """Return the number of compiled programs or graphs; None for a kernel that compiles once."""
+    if kernel.name == "flex":
+        return program.cache_info().misses
+    graphs = getattr(getattr(kernel, "operator", None), "graphs", None)  # of cuDNN
+    return None if graphs is None else len(graphs)
 
 
 def _step(kernel: Kernel, case: Case, inputs: Inputs) -> tuple[Any, Any, Any]:

@@ -219,3 +219,13 @@ def test_kernels_that_compile_run_in_cells_of_their_own():
     gpu = torch.device("cuda")
     assert set(ring.kernels(gpu, compiled=True)) - set(ring.kernels(gpu)) == {"flex"}
     assert "reference" not in ring.kernels(gpu, compiled=True)
+
+
+def test_graphs_of_cudnn_are_counted_where_the_operator_knows_them():
+    class Operator:
+        graphs = frozenset({"one", "other"})
+
+    kernel = registry.make("aten", *(torch.zeros(4, 1, 1, 8) for _ in range(3)))
+    assert packs._compilations(kernel) is None
+    kernel.operator = Operator()
+    assert packs._compilations(kernel) == 2
