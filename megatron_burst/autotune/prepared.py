@@ -42,7 +42,7 @@ class PreparedSchedule:
 
     @cached_property
     def starting(self) -> dict[int, list[TimedExchange]]:
-        """Exchanges by the boundary at which they start: result of `exchanges`."""
+        """Exchanges that start at each boundary between two steps, by index of the boundary."""
         return exchanges(self.schedule.tables.transfers, self.schedule.grid, self.ports)
 
     @cached_property

@@ -137,9 +137,10 @@ class _OffloadingChunks:
 
 
 class _PrefetchingChunks:
-    """Chunks in later forwards: the keys of other ranks are fetched from host memory.
+    """Chunks of keys for the second and later row chunks, which fetch them from host memory.
 
-    Chunks are fetched in the order of the pass, one chunk ahead.
+    The forward of the first row chunk stored the keys of other ranks there. Each chunk is fetched
+    while the kernel computes with the chunk before it.
     """
 
     def __init__(self, own: ChunkTable, visitors: list[Chunk], stash: HostChunks):

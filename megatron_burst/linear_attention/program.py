@@ -202,7 +202,13 @@ def walk(groups: Groups, sequence: PackedSequence, device: torch.device) -> Tree
 
 
 def _around(pieces: np.ndarray, reach: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return `order` and `ends` of a `ConvolutionWindow` for pieces in the order of rows."""
+    """Return two int64 arrays: the fields `order` and `ends` of a `ConvolutionWindow`.
+
+    Args:
+        pieces: The rank's pieces of documents, [n, 3 or more], sorted by first row; columns 1 and 2
+            are first row and number of rows.
+        reach: Number of rows before a piece that the convolution reads.
+    """
     first, length = pieces[:, 1], pieces[:, 2]
     rows, nth = int(length.sum()), np.arange(len(pieces))
     before = rows + nth[:, None] * reach + np.arange(reach)

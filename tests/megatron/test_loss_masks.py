@@ -35,7 +35,9 @@ def stepped(model, masks, **named):
         return [batch["loss_mask"] for batch in data_iterator]
 
     batches = iter([{"loss_mask": mask} for mask in masks])
-    return loader._noting(run, {"data_iterator": batches, "model": [model], **named})
+    return loader._noting(
+        run, {"data_iterator": batches, "model": [model], "num_microbatches": 1, **named}
+    )
 
 
 FULL, MASKED = torch.ones(2, 8), torch.ones(2, 8).tril()

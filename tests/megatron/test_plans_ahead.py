@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from unittest import mock
 
 import packed_ranks
@@ -301,8 +302,25 @@ def test_a_batch_that_a_step_does_not_use_is_the_first_of_the_next_step(planned)
         steps.append([int(next(data_iterator)["tokens"][0, 0]) for _ in range(2)])
 
     state = mock.Mock(read_ahead=[], logged=set())
-    named = {"model": None, "data_iterator": source, "num_microbatches": 3, "forward_only": True}
+    model = mock.Mock(config=SimpleNamespace(cuda_graph_impl="none"))
+    named = {"model": model, "data_iterator": source, "num_microbatches": 3, "forward_only": True}
     with mock.patch.object(loader.patching, "run_state", return_value=state):
         for _ in range(3):
             loader._noting(run, named)
     assert steps == [[0, 1], [2, 3], [4, 5]]
+    assert planned == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(("graphs", "numbers"), [("none", [1]), ("local", [])])
+def test_nothing_is_read_ahead_if_cuda_graphs_may_be_captured(planned, graphs, numbers):
+    config = SimpleNamespace(cuda_graph_impl=graphs, cuda_graph_scope=["moe_router"])
+    named = {"model": [mock.Mock(config=config)], "num_microbatches": 2, "forward_only": True}
+    named["data_iterator"] = [batches(9, [])]
+
+    def run(data_iterator, **more):
+        for _ in range(2):
+            next(data_iterator[0])
+
+    with mock.patch.object(loader.patching, "run_state", return_value=mock.Mock(read_ahead=[])):
+        loader._noting(run, named)
+    assert planned == numbers

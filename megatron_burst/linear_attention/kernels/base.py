@@ -97,7 +97,7 @@ class LinearKernel(Protocol):
         ...
 
     def run(self, form: Form, inputs: LinearInputs, cut: RankPieces) -> PieceRun:
-        """Start the computation of the pieces."""
+        """Return an object that computes linear attention of the rank's pieces of documents."""
         ...
 
 

@@ -22,6 +22,7 @@ import torch
 from megatron.core.utils import get_model_config
 
 from .. import patching
+from ..checks.cuda_graphs import graphs_asked
 from ..checks.splitting import splits_with_burst
 from .entries import documents_of, entries_to_cut
 from .packed import packs
@@ -166,11 +167,16 @@ def _uneven(model: Any) -> bool:
 
     False after the warning was logged.
     """
-    config: Any = get_model_config(model[0] if isinstance(model, list) else model)
+    config = _config_of(model)
     burst = getattr(config, "burst", None)
     if not splits_with_burst(config, burst) or config.calculate_per_token_loss:
         return False
     return _WARNED not in patching.run_state().logged
+
+
+def _config_of(model: Any) -> Any:
+    """Return the `TransformerConfig` of a model, or of the first of several model chunks."""
+    return get_model_config(model[0] if isinstance(model, list) else model)
 
 
 def _noting(run: Callable, named: dict[str, Any]) -> Any:
@@ -179,10 +185,13 @@ def _noting(run: Callable, named: dict[str, Any]) -> Any:
     warns = not named.get("forward_only", False) and _uneven(named["model"])
     state = patching.run_state()
     unused, state.read_ahead = state.read_ahead, []
+    # The thread that makes plans allocates memory, which may end the capture of a CUDA graph.
+    _, graphs = graphs_asked(_config_of(named["model"]))
+    count = named["num_microbatches"] if graphs == "none" else 0
 
     def wrapped(batches: Any) -> BatchIterator:
         ahead = [batch for owner, batch in unused if owner is batches]
-        return BatchIterator(batches, warns, named["num_microbatches"], ahead)
+        return BatchIterator(batches, warns, count, ahead)
 
     wrappers = [
         None if iterator is None else wrapped(iterator)

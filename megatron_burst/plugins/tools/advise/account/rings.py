@@ -84,7 +84,11 @@ def core_of(
 
 
 def cached_core_of() -> CoreOf:
-    """Return `core_of` with a cache of ring buffers, which do not depend on the sequence length."""
+    """Return the function `core_of`, the memory of core attention, with a cache.
+
+    The cache keeps the buffers that a ring holds for received chunks, as fractions of a shard. So
+    many sequence lengths share one entry.
+    """
     return partial(core_of, buffers_of=cache(ring_held))
 
 

@@ -73,13 +73,15 @@ class Structure(NamedTuple):
 
 
 def family_of(model: Model, fields: Fields, kind: str, made: Built) -> tuple[Family, bool]:
-    """Return the flags of a model that are not sizes, and whether its attention has sinks.
+    """Return Megatron's flags of the model, such as its norm and activation, without sizes.
+
+    The second result is True if attention has sinks.
 
     Args:
         model: Shape of the model.
         fields: Fields of the config.json.
         kind: Model type, such as "llama".
-        made: Properties of transformers' model.
+        made: Properties of the module that transformers makes of the config.json.
     """
     structure = _of_model(made, model)
     fields.accept("add_swa_attention_sink_bias")  # sinks are read from the model
