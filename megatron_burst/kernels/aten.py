@@ -184,7 +184,7 @@ _ALL = slice(None)
 
 
 class _TileWork(NamedTuple):
-    """Plan of one operator call.
+    """Plan of one call of an attention operator.
 
     Attributes:
         tile: The tile, or the rows and columns that enclose joined tiles.

@@ -40,7 +40,7 @@ class ReferenceWork:
 
 
 class ReferenceKernel:
-    """The dense attention kernel that is selected by "reference"."""
+    """Attention kernel "reference": dense attention by definition."""
 
     name = "reference"
     softcaps = True

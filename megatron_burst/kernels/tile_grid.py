@@ -70,7 +70,7 @@ class TileNumbers:
 
 
 class TileRuns(NamedTuple):
-    """Runs of consecutive fully visible tiles in a row block, one array entry per run.
+    """Consecutive fully visible tiles in a block of rows, one array entry per run of such tiles.
 
     Attributes:
         first: Number of the first tile of each run.
@@ -223,7 +223,10 @@ def _bands_of(mask: Mask, q: Pieces, k: Pieces) -> tuple[_Bands, Pieces, Pieces]
 
 
 def _cells(q: Pieces, k: Pieces, size: tuple[int, int]) -> tuple[Pieces, Pieces]:
-    """Split each pair (q[i], k[i]) at tile boundaries, and return all combinations of its parts."""
+    """Split pairs of pieces at tile boundaries; return all combinations of the parts of each pair.
+
+    A piece is consecutive entries of a span of positions. Pair i is (q[i], k[i]).
+    """
     parts = [_blocks(side, rows) for side, rows in zip((q, k), size, strict=True)]
     (rows, high, top), (columns, wide, left) = parts
     of = np.repeat(np.arange(len(high)), high * wide)
@@ -364,7 +367,10 @@ def _equal_tiles(
 
 
 def _drawn(parts: TileParts, size: tuple[int, int]) -> BitTables:
-    """Return tables made from parts; table i has the parts whose field `tile` is i."""
+    """Return tables of visible pairs, made from the visible parts of tiles.
+
+    Table i has the parts whose field `tile` is i.
+    """
     tables = int(parts.tile.max(initial=-1)) + 1
     bits = np.zeros((tables, size[0], size[1] // WORD), dtype=np.int32)
     visible = np.zeros(tables, dtype=np.int64)
@@ -522,7 +528,7 @@ def _full(numbers: TileNumbers, runs: TileRuns, tiles: np.ndarray) -> list[np.nd
 def _numbered(
     pair: np.ndarray, table: np.ndarray, bits: np.ndarray, pairs: int
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Give each partly visible tile a table number within its pair, and collect the tables by pair.
+    """Number the tables of partly visible tiles within each pair of shards.
 
     Args:
         pair: Pair of shards of each tile, sorted.
