@@ -17,6 +17,7 @@ import torch
 
 from megatron_burst.kernels import registry
 from megatron_burst.kernels.base import Kernel, Rows, Scoring
+from megatron_burst.kernels.flash import FlashKernel
 from megatron_burst.kernels.flex_programs import program
 from megatron_burst.kernels.online_softmax import empty_result, row_delta
 from megatron_burst.layout import make
@@ -61,6 +62,7 @@ def measure(kind: str, sizes: Sizes, clock: Clock) -> Record:
 def _steps(kernel: Kernel, kind: str, inputs: Inputs, clock: Clock) -> Record:
     """Take one step with each mask until the time is spent."""
     program.cache_clear()
+    before = _compilations(kernel)
     seconds: list[float] = []
     begun = time.perf_counter()
     for mask in masks(kind, len(inputs.q)):
@@ -80,13 +82,17 @@ def _steps(kernel: Kernel, kind: str, inputs: Inputs, clock: Clock) -> Record:
             begun = time.perf_counter()
         if time.perf_counter() - begun > PATIENCE:
             break
-    return {"seconds": seconds, "programs": _compilations(kernel)}
+    compiled = _compilations(kernel)
+    return {"seconds": seconds, "programs": None if compiled is None else compiled - (before or 0)}
 
 
 def _compilations(kernel: Kernel) -> int | None:
-    """Return the number of compiled programs or graphs; None for a kernel that compiles once."""
+    """Return the number of programs or graphs that were compiled so far; None if not counted."""
     if kernel.name == "flex":
         return program.cache_info().misses
+    if isinstance(kernel, FlashKernel) and kernel.name == "flash4":
+        functions = kernel.operator.loaded.forward, kernel.operator.loaded.backward
+        return sum(len(one.function.compile_cache.cache) for one in functions)  # pyright: ignore
     graphs = getattr(getattr(kernel, "operator", None), "graphs", None)  # of cuDNN
     return None if graphs is None else len(graphs)
 

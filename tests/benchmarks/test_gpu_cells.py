@@ -1,5 +1,6 @@
 """benchmarks/gpu, one cell: rivals compute the same mask, and nothing wrong gets a time."""
 
+import types
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +11,8 @@ from benchmarks.gpu import attention, packs, ring, rivals, sizes, tables
 from benchmarks.gpu.cases import cases
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.sample import TOLERANCE
-from megatron_burst.kernels import registry
+from megatron_burst.kernels import flash, registry
+from megatron_burst.kernels import flash_packages as packages
 from megatron_burst.kernels.registry import make
 
 CPU = torch.device("cpu")
@@ -190,6 +192,19 @@ def test_programs_are_counted_over_new_masks(kind, monkeypatch):
     text = tables.markdown({**some, "jobs": {kind: record}})
     (row,) = (line for line in text.splitlines() if "| flex" in line)
     assert [cell.strip() for cell in row.split("|")[1:5]] == [kind, "flex", "3", "2"]
+
+
+def test_programs_of_a_package_are_counted_by_its_caches(monkeypatch):
+    """Of both functions; other kernels have none."""
+    package = packages.PACKAGES["flash4"]
+    functions = [lambda **given: None for _ in range(2)]
+    for function, number in zip(functions, (3, 4), strict=True):
+        function.compile_cache = types.SimpleNamespace(cache=dict.fromkeys(range(number)))
+    both = (packages.FittedFunction(function, {}, {}) for function in functions)
+    loaded = packages.FlashFunctions(*both, windows=True, joins=True, deterministic=True)
+    for name, number in (("flash4", 7), ("flash3", None)):
+        operator = flash.Flash(name, package, loaded)
+        assert packs._compilations(flash.FlashKernel(name, operator, CPU)) == number
 
 
 def test_twenty_different_masks_of_which_each_row_sees_something():
