@@ -830,6 +830,8 @@ def planted(mutant, folder):
         if path.stem.removeprefix("test_") in QUICK:
             home = folder / path.relative_to(ROOT).parent
             home.mkdir(parents=True, exist_ok=True)
+            for data in path.parent.glob("*.json"):
+                shutil.copy(data, home)
             for used in (path, path.with_name("conftest.py")):
                 if used.exists():
                     shutil.copy(used, home)
