@@ -36,7 +36,7 @@ import torch
 from ..layout import Span
 from ..masks import Documents, Full, Mask, Prefix, Window
 from ..masks.base import parts
-from ..masks.tiling import Tile
+from ..masks.tiles import Tile
 from .aten import AtenKernel
 from .block_lists import BlockPairs, BlockSize, PairBlocks
 from .flash_packages import (
@@ -174,12 +174,14 @@ class _ListedWork(NamedTuple):
         blocks: The lists.
         blind: None, because the operator needs no rows that see nothing.
         lengths: None, because the call is a single sequence.
+        whole: False, because no rows or columns are left out.
     """
 
     tile: Tile
     blocks: PairBlocks
     blind: None = None
     lengths: None = None
+    whole: bool = False
 
     def visibility(self, q: torch.Tensor) -> TileVisibility:
         """Return the operator's argument for visible pairs."""
