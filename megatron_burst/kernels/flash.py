@@ -147,7 +147,8 @@ class Flash:
         functions = self.loaded.blocks
         assert functions is not None
         major, _ = torch.cuda.get_device_capability(q.device)
-        call = blocks.arguments(block_size(major, by, q.shape[-1]), by, q.device)
+        width = min(q.shape[-1], v.shape[-1])  # narrow values do not fit blocks for wide keys
+        call = blocks.arguments(block_size(major, by, width), by, q.device)
         # Only forward on sm_100 reads 32 pairs at once.
         packed = "_packed" if by == "rows" and major != 9 else ""
         lists = dict(zip(LIST_FIELDS, (*call.lists, tuple(call.size)), strict=True))
@@ -270,7 +271,7 @@ def block_size(major: int, by: str, width: int) -> BlockSize:
     Args:
         major: Major compute capability of the device.
         by: "rows" in forward, "columns" in backward.
-        width: Width of queries and keys.
+        width: Smaller width of keys and of values.
     """
     if major == 9:
         return BlockSize(128, 128 if width <= 128 else 96 if width <= 192 else 64)
