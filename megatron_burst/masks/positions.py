@@ -15,7 +15,7 @@ from ..layout import Spans, integer
 from .base import FAR, Band, Cover, Mask, SpanBands, VectorMask, Viewers, cover_where
 
 
-def _position(mask: Mask, name: str) -> int:
+def position_field(mask: Mask, name: str) -> int:
     """Convert field `name` of a frozen mask to an int of at most FAR, in place, and return it.
 
     FAR means "no limit". Sums of larger numbers would overflow int64.
@@ -73,7 +73,7 @@ class Window(VectorMask):
 
     def __post_init__(self):
         for name, size in (("left", self.left), ("right", self.right)):
-            if size is not None and _position(self, name) < 0:
+            if size is not None and position_field(self, name) < 0:
                 raise ValueError(f"{name}: a window size must be at least 0 or None, got {size}")
 
     @property
@@ -147,7 +147,7 @@ class Dilated(VectorMask):
     stride: int
 
     def __post_init__(self):
-        if _position(self, "stride") < 1:
+        if position_field(self, "stride") < 1:
             raise ValueError(f"stride must be at least 1, got {self.stride}")
 
     @property
@@ -187,7 +187,7 @@ class Prefix(VectorMask):
     flash_compatible = True
 
     def __post_init__(self):
-        if _position(self, "n") < 0:
+        if position_field(self, "n") < 0:
             raise ValueError(f"n: a prefix must have at least 0 positions, got {self.n}")
 
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:

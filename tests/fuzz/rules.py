@@ -13,7 +13,10 @@ import random_trees
 import megatron_burst as mb
 from megatron_burst import masks
 
-KINDS = ("full", "causal", "window", "dilated", "documents", "blocks", "prefix", "dense", "tree")
+KINDS = (
+    "full", "causal", "window", "dilated", "documents", "blocks", "prefix", "dense", "tree",
+    "diffusion", "frames",
+)  # fmt: skip
 KINDS_OF_LAYOUTS = (
     "zigzag", "zigzag", "striped", "contiguous", "blocks", "documents", "balanced", "tree",
 )  # fmt: skip
@@ -70,6 +73,18 @@ def _one(rng, kind, length, q, k):
     if kind == "prefix":
         n = rng.randint(0, length)
         return masks.Prefix(n), k < n + 0 * q
+    if kind == "diffusion" and length % 2 == 0:
+        half, causal = length // 2, rng.random() < 0.5
+        block = rng.randint(1, half)
+        a, b = q % half // block, k % half // block
+        noised = np.where(k < half, a == b, a > b)
+        clean = (k >= half) & ((q >= k) if causal else (a >= b))
+        return masks.BlockDiffusion(half, block, causal), np.where(q < half, noised, clean)
+    if kind == "frames":
+        frame = rng.choice([n for n in range(1, length + 1) if length % n == 0])
+        every = rng.randint(1, 5)
+        seen = (q // frame == k // frame) | (k // frame % every == 0)
+        return masks.FrameTiles(length, frame, every), seen
     if kind == "blocks":
         block = rng.choice([n for n in range(1, length + 1) if length % n == 0])
         table = _table(rng, length // block)

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 
 from megatron_burst.layout import Span
 from megatron_burst.masks import (
+    BlockDiffusion,
     BlockSparse,
     Causal,
     Cover,
     Dense,
     Dilated,
     Documents,
+    FrameTiles,
     Full,
     Mask,
     Prefix,
@@ -54,9 +56,40 @@ RULES = {
         (q == k == 5) or (16 <= q < LENGTH and 16 <= k < LENGTH)
     ),
     BlockSparse(np.array(BLOCKS), 8): lambda q, k: BLOCKS[q // 8][k // 8] == 1,
+    BlockDiffusion(12, 5): lambda q, k: (
+        (q < 12 and k < 12 and q // 5 == k // 5)
+        or (q < 12 <= k and q // 5 > (k - 12) // 5)
+        or 12 <= k <= q
+    ),
+    BlockDiffusion(12, 4, causal=False): lambda q, k: (
+        (q < 12 and k < 12 and q // 4 == k // 4)
+        or (q < 12 <= k and q // 4 > (k - 12) // 4)
+        or (q >= 12 and k >= 12 and (q - 12) // 4 >= (k - 12) // 4)
+    ),
+    FrameTiles(LENGTH, 4, 3): lambda q, k: k // 4 in (q // 4, 0, 3),
+    FrameTiles(LENGTH, 3, 1): lambda q, k: True,
+    FrameTiles(LENGTH, 2, 100): lambda q, k: k // 2 == q // 2 or k < 2,
     Dense(RANDOM): lambda q, k: bool(RANDOM[q, k]),
 }
 ATOMS = list(RULES)
+
+
+def test_arguments_of_masks_of_diffusion_models():
+    for make, words in (
+        (lambda: BlockDiffusion(0, 1), "length must be an integer >= 1, got 0"),
+        (lambda: BlockDiffusion(4, 1.5), "block must be an integer, got 1.5"),
+        (lambda: BlockDiffusion(4, 2, "yes"), "causal must be True or False, got 'yes'"),
+        (lambda: FrameTiles(8, 3, 1), "frame: 3 must divide length, 8"),
+        (lambda: FrameTiles(8, 2, 0), "every must be an integer >= 1, got 0"),
+        (lambda: BlockDiffusion(4, 2).check(4), "of 8 positions, got 4"),
+        (lambda: FrameTiles(8, 2, 2).check(4), "length must be the length of the sequence, 4"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            make()
+    BlockDiffusion(4, 2).check(8)
+    FrameTiles(8, 2, 2).check(8)
+
+
 EVERY = [Span(*x) for x in product(range(0, 6), (1, 2, 3), (1, 2, 3, 4))]
 
 

@@ -17,7 +17,10 @@ from megatron_burst.plugins.testing import in_process
 
 LENGTHS = (1, 2, 5, 16, 48, 1000, 1 << 20)
 FAR_CORNER = 1 << 12
-OF_ONE_LENGTH = mb.masks.Documents, mb.masks.Dense, mb.masks.BlockSparse
+OF_ONE_LENGTH = (
+    mb.masks.Documents, mb.masks.Dense, mb.masks.BlockSparse, mb.masks.BlockDiffusion,
+    mb.masks.FrameTiles,
+)  # fmt: skip
 
 
 class Causal(Mask):
@@ -180,6 +183,11 @@ def test_masks_of_the_package_are_right(length):
         mb.masks.Causal() | mb.masks.SameSpan(spans),
         mb.masks.BlockSparse(np.tri(1), length),
     ]  # fmt: skip
+    half, block = max(1, length // 2), max(1, length // 7)
+    if length == 2 * half:
+        actual += [mb.masks.BlockDiffusion(half, block, causal) for causal in (True, False)]
+    frame = next(n for n in range(max(1, length // 5), 0, -1) if length % n == 0)
+    actual.append(mb.masks.FrameTiles(length, frame, 2))
     if length <= 1000:
         actual.append(mb.masks.Dense(np.random.default_rng(0).random((length, length)) < 0.5))
     if 8 <= length <= 1000:
