@@ -215,7 +215,7 @@ MUTANTS = [
     Mutant("masks/base.py", "return self.inner(self.a.covers(",
            "return np.maximum(self.a.covers(", "& covers what either mask shows"),
     # band tiling, tiling
-    Mutant("masks/diffusion.py", "np.where(k_clean, q_block > k_block", "np.where(k_clean, q_block >= k_block",
+    Mutant("masks/diffusion.py", "k_clean, q_block > k_block", "k_clean, q_block >= k_block",
            "a noised block sees the clean copy of itself"),
     Mutant("masks/diffusion.py", "cover_where(q_last <= k_first, q_first > k_last)",
            "cover_where(q_last < k_first, q_first > k_last)", "hidden blocks are computed"),
