@@ -39,12 +39,12 @@ def counted(happens, **settings):
 
     with packed_ranks.core_attention("zigzag") as core:
         core._graphs = "--cuda-graph-impl" if settings else None
-        with noting(plan_book, "prepare"), noting(Groups, "compare"), noting(Groups, "gather"):
+        with noting(plan_book, "prepared"), noting(Groups, "compare"), noting(Groups, "gather"):
             try:
                 happens(forward)
             except ValueError as error:
                 return f"{error}"
-    return counts["prepare"], counts["compare"], counts["gather"]
+    return counts["prepared"], counts["compare"], counts["gather"]
 
 
 def captured_after_a_call(forward):

@@ -65,10 +65,10 @@ class LinearKind:
         else:
             layout = pack.layout(self.cut, groups.size)
         rates = book.rates(burst) if burst.linear == "auto" else None
-        bounds = None if pack is None else pack.chained
+        documents: dict[str, Any] = {"cu_seqlens": None} | ({} if pack is None else pack.chained)
         return LinearAttentionOperation(
             groups=groups,
-            options=Options.of(layout, algorithm=burst.linear, rates=rates, **(bounds or {})),
+            options=Options.of(layout, algorithm=burst.linear, rates=rates, **documents),
             tensors={name: tensors.get(name) for name in ("q", "k", "v", "decay", "beta")},
             form=self.form,
             kernel="auto",
