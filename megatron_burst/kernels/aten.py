@@ -15,7 +15,7 @@ Shape letters as in `base`. The operators get views [b, h, s, d] of our tensors 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,9 @@ from .joined import JoinedTiles, joined
 from .online_softmax import merge_
 from .operators import Lengths, Operator, TileVisibility, Widths, Window
 from .rounded import rounded
+
+if TYPE_CHECKING:
+    from .block_lists import PairBlocks
 
 _KEPT_TILES = 16  # plans of more tiles are made in each call, which needs about 3 us per tile
 
@@ -51,7 +54,7 @@ class AtenKernel:
         self.operator = operator
         self.deterministic = operator.deterministic
         self.cutter = Cutter(*operator.limits, windows=operator.windows)
-        self._tables: dict[int, _TileWork] = {}
+        self._tables: dict[int, TileWork] = {}
 
     def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
         operator = self.operator
@@ -73,7 +76,7 @@ class AtenKernel:
 
     def work_for(
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
-    ) -> Collection[_TileWork] | None:
+    ) -> Collection[TileWork] | None:
         tiles, operator = self.cutter.tiles(mask, q_spans, k_spans), self.operator
         # If shapes repeat in every batch, a call without sequences is compiled only once.
         if not operator.joins or (operator.rounds and mask.cacheable):
@@ -84,26 +87,26 @@ class AtenKernel:
             parts = rounded(parts, rows, columns)
         return tuple(self._joined_work(part) for part in parts) or None
 
-    def _joined_work(self, part: Tile | JoinedTiles) -> _TileWork:
+    def _joined_work(self, part: Tile | JoinedTiles) -> TileWork:
         if isinstance(part, Tile):
             return self.tile_work(part)
         separate, whole = self._single_tiles(part.tiles), part.lengths.total is not None
-        return _TileWork(part.span, None, None, part.lengths, separate, whole)
+        return TileWork(part.span, None, None, part.lengths, separate, whole)
 
-    def _single_tiles(self, tiles: Tiles) -> Collection[_TileWork]:
+    def _single_tiles(self, tiles: Tiles) -> Collection[TileWork]:
         if len(tiles) <= _KEPT_TILES:
             return tuple(map(self.tile_work, tiles))
         return _SingleTiles(tiles, self)
 
-    def tile_work(self, tile: Tile) -> _TileWork:
+    def tile_work(self, tile: Tile) -> TileWork:
         """Return the plan of one operator call for a tile."""
         if tile.table is None:
-            return _TileWork(tile, None, None)
+            return TileWork(tile, None, None)
         key = id(tile.table)  # tiles at the edges of a window share one array
         if key not in self._tables:
             hidden = torch.from_numpy(~tile.table)
             blind = hidden.all(dim=1)
-            work = _TileWork(tile, hidden, blind if blind.any() else None)
+            work = TileWork(tile, hidden, blind if blind.any() else None)
             self._tables[key] = work  # keeps the array alive, so its id stays unique
         return self._tables[key]._replace(tile=tile)
 
@@ -112,7 +115,7 @@ class AtenKernel:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        work: Collection[_TileWork],
+        work: Collection[TileWork],
         scoring: Scoring,
         out: torch.Tensor,
         lse: torch.Tensor,
@@ -146,7 +149,7 @@ class AtenKernel:
         rows: Rows,
         k: torch.Tensor,
         v: torch.Tensor,
-        work: Collection[_TileWork],
+        work: Collection[TileWork],
         scoring: Scoring,
         dq: torch.Tensor | None,
         dk: torch.Tensor | None,
@@ -183,7 +186,7 @@ class AtenKernel:
 _ALL = slice(None)
 
 
-class _TileWork(NamedTuple):
+class TileWork(NamedTuple):
     """Plan of one call of an attention operator.
 
     Attributes:
@@ -195,18 +198,22 @@ class _TileWork(NamedTuple):
         lengths: Rows and columns of each joined tile; None for a single tile.
         separate: One plan per joined tile, used instead if `lengths` do not fit the tensors.
         whole: True if the operator gets whole shards, see `Lengths.total`.
+        blocks: Lists of the visible blocks of the tile, instead of tables and lengths; or None.
     """
 
     tile: Tile
     hidden: torch.Tensor | None
     blind: torch.Tensor | None
     lengths: Lengths | None = None
-    separate: Iterable[_TileWork] = ()
+    separate: Iterable[TileWork] = ()
     whole: bool = False
+    blocks: PairBlocks | None = None
 
     def visibility(self, q: torch.Tensor) -> TileVisibility:
         """Return the operator's argument for visible pairs; a bias has the dtype of q."""
-        return TileVisibility(self.tile.triangle, self._bias(q), self._window(), self.lengths)
+        return TileVisibility(
+            self.tile.triangle, self._bias(q), self._window(), self.lengths, self.blocks
+        )
 
     def _window(self) -> Window | None:
         """Return the tile's band as the operator's window (left, right); None without a band.
@@ -232,7 +239,7 @@ class _TileWork(NamedTuple):
         return zeros.masked_fill_(self.hidden, float("-inf"))
 
 
-class _SingleTiles(Collection[_TileWork]):
+class _SingleTiles(Collection[TileWork]):
     """One plan per tile, made when it is used.
 
     Args:
@@ -246,7 +253,7 @@ class _SingleTiles(Collection[_TileWork]):
     def __len__(self) -> int:
         return len(self._tiles)
 
-    def __iter__(self) -> Iterator[_TileWork]:
+    def __iter__(self) -> Iterator[TileWork]:
         return map(self._kernel.tile_work, self._tiles)
 
     def __contains__(self, work: object) -> bool:
@@ -254,8 +261,8 @@ class _SingleTiles(Collection[_TileWork]):
 
 
 def _calls(
-    work: Collection[_TileWork], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> Iterator[_TileWork]:
+    work: Collection[TileWork], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> Iterator[TileWork]:
     """Yield one plan per operator call for tensors [b, heads, s, d].
 
     Operators compute sequences of different lengths only with batch size 1. With larger batches,

@@ -15,16 +15,14 @@ sequences, windows and packed documents are intervals, because shards hold ascen
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ..layout.layouts import counted
 from ..masks import Mask
-from .flex_tables import BLOCK, BlockLists, intervals
-from .masked_pairs import MaskedPairs, copy_together
+from .flex_tables import BLOCK, BlockLists, intervals, listed
+from .masked_pairs import MaskedPairs, copy_pairs
 from .tile_grid import TileGrid
 
 INTERVALS, TABLES = "intervals", "tables"
@@ -77,18 +75,13 @@ class BlockPairs(MaskedPairs):
         self.lists: dict[tuple, list[tuple[torch.Tensor, ...]]] = {}
         self.masks: dict[torch.device, list[tuple[str, list[torch.Tensor]]]] = {}
 
-    def shape(self, pair: int) -> tuple[int, int]:
-        """Return the numbers of rows and columns of a pair."""
-        rows, columns = (sum(span.length for span in spans) for spans in self.spans[pair])
-        return rows, columns
-
     def mask_tensors(self, pair: int, device: torch.device) -> tuple[str, list[torch.Tensor]]:
         """Return form and tensors of the `PairMask` of a pair."""
         masks = self.masks.setdefault(device, [])
         if pair >= len(masks):
             missing = list(enumerate(self.tiles(BLOCK, BLOCK)))[len(masks) :]
             made = [pair_mask(grid, *self.shape(n)) for n, grid in missing]
-            copies = _on_device((one.arrays for one in made), device)
+            copies = copy_pairs((one.arrays for one in made), device)
             masks += [
                 (one.form, [x.flatten() for x in tensors])
                 for one, tensors in zip(made, copies, strict=True)
@@ -103,7 +96,7 @@ class BlockPairs(MaskedPairs):
         if pair >= len(lists):
             missing = list(enumerate(self.tiles(*size)))[len(lists) :]
             made = [compact_lists(grid, by, *self.shape(n), size) for n, grid in missing]
-            lists += [tuple(x[None, None] for x in one) for one in _on_device(made, device)]
+            lists += [tuple(x[None, None] for x in one) for one in copy_pairs(made, device)]
         return lists[pair]
 
 
@@ -137,19 +130,7 @@ def compact_lists(grid: TileGrid, by: str, rows: int, columns: int, size: BlockS
     """
     side = 0 if by == "rows" else 1
     blocks = -(-(rows, columns)[side] // size[side])
-    return BlockLists(*_listed(grid.partial, side, blocks), *_listed(grid.full, side, blocks))
-
-
-def _listed(tiles: np.ndarray, side: int, blocks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return number and index of the tiles of each block; tiles are sorted by rows, then columns.
-
-    The index has at least one column, because a tensor without elements has no address.
-    """
-    tiles = tiles[np.argsort(tiles[:, side], kind="stable")]
-    count = np.bincount(tiles[:, side], minlength=blocks)
-    index = np.zeros((blocks, max(count.max(initial=0), 1)), dtype=np.int32)
-    index[tiles[:, side], counted(np.zeros_like(count), count)] = tiles[:, 1 - side]
-    return count.astype(np.int32), index
+    return BlockLists(*listed(grid.partial, side, blocks), *listed(grid.full, side, blocks))
 
 
 def pair_mask(grid: TileGrid, rows: int, columns: int) -> PairMask:
@@ -162,12 +143,3 @@ def pair_mask(grid: TileGrid, rows: int, columns: int) -> PairMask:
     numbers[tuple(grid.full.T)] = 0  # the table with all bits
     numbers[tuple(grid.partial[:, :2].T)] = grid.partial[:, 2]
     return PairMask(TABLES, (np.concatenate([grid.bits, 0 * grid.bits[:1]]), numbers))
-
-
-def _on_device(
-    pairs: Iterable[tuple[np.ndarray, ...]], device: torch.device
-) -> list[tuple[torch.Tensor, ...]]:
-    """Copy the arrays of all pairs to `device` in one transfer."""
-    pairs = list(pairs)
-    tensors = copy_together((x for arrays in pairs for x in arrays), device)
-    return [tuple(tensors[id(x)] for x in arrays) for arrays in pairs]

@@ -29,7 +29,7 @@ without columns. FlashAttention 2 is part of torch and is the kernel `aten`.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -37,7 +37,7 @@ from ..layout import Span
 from ..masks import Documents, Full, Mask, Prefix, Window
 from ..masks.base import parts
 from ..masks.tiles import Tile
-from .aten import AtenKernel
+from .aten import AtenKernel, TileWork
 from .block_lists import BlockPairs, BlockSize, PairBlocks
 from .flash_packages import (
     BLOCKS,
@@ -167,28 +167,6 @@ class Flash:
         return zeros
 
 
-class _ListedWork(NamedTuple):
-    """Plan of one operator call with lists of blocks, in place of the plan of a tile.
-
-    Attributes:
-        tile: All rows and columns of the pair of shards.
-        blocks: The lists.
-        blind: None, because the operator needs no rows that see nothing.
-        lengths: None, because the call is a single sequence.
-        whole: False, because no rows or columns are left out.
-    """
-
-    tile: Tile
-    blocks: PairBlocks
-    blind: None = None
-    lengths: None = None
-    whole: bool = False
-
-    def visibility(self, q: torch.Tensor) -> TileVisibility:
-        """Return the operator's argument for visible pairs."""
-        return TileVisibility(blocks=self.blocks)
-
-
 class FlashKernel(AtenKernel):
     """Kernel that calls a FlashAttention package, for any mask if the package has lists of blocks.
 
@@ -209,7 +187,7 @@ class FlashKernel(AtenKernel):
 
     def work_for(
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
-    ) -> Collection[Any] | None:
+    ) -> Collection[TileWork] | None:
         if of_few_tiles(mask):
             return super().work_for(mask, q_spans, k_spans)
         refused = self.operator.blocks_refused(self.device)
@@ -227,7 +205,7 @@ class FlashKernel(AtenKernel):
 
     def _listed(
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
-    ) -> tuple[Any, ...] | None:
+    ) -> tuple[TileWork] | None:
         """Return the plan of one call with lists of blocks."""
         if not any_visible(mask, q_spans, k_spans):
             return None
@@ -235,7 +213,7 @@ class FlashKernel(AtenKernel):
             self._pairs = BlockPairs(mask)
         blocks = PairBlocks(self._pairs, self._pairs.add(q_spans, k_spans))
         rows, columns = (slice(0, length, 1) for length in blocks.shape)
-        return (_ListedWork(Tile(rows, columns), blocks),)
+        return (TileWork(Tile(rows, columns), None, None, blocks=blocks),)
 
 
 def of_few_tiles(mask: Mask) -> bool:

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from itertools import chain
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch.nn.attention import flex_attention
 
@@ -23,8 +21,8 @@ from ..layout import Span
 from ..masks import Mask
 from .base import Rows, Scoring
 from .flex_programs import LN2, BackwardProgram, ForwardProgram, ProgramShape, program
-from .flex_tables import BLOCK, BlockLists, MaskArrays, block_lists, mask_arrays, rounded
-from .masked_pairs import MaskedPairs, any_visible, copy_together
+from .flex_tables import BLOCK, MaskArrays, block_lists, mask_arrays, rounded
+from .masked_pairs import MaskedPairs, any_visible, copy_pairs
 from .online_softmax import merge_
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -44,8 +42,8 @@ class FlexPairs(MaskedPairs):
 
     def lengths(self, pair: int) -> tuple[int, int]:
         """Return the rounded numbers of rows and columns of a pair."""
-        q_spans, k_spans = (sum(s.length for s in spans) for spans in self.spans[pair])
-        return rounded(q_spans), rounded(k_spans)
+        rows, columns = self.shape(pair)
+        return rounded(rows), rounded(columns)
 
     def arrays(self, pair: int) -> MaskArrays:
         """Return the mask arrays of a pair, in host memory."""
@@ -60,7 +58,7 @@ class FlexPairs(MaskedPairs):
         if pair >= len(lists):
             missing = list(enumerate(self.tiles(BLOCK, BLOCK)))[len(lists) :]
             made = [block_lists(grid, self.lengths(n), side) for n, grid in missing]
-            lists += [tuple(x[None, None] for x in pair) for pair in _on_device(made, device)]
+            lists += [tuple(x[None, None] for x in pair) for pair in copy_pairs(made, device)]
         return lists[pair]
 
     def masks(self, pair: int, device: torch.device) -> Tensors:
@@ -68,7 +66,7 @@ class FlexPairs(MaskedPairs):
         masks = self._masks.setdefault(device, [])
         if pair >= len(masks):
             self.arrays(pair)
-            masks += _on_device([x[1:] for x in self._arrays[len(masks) :]], device)
+            masks += copy_pairs([x[1:] for x in self._arrays[len(masks) :]], device)
         return masks[pair]
 
 
@@ -208,11 +206,3 @@ def _statistics(x: torch.Tensor, length: int) -> torch.Tensor:
     padded[..., :n] = x.permute(1, 2, 0)
     padded[..., n:] = 0
     return padded
-
-
-def _on_device(
-    pairs: Sequence[BlockLists | tuple[np.ndarray, ...]], device: torch.device
-) -> list[Tensors]:
-    """Copy the arrays of all pairs to `device` in one transfer."""
-    on_device = copy_together(chain.from_iterable(pairs), device)
-    return [tuple(on_device[id(x)] for x in pair) for pair in pairs]

@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from ..layout.layouts import counted
 from .tile_grid import TileGrid
 
 BLOCK = 128  # rows and columns of a block
@@ -85,18 +86,33 @@ def block_lists(grid: TileGrid, lengths: tuple[int, int], side: int) -> BlockLis
         lengths: Rounded numbers of rows and columns.
         side: 0 or 1.
     """
-    blocks = lengths[side] // BLOCK, lengths[1 - side] // BLOCK
-    return BlockLists(*_listed(grid.partial, side, blocks), *_listed(grid.full, side, blocks))
+    blocks, others = lengths[side] // BLOCK, lengths[1 - side] // BLOCK
+    partial, full = (listed(tiles, side, blocks, others) for tiles in (grid.partial, grid.full))
+    return BlockLists(*partial, *full)
 
 
-def _listed(tiles: np.ndarray, side: int, blocks: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the number of tiles of each block, and the other block of each of its tiles."""
+def listed(
+    tiles: np.ndarray, side: int, blocks: int, others: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the number of tiles of each block, and the other block of each of its tiles.
+
+    Args:
+        tiles: Tiles as in `TileGrid`, sorted by rows and then by columns.
+        side: 0 for blocks of rows, 1 for blocks of columns.
+        blocks: Number of blocks.
+        others: Length of each list, filled with zeros. Default: the length of the longest list, at
+            least 1, because a tensor without elements has no address.
+
+    Returns:
+        int32 [blocks], int32 [blocks, others].
+    """
     tiles = tiles[np.argsort(tiles[:, side], kind="stable")]
     block, other = tiles[:, side], tiles[:, 1 - side]
-    count = np.bincount(block, minlength=blocks[0])
-    others = np.zeros(blocks, dtype=np.int32)
-    others[block, np.arange(len(block)) - (np.cumsum(count) - count)[block]] = other
-    return count.astype(np.int32), others
+    count = np.bincount(block, minlength=blocks)
+    width = max(count.max(initial=0), 1) if others is None else others
+    lists = np.zeros((blocks, width), dtype=np.int32)
+    lists[block, counted(np.zeros_like(count), count)] = other
+    return count.astype(np.int32), lists
 
 
 def mask_arrays(grid: TileGrid, lengths: tuple[int, int]) -> MaskArrays:

@@ -8,6 +8,7 @@ and one transfer replace several per pair.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -33,6 +34,11 @@ class MaskedPairs:
         """Add a pair of shards and return its index."""
         self.spans.append((q_spans, k_spans))
         return len(self.spans) - 1
+
+    def shape(self, pair: int) -> tuple[int, int]:
+        """Return the numbers of rows and columns of a pair."""
+        rows, columns = (sum(span.length for span in spans) for spans in self.spans[pair])
+        return rows, columns
 
     def tiles(self, rows: int, columns: int) -> list[TileGrid]:
         """Return one tile grid per pair of shards, with tiles of `rows` x `columns`."""
@@ -68,3 +74,12 @@ def copy_together(arrays: Iterable[np.ndarray], device: torch.device) -> dict[in
         at += size
     parts = zip(distinct.items(), to_device(packed, device).split(sizes), strict=True)
     return {key: part[: x.size].view(x.shape) for (key, x), part in parts}
+
+
+def copy_pairs(
+    pairs: Iterable[tuple[np.ndarray, ...]], device: torch.device
+) -> list[tuple[torch.Tensor, ...]]:
+    """Copy the int32 arrays of all pairs to `device` in one transfer."""
+    pairs = list(pairs)
+    tensors = copy_together(chain.from_iterable(pairs), device)
+    return [tuple(tensors[id(x)] for x in arrays) for arrays in pairs]

@@ -102,10 +102,6 @@ class SpanArray(Sequence[Span]):
             return SpanArray(self.arrays.at(index))
         return Span(*(int(field[index]) for field in self.arrays))
 
-    def __add__(self, other: SpanArray) -> SpanArray:
-        columns = zip(self.arrays, other.arrays, strict=True)
-        return SpanArray(Spans(*(np.concatenate(pair) for pair in columns)))
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SpanArray) and self.key == other.key
 

@@ -20,7 +20,7 @@ import torch
 from flash_attn.cute import interface
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_burst.kernels import block_lists, flash
+from megatron_burst.kernels import flash, masked_pairs
 from megatron_burst.kernels.base import Rows, Scoring
 from megatron_burst.kernels.online_softmax import empty_result
 from megatron_burst.kernels.operators import TileVisibility
@@ -58,7 +58,7 @@ def fake_copies(arrays, device):
     return {id(x): torch.empty(x.shape, dtype=torch.int32, device=device) for x in arrays}
 
 
-block_lists.copy_together = fake_copies
+masked_pairs.copy_together = fake_copies
 table = np.random.default_rng(0).random((LENGTH // 32,) * 2) < 0.4
 masks = {
     "full": [Full()], "causal": [Causal()], "window": [Window(63, 0)],
@@ -80,7 +80,7 @@ def both_passes(name, mask, q, k, v, dout):
     if name in ("full", "causal", "window", "documents"):
         spans = [Span(0, 1, LENGTH)]
     work = kernel.work_for(mask, spans, spans)
-    assert hasattr(work[0], "blocks") == (len(spans) == 2)
+    assert (work[0].blocks is not None) == (len(spans) == 2)
     rows = sum(span.length for span in spans)
     q, k, v, dout = (x[:rows] for x in (q, k, v, dout))
     if name == "documents":  # a fake tensor cannot be copied from the host

@@ -22,7 +22,7 @@ from kernel_runs import assert_exact, run, tensors
 from recorded_signatures import signature
 
 import megatron_burst as mb
-from megatron_burst.kernels import block_lists, flash, registry
+from megatron_burst.kernels import flash, masked_pairs, registry
 from megatron_burst.kernels import flash_packages as packages
 from megatron_burst.kernels.block_lists import BlockPairs, BlockSize, PairBlocks
 from megatron_burst.masks import (
@@ -169,14 +169,14 @@ def test_lists_have_no_block_without_visible_pairs_and_no_partial_block_that_is_
 
 
 def test_arrays_of_all_pairs_are_copied_once_per_pass(monkeypatch):
-    copies, copy = [], block_lists.copy_together
+    copies, copy = [], masked_pairs.copy_together
 
     def noted(arrays, device):
         arrays = list(arrays)
         copies.append(len(arrays))
         return copy(arrays, device)
 
-    monkeypatch.setattr(block_lists, "copy_together", noted)
+    monkeypatch.setattr(masked_pairs, "copy_together", noted)
     mask, layout = CASES["tree"][0], layout_of("zigzag")
     spans = [layout.spans(r, LENGTH) for r in range(RANKS)]
     pairs = BlockPairs(mask)
@@ -297,7 +297,7 @@ def test_lse_of_the_whole_sequence_and_inputs_with_strides(major, heads, travell
 def blocks_of(kernel, mask):
     """Return for each call whether it has lists."""
     spans = [mb.layout.Span(0, 1, LENGTH)]
-    return [hasattr(one, "blocks") for one in kernel.work_for(mask, spans, spans)]
+    return [one.blocks is not None for one in kernel.work_for(mask, spans, spans)]
 
 
 def test_masks_of_a_few_tiles_use_no_lists(monkeypatch):

@@ -325,7 +325,7 @@ class PlanBook:
     logged: set[Hashable] = field(default_factory=set)
     chosen: dict[tuple, AttentionKeywords] = field(default_factory=dict)
     micro_batch_books: dict[tuple[int, ...], PlanBook] = field(default_factory=dict)
-    ahead: PlansAhead = field(default_factory=lambda: PlansAhead())
+    ahead: PlansAhead = field(default_factory=PlansAhead)
     _lowest: dict[Hashable, int] = field(default_factory=dict)
     _plans: RecentCache = field(default_factory=lambda: RecentCache(PLANS_KEPT))
     _packs: Packs = field(default_factory=packs)

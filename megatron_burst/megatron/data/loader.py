@@ -76,8 +76,9 @@ class BatchIterator:
     def __init__(
         self, batches: Any, warns: bool = False, count: int = 0, ahead: Iterable[Any] = ()
     ) -> None:
-        self._batches, self._warns, self._left = batches, warns, count
+        self._batches, self._warns = batches, warns
         self._ahead = list(ahead)  # at most one batch, or the exception of the data loader
+        self._left = count - len(self._ahead)  # number of batches that the step still reads
 
     def __iter__(self) -> Iterator[Any]:
         return self
