@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypedDict, get_args
 
-from .layout import Layout, LayoutName
+from .layout import Layout, LayoutName, Replicated
 from .masks import Mask
 from .schedule.algorithms import ALGORITHMS as RING_ALGORITHMS
 from .schedule.tables import Side
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 KernelName = Literal[
     "auto", "aten", "aten_cudnn", "flash3", "flash4", "flex", "triton", "reference"
 ]
+KeyLayout = LayoutName | Literal["replicated"] | Layout | Replicated
 SideName = Literal["auto", Side]
 WireDtype = Literal["fp32", "bf16", "auto"]
 # Algorithm that shares heads by all-to-all -> algorithm of the ring around it.
@@ -46,6 +47,11 @@ WIRE_DTYPES: tuple[str, ...] = get_args(WireDtype)
 # Meaning of each option. Docstrings, help texts of flags and recipes use the same text.
 MEANING: Mapping[str, str] = {
     "layout": "positions that each rank holds: a name (see `mb.layout`) or a `Layout`",
+    "key_layout": (
+        "positions of the keys that each rank holds, if keys and values are another sequence than "
+        'the queries: a layout, or "replicated" (`mb.layout.Replicated`) if every rank holds all '
+        "keys; requires `mask`; None: keys are the sequence of the queries, in their layout"
+    ),
     "mask": "a mask from `mb.masks`; None: `Causal()`",
     "algorithm": (
         'one of `options.algorithms()`; "hybrid" and "ulysses" need groups that share heads; '
@@ -93,6 +99,7 @@ class AttentionOptions:
     """
 
     layout: LayoutName | Layout = "zigzag"
+    key_layout: KeyLayout | None = None
     mask: Mask | None = None
     algorithm: str = "burst"
     side: SideName = "auto"
@@ -118,6 +125,7 @@ class AttentionKeywords(TypedDict, total=False):
     """Fields of `AttentionOptions` as keywords, for editors and type checkers."""
 
     layout: LayoutName | Layout
+    key_layout: KeyLayout | None
     mask: Mask | None
     algorithm: str
     side: SideName

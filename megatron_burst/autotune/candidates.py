@@ -53,6 +53,7 @@ class Workload:
         blocks: Number of blocks of rows; argument `row_blocks` of a call.
         attended: Largest number of keys that sparse attention selects per query. Only the query's
             rank has the selection, so keys are sent and queries stay. None for dense attention.
+        key_layout: Layout of keys that are another sequence; None for `layout`.
         latent: True if values are columns of the keys, which are then wider than `sizes.width` by
             `sizes.value_width`.
     """
@@ -64,6 +65,7 @@ class Workload:
     blocks: int = 1
     attended: int | None = None
     latent: bool = False
+    key_layout: Layout | None = None
 
     @property
     def seq_len(self) -> int:
@@ -175,21 +177,25 @@ class GridSchedules:
     """
 
     def __init__(self, workload: Workload, topology: Topology, nodes: Nodes | None = None):
-        spans = cost.ring_spans(workload.layout, topology, workload.seq_len)
+        queries = cost.ring_spans(workload.layout, topology, workload.seq_len)
+        keys = queries
+        if workload.key_layout is not None:
+            key_len = workload.sizes.key_rows * workload.layout.cp_size
+            keys = cost.ring_spans(workload.key_layout, topology, key_len)
         joined = workload.attended is not None or None  # None selects the algorithm's default
-        self.visibility = visibility_of(workload.mask, spans, spans, joined)
+        self.visibility = visibility_of(workload.mask, queries, keys, joined)
         self.row_chunks = [self.visibility]
         if workload.chunks > 1:
             cuts = row_chunk_spans(
                 workload.layout, topology, workload.seq_len, workload.chunks, workload.blocks
             )
             self.row_chunks = [
-                visibility_of(workload.mask, shards, spans, joined) for _, shards, _ in cuts
+                visibility_of(workload.mask, shards, keys, joined) for _, shards, _ in cuts
             ]
         if workload.attended is None:
-            self.seen = pairs_seen(workload.mask, spans)
+            self.seen = pairs_seen(workload.mask, queries, keys)
         else:
-            self.seen = pairs_attended(workload.mask, spans, workload.attended)
+            self.seen = pairs_attended(workload.mask, queries, workload.attended)
         self.grid = Grid(topology.inter_size, topology.intra_size)
         self.wires = ONE_NIC if nodes is None else Wires(places=places(topology, nodes))
         self._made: dict[tuple[Any, ...], list[PreparedSchedule]] = {}
@@ -526,7 +532,7 @@ def _few_rows(visibility: Visibility, own: Sizes, shared: Sizes, room: float) ->
     keys = visibility.keys
     rows = int(np.bincount(keys.owner, keys.rows, 1).max())
     most = int((keys.rows @ keys.users).max(initial=0))
-    own_bytes = max(own.forward.query, own.forward.kv) * own.tokens
+    own_bytes = max(own.forward.query, own.forward.kv * own.key_rows // own.tokens) * own.tokens
     fits = most * held_of_row(shared) <= min(MOST_RECEIVED * own_bytes, ROOM * room)
     return fits and most <= (keys.size - 1) / 2 * rows
 

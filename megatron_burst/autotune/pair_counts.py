@@ -22,20 +22,27 @@ PIECES = 4096  # largest number of spans of all shards; above it, a shard is one
 SAMPLES = 48  # rows and columns of the sample of a rectangle
 
 
-def pairs_seen(mask: Mask, shards: Sequence[Sequence[Span]]) -> np.ndarray:
+def pairs_seen(
+    mask: Mask, shards: Sequence[Sequence[Span]], keys: Sequence[Sequence[Span]] | None = None
+) -> np.ndarray:
     """Return the number of visible pairs of the queries of shard i and the keys of shard j.
 
     Only spans that may see each other are compared, such as spans of one document.
 
+    Args:
+        mask: The mask.
+        shards: Query spans of each rank.
+        keys: Key spans of each rank. Default: `shards`.
+
     Returns:
         float [G, G].
     """
-    queries, keys, i, j = meeting(mask, shards)
+    queries, key_pieces, i, j = meeting(mask, shards, shards if keys is None else keys)
     total = np.zeros(len(shards) ** 2)
     for first in range(0, len(i), AT_ONCE):
         part = slice(first, first + AT_ONCE)
-        cell = queries.owner[i[part]] * len(shards) + keys.owner[j[part]]
-        count = _counted(mask, queries.span.at(i[part]), keys.span.at(j[part]))
+        cell = queries.owner[i[part]] * len(shards) + key_pieces.owner[j[part]]
+        count = _counted(mask, queries.span.at(i[part]), key_pieces.span.at(j[part]))
         total += np.bincount(cell, count, len(total))
     return total.reshape(len(shards), -1)
 

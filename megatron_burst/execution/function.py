@@ -21,6 +21,7 @@ from ..kernels.autograd import first_order_only
 from ..kernels.base import Rows
 from ..kernels.online_softmax import row_delta, sink_gradient
 from . import ring, row_chunks
+from .key_sums import summed_over_ranks
 from .rank_plan import RankPlan, Tensors, rows_of
 from .ulysses import heads_here, heads_to_rows, rows_to_heads
 
@@ -59,7 +60,8 @@ def forward(
         return row_chunks.forward(rank_plan, call, shard, sink, stored, max_logits)
     run, recompute = chunk.forward, chunk.recompute
     if shared:
-        shard = heads_to_rows(rank_plan, call, run.name, shard, rank_plan.order)
+        orders = chunk.order, rank_plan.key_order, rank_plan.key_order
+        shard = heads_to_rows(rank_plan, call, run.name, shard, orders)
         sink, max_logits = (
             None if x is None else x[heads_here(rank_plan)] for x in (sink, max_logits)
         )
@@ -78,7 +80,7 @@ def forward(
     full_out = out
     if shared:
         (full_out,) = rows_to_heads(
-            rank_plan, call, run.name, (out,), (rank_plan.heads,), out.dtype, rank_plan.order
+            rank_plan, call, run.name, (out,), (rank_plan.heads,), out.dtype, (chunk.order,)
         )
         assert full_out is not None
     return full_out, (q, k, v, out, lse)
@@ -105,12 +107,13 @@ def backward(
         accumulation dtype. With ulysses, dq has the wire dtype instead, and so do dk and dv if no
         key head is copied to several ranks.
     """
-    run, shared = rank_plan.chunks[0].backward, len(rank_plan.ulysses_links) > 1
+    chunk, shared = rank_plan.chunks[0], len(rank_plan.ulysses_links) > 1
+    run = chunk.backward
     if len(rank_plan.chunks) > 1:
         return row_chunks.backward(rank_plan, call, dout, saved, sink)
     q, k, v, out, lse = saved
     if shared:
-        (dout,) = heads_to_rows(rank_plan, call, run.name, (dout,), rank_plan.order)
+        (dout,) = heads_to_rows(rank_plan, call, run.name, (dout,), (chunk.order,))
     delta = row_delta(dout, out, lse.dtype)
     rows = Rows(q, dout.contiguous(), lse, delta, out)
     rings = ring.backward_rings(rank_plan, run, call, rows, (k, v))
@@ -119,9 +122,10 @@ def backward(
     if shared:
         wire_grads = [None if g is None else g.to(rank_plan.wire_dtype) for g in grads]
         heads = rank_plan.heads, rank_plan.kv_heads, rank_plan.kv_heads
-        grads = rows_to_heads(
-            rank_plan, call, run.name, wire_grads, heads, lse.dtype, rank_plan.order
-        )
+        orders = chunk.order, rank_plan.key_order, rank_plan.key_order
+        grads = rows_to_heads(rank_plan, call, run.name, wire_grads, heads, lse.dtype, orders)
+    dq, *dkv = grads
+    grads = dq, *summed_over_ranks(rank_plan, call, run.name, dkv)
     dsink = None
     if sink is not None:
         own_heads = slice(None)

@@ -192,7 +192,8 @@ class RowChunk:
 
     Attributes:
         rows: int64 row numbers in this rank's shard; None for all rows.
-        order: Order of these rows after the all-to-all of heads, as in `RankPlan.order`.
+        order: int64, for each of these rows of this rank in the ring, its index in the concatenated
+            row chunks of the ranks that share heads. None if the two orders are equal.
         forward: Forward pass.
         backward: Backward pass.
         recompute: Forward pass of the rows whose outputs the attention store does not keep; None
@@ -211,6 +212,19 @@ class RowChunk:
 
 
 @dataclass(frozen=True)
+class KeySum:
+    """Sum of the gradients of keys and values that every rank holds.
+
+    Attributes:
+        endpoint: Endpoint of all ranks.
+        links: Link class to each rank, including this rank.
+    """
+
+    endpoint: Endpoint
+    links: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class RankPlan:
     """Process-group endpoints, kernel and passes of one rank.
 
@@ -226,8 +240,10 @@ class RankPlan:
         kv_heads: Key/value heads of the call's tensors, before ranks share them.
         head_chunks: Number of head chunks.
         chunks: One row chunk with all rows, or several that run one after the other.
-        order: int64, for each row of this rank in the ring, its index in the concatenated shards of
-            the ranks that share heads. None if the two orders are equal.
+        key_order: int64, for each key of this rank in the ring, its index in the concatenated
+            shards of the ranks that share heads. None if the two orders are equal.
+        key_sum: How the gradients of keys that every rank holds are summed; None if every rank has
+            its own keys or keeps its own contributions.
     """
 
     ring: Endpoint
@@ -241,7 +257,8 @@ class RankPlan:
     kv_heads: int
     head_chunks: int
     chunks: tuple[RowChunk, ...]
-    order: torch.Tensor | None
+    key_order: torch.Tensor | None
+    key_sum: KeySum | None = None
 
     @property
     def forward(self) -> RankPass:

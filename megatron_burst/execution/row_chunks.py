@@ -25,6 +25,7 @@ from ..kernels.base import Rows
 from ..kernels.online_softmax import accumulation_dtype, row_delta, sink_gradient
 from . import ring
 from .host_keys import HostKeys, KeyHostMemory
+from .key_sums import summed_over_ranks
 from .rank_plan import RankPlan, Tensors, rows_of
 from .ulysses import heads_here, heads_to_rows, rows_to_heads
 
@@ -59,8 +60,9 @@ class RowChunkState:
         self.rank_plan, self.call = rank_plan, call
         self._host_keys = None if host is None else HostKeys(host)
         name = f"{rank_plan.forward.name}: keys"
+        self._key_orders = (rank_plan.key_order,) * 2
         self.keys = (
-            keys if exchanged else heads_to_rows(rank_plan, call, name, keys, rank_plan.order)
+            keys if exchanged else heads_to_rows(rank_plan, call, name, keys, self._key_orders)
         )
         self.sink, self.max_logits = (
             None if x is None else x[heads_here(rank_plan)] for x in (sink, max_logits)
@@ -88,7 +90,7 @@ class RowChunkState:
         if self._host_keys is not None:
             assert chunk.host_forward is not None
             run = chunk.host_forward
-        (queries,) = heads_to_rows(rank_plan, self.call, run.name, (q,), chunk.order)
+        (queries,) = heads_to_rows(rank_plan, self.call, run.name, (q,), (chunk.order,))
         if stored is None:
             rings = self._rings(run, queries)
             if self._host_keys is not None:
@@ -105,7 +107,7 @@ class RowChunkState:
             ring_out = out.new_zeros((len(queries), *out.shape[1:]))
             out = ring_out.index_copy_(0, recompute.missing, out)
         (out,) = rows_to_heads(
-            rank_plan, self.call, run.name, (out,), (rank_plan.heads,), out.dtype, chunk.order
+            rank_plan, self.call, run.name, (out,), (rank_plan.heads,), out.dtype, (chunk.order,)
         )
         assert out is not None
         if stored is not None:
@@ -164,8 +166,8 @@ class RowChunkState:
         delta = row_delta(dout, out, lse.dtype)
         rows = Rows(q, dout, lse, delta, out)
         if shared:  # delta replaces out, which is not sent
-            order = rank_plan.chunks[index].order
-            q, dout, delta = heads_to_rows(rank_plan, self.call, run.name, (q, dout, delta), order)
+            orders = (rank_plan.chunks[index].order,) * 3
+            q, dout, delta = heads_to_rows(rank_plan, self.call, run.name, (q, dout, delta), orders)
             rows = Rows(q, dout, lse, delta)
         if self.sink is not None:
             gradient = sink_gradient(self.sink, lse, delta)
@@ -178,8 +180,8 @@ class RowChunkState:
         dq = ring.gradients(rings, (rank_plan.needs_grad[0], False, False))[0]
         if dq is not None and shared:
             dq = dq.to(rank_plan.wire_dtype)
-            order, heads = rank_plan.chunks[index].order, (rank_plan.heads,)
-            (dq,) = rows_to_heads(rank_plan, self.call, run.name, (dq,), heads, lse.dtype, order)
+            orders, heads = (rank_plan.chunks[index].order,), (rank_plan.heads,)
+            (dq,) = rows_to_heads(rank_plan, self.call, run.name, (dq,), heads, lse.dtype, orders)
         return dq
 
     def gradients(self) -> Gradients:
@@ -195,16 +197,15 @@ class RowChunkState:
         joined = iter([ring.join(parts) for parts in zip(*sums, strict=True)])
         del sums
         dk, dv = (next(joined) if needed else None for needed in rank_plan.needs_grad[1:])
+        name = f"{rank_plan.backward.name}: keys"
         if len(rank_plan.ulysses_links) > 1:
-            name, heads = (
-                f"{rank_plan.backward.name}: keys",
-                (rank_plan.kv_heads, rank_plan.kv_heads),
-            )
+            heads = rank_plan.kv_heads, rank_plan.kv_heads
             wire_grads = [None if g is None else g.to(rank_plan.wire_dtype) for g in (dk, dv)]
             dtype = accumulation_dtype(self.keys[0].dtype)
             dk, dv = rows_to_heads(
-                rank_plan, self.call, name, wire_grads, heads, dtype, rank_plan.order
+                rank_plan, self.call, name, wire_grads, heads, dtype, self._key_orders
             )
+        dk, dv = summed_over_ranks(rank_plan, self.call, name, (dk, dv))
         dsink = None
         if self._dsink is not None:
             dsink = self._dsink.new_zeros(rank_plan.heads)

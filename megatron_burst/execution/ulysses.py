@@ -26,6 +26,7 @@ from ..schedule.head_shares import Share
 from .rank_plan import RankPlan, Tensors
 
 CHANNEL = Channel("ulysses", False)
+Orders = Sequence["torch.Tensor | None"]
 
 
 def heads_here(rank_plan: RankPlan) -> slice:
@@ -34,7 +35,7 @@ def heads_here(rank_plan: RankPlan) -> slice:
 
 
 def heads_to_rows(
-    rank_plan: RankPlan, call: CallTag, name: str, tensors: Tensors, order: torch.Tensor | None
+    rank_plan: RankPlan, call: CallTag, name: str, tensors: Tensors, orders: Orders
 ) -> Tensors:
     """Return all rows of the ulysses group, for this rank's share of the heads.
 
@@ -43,7 +44,7 @@ def heads_to_rows(
         call: Tag of the call; messages on the CPU contain it.
         name: Name of the pass, the same on every rank, for envelopes and errors.
         tensors: Tensors of this rank, [s, b, n, d] each.
-        order: Order of the rows, as in `RankPlan.order`.
+        orders: Order of the rows of each tensor, as in `RowChunk.order` and `RankPlan.key_order`.
 
     Returns:
         [p s, b, share of n, d] for each tensor.
@@ -53,10 +54,9 @@ def heads_to_rows(
     envelope = Envelope(call, crc32(f"{name} heads to rows".encode()))
     label = f"{name}, ulysses rank {rank_plan.ulysses.rank}"
     group_rows = scatter(rank_plan.ulysses, rank_plan.ulysses_links, tensors, envelope, label)
-    if order is not None:
-        for index, tensor in enumerate(group_rows):  # one at a time, so that memory is freed early
-            group_rows[index] = tensor.index_select(0, order)
-            del tensor
+    for index, order in enumerate(orders):  # one at a time, so that memory is freed early
+        if order is not None:
+            group_rows[index] = group_rows[index].index_select(0, order)
     return tuple(group_rows)
 
 
@@ -67,7 +67,7 @@ def rows_to_heads(
     tensors: Sequence[torch.Tensor | None],
     heads: Sequence[int],
     sums: torch.dtype,
-    order: torch.Tensor | None,
+    orders: Orders,
 ) -> tuple[torch.Tensor | None, ...]:
     """Return all heads of this rank's rows: the inverse of `heads_to_rows`.
 
@@ -78,14 +78,14 @@ def rows_to_heads(
         tensors: Tensors [p s, b, share of n, d]. For None, the result is None.
         heads: n of each tensor.
         sums: dtype in which copied heads are summed, as in `gather`.
-        order: Order of the rows, as in `RankPlan.order`.
+        orders: Order of the rows of each tensor, as in `RowChunk.order` and `RankPlan.key_order`.
     """
     if len(rank_plan.ulysses_links) == 1:
         return tuple(tensors)
-    if order is not None:
-        tensors = [
-            t if t is None else torch.empty_like(t).index_copy_(0, order, t) for t in tensors
-        ]
+    tensors = [
+        t if t is None or order is None else torch.empty_like(t).index_copy_(0, order, t)
+        for t, order in zip(tensors, orders, strict=True)
+    ]
     envelope = Envelope(call, crc32(f"{name} rows to heads".encode()))
     label = f"{name}, ulysses rank {rank_plan.ulysses.rank}"
     return tuple(

@@ -147,16 +147,16 @@ def candidates(mask: Mask, pairs: Pairs, numbers: TileNumbers) -> TileCandidates
     position.
     """
     shards = [pieces_of([pair[side] for pair in pairs]) for side in (0, 1)]
-    breaks = mask.breaks
+    breaks = mask.breaks, mask.key_breaks
     while True:
-        q, k = (cut_at(spans, breaks) for spans in shards)
+        q, k = (cut_at(*pair) for pair in zip(shards, breaks, strict=True))
         q = q.at(np.lexsort((q.span.start, q.owner)))
         begin, count = _nearby(mask, q, k)
         too_many = count.sum() > min(AT_ONCE, LEAST + PER_TILE * numbers.base[-1])
-        if not too_many or not len(breaks) or len(pairs) > 1:
+        if not too_many or not any(map(len, breaks)) or len(pairs) > 1:
             return TileCandidates(q, k, begin, count, bool(too_many))
         # Merge neighbouring pieces until few enough remain.
-        breaks = breaks[1::2]
+        breaks = breaks[0][1::2], breaks[1][1::2]
 
 
 def tile_parts(

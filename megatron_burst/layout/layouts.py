@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -193,11 +194,12 @@ def check_fraction(name: str, value: object, alternative: str = "") -> None:
         raise ValueError(f"{name} must be a fraction from 0 to 1{alternative}, got {value!r}")
 
 
-def document_bounds(cu_seqlens: Sequence[int] | np.ndarray) -> np.ndarray:
+def document_bounds(cu_seqlens: Sequence[int] | np.ndarray, name: str = "cu_seqlens") -> np.ndarray:
     """Return a copy of `cu_seqlens` as int64 [documents + 1].
 
     Args:
         cu_seqlens: Cumulative lengths of the documents: integers on the host.
+        name: Name of the argument, for the message.
 
     Raises:
         ValueError: `cu_seqlens` does not start at 0, decreases, or does not hold integers.
@@ -205,11 +207,11 @@ def document_bounds(cu_seqlens: Sequence[int] | np.ndarray) -> np.ndarray:
     try:
         lengths = np.asarray(cu_seqlens)
     except (TypeError, ValueError, RuntimeError) as error:  # ragged, on a device, or with gradient
-        raise ValueError(f"cu_seqlens must be integers on the host, got {cu_seqlens}") from error
+        raise ValueError(f"{name} must be integers on the host, got {cu_seqlens}") from error
     bounds = lengths.astype(np.int64) if lengths.dtype.kind in "iu" else np.array([1])
     if bounds.ndim != 1 or len(bounds) < 2 or bounds[0] != 0 or (np.diff(bounds) < 0).any():
         raise ValueError(
-            "cu_seqlens must be integers that start at 0 and never decrease (cumulative lengths "
+            f"{name} must be integers that start at 0 and never decrease (cumulative lengths "
             f"of the documents), got {cu_seqlens}"
         )
     return bounds
@@ -469,6 +471,27 @@ class DocumentZigzag(Layout):
         pieces = np.tile([rank, 2 * self.cp_size - 1 - rank], len(filled))
         start = np.repeat(bounds[filled], 2) + pieces * length
         return SpanArray(Spans(start, np.ones_like(start), length))
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """Value of option `key_layout`: every rank holds all keys, so no keys are sent.
+
+    Args:
+        sum_gradients: True if every rank receives the gradients of the keys and values summed over
+            all ranks. False if a rank keeps the contributions of its own queries, for parameters
+            whose gradients are summed over ranks later, as Megatron does.
+
+    Example:
+        >>> mb.layout.Replicated(sum_gradients=False)
+        Replicated(sum_gradients=False)
+    """
+
+    sum_gradients: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.sum_gradients, bool):
+            raise ValueError(f"sum_gradients must be True or False, got {self.sum_gradients!r}")
 
 
 def tree_mask(tree: Any) -> Any:

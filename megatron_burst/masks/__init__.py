@@ -3,9 +3,9 @@
 
 A mask uses positions in the whole sequence, so one mask is valid for every layout and number of
 ranks. Masks combine with `&` and `|`. `base` defines the interface, and `positions`, `tables`,
-`diffusion` and `tree` define the masks. `verify` checks whether the methods of a mask agree.
-`tiling` cuts a pair of shards into tiles that kernels can compute, and `seen` computes the rows
-that must be sent.
+`diffusion`, `compressed` and `tree` define the masks. `verify` checks whether the methods of a mask
+agree. `tiling` cuts a pair of shards into tiles that kernels can compute, and `seen` computes the
+rows that must be sent.
 """
 
 from importlib import import_module
@@ -15,6 +15,7 @@ from .base import Band, Cover, Mask
 from .positions import Causal, Dilated, Full, Prefix, Window
 
 if TYPE_CHECKING:
+    from .compressed import Compressed
     from .diffusion import BlockDiffusion, FrameTiles
     from .tables import BlockSparse, Dense, Documents, SameSpan, shards_visible
     from .tree import Tree
@@ -25,6 +26,7 @@ __all__ = [
     "BlockDiffusion",
     "BlockSparse",
     "Causal",
+    "Compressed",
     "Cover",
     "Dense",
     "Dilated",
@@ -44,7 +46,7 @@ __all__ = [
 # A plain call does not need these names, so their modules are imported at the first use.
 _LATE = dict.fromkeys(["BlockSparse", "Dense", "Documents", "SameSpan", "shards_visible"], "tables")
 _LATE |= {"Tree": "tree", "check": "verify"}
-_LATE |= {"BlockDiffusion": "diffusion", "FrameTiles": "diffusion"}
+_LATE |= {"BlockDiffusion": "diffusion", "FrameTiles": "diffusion", "Compressed": "compressed"}
 
 
 def __getattr__(name: str) -> Any:

@@ -116,6 +116,22 @@ class Viewers(NamedTuple):
         ]
 
 
+class UsedRows(NamedTuple):
+    """Rows of query spans and key spans that include all visible pairs, arrays with one entry each.
+
+    Attributes:
+        q_first: Index of the first query in the query span.
+        q_stop: Index after the last query.
+        k_first: Index of the first key in the key span.
+        k_stop: Index after the last key.
+    """
+
+    q_first: np.ndarray
+    q_stop: np.ndarray
+    k_first: np.ndarray
+    k_stop: np.ndarray
+
+
 class Mask:
     """Base class of masks. A custom mask defines `visible`, and usually `cover`.
 
@@ -206,6 +222,19 @@ class Mask:
         left, right, known = self.bands(_as_arrays(q_span), _as_arrays(k_span))
         return Band(int(left), int(right)) if known else None
 
+    def used(self, q_spans: Spans, k_spans: Spans) -> UsedRows:
+        """Return which rows of each pair of spans may be in visible pairs; other rows are not sent.
+
+        The method is called for pairs that are partly visible and not a band. The default returns
+        all rows.
+
+        Args:
+            q_spans: Spans of queries, int64 [n].
+            k_spans: Spans of keys, int64 [n].
+        """
+        zero = np.zeros_like(q_spans.length)
+        return UsedRows(zero, q_spans.length, zero, k_spans.length)
+
     @property
     def has_viewers(self) -> bool:
         """True if the mask defines `viewers`."""
@@ -225,19 +254,30 @@ class Mask:
 
     @property
     def breaks(self) -> np.ndarray:
-        """Sorted positions at which the mask changes, such as the bounds of documents."""
+        """Sorted query positions at which the mask changes, such as the bounds of documents."""
         return np.empty(0, dtype=np.int64)
 
-    def cuts(self, span: Span) -> np.ndarray:
-        """Return sorted indices i, 0 < i < span.length, at which to cut `span`: one per break.
-
-        Index i is the first index in the span whose position is at or after the break.
-        """
-        low, high = np.searchsorted(self.breaks, (span.start + 1, span.last + 1))
-        return np.unique(-((span.start - self.breaks[low:high]) // span.stride))  # rounded up
+    @property
+    def key_breaks(self) -> np.ndarray:
+        """Sorted key positions at which the mask changes. Default: `breaks`."""
+        return self.breaks
 
     def check(self, seq_len: int) -> None:
         """Raise ValueError unless the mask is valid for sequences of `seq_len` positions."""
+
+    def check_lengths(self, seq_len: int, key_len: int) -> None:
+        """Raise ValueError unless the mask is valid for queries and keys of two sequences.
+
+        By default, positions of queries and keys count alike, so the mask must be valid for a
+        sequence of either length.
+
+        Args:
+            seq_len: Number of positions of the queries.
+            key_len: Number of positions of the keys.
+        """
+        self.check(seq_len)
+        if key_len != seq_len:
+            self.check(key_len)
 
     def narrowed(self, other: Mask) -> Mask | None:
         """Return the mask of `self & other` if this class defines `&` specially; otherwise None.
@@ -316,9 +356,17 @@ class Combined(VectorMask):
     def breaks(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleMethodOverride]
         return np.union1d(self.a.breaks, self.b.breaks)
 
+    @cached_property
+    def key_breaks(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return np.union1d(self.a.key_breaks, self.b.key_breaks)
+
     def check(self, seq_len: int) -> None:
         self.a.check(seq_len)
         self.b.check(seq_len)
+
+    def check_lengths(self, seq_len: int, key_len: int) -> None:
+        self.a.check_lengths(seq_len, key_len)
+        self.b.check_lengths(seq_len, key_len)
 
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         return self.inner(self.a.visible(q, k), self.b.visible(q, k))
@@ -361,6 +409,11 @@ class _And(Combined):
         return SpanBands(
             np.minimum(a.left, b.left), np.minimum(a.right, b.right), a.known & b.known
         )
+
+    def used(self, q_spans: Spans, k_spans: Spans) -> UsedRows:
+        a, b = self.a.used(q_spans, k_spans), self.b.used(q_spans, k_spans)
+        limits = np.maximum, np.minimum, np.maximum, np.minimum
+        return UsedRows(*(limit(x, y) for limit, x, y in zip(limits, a, b, strict=True)))
 
     def viewers(self, k_spans: Spans) -> Viewers:
         a, b = self.a.viewers(k_spans), self.b.viewers(k_spans)

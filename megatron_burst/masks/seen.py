@@ -107,17 +107,18 @@ def rows_seen(mask: Mask, q_shards: Shards, k_shards: Shards) -> tuple[VisibleRo
         k_shards: Key spans of each rank, possibly none.
     """
     shards = pieces_of(q_shards), None if k_shards is q_shards else pieces_of(k_shards)
-    breaks = mask.breaks
+    breaks, key_breaks = mask.breaks, mask.key_breaks
     while True:
         queries = cut_at(shards[0], breaks)
-        keys = queries if shards[1] is None else cut_at(shards[1], breaks)
+        keys = queries if shards[1] is None else cut_at(shards[1], key_breaks)
         queries = queries.at(np.argsort(queries.span.start, kind="stable"))
         viewers = viewers_of(mask, queries.span, keys.span)
         ranges = _ranges(queries.span, keys.span, viewers)
-        if not len(breaks) or sum((r[1] - r[0]).sum() for r in (ranges[:2], ranges[2:])) <= PAIRS:
+        compared = sum((r[1] - r[0]).sum() for r in (ranges[:2], ranges[2:]))
+        if not (len(breaks) or len(key_breaks)) or compared <= PAIRS:
             break
         # If every rank has a piece of every block, use larger blocks.
-        breaks = breaks[1::2]
+        breaks, key_breaks = breaks[1::2], key_breaks[1::2]
     viewers = viewers._replace(exact=viewers.exact & _inside(queries.span, viewers, ranges))
     i, j, rows, columns = _bands(mask, queries, keys, viewers, *ranges.partial_pairs())
     full = ranges.full_begin, ranges.full_end
@@ -135,7 +136,9 @@ def rows_seen(mask: Mask, q_shards: Shards, k_shards: Shards) -> tuple[VisibleRo
     )  # fmt: skip
 
 
-def meeting(mask: Mask, shards: Shards) -> tuple[Pieces, Pieces, np.ndarray, np.ndarray]:
+def meeting(
+    mask: Mask, q_shards: Shards, k_shards: Shards
+) -> tuple[Pieces, Pieces, np.ndarray, np.ndarray]:
     """Return the pairs of a query piece and a key piece that may attend.
 
     A piece is a part of a span, cut where the mask changes (`Mask.breaks`), unless that makes too
@@ -144,13 +147,16 @@ def meeting(mask: Mask, shards: Shards) -> tuple[Pieces, Pieces, np.ndarray, np.
     Returns:
         Query pieces; key pieces; parallel arrays i, j: queries of piece i may see keys of piece j.
     """
-    spans = pieces_of(shards)
-    for breaks in (mask.breaks, mask.breaks[:0]):
-        keys = cut_at(spans, breaks)
-        queries = keys.at(np.argsort(keys.span.start, kind="stable"))
+    q_spans = k_spans = pieces_of(q_shards)
+    if k_shards is not q_shards:
+        k_spans = pieces_of(k_shards)
+    none = np.empty(0, dtype=np.int64)
+    for breaks in ((mask.breaks, mask.key_breaks), (none, none)):
+        queries, keys = cut_at(q_spans, breaks[0]), cut_at(k_spans, breaks[1])
+        queries = queries.at(np.argsort(queries.span.start, kind="stable"))
         ranges = _ranges(queries.span, keys.span, viewers_of(mask, queries.span, keys.span))
         count = ranges.end - ranges.begin
-        if count.sum() <= max(PAIRS, len(spans.owner) ** 2):
+        if count.sum() <= max(PAIRS, len(q_spans.owner) * len(k_spans.owner)):
             break
     i, j = counted(ranges.begin, count), np.repeat(np.arange(len(count)), count)
     return queries, keys, i, j
@@ -262,6 +268,11 @@ def _bands(
         left[unknown], right[unknown] = (np.clip(x, -far, far) for x in _mask_bands(mask, *spans))
     rows = np.maximum(-right, 0), np.minimum(q.length, k.length + left)
     columns = np.maximum(-left, 0), np.minimum(k.length, q.length + right)
+    if type(mask).used is not Mask.used:
+        partly = np.flatnonzero((left == far) & (right == far))
+        spans = (Spans(*(x[partly].astype(np.int64) for x in span)) for span in (q, k))
+        for limit, used in zip((*rows, *columns), mask.used(*spans), strict=True):
+            limit[partly] = used
     seen = (left + right >= 0) & (rows[0] < rows[1]) & (columns[0] < columns[1])
     if not seen.all():
         i, j = i[seen], j[seen]

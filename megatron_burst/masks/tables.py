@@ -26,9 +26,11 @@ class Documents(VectorMask):
         cu_seqlens: Cumulative lengths 0 = c_0 <= c_1 <= ... <= c_n = length of the sequence.
         padding: Indices of documents that are padding. Their rows attend to nothing, and nothing
             attends to them.
+        key_cu_seqlens: Cumulative lengths of the keys' documents, as many as documents of queries,
+            if keys are another sequence (option `key_layout`). Default: `cu_seqlens`.
 
     Raises:
-        ValueError: `cu_seqlens` or `padding` is invalid.
+        ValueError: `cu_seqlens`, `padding` or `key_cu_seqlens` is invalid.
 
     Example:
         >>> mask = mb.masks.Documents([0, 2, 4]) & mb.masks.Causal()
@@ -38,15 +40,27 @@ class Documents(VectorMask):
 
     flash_compatible = True
 
-    def __init__(self, cu_seqlens: Sequence[int] | np.ndarray, padding: Sequence[int] = ()):
-        self._bounds = document_bounds(cu_seqlens)
-        self._bounds.flags.writeable = False
+    def __init__(
+        self,
+        cu_seqlens: Sequence[int] | np.ndarray,
+        padding: Sequence[int] = (),
+        key_cu_seqlens: Sequence[int] | np.ndarray | None = None,
+    ):
+        self._bounds = self._key_bounds = document_bounds(cu_seqlens)
+        if key_cu_seqlens is not None:
+            self._key_bounds = document_bounds(key_cu_seqlens, "key_cu_seqlens")
+        self._bounds.flags.writeable = self._key_bounds.flags.writeable = False
         documents = len(self.bounds) - 1
+        if len(self._key_bounds) - 1 != documents:
+            raise ValueError(
+                f"key_cu_seqlens must have as many documents as cu_seqlens, {documents}, got "
+                f"{len(self._key_bounds) - 1}; documents may be empty"
+            )
         self._padding = padding_documents(padding, documents)
         # Indexed by the result of `document`, which is i + 1 for document i and 0 before the first.
-        # Documents without a position may count as padding.
+        # Documents without queries or without keys may count as padding.
         self._hidden = np.zeros(documents + 2, dtype=bool)
-        self._hidden[1:-1] = np.diff(self.bounds) == 0
+        self._hidden[1:-1] = (np.diff(self.bounds) == 0) | (np.diff(self._key_bounds) == 0)
         self._hidden[[index + 1 for index in self.padding]] = True
         self._hidden_before = np.concatenate([[0], np.cumsum(self._hidden)])
 
@@ -67,27 +81,41 @@ class Documents(VectorMask):
     def cacheable(self) -> bool:
         return False  # every batch has other documents
 
+    @property
+    def key_bounds(self) -> np.ndarray:
+        """Cumulative lengths of the keys' documents, int64 [documents + 1], read-only."""
+        return self._key_bounds
+
+    @property
+    def for_other_keys(self) -> bool:
+        """True if keys have documents of their own (`key_cu_seqlens`)."""
+        return self._key_bounds is not self._bounds
+
     def document(self, positions: np.ndarray | int) -> np.ndarray:
         """Return the index of each position's document plus one; 0 for negative positions.
 
         Args:
-            positions: Integer array of positions.
+            positions: Integer array of query positions.
         """
         return np.searchsorted(self.bounds, positions, side="right")
 
+    def document_of_key(self, positions: np.ndarray | int) -> np.ndarray:
+        """Return the same as `document`, for key positions."""
+        return np.searchsorted(self.key_bounds, positions, side="right")
+
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         document = self.document(q)
-        return np.equal(document, self.document(k)) & ~self._hidden[document]
+        return np.equal(document, self.document_of_key(k)) & ~self._hidden[document]
 
     def covers(self, q_spans: Spans, k_spans: Spans) -> np.ndarray:
         q_first, q_last = self.document(q_spans.start), self.document(q_spans.last)
-        k_first, k_last = self.document(k_spans.start), self.document(k_spans.last)
+        k_first, k_last = (self.document_of_key(x) for x in (k_spans.start, k_spans.last))
         first, last = np.maximum(q_first, k_first), np.minimum(q_last, k_last)
         empty = (last < first) | self._all_hidden(first, np.maximum(first, last))
         return cover_where(empty, (q_first == q_last) & (k_first == k_last) & (q_first == k_first))
 
     def viewers(self, k_spans: Spans) -> Viewers:
-        after, end = self.document(k_spans.start), self.document(k_spans.last)
+        after, end = (self.document_of_key(x) for x in (k_spans.start, k_spans.last))
         edges = np.concatenate([[-FAR], self.bounds, [FAR]])  # before, in and after the documents
         hidden = self._all_hidden(after, end)
         first, last = (
@@ -111,16 +139,30 @@ class Documents(VectorMask):
     def breaks(self) -> np.ndarray:
         return self.bounds
 
+    @property
+    def key_breaks(self) -> np.ndarray:
+        return self.key_bounds
+
     def check(self, seq_len: int) -> None:
+        self.check_lengths(seq_len, seq_len)
+
+    def check_lengths(self, seq_len: int, key_len: int) -> None:
         if self.bounds[-1] != seq_len:
             raise ValueError(
                 f"cu_seqlens must end at the length of the sequence, {seq_len}, "
                 f"got {self.bounds[-1]}"
             )
+        if self.key_bounds[-1] != key_len:
+            default = "" if self.for_other_keys else " (default: cu_seqlens)"
+            raise ValueError(
+                f"key_cu_seqlens must end at the number of key positions, {key_len}, got "
+                f"{self.key_bounds[-1]}{default}"
+            )
 
     def __repr__(self) -> str:
         padding = f", padding={self.padding}" if self.padding else ""
-        return f"Documents({self.bounds.tolist()}{padding})"
+        keys = f", key_cu_seqlens={self.key_bounds.tolist()}" if self.for_other_keys else ""
+        return f"Documents({self.bounds.tolist()}{padding}{keys})"
 
 
 class SameSpan(VectorMask):

@@ -122,7 +122,10 @@ def split(
     """
     # Breaks are first, because between them a mask is mostly one band or nothing. Residues are
     # before halves: halves keep their stride, so they never separate the classes.
-    q_cuts, k_cuts = (_coarse(mask.cuts(x.span), x, smallest) for x in (q, k))
+    q_cuts, k_cuts = (
+        _coarse(cuts(breaks, x.span), x, smallest)
+        for breaks, x in ((mask.breaks, q), (mask.key_breaks, k))
+    )
     if len(q_cuts) or len(k_cuts):
         return _cut_before(q, q_cuts), _cut_before(k, k_cuts)
     if any(part.span.stride % mask.modulus and part.span.length > 1 for part in (q, k)):
@@ -132,6 +135,15 @@ def split(
     if q.span.length >= k.span.length:
         return _cut_before(q, np.array([q.span.length // 2])), [k]
     return [q], _cut_before(k, np.array([k.span.length // 2]))
+
+
+def cuts(breaks: np.ndarray, span: Span) -> np.ndarray:
+    """Return sorted indices i, 0 < i < span.length, at which to cut `span`: one per break.
+
+    Index i is the first index in the span whose position is at or after the break.
+    """
+    low, high = np.searchsorted(breaks, (span.start + 1, span.last + 1))
+    return np.unique(-((span.start - breaks[low:high]) // span.stride))  # rounded up
 
 
 def _coarse(cuts: np.ndarray, part: ShardSlice, size: int | None) -> np.ndarray:

@@ -32,7 +32,14 @@ class _SpanPairs(NamedTuple):
     k: Spans
 
 
-def check(mask: Mask, seq_len: int) -> None:
+class _Lengths(NamedTuple):
+    """Numbers of positions of the sequences of queries and keys."""
+
+    queries: int
+    keys: int
+
+
+def check(mask: Mask, seq_len: int, key_len: int | None = None) -> None:
     """Check that `cover`, `covers`, `bands`, `breaks` and `viewers` of a mask agree with `visible`.
 
     For at most 16 positions, `cover` is compared for all pairs of spans; for longer sequences, for
@@ -42,6 +49,8 @@ def check(mask: Mask, seq_len: int) -> None:
     Args:
         mask: A mask of this package, a custom mask, or a combination of them.
         seq_len: Number of positions of the sequence, at least 1.
+        key_len: Number of positions of the keys if they are another sequence, at least 1. Default:
+            `seq_len`.
 
     Raises:
         ValueError: A method contradicts `visible`. The message names the method, the spans and a
@@ -52,69 +61,84 @@ def check(mask: Mask, seq_len: int) -> None:
     """
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a mask of mb.masks, got {mask!r:.100}")
-    if integer("seq_len", seq_len) < 1:
-        raise ValueError(f"seq_len must be at least 1, got {seq_len}")
-    mask.check(seq_len)
+    key_len = seq_len if key_len is None else key_len
+    for name, length in (("seq_len", seq_len), ("key_len", key_len)):
+        if integer(name, length) < 1:
+            raise ValueError(f"{name} must be at least 1, got {length}")
+    mask.check_lengths(int(seq_len), int(key_len))
     for part in parts(mask):  # a combination is correct if its parts are
-        _check(part, int(seq_len), PAIRS, POINTS)
+        _check(part, _Lengths(int(seq_len), int(key_len)), PAIRS, POINTS)
 
 
-def check_custom(mask: Mask, seq_len: int) -> None:
-    """Check a custom mask with a sample of 512 pairs of spans."""
-    _check(mask, seq_len, FEW_PAIRS, FEW_POINTS)
+def check_custom(mask: Mask, seq_len: int, key_len: int) -> None:
+    """Check a custom mask with a sample of 512 pairs of spans.
+
+    Args:
+        mask: The mask.
+        seq_len: Number of positions of the queries, at least 1.
+        key_len: Number of positions of the keys; nothing is checked if there are none.
+    """
+    if key_len:
+        _check(mask, _Lengths(seq_len, key_len), FEW_PAIRS, FEW_POINTS)
 
 
-def _check(mask: Mask, seq_len: int, count: int, points: int) -> None:
+def _check(mask: Mask, lengths: _Lengths, count: int, points: int) -> None:
     if type(mask).visible is Mask.visible:
         raise ValueError(f"{_name(mask)} defines no visible(q, k), which every mask needs")
-    rng = np.random.default_rng(seq_len)
-    _check_shapes(mask, seq_len)
-    if seq_len <= EXHAUSTIVE and points == POINTS:
-        pairs = _all_pairs(seq_len)
-        _check_all(mask, seq_len, pairs)
+    rng = np.random.default_rng(lengths.queries)
+    _check_shapes(mask, lengths)
+    if max(lengths) <= EXHAUSTIVE and points == POINTS:
+        pairs = _all_pairs(lengths)
+        _check_all(mask, lengths, pairs)
         sample = rng.permutation(len(pairs.q.start))[:count]
         pairs = _SpanPairs(pairs.q.at(sample), pairs.k.at(sample))
     else:
-        pairs = _sample(mask, seq_len, count, rng)
+        pairs = _sample(mask, lengths, count, rng)
         _check_covers(mask, pairs, points, rng)
     _check_bands(mask, pairs, points, rng)
-    _check_viewers(mask, seq_len, pairs.k, points, rng)
+    _check_viewers(mask, lengths.queries, pairs.k, points, rng)
 
 
 # --- spans that are compared ----------------------------------------------------------------
 
 
-def _all_pairs(seq_len: int) -> _SpanPairs:
+def _all_pairs(lengths: _Lengths) -> _SpanPairs:
+    q, k = _all_spans(lengths.queries), _all_spans(lengths.keys)
+    return _SpanPairs(
+        Spans(*(np.repeat(x, len(k[0])) for x in q)), Spans(*(np.tile(x, len(q[0])) for x in k))
+    )
+
+
+def _all_spans(seq_len: int) -> np.ndarray:
+    """Return all spans of a sequence: int64 [3, n] with start, stride and length."""
     spans = [
         (start, stride, length)
         for start, stride in product(range(seq_len), range(1, seq_len + 1))
         for length in range(1, (seq_len - 1 - start) // stride + 2)
         if length > 1 or stride == 1
     ]
-    n, columns = len(spans), np.array(spans, dtype=np.int64).T
-    return _SpanPairs(
-        Spans(*(np.repeat(x, n) for x in columns)), Spans(*(np.tile(x, n) for x in columns))
-    )
+    return np.array(spans, dtype=np.int64).T
 
 
-def _sample(mask: Mask, seq_len: int, count: int, rng: np.random.Generator) -> _SpanPairs:
+def _sample(mask: Mask, lengths: _Lengths, count: int, rng: np.random.Generator) -> _SpanPairs:
     """Return `count` pairs of spans.
 
     25 % are shards of layouts, at most 50 % are at positions where `visible` changes, and the
     others are random.
     """
-    shards = _shards(seq_len)
-    i, j = rng.integers(0, len(shards), (2, count // 4))
-    rows = [np.concatenate([shards[i], shards[j]], 1), _at_edges(mask, seq_len, count // 2, rng)]
+    shards = [_shards(length) for length in lengths]
+    chosen = [spans[rng.integers(0, len(spans), count // 4)] for spans in shards]
+    rows = [np.concatenate(chosen, 1), _at_edges(mask, lengths, count // 2, rng)]
     remaining = count - sum(map(len, rows))
-    length = 1 << rng.integers(0, max(1, seq_len.bit_length()), (remaining, 2))
+    length = 1 << rng.integers(0, max(1, max(lengths).bit_length()), (remaining, 2))
     stride = np.where(rng.random((remaining, 2)) < 0.7, 1, 1 << rng.integers(0, 7, (remaining, 2)))
-    start = rng.integers(0, seq_len, (remaining, 2))
+    start = rng.integers(0, lengths, (remaining, 2))
     start = np.where(rng.random((remaining, 2)) < 0.5, start // length * length, start)
     spans = np.stack([start, stride, length], 2).reshape(remaining, 6)
     spans_of_pairs = np.concatenate([*rows, spans])
     first, second = (
-        _inside(columns, seq_len) for columns in (spans_of_pairs[:, :3], spans_of_pairs[:, 3:])
+        _inside(columns, seq_len)
+        for columns, seq_len in zip(np.hsplit(spans_of_pairs, 2), lengths, strict=True)
     )
     return _SpanPairs(Spans(*first.T), Spans(*second.T))
 
@@ -141,18 +165,17 @@ def _shards(seq_len: int) -> np.ndarray:
     return _inside(np.array(spans, dtype=np.int64), seq_len)
 
 
-def _at_edges(mask: Mask, seq_len: int, count: int, rng: np.random.Generator) -> np.ndarray:
+def _at_edges(mask: Mask, lengths: _Lengths, count: int, rng: np.random.Generator) -> np.ndarray:
     """Return pairs of spans that begin or end near changes of `visible`.
 
     The result is int64 [n, 6] with n = `count`, or 0 if nothing changes: start, stride and length
     of the query span, then of the key span.
     """
-    rows = np.unique([0, 1, seq_len // 2, seq_len - 1, *rng.integers(0, seq_len, 4)])
-    rows = rows[rows < seq_len]
     edges = []
-    for row in rows:
-        edges += [(row, k) for k in _changes(mask, int(row), seq_len, False)]
-        edges += [(q, row) for q in _changes(mask, int(row), seq_len, True)]
+    for query in _some_positions(lengths.queries, rng):
+        edges += [(query, k) for k in _changes(mask, query, lengths.keys, False)]
+    for key in _some_positions(lengths.keys, rng):
+        edges += [(q, key) for q in _changes(mask, key, lengths.queries, True)]
     if not edges:
         return np.empty((0, 6), dtype=np.int64)
     sizes = [(start, size) for size in (1, 2, 3, 16, 128) for start in (0, 1, size - 1, size)]
@@ -163,13 +186,18 @@ def _at_edges(mask: Mask, seq_len: int, count: int, rng: np.random.Generator) ->
     return np.stack([at[:, 0] - back_q, ones, size_q, at[:, 1] - back_k, ones, size_k], 1)
 
 
+def _some_positions(seq_len: int, rng: np.random.Generator) -> list[int]:
+    rows = np.unique([0, 1, seq_len // 2, seq_len - 1, *rng.integers(0, seq_len, 4)])
+    return rows[rows < seq_len].tolist()
+
+
 def _changes(mask: Mask, row: int, seq_len: int, of_key: bool) -> np.ndarray:
     """Return some positions at which `visible` changes, for one query or one key.
 
     Args:
         mask: The mask.
         row: Position of the query, or of the key.
-        seq_len: Number of positions of the sequence.
+        seq_len: Number of positions of the keys, or of the queries with `of_key`.
         of_key: True if `row` is a key and the result is query positions; False for the opposite.
     """
     near = np.arange(max(0, row - CANDIDATES // 2), min(seq_len, row + CANDIDATES // 2))
@@ -196,23 +224,26 @@ def _changes(mask: Mask, row: int, seq_len: int, of_key: bool) -> np.ndarray:
 # --- comparisons ----------------------------------------------------------------------------
 
 
-def _check_shapes(mask: Mask, seq_len: int) -> None:
-    """Check that `visible` supports arrays of several shapes, and that `breaks` are sorted."""
-    positions = np.unique(np.linspace(0, seq_len - 1, 8).astype(np.int64))
-    table = _visible(mask, positions[:, None], positions[None])
-    for i, q in enumerate(positions):
-        by_row = _visible(mask, np.full_like(positions, q), positions)
+def _check_shapes(mask: Mask, lengths: _Lengths) -> None:
+    """Check that `visible` supports arrays of several shapes, and that breaks are sorted."""
+    queries, keys = (
+        np.unique(np.linspace(0, seq_len - 1, 8).astype(np.int64)) for seq_len in lengths
+    )
+    table = _visible(mask, queries[:, None], keys[None])
+    for i, q in enumerate(queries):
+        by_row = _visible(mask, np.full_like(keys, q), keys)
         if (by_row != table[i]).any():
-            k = positions[(by_row != table[i]).argmax()]
+            k = keys[(by_row != table[i]).argmax()]
             raise ValueError(
                 f"{_name(mask)}: visible is {not by_row.all()} or {bool(by_row.any())} for query "
                 f"{q} and key {k}, depending on array shapes; compute it from q and k alone"
             )
-    breaks = np.asarray(mask.breaks)
-    if breaks.ndim != 1 or (breaks.size and breaks.dtype.kind not in "iu"):
-        raise ValueError(f"{_name(mask)}: breaks must be integers [n], got {breaks!r:.100}")
-    if (np.diff(breaks) < 0).any():
-        raise ValueError(f"{_name(mask)}: breaks must be sorted, got {breaks!r:.100}")
+    for name in ("breaks", "key_breaks"):
+        breaks = np.asarray(getattr(mask, name))
+        if breaks.ndim != 1 or (breaks.size and breaks.dtype.kind not in "iu"):
+            raise ValueError(f"{_name(mask)}: {name} must be integers [n], got {breaks!r:.100}")
+        if (np.diff(breaks) < 0).any():
+            raise ValueError(f"{_name(mask)}: {name} must be sorted, got {breaks!r:.100}")
 
 
 def _visible(mask: Mask, q: np.ndarray, k: np.ndarray) -> np.ndarray:
@@ -235,17 +266,17 @@ def _covers(mask: Mask, pairs: _SpanPairs) -> np.ndarray:
     return covers
 
 
-def _check_all(mask: Mask, seq_len: int, pairs: _SpanPairs) -> None:
+def _check_all(mask: Mask, lengths: _Lengths, pairs: _SpanPairs) -> None:
     """Compare `covers` with `visible` at all positions of all pairs of spans."""
-    at = np.arange(seq_len)
-    seen = _visible(mask, at[:, None], at[None])
-    n = round(len(pairs.k.start) ** 0.5)
-    keys = Spans(*(x[:n] for x in pairs.k))
-    offset = at[None] - keys.start[:, None]
-    inside = (offset >= 0) & (offset % keys.stride[:, None] == 0)
-    inside &= at[None] <= keys.last[:, None]
-    inside = inside.astype(np.int64)
-    count = (inside @ seen @ inside.T).ravel()
+    at_queries, at_keys = (np.arange(seq_len) for seq_len in lengths)
+    seen = _visible(mask, at_queries[:, None], at_keys[None])
+    inside = []
+    for seq_len, at in zip(lengths, (at_queries, at_keys), strict=True):
+        start, stride, length = (x[:, None] for x in _all_spans(seq_len))
+        offset = at[None] - start
+        within = (offset >= 0) & (offset % stride == 0) & (offset // stride < length)
+        inside.append(within.astype(np.int64))
+    count = (inside[0] @ seen @ inside[1].T).ravel()
     all_pairs = pairs.q.length * pairs.k.length
     covers = _covers(mask, pairs)
     wrong = ((covers == EMPTY) & (count > 0)) | ((covers == FULL) & (count < all_pairs))

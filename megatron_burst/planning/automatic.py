@@ -17,6 +17,7 @@ from ..autotune.rates import Rates
 from ..autotune.select import TIE, Choice, best
 from ..comm.consensus import attempt
 from ..comm.groups import Groups
+from ..layout import Replicated
 from ..schedule.cost import Sizes
 from .validate import WIRE, Request
 
@@ -76,9 +77,11 @@ def _choice(request: Request, groups: Groups, rates: Rates) -> Choice:
 
 def _fastest(request: Request, sizes: Sizes, groups: Groups, rates: Rates) -> Choice:
     options = request.options
+    assert not isinstance(request.key_layout, Replicated)
     workload = Workload(
-        sizes, request.mask, request.layout, options.sequence_chunks, options.row_blocks
-    )
+        sizes, request.mask, request.layout, options.sequence_chunks, options.row_blocks,
+        key_layout=request.key_layout if request.key_len else None,
+    )  # fmt: skip
     side = None if options.side == "auto" else options.side
     fixed = FixedSettings(side=side, head_chunks=options.head_chunks)
     return fastest(workload, fixed, groups, rates)

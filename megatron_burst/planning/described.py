@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..kernels import native
+from ..layout import Layout, Replicated
 from ..schedule import cost
 from ..units import byte_size, grid_of
 from . import pipeline
@@ -21,7 +22,7 @@ def described(plan: Any) -> str:
     forward, backward = plan.traffic()
     other_side = "kv" if plan.side == "query" else "query"
     nodes = grid_of(topology.per_node, topology.size // topology.per_node)
-    if topology.ulysses > 1:
+    if len(plan.rank_plan.ulysses_links) > 1:
         nodes += f", {topology.ulysses} sharing heads ({topology.placement})"
     words = [f"burst attention: algorithm {plan.algorithm}{_why(plan)}", nodes]
     for name, passes in zip(("forward", "backward"), zip(*plan.passes, strict=True), strict=True):
@@ -33,7 +34,7 @@ def described(plan: Any) -> str:
     if len(plan.passes) > 1:
         words.append(f"{len(plan.passes)} row chunks ({_host(plan)})")
     words += [
-        f"layout {plan.layout.describe()}",
+        f"layout {plan.layout.describe()}{_keys(plan.options.key_layout)}",
         f"kernel {plan.kernel.name}{' with csrc' if csrc else ''}{_passed_over(plan)}",
         f"bytes per layer and rank: forward {_bytes(forward)}, backward {_bytes(backward)} "
         f"(side {other_side} would send {_bytes(plan.traffic(other_side)[1])})",
@@ -42,6 +43,14 @@ def described(plan: Any) -> str:
         *filter(None, [plan.groups.communicators]),
     ]
     return " | ".join(words)
+
+
+def _keys(key_layout: Layout | Replicated | None) -> str:
+    if key_layout is None:
+        return ""
+    if isinstance(key_layout, Replicated):
+        return ", all keys on every rank"
+    return f", keys {key_layout.describe()}"
 
 
 def _host(plan: Any) -> str:
@@ -72,7 +81,7 @@ def _passed_over(plan: Any) -> str:
 def _store(plan: Any) -> str:
     if not plan.recomputes:
         return "none"
-    rank, traffic = plan.groups.ring.rank, cost.Traffic()
+    rank, traffic = plan.rank_plan.ring.rank, cost.Traffic()
     for recompute in plan.recomputes:
         traffic += recompute.traffic(rank, plan.sizes)
     imbalance = pipeline.imbalance(plan.recomputes)

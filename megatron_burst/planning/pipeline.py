@@ -18,7 +18,9 @@ import numpy as np
 import torch
 
 from ..comm.groups import Groups
+from ..comm.transport import Endpoint
 from ..execution.rank_plan import RankPass, RecomputePass, RowChunk
+from ..layout import Layout, Replicated
 from ..layout.layouts import Shards, Span
 from ..layout.row_chunks import rows_of
 from ..layout.sharding import to_device
@@ -28,11 +30,12 @@ from ..recompute import selection
 from ..recompute.selection import Interval, ShardRows, rows_in
 from ..schedule import cost
 from ..schedule.algorithms import ALGORITHMS
-from ..schedule.cost import Sizes
-from ..schedule.demand import Visibility, row_chunk_spans, visibility_of
+from ..schedule.cost import Sizes, ring_spans
+from ..schedule.demand import Visibility, row_chunk_spans, visibility_of, visible_at_home
 from ..schedule.head_shares import deferred_chunks, shared_order
 from ..schedule.rings import Schedule
 from ..schedule.tables import Grid
+from ..schedule.topology import Topology
 from .build import KernelWorkCache, make_pass
 from .validate import Request
 
@@ -44,7 +47,7 @@ class PlannedPasses(NamedTuple):
         schedules: (forward, backward) of every row chunk.
         chunks: Passes of every row chunk.
         recomputes: Recomputation of every row chunk; empty without an attention store.
-        order: Order of the rows after the all-to-all, as in `RankPlan.order`.
+        key_order: Order of the keys after the all-to-all, as in `RankPlan.key_order`.
         digest: Checksum of all pairs and transfers of the schedules.
         host_forward: Schedule of the forward that receives the keys for all row chunks into host
             memory, or None.
@@ -53,9 +56,40 @@ class PlannedPasses(NamedTuple):
     schedules: tuple[tuple[Schedule, Schedule], ...]
     chunks: tuple[RowChunk, ...]
     recomputes: tuple[RecomputePlan, ...]
-    order: torch.Tensor | None
+    key_order: torch.Tensor | None
     digest: int
     host_forward: Schedule | None
+
+
+@dataclass(frozen=True)
+class RingPlace:
+    """The ring of this rank, and the ranks with which it shares heads.
+
+    Attributes:
+        topology: Placement of the ranks.
+        rank: Index of this rank in the grid.
+        ring: Endpoint of the ring.
+        ulysses: Endpoint of the ranks that share heads.
+        ulysses_links: Link class to each rank of the ulysses group, including this rank.
+    """
+
+    topology: Topology
+    rank: int
+    ring: Endpoint
+    ulysses: Endpoint
+    ulysses_links: tuple[str, ...]
+
+    @classmethod
+    def of(cls, request: Request, groups: Groups) -> RingPlace:
+        """Return the place of this rank for a call.
+
+        If every rank holds all keys, ranks do not share heads, and the ring has all ranks.
+        """
+        topology = groups.topology
+        if isinstance(request.key_layout, Replicated) and topology.ulysses > 1:
+            alone = replace(topology, ulysses=1)
+            return cls(alone, groups.rank, groups.grid, groups.grid, groups.ulysses_links[:1])
+        return cls(topology, groups.rank, groups.ring, groups.ulysses, groups.ulysses_links)
 
 
 @dataclass(frozen=True)
@@ -64,30 +98,43 @@ class RingRequest:
 
     Attributes:
         request: Checked arguments.
-        groups: Groups of the call.
+        place: Ring of this rank.
         sizes: Sizes of one rank of the ring.
-        keys: Key spans of each rank of the ring.
+        queries: Query spans of each rank of the ring.
+        keys: Key spans of each rank of the ring. The same object as `queries` if keys and queries
+            are the same sequence.
     """
 
     request: Request
-    groups: Groups
+    place: RingPlace
     sizes: Sizes
+    queries: Shards
     keys: Shards
+
+    @classmethod
+    def of(cls, request: Request, groups: Groups) -> RingRequest:
+        """Return the input of the stages for this rank of `groups`."""
+        place = RingPlace.of(request, groups)
+        queries = ring_spans(request.layout, place.topology, request.seq_len)
+        keys: Shards = queries
+        if isinstance(request.key_layout, Replicated):
+            keys = [_all_positions(request.key_len)] * place.topology.ring_size
+        elif request.key_layout is not None:
+            keys = [()] * place.topology.ring_size
+            if request.key_len:
+                keys = ring_spans(request.key_layout, place.topology, request.key_len)
+        sizes = request.sizes.shared(place.topology.ulysses)
+        return cls(request, place, sizes, queries, keys)
 
     @property
     def grid(self) -> Grid:
         """Return the grid of nodes and ranks per node of the ring."""
-        return Grid(self.groups.topology.inter_size, self.groups.topology.intra_size)
+        return Grid(self.place.topology.inter_size, self.place.topology.intra_size)
 
     @property
     def algorithm(self) -> str:
         """Return the algorithm of the ring, such as "burst" for "hybrid"."""
         return ring_algorithm(self.request.options.algorithm)
-
-    @property
-    def seq_len(self) -> int:
-        """Return the number of positions of the sequence."""
-        return self.request.tensors[0].shape[0] * self.groups.size
 
     def visibility(self, queries: Shards, joined: bool | None = None) -> Visibility:
         """Return which of these queries attend to which keys of the ring.
@@ -99,21 +146,18 @@ class RingRequest:
                 value.
         """
         request = self.request
-        return visibility_of(
-            request.mask, queries, self.keys, getattr(request.kernel, "joins", joined)
-        )
+        joined = getattr(request.kernel, "joins", joined)
+        if isinstance(request.key_layout, Replicated):
+            return visible_at_home(queries, self.keys, joined)
+        return visibility_of(request.mask, queries, self.keys, joined)
 
 
-def passes(request: Request, groups: Groups, sizes: Sizes, keys: Shards) -> PlannedPasses:
-    """Run all stages for one rank; return its passes and the schedules.
+def _all_positions(seq_len: int) -> tuple[Span, ...]:
+    return (Span(0, 1, seq_len),) if seq_len else ()
 
-    Args:
-        request: Checked arguments.
-        groups: Groups of the call.
-        sizes: Sizes of one rank of the ring.
-        keys: Key spans of each rank of the ring.
-    """
-    ring = RingRequest(request, groups, sizes, keys)
+
+def passes(ring: RingRequest) -> PlannedPasses:
+    """Run all stages for one rank; return its passes and the schedules."""
     return programs(ring, schedules(ring, demands(ring)))
 
 
@@ -159,31 +203,30 @@ class RowDemand(NamedTuple):
 
 def demands(ring: RingRequest) -> list[RowDemand]:
     """Return the queries of each row chunk, and the keys that its passes need."""
-    groups, mask, layout = ring.groups, ring.request.mask, ring.request.layout
-    options, length = ring.request.options, ring.seq_len
-    ranks = groups.topology.ulysses_group(groups.rank)
+    topology, mask, layout = ring.place.topology, ring.request.mask, ring.request.layout
+    options, length = ring.request.options, ring.request.seq_len
+    ranks = topology.ulysses_group(ring.place.rank)
     whole_shards = [layout.spans(rank, length) for rank in ranks]
-    cuts: list[tuple[np.ndarray | None, Shards, Shards]] = [(None, ring.keys, whole_shards)]
+    cuts: list[tuple[np.ndarray | None, Shards, Shards]] = [(None, ring.queries, whole_shards)]
     if options.sequence_chunks > 1:
         count, blocks = options.sequence_chunks, options.row_blocks
         cuts = [
             (rows_of(runs), queries, [own[rank] for rank in ranks])
-            for runs, queries, own in row_chunk_spans(
-                layout, groups.topology, length, count, blocks
-            )
+            for runs, queries, own in row_chunk_spans(layout, topology, length, count, blocks)
         ]
     stored = None
     if options.store is not None:
-        stored = selection.split_positions(mask, length, options.store, groups.size)
+        all_keys = _all_positions(ring.request.key_len)
+        stored = selection.split_positions(mask, length, all_keys, options.store, layout.cp_size)
     all_rows = None
     if len(cuts) > 1 and ALGORITHMS[ring.algorithm].keeps:
         # Keys in host memory are fetched chunk by chunk, so no kernel call reads several chunks.
-        all_rows = ring.visibility(ring.keys, joined=False)
+        all_rows = ring.visibility(ring.queries, joined=False)
     row_demands = []
     for rows, queries, members in cuts:
         visible = ring.visibility(queries)
         host = None if all_rows is None else replace(all_rows, queries=visible.queries)
-        own = members[ranks.index(groups.rank)]
+        own = members[ranks.index(ring.place.rank)]
         recompute = _recompute_demand(ring, queries, own, *stored) if stored else None
         row_demands.append(RowDemand(rows, queries, members, visible, host, recompute))
     return row_demands
@@ -207,7 +250,7 @@ def _recompute_demand(
     """
     missing = tuple(rows_in(spans, dropped) for spans in queries)
     ring_kept, own_kept = (
-        rows_in(spans, kept).rows for spans in (queries[ring.groups.ring.rank], own)
+        rows_in(spans, kept).rows for spans in (queries[ring.place.ring.rank], own)
     )
     visible = ring.visibility([spans.spans for spans in missing])
     return RecomputeDemand(missing, ring_kept, own_kept, visible)
@@ -263,7 +306,7 @@ class RecomputePlan:
         run: Pass of this rank.
         mask: Mask of the call.
         queries: Rows to recompute, for each rank of the ring.
-        seq_len: Number of positions of the sequence.
+        keys: Spans of all keys.
     """
 
     keep: float
@@ -271,13 +314,13 @@ class RecomputePlan:
     run: RecomputePass
     mask: Mask
     queries: tuple[ShardRows, ...]
-    seq_len: int
+    keys: tuple[Span, ...]
 
     def work(self) -> list[int]:
         """Return the number of visible pairs that each rank of the ring recomputes."""
-        all_keys = (Span(0, 1, self.seq_len),)
         return [
-            cost.visible_pairs(self.mask, q.spans, all_keys) if q.spans else 0 for q in self.queries
+            cost.visible_pairs(self.mask, q.spans, self.keys) if q.spans and self.keys else 0
+            for q in self.queries
         ]
 
     def imbalance(self) -> float:
@@ -308,10 +351,14 @@ def without_tables(schedule: Schedule) -> Schedule:
 
 def programs(ring: RingRequest, scheduled: Sequence[RowSchedules]) -> PlannedPasses:
     """Return the passes of this rank, made from the schedules of all ranks."""
-    chunks, recomputes, order = [], [], None
-    if ring.groups.topology.ulysses > 1:
-        ranks = ring.groups.topology.ulysses_group(ring.groups.rank)
-        order = _order(ring, [ring.request.layout.spans(rank, ring.seq_len) for rank in ranks])
+    chunks, recomputes, key_order = [], [], None
+    request, topology = ring.request, ring.place.topology
+    if topology.ulysses > 1:
+        ranks = topology.ulysses_group(ring.place.rank)
+        layout = request.key_layout or request.layout
+        assert isinstance(layout, Layout)
+        if request.key_len:
+            key_order = _order(ring, [layout.spans(rank, request.key_len) for rank in ranks])
     for index, row_schedules in enumerate(scheduled):
         chunk = _row_chunk(ring, row_schedules, f", rows {index}" if len(scheduled) > 1 else "")
         chunks.append(chunk)
@@ -347,7 +394,7 @@ def programs(ring: RingRequest, scheduled: Sequence[RowSchedules]) -> PlannedPas
         ),
         tuple(chunks),
         tuple(recomputes),
-        order,
+        key_order,
         hash(tuple(schedule.tables.digest for schedule in all_schedules)),
         None if host_forward is None else without_tables(host_forward),
     )
@@ -359,7 +406,7 @@ def _row_chunk(ring: RingRequest, scheduled: RowSchedules, title: str) -> RowChu
     The names of the passes end with `title`.
     """
     (rows, queries, members, *_, demand), forward, backward, host, recompute = scheduled
-    rank, kernel, mask = ring.groups.ring.rank, ring.request.kernel, ring.request.mask
+    rank, kernel, mask = ring.place.ring.rank, ring.request.kernel, ring.request.mask
     works = KernelWorkCache(kernel, mask, queries, ring.keys, ring.sizes)
     recompute_pass, device = None, ring.request.tensors[0].device
     deferred = deferred_chunks(ring.request.options.head_chunks or 1) > 0
@@ -376,7 +423,7 @@ def _row_chunk(ring: RingRequest, scheduled: RowSchedules, title: str) -> RowChu
     name = f"attention backward, side {backward.side}{title}"
     return RowChunk(
         rows=None if rows is None else to_device(rows, device),
-        order=_order(ring, members) if ring.groups.topology.ulysses > 1 else None,
+        order=_order(ring, members) if ring.place.topology.ulysses > 1 else None,
         forward=make_pass(f"attention forward{title}", forward, rank, works, device, deferred),
         backward=make_pass(name, backward, rank, works, device, deferred),
         recompute=recompute_pass,
@@ -410,4 +457,5 @@ def _recompute(
     request = ring.request
     assert request.options.store is not None
     schedule, keep = without_tables(schedule), request.options.store
-    return RecomputePlan(keep, schedule, run, request.mask, demand.queries, ring.seq_len)
+    keys = _all_positions(request.key_len)
+    return RecomputePlan(keep, schedule, run, request.mask, demand.queries, keys)

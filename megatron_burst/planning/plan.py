@@ -17,6 +17,7 @@ from ..comm import packing
 from ..comm.consensus import Facts
 from ..comm.groups import Groups
 from ..comm.transport import Channel
+from ..execution import key_sums
 from ..execution.function import StoredResults
 from ..execution.host_keys import KeyHostMemory
 from ..execution.rank_plan import RankPlan
@@ -54,7 +55,7 @@ class Plan:
     Attributes:
         groups: Groups of the calls.
         options: `AttentionOptions` in which every "auto" and default is resolved.
-        layout: Layout of q, k and v.
+        layout: Layout of q, and of k and v unless `options.key_layout` is set.
         mask: Attention mask.
         signature: (shape, dtype, device) of q, k and v.
         sizes: Sizes of this rank's tensors in its ring, after the all-to-all of ulysses groups.
@@ -122,7 +123,7 @@ class Plan:
                 call.
         """
         if not all(isinstance(t, torch.Tensor) for t in (q, k, v)):
-            check_shapes(q, k, v)
+            check_shapes(q, k, v, other_keys=self.options.key_layout is not None)
         if not self.matches(q, k, v):
             raise ValueError(
                 f"plan: made for {self.signature} and gradients of (q, k, v) {self.needs_grad}; "
@@ -298,9 +299,10 @@ class Plan:
         Raises:
             ValueError: `host` is set and the plan has a `host_refusal`.
         """
-        groups, sizes = self.groups, self.sizes
+        groups, sizes, rank_plan = self.groups, self.sizes, self.rank_plan
+        ring_rank = rank_plan.ring.rank
         forward_bytes, backward_bytes = cost.head_traffic(
-            groups.ulysses_links, groups.ulysses.rank, sizes, len(self.passes) > 1
+            rank_plan.ulysses_links, rank_plan.ulysses.rank, sizes, len(self.passes) > 1
         )
         forwards = [forward for forward, _ in self.passes]
         if host:
@@ -308,14 +310,21 @@ class Plan:
                 raise ValueError(f"host: {self.host_refusal}")
             forwards = [self.host_forward]
         for forward in forwards:
-            forward_bytes += cost.traffic(without_tables(forward), groups.ring.rank, sizes)
+            forward_bytes += cost.traffic(without_tables(forward), ring_rank, sizes)
+        backward_bytes += cost.key_sum_traffic(self._key_sum_links, groups.rank, sizes)
         for _, backward in self.passes:
             if side not in (None, backward.side):
                 backward = cost.backward_schedule(
                     backward.algorithm, backward.grid, backward.visibility, sizes, side=side
                 )
-            backward_bytes += cost.traffic(without_tables(backward), groups.ring.rank, sizes)
+            backward_bytes += cost.traffic(without_tables(backward), ring_rank, sizes)
         return forward_bytes, backward_bytes
+
+    @property
+    def _key_sum_links(self) -> tuple[str, ...]:
+        """Link class to each rank with which this rank sums gradients of keys."""
+        key_sum = self.rank_plan.key_sum
+        return () if key_sum is None else key_sum.links
 
     @property
     def channels(self) -> list[Channel]:
@@ -329,14 +338,16 @@ class Plan:
             ]
         routes = (schedule.travels(self.groups.cache)[0] for schedule in schedules)
         channels = [Channel(*channel) for route in routes for channel in route]
-        if self.groups.topology.ulysses > 1:
+        if len(self.rank_plan.ulysses_links) > 1:
             channels.append(Channel("ulysses", False))
+        if self.rank_plan.key_sum is not None:
+            channels.append(key_sums.CHANNEL)
         return list(dict.fromkeys(channels))
 
     @property
     def call(self) -> tuple[object, ...]:
-        """Return (signature, mask, layout), which identifies an attention call in a checkpoint."""
-        return self.signature, self.mask, self.layout
+        """Return a tuple that identifies an attention call in a checkpoint."""
+        return self.signature, self.mask, self.layout, self.options.key_layout
 
     @property
     def side(self) -> str:
@@ -346,7 +357,7 @@ class Plan:
     @property
     def held_bytes(self) -> int:
         """Return the peak bytes of received chunks and of partial results for other ranks."""
-        rank, sizes = self.groups.ring.rank, self.sizes
+        rank, sizes = self.rank_plan.ring.rank, self.sizes
         summed = replace(sizes, wire_itemsize=sizes.stat_itemsize)
         return max(
             held_bytes(without_tables(schedule), rank, summed.row_bytes(schedule))
@@ -372,9 +383,11 @@ class Plan:
             *(schedule.travels(self.groups.cache)[1] for schedule in self.schedules)
         )
         sizes = [payload(family) for family in families]
-        ulysses = self.groups.topology.ulysses
+        ulysses = len(self.rank_plan.ulysses_links)
         if ulysses > 1:
             sizes += self.sizes.scattered_bytes(ulysses, resends_q=True)
+        if self._key_sum_links:
+            sizes.append(cost.key_sum_bytes(self._key_sum_links, self.sizes))
         tensors = 4  # largest number per message
         return max(sizes, default=0) + tensors * packing.ALIGNMENT + packing.ENVELOPE
 

@@ -17,12 +17,11 @@ from typing_extensions import Unpack
 from ..comm.consensus import Facts, identity
 from ..comm.groups import Groups, check_groups
 from ..comm.operation import Operation, prepared
-from ..execution.rank_plan import RankPlan
-from ..layout.layouts import Shards
+from ..execution.rank_plan import KeySum, RankPlan
+from ..layout import Replicated
 from ..options import AttentionKeywords, AttentionOptions
-from ..schedule.cost import Sizes, ring_spans
 from ..schedule.head_shares import deferred_chunks
-from .pipeline import PlannedPasses, passes
+from .pipeline import PlannedPasses, RingRequest, passes
 from .plan import Plan
 from .stand_ins import TensorShapes, of_shape
 from .validate import NeedsGrad, Request, check, signature
@@ -114,20 +113,21 @@ class RingOperation(Operation[Request, Plan]):
 
     def build(self, request: Request) -> Plan:
         groups, options, (q, k, _) = self.groups, request.options, request.tensors
-        sizes = request.sizes.shared(groups.topology.ulysses)
-        spans = ring_spans(request.layout, groups.topology, q.shape[0] * groups.size)
-        passes = _passes(request, groups, sizes, spans)
+        ring = RingRequest.of(request, groups)
+        passes = _passes(ring, groups)
         rank_plan = RankPlan(
-            ring=groups.ring, ulysses=groups.ulysses, ulysses_links=groups.ulysses_links,
+            ring=ring.place.ring, ulysses=ring.place.ulysses,
+            ulysses_links=ring.place.ulysses_links,
             kernel=request.kernel, scoring=request.scoring, wire_dtype=request.wire_dtype,
             needs_grad=request.needs_grad, heads=q.shape[2], kv_heads=k.shape[2],
-            head_chunks=options.head_chunks or 1, chunks=passes.chunks, order=passes.order,
+            head_chunks=options.head_chunks or 1, chunks=passes.chunks,
+            key_order=passes.key_order, key_sum=_key_sum(request, groups),
         )  # fmt: skip
         # Messages on CUDA have no envelope, so only this fact detects ranks with other tables.
         facts = request.facts | {"schedule": passes.digest}
         return Plan(
             groups=groups, options=options, layout=request.layout, mask=request.mask,
-            signature=signature(*request.tensors), sizes=sizes, passes=passes.schedules,
+            signature=signature(*request.tensors), sizes=ring.sizes, passes=passes.schedules,
             facts=facts, identity=identity(facts), digest=passes.digest, rank_plan=rank_plan,
             recomputes=passes.recomputes, choice=request.choice, host_forward=passes.host_forward,
         )  # fmt: skip
@@ -173,7 +173,11 @@ class AttentionOperation(RingOperation):
 
     @property
     def measures(self) -> bool:
-        return self.options.algorithm == "auto"
+        options = self.options
+        replicated = options.key_layout == "replicated" or isinstance(
+            options.key_layout, Replicated
+        )
+        return options.algorithm == "auto" and not replicated
 
     def choose(self, request: Request) -> Request | ValueError:
         from .automatic import resolve  # imports the simulator, which only "auto" needs
@@ -181,21 +185,32 @@ class AttentionOperation(RingOperation):
         return resolve(request, self.groups, self.rates)
 
 
-def _passes(request: Request, groups: Groups, sizes: Sizes, spans: Shards) -> PlannedPasses:
+def _key_sum(request: Request, groups: Groups) -> KeySum | None:
+    """Return how gradients of keys that every rank holds are summed; None if they are not."""
+    layout = request.key_layout
+    if not isinstance(layout, Replicated) or not layout.sum_gradients or groups.size == 1:
+        return None
+    topology = groups.topology
+    links = tuple(topology.link(groups.rank, peer) for peer in range(groups.size))
+    return KeySum(groups.grid, links)
+
+
+def _passes(ring: RingRequest, groups: Groups) -> PlannedPasses:
     """Return the passes (forward, backward) of this rank.
 
     They are cached if the mask does not depend on the batch.
     """
+    request = ring.request
     if not request.mask.cacheable:
-        return passes(request, groups, sizes, spans)
+        return passes(ring)
     options = request.options
     key = (request.kernel.name, request.tensors[0].device, request.mask, request.layout,
-           tuple(map(tuple, spans)), sizes,
+           request.key_layout, tuple(map(tuple, ring.queries)), ring.sizes,
            options.algorithm, options.side, options.store,
            options.sequence_chunks, options.row_blocks,
            deferred_chunks(options.head_chunks or 1) > 0)  # fmt: skip
     cached_passes = groups.recent("works", WORKS_KEPT)
     ring_passes = cached_passes.find(key)
     if ring_passes is None:
-        ring_passes = cached_passes.keep(key, passes(request, groups, sizes, spans))
+        ring_passes = cached_passes.keep(key, passes(ring))
     return ring_passes

@@ -22,7 +22,7 @@ from ..comm.groups import Groups
 from ..kernels import registry
 from ..kernels.base import Kernel, Scoring
 from ..kernels.online_softmax import accumulation_dtype
-from ..layout import LAYOUTS, Layout, check_fraction, make
+from ..layout import LAYOUTS, Layout, Replicated, check_fraction, make
 from ..masks import Causal, Mask
 from ..masks.base import custom_parts
 from ..masks.verify import check_custom
@@ -54,7 +54,9 @@ class Request:
         tensors: q, k and v.
         options: Options in which names and defaults are replaced by a `Layout`, a mask and numbers.
             "auto" is resolved later.
-        layout: Layout.
+        layout: Layout of the queries, and of the keys unless `key_layout` is set.
+        key_layout: Layout of keys that are another sequence, or `Replicated`; None if keys and
+            queries are the same sequence.
         mask: Mask.
         kernel: Local attention kernel.
         scoring: Scale and softcap.
@@ -68,6 +70,7 @@ class Request:
     tensors: QKV
     options: AttentionOptions
     layout: Layout
+    key_layout: Layout | Replicated | None
     mask: Mask
     kernel: Kernel
     scoring: Scoring
@@ -85,7 +88,18 @@ class Request:
             width=q.shape[3], value_width=v.shape[3], itemsize=q.element_size(),
             stat_itemsize=accumulation_dtype(q.dtype).itemsize,
             wire_itemsize=self.wire_dtype.itemsize, needs_grad=self.needs_grad,
+            key_tokens=k.shape[0],
         )  # fmt: skip
+
+    @property
+    def seq_len(self) -> int:
+        """Return the number of positions of the queries' sequence."""
+        return self.tensors[0].shape[0] * self.layout.cp_size
+
+    @property
+    def key_len(self) -> int:
+        """Return the number of positions of the keys' sequence."""
+        return key_len(self.tensors[1].shape[0], self.key_layout, self.layout)
 
 
 def check(
@@ -115,7 +129,7 @@ def check(
         ValueError: An argument is not supported.
     """
     q, k, v = tensors
-    check_shapes(q, k, v)
+    check_shapes(q, k, v, other_keys=options.key_layout is not None)
     _check_device(groups, q)
     _check_names(options)
     _check_algorithm(options.algorithm, groups, q, k)
@@ -124,18 +138,29 @@ def check(
     _check_row_chunks(options, q.shape[0])
     if rates is not None:
         _check_rates(rates, options.algorithm)
-    layout = _layout(options.layout, groups, q.shape[0])
+    layout = _layout("layout", options.layout, groups, q.shape[0])
+    key_layout = _key_layout(options.key_layout, groups, k.shape[0])
+    if options.mask is None and key_layout is not None:
+        raise ValueError(
+            "mask: keys of another sequence (key_layout) need a mask that compares their positions "
+            "with those of the queries, such as mb.masks.Full(), got None"
+        )
     mask = Causal() if options.mask is None else options.mask
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a mask from mb.masks, got {mask!r}")
-    mask.check(q.shape[0] * groups.size)
-    _check_custom(mask, q.shape[0] * groups.size, groups)
+    lengths = q.shape[0] * groups.size, key_len(k.shape[0], key_layout, layout)
+    mask.check_lengths(*lengths)
+    _check_custom(mask, lengths, groups)
     _check_numbers(options)
     if max_logits is not None:
         check_max_logits(max_logits, q)
     kernel = registry.make(
         options.kernel, q, k, v, options.softcap, mask,
-        beside_rings=groups.size > 1 and options.algorithm != "ulysses",
+        beside_rings=(
+            groups.size > 1
+            and options.algorithm != "ulysses"
+            and not isinstance(key_layout, Replicated)
+        ),
         maximum=max_logits is not None,
     )  # fmt: skip
     wire_dtype = _wire_dtype(options, q)
@@ -143,8 +168,12 @@ def check(
         check_sink(sink, q)
     needs_grad = _needs_grad(needs_grad, tensors)
     scale = q.shape[-1] ** -0.5 if options.softmax_scale is None else float(options.softmax_scale)
+    if isinstance(key_layout, Replicated) and options.algorithm == "auto":
+        options = _without_choice(options)  # no keys are sent, so there is nothing to choose
+        wire_dtype = _wire_dtype(options, q)
     resolved = replace(
-        options, layout=layout, mask=mask, softmax_scale=scale, store=options.store or None,
+        options, layout=layout, key_layout=key_layout, mask=mask, softmax_scale=scale,
+        store=options.store or None,
         # With algorithm "auto" these are resolved later, like the algorithm.
         grad_wire_dtype="auto" if options.grad_wire_dtype == "auto" else wire_dtype,
         head_chunks=options.head_chunks or (None if options.algorithm == "auto" else 1),
@@ -163,8 +192,8 @@ def check(
         "rates": rates,
     }
     return Request(
-        tensors, resolved, layout, mask, kernel, Scoring(scale, options.softcap), wire_dtype,
-        needs_grad, facts,
+        tensors, resolved, layout, key_layout, mask, kernel, Scoring(scale, options.softcap),
+        wire_dtype, needs_grad, facts,
     )  # fmt: skip
 
 
@@ -247,16 +276,21 @@ def _check_rates(rates: Rates, algorithm: str) -> None:
         raise ValueError(f"rates require algorithm='auto', got algorithm={algorithm!r}")
 
 
-def _check_custom(mask: Mask, seq_len: int, groups: Groups) -> None:
-    """Check the user-defined parts of a mask, once per part and sequence length."""
+def _without_choice(options: AttentionOptions) -> AttentionOptions:
+    wire = None if options.grad_wire_dtype == "auto" else options.grad_wire_dtype
+    return replace(options, algorithm="burst", grad_wire_dtype=wire)
+
+
+def _check_custom(mask: Mask, lengths: tuple[int, int], groups: Groups) -> None:
+    """Check the user-defined parts of a mask, once per part and lengths of queries and keys."""
     parts = custom_parts(mask)
     if not parts:
         return
     passed = groups.recent("checked masks", MASKS_CHECKED)
     for part in parts:
-        key = type(part), repr(part), seq_len
+        key = type(part), repr(part), lengths
         if key not in passed:
-            check_custom(part, seq_len)
+            check_custom(part, *lengths)
         passed.keep(key, True)
 
 
@@ -288,31 +322,63 @@ def _check_device(groups: Groups, q: torch.Tensor) -> None:
         )
 
 
-def _layout(layout: str | Layout, groups: Groups, rows: int) -> Layout:
+def key_len(rows: int, key_layout: Layout | Replicated | None, layout: Layout) -> int:
+    """Return the number of positions of the keys' sequence, given the keys of one rank.
+
+    Args:
+        rows: Number of keys of a rank.
+        key_layout: Layout of the keys; None for the layout of the queries.
+        layout: Layout of the queries.
+    """
+    return rows if isinstance(key_layout, Replicated) else rows * layout.cp_size
+
+
+def _key_layout(key_layout: object, groups: Groups, rows: int) -> Layout | Replicated | None:
+    if key_layout is None or isinstance(key_layout, Replicated):
+        return key_layout
+    if key_layout == "replicated":
+        return Replicated()
+    return _layout("key_layout", key_layout, groups, rows)
+
+
+def _layout(name: str, layout: object, groups: Groups, rows: int) -> Layout:
+    """Return the layout of the queries or of the keys.
+
+    Args:
+        name: Option that the layout is passed as, "layout" or "key_layout".
+        layout: Value of the option.
+        groups: Groups of the call.
+        rows: Number of rows of a rank.
+    """
+    replicated = ", replicated" if name == "key_layout" else ""
     if not isinstance(layout, (str, Layout)):
-        raise ValueError(f"layout must be a name or a layout from mb.layout, got {layout!r}")
+        raise ValueError(f"{name} must be a name or a layout from mb.layout, got {layout!r}")
     if isinstance(layout, str):
         if layout == "balanced":
             raise ValueError(
-                "layout 'balanced' depends on the batch; pass mb.layout.make('balanced', cp_size="
+                f"{name} 'balanced' depends on the batch; pass mb.layout.make('balanced', cp_size="
                 f"{groups.size}, cu_seqlens=...)"
             )
         if layout not in LAYOUTS:
             raise ValueError(
-                f"layout must be one of {', '.join(sorted(LAYOUTS))}, or a layout such as "
-                f"mb.layout.make('block_striped', cp_size={groups.size}, block=...), got {layout!r}"
+                f"{name} must be one of {', '.join(sorted(LAYOUTS))}{replicated}, or a layout such "
+                f"as mb.layout.make('block_striped', cp_size={groups.size}, block=...), got "
+                f"{layout!r}"
             )
         layout = make(layout, cp_size=groups.size)
     if layout.cp_size != groups.size:
         raise ValueError(
-            f"layout is for {layout.cp_size} ranks, but groups have {groups.size}; make it with "
+            f"{name} is for {layout.cp_size} ranks, but groups have {groups.size}; make it with "
             f"cp_size={groups.size}"
         )
+    if name == "key_layout" and not rows:
+        return layout
     try:
         layout.check(rows * groups.size)
     except ValueError as error:
+        tensors = "k, v" if name == "key_layout" else "q, k, v"
         raise ValueError(
-            f"q, k, v: {rows} rows on each of {groups.size} ranks are {rows * groups.size} "
+            f"{tensors}: {rows} rows on each of {groups.size} ranks are {rows * groups.size} "
             f"positions; {error}"
         ) from error
     return layout
@@ -330,8 +396,16 @@ def _described(t: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype, str]:
     return tuple(t.shape), t.dtype, str(t.device)
 
 
-def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def check_shapes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, other_keys: bool = False
+) -> None:
     """Check that q, k and v are tensors with matching shapes, dtypes and devices.
+
+    Args:
+        q: Queries of this rank.
+        k: Keys of this rank.
+        v: Values of this rank.
+        other_keys: True if keys may have another number of rows than queries, or none.
 
     Raises:
         ValueError: A shape, dtype or device is not supported, or does not match the other tensors.
@@ -349,17 +423,23 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
                 f"{name} must be a dense tensor, got a sparse one ({tensor.layout}); use "
                 f"{name}.to_dense()"
             )
-        if tensor.dim() != 4 or 0 in tensor.shape:
+        sizes = tensor.shape[1:] if other_keys and name != "q" else tensor.shape
+        if tensor.dim() != 4 or 0 in sizes:
             raise ValueError(f"{name} must be [s, b, heads, width], got {tuple(tensor.shape)}")
         if tensor.dtype not in DTYPES or tensor.dtype != q.dtype or tensor.device != q.device:
             raise ValueError(
                 f"{name}: q, k, v must have the same device and the same dtype, one of {DTYPES}; "
                 f"got {tensor.dtype} on {tensor.device}, and q is {q.dtype} on {q.device}"
             )
-    if k.shape[:2] != q.shape[:2] or v.shape[:2] != q.shape[:2] or v.shape[2] != k.shape[2]:
+    if k.shape[:3] != v.shape[:3] or k.shape[1] != q.shape[1]:
         raise ValueError(
-            "q, k, v must have the same s and b, and k, v the same number of heads, got "
+            "q, k, v must have the same b, and k, v the same s and number of heads, got "
             f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    if len(k) != len(q) and not other_keys:
+        raise ValueError(
+            f"k, v must have the {len(q)} rows of q, got {len(k)}; keys of another sequence need "
+            "key_layout"
         )
     if q.shape[3] != k.shape[3]:
         raise ValueError(

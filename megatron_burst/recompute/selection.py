@@ -43,13 +43,14 @@ class ShardRows(NamedTuple):
 
 
 def split_positions(
-    mask: Mask, seq_len: int, keep: float, cp_size: int
+    mask: Mask, seq_len: int, keys: Sequence[Span], keep: float, cp_size: int
 ) -> tuple[list[Interval], list[Interval]]:
     """Split the positions of a sequence into stored and recomputed positions.
 
     Args:
         mask: Mask of the sequence.
         seq_len: Number of positions.
+        keys: Spans of all keys.
         keep: Fraction of the positions to store, rounded to a multiple of `cp_size` positions.
         cp_size: Number of context-parallel ranks.
 
@@ -60,11 +61,10 @@ def split_positions(
     target = round(keep * seq_len / cp_size) * cp_size
     edges = np.unique(np.linspace(0, seq_len, min(BLOCKS, seq_len) + 1).astype(int))
     blocks = [Interval(int(a), int(b)) for a, b in pairwise(edges)]
-    all_keys = (Span(0, 1, seq_len),)
 
     def cost_per_row(block: Interval) -> tuple[float, int]:
         length = block.stop - block.start
-        pairs = visible_pairs(mask, (Span(block.start, 1, length),), all_keys)
+        pairs = visible_pairs(mask, (Span(block.start, 1, length),), keys) if keys else 0
         return pairs / length, block.start
 
     stored: list[Interval] = []

@@ -93,6 +93,25 @@ def head_traffic(
     return forward, back
 
 
+def key_sum_traffic(links: Sequence[str], rank: int, sizes: Sizes) -> Traffic:
+    """Return the bytes that a rank sends to sum the gradients of keys that every rank holds.
+
+    Args:
+        links: Link class from the rank to each rank; empty if gradients are not summed.
+        rank: The rank.
+        sizes: Sizes of one rank.
+    """
+    peers = [link for peer, link in enumerate(links) if peer != rank]
+    sent = 2 * key_sum_bytes(links, sizes) if peers else 0
+    return Traffic(peers.count("intra") * sent, peers.count("inter") * sent)
+
+
+def key_sum_bytes(links: Sequence[str], sizes: Sizes) -> int:
+    """Return the bytes of one message of a sum of gradients; each rank sends two to each other."""
+    elements = sizes.key_rows * sizes.backward.dkv // sizes.wire_itemsize
+    return -(-elements // len(links)) * sizes.wire_itemsize
+
+
 def forward_schedule(
     algorithm: str, grid: Grid, visibility: Visibility, sizes: Sizes, *, route: str = "auto"
 ) -> Schedule:

@@ -240,6 +240,23 @@ def visibility_of(
     )
 
 
+def visible_at_home(q_shards: Shards, k_shards: Shards, joined: bool | None = None) -> Visibility:
+    """Return the `Visibility` of ranks that all hold all keys, so that no rank uses other shards.
+
+    The arguments are the same as in `visibility_of`.
+    """
+    seen = np.diag([len(q) > 0 and len(k) > 0 for q, k in zip(q_shards, k_shards, strict=True)])
+    return Visibility(seen, _used_at_home(q_shards), _used_at_home(k_shards), joined)
+
+
+def _used_at_home(shards: Shards) -> Bundles:
+    rows = np.array([sum(span.length for span in shard) for shard in shards], dtype=np.int64)
+    owner = np.flatnonzero(rows)
+    return bundled(
+        owner, np.zeros_like(owner), rows[owner], np.zeros((len(owner), len(rows)), dtype=bool)
+    )
+
+
 def _bundles(seen: VisibleRows, size: int) -> Bundles:
     """Group the rows of each shard into bundles: rows that the same ranks use.
 

@@ -27,6 +27,7 @@ class Sizes:
         wire_itemsize: Bytes per element of the partial results that are sent: gradients and partial
             outputs.
         needs_grad: Three bools: whether q, k and v need a gradient.
+        key_tokens: Number of key rows of the rank. None: equal to `tokens`.
     """
 
     tokens: int
@@ -39,6 +40,12 @@ class Sizes:
     stat_itemsize: int
     wire_itemsize: int
     needs_grad: tuple[bool, bool, bool]
+    key_tokens: int | None = None
+
+    @property
+    def key_rows(self) -> int:
+        """Number of key rows of the rank."""
+        return self.tokens if self.key_tokens is None else self.key_tokens
 
     def shared(self, ulysses: int) -> Sizes:
         """Return the sizes of one rank after the all-to-all in ulysses groups of `ulysses` ranks.
@@ -49,6 +56,7 @@ class Sizes:
         return replace(
             self,
             tokens=self.tokens * ulysses,
+            key_tokens=self.key_rows * ulysses,
             heads=Share(self.heads, ulysses).heads_per_rank,
             kv_heads=Share(self.kv_heads, ulysses).heads_per_rank,
         )
@@ -90,7 +98,8 @@ class Sizes:
             family: Kind of tensors, such as "kv".
         """
         row_bytes = (getattr(families, family) for families in (self.forward, self.backward))
-        return self.tokens * max(row_bytes)
+        rows = self.key_rows if family in ("kv", "dkv") else self.tokens
+        return rows * max(row_bytes)
 
     @property
     def _elements(self) -> tuple[int, int, int, int]:
@@ -116,7 +125,14 @@ class Sizes:
         Returns:
             Bytes in forward and bytes in backward.
         """
-        query, key, value, out = (self.tokens * elements for elements in self._elements)
+        query, key, value, out = (
+            rows * elements
+            for rows, elements in zip(
+                (self.tokens, self.key_rows, self.key_rows, self.tokens),
+                self._elements,
+                strict=True,
+            )
+        )
         q, k, v = self.needs_grad
         # Forward sends q, k and v to the ranks that compute their heads, and sends out back.
         # Backward sends dout to these ranks, and sends the gradients back.

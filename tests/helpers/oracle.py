@@ -167,4 +167,6 @@ def worst(got, wanted):
     """The largest absolute difference, infinite where either is not finite."""
     assert got.shape == wanted.shape, f"shape {tuple(got.shape)}, wanted {tuple(wanted.shape)}"
     difference = (got.detach().double() - wanted.double()).abs()
+    if not difference.numel():
+        return 0.0
     return difference.max().item() if difference.isfinite().all() else math.inf

@@ -26,6 +26,7 @@ from megatron_burst.masks import (
     Prefix,
     Window,
 )
+from megatron_burst.masks.tiling import cuts
 
 LENGTH = 24
 BLOCKS = [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
@@ -187,17 +188,17 @@ def test_equal_strides_make_a_band(mask):
 
 @given(masks, spans())
 def test_between_cuts_rows_of_one_residue_are_alike(mask, span):
-    """`cuts` and `modulus` are hints, but where they are given the pieces must be sorted."""
-    cuts = mask.cuts(span)
-    assert sorted(set(cuts.tolist())) == cuts.tolist()
-    assert all(0 < cut < span.length for cut in cuts)
+    """Breaks and `modulus` are hints, but cuts at breaks must be sorted."""
+    found = cuts(mask.breaks, span).tolist()
+    assert sorted(set(found)) == found
+    assert all(0 < cut < span.length for cut in found)
 
 
 def test_cuts_by_hand():
-    assert Documents([0, 5, 5, 12, 24]).cuts(Span(1, 2, 10)).tolist() == [2, 6]
-    assert Prefix(7).cuts(Span(1, 2, 10)).tolist() == [3]
-    assert BlockSparse(np.eye(3), 8).cuts(Span(6, 1, 12)).tolist() == [2, 10]
-    assert (Prefix(7) | Documents([0, 8, 24])).cuts(Span(0, 1, 24)).tolist() == [7, 8]
+    assert cuts(Documents([0, 5, 5, 12, 24]).breaks, Span(1, 2, 10)).tolist() == [2, 6]
+    assert cuts(Prefix(7).breaks, Span(1, 2, 10)).tolist() == [3]
+    assert cuts(BlockSparse(np.eye(3), 8).breaks, Span(6, 1, 12)).tolist() == [2, 10]
+    assert cuts((Prefix(7) | Documents([0, 8, 24])).breaks, Span(0, 1, 24)).tolist() == [7, 8]
     assert (Dilated(2) & Dilated(3)).modulus == 6
 
 

@@ -120,6 +120,11 @@ def setting(
             "plan: sparse attention has no softcap, and this plan was made with "
             f"softcap={plan.options.softcap}; use a plan without softcap"
         )
+    if plan.options.key_layout is not None:
+        raise ValueError(
+            "plan: sparse attention needs keys of the queries' sequence, and this plan was made "
+            f"with key_layout={plan.options.key_layout}; use a plan without key_layout"
+        )
     options = AttentionOptions(
         layout=plan.layout, mask=plan.mask, side="kv", kernel="reference",
         algorithm=plan.algorithm if plan.choice is None else "auto",

@@ -84,6 +84,8 @@ def interval(mask: Mask, q: np.ndarray) -> Interval | None:
         return interval(mask.documents, q)
     if kind is Documents:
         assert isinstance(mask, Documents)
+        if mask.for_other_keys:
+            return None
         document = mask.document(q)
         low, high = mask.bounds[document - 1], mask.bounds[document]
         return low, np.where(mask.visible(q, q), high, low)

@@ -112,7 +112,7 @@ def _of_units(mask: Mask, block: int, padded: bool) -> Mask | None:
     if isinstance(mask, Combined) and mask.symbol == "&":
         a, b = (_of_units(part, block, padded) for part in (mask.a, mask.b))
         return None if a is None or b is None else a & b
-    if type(mask) is Documents:
+    if type(mask) is Documents and not mask.for_other_keys:
         bounds, pads = mask.bounds.copy(), list(mask.padding)
         if padded:
             bounds[pads] += -bounds[pads] % block

@@ -1,0 +1,167 @@
+"""Attention to keys of another sequence (`key_layout`) against the dense oracle, in float64.
+
+Queries and keys have lengths, layouts and documents of their own. All ranks are in one process.
+"""
+
+import itertools
+import random
+import re
+import zlib
+
+import numpy as np
+import oracle
+import pytest
+import torch
+
+import megatron_burst as mb
+from megatron_burst.plugins.testing import in_process
+
+TOLERANCE = 1e-10
+RINGS = ("burst", "ring", "prefetch", "tile", "two_way", "token_ring", "all_gather", "multicast")
+GRIDS = [(1, 1), (1, 2), (1, 3), (2, 2), (2, 4), (1, 8)]
+
+
+def documents(rng, length, count):
+    """Cumulative lengths of `count` documents, some of them empty."""
+    return [0, *sorted(rng.randint(0, length) for _ in range(count - 1)), length]
+
+
+def masks_of(rng, queries, keys):
+    """A mask over (queries, keys), and a table of the visible pairs that is written by hand."""
+    kind = rng.choice(["full", "causal", "window", "documents", "documents", "windows", "dense"])
+    q, k = np.arange(queries)[:, None], np.arange(keys)[None]
+    if kind == "full" or not keys:
+        return mb.masks.Full(), np.ones((queries, keys), dtype=bool)
+    if kind == "causal":
+        return mb.masks.Causal(), k <= q
+    if kind == "window":
+        left, right = rng.randint(0, queries), rng.randint(0, keys)
+        return mb.masks.Window(left, right), (k >= q - left) & (k <= q + right)
+    if kind == "documents":
+        count = rng.randint(1, 5)
+        bounds, key_bounds = documents(rng, queries, count), documents(rng, keys, count)
+        seen = np.zeros((queries, keys), dtype=bool)
+        for rows, columns in zip(
+            itertools.pairwise(bounds), itertools.pairwise(key_bounds), strict=True
+        ):
+            seen[slice(*rows), slice(*columns)] = True
+        return mb.masks.Documents(bounds, key_cu_seqlens=key_bounds), seen
+    if kind == "windows":
+        stride = max(1, -(-queries // keys)) + rng.randint(0, 2)
+        length = rng.choice([stride, stride, stride + 2])
+        return mb.masks.Compressed(stride, length), k * stride + length - 1 <= q
+    seen = np.random.default_rng(rng.randrange(1 << 30)).random((queries, keys)) < 0.4
+    return Table(seen), seen
+
+
+class Table(mb.masks.Mask):
+    """A mask of a user that reads a table, without `cover`."""
+
+    def __init__(self, table):
+        self.table = table
+
+    def __repr__(self):
+        return f"Table({zlib.crc32(self.table.tobytes())}, {self.table.shape})"
+
+    def visible(self, q, k):
+        return self.table[q, k]
+
+
+def cut(x, positions):
+    return [x[at].clone() for at in positions]
+
+
+def positions_of(layout, ranks, length):
+    if layout == "replicated" or isinstance(layout, mb.layout.Replicated):
+        return [list(range(length)) for _ in range(ranks)]
+    if not length:
+        return [[] for _ in range(ranks)]
+    if isinstance(layout, str):
+        return oracle.permutation(layout, ranks, length)
+    return [layout.positions(rank, length).tolist() for rank in range(ranks)]
+
+
+def joined(parts, positions, like):
+    out = torch.full_like(like, torch.nan)
+    for part, at in zip(parts, positions, strict=True):
+        out[at] = part.double()
+    return out
+
+
+def drawn_layout(rng, ranks, length, of_keys):
+    names = ["contiguous", "striped"] + ["zigzag"] * (length % (2 * ranks) == 0)
+    if of_keys:
+        names += ["replicated", "replicated"]
+    if length:
+        names.append("balanced")
+    name = rng.choice(names)
+    if name == "balanced":
+        bounds = documents(rng, length, rng.randint(1, 4))
+        return mb.layout.make("balanced", cp_size=ranks, cu_seqlens=bounds)
+    return name
+
+
+def case(seed, grid):
+    """Draw a call and compare its results with the oracle; return the plan of rank 0."""
+    rng = random.Random(f"{seed} {grid}")
+    inter, intra = grid
+    ranks = inter * intra
+    ulysses = rng.choice([1, 1, *[n for n in (2, 4) if intra % n == 0]])
+    groups = in_process.groups(inter=inter, intra=intra, ulysses=ulysses)
+    q_rows, k_rows = rng.choice([2, 4, 6]), rng.choice([0, 1, 2, 4, 8, 32])
+    queries = q_rows * ranks
+    layout = drawn_layout(rng, ranks, queries, of_keys=False)
+    key_layout = drawn_layout(rng, ranks, k_rows * ranks, of_keys=True)
+    keys = k_rows * (1 if key_layout == "replicated" else ranks)
+    mask, seen = masks_of(rng, queries, keys)
+    kv_heads = rng.choice([ulysses, 2 * ulysses])
+    heads, batch = kv_heads * rng.choice([1, 3]), rng.choice([1, 2])
+    d, w = rng.choice([4, 8]), rng.choice([4, 6])
+    torch.manual_seed(seed)
+    q, k, v = (
+        torch.randn(rows, batch, n, width, dtype=torch.float64)
+        for rows, n, width in ((queries, heads, d), (keys, kv_heads, d), (keys, kv_heads, w))
+    )
+    dout = torch.randn(queries, batch, heads, w, dtype=torch.float64)
+    sink = torch.randn(heads, dtype=torch.float64) if rng.random() < 0.3 else None
+    places = positions_of(layout, ranks, queries), positions_of(key_layout, ranks, keys)
+    needs = rng.choice([(True, True, True)] * 3 + [(False, True, True), (True, False, False)])
+    options = {
+        "layout": layout, "key_layout": key_layout, "mask": mask,
+        "algorithm": rng.choice([*RINGS, *["ulysses"] * (ulysses == ranks), "auto",
+                                 *["hybrid"] * (ulysses > 1)]),
+        "side": rng.choice(["auto", "kv", "query"]),
+        "sequence_chunks": rng.choice([1, 1, 2]) if q_rows % 4 == 0 else 1,
+        "kernel": rng.choice(["auto", "reference"]),
+    }  # fmt: skip
+    if rng.random() < 0.3 and kv_heads == 2 * ulysses:
+        options["head_chunks"] = 2
+    shards = [
+        [x.requires_grad_(need) for x in cut(whole, at)]
+        for whole, at, need in zip((q, k, v), (places[0], places[1], places[1]), needs, strict=True)
+    ]
+    plans = in_process.prepare(*shards, groups=groups, sink=sink, **options)
+    outs = [in_process.attention(*shards, plan=plans, sink=sink) for _ in range(2)]  # two in flight
+    grads = cut(dout, places[0])
+    for out in outs:
+        torch.autograd.backward(out, grads)
+    seen = torch.from_numpy(seen)
+    wanted, _, *gradients = oracle.attention(q, k, v, dout, seen, sink=sink)
+    assert oracle.worst(joined(outs[1], places[0], dout), wanted) < TOLERANCE
+    for shard, place, gradient, whole, need in zip(
+        shards, (places[0], places[1], places[1]), gradients, (q, k, v), needs, strict=True
+    ):
+        if not need:
+            assert all(x.grad is None for x in shard)
+            continue
+        got = joined([x.grad for x in shard], place, whole)
+        assert oracle.worst(got, 2 * gradient) < TOLERANCE
+        if key_layout == "replicated" and whole is not q:
+            assert all(torch.equal(x.grad, shard[0].grad) for x in shard)
+    return plans
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("seed", range(12))
+def test_equals_the_dense_oracle(seed, grid):
+    case(seed, grid)
