@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..comm.groups import Groups
-from ..comm.transport import Endpoint
+from ..comm.transport import Endpoint, ProcessEndpoint
 from ..execution.rank_plan import RankPass, RecomputePass, RowChunk
 from ..layout import Layout, Replicated
 from ..layout.layouts import Shards, Span
@@ -87,8 +87,11 @@ class RingPlace:
         """
         topology = groups.topology
         if isinstance(request.key_layout, Replicated) and topology.ulysses > 1:
-            alone = replace(topology, ulysses=1)
-            return cls(alone, groups.rank, groups.grid, groups.grid, groups.ulysses_links[:1])
+            alone = ProcessEndpoint(0, (groups.rank,), channels={})
+            return cls(
+                replace(topology, ulysses=1), groups.rank, groups.grid, alone,
+                groups.ulysses_links[:1],
+            )  # fmt: skip
         return cls(topology, groups.rank, groups.ring, groups.ulysses, groups.ulysses_links)
 
 
@@ -147,7 +150,7 @@ class RingRequest:
         """
         request = self.request
         joined = getattr(request.kernel, "joins", joined)
-        if isinstance(request.key_layout, Replicated):
+        if isinstance(request.key_layout, Replicated) or not request.key_len:
             return visible_at_home(queries, self.keys, joined)
         return visibility_of(request.mask, queries, self.keys, joined)
 
