@@ -70,14 +70,16 @@ def check(mask: Mask, seq_len: int, key_len: int | None = None) -> None:
         _check(part, _Lengths(int(seq_len), int(key_len)), PAIRS, POINTS)
 
 
-def check_custom(mask: Mask, seq_len: int, key_len: int) -> None:
+def check_custom(mask: Mask, seq_len: int, key_len: int | None = None) -> None:
     """Check a custom mask with a sample of 512 pairs of spans.
 
     Args:
         mask: The mask.
         seq_len: Number of positions of the queries, at least 1.
-        key_len: Number of positions of the keys; nothing is checked if there are none.
+        key_len: Number of positions of the keys; nothing is checked if there are none. Default:
+            `seq_len`.
     """
+    key_len = seq_len if key_len is None else key_len
     if key_len:
         _check(mask, _Lengths(seq_len, key_len), FEW_PAIRS, FEW_POINTS)
 

@@ -219,8 +219,9 @@ def demands(ring: RingRequest) -> list[RowDemand]:
         ]
     stored = None
     if options.store is not None:
-        all_keys = _all_positions(ring.request.key_len)
-        stored = selection.split_positions(mask, length, all_keys, options.store, layout.cp_size)
+        stored = selection.split_positions(
+            mask, length, ring.request.key_len, options.store, layout.cp_size
+        )
     all_rows = None
     if len(cuts) > 1 and ALGORITHMS[ring.algorithm].keeps:
         # Keys in host memory are fetched chunk by chunk, so no kernel call reads several chunks.

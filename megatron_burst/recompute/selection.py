@@ -43,14 +43,14 @@ class ShardRows(NamedTuple):
 
 
 def split_positions(
-    mask: Mask, seq_len: int, keys: Sequence[Span], keep: float, cp_size: int
+    mask: Mask, seq_len: int, key_len: int, keep: float, cp_size: int
 ) -> tuple[list[Interval], list[Interval]]:
     """Split the positions of a sequence into stored and recomputed positions.
 
     Args:
         mask: Mask of the sequence.
-        seq_len: Number of positions.
-        keys: Spans of all keys.
+        seq_len: Number of positions of the queries.
+        key_len: Number of positions of the keys.
         keep: Fraction of the positions to store, rounded to a multiple of `cp_size` positions.
         cp_size: Number of context-parallel ranks.
 
@@ -64,7 +64,8 @@ def split_positions(
 
     def cost_per_row(block: Interval) -> tuple[float, int]:
         length = block.stop - block.start
-        pairs = visible_pairs(mask, (Span(block.start, 1, length),), keys) if keys else 0
+        queries, keys = (Span(block.start, 1, length),), (Span(0, 1, key_len),)
+        pairs = visible_pairs(mask, queries, keys) if key_len else 0
         return pairs / length, block.start
 
     stored: list[Interval] = []

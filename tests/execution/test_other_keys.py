@@ -5,7 +5,6 @@ Queries and keys have lengths, layouts and documents of their own. All ranks are
 
 import itertools
 import random
-import re
 import zlib
 
 import numpy as np

@@ -185,7 +185,7 @@ def test_zigzag_is_unbalanced_and_says_so():
 
 @pytest.mark.parametrize("name", ["causal", "full", "window"])
 def test_which_positions_are_kept(name):
-    stored, remaining = selection.split_positions(MASKS[name], LENGTH, 0.5, 4)
+    stored, remaining = selection.split_positions(MASKS[name], LENGTH, LENGTH, 0.5, 4)
     assert stored == [Interval(24, 48)]
     assert remaining == [Interval(0, 24)]
 
@@ -193,7 +193,7 @@ def test_which_positions_are_kept(name):
 def test_in_documents_the_costliest_rows_are_kept():
     mask, actual = (
         MASKS["documents"],
-        selection.split_positions(MASKS["documents"], LENGTH, 0.25, 4),
+        selection.split_positions(MASKS["documents"], LENGTH, LENGTH, 0.25, 4),
     )
     seen = mask.visible(np.arange(LENGTH)[:, None], np.arange(LENGTH)[None, :])
     stored, remaining = (
