@@ -29,6 +29,7 @@ _HOMES = {
     "attention": "attention",
     "checkpoint": "recompute.checkpoint",
     "choose": "autotune.select",
+    "joint_attention": "attention",
     "layout": "",
     "linear_attention": "linear_attention.operation",
     "linear_cross_entropy": "linear_cross_entropy",

@@ -2,7 +2,7 @@
 from dataclasses import dataclass as _dataclass
 
 from . import layout, masks, megatron
-from .attention import attention
+from .attention import attention, joint_attention
 from .autotune.clusters import Cluster
 from .autotune.gpus import Gpu
 from .autotune.measure import measure_rates
@@ -61,6 +61,7 @@ __all__ = [
     "choose",
     "indexer_loss",
     "layout",
+    "joint_attention",
     "linear_attention",
     "linear_cross_entropy",
     "linear_kl",

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mb.attention`: exact attention over a sequence that is split over ranks.
+"""`mb.attention` and `mb.joint_attention`: exact attention over sequences split over ranks.
 
-The function makes a plan, unless the caller passes one from `mb.prepare`, and calls the autograd
-function. `planning.validate` checks the arguments. `execution` computes the attention of one rank.
+`attention` makes a plan, unless the caller passes one from `mb.prepare`, and calls the autograd
+function. `joint_attention` computes one softmax over several sets of keys, with a plan for each. `planning.validate` checks the arguments. `execution` computes the attention of one rank.
 
 Shape letters: s local rows, b batch, h query heads, k key/value heads, d width, w value width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,7 @@ from typing_extensions import Unpack
 
 from .comm.groups import Groups
 from .execution.function import Attention, RankCall
+from .execution.joint import JointAttention
 from .kernels.autograd import outside_graphs, refuse_transforms
 from .options import AttentionKeywords
 from .planning.plan import Plan
@@ -122,3 +124,139 @@ def attention(
         max_logits=max_logits,
     )
     return Attention.apply(call, sink, q, k, v)  # pyright: ignore[reportReturnType]
+
+
+@outside_graphs
+def joint_attention(
+    q: torch.Tensor,
+    key_sets: Sequence[tuple[torch.Tensor, torch.Tensor, Plan]],
+    *,
+    sink: torch.Tensor | None = None,
+    max_logits: torch.Tensor | None = None,
+    label: object = None,
+) -> torch.Tensor:
+    """Compute attention with one softmax over several sets of keys, such as a window and windows.
+
+    Each set has its own plan: its layout, mask, algorithm and kernel. The result equals attention
+    over the union of the sets. Forward and backward both communicate. Double backward is not
+    supported.
+
+    Args:
+        q: Queries of this rank, [s, b, h, d].
+        key_sets: Tuples (k, v, plan), at least one: keys [t, b, k, d] and values [t, b, k, w] of
+            this rank, and a plan of `mb.prepare(q, k, v, ...)`. t and k may differ between sets.
+        sink: [h], a logit that is added once to the softmax of every row, as in `mb.attention`.
+        max_logits: [h], updated in place to the largest score of each head over all sets, as in
+            `mb.attention`.
+        label: Same as in `mb.attention`.
+
+    Returns:
+        Attention output of this rank, [s, b, h, w], in the dtype of q.
+
+    Raises:
+        ValueError: An argument is not supported, does not fit its plan, or plans do not fit each
+            other.
+        RuntimeError: A rank died, or makes a different call. The message names the exchange.
+
+    Example:
+        >>> import torch
+        >>> import megatron_burst as mb
+        >>> q, k, v = torch.randn(3, 128, 1, 8, 64).unbind()
+        >>> pooled = [x.unflatten(0, (32, 4)).mean(1) for x in (k, v)]
+        >>> groups = mb.Groups.single()
+        >>> window = mb.prepare(q, k, v, groups=groups, mask=mb.masks.Window(15, 0))
+        >>> windows = mb.prepare(q, *pooled, groups=groups, mask=mb.masks.Compressed(4),
+        ...                      key_layout="contiguous")
+        >>> mb.joint_attention(q, [(k, v, window), (*pooled, windows)]).shape
+        torch.Size([128, 1, 8, 64])
+    """
+    refuse_transforms("mb.joint_attention")
+    plans = _check_key_sets(q, key_sets, sink, max_logits)
+    plans[0].groups.check()
+    calls = [
+        RankCall(
+            operation="mb.joint_attention",
+            groups=plan.groups,
+            rank_plan=plan.rank_plan,
+            tag=plan.groups.calls.forward(
+                plan.identity, _label_of_set(label, number), sink is not None
+            ),
+            store_entry=None,
+            max_logits=max_logits,
+        )
+        for number, plan in enumerate(plans)
+    ]
+    keys = [tensor for k, v, _ in key_sets for tensor in (k, v)]
+    return JointAttention.apply(tuple(calls), sink, q, *keys)  # pyright: ignore[reportReturnType]
+
+
+def _label_of_set(label: object, number: int) -> object:
+    """Return the label of the call for one set of keys."""
+    if label is None:
+        return ("key set", number) if number else None
+    return (*label, number) if isinstance(label, tuple) else (label, number)
+
+
+def _check_key_sets(
+    q: torch.Tensor,
+    key_sets: Sequence[tuple[torch.Tensor, torch.Tensor, Plan]],
+    sink: torch.Tensor | None,
+    max_logits: torch.Tensor | None,
+) -> list[Plan]:
+    """Return the plans of all sets of keys after checks of the arguments of `joint_attention`.
+
+    Raises:
+        ValueError: An argument is not supported.
+    """
+    if not isinstance(key_sets, (list, tuple)) or not key_sets:
+        raise ValueError(f"key_sets must be a list of tuples (k, v, plan), got {key_sets!r:.100}")
+    plans: list[Plan] = []
+    for number, key_set in enumerate(key_sets):
+        name = f"key_sets[{number}]"
+        if not isinstance(key_set, (list, tuple)) or len(key_set) != 3:
+            raise ValueError(f"{name} must be a tuple (k, v, plan), got {key_set!r:.100}")
+        k, v, plan = key_set
+        if not isinstance(plan, Plan):
+            raise ValueError(f"{name}: plan must be made by mb.prepare, got {plan!r:.100}")
+        try:
+            plan.check(q, k, v, sink, max_logits)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        plans.append(plan)
+        for reason in _misfits(plan, plans[0]):
+            raise ValueError(f"{name}: {reason}")
+        if v.shape[-1] != key_sets[0][1].shape[-1]:
+            raise ValueError(
+                f"{name}: values must have the width of the first set, "
+                f"{key_sets[0][1].shape[-1]}, got {v.shape[-1]}"
+            )
+    return plans
+
+
+def _misfits(plan: Plan, first: Plan) -> Iterator[str]:
+    """Yield the reasons why `plan` cannot be used in a joint call whose first plan is `first`."""
+    if plan.options.sequence_chunks > 1:
+        yield (
+            "joint attention has no row chunks, and the plan was made with sequence_chunks="
+            f"{plan.options.sequence_chunks}; use 1"
+        )
+    if plan.recompute is not None:
+        yield (
+            "joint attention keeps no results for recomputation, and the plan was made with "
+            f"store={plan.options.store}; use store=None"
+        )
+    if plan.groups is not first.groups:
+        yield "all plans must be made with the same groups"
+    if plan.layout != first.layout:
+        yield (
+            f"all plans must have the queries in the same layout, {first.layout!r}, got "
+            f"{plan.layout!r}"
+        )
+    if plan.needs_grad[0] != first.needs_grad[0]:
+        yield "either all plans or none must be made with needs_grad of q"
+    shared, expected = (len(p.rank_plan.ulysses_links) for p in (plan, first))
+    if shared != expected:
+        yield (
+            "ranks share heads for some sets of keys only, which are not replicated; use groups "
+            "with ulysses=1, or a key_layout that splits the keys"
+        )

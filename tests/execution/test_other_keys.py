@@ -164,3 +164,75 @@ def case(seed, grid):
 @pytest.mark.parametrize("seed", range(12))
 def test_equals_the_dense_oracle(seed, grid):
     case(seed, grid)
+
+
+def joint_case(seed, grid):
+    """Draw a joint call over two or three sets of keys and compare it with the oracle."""
+    rng = random.Random(f"joint {seed} {grid}")
+    inter, intra = grid
+    ranks = inter * intra
+    ulysses = rng.choice([1, 1, *[n for n in (2, 4) if intra % n == 0]])
+    groups = in_process.groups(inter=inter, intra=intra, ulysses=ulysses)
+    queries = rng.choice([2, 4]) * ranks
+    layout = drawn_layout(rng, ranks, queries, of_keys=False)
+    kv_heads = rng.choice([ulysses, 2 * ulysses])
+    heads, batch, d, w = kv_heads * rng.choice([1, 2]), rng.choice([1, 2]), 4, rng.choice([4, 6])
+    torch.manual_seed(seed)
+    q = torch.randn(queries, batch, heads, d, dtype=torch.float64)
+    dout = torch.randn(queries, batch, heads, w, dtype=torch.float64)
+    sink = torch.randn(heads, dtype=torch.float64, requires_grad=True) if seed % 2 else None
+    q_places = positions_of(layout, ranks, queries)
+    q_shards = [x.requires_grad_() for x in cut(q, q_places)]
+    largest, kernel = None, "auto"
+    if seed % 3 == 0:
+        largest = [torch.full((heads,), -torch.inf, dtype=torch.float64) for _ in range(ranks)]
+        kernel = "reference"
+    sets, tables, wholes, places = [], [], [], []
+    for _ in range(rng.choice([2, 2, 3])):
+        rows = rng.choice([0, 1, 2, 8])
+        key_layout = drawn_layout(rng, ranks, rows * ranks, of_keys=ulysses == 1)
+        keys = rows * (1 if key_layout == "replicated" else ranks)
+        mask, seen = masks_of(rng, queries, keys)
+        k, v = (torch.randn(keys, batch, kv_heads, n, dtype=torch.float64) for n in (d, w))
+        place = positions_of(key_layout, ranks, keys)
+        shards = [[x.requires_grad_() for x in cut(whole, place)] for whole in (k, v)]
+        chunks = rng.choice([1, kv_heads // ulysses])
+        algorithm = rng.choice([*RINGS, "auto"])
+        plans = in_process.prepare(
+            q_shards, *shards, groups=groups, layout=layout, key_layout=key_layout, mask=mask,
+            algorithm=algorithm, head_chunks=chunks, sink=sink, kernel=kernel,
+            max_logits=largest and largest[0],
+        )  # fmt: skip
+        sets.append((*shards, plans))
+        tables.append(seen)
+        wholes.append((k, v))
+        places.append(place)
+    outs = in_process.joint_attention(q_shards, sets, groups=groups, sink=sink, max_logits=largest)
+    torch.autograd.backward(outs, cut(dout, q_places))
+    table = torch.from_numpy(np.concatenate(tables, axis=1))
+    k, v = (torch.cat(parts) for parts in zip(*wholes, strict=True))
+    wanted, lse, dq, dk, dv = oracle.attention(q, k, v, dout, table, sink=sink)
+    assert oracle.worst(joined(outs, q_places, dout), wanted) < TOLERANCE
+    assert oracle.worst(joined([x.grad for x in q_shards], q_places, q), dq) < TOLERANCE
+    first = 0
+    for (ks, vs, _), (whole_k, whole_v), place in zip(sets, wholes, places, strict=True):
+        last = first + len(whole_k)
+        for shards, whole, gradient in ((ks, whole_k, dk), (vs, whole_v, dv)):
+            got = joined([x.grad for x in shards], place, whole)
+            assert oracle.worst(got, gradient[first:last]) < TOLERANCE
+        first = last
+    if sink is not None:
+        got = sink.grad
+        assert oracle.worst(got, oracle.sink_gradient(sink, lse, wanted, dout)) < TOLERANCE
+    if largest is None:
+        return
+    scores = torch.einsum("sbhd,tbhd->hbst", q, k.repeat_interleave(heads // kv_heads, 2)) / d**0.5
+    scores = scores.masked_fill(~table, -torch.inf).flatten(1)
+    most = scores.max(1).values if scores.shape[1] else torch.full((heads,), -torch.inf).double()
+    assert torch.allclose(torch.stack(largest).max(0).values, most, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("seed", range(8))
+def test_a_joint_call_is_attention_over_the_union(seed, grid):
+    joint_case(seed, grid)

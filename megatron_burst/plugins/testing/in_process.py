@@ -159,6 +159,29 @@ def attention(q: Any, k: Any, v: Any, **keywords: Any) -> Any:
     return call(mb.attention, {"q": q, "k": k, "v": v}, **keywords)
 
 
+def joint_attention(
+    q: Any, key_sets: Sequence[Any], *, groups: Any, max_logits: Any = None, **shared: Any
+) -> Any:
+    """Run `mb.joint_attention` on all ranks.
+
+    Args:
+        q: Queries, a list with the tensor of each rank.
+        key_sets: Tuples (k, v, plans): two lists with the tensor of each rank, and `Plans`.
+        groups: Grid from `in_process.groups`.
+        max_logits: List with the buffer of each rank, or None.
+        **shared: Further arguments, the same on all ranks.
+    """
+    sets_of = [
+        [(k[rank], v[rank], plans.ranks[rank]) for k, v, plans in key_sets]
+        for rank in range(groups.size)
+    ]
+    arguments = [
+        {"q": q[rank], "key_sets": sets_of[rank], "max_logits": largest, **shared}
+        for rank, largest in enumerate(_of_all("max_logits", max_logits, groups.size))
+    ]
+    return on_ranks(groups, partial(_with_keywords, mb.joint_attention), arguments)
+
+
 def select(index_q: Any, index_k: Any, index_weights: Any = None, **keywords: Any) -> Any:
     """Run `mb.select` on all ranks; index tensors and the result are lists, one entry per rank."""
     lists = {"index_q": index_q, "index_k": index_k, "index_weights": index_weights}

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One softmax over several sets of keys, as one autograd function.
+
+The ring of each set of keys adds to the same outputs and log-sum-exps. In backward, the ring of
+each set computes with the log-sum-exp and the output over all sets, so its probabilities and
+gradients are those of the joint softmax.
+
+Shape letters: s local query rows, t local key rows, b batch, h query heads, k key/value heads, d
+width, w value width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..kernels.autograd import first_order_only
+from ..kernels.base import Rows
+from ..kernels.online_softmax import row_delta, sink_gradient
+from . import ring
+from .function import RankCall
+from .key_sums import summed_over_ranks
+from .rank_plan import Tensors
+from .ulysses import heads_here, heads_to_rows, rows_to_heads
+
+Keys = Sequence[Tensors]
+
+
+def forward(
+    calls: Sequence[RankCall], q: torch.Tensor, keys: Keys, sink: torch.Tensor | None
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor], list[Tensors]]:
+    """Compute the attention output of one rank over all sets of keys.
+
+    Args:
+        calls: One call per set of keys.
+        q: Contiguous queries [s, b, h, d].
+        keys: Contiguous k [t, b, k, d] and v [t, b, k, w] of each set.
+        sink: Sink logits [h], which are added to the softmax of every row; or None.
+
+    Returns:
+        out [s, b, h, w]. Then the tensors that backward needs: q, out and lse, and k and v of each
+        set. If ranks share heads, these have the rows of all ranks that share heads, and this
+        rank's heads.
+    """
+    first, max_logits = calls[0].rank_plan, calls[0].max_logits
+    order, run = first.chunks[0].order, first.forward
+    if len(first.ulysses_links) > 1:
+        (q,) = heads_to_rows(first, calls[0].tag, f"{run.name}: queries", (q,), (order,))
+        sink, max_logits = (None if x is None else x[heads_here(first)] for x in (sink, max_logits))
+    sums: list[Tensors] = []  # out and lse of each head chunk
+    rings, ring_keys = [], []
+    for call, key_set in zip(calls, keys, strict=True):
+        rank_plan = call.rank_plan
+        run = rank_plan.forward
+        orders = (rank_plan.key_order,) * 2
+        key_set = heads_to_rows(rank_plan, call.tag, f"{run.name}: keys", key_set, orders)
+        rings = ring.forward_rings(rank_plan, run, call.tag, q, key_set, max_logits)
+        sums = _accumulate(rings, "out", sums)
+        ring_keys.append(key_set)
+    out, lse = ring.outputs(rings, q.dtype, sink)
+    full_out = out
+    if len(first.ulysses_links) > 1:
+        (full_out,) = rows_to_heads(
+            first, calls[0].tag, run.name, (out,), (first.heads,), out.dtype, (order,)
+        )
+        assert full_out is not None
+    return full_out, (q, out, lse), ring_keys
+
+
+def _accumulate(rings: Sequence[ring.Ring], family: str, sums: Sequence[Tensors]) -> list[Tensors]:
+    """Run the rings of one set of keys, which add to `sums`; return the sums per head chunk.
+
+    Args:
+        rings: Rings of all head chunks.
+        family: Partial results that all sets of keys share, "out" or "dquery".
+        sums: Sums of earlier sets of keys, one tuple per head chunk; empty before the first set.
+    """
+    if sums and len(sums) != len(rings):  # another number of head chunks
+        whole = [ring.join(parts) for parts in zip(*sums, strict=True)]
+        sums = [tuple(x[:, :, ring_.heads.heads].contiguous() for x in whole) for ring_ in rings]
+    for ring_, parts in zip(rings, sums, strict=bool(sums)):
+        ring_.partials.begin(ring_.run.totals[family, ring_.me], parts)
+    ring.run(rings)
+    return [ring_.partials.total_rows(ring_.run.totals[family, ring_.me]) for ring_ in rings]
+
+
+def backward(
+    calls: Sequence[RankCall],
+    dout: torch.Tensor,
+    saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ring_keys: Keys,
+    sink: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, list[torch.Tensor | None], torch.Tensor | None]:
+    """Compute the gradients of one rank.
+
+    Args:
+        calls: One call per set of keys.
+        dout: Gradient of the output, [s, b, h, w].
+        saved: q, out and lse that `forward` returned.
+        ring_keys: k and v of each set that `forward` returned.
+        sink: Sink logits [h] of the forward, or None.
+
+    Returns:
+        dq; dk and dv of each set, one after the other; dsink [h]. None for a gradient that is not
+        needed.
+    """
+    first = calls[0].rank_plan
+    (q, out, lse), order = saved, first.chunks[0].order
+    shared = len(first.ulysses_links) > 1
+    if shared:
+        name = f"{first.backward.name}: output"
+        (dout,) = heads_to_rows(first, calls[0].tag, name, (dout,), (order,))
+    delta = row_delta(dout, out, lse.dtype)
+    rows = Rows(q, dout.contiguous(), lse, delta, out)
+    sums: list[Tensors] = []  # dq of each head chunk
+    key_gradients: list[torch.Tensor | None] = []
+    for call, key_set in zip(calls, ring_keys, strict=True):
+        rank_plan, run = call.rank_plan, call.rank_plan.backward
+        rings = ring.backward_rings(rank_plan, run, call.tag, rows, key_set)
+        sums = _accumulate(rings, "dquery", sums)
+        _, *dkv = ring.gradients(rings, rank_plan.needs_grad)
+        if shared:
+            wire = [None if g is None else g.to(rank_plan.wire_dtype) for g in dkv]
+            heads, orders = (rank_plan.kv_heads,) * 2, (rank_plan.key_order,) * 2
+            name = f"{run.name}: keys"
+            dkv = rows_to_heads(rank_plan, call.tag, name, wire, heads, lse.dtype, orders)
+        key_gradients += summed_over_ranks(rank_plan, call.tag, run.name, dkv)
+    dq = ring.join([part for (part,) in sums]) if first.needs_grad[0] else None
+    if shared and dq is not None:
+        name, heads = first.backward.name, (first.heads,)
+        wire = (dq.to(first.wire_dtype),)
+        (dq,) = rows_to_heads(first, calls[0].tag, name, wire, heads, lse.dtype, (order,))
+    dsink = None
+    if sink is not None:
+        own = heads_here(first)
+        dsink = torch.zeros(first.heads, dtype=lse.dtype, device=lse.device)
+        dsink[own] = sink_gradient(sink[own], lse, delta)
+    return dq, key_gradients, dsink
+
+
+class JointAttention(torch.autograd.Function):
+    """Autograd function for the joint attention of this rank; forward and backward communicate.
+
+    Inputs are a `RankCall` per set of keys, the sink [h] or None, q, and then k and v of each set.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        calls: Sequence[RankCall],
+        sink: torch.Tensor | None,
+        q: torch.Tensor,
+        *keys: torch.Tensor,
+    ) -> torch.Tensor:
+        k_and_v = [t.contiguous() for t in keys]
+        pairs = list(zip(k_and_v[::2], k_and_v[1::2], strict=True))
+        with calls[0].groups.running(q.device.type):
+            out, saved, ring_keys = forward(calls, q.contiguous(), pairs, sink)
+        ctx.calls, ctx.operation = calls, calls[0].operation
+        ctx.save_for_backward(sink, *saved, *(t for pair in ring_keys for t in pair))
+        return out
+
+    @staticmethod
+    @first_order_only()
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        sink, q, out, lse, *keys = ctx.saved_tensors
+        groups = ctx.calls[0].groups
+        groups.check()
+        for call in ctx.calls:
+            groups.calls.backward(call.tag)
+        pairs = list(zip(keys[::2], keys[1::2], strict=True))
+        with groups.running(dout.device.type):
+            dq, dkv, dsink = backward(ctx.calls, dout, (q, out, lse), pairs, sink)
+        _, sink_needed, *needed = ctx.needs_input_grad
+        gradients = [
+            None if gradient is None or not needs else gradient.to(q.dtype)
+            for gradient, needs in zip((dq, *dkv), needed, strict=True)
+        ]
+        return None, dsink.to(sink.dtype) if sink_needed and dsink is not None else None, *gradients
