@@ -115,6 +115,37 @@ class Chains:
             raise ValueError("backward is not supported for the pieces of a tree")
         return Chains(self.table[::-1], self.documents, self.ranks)
 
+    def reversed_rows(self) -> Chains:
+        """Return the pieces in reverse order for ranks that reverse the rows of their shards.
+
+        Of s rows of a rank, row r becomes row s - 1 - r. Of n positions, position p becomes
+        position n - 1 - p. The pieces must not be of a tree.
+        """
+        rank, first, length, document, position = self.backward().table.T
+        rows = self._rows()
+        first, position = rows[rank] - first - length, rows.sum() - position - length
+        table = np.stack([rank, first, length, document, position], axis=1)
+        return replace(self, table=table)
+
+    def followed_by(self, other: Chains) -> Chains:
+        """Return the pieces of two sequences as the pieces of one sequence.
+
+        On each rank, the rows of `other` follow the rows of this sequence. The documents of `other`
+        follow the documents of this sequence. The pieces must not be of trees.
+        """
+        assert self.parents is None
+        assert other.parents is None
+        rows, later = self._rows(), other.table.copy()
+        later[:, 1] += rows[later[:, 0]]
+        later[:, 3] += self.documents
+        later[:, 4] += rows.sum()
+        table = np.concatenate([self.table, later])
+        return Chains(table, self.documents + other.documents, self.ranks)
+
+    def _rows(self) -> np.ndarray:
+        """Return the number of rows of each rank, int64 [ranks]."""
+        return np.bincount(self.rank, self.table[:, 2], self.ranks).astype(np.int64)
+
 
 def chains(
     layout: Layout,

@@ -10,14 +10,17 @@ values.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 from ..comm.groups import Groups, check_groups
 from ..comm.operation import prepared
 from ..kernels.autograd import outside_graphs, refuse_transforms
 from .kernels import registry
 from .kernels.base import LinearInputs, Maps
-from .plan import LinearAttentionOperation, LinearPlan
+from .plan import INPUTS, LinearAttentionOperation, LinearPlan
+from .program import Reverse
 from .request import Options, check_final, default, spread
 from .scan import scan_before
 from .state_scan import check_alone, scanned
@@ -41,21 +44,30 @@ def linear_attention(
     groups: Groups | None = None,
     layout: Any = None,
     tree: Any = None,
+    reverse: bool | Literal["both"] | None = None,
+    reverse_decay: Any = None,
+    reverse_beta: Any = None,
     rates: Any = None,
     plan: LinearPlan | None = None,
     label: object = None,
 ) -> Any:
-    """Compute causal linear attention over a sequence that is split over ranks.
+    """Compute linear attention over a sequence that is split over ranks.
 
     A state S [d, w] per batch entry and value head changes with every token t of a document, in
     order: S_t = D_t S_{t-1} + k_t v_t^T, or with beta S_t = D_t S_{t-1} + beta_t k_t (v_t - (D_t
     S_{t-1})^T k_t)^T (the delta rule). Here D_t = exp(decay_t). The output is out_t = scale * S_t^T
     q_t.
 
+    With `reverse`, the recurrence runs from the last token of a document to its first token: S_t is
+    computed from S_{t+1}. With reverse="both" (ViG, arXiv 2405.18425), out_t = scale * ((F_t + R_t)
+    / 2)^T q_t, with the state F_t of the forward recurrence and the state R_t of the reverse
+    recurrence. A token writes its own key and value into both states. The mean counts the pair k_t
+    v_t^T of the token itself once, and pairs of other tokens with half weight.
+
     States and their gradients are sent and summed in float32 (float64 for float64). Gradients are
-    those of the sum of all ranks' losses. The rank with the first row of a document has the
-    complete gradient of its initial_state, and the other ranks have zero. The result cannot be
-    differentiated twice. Either all ranks run backward, or none does.
+    those of the sum of all ranks' losses. The rank with the first row of a document (with reverse
+    the last row) has the complete gradient of its initial_state, and the other ranks have zero. The
+    result cannot be differentiated twice. Either all ranks run backward, or none does.
 
     Args:
         q: Queries of this rank's shard [s, b, g, d].
@@ -69,8 +81,11 @@ def linear_attention(
             "auto" (default), which selects the form by decay and beta.
         cu_seqlens: Cumulative lengths of the documents, or None for one document.
         initial_state: States before the documents [documents, b, h, d, w], the same on all ranks;
-            None for zero.
-        return_final_state: Also return the states after all documents.
+            None for zero. In reverse, a document starts with this state at its last token. For
+            reverse="both", [2 documents, b, h, d, w]: the states of the forward recurrence, then
+            the states of the reverse recurrence.
+        return_final_state: Also return the states after all documents. In reverse, these are the
+            states at the first tokens.
         scale: Factor of the outputs, default d ** -0.5.
         algorithm: Algorithm that carries states between ranks, as for `mb.state_scan`.
         kernel: "auto", "torch" (chunks, with torch operators), "reference" (the recurrence), or the
@@ -80,7 +95,15 @@ def linear_attention(
             but not striped.
         tree: Prefix tree instead of cu_seqlens: a result of `mb.trees.pack` or a `masks.Tree`. A
             row continues the previous row on its path. Initial and final states are not supported.
-            Rows of padding are separate documents.
+            Rows of padding are separate documents. With reverse, no segment may continue another
+            segment, and each segment is a document.
+        reverse: False (default), True for the reverse recurrence, or "both" for the mean of the
+            forward and the reverse recurrence in one scan. True keeps a copy of q, k, v, decay and
+            beta until backward; "both" keeps two copies.
+        reverse_decay: For reverse="both": decay of the reverse recurrence in the shape of decay;
+            None for the same decay.
+        reverse_beta: For reverse="both": write strengths of the reverse recurrence; None for the
+            same write strengths.
         rates: Rates for algorithm "auto", as for `mb.state_scan`.
         plan: Plan of `mb.prepare_linear`, which replaces the other keywords and groups. Without a
             plan, each call makes a plan, for which all ranks exchange messages between their CPUs.
@@ -89,7 +112,8 @@ def linear_attention(
 
     Returns:
         The output [s, b, h, w] in the dtype of v. With `return_final_state` a pair of the output
-        and the states after all documents [documents, b, h, d, w], the same on all ranks.
+        and the states after all documents [documents, b, h, d, w], the same on all ranks. With
+        reverse="both", the states are [2 documents, b, h, d, w], in the order of initial_state.
 
     Raises:
         ValueError: An argument is not supported.
@@ -98,10 +122,13 @@ def linear_attention(
     refuse_transforms("mb.linear_attention")
     keywords = {"groups": groups, "layout": layout, "form": form, "cu_seqlens": cu_seqlens,
              "tree": tree, "scale": scale, "algorithm": algorithm, "kernel": kernel,
-             "rates": rates}  # fmt: skip
-    tensors = {"q": q, "k": k, "v": v, "decay": decay, "beta": beta}
+             "reverse": reverse, "rates": rates}  # fmt: skip
+    tensors = {
+        "q": q, "k": k, "v": v, "decay": decay, "beta": beta, "reverse_decay": reverse_decay,
+        "reverse_beta": reverse_beta,
+    }  # fmt: skip
     if plan is None:
-        options = Options.of(layout, cu_seqlens, algorithm, rates, tree)
+        options = Options.of(layout, cu_seqlens, algorithm, rates, tree, reverse)
         check_groups(groups)
         assert groups is not None
         operation = LinearAttentionOperation(
@@ -128,10 +155,8 @@ def _run(
     """Return the output, and the final states or None."""
     local = plan.local
     assert local is not None
-    inputs = LinearInputs(
-        tensors["q"], tensors["k"], tensors["v"], spread(tensors["decay"], tensors["v"]),
-        tensors["beta"], local.scale,
-    )  # fmt: skip
+    reverse = plan.sequence.reverse
+    inputs = _in_scan_order(reverse, tensors, local.scale)
     run = registry.run(local.form, local.kernel, inputs, plan.cut(final))
     maps: Maps = run.maps
     # In backward every rank must take part in the scan before its inputs get their gradients. This
@@ -139,4 +164,34 @@ def _run(
     # are constant zeros.
     increment = scan_before(maps.increment, *(t for t in tensors.values() if t is not None))
     entering, finals = scanned(plan, maps.transition, increment, initial, final, label)
-    return run.outputs(entering), finals
+    return _in_row_order(reverse, run.outputs(entering)), finals
+
+
+def _in_scan_order(reverse: Reverse, tensors: dict[str, Any], scale: float) -> LinearInputs:
+    """Return the inputs with rows in the order of the recurrence.
+
+    With reverse="both", the reversed rows follow the rows in their own order [2 s, ...], and the
+    scale is halved.
+    """
+    v = tensors["v"]
+    inputs: dict[str, Any] = {name: tensors[name] for name in INPUTS[:5]}
+    inputs["decay"] = spread(inputs["decay"], v)
+    if reverse == "both":
+        gates = {"decay": spread(tensors["reverse_decay"], v), "beta": tensors["reverse_beta"]}
+        backward = inputs | {name: gate for name, gate in gates.items() if gate is not None}
+        inputs = {
+            name: None if t is None else torch.cat([t, backward[name].flip(0)])
+            for name, t in inputs.items()
+        }
+        scale = scale / 2
+    elif reverse:
+        inputs = {name: None if t is None else t.flip(0) for name, t in inputs.items()}
+    return LinearInputs(**inputs, scale=scale)
+
+
+def _in_row_order(reverse: Reverse, out: torch.Tensor) -> torch.Tensor:
+    """Return the outputs [s, b, h, w] of the rows, from outputs in the order of the recurrence."""
+    if reverse == "both":
+        forward, backward = out.chunk(2)
+        return forward + backward.flip(0)
+    return out.flip(0) if reverse else out

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -45,6 +45,7 @@ from .request import (
     LocalWork,
     Options,
     check_device,
+    check_reverse_gates,
     check_tensor,
     check_together,
     default,
@@ -55,6 +56,8 @@ from .request import (
     spread,
 )
 from .scan import DirectedScan, FinalStates, ScanCall, ScanJob
+
+INPUTS = ("q", "k", "v", "decay", "beta", "reverse_decay", "reverse_beta")
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,8 @@ class LinearPlan:
             grid_of(topology.per_node, topology.size // topology.per_node),
             f"layout {self.layout.describe()}",
         ]
+        if self.sequence.reverse:
+            line.append(f"reverse {self.sequence.reverse}")
         if self.local is not None:
             why = f" ({self.local.why})" if self.local.why else ""
             line += [f"form {self.local.form.name}", f"kernel {self.local.kernel}{why}"]
@@ -233,6 +238,9 @@ def prepare_linear(
     groups: Groups | None,
     layout: Any = None,
     tree: Any = None,
+    reverse: bool | Literal["both"] | None = None,
+    reverse_decay: Any = None,
+    reverse_beta: Any = None,
     rates: Any = None,
 ) -> LinearPlan:
     """Check the arguments of `linear_attention` on all ranks, and resolve every "auto".
@@ -259,6 +267,10 @@ def prepare_linear(
         groups: Groups of the ranks.
         layout: Same as in `linear_attention`.
         tree: Same as in `linear_attention`.
+        reverse: Same as in `linear_attention`. With True or "both", the plan serves only
+            `mb.linear_attention`.
+        reverse_decay: Same as in `linear_attention`.
+        reverse_beta: Same as in `linear_attention`.
         rates: Same as in `linear_attention`.
 
     Raises:
@@ -267,10 +279,13 @@ def prepare_linear(
     """
     check_groups(groups)
     assert groups is not None
-    options = Options.of(layout, cu_seqlens, algorithm, rates, tree)
+    options = Options.of(layout, cu_seqlens, algorithm, rates, tree, reverse)
     operation = LinearAttentionOperation(
         groups=groups, options=options,
-        tensors={"q": q, "k": k, "v": v, "decay": decay, "beta": beta},
+        tensors={
+            "q": q, "k": k, "v": v, "decay": decay, "beta": beta, "reverse_decay": reverse_decay,
+            "reverse_beta": reverse_beta,
+        },
         form=default(form, "auto"), kernel=default(kernel, "auto"), scale=scale,
     )  # fmt: skip
     return prepared(operation)
@@ -337,8 +352,8 @@ class LinearAttentionOperation(ChainOperation):
 
     def request(self) -> ChainRequest:
         initial = self.tensors.get("initial_state")
-        tensors = {name: t for name, t in self.tensors.items() if name != "initial_state"}
-        q, k, v, decay, beta = (tensors[name] for name in ("q", "k", "v", "decay", "beta"))
+        tensors: dict[str, Any] = {name: self.tensors.get(name) for name in INPUTS}
+        q, k, v, decay, beta = (tensors[name] for name in INPUTS[:5])
         check_tensor("q", q, {"s, b, g, d": (None,) * 4})
         check_tensor("k", k, {"s, b, g, d": tuple(q.shape)})
         rows, batch, key_heads, width = q.shape
@@ -355,6 +370,7 @@ class LinearAttentionOperation(ChainOperation):
             check_tensor("decay", decay, shapes)
         if beta is not None:
             check_tensor("beta", beta, {"s, b, h": per_head})
+        check_reverse_gates(self.options.reverse, tensors)
         check_together({"q": q, "k": k, "v": v}, dtype=True)
         present = {name: t for name, t in tensors.items() if t is not None}
         check_together(present, dtype=False)

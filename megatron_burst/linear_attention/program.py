@@ -7,7 +7,7 @@ in the cache of `Groups` and share its lifetime. This module decides how many re
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -26,6 +26,7 @@ from ..schedule.scans.hops import ALL_BLOCKS, MAP, Hops, Task
 from ..schedule.scans.sizes import Form, ScanSizes
 from .maps import shape_of
 
+Reverse = bool | Literal["both"]
 CACHE_SIZE = 32  # number of results: a few kinds of layers times a few micro-batches
 
 
@@ -37,12 +38,15 @@ class PackedSequence(NamedTuple):
         seq_len: Number of positions.
         bounds: Bounds of the documents; None means one document.
         tree: `masks.Tree` instead of documents, or None.
+        reverse: True if states pass from the last token of a document to the first; "both" for one
+            scan in each direction, as two sequences on the same ranks.
     """
 
     layout: Layout
     seq_len: int
     bounds: tuple[int, ...] | None
     tree: Any = None
+    reverse: Reverse = False
 
 
 class Directions(NamedTuple):
@@ -121,10 +125,19 @@ class TreeWalk(NamedTuple):
 
 
 def chains_of(groups: Groups, sequence: PackedSequence) -> Chains:
-    """Return the chains of a sequence. Raise ValueError like `layout.chains`."""
+    """Return the chains of a sequence in its direction. Raise ValueError like `layout.chains`.
+
+    With reverse="both", the reversed documents follow the documents of the forward direction.
+    """
     cache, key = groups.recent("linear", CACHE_SIZE), ("chains", sequence)
     cached = cache.find(key)
-    return cache.keep(key, chains(*sequence)) if cached is None else cached
+    if cached is not None:
+        return cached
+    pieces = chains(sequence.layout, sequence.seq_len, sequence.bounds, sequence.tree)
+    if sequence.reverse:
+        backward = pieces.reversed_rows()
+        pieces = pieces.followed_by(backward) if sequence.reverse == "both" else backward
+    return cache.keep(key, pieces)
 
 
 def directions(

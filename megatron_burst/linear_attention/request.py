@@ -16,6 +16,7 @@ import numbers
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ..comm.consensus import Facts
@@ -24,7 +25,7 @@ from ..layout import LAYOUTS, Layout, document_bounds, make
 from ..layout.layouts import tree_mask
 from ..schedule.scans import SCANS
 from .forms import Form
-from .program import PackedSequence, States, chains_of
+from .program import PackedSequence, Reverse, States, chains_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ALGORITHMS = ("auto", *SCANS)
@@ -149,6 +150,9 @@ def sequence_of(groups: Groups, options: Options, seq_len: int) -> PackedSequenc
         ValueError: Layout, length, documents and tree do not match.
     """
     layout, cu_seqlens, tree = options.layout, options.cu_seqlens, options.tree
+    reverse = options.reverse
+    if not isinstance(reverse, bool) and reverse != "both":
+        raise ValueError(f"reverse must be False, True or 'both', got {reverse!r:.100}")
     if tree is not None:
         if cu_seqlens is not None:
             raise ValueError("tree: mutually exclusive with cu_seqlens; use only one of them")
@@ -185,7 +189,43 @@ def sequence_of(groups: Groups, options: Options, seq_len: int) -> PackedSequenc
     if layout.cp_size != groups.size:
         raise ValueError(f"layout is for {layout.cp_size} ranks, groups have {groups.size}")
     layout.check(seq_len)
-    return PackedSequence(layout, seq_len, None if bounds is None else tuple(bounds.tolist()), tree)
+    if reverse and tree is not None:
+        bounds, tree = _documents_of(tree, reverse), None
+    bounds = None if bounds is None else tuple(bounds.tolist())
+    return PackedSequence(layout, seq_len, bounds, tree, reverse)
+
+
+def _documents_of(tree: Any, reverse: Reverse) -> np.ndarray:
+    """Return the bounds of the segments of a tree. Raise ValueError if a segment has a parent.
+
+    In reverse, the state before a segment with several continuations is not defined.
+    """
+    continued = np.flatnonzero(tree.parents >= 0)
+    if len(continued):
+        row, parent = tree.bounds[[continued[0], tree.parents[continued[0]]]].tolist()
+        raise ValueError(
+            f"tree: the segment at row {row} continues the segment at row {parent}, and "
+            f"reverse={reverse!r} has no single next state where paths branch; use a tree whose "
+            "segments are separate documents, or reverse=False"
+        )
+    return tree.bounds
+
+
+def check_reverse_gates(reverse: Reverse, tensors: Tensors) -> None:
+    """Raise ValueError unless reverse_decay and reverse_beta fit reverse, decay and beta."""
+    for name in ("decay", "beta"):
+        gate, forward = tensors[f"reverse_{name}"], tensors[name]
+        if gate is None:
+            continue
+        if reverse != "both":
+            raise ValueError(
+                f"reverse_{name} requires reverse='both', got reverse={reverse!r:.100}; pass the "
+                f"tensor as {name}"
+            )
+        if forward is None:
+            raise ValueError(f"reverse_{name} requires {name}, got {name}=None; pass both tensors")
+        check_tensor(f"reverse_{name}", gate, {f"shape of {name}": tuple(forward.shape)})
+        check_together({name: forward, f"reverse_{name}": gate}, dtype=True)
 
 
 def check_initial(
@@ -244,6 +284,7 @@ class Options(NamedTuple):
     algorithm: Any = "auto"
     rates: Any = None
     tree: Any = None
+    reverse: Any = False
 
     @classmethod
     def of(
@@ -253,9 +294,13 @@ class Options(NamedTuple):
         algorithm: Any = None,
         rates: Any = None,
         tree: Any = None,
+        reverse: Any = None,
     ) -> Options:
         """Return the options, with defaults for None."""
-        return cls(default(layout, "zigzag"), cu_seqlens, default(algorithm, "auto"), rates, tree)
+        return cls(
+            default(layout, "zigzag"), cu_seqlens, default(algorithm, "auto"), rates, tree,
+            default(reverse, False),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -352,6 +397,7 @@ def request_of(
         "seq_len": sequence.seq_len,
         "cu_seqlens": sequence.bounds,
         "tree": sequence.tree,
+        "reverse": sequence.reverse,
         "algorithm": options.algorithm,
         "rates": options.rates,
         **extra,

@@ -30,7 +30,7 @@ from .request import (
     request_of,
     sequence_of_rows,
 )
-from .state_scan import check_alone
+from .state_scan import check_alone, check_forward
 
 ACTIVATIONS = ("silu",)
 
@@ -93,6 +93,7 @@ def short_convolution(
     else:
         keywords = {"groups": groups, "layout": layout, "cu_seqlens": cu_seqlens, "tree": tree}
         check_alone(plan, keywords)
+        check_forward(plan, "mb.short_convolution")
         check_label(label)
     _check_rows(plan, x)
     _check_weights(x, weight, bias, activation)

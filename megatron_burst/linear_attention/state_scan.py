@@ -109,6 +109,7 @@ def state_scan(
         plan = prepared(operation)
     else:
         check_alone(plan, keywords)
+        check_forward(plan, "mb.state_scan")
         check_final(return_final_state)
     _check_states(plan, decay, increment)
     entering, final = scanned(plan, decay, increment, initial_state, return_final_state, label)
@@ -182,6 +183,15 @@ def check_alone(plan: object, keywords: dict[str, object]) -> None:
     if present:
         raise ValueError(
             f"plan cannot be combined with {present}; pass a plan, or the keywords that make one"
+        )
+
+
+def check_forward(plan: LinearPlan, operation: str) -> None:
+    """Raise ValueError if `plan` was made with `reverse`, which `operation` does not support."""
+    if plan.sequence.reverse:
+        raise ValueError(
+            f"plan was made with reverse={plan.sequence.reverse!r}, but {operation} computes only "
+            "the forward direction; make a plan without reverse"
         )
 
 
