@@ -232,27 +232,31 @@ def checkpoint(
 
 
 def prepare_linear(
-    q: Any, k: Any, v: Any, *, decay: Any = None, beta: Any = None, groups: Any, **keywords: Any
-) -> Any:
+    q: Any, k: Any, v: Any, *, decay: Any = None, beta: Any = None, reverse_decay: Any = None,
+    reverse_beta: Any = None, groups: Any, **keywords: Any,
+) -> Any:  # fmt: skip
     """Run `mb.prepare_linear` on all ranks and return `Plans`; tensors are lists, one per rank."""
-    decay = _constant(decay, groups, None)
-    lists = {"q": q, "k": k, "v": v, "decay": decay, "beta": beta}
+    lists = {
+        "q": q, "k": k, "v": v, "decay": _constant(decay, groups, None), "beta": beta,
+        "reverse_decay": _constant(reverse_decay, groups, None), "reverse_beta": reverse_beta,
+    }  # fmt: skip
     plans = call(mb.prepare_linear, lists, groups=groups, **keywords)
     return Plans(groups, plans) if isinstance(groups, InProcessGroups) else plans
 
 
 def linear_attention(
-    q: Any, k: Any, v: Any, *, decay: Any = None, beta: Any = None, initial_state: Any = None,
-    **keywords: Any,
+    q: Any, k: Any, v: Any, *, decay: Any = None, beta: Any = None, reverse_decay: Any = None,
+    reverse_beta: Any = None, initial_state: Any = None, **keywords: Any,
 ) -> Any:  # fmt: skip
     """Run `mb.linear_attention` on all ranks; tensors and the result are lists, one per rank.
 
-    With return_final_state, return the pair (list of outputs, list of final states). A decay of
+    With return_final_state, return the pair (list of outputs, list of final states). Decays of
     shape [heads], and initial_state, may also be one tensor that all ranks share.
     """
     home = keywords.get("groups"), keywords.get("plan")
     lists = {
         "q": q, "k": k, "v": v, "decay": _constant(decay, *home), "beta": beta,
+        "reverse_decay": _constant(reverse_decay, *home), "reverse_beta": reverse_beta,
         "initial_state": _shared(initial_state, *home),
     }  # fmt: skip
     return _with_final_states(call(mb.linear_attention, lists, **keywords), keywords)
