@@ -30,8 +30,9 @@ QUICK = (
     "every", "row_chunks", "row_chunks_calls", "row_chunks_host", "simulator", "tile_grid",
     "bundles", "tables_oracle",
     "two_way", "packing", "trajectories", "balanced", "tree", "trees", "rows", "state_scan",
-    "short_convolution", "linear_attention_ranks", "linear_trees", "own_masks", "sight", "sparse",
-    "indexer_loss", "indexer_gradients", "sparse_joined", "one_call", "held", "uneven_steps",
+    "short_convolution", "linear_attention_ranks", "linear_trees", "linear_reverse",
+    "own_masks", "sight", "sparse", "indexer_loss", "indexer_gradients", "sparse_joined",
+    "one_call", "held", "uneven_steps",
 )  # fmt: skip
 
 # The tests to run first for the files of a folder, or for one file: most mutants do not live long.
@@ -60,8 +61,8 @@ NEAR = {
     "linear_attention/request": "linear_attention_ranks",
     "linear_attention/short_convolution": "short_convolution",
     "linear_attention/program": "short_convolution",
-    "linear_attention/operation": "linear_attention_ranks",
-    "linear_attention/tree_scan": "linear_trees", "layout/pieces": "linear_trees",
+    "linear_attention/operation": "linear_reverse linear_attention_ranks",
+    "linear_attention/tree_scan": "linear_trees", "layout/pieces": "linear_trees linear_reverse",
     "execution/joined": "one_call sparse_joined", "plugins/sparse": "sparse",
     "plugins/sparse/sight": "sight", "plugins/sparse/pairs": "sight",
     "plugins/sparse/loss": "indexer_loss", "plugins/sparse/units": "sparse indexer_loss",
@@ -648,6 +649,10 @@ MUTANTS = [
            "leaving.index_copy_(0, level.nth", "of a segment's children one gives its gradient"),
     Mutant("layout/pieces.py", "np.where(parents < 0, -1, last)", "pieces.before",
            "a segment continues the one above it in the rows"),
+    Mutant("layout/pieces.py", "rows[rank] - first - length, rows", "first, rows",
+           "reversed pieces lie at the rows of the forward pieces"),
+    Mutant("linear_attention/operation.py", "return forward + backward.flip(0)",
+           "return forward + backward", "outputs of the reverse way belong to other rows"),
     Mutant("schedule/scans/blocks.py", "parts = zip((heads, rows, columns)",
            "parts = zip((heads, columns, rows)", "blocks of columns pass for blocks of rows"),
     # sparse: which units are selected

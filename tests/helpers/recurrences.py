@@ -111,3 +111,15 @@ def gradients(results, wanted, seed=1):
     return [
         torch.zeros_like(x) if one is None else one for x, one in zip(wanted, found, strict=True)
     ]
+
+
+def documents(given, bounds, initial, scale, backward=False):
+    """(outputs [s, b, h, w], states [documents, b, h, d, w] behind) of all documents; backward:
+    from the last token of each to its first."""
+    outs, ends = [None] * bounds[-1], []
+    for n, state in enumerate(initial):
+        rows = range(bounds[n], bounds[n + 1])
+        for t in reversed(rows) if backward else rows:
+            state, outs[t] = token(given, t, state, scale)
+        ends.append(state)
+    return torch.stack(outs), torch.stack(ends)

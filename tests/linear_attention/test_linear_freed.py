@@ -10,7 +10,7 @@ import megatron_burst as mb
 from megatron_burst.plugins.testing import in_process
 
 
-def forward_and_backward(form, backward):
+def forward_and_backward(form, backward, reverse=None):
     """Return references to the tensors of a call on two ranks after its results are dropped."""
     *arguments, _ = problem(form, [0, 16])
     groups, layout = in_process.groups(intra=2), mb.layout.make("zigzag", cp_size=2)
@@ -23,7 +23,7 @@ def forward_and_backward(form, backward):
     ]
     outs = in_process.linear_attention(
         shards["q"], shards["k"], shards["v"], decay=shards["decay"], beta=shards["beta"],
-        groups=groups,
+        groups=groups, reverse=reverse,
     )  # fmt: skip
     held_bytes += [weakref.ref(t) for t in outs]
     if backward:
@@ -31,13 +31,16 @@ def forward_and_backward(form, backward):
     return held_bytes
 
 
+CASES = [(form, None) for form in FORMS] + [("kda", True), ("kda", "both")]
+
+
 @pytest.mark.parametrize("backward", [True, False])
-@pytest.mark.parametrize("form", FORMS)
-def test_everything_is_freed(form, backward):
+@pytest.mark.parametrize(("form", "reverse"), CASES)
+def test_everything_is_freed(form, reverse, backward):
     gc.collect()
     gc.disable()
     try:
-        held_bytes = forward_and_backward(form, backward)
+        held_bytes = forward_and_backward(form, backward, reverse)
         assert len(held_bytes) >= 8
         assert not [each() for each in held_bytes if each() is not None]
     finally:

@@ -12,6 +12,7 @@ import pytest
 import random_trees
 import torch
 import torch.distributed as dist
+from test_linear_reverse import Whole
 
 import megatron_burst as mb
 from megatron_burst.plugins.testing import in_process
@@ -139,12 +140,47 @@ def test_a_tree_over_ranks_equals_one_process(ranks):
             close(one, other)
 
 
+def in_direction(reverse):
+    """Return out, gradients, counted and planned bytes of this rank; keys are frozen."""
+    groups, world = mb.Groups.flat(dist.group.WORLD), dist.get_world_size()
+    layout = mb.layout.make("zigzag", cp_size=world)
+    whole = Whole("gated_delta_rule", [0, 5, 5, ROWS * world], reverse)
+    own = shards(whole.tensors, layout, groups.rank)
+    own["k"].requires_grad_(False)
+    plan = mb.prepare_linear(
+        **own, groups=groups, layout=layout, cu_seqlens=whole.bounds, reverse=reverse
+    )
+    outs = [mb.linear_attention(**own, plan=plan, label=label) for label in range(2)]
+    sent = groups.counters.intra + groups.counters.inter
+    leaves = [t for t in own.values() if t.requires_grad]
+    grads = [torch.autograd.grad(out.square().sum(), leaves) for out in reversed(outs)]
+    assert all(torch.equal(one, same) for one, same in zip(*grads, strict=True))
+    return outs[0].detach(), *grads[0], sent, 2 * sum(plan.traffic()[0])
+
+
+@pytest.mark.parametrize("reverse", [True, "both"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_reverse_over_ranks_is_the_recurrence(world, reverse, ranks):
+    whole = Whole("gated_delta_rule", [0, 5, 5, ROWS * world], reverse)
+    whole.initial = torch.zeros_like(whole.initial)
+    out, _ = whole.truth()
+    leaves = [t for name, t in whole.tensors.items() if name != "k"]
+    grads = torch.autograd.grad(out.square().sum(), leaves)
+    layout = mb.layout.make("zigzag", cp_size=world)
+    for rank, (*found, sent, planned) in enumerate(ranks(world).run(in_direction, reverse)):
+        for one, other in zip(found, (out, *grads), strict=True):
+            close(one, mb.shard(other, layout, rank, dim=0))
+        assert sent == planned > 0
+
+
 # --- arguments that differ -------------------------------------------------------------------
 
 DIFFERENT = {
     "documents": ({"cu_seqlens": [0, 9, 16]}, "cu_seqlens (0, 9, 16)"),
     "tree": ({"tree": mb.masks.Tree([16] * 16), "algorithm": "auto"}, "tree Tree(<16 rows"),
     "algorithm": ({"algorithm": "ring"}, "algorithm 'ring'"),
+    "direction": ({"reverse": True}, "rank 0 has reverse False, rank 1 has reverse True"),
+    "both directions": ({"reverse": "both"}, "rank 1 has reverse 'both'"),
     "layout": ({"layout": "contiguous"}, "layout Contiguous"),
     "form": ({"decay": None, "form": "delta_rule"}, "decay None"),
     "width of keys": ({"width": 4}, "q ((8, 1, 1, 4)"),
@@ -223,6 +259,12 @@ def another_plan():
     in_process.linear_attention(**own, plan=second if groups.rank else first).sum().backward()
 
 
+def another_direction():
+    groups, own, first = begin()
+    second = in_process.prepare_linear(**own, groups=groups, algorithm="scan", reverse=True)
+    in_process.linear_attention(**own, plan=second if groups.rank else first).sum().backward()
+
+
 def another_label():
     groups, own, plan = begin()
     in_process.linear_attention(**own, plan=plan, label=groups.rank).sum().backward()
@@ -254,6 +296,7 @@ def a_bias_on_one_rank():
 OUT_OF_STEP = {
     "a bias on one rank": (a_bias_on_one_rank, "another label"),
     "another plan": (another_plan, "another plan"),
+    "another direction": (another_direction, "another plan"),
     "another label": (another_label, "another label or sink"),
     "final states on one rank": (final_states_on_one_rank, "another label or sink"),
     "forward beside backward": (forward_beside_backward, "message of"),
