@@ -61,8 +61,8 @@ def linear_attention(
     With `reverse`, the recurrence runs from the last token of a document to its first token: S_t is
     computed from S_{t+1}. With reverse="both" (ViG, arXiv 2405.18425), out_t = scale * ((F_t + R_t)
     / 2)^T q_t, with the state F_t of the forward recurrence and the state R_t of the reverse
-    recurrence. A token writes its own key and value into both states. The mean counts the pair k_t
-    v_t^T of the token itself once, and pairs of other tokens with half weight.
+    recurrence. Token t writes its key and value into both F_t and R_t. Without beta, the mean thus
+    has k_t v_t^T with weight 1, and each other token's pair with weight 1/2 times its decay.
 
     States and their gradients are sent and summed in float32 (float64 for float64). Gradients are
     those of the sum of all ranks' losses. The rank with the first row of a document (with reverse

@@ -204,8 +204,8 @@ def _documents_of(tree: Any, reverse: Reverse) -> np.ndarray:
     if len(continued):
         row, parent = tree.bounds[[continued[0], tree.parents[continued[0]]]].tolist()
         raise ValueError(
-            f"tree: the segment at row {row} continues the segment at row {parent}, and "
-            f"reverse={reverse!r} has no single next state where paths branch; use a tree whose "
+            f"tree: the segment at row {row} continues the segment at row {parent}, but "
+            f"reverse={reverse!r} requires segments without continuations; use a tree whose "
             "segments are separate documents, or reverse=False"
         )
     return tree.bounds

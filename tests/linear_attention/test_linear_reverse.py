@@ -215,7 +215,7 @@ def test_a_segment_that_continues_another_is_refused(out, reverse):
     whole, layout = Whole("linear", [0, 16], reverse), mb.layout.make("zigzag", cp_size=2)
     row = 4 if out[4] else 5
     words = (
-        f"tree: the segment at row {row} continues the segment at row 0, and reverse={reverse!r}"
+        f"tree: the segment at row {row} continues the segment at row 0, but reverse={reverse!r}"
     )
     with pytest.raises(ValueError, match=words):
         in_process.linear_attention(
