@@ -2,7 +2,8 @@
 """`mb.attention` and `mb.joint_attention`: exact attention over sequences split over ranks.
 
 `attention` makes a plan, unless the caller passes one from `mb.prepare`, and calls the autograd
-function. `joint_attention` computes one softmax over several sets of keys, with a plan for each. `planning.validate` checks the arguments. `execution` computes the attention of one rank.
+function. `joint_attention` computes one softmax over several sets of keys, with a plan for each.
+`planning.validate` checks the arguments. `execution` computes the attention of one rank.
 
 Shape letters: s local rows, b batch, h query heads, k key/value heads, d width, w value width.
 """

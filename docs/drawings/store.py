@@ -22,7 +22,7 @@ KEPT = (0.0, 0.5, 1.0)
 def again(keep: float, length: int = 1024) -> tuple[float, float, float]:
     """Return fractions for a causal mask: rows kept, pairs recomputed, keys sent again."""
     mask, whole = mb.masks.Causal(), (Span(0, 1, length),)
-    kept, rest = store.split_positions(mask, length, keep, RANKS)
+    kept, rest = store.split_positions(mask, length, length, keep, RANKS)
     queries = [Span(a, 1, b - a) for a, b in rest]
     needed = np.zeros(length, dtype=bool)
     _, keys = rows_seen(mask, [queries], [whole])
@@ -44,7 +44,7 @@ def draw_store() -> Figure:
     done, redo = mixed(of_rank(2, 4), "#ffffff", 0.55), of_rank(0, 4)
     for i, keep in enumerate(KEPT):
         axes = box(made, 0.45 + 2.0 * i, 0.75, 1.8, 1.8)
-        _, rest = store.split_positions(mb.masks.Causal(), POSITIONS, keep, RANKS)
+        _, rest = store.split_positions(mb.masks.Causal(), POSITIONS, POSITIONS, keep, RANKS)
         rows = np.zeros(POSITIONS, dtype=bool)
         for start, stop in rest:
             rows[start:stop] = True

@@ -124,8 +124,9 @@ def backward(
         heads = rank_plan.heads, rank_plan.kv_heads, rank_plan.kv_heads
         orders = chunk.order, rank_plan.key_order, rank_plan.key_order
         grads = rows_to_heads(rank_plan, call, run.name, wire_grads, heads, lse.dtype, orders)
-    dq, *dkv = grads
-    grads = dq, *summed_over_ranks(rank_plan, call, run.name, dkv)
+    if rank_plan.key_sum is not None:
+        dq, *dkv = grads
+        grads = dq, *summed_over_ranks(rank_plan, rank_plan.key_sum, call, run.name, dkv)
     dsink = None
     if sink is not None:
         own_heads = slice(None)

@@ -126,7 +126,9 @@ def backward(
             heads, orders = (rank_plan.kv_heads,) * 2, (rank_plan.key_order,) * 2
             name = f"{run.name}: keys"
             dkv = rows_to_heads(rank_plan, call.tag, name, wire, heads, lse.dtype, orders)
-        key_gradients += summed_over_ranks(rank_plan, call.tag, run.name, dkv)
+        if rank_plan.key_sum is not None:
+            dkv = summed_over_ranks(rank_plan, rank_plan.key_sum, call.tag, run.name, dkv)
+        key_gradients += dkv
     dq = ring.join([part for (part,) in sums]) if first.needs_grad[0] else None
     if shared and dq is not None:
         name, heads = first.backward.name, (first.heads,)

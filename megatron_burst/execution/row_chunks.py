@@ -205,7 +205,8 @@ class RowChunkState:
             dk, dv = rows_to_heads(
                 rank_plan, self.call, name, wire_grads, heads, dtype, self._key_orders
             )
-        dk, dv = summed_over_ranks(rank_plan, self.call, name, (dk, dv))
+        if rank_plan.key_sum is not None:
+            dk, dv = summed_over_ranks(rank_plan, rank_plan.key_sum, self.call, name, (dk, dv))
         dsink = None
         if self._dsink is not None:
             dsink = self._dsink.new_zeros(rank_plan.heads)

@@ -482,6 +482,9 @@ class Replicated:
             all ranks. False if a rank keeps the contributions of its own queries, for parameters
             whose gradients are summed over ranks later, as Megatron does.
 
+    Raises:
+        ValueError: `sum_gradients` is not a bool.
+
     Example:
         >>> mb.layout.Replicated(sum_gradients=False)
         Replicated(sum_gradients=False)

@@ -268,8 +268,7 @@ class Mask:
     def check_lengths(self, seq_len: int, key_len: int) -> None:
         """Raise ValueError unless the mask is valid for queries and keys of two sequences.
 
-        By default, positions of queries and keys count alike, so the mask must be valid for a
-        sequence of either length.
+        By default, the mask must be valid for a sequence of either length.
 
         Args:
             seq_len: Number of positions of the queries.

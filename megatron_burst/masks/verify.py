@@ -32,7 +32,7 @@ class _SpanPairs(NamedTuple):
     k: Spans
 
 
-class _Lengths(NamedTuple):
+class _TwoLengths(NamedTuple):
     """Numbers of positions of the sequences of queries and keys."""
 
     queries: int
@@ -67,7 +67,7 @@ def check(mask: Mask, seq_len: int, key_len: int | None = None) -> None:
             raise ValueError(f"{name} must be at least 1, got {length}")
     mask.check_lengths(int(seq_len), int(key_len))
     for part in parts(mask):  # a combination is correct if its parts are
-        _check(part, _Lengths(int(seq_len), int(key_len)), PAIRS, POINTS)
+        _check(part, _TwoLengths(int(seq_len), int(key_len)), PAIRS, POINTS)
 
 
 def check_custom(mask: Mask, seq_len: int, key_len: int | None = None) -> None:
@@ -81,10 +81,10 @@ def check_custom(mask: Mask, seq_len: int, key_len: int | None = None) -> None:
     """
     key_len = seq_len if key_len is None else key_len
     if key_len:
-        _check(mask, _Lengths(seq_len, key_len), FEW_PAIRS, FEW_POINTS)
+        _check(mask, _TwoLengths(seq_len, key_len), FEW_PAIRS, FEW_POINTS)
 
 
-def _check(mask: Mask, lengths: _Lengths, count: int, points: int) -> None:
+def _check(mask: Mask, lengths: _TwoLengths, count: int, points: int) -> None:
     if type(mask).visible is Mask.visible:
         raise ValueError(f"{_name(mask)} defines no visible(q, k), which every mask needs")
     rng = np.random.default_rng(lengths.queries)
@@ -104,7 +104,7 @@ def _check(mask: Mask, lengths: _Lengths, count: int, points: int) -> None:
 # --- spans that are compared ----------------------------------------------------------------
 
 
-def _all_pairs(lengths: _Lengths) -> _SpanPairs:
+def _all_pairs(lengths: _TwoLengths) -> _SpanPairs:
     q, k = _all_spans(lengths.queries), _all_spans(lengths.keys)
     return _SpanPairs(
         Spans(*(np.repeat(x, len(k[0])) for x in q)), Spans(*(np.tile(x, len(q[0])) for x in k))
@@ -122,7 +122,7 @@ def _all_spans(seq_len: int) -> np.ndarray:
     return np.array(spans, dtype=np.int64).T
 
 
-def _sample(mask: Mask, lengths: _Lengths, count: int, rng: np.random.Generator) -> _SpanPairs:
+def _sample(mask: Mask, lengths: _TwoLengths, count: int, rng: np.random.Generator) -> _SpanPairs:
     """Return `count` pairs of spans.
 
     25 % are shards of layouts, at most 50 % are at positions where `visible` changes, and the
@@ -167,7 +167,7 @@ def _shards(seq_len: int) -> np.ndarray:
     return _inside(np.array(spans, dtype=np.int64), seq_len)
 
 
-def _at_edges(mask: Mask, lengths: _Lengths, count: int, rng: np.random.Generator) -> np.ndarray:
+def _at_edges(mask: Mask, lengths: _TwoLengths, count: int, rng: np.random.Generator) -> np.ndarray:
     """Return pairs of spans that begin or end near changes of `visible`.
 
     The result is int64 [n, 6] with n = `count`, or 0 if nothing changes: start, stride and length
@@ -226,7 +226,7 @@ def _changes(mask: Mask, row: int, seq_len: int, of_key: bool) -> np.ndarray:
 # --- comparisons ----------------------------------------------------------------------------
 
 
-def _check_shapes(mask: Mask, lengths: _Lengths) -> None:
+def _check_shapes(mask: Mask, lengths: _TwoLengths) -> None:
     """Check that `visible` supports arrays of several shapes, and that breaks are sorted."""
     queries, keys = (
         np.unique(np.linspace(0, seq_len - 1, 8).astype(np.int64)) for seq_len in lengths
@@ -268,7 +268,7 @@ def _covers(mask: Mask, pairs: _SpanPairs) -> np.ndarray:
     return covers
 
 
-def _check_all(mask: Mask, lengths: _Lengths, pairs: _SpanPairs) -> None:
+def _check_all(mask: Mask, lengths: _TwoLengths, pairs: _SpanPairs) -> None:
     """Compare `covers` with `visible` at all positions of all pairs of spans."""
     at_queries, at_keys = (np.arange(seq_len) for seq_len in lengths)
     seen = _visible(mask, at_queries[:, None], at_keys[None])

@@ -79,21 +79,6 @@ class RingPlace:
     ulysses: Endpoint
     ulysses_links: tuple[str, ...]
 
-    @classmethod
-    def of(cls, request: Request, groups: Groups) -> RingPlace:
-        """Return the place of this rank for a call.
-
-        If every rank holds all keys, ranks do not share heads, and the ring has all ranks.
-        """
-        topology = groups.topology
-        if isinstance(request.key_layout, Replicated) and topology.ulysses > 1:
-            alone = ProcessEndpoint(0, (groups.rank,), channels={})
-            return cls(
-                replace(topology, ulysses=1), groups.rank, groups.grid, alone,
-                groups.ulysses_links[:1],
-            )  # fmt: skip
-        return cls(topology, groups.rank, groups.ring, groups.ulysses, groups.ulysses_links)
-
 
 @dataclass(frozen=True)
 class RingRequest:
@@ -116,8 +101,18 @@ class RingRequest:
 
     @classmethod
     def of(cls, request: Request, groups: Groups) -> RingRequest:
-        """Return the input of the stages for this rank of `groups`."""
-        place = RingPlace.of(request, groups)
+        """Return the input of the stages for this rank of `groups`.
+
+        If every rank holds all keys, ranks do not share heads, and the ring has all ranks.
+        """
+        place = RingPlace(
+            groups.topology, groups.rank, groups.ring, groups.ulysses, groups.ulysses_links
+        )
+        if isinstance(request.key_layout, Replicated) and groups.topology.ulysses > 1:
+            alone = ProcessEndpoint(0, (groups.rank,), channels={})
+            topology = replace(groups.topology, ulysses=1)
+            links = groups.ulysses_links[:1]
+            place = RingPlace(topology, groups.rank, groups.grid, alone, links)
         queries = ring_spans(request.layout, place.topology, request.seq_len)
         keys: Shards = queries
         if isinstance(request.key_layout, Replicated):

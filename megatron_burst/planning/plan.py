@@ -311,7 +311,8 @@ class Plan:
             forwards = [self.host_forward]
         for forward in forwards:
             forward_bytes += cost.traffic(without_tables(forward), ring_rank, sizes)
-        backward_bytes += cost.key_sum_traffic(self._key_sum_links, groups.rank, sizes)
+        if rank_plan.key_sum is not None:
+            backward_bytes += cost.key_sum_traffic(rank_plan.key_sum.links, groups.rank, sizes)
         for _, backward in self.passes:
             if side not in (None, backward.side):
                 backward = cost.backward_schedule(
@@ -319,12 +320,6 @@ class Plan:
                 )
             backward_bytes += cost.traffic(without_tables(backward), ring_rank, sizes)
         return forward_bytes, backward_bytes
-
-    @property
-    def _key_sum_links(self) -> tuple[str, ...]:
-        """Link class to each rank with which this rank sums gradients of keys."""
-        key_sum = self.rank_plan.key_sum
-        return () if key_sum is None else key_sum.links
 
     @property
     def channels(self) -> list[Channel]:
@@ -386,8 +381,9 @@ class Plan:
         ulysses = len(self.rank_plan.ulysses_links)
         if ulysses > 1:
             sizes += self.sizes.scattered_bytes(ulysses, resends_q=True)
-        if self._key_sum_links:
-            sizes.append(cost.key_sum_bytes(self._key_sum_links, self.sizes))
+        key_sum = self.rank_plan.key_sum
+        if key_sum is not None:
+            sizes.append(cost.key_sum_bytes(key_sum.links, self.sizes))
         tensors = 4  # largest number per message
         return max(sizes, default=0) + tensors * packing.ALIGNMENT + packing.ENVELOPE
 

@@ -115,13 +115,16 @@ class RingOperation(Operation[Request, Plan]):
         groups, options, (q, k, _) = self.groups, request.options, request.tensors
         ring = RingRequest.of(request, groups)
         passes = _passes(ring, groups)
+        key_sum = None
+        if isinstance(request.key_layout, Replicated):
+            key_sum = _key_sum(request.key_layout, groups)
         rank_plan = RankPlan(
             ring=ring.place.ring, ulysses=ring.place.ulysses,
             ulysses_links=ring.place.ulysses_links,
             kernel=request.kernel, scoring=request.scoring, wire_dtype=request.wire_dtype,
             needs_grad=request.needs_grad, heads=q.shape[2], kv_heads=k.shape[2],
             head_chunks=options.head_chunks or 1, chunks=passes.chunks,
-            key_order=passes.key_order, key_sum=_key_sum(request, groups),
+            key_order=passes.key_order, key_sum=key_sum,
         )  # fmt: skip
         # Messages on CUDA have no envelope, so only this fact detects ranks with other tables.
         facts = request.facts | {"schedule": passes.digest}
@@ -185,13 +188,11 @@ class AttentionOperation(RingOperation):
         return resolve(request, self.groups, self.rates)
 
 
-def _key_sum(request: Request, groups: Groups) -> KeySum | None:
+def _key_sum(key_layout: Replicated, groups: Groups) -> KeySum | None:
     """Return how gradients of keys that every rank holds are summed; None if they are not."""
-    layout = request.key_layout
-    if not isinstance(layout, Replicated) or not layout.sum_gradients or groups.size == 1:
+    if not key_layout.sum_gradients or groups.size == 1:
         return None
-    topology = groups.topology
-    links = tuple(topology.link(groups.rank, peer) for peer in range(groups.size))
+    links = tuple(groups.topology.link(groups.rank, peer) for peer in range(groups.size))
     return KeySum(groups.grid, links)
 
 

@@ -57,6 +57,8 @@ class Request:
         layout: Layout of the queries, and of the keys unless `key_layout` is set.
         key_layout: Layout of keys that are another sequence, or `Replicated`; None if keys and
             queries are the same sequence.
+        seq_len: Number of positions of the queries' sequence.
+        key_len: Number of positions of the keys' sequence.
         mask: Mask.
         kernel: Local attention kernel.
         scoring: Scale and softcap.
@@ -71,6 +73,8 @@ class Request:
     options: AttentionOptions
     layout: Layout
     key_layout: Layout | Replicated | None
+    seq_len: int
+    key_len: int
     mask: Mask
     kernel: Kernel
     scoring: Scoring
@@ -90,16 +94,6 @@ class Request:
             wire_itemsize=self.wire_dtype.itemsize, needs_grad=self.needs_grad,
             key_tokens=k.shape[0],
         )  # fmt: skip
-
-    @property
-    def seq_len(self) -> int:
-        """Return the number of positions of the queries' sequence."""
-        return self.tensors[0].shape[0] * self.layout.cp_size
-
-    @property
-    def key_len(self) -> int:
-        """Return the number of positions of the keys' sequence."""
-        return key_len(self.tensors[1].shape[0], self.key_layout, self.layout)
 
 
 def check(
@@ -139,7 +133,11 @@ def check(
     if rates is not None:
         _check_rates(rates, options.algorithm)
     layout = _layout("layout", options.layout, groups, q.shape[0])
-    key_layout = _key_layout(options.key_layout, groups, k.shape[0])
+    seq_len, key_len, key_layout = q.shape[0] * groups.size, k.shape[0] * groups.size, None
+    if options.key_layout is not None:
+        key_layout = _key_layout(options.key_layout, groups, k.shape[0])
+    if isinstance(key_layout, Replicated):
+        key_len = k.shape[0]
     if options.mask is None and key_layout is not None:
         raise ValueError(
             "mask: keys of another sequence (key_layout) need a mask that compares their positions "
@@ -148,9 +146,11 @@ def check(
     mask = Causal() if options.mask is None else options.mask
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a mask from mb.masks, got {mask!r}")
-    lengths = q.shape[0] * groups.size, key_len(k.shape[0], key_layout, layout)
-    mask.check_lengths(*lengths)
-    _check_custom(mask, lengths, groups)
+    if key_layout is None:
+        mask.check(seq_len)
+    else:
+        mask.check_lengths(seq_len, key_len)
+    _check_custom(mask, (seq_len, key_len), groups)
     _check_numbers(options)
     if max_logits is not None:
         check_max_logits(max_logits, q)
@@ -192,8 +192,8 @@ def check(
         "rates": rates,
     }
     return Request(
-        tensors, resolved, layout, key_layout, mask, kernel, Scoring(scale, options.softcap),
-        wire_dtype, needs_grad, facts,
+        tensors, resolved, layout, key_layout, seq_len, key_len, mask, kernel,
+        Scoring(scale, options.softcap), wire_dtype, needs_grad, facts,
     )  # fmt: skip
 
 
@@ -322,19 +322,8 @@ def _check_device(groups: Groups, q: torch.Tensor) -> None:
         )
 
 
-def key_len(rows: int, key_layout: Layout | Replicated | None, layout: Layout) -> int:
-    """Return the number of positions of the keys' sequence, given the keys of one rank.
-
-    Args:
-        rows: Number of keys of a rank.
-        key_layout: Layout of the keys; None for the layout of the queries.
-        layout: Layout of the queries.
-    """
-    return rows if isinstance(key_layout, Replicated) else rows * layout.cp_size
-
-
-def _key_layout(key_layout: object, groups: Groups, rows: int) -> Layout | Replicated | None:
-    if key_layout is None or isinstance(key_layout, Replicated):
+def _key_layout(key_layout: object, groups: Groups, rows: int) -> Layout | Replicated:
+    if isinstance(key_layout, Replicated):
         return key_layout
     if key_layout == "replicated":
         return Replicated()

@@ -97,12 +97,12 @@ def key_sum_traffic(links: Sequence[str], rank: int, sizes: Sizes) -> Traffic:
     """Return the bytes that a rank sends to sum the gradients of keys that every rank holds.
 
     Args:
-        links: Link class from the rank to each rank; empty if gradients are not summed.
+        links: Link class from the rank to each rank, including the rank itself.
         rank: The rank.
         sizes: Sizes of one rank.
     """
     peers = [link for peer, link in enumerate(links) if peer != rank]
-    sent = 2 * key_sum_bytes(links, sizes) if peers else 0
+    sent = 2 * key_sum_bytes(links, sizes)
     return Traffic(peers.count("intra") * sent, peers.count("inter") * sent)
 
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-FUNCTIONS, PREPARE_FILES = 262, 38
+FUNCTIONS, PREPARE_FILES = 263, 38
 
 COUNTED = """
 import json, sys

@@ -92,7 +92,7 @@ def test_options_exclude_options_that_exist():
 
 
 def test_the_number_of_options_does_not_grow():
-    assert len(NAMES) <= 12
+    assert len(NAMES) <= 13
     assert len(dataclasses.fields(mb.BurstConfig)) <= 22
 
 
