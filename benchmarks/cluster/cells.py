@@ -8,11 +8,11 @@ from .network import Network, Rates
 
 # Emulated compute over the time that burst's links are busy; "hidden": the flat ring's hops, too.
 REGIMES = {"communication": 0.0, "balanced": 1.0, "compute": 3.0, "hidden": 6.0}
-# Query and key/value heads. Four kv heads go in four groups at most, eight in eight. One head is
+# Query and key/value heads; twelve are the heads of Wan 1.3B. One head is
 # for long sequences, whose attention a CPU has to compute once.
 HEADS = {
-    "MHA": (16, 16), "GQA 4:1": (16, 4), "GQA 32:8": (32, 8), "MHA 8": (8, 8), "MHA 4": (4, 4),
-    "MHA 1": (1, 1),
+    "MHA": (16, 16), "GQA 4:1": (16, 4), "GQA 32:8": (32, 8), "MHA 12": (12, 12), "MHA 8": (8, 8),
+    "MHA 4": (4, 4), "MHA 1": (1, 1),
 }  # fmt: skip
 WIRES = {"fp32": 4, "bf16": 2}  # dtype of tensors, or of partial results that travel -> bytes
 
@@ -56,14 +56,15 @@ class Rival(NamedTuple):
     algorithm: str
     side: str = "kv"
     # how many ranks share heads: "none", "all", "node" (as many as a node has ranks), "nodes",
-    # or "chosen" by `mb.choose`
+    # "fours", or "chosen" by `mb.choose`
     ulysses: str = "none"
     placement: str = "head_first"
     head_chunks: int = 1
     layout: str = "zigzag"
 
     def ulysses_size(self, nodes: int, per_node: int) -> int:
-        return {"none": 1, "all": nodes * per_node, "node": per_node, "nodes": nodes}[self.ulysses]
+        sizes = {"none": 1, "fours": 4, "all": nodes * per_node, "node": per_node, "nodes": nodes}
+        return sizes[self.ulysses]
 
 
 RIVALS = (

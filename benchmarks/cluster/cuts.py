@@ -23,6 +23,7 @@ LAYOUTS = {
     "zigzag": "zigzag of the whole sequence",
     "documents": "zigzag of each document, padded to multiples of 2 x ranks",
     "balanced": "tokens and visible pairs alike on all ranks",
+    "copies": "zigzag of the noised copy and of the clean copy of block diffusion",
 }
 UNKNOWN = float("nan")  # in a truth: nothing is known of this entry
 
@@ -62,6 +63,9 @@ def cut(name: str, mask: str, length: int, nodes: int, per_node: int) -> Cut:
         raise ValueError(f"layout: there is {', '.join(LAYOUTS)}, got {name!r}")
     if name == "zigzag":
         return Cut(make("zigzag", cp_size=size), mask_of(mask, length), np.arange(length))
+    if name == "copies":
+        layout = make("zigzag", cp_size=size, cu_seqlens=[0, length // 2, length])
+        return Cut(layout, mask_of(mask, length), np.arange(length))
     whole = mask_of(mask, length)
     if name == "balanced" and isinstance(whole, Tree):
         layout = make("balanced", cp_size=size, tree=whole, per_node=per_node)

@@ -15,7 +15,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from megatron_burst.masks import BlockSparse, Causal, Documents, Full, Mask, Window
+from megatron_burst.masks import (
+    BlockDiffusion,
+    BlockSparse,
+    Causal,
+    Documents,
+    Full,
+    Mask,
+    Window,
+)
 from megatron_burst.plugins.rl.trees import PrefixTree, pack
 
 
@@ -30,8 +38,8 @@ class Lengths(NamedTuple):
 DOCUMENTS = {"500": Lengths(500, 1.5, 8 * 1024), "1K": Lengths(1024, 1.8, 64 * 1024),
              "tail": Lengths(2048, 1.8, 512 * 1024)}  # fmt: skip
 MASKS = (
-    f"causal, full, window N, blocks N, documents {'|'.join(DOCUMENTS)} seed N, tree NAME, "
-    "trajectories NAME"
+    f"causal, full, window N, blocks N, noised N, documents {'|'.join(DOCUMENTS)} seed N, "
+    "tree NAME, trajectories NAME"
 )
 ROWS = 512  # queries per call if the mask is a table
 SHOWN = 0.2  # fraction of the block pairs of a block-sparse mask, in addition to the diagonal
@@ -106,6 +114,8 @@ def mask_of(text: str, length: int) -> Mask:
         count = length // int(blocks[1])
         table = np.random.default_rng(0).random((count, count)) < SHOWN
         return BlockSparse(table | np.eye(count, dtype=bool), int(blocks[1])) & Causal()
+    if text.startswith("noised "):
+        return BlockDiffusion(length // 2, int(text.split()[1]))
     if text.startswith("tree "):
         return padded_tree(text.split()[1], length).mask
     if documents := bounds_of(text, length):
@@ -130,7 +140,7 @@ def pieces(text: str, length: int) -> Iterator[_Piece]:
         for first in range(0, length, width):
             stop = min(first + width, length)
             yield _Piece((first, stop), (max(0, first - width + 1), stop), "table")
-    elif text.startswith("blocks"):
+    elif text.startswith(("blocks", "noised")):
         for first in range(0, length, ROWS):
             yield _Piece((first, min(first + ROWS, length)), whole, "table")
     elif text.startswith("tree"):  # padding sees nothing, and is no piece

@@ -243,7 +243,7 @@ def beside(records: Sequence[Record], ours: str, base: Sequence[str], targets: T
             *(_over(batch, ours, [name] * len(batch)) for name in rivals),
             "; ".join(f"{words} ({n})" for words, n in taken.most_common()),
         ])  # fmt: skip
-    heads = ["setting", "over zigzag per document, the faster", "over the limit",
+    heads = ["setting", "over the fastest of the base", "over the limit",
              *(f"over {name}" for name in rivals), "taken (batches)"]  # fmt: skip
     return markdown(heads, lines)
 
