@@ -195,7 +195,7 @@ class GridSchedules:
         if workload.attended is None:
             self.seen = pairs_seen(workload.mask, queries, keys)
         else:
-            self.seen = pairs_attended(workload.mask, queries, workload.attended)
+            self.seen = pairs_attended(workload.mask, queries, workload.attended, keys)
         self.grid = Grid(topology.inter_size, topology.intra_size)
         self.wires = ONE_NIC if nodes is None else Wires(places=places(topology, nodes))
         self._made: dict[tuple[Any, ...], list[PreparedSchedule]] = {}

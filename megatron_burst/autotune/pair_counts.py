@@ -35,34 +35,54 @@ def pairs_seen(
         keys: Key spans of each rank. Default: `shards`.
 
     Returns:
-        float [G, G].
+        float [G, G], or [queries, keys] if `keys` has another length.
     """
     queries, key_pieces, i, j = meeting(mask, shards, shards if keys is None else keys)
-    total = np.zeros(len(shards) ** 2)
+    owners = len(shards) if keys is None else len(keys)
+    total = np.zeros(len(shards) * owners)
     for first in range(0, len(i), AT_ONCE):
         part = slice(first, first + AT_ONCE)
-        cell = queries.owner[i[part]] * len(shards) + key_pieces.owner[j[part]]
+        cell = queries.owner[i[part]] * owners + key_pieces.owner[j[part]]
         count = _counted(mask, queries.span.at(i[part]), key_pieces.span.at(j[part]))
         total += np.bincount(cell, count, len(total))
     return total.reshape(len(shards), -1)
 
 
-def pairs_attended(mask: Mask, shards: Sequence[Sequence[Span]], most: int) -> np.ndarray:
+def pairs_attended(
+    mask: Mask,
+    shards: Sequence[Sequence[Span]],
+    most: int,
+    keys: Sequence[Sequence[Span]] | None = None,
+) -> np.ndarray:
     """Return the counts of `pairs_seen` with at most `most` selected keys per query.
 
     The selected keys are assumed to be evenly distributed over the visible keys. All queries of a
     span are assumed to see equally many keys.
+
+    Args:
+        mask: The mask.
+        shards: Query spans of each rank.
+        most: Largest number of selected keys.
+        keys: Key spans of each rank. Default: `shards`.
     """
-    pieces = [(span,) for shard in shards for span in shard]
-    owner = np.repeat(np.arange(len(shards)), [len(shard) for shard in shards])
-    if len(pieces) > PIECES:
-        pieces, owner = list(shards), np.arange(len(shards))
-    seen = pairs_seen(mask, pieces)
+    pieces, owner = _spans_or_shards(shards)
+    key_pieces, key_owner = (pieces, owner) if keys is None else _spans_or_shards(keys)
+    seen = pairs_seen(mask, pieces, key_pieces)
     rows = np.array([sum(span.length for span in piece) for piece in pieces])
     seen *= np.minimum(1.0, most * rows / np.maximum(seen.sum(axis=1), 1.0))[:, None]
     total = np.zeros((len(shards), len(shards)))
-    np.add.at(total, (owner[:, None], owner[None, :]), seen)
+    np.add.at(total, (owner[:, None], key_owner[None, :]), seen)
     return total
+
+
+def _spans_or_shards(
+    shards: Sequence[Sequence[Span]],
+) -> tuple[Sequence[Sequence[Span]], np.ndarray]:
+    """Return each span as one piece, or each shard if there are many spans; and their owners."""
+    pieces = [(span,) for shard in shards for span in shard]
+    if len(pieces) > PIECES:
+        return list(shards), np.arange(len(shards))
+    return pieces, np.repeat(np.arange(len(shards)), [len(shard) for shard in shards])
 
 
 def _counted(mask: Mask, q: Spans, k: Spans) -> np.ndarray:

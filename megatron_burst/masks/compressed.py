@@ -91,6 +91,16 @@ class Compressed(VectorMask):
         window = (keys - self._first_key[document]) * self.stride
         return np.minimum(self._begin[document] + window + self.length - 1, end), end
 
+    def keys_of_queries(self, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the first key position that each query sees, and the position after the last.
+
+        Args:
+            q: Query positions [n], each in a document.
+        """
+        document = np.searchsorted(self.bounds, q, side="right")
+        low = self._first_key[document]
+        return low, low + self.windows(q + 1 - self._begin[document])
+
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         first, end = self._queries(np.asarray(k))
         return (first <= q) & np.less(q, end)

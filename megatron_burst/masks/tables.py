@@ -107,6 +107,16 @@ class Documents(VectorMask):
         document = self.document(q)
         return np.equal(document, self.document_of_key(k)) & ~self._hidden[document]
 
+    def keys_of_queries(self, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the first key position that each query sees, and the position after the last.
+
+        Args:
+            q: Query positions [n], each in a document.
+        """
+        document = self.document(q)
+        low, high = self.key_bounds[document - 1], self.key_bounds[document]
+        return low, np.where(self._hidden[document], low, high)
+
     def covers(self, q_spans: Spans, k_spans: Spans) -> np.ndarray:
         q_first, q_last = self.document(q_spans.start), self.document(q_spans.last)
         k_first, k_last = (self.document_of_key(x) for x in (k_spans.start, k_spans.last))

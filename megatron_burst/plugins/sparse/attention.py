@@ -113,6 +113,50 @@ def sparse_attention(
     return Attention.apply(call, sink, q, k, v)
 
 
+def selected_plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    selection: Selection,
+    *,
+    plan: Plan,
+    scale: float | None = None,
+    sink: torch.Tensor | None = None,
+    kernel: str = "auto",
+) -> Plan:
+    """Return the plan of one call with a selection, for `mb.joint_attention`.
+
+    Args:
+        q: Queries of this rank's shard [s, b, h, d].
+        k: Keys of this rank's shard [t, b, k, d].
+        v: Values of this rank's shard [t, b, k, w].
+        selection: Same as in `mb.sparse_attention`.
+        plan: Plan of `mb.prepare` for the keys of the selection.
+        scale: Same as in `mb.sparse_attention`.
+        sink: Sink that the call will pass.
+        kernel: Same as in `mb.sparse_attention`.
+
+    Raises:
+        ValueError: An argument is not supported; see `mb.select`.
+    """
+    at = selected_setting(selection, plan, None, None)
+    operation = SparseAttentionOperation(
+        groups=at.groups,
+        made=at.made,
+        options=replace(at.options, softmax_scale=at.scale(q, scale)),
+        sink=sink,
+        needs_grad=(_needs_grad(q), _needs_grad(k), _needs_grad(v)),
+        selection=selection,
+        kernel=kernel,
+        value_width=None,
+        q=q,
+        k=k,
+        v=v,
+    )
+    made = plan_of(operation)
+    return made.with_kernel(kernel_for(made, selection))
+
+
 def _recompute_plan(rank_plan: RankPlan) -> RankPlan:
     """Return the plan with a kernel for only the rows that the attention store does not keep."""
     assert isinstance(rank_plan.kernel, SelectedKernel)
@@ -130,7 +174,10 @@ def selected_setting(
     """
     at = setting(plan, groups, None, None, algorithm)
     if plan is None and isinstance(selection, Selection):
-        options = replace(at.options, layout=selection.layout, mask=selection.mask)
+        options = replace(
+            at.options, layout=selection.layout, key_layout=selection.key_layout,
+            mask=selection.mask,
+        )  # fmt: skip
         return replace(at, options=options)
     return at
 
@@ -152,9 +199,9 @@ class SparseAttentionOperation(SelectedOperation):
 
     def tensors(self) -> QKV:
         q, k, v, columns = self.q, self.k, self.v, self.value_width
-        check_shapes(q, k, k if v is None else v)
-        _check_width(columns, v is None, k.shape[-1])
         check_selection(self.selection)
+        check_shapes(q, k, k if v is None else v, self.selection.key_layout is not None)
+        _check_width(columns, v is None, k.shape[-1])
         if v is None:
             q, k, v = q[..., columns:], k[..., columns:], k[..., :columns]
         return q, k, v
@@ -199,14 +246,14 @@ def over_selection(request: Request, selection: Selection, kernel: str, latent: 
             tensors.
     """
     q, k, _ = request.tensors
-    for name in ("layout", "mask"):
+    for name in ("layout", "key_layout", "mask"):
         made_for, requested = getattr(selection, name), getattr(request, name)
         if made_for != requested:
             raise ValueError(
                 f"selection: made for {name} {made_for!r:.200}, but this call has "
                 f"{requested!r:.200}; select and attend with the same plan"
             )
-    selection.check(q, k.shape[2], q.shape[0] * request.layout.cp_size)
+    selection.check(q, k.shape[2], request.key_len)
     ids, block = selection.ids.shape, selection.block
     pairs = PairKernel(KERNELS[kernel], None, ids[2], ids[3], ids[3] * block, latent)
     pairs.name = f"sparse {kernel}"  # name in the plan's description

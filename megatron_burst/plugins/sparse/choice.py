@@ -23,7 +23,7 @@ from ...comm.consensus import attempt
 from ...comm.groups import Groups
 from ...kernels.base import Rows, Scoring
 from ...kernels.online_softmax import accumulation_dtype
-from ...layout import Span
+from ...layout import Replicated, Span
 from ...masks import Causal, Mask
 from ...planning.automatic import fastest, rates_of
 from ...planning.validate import Request
@@ -57,10 +57,11 @@ def with_fastest(request: Request, groups: Groups, rates: Rates) -> Request:
     """Return the checked arguments with the fastest predicted algorithm at these rates."""
     kernel = request.kernel
     assert isinstance(kernel, PairKernel)
-    all_keys = request.sizes.tokens * request.layout.cp_size
+    key_layout = request.key_layout
+    assert not isinstance(key_layout, Replicated)
     workload = Workload(
         request.sizes, request.mask, request.layout, latent=kernel.latent,
-        attended=kernel.attended or all_keys,
+        attended=kernel.attended or request.key_len, key_layout=key_layout,
     )  # fmt: skip
     choice = fastest(workload, FixedSettings(side="kv", head_chunks=1), groups, rates)
     algorithm = choice.taken.algorithm

@@ -122,7 +122,9 @@ def select(
             entry.save(stored)
     layout, mask = made.layout, Causal() if at.options.mask is None else at.options.mask
     layout = layout.of if isinstance(layout, UnitLayout) else layout
-    return selected(stored[0], layout, mask, checked_rule.block)
+    key_layout = made.options.key_layout
+    assert not isinstance(key_layout, str)  # options of plans are resolved
+    return selected(stored[0], layout, mask, checked_rule.block, key_layout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +150,9 @@ class IndexOperation(SelectedOperation):
 
     def tensors(self) -> QKV:
         return index_placeholders(
-            self.checked_rule(), self.index_q, self.index_k, self.index_weights
-        )
+            self.checked_rule(), self.index_q, self.index_k, self.index_weights,
+            other_keys=self.options.key_layout is not None,
+        )  # fmt: skip
 
     def ring_options(self) -> AttentionOptions:
         return by_units(self.options, self.groups.size, self.index_q, self.checked_rule())
@@ -176,7 +179,7 @@ class SelectOperation(IndexOperation):
         return over_units(request, self.checked_rule(), self.top_k)
 
 
-def index_placeholders(rule: SelectionRule, q: Any, k: Any, weights: Any) -> QKV:
+def index_placeholders(rule: SelectionRule, q: Any, k: Any, weights: Any, other_keys: bool) -> QKV:
     """Check index tensors; return placeholders (q, k, v) for a ring that sends one row per unit.
 
     Args:
@@ -184,6 +187,7 @@ def index_placeholders(rule: SelectionRule, q: Any, k: Any, weights: Any) -> QKV
         q: Index queries [s, b, i, d].
         k: Index keys [s, b, k, d].
         weights: Weights of the index heads [s, b, i], or None.
+        other_keys: True if keys may have another number of rows than queries.
 
     Raises:
         ValueError: The index tensors do not fit the rule.
@@ -207,7 +211,7 @@ def index_placeholders(rule: SelectionRule, q: Any, k: Any, weights: Any) -> QKV
                 f"{got:.100}"
             )
     try:
-        check_shapes(q, k, k)
+        check_shapes(q, k, k, other_keys)
     except ValueError as error:
         raise ValueError(f"index_q and index_k (here named q and k): {error}") from error
     rule.selections(q.shape[2], k.shape[2])

@@ -148,8 +148,8 @@ class SelectedProbabilities(SelectedOperation):
     grouped: bool
 
     def tensors(self) -> QKV:
-        check_shapes(self.q, self.k, self.k)
         check_selection(self.selection)
+        check_shapes(self.q, self.k, self.k, self.selection.key_layout is not None)
         q, k, lse = self.q.detach(), self.k.detach(), self.lse
         expected = tuple(q.shape[:3]), accumulation_dtype(q.dtype), q.device
         tensor = isinstance(lse, torch.Tensor)

@@ -17,7 +17,7 @@ import torch
 from ...comm.groups import Groups, check_groups
 from ...comm.operation import derived, prepared
 from ...execution.function import StoredResults
-from ...layout import LayoutName
+from ...layout import LayoutName, Replicated
 from ...layout.layouts import Layout
 from ...masks import Mask
 from ...options import AttentionOptions
@@ -120,13 +120,9 @@ def setting(
             "plan: sparse attention has no softcap, and this plan was made with "
             f"softcap={plan.options.softcap}; use a plan without softcap"
         )
-    if plan.options.key_layout is not None:
-        raise ValueError(
-            "plan: sparse attention needs keys of the queries' sequence, and this plan was made "
-            f"with key_layout={plan.options.key_layout}; use a plan without key_layout"
-        )
     options = AttentionOptions(
-        layout=plan.layout, mask=plan.mask, side="kv", kernel="reference",
+        layout=plan.layout, key_layout=plan.options.key_layout, mask=plan.mask, side="kv",
+        kernel="reference",
         algorithm=plan.algorithm if plan.choice is None else "auto",
     )  # fmt: skip
     return SparseSetting(plan.groups, plan, options, current_store())
@@ -176,6 +172,11 @@ class SelectedOperation(RingOperation):
         self.groups.check()
         tensors, options = self.tensors(), self.ring_options()
         request = check(tensors, self.groups, options, self.needs_grad, self.sink)
+        if isinstance(request.key_layout, Replicated):
+            raise ValueError(
+                "key_layout: sparse attention needs keys that are split over ranks, got "
+                f"{request.key_layout}; use a layout such as 'contiguous'"
+            )
         _check_ring(options.algorithm, self.groups.topology.ulysses)
         request = self.adapted(request)
         if self.made is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...layout.layouts import Layout
+from ...layout.layouts import Layout, Replicated
 from ...masks import Mask
 
 
@@ -24,9 +24,11 @@ class Selection:
             entries. Unit u is the `block` positions of the whole sequence from u * block on. H
             divides the query heads: one selection per query head, per group of heads, or for all
             heads (1).
-        layout: Layout of the queries and keys.
+        layout: Layout of the queries, and of the keys unless `key_layout` is set.
         mask: Mask of the queries and keys.
         block: Number of positions of a unit.
+        key_layout: Layout of keys that are another sequence, as in `AttentionOptions`. Units are
+            then positions of the keys.
         checked: True for a result of `mb.select`: its ids need no check. False for your own
             selections and for copies (`dataclasses.replace`).
     """
@@ -35,6 +37,7 @@ class Selection:
     layout: Layout
     mask: Mask
     block: int = 1
+    key_layout: Layout | Replicated | None = None
     checked: bool = field(default=False, init=False, repr=False, compare=False)
 
     @property
@@ -42,7 +45,7 @@ class Selection:
         """Number of selected units for each row, batch entry and selection, int32 [s, b, H]."""
         return (self.ids >= 0).sum(dim=-1, dtype=torch.int32)
 
-    def check(self, q: torch.Tensor, key_heads: int, seq_len: int) -> None:
+    def check(self, q: torch.Tensor, key_heads: int, key_len: int) -> None:
         """Raise ValueError unless the selection fits these queries.
 
         The values of the ids are checked only if `checked` is False; this check waits for the
@@ -51,7 +54,7 @@ class Selection:
         Args:
             q: Queries [s, b, h, d].
             key_heads: Number of key heads.
-            seq_len: Number of positions of the whole sequence.
+            key_len: Number of positions of the keys' whole sequence.
         """
         ids = self.ids
         if not isinstance(ids, torch.Tensor) or ids.dtype != torch.int32 or ids.dim() != 4:
@@ -70,19 +73,19 @@ class Selection:
                 f"selection: ids have {heads} heads, which must divide the {q.shape[2]} query "
                 f"heads, and divide or be a multiple of the {key_heads} key heads"
             )
-        if type(self.block) is not int or self.block < 1 or seq_len % self.block:
+        if type(self.block) is not int or self.block < 1 or key_len % self.block:
             raise ValueError(
-                f"selection: block must be a positive divisor of the {seq_len} positions, got "
+                f"selection: block must be a positive divisor of the {key_len} positions, got "
                 f"{self.block!r}"
             )
         if self.checked:
             return
         least, most = int(ids.min()), int(ids.max())
-        if least < -1 or most >= seq_len // self.block:
+        if least < -1 or most >= key_len // self.block:
             units = "block numbers" if self.block > 1 else "positions"
             raise ValueError(
                 f"selection: ids must be -1 (empty entry) or {units} from 0 to "
-                f"{seq_len // self.block - 1}, got ids from {least} to {most}"
+                f"{key_len // self.block - 1}, got ids from {least} to {most}"
             )
         before, after = ids[..., :-1], ids[..., 1:]
         if not bool(((after == -1) | ((after > before) & (before >= 0))).all()):

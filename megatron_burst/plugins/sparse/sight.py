@@ -18,6 +18,7 @@ from ...layout import Span
 from ...layout.sharding import to_device
 from ...masks import Causal, Dilated, Full, Mask, Prefix, Window
 from ...masks.base import FAR, Combined
+from ...masks.compressed import Compressed
 from ...masks.tables import BlockSparse, Documents, SameSpan
 from ...masks.tree import Tree
 
@@ -84,11 +85,10 @@ def interval(mask: Mask, q: np.ndarray) -> Interval | None:
         return interval(mask.documents, q)
     if kind is Documents:
         assert isinstance(mask, Documents)
-        if mask.for_other_keys:
-            return None
-        document = mask.document(q)
-        low, high = mask.bounds[document - 1], mask.bounds[document]
-        return low, np.where(mask.visible(q, q), high, low)
+        return mask.keys_of_queries(q)
+    if kind is Compressed:
+        assert isinstance(mask, Compressed)
+        return mask.keys_of_queries(q)
     return None
 
 

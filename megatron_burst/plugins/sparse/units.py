@@ -71,6 +71,12 @@ def by_units(
     layout, mask, block = options.layout, options.mask, rule.block
     if block == 1:
         return options
+    if options.key_layout is not None:
+        raise ValueError(
+            f"rule: blocks of {block} keys need keys of the queries' sequence, and this plan was "
+            f"made with key_layout={options.key_layout}; use a rule that selects single keys, such "
+            "as dsa"
+        )
     if isinstance(layout, str) and layout in LAYOUTS and layout != "balanced":
         layout = make(layout, cp_size=size)
     mask, seq_len = Causal() if mask is None else mask, index_q.shape[0] * size
@@ -198,7 +204,7 @@ def unit_placeholders(
     """
     (rows, batch, heads, width), n = q.shape, parts_per_unit(rule)
     dtype = k.dtype if n == rule.block else accumulation_dtype(k.dtype)
-    scalar, units = k.new_empty(1, dtype=dtype), rows // rule.block
-    q = scalar.expand(units, batch, heads * rule.block, n * width)
-    k = scalar.expand(units, batch, k.shape[2], n * width)
+    scalar = k.new_empty(1, dtype=dtype)
+    q = scalar.expand(rows // rule.block, batch, heads * rule.block, n * width)
+    k = scalar.expand(len(k) // rule.block, batch, k.shape[2], n * width)
     return q, k, k[..., :1]
