@@ -25,6 +25,7 @@ from .plugins.rl import trees
 from .plugins.rl.divergence import linear_kl
 from .plugins.rl.logprobs import linear_logprobs
 from .plugins.sparse.attention import sparse_attention
+from .plugins.sparse.compress import compress
 from .plugins.sparse.indexer import select
 from .plugins.sparse.loss import indexer_loss
 from .plugins.sparse.megatron.layers import sparse_layer_spec
@@ -59,6 +60,7 @@ __all__ = [
     "attention",
     "checkpoint",
     "choose",
+    "compress",
     "indexer_loss",
     "joint_attention",
     "layout",

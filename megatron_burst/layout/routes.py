@@ -88,7 +88,7 @@ def preceding_and_most(chains: Chains, width: int, rank: int) -> tuple[Route, in
     return moves.route(rank, chains.ranks, rows), most
 
 
-def _preceding(chains: Chains, width: int) -> _RowMoves:
+def _preceding(chains: Chains, width: int) -> RowMoves:
     """Return which row moves where, for all ranks, so that pieces get the rows before them."""
     count = integer("width", width) - 1
     if count < 0:
@@ -107,7 +107,7 @@ def _preceding(chains: Chains, width: int) -> _RowMoves:
         landing = chains.order[piece] * count + column
         moves.append((owner[source], first[source] + offset, owner[piece], landing))
     empty = np.zeros((4, 0), dtype=np.int64)
-    return _RowMoves(*np.concatenate([empty, *(np.stack(move) for move in moves)], axis=1))
+    return RowMoves(*np.concatenate([empty, *(np.stack(move) for move in moves)], axis=1))
 
 
 class Lineage(NamedTuple):
@@ -155,7 +155,7 @@ def lineage(chains: Chains, rank: int) -> Lineage:
     pieces, place = all_pieces[needed], np.cumsum(needed) - 1
     return Lineage(
         pieces,
-        _RowMoves(source, chains.order[piece], destination, landing).route(
+        RowMoves(source, chains.order[piece], destination, landing).route(
             rank, chains.ranks, len(pieces)
         ),
         np.where(before[pieces] < 0, -1, place[before[pieces]]),
@@ -209,7 +209,7 @@ def _check_rank(rank: int, ranks: int) -> None:
         raise ValueError(f"rank must be in 0..{ranks - 1}, got {rank}")
 
 
-class _RowMoves(NamedTuple):
+class RowMoves(NamedTuple):
     """Rows that change their rank, as int64 arrays with one entry per row.
 
     Row `row` of the shard of rank `source` becomes row `landing` of the result of rank

@@ -91,6 +91,24 @@ class Compressed(VectorMask):
         window = (keys - self._first_key[document]) * self.stride
         return np.minimum(self._begin[document] + window + self.length - 1, end), end
 
+    def first_rows(self, keys: np.ndarray, seq_len: int, back: int = 0) -> np.ndarray:
+        """Return the query position at which the window of each key begins.
+
+        Args:
+            keys: Key positions [n].
+            seq_len: Number of query positions.
+            back: 1 for the window before that of each key.
+
+        Returns:
+            int64 [n]; -1 for keys that are padding, and for windows before the document.
+        """
+        document = np.searchsorted(self.key_bounds, keys, side="right")
+        window = keys - self._first_key[document] - back
+        first = self._begin[document] + window * self.stride
+        end = np.minimum(self._end[document], seq_len)
+        own_end = first + back * self.stride + self.length
+        return np.where((window >= 0) & (own_end <= end), first, -1)
+
     def keys_of_queries(self, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the first key position that each query sees, and the position after the last.
 

@@ -7,6 +7,7 @@ PLUGIN = Plugin(
     options="options:SparseOptions",
     public={
         "Selection": "selection:Selection",
+        "compress": "compress:compress",
         "indexer_loss": "loss:indexer_loss",
         "select": "indexer:select",
         "sparse_attention": "attention:sparse_attention",

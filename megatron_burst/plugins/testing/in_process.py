@@ -182,6 +182,14 @@ def joint_attention(
     return on_ranks(groups, partial(_with_keywords, mb.joint_attention), arguments)
 
 
+def compress(values: Any, gates: Any, bias: torch.Tensor, **keywords: Any) -> Any:
+    """Run `mb.compress` on all ranks; values, gates and the result are lists by rank.
+
+    All ranks share the bias.
+    """
+    return call(mb.compress, {"values": values, "gates": gates}, bias=bias, **keywords)
+
+
 def select(index_q: Any, index_k: Any, index_weights: Any = None, **keywords: Any) -> Any:
     """Run `mb.select` on all ranks; index tensors and the result are lists, one entry per rank."""
     lists = {"index_q": index_q, "index_k": index_k, "index_weights": index_weights}

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mb.compress`: compressed keys, each a weighted mean of the rows of a window, across ranks.
+
+Rows of a window that other ranks hold are sent to the rank that holds the window's key. If the
+layouts of rows and keys put a window and its key on one rank, nothing is sent.
+
+Shape letters: s local rows, t local keys, m rows of a window, b batch, c columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ...comm.rows import GRID, DeviceRoute, exchange_rows, longest, route_on_device
+from ...kernels.autograd import outside_graphs, refuse_transforms
+from ...kernels.online_softmax import accumulation_dtype
+from ...layout import Layout
+from ...layout.routes import RowMoves
+from ...layout.sharding import to_device
+from ...masks.compressed import Compressed
+from ...planning.plan import Plan
+
+ROUTES_KEPT = 16  # per rank; more than kinds of layers
+
+
+@outside_graphs
+def compress(
+    values: torch.Tensor,
+    gates: torch.Tensor,
+    bias: torch.Tensor,
+    *,
+    plan: Plan,
+    overlap: bool = False,
+    label: object = None,
+) -> torch.Tensor:
+    """Return compressed keys: for every window, the mean of its rows, weighted by their gates.
+
+    Key w of a document is the sum over the rows j of window w of softmax_j(gates_j + bias_(j mod
+    m)) * values_j, separately for every column, computed in float32 (float64 for float64 tensors).
+    Windows are counted from the start of each document. With `overlap`, the tensors have two series
+    of columns, and the softmax of key w covers 2 m rows: the rows of window w - 1 with the first
+    series, and the rows of window w with the second series. The first window of a document has only
+    its own rows. Sources: the compressors of DeepSeek-V4's heavily compressed attention (without
+    overlap) and compressed sparse attention (with overlap).
+
+    Forward and backward are collective calls. Normalization and rotation of the keys are left to
+    the caller.
+
+    Args:
+        values: Rows of this rank [s, b, c], or [s, b, 2 c] with `overlap`.
+        gates: Logits of the weights, with the shape, dtype and device of `values`.
+        bias: Logits [m, c], or [m, 2 c] with `overlap`, that are added at the m places of a window.
+            Its gradient covers the keys of this rank only.
+        plan: Plan of `mb.prepare` for attention to the compressed keys, with mask
+            `mb.masks.Compressed(m, ...)` and option `key_layout`. It sets the windows, the layouts
+            and the documents.
+        overlap: True for two series of columns.
+        label: Same as in `mb.attention`.
+
+    Returns:
+        Compressed keys of this rank [t, b, c] in the dtype of `values`. Keys that are padding are
+        zeros.
+
+    Raises:
+        ValueError: An argument is not supported.
+        RuntimeError: A rank died or is out of step. The message names the exchange.
+    """
+    refuse_transforms("mb.compress")
+    mask = _check(values, gates, bias, plan, overlap)
+    width = values.shape[2] // (1 + overlap)
+    series = [slice(width, 2 * width), slice(0, width)] if overlap else [slice(None)]
+    rows, logits, dtype = [], [], accumulation_dtype(values.dtype)
+    for back, columns in enumerate(series):  # the own window, and the window before
+        window = _window(plan, mask, back, values.device)
+        tensors = [values[..., columns].contiguous(), gates[..., columns].contiguous()]
+        plan.groups.connect([GRID], values.device)
+        plan.groups.expect(longest(len(values), tensors))
+        name = ("compress", back, label if isinstance(label, (str, int)) else repr(label))
+        own, weights = exchange_rows(tensors, window.route, plan.groups, plan.identity, name)
+        rows.append(own.unflatten(0, (-1, mask.stride)).to(dtype))
+        weights = weights.unflatten(0, (-1, mask.stride)).to(dtype)
+        weights = weights + bias[:, None, columns].to(dtype)
+        logits.append(weights.masked_fill(~window.complete[:, None, None, None], float("-inf")))
+    padding = ~_window(plan, mask, 0, values.device).complete[:, None, None, None]
+    weights = torch.cat(logits, dim=1).masked_fill(padding, 0.0)
+    weights = torch.softmax(weights, dim=1).masked_fill(padding, 0.0)
+    return (weights * torch.cat(rows, dim=1)).sum(dim=1).to(values.dtype)
+
+
+def _check(values: Any, gates: Any, bias: Any, plan: Any, overlap: object) -> Compressed:
+    """Return the mask of the plan after checks of the arguments of `compress`."""
+    if not isinstance(plan, Plan):
+        raise ValueError(f"plan must be made by mb.prepare, got {plan!r:.100}")
+    mask, key_layout = plan.mask, plan.options.key_layout
+    if type(mask) is not Compressed or mask.length != mask.stride:
+        raise ValueError(
+            "plan: mb.compress needs a plan with mask mb.masks.Compressed(m) of windows without "
+            f"gaps or overlaps, got {mask!r:.200}"
+        )
+    if not isinstance(key_layout, Layout):
+        raise ValueError(
+            f"plan: mb.compress needs keys that are split over ranks, got key_layout={key_layout!r}"
+        )
+    if not isinstance(overlap, bool):
+        raise ValueError(f"overlap must be True or False, got {overlap!r}")
+    for name, tensor in (("values", values), ("gates", gates)):
+        rows, batch = plan.signature[0][0][:2]
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 3:
+            got = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else repr(tensor)
+            raise ValueError(f"{name} must be a tensor [s, b, columns], got {got!s:.100}")
+        if tuple(tensor.shape[:2]) != (rows, batch) or str(tensor.device) != str(plan.device):
+            raise ValueError(
+                f"{name} must have the {rows} rows, batch {batch} and device {plan.device} of the "
+                f"plan, got {tuple(tensor.shape)} on {tensor.device}"
+            )
+        if not tensor.is_floating_point() or not tensor.shape[2] or tensor.shape[2] % (1 + overlap):
+            raise ValueError(
+                f"{name} must have floating columns{', two series of equal width' * overlap}, got "
+                f"{tensor.dtype} {tuple(tensor.shape)}"
+            )
+    if gates.shape != values.shape or gates.dtype != values.dtype:
+        raise ValueError(
+            f"gates must have the shape and dtype of values, {tuple(values.shape)} {values.dtype}, "
+            f"got {tuple(gates.shape)} {gates.dtype}"
+        )
+    expected = (mask.stride, values.shape[2])
+    tensor = isinstance(bias, torch.Tensor)
+    if not tensor or tuple(bias.shape) != expected or bias.device != values.device:
+        got = f"{tuple(bias.shape)} on {bias.device}" if tensor else repr(bias)
+        raise ValueError(f"bias must be {expected} on {values.device}, got {got:.100}")
+    return mask
+
+
+class _Window(NamedTuple):
+    """The rows of each key's window, or of the window before it.
+
+    Attributes:
+        route: Route that brings the m rows of each of this rank's keys here, key by key.
+        complete: bool [t], true for keys that have this window.
+    """
+
+    route: DeviceRoute
+    complete: torch.Tensor
+
+
+def _window(plan: Plan, mask: Compressed, back: int, device: torch.device) -> _Window:
+    """Return the rows of the windows, or with `back` 1 of the windows before; cached per plan."""
+    cache = plan.groups.recent("windows", ROUTES_KEPT)
+    key = plan.identity, back
+    window = cache.find(key)
+    if window is None:
+        window = cache.keep(key, _made_window(plan, mask, back, device))
+    return window
+
+
+def _made_window(plan: Plan, mask: Compressed, back: int, device: torch.device) -> _Window:
+    key_layout, ranks, m = plan.options.key_layout, plan.groups.size, mask.stride
+    assert isinstance(key_layout, Layout)
+    seq_len, key_len = plan.signature[0][0][0] * ranks, plan.signature[1][0][0] * ranks
+    source, row = _owners(plan.layout, seq_len)
+    destination, place = _owners(key_layout, key_len)
+    first = mask.first_rows(np.arange(key_len), seq_len, back)
+    keys = np.flatnonzero(first >= 0)
+    positions = (first[keys, None] + np.arange(m)).reshape(-1)
+    keys = np.repeat(keys, m)
+    landing = place[keys] * m + np.tile(np.arange(m), len(keys) // m)
+    me = plan.groups.rank
+    mine = (source[positions] == me) | (destination[keys] == me)  # other moves are of other ranks
+    moves = RowMoves(
+        source[positions][mine], row[positions][mine], destination[keys][mine], landing[mine]
+    )
+    own = key_layout.positions(me, key_len) if key_len else np.empty(0, dtype=np.int64)
+    return _Window(
+        route_on_device(moves.route(me, ranks, len(own) * m), device),
+        to_device(first[own] >= 0, device),
+    )
+
+
+def _owners(layout: Layout, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rank that holds each position, and the position's row on the rank, int64 each."""
+    owner, row = np.empty((2, seq_len), dtype=np.int64)
+    for rank in range(layout.cp_size if seq_len else 0):
+        positions = layout.positions(rank, seq_len)
+        owner[positions], row[positions] = rank, np.arange(len(positions))
+    return owner, row
