@@ -134,7 +134,7 @@ def _check(values: Any, gates: Any, bias: Any, plan: Any, overlap: object) -> Co
     return mask
 
 
-class _Window(NamedTuple):
+class _WindowRows(NamedTuple):
     """The rows of each key's window, or of the window before it.
 
     Attributes:
@@ -146,7 +146,7 @@ class _Window(NamedTuple):
     complete: torch.Tensor
 
 
-def _window(plan: Plan, mask: Compressed, back: int, device: torch.device) -> _Window:
+def _window(plan: Plan, mask: Compressed, back: int, device: torch.device) -> _WindowRows:
     """Return the rows of the windows, or with `back` 1 of the windows before; cached per plan."""
     cache = plan.groups.recent("windows", ROUTES_KEPT)
     key = plan.identity, back
@@ -156,7 +156,7 @@ def _window(plan: Plan, mask: Compressed, back: int, device: torch.device) -> _W
     return window
 
 
-def _made_window(plan: Plan, mask: Compressed, back: int, device: torch.device) -> _Window:
+def _made_window(plan: Plan, mask: Compressed, back: int, device: torch.device) -> _WindowRows:
     key_layout, ranks, m = plan.options.key_layout, plan.groups.size, mask.stride
     assert isinstance(key_layout, Layout)
     seq_len, key_len = plan.signature[0][0][0] * ranks, plan.signature[1][0][0] * ranks
@@ -168,12 +168,12 @@ def _made_window(plan: Plan, mask: Compressed, back: int, device: torch.device) 
     keys = np.repeat(keys, m)
     landing = place[keys] * m + np.tile(np.arange(m), len(keys) // m)
     me = plan.groups.rank
-    mine = (source[positions] == me) | (destination[keys] == me)  # other moves are of other ranks
-    moves = RowMoves(
-        source[positions][mine], row[positions][mine], destination[keys][mine], landing[mine]
-    )
+    moves = RowMoves(source[positions], row[positions], destination[keys], landing)
+    # Each rank computes the route of its own messages only.
+    own_moves = (moves.source == me) | (moves.destination == me)
+    moves = RowMoves(*(column[own_moves] for column in moves))
     own = key_layout.positions(me, key_len) if key_len else np.empty(0, dtype=np.int64)
-    return _Window(
+    return _WindowRows(
         route_on_device(moves.route(me, ranks, len(own) * m), device),
         to_device(first[own] >= 0, device),
     )
