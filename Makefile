@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart grpo million docs test test-slow test-docs test-recipes test-verl test-te test-megatron-lm parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-advise bench-checkpoint bench-csrc bench-host bench-linear bench-lm-head bench-loss bench-memory bench-offload bench-packed bench-packed-published bench-prepare bench-sparse bench-trees bench-gpu bench-cluster gain clean
+.PHONY: help install quickstart grpo million docs test test-slow test-docs test-recipes test-verl test-te test-megatron-lm parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-advise bench-checkpoint bench-csrc bench-host bench-linear bench-lm-head bench-loss bench-memory bench-offload bench-packed bench-packed-published bench-prepare bench-sparse bench-trees bench-video bench-gpu bench-cluster gain clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -153,6 +153,9 @@ bench-sparse: $(VENV)/.ready-test ## sparse attention: bytes held, the emulated 
 
 gain: $(VENV)/.ready-test ## what is gained over Megatron's own context parallelism, simulated, into docs/gain.md and .png (a minute)
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.gain $(ARGS)
+
+bench-video: $(VENV)/.ready-test ## attention of a video model on H100, simulated, beside Ulysses, an all-gather and TE's ring
+	@$(PY) -m benchmarks.video $(ARGS)
 
 bench-host: $(VENV)/.ready-test ## what attention costs the host, beside a plain ring loop; ARGS=--only dense
 	@OMP_NUM_THREADS=1 $(PY) benchmarks/host.py $(ARGS)
