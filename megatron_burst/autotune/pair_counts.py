@@ -37,6 +37,8 @@ def pairs_seen(
     Returns:
         float [G, G], or [queries, keys] if `keys` has another length.
     """
+    if keys is not None and not any(map(len, keys)):
+        return np.zeros((len(shards), len(keys)))
     queries, key_pieces, i, j = meeting(mask, shards, shards if keys is None else keys)
     owners = len(shards) if keys is None else len(keys)
     total = np.zeros(len(shards) * owners)

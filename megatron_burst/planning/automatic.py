@@ -80,7 +80,7 @@ def _fastest(request: Request, sizes: Sizes, groups: Groups, rates: Rates) -> Ch
     assert not isinstance(request.key_layout, Replicated)
     workload = Workload(
         sizes, request.mask, request.layout, options.sequence_chunks, options.row_blocks,
-        key_layout=request.key_layout if request.key_len else None,
+        key_layout=request.key_layout,
     )  # fmt: skip
     side = None if options.side == "auto" else options.side
     fixed = FixedSettings(side=side, head_chunks=options.head_chunks)

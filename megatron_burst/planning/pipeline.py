@@ -145,7 +145,7 @@ class RingRequest:
         """
         request = self.request
         joined = getattr(request.kernel, "joins", joined)
-        if isinstance(request.key_layout, Replicated) or not request.key_len:
+        if isinstance(request.key_layout, Replicated):
             return visible_at_home(queries, self.keys, joined)
         return visibility_of(request.mask, queries, self.keys, joined)
 

@@ -227,10 +227,12 @@ def visibility_of(
     Args:
         mask: The mask.
         q_shards: Query spans of each rank; a shard may have no spans.
-        k_shards: Key spans of each rank.
+        k_shards: Key spans of each rank; there may be no keys.
         joined: True if one kernel call computes all pairs of a step; None for the algorithm's
             default.
     """
+    if not any(map(len, k_shards)):
+        return visible_at_home(q_shards, k_shards, joined)
     queries, keys = rows_seen(mask, q_shards, k_shards)
     return Visibility(
         queries.ranks(len(q_shards)),
