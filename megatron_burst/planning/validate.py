@@ -127,8 +127,6 @@ def check(
     _check_device(groups, q)
     _check_names(options)
     _check_algorithm(options.algorithm, groups, q, k)
-    if options.head_chunks is not None:
-        _check_head_chunks(options.head_chunks, groups, k)
     _check_row_chunks(options, q.shape[0])
     if rates is not None:
         _check_rates(rates, options.algorithm)
@@ -136,8 +134,11 @@ def check(
     seq_len, key_len, key_layout = q.shape[0] * groups.size, k.shape[0] * groups.size, None
     if options.key_layout is not None:
         key_layout = _key_layout(options.key_layout, groups, k.shape[0])
+    sharing = groups.topology.ulysses
     if isinstance(key_layout, Replicated):
-        key_len = k.shape[0]
+        key_len, sharing = k.shape[0], 1
+    if options.head_chunks is not None:
+        _check_head_chunks(options.head_chunks, sharing, k)
     if options.mask is None and key_layout is not None:
         raise ValueError(
             "mask: keys of another sequence (key_layout) need a mask that compares their positions "
@@ -249,8 +250,8 @@ def _check_algorithm(algorithm: str, groups: Groups, q: torch.Tensor, k: torch.T
     check_heads(q.shape[2], k.shape[2], groups.topology, algorithm)
 
 
-def _check_head_chunks(head_chunks: int, groups: Groups, k: torch.Tensor) -> None:
-    ring_heads = Share(k.shape[2], groups.topology.ulysses).heads_per_rank
+def _check_head_chunks(head_chunks: int, sharing: int, k: torch.Tensor) -> None:
+    ring_heads = Share(k.shape[2], sharing).heads_per_rank
     if type(head_chunks) is not int or head_chunks < 1 or ring_heads % head_chunks:
         raise ValueError(
             f"head_chunks must divide the {ring_heads} key/value heads of a rank's ring, "
@@ -360,8 +361,8 @@ def _layout(name: str, layout: object, groups: Groups, rows: int) -> Layout:
             f"{name} is for {layout.cp_size} ranks, but groups have {groups.size}; make it with "
             f"cp_size={groups.size}"
         )
-    if name == "key_layout" and not rows:
-        return layout
+    if name == "key_layout" and not rows and not getattr(layout, "bounds", ()):
+        return layout  # only layouts of documents depend on the number of positions
     try:
         layout.check(rows * groups.size)
     except ValueError as error:
