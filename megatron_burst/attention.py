@@ -156,7 +156,7 @@ def joint_attention(
 
     Raises:
         ValueError: An argument is not supported, does not fit its plan, or plans do not fit each
-            other.
+            other; or a checkpoint around the call keeps attention outputs.
         RuntimeError: A rank died, or makes a different call. The message names the exchange.
 
     Example:
@@ -172,6 +172,12 @@ def joint_attention(
         torch.Size([128, 1, 8, 64])
     """
     refuse_transforms("mb.joint_attention")
+    store = current_store()
+    if store is not None and store.fraction:
+        raise ValueError(
+            "keep: joint attention keeps no results for recomputation, and the checkpoint around "
+            f"this call keeps {store.fraction}; use mb.checkpoint(..., keep=0.0)"
+        )
     plans = _check_key_sets(q, key_sets, sink, max_logits)
     plans[0].groups.check()
     calls = [
