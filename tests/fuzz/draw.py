@@ -14,7 +14,7 @@ import torch
 import megatron_burst as mb
 from megatron_burst.schedule.algorithms import ALGORITHMS
 
-from . import rules
+from . import other_keys, rules
 
 GRIDS = {
     1: [(1, 1)], 2: [(1, 2), (2, 1)], 3: [(1, 3), (3, 1)], 4: [(2, 2), (1, 4), (4, 1)],
@@ -72,6 +72,7 @@ class Call:
     refused: str = ""  # the words of the refusal
     tensors: str = ""  # how q, k, v are spoilt
     odd_rank: int | None = None  # the only rank with what is spoilt
+    keys: other_keys.Keys | None = None  # None: keys and queries are the same sequence
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,10 @@ def draw(name: str, size: int) -> Case:
             calls.append(_sibling(rng, base, grid))
         else:
             calls.append(_call(rng, grid))
-    calls = [_spoilt(rng, call, grid) if rng.random() < 0.12 else call for call in calls]
+    calls = [
+        _spoilt(rng, call, grid) if rng.random() < 0.12 and call.keys is None else call
+        for call in calls
+    ]
     return Case(grid, calls, _events(rng, calls))
 
 
@@ -128,6 +132,7 @@ def _heads(rng, ulysses):
 def _call(rng: random.Random, grid: Grid) -> Call:
     rows = rng.choice([2, 2, 4, 4, 6, 8, 10] if grid.size > 3 else [2, 4, 6, 8, 12, 18])
     length = rows * grid.size
+    keys_rng = random.Random(repr(rng.getstate()))
     low = rng.random() < 0.25
     dtype = rng.choice(LOW) if low else torch.float64
     layout, positions, laid = rules.layout(rng, grid.size, rows)
@@ -161,6 +166,16 @@ def _call(rng: random.Random, grid: Grid) -> Call:
     if apart.random() < 0.4:
         choices["sequence_chunks"] = apart.choice([2, 3, rows + 1])
         choices["row_blocks"] = apart.choice([1, 1, 2])
+    keys, of_keys = None, frozenset()
+    if keys_rng.random() < other_keys.SHARE:
+        keys, key_layout, key_laid = other_keys.draw(keys_rng, grid.size, length)
+        mask, seen, kinds = other_keys.mask(keys_rng, length, keys.length)
+        if low and keys.length:
+            mask, seen = mask | mb.masks.Prefix(1), seen | (np.arange(keys.length) < 1)
+        elif low:
+            dtype, low = torch.float64, False
+        choices |= {"key_layout": key_layout, "mask": mask}
+        of_keys = frozenset({"keys of another sequence", f"keys {key_laid}"})
     form = rng.choice(["plan", "keywords"])
     if form == "plan" and keep is not None:
         choices["store"] = keep
@@ -176,7 +191,9 @@ def _call(rng: random.Random, grid: Grid) -> Call:
         strides=rng.choice(STRIDES), ones=rng.random() < 0.2, keep=keep,
         twice=rng.random() < 0.15,
         kinds=frozenset({f"algorithm {algorithm}", f"layout {laid}", f"side {side}",
-                         f"dtype {str(dtype)[6:]}", *(f"mask {kind}" for kind in kinds)}),
+                         f"dtype {str(dtype)[6:]}", *(f"mask {kind}" for kind in kinds)})
+        | of_keys,
+        keys=keys,
     )  # fmt: skip
 
 
@@ -232,7 +249,7 @@ def _spoilt(rng: random.Random, call: Call, grid: Grid) -> Call:
     tensors = {
         "three dimensions": "q must be [s, b, heads, width]",
         "other dtype": "k: q, k, v must have the same device",
-        "other rows": "q, k, v must have the same s and b",
+        "other rows": "q, k, v must have the same b, and k, v the same s",
         "integers": "q: q, k, v must have the same device",
         "other width": "k: width must be equal to the width of q",
         "no tensor": "v must be a tensor",

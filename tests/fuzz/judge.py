@@ -25,8 +25,9 @@ PARTIAL_OUTPUTS = "tile", "token_ring", "auto"  # send outputs, too, in the dtyp
 def inputs(call: Call):
     """q, k, v, dout and the sink of the whole sequence, in the dtype of the call."""
     length, b, h, k, d, w = call.shape
+    keys = length if call.keys is None else call.keys.length
     generator = torch.Generator().manual_seed(call.seed)
-    shapes = (length, b, h, d), (length, b, k, d), (length, b, k, w), (length, b, h, w), (h,)
+    shapes = (length, b, h, d), (keys, b, k, d), (keys, b, k, w), (length, b, h, w), (h,)
     q, k, v, dout, sink = (
         torch.randn(shape, generator=generator, dtype=torch.float64).to(call.dtype)
         for shape in shapes
@@ -76,6 +77,11 @@ def delta_rounding(call: Call, q, k, dout, out, lse, scale: float) -> tuple[floa
     return dq.max().item(), dk.unflatten(2, (kv_heads, group)).sum(3).max().item()
 
 
+def positions_of(call: Call, which: int) -> list:
+    """The positions of each rank's rows in result `which` of out, dq, dk, dv."""
+    return call.positions if call.keys is None or which < 2 else call.keys.positions
+
+
 class Truth:
     """What a call must give, and how far each result may be from it."""
 
@@ -86,6 +92,11 @@ class Truth:
         seen = torch.from_numpy(call.seen)
         out, lse, dq, dk, dv = oracle.attention(q, k, v, dout, seen, scale, cap, sink)
         self.results = out, dq, dk, dv
+        self.parts = {}  # dk and dv of the queries of each rank, if ranks do not sum them
+        if call.keys is not None and not call.keys.summed:
+            for rank, rows in enumerate(call.positions):
+                own = q[rows], k, v, dout[rows], seen[rows], scale, cap, sink
+                *_, self.parts[2, rank], self.parts[3, rank] = oracle.attention(*own)
         self.dsink = None if sink is None else oracle.sink_gradient(sink, lse, out, dout)
         self.limits = [EXACT] * 4
         if call.dtype != torch.float64:
@@ -103,7 +114,7 @@ class Truth:
         wire = call.choices["grad_wire_dtype"]
         if wire is not None:  # each hop rounds a sum, which may be larger than the last one
             unit = torch.finfo(wire).eps
-            largest = max(x.abs().max().item() for x in self.results)
+            largest = max(x.abs().max().item() for x in self.results if x.numel())
             for i in range(call.choices["algorithm"] not in PARTIAL_OUTPUTS, 4):
                 self.limits[i] += 2 * size * unit * max(1.0, largest)
 
@@ -146,12 +157,13 @@ class Run:
         """(q, k, v as leaves by kind and local rank, douts)."""
         *qkv, dout, _ = inputs(call)
         mine = [call.positions[rank] for rank in self.local]
+        of_keys = [positions_of(call, 2)[rank] for rank in self.local]
         leaves = [
             [
                 strided(x[rows].to(self.device), call.strides).detach().requires_grad_(need)
-                for rows in mine
+                for rows in held
             ]
-            for x, need in zip(qkv, call.needs, strict=True)
+            for x, need, held in zip(qkv, call.needs, (mine, of_keys, of_keys), strict=True)
         ]
         one = torch.ones((), dtype=call.dtype, device=self.device)
         douts = [dout[rows].to(self.device) for rows in mine]
@@ -230,7 +242,8 @@ class Run:
     def _judge(self, index: int, call: Call, name: str, which: int, parts):
         truth = self.truths[index]
         for rank, part in zip(self.local, parts, strict=True):
-            right = truth.results[which][call.positions[rank]]
+            right = truth.results[which][positions_of(call, which)[rank]]
+            right = truth.parts.get((which, rank), right)
             if part.shape != right.shape or part.dtype != call.dtype:
                 self.faults.append(f"call {index}: {name} is {part.dtype} {tuple(part.shape)}")
                 continue

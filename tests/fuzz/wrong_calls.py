@@ -51,6 +51,31 @@ def checkpointed(keep, **choices):
     return mb.checkpoint(lambda q: mb.attention(q, k, v, plan=made), q, keep=keep)
 
 
+def other_keys(rows=6, changed=None, groups=None, **choices):
+    """`mb.attention` to keys of another sequence."""
+    groups, (q, *_) = groups or grid(), tensors()
+    _, k, v = tensors(rows, **(changed or {}))
+    choices = {"mask": masks.Full(), "key_layout": "contiguous"} | choices
+    return in_process.attention(*([x] * groups.size for x in (q, k, v)), groups=groups, **choices)
+
+
+def joint(*key_sets, q=None, around=None, **choices):
+    """`mb.joint_attention` on one rank; `key_sets`: changes of each set, or the set."""
+    own, groups, sets = tensors()[0] if q is None else q, mb.Groups.single(), []
+    for given in key_sets:
+        if isinstance(given, dict):
+            options = {"mask": masks.Full(), "key_layout": "replicated", "groups": groups} | given
+            _, k, v = tensors(5, w=options.pop("w", 8))
+            set_q = own.detach().requires_grad_(options.pop("q_needs_grad", False))
+            sets.append((k, v, mb.prepare(set_q, k, v, **options)))
+        else:
+            sets.append(given)
+    if around is None:
+        return mb.joint_attention(own, sets, **choices)
+    leaf = own.requires_grad_()
+    return mb.checkpoint(lambda q: mb.joint_attention(q, sets, **choices), leaf, keep=around)
+
+
 def rates(**changed):
     return mb.Rates(**{"intra": 1e9, "inter": 1e9, "compute": 1e12} | changed)
 
@@ -140,8 +165,10 @@ TENSORS = [
     ("q sparse", {"q": lambda q: q.to_sparse()}, ("q", "sparse")),
     ("no rows", {x: lambda x: x[:0] for x in "qkv"}, ("q", "(0, 1, 4, 8)")),
     ("no heads in v", {"v": lambda v: v[:, :, :0]}, ("v", "(4, 1, 0, 8)")),
-    ("more rows of k", {"k": lambda k: torch.cat([k, k])}, ("s and b", "(8, 1, 2, 8)")),
-    ("more batch of v", {"v": lambda v: torch.cat([v, v], 1)}, ("s and b", "(4, 2, 2, 8)")),
+    ("more rows of k", {"k": lambda k: torch.cat([k, k])}, ("k, v the same s", "(8, 1, 2, 8)")),
+    ("more rows of k and v", {x: lambda x: torch.cat([x, x]) for x in "kv"},
+     ("the 4 rows of q, got 8", "key_layout")),
+    ("more batch of v", {"v": lambda v: torch.cat([v, v], 1)}, ("the same b", "(4, 2, 2, 8)")),
     ("other heads of v", {"v": lambda v: v[:, :, :1]}, ("heads", "(4, 1, 1, 8)")),
     ("other width of k", {"k": lambda k: k[..., :4]}, ("k", "width", "8", "4")),
     ("heads that do not divide", {x: lambda x: torch.cat([x, x[:, :, :1]], 2) for x in "kv"},
@@ -188,5 +215,54 @@ CALLS = [
     ("6 key heads on 4 ranks", lambda: heads(12, 6, 4), ("6 key/value heads", "ulysses=1 or 2")),
     ("4 heads on 2 x 3 ranks", lambda: heads(4, 4, 6, 2, 3), ("4 query heads", "ulysses=1")),
 ]  # fmt: skip
+OTHER_KEYS = [
+    ("no mask", {"mask": None}, ("mask", "mb.masks.Full()", "None")),
+    ("a name", {"key_layout": "zig"}, ("key_layout", "replicated", "'zig'")),
+    ("a number", {"key_layout": 2}, ("key_layout", "got 2")),
+    ("the class", {"key_layout": mb.layout.Replicated}, ("key_layout", "Replicated")),
+    ("balanced by name", {"key_layout": "balanced"}, ("key_layout 'balanced'", "make('balanced'")),
+    ("4 ranks", {"key_layout": layout(cp_size=4)}, ("key_layout", "4 ranks", "2")),
+    ("odd rows in zigzag", {"rows": 3, "key_layout": "zigzag"}, ("k, v: 3 rows", "4 per rank")),
+    ("other documents", {"key_layout": layout(cu_seqlens=[0, 4])}, ("documents", "4", "12")),
+    ("documents, but no keys", {"rows": 0, "key_layout": layout(cu_seqlens=[0, 4])},
+     ("k, v: 0 rows", "4, got 0")),
+    ("keys that are replicated, as queries", {"layout": "replicated", "rows": 4},
+     ("layout must be one of", "'replicated'")),
+    ("a table of queries", {"mask": masks.Dense(np.ones((8, 8)))}, ("table", "8", "12")),
+    ("documents of queries", {"mask": masks.Documents([0, 8])}, ("key_cu_seqlens", "12", "8")),
+    ("documents of fewer keys", {"mask": masks.Documents([0, 8], key_cu_seqlens=[0, 6])},
+     ("key_cu_seqlens", "12", "6")),
+    ("fewer windows", {"rows": 1, "mask": masks.Compressed(2)}, ("4 windows", "2 keys")),
+    ("other heads", {"changed": {"kv": 3}}, ("k", "divide", "4", "3")),
+    ("another batch", {"changed": {"batch": 2}}, ("the same b", "(6, 2, 2, 8)")),
+    ("another width", {"changed": {"d": 4}}, ("k: width", "8", "4")),
+    ("rates without auto", {"key_layout": "replicated", "rates": rates()}, ("rates", "auto")),
+    ("a wire without auto", {"key_layout": "replicated", "grad_wire_dtype": "auto"},
+     ("grad_wire_dtype='auto'", "algorithm='auto'")),
+    ("head_chunks", {"key_layout": "replicated", "head_chunks": 4}, ("head_chunks", "2", "got 4")),
+]  # fmt: skip
+JOINT = [
+    ("no sets", lambda: joint(), ("key_sets", "(k, v, plan)", "[]")),
+    ("a pair", lambda: joint((None, None)), ("key_sets[0]", "(k, v, plan)")),
+    ("no plan", lambda: joint({}, (*tensors()[1:], None)), ("key_sets[1]", "mb.prepare", "None")),
+    ("other keys", lambda: joint((*tensors()[1:], plan().ranks[0]), q=tensors(8)[0]),
+     ("key_sets[0]: plan: made for", "(8, 1, 4, 8)")),
+    ("row chunks", lambda: joint({}, {"sequence_chunks": 2}), ("key_sets[1]", "sequence_chunks=2")),
+    ("a store", lambda: joint({"store": 0.5}), ("key_sets[0]", "store=0.5", "store=None")),
+    ("a checkpoint that keeps", lambda: joint({}, around=0.5), ("keep", "0.5", "keep=0.0")),
+    ("other groups", lambda: joint({}, {"groups": mb.Groups.single()}), ("key_sets[1]", "groups")),
+    ("another layout", lambda: joint({}, {"layout": "striped"}), ("key_sets[1]", "layout")),
+    ("another width", lambda: joint({}, {"w": 4}), ("key_sets[1]: values", "8", "got 4")),
+    ("a frozen q in one plan", lambda: joint({"q_needs_grad": True}, {}), ("needs_grad of q",)),
+    ("sink", lambda: joint({}, sink=torch.zeros(2)), ("key_sets[0]: sink", "[4]", "(2,)")),
+    ("max_logits", lambda: joint({}, max_logits=torch.zeros(4)), ("max_logits", "mb.prepare")),
+    ("q of other heads", lambda: joint({}, q=tensors(heads=2)[0].double()), ("k: q, k, v must",)),
+    ("no q", lambda: joint((*tensors()[1:], plan().ranks[0]), q="q"), ("q must be a tensor",)),
+    ("label", lambda: joint({}, label=1.5), ("label", "1.5")),
+]  # fmt: skip
+CALLS += [
+    (f"other keys: {name}", lambda c=c: other_keys(**c), words) for name, c, words in OTHER_KEYS
+]
+CALLS += [(f"joint: {name}", call, words) for name, call, words in JOINT]
 CALLS += [(name, lambda c=c: attend(**c), words) for name, c, words in KEYWORDS]
 CALLS += [(name, lambda c=c: attend(c), words) for name, c, words in TENSORS]
