@@ -240,6 +240,10 @@ DIFFERENT = {
         {"keys": 0, "algorithm": "auto", "other": {"algorithm": "auto"}},
         r"rank 0 has k \(\(0, .*rank 1 has k \(\(4, ",
     ),
+    "one replicates, and auto": (
+        {"key_layout": "replicated", "algorithm": "auto", "other": {"algorithm": "auto"}},
+        r"rank 0 has key_layout Replicated.* 'burst', .* rank 1 has key_layout Contig.* 'auto'",
+    ),
     "no mask on one rank": ({"mask": None}, "rank 0: mask: keys of another sequence"),
     "no key_layout on one rank": ({"key_layout": None}, "rank 0 has key_layout None"),
     "rows that do not fit": ({"keys": 3, "key_layout": "zigzag"}, "rank 0: k, v: 3 rows on each"),
