@@ -87,6 +87,9 @@ HOOKS: Mapping[str, Hook] = {
     "recipe_cpu": Hook(
         "testing", "a module with `enable()`, and with `adapt(recipe)` for a recipe's settings"
     ),
+    "diffusion_recipes": Hook(
+        "diffusion", "a module that implements `recipes.diffusion_models.DiffusionRecipes`"
+    ),
     "gpu_report": Hook(
         "tools", "a module with `run(path, device, quick)`; for `doctor --gpu-report`"
     ),

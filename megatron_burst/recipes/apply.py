@@ -15,6 +15,7 @@ from typing import Any
 from ..config import BurstConfig
 from ..megatron.patching import log, show_log
 from . import own_attention, validate
+from .diffusion_models import diffusion_recipes
 from .kinds import translating
 from .layers import burst_layer_spec, is_ours
 from .vision_models import vision_recipes
@@ -67,6 +68,9 @@ def apply_burst(recipe: Any, *, intra: int | None = None, **choices: Any) -> Any
     if _is_nemo(recipe):
         return _apply_nemo(recipe, choices)
     model: Any = getattr(recipe, "model", None)
+    diffusion = diffusion_recipes(model)
+    if diffusion is not None:
+        diffusion.prepare(model, is_ours)
     stack = next((name for name in _STACKS if hasattr(model, name)), None)
     if stack is not None and not hasattr(model, "transformer_layer_spec"):
         raise ValueError(

@@ -11,9 +11,12 @@ import functools
 from typing import Any
 
 from ..megatron import patching, specs
+from ..megatron.checks.problem import refuse
+from ..megatron.checks.splitting import uses_burst
 from ..megatron.data.cut import compare_clusters
 from ..megatron.patching import show_log
 from . import own_attention, packed
+from .diffusion_models import diffusion_recipes
 from .kinds import translated, translating
 from .vision_models import patch_bridge as patch_vision_models
 from .vision_models import vision_recipes
@@ -46,12 +49,17 @@ def burst_layer_spec(
         ValueError: Settings are not supported.
     """
     show_log()
-    vision = vision_recipes(config)
+    vision, diffusion = vision_recipes(config), diffusion_recipes(config)
     if vision is not None:
         choices = vision.with_mask(config, choices)
     with translating(config):
         layers = specs.burst_layer_spec(config, vp_stage, base=base, **choices)
         compare_clusters(patching.run_state(), choices.get("cluster"))
+        transformer = specs.transformer_of(config)
+        if diffusion is not None and uses_burst(transformer, transformer.burst):
+            refuse(diffusion.problems(config, transformer, transformer.burst))
+            layers = diffusion.with_attention(config, layers)
+            diffusion.patch_bridge()
     patching.translate_with(functools.partial(translated, config))
     packed.patch_bridge()
     patch_vision_models()

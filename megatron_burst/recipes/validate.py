@@ -16,8 +16,10 @@ from ..megatron import patching, specs
 from ..megatron.checks.config import backend_problems, configuration_problems
 from ..megatron.checks.features import UNTESTED_FSDP
 from ..megatron.checks.problem import Problem, refuse
+from ..megatron.checks.splitting import uses_burst
 from ..megatron.data.cut import installed_layout
 from ..megatron.patching import check_version
+from .diffusion_models import diffusion_recipes
 from .kinds import translating
 from .layers import fields_of, is_ours
 from .own_attention import gemma4_problems
@@ -55,11 +57,12 @@ def check(recipe: Any) -> None:
     transformer = specs.transformer_of(model)
     if not is_ours(spec):
         return _check_layout_of_others(transformer)
-    vision, fields = vision_recipes(model), fields_of(spec)
+    vision, diffusion, fields = vision_recipes(model), diffusion_recipes(model), fields_of(spec)
     with translating(model):
         if vision is not None:
             fields = vision.with_mask(model, fields)
         burst = specs.choices_with_layout(fields, model)
+        split = uses_burst(transformer, burst)
         refuse(
             [
                 # This machine may have no GPU; `configure` checks the kernel.
@@ -70,6 +73,7 @@ def check(recipe: Any) -> None:
                 *_group_problems(recipe, transformer, burst.algorithm),
                 *(vision.problems(model, transformer) if vision is not None else ()),
                 *gemma4_problems(model, transformer),
+                *(diffusion.problems(model, transformer, burst) if diffusion and split else ()),
             ]
         )
 

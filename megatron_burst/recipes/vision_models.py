@@ -8,6 +8,7 @@ from typing import Any, Protocol, cast
 
 from .. import registry
 from ..megatron.checks.problem import Problem
+from .diffusion_models import is_diffusion
 
 
 class VisionRecipes(Protocol):
@@ -37,6 +38,8 @@ class VisionRecipes(Protocol):
 
 def is_vision(model: Any) -> bool:
     """Return True if this provider of Bridge builds a vision-language model."""
+    if is_diffusion(model):  # some derive from a provider of vision-language models
+        return False
     # Providers of pure language models also have is_vision_language.
     names = vars(model).keys() - {"is_vision_language"}
     return any("vision" in name.split("_") for name in names)  # not a substring: "revision"

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Access to Megatron-Bridge: required functions, and replacement of classes in layer specs."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+MODELS = "megatron.bridge.diffusion.models"
+TESTED = "0.6.2"
+
+
+class Needed(NamedTuple):
+    """A function of Bridge that this plugin calls or wraps.
+
+    Attributes:
+        module: The module, relative to `megatron.bridge.diffusion`.
+        name: The function, or `CLASS.METHOD`.
+        parameters: Names of parameters that the function must have.
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...]
+
+
+def module(name: str) -> Any:
+    """Import a module of `megatron.bridge.diffusion`."""
+    return importlib.import_module(f"megatron.bridge.diffusion.{name}")
+
+
+def check_version(model: str, needed: Iterable[Needed]) -> None:
+    """Raise an error if the installed Bridge lacks a function that a model needs.
+
+    Args:
+        model: the name of the provider, for the message.
+        needed: the functions.
+
+    Raises:
+        ValueError: Functions are missing or have other parameters; the message names all of them.
+    """
+    lacks = [text for function in needed if (text := _lack(function))]
+    if lacks:
+        try:
+            version = importlib.metadata.version("megatron-bridge")
+        except importlib.metadata.PackageNotFoundError:
+            version = "of unknown version"
+        raise ValueError(
+            f"recipe: {model} of Megatron-Bridge {version} is not supported: {'; '.join(lacks)}. "
+            f"Use Megatron-Bridge {TESTED}"
+        )
+
+
+def _lack(needed: Needed) -> str | None:
+    """Return a description of what the installed Bridge lacks, or None."""
+    try:
+        owner = module(needed.module)
+    except ImportError as error:
+        return f"{needed.module} cannot be imported ({error})"
+    for part in needed.name.split("."):
+        owner = getattr(owner, part, None)
+        if owner is None:
+            return f"{needed.module} has no {needed.name}"
+    missing = set(needed.parameters) - inspect.signature(owner).parameters.keys()
+    return f"{needed.name} has no parameter {', '.join(sorted(missing))}" if missing else None
+
+
+def replaced(spec: Any, replacements: Mapping[type, type]) -> Any:
+    """Return a copy of a layer spec with classes replaced.
+
+    Args:
+        spec: a layer spec, a list of specs, or a value inside a spec.
+        replacements: the replacement of each class.
+    """
+    if isinstance(spec, (list, tuple)):
+        return type(spec)(replaced(entry, replacements) for entry in spec)
+    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
+        fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec) if f.init}
+        changes = {name: replaced(value, replacements) for name, value in fields.items()}
+        return dataclasses.replace(spec, **changes)
+    return replacements.get(spec, spec) if isinstance(spec, type) else spec
+
+
+def contains(spec: Any, wanted: type) -> bool:
+    """Return whether a layer spec contains a class.
+
+    Args:
+        spec: same as in `replaced`.
+        wanted: the class.
+    """
+    return replaced(spec, {wanted: _Marker}) != spec
+
+
+class _Marker:
+    """Class that no layer spec contains."""

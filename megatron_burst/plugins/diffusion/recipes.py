@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes of Megatron-Bridge's diffusion models; implements `recipes.diffusion_models`.
+
+Each supported model has a module with the functions of `DiffusionRecipes`, which are selected by
+the class of the provider.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ...config import BurstConfig
+from ...megatron.checks.problem import Problem
+from . import llada
+
+_MODULES = {module.PROVIDER: module for module in (llada,)}
+
+
+def _module(model: Any) -> Any:
+    """Return the module of the model that a provider builds.
+
+    Raises:
+        ValueError: The model is not supported.
+    """
+    names = [cls.__name__ for cls in type(model).__mro__]
+    module = next((_MODULES[name] for name in names if name in _MODULES), None)
+    if module is None:
+        raise ValueError(
+            f"recipe: {names[0]} is a diffusion model that apply_burst does not support; it "
+            f"supports {', '.join(_MODULES)}. For other models call mb.attention in your own script"
+        )
+    return module
+
+
+def prepare(model: Any, is_ours: Callable[[Any], bool]) -> None:
+    """Prepare a provider; see `DiffusionRecipes.prepare`."""
+    _module(model).prepare(model, is_ours)
+
+
+def problems(model: Any, transformer: Any, burst: BurstConfig) -> Iterator[Problem]:
+    """Yield the problems of a model; see `DiffusionRecipes.problems`."""
+    yield from _module(model).problems(model, transformer, burst)
+
+
+def with_attention(model: Any, layers: Any) -> Any:
+    """Return the layer spec with the core attention of the plugin."""
+    return _module(model).with_attention(model, layers)
+
+
+def patch_bridge() -> None:
+    """Patch loaded modules of Bridge. Idempotent."""
+    for module in _MODULES.values():
+        module.patch_bridge()

@@ -1,0 +1,18 @@
+"""Diffusion models of Megatron-Bridge over ranks have the losses and gradients of one rank."""
+
+import pytest
+
+PAIRS = [
+    ("llada zigzag", "llada whole"),
+    ("llada contiguous", "llada whole"),
+    ("llada packed zigzag", "llada packed whole"),
+    ("llada packed balanced", "llada packed whole"),
+]
+
+
+@pytest.mark.parametrize(("run", "reference"), PAIRS)
+def test_over_ranks_equals_one_rank(result, run, reference):
+    (loss, norms), (whole, expected) = result(run), result(reference)
+    assert loss == pytest.approx(whole, rel=1e-6)
+    assert norms == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert min(expected.values()) > 0
