@@ -7,15 +7,14 @@ the class of the provider.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...config import BurstConfig
 from ...megatron.checks.problem import Problem
-from . import llada
+from . import llada, nemotron
 
-_MODULES = {module.PROVIDER: module for module in (llada,)}
+_MODULES = {module.PROVIDER: module for module in (llada, nemotron)}
 
 
 def _module(model: Any) -> Any:

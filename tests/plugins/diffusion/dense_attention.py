@@ -33,11 +33,12 @@ class DenseAttention(MegatronModule):
         self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None,
         packed_seq_params=None, num_splits=None,
     ):  # fmt: skip
-        assert attention_mask is None and attention_bias is None
+        assert attention_mask is None
+        assert attention_bias is None
         kind, packed = attn_mask_type or self.kind, packed_seq_params
         if packed is not None:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-        (s, _, heads, width), per = query.shape, query.shape[2] // key.shape[2]
+        (s, _, _, width), per = query.shape, query.shape[2] // key.shape[2]
         visible = torch.ones(s, len(key), dtype=torch.bool)
         if "causal" in kind.name:
             visible = visible.tril()

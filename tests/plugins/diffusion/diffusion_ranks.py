@@ -21,6 +21,10 @@ RUNS = {
     "llada packed balanced": (
         "llada_ranks", 4, {"packed": True, "choices": {"layout": "balanced"}},
     ),
+    "nemotron whole": ("nemotron_ranks", 1, {}),
+    "nemotron zigzag": ("nemotron_ranks", 2, {}),
+    "nemotron striped": ("nemotron_ranks", 4, {"choices": {"layout": "striped"}}),
+    "nemotron recomputed": ("nemotron_ranks", 2, {"choices": {"store": 0.5}}),
 }  # fmt: skip
 
 

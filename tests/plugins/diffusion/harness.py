@@ -2,6 +2,8 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,15 @@ def filled(model, tensor_rank=0):
         noise = torch.randn(weight.shape, generator=draw)
         weight.data.copy_(noise * (0.1 if "norm" in name else 0.2) + ("norm" in name))
     return model
+
+
+def training_state():
+    """Return the parts of Bridge's training state that its forward steps read."""
+    checks = SimpleNamespace(check_for_nan_in_loss=False, check_for_spiky_loss=False)
+    return SimpleNamespace(
+        timers=mock.MagicMock(), straggler_timer=mock.MagicMock(),
+        cfg=SimpleNamespace(rerun_state_machine=checks, dataset=SimpleNamespace()),
+    )  # fmt: skip
 
 
 def write(model, loss, output, counted=None):

@@ -1,5 +1,6 @@
 """LLaDA 1.5 of Megatron-Bridge, tiny and random, on the ranks of one sequence."""
 
+import itertools
 from types import SimpleNamespace
 
 import torch
@@ -49,7 +50,7 @@ def run(work):
     packed, mask = work.get("packed"), (torch.rand(1, 64, generator=draw) < 0.7).float()
     if ranks == 1:
         ends = DOCUMENTS if packed else [0, 64]
-        parts = [slice(*pair) for pair in zip(ends[:-1], ends[1:], strict=True)]
+        parts = [slice(*pair) for pair in itertools.pairwise(ends)]
         losses = [model(tokens[:, i], None, None, labels=labels[:, i]) for i in parts]
         return write(model, (torch.cat(losses, 1) * mask).sum(), work["output"])
     from megatron_burst.megatron import shard_sequence

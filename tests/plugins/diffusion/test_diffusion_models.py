@@ -7,6 +7,9 @@ PAIRS = [
     ("llada contiguous", "llada whole"),
     ("llada packed zigzag", "llada packed whole"),
     ("llada packed balanced", "llada packed whole"),
+    ("nemotron zigzag", "nemotron whole"),
+    ("nemotron striped", "nemotron whole"),
+    ("nemotron recomputed", "nemotron whole"),
 ]
 
 
