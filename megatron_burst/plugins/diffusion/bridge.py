@@ -7,10 +7,14 @@ import dataclasses
 import importlib
 import importlib.metadata
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-MODELS = "megatron.bridge.diffusion.models"
+from ...config import OFF, BurstConfig
+from ...megatron.checks.problem import Problem
+from ...megatron.data.cut import installed_layout
+from ...megatron.data.slicing import context_group
+
 TESTED = "0.6.2"
 
 
@@ -67,6 +71,41 @@ def _lack(needed: Needed) -> str | None:
             return f"{needed.module} has no {needed.name}"
     missing = set(needed.parameters) - inspect.signature(owner).parameters.keys()
     return f"{needed.name} has no parameter {', '.join(sorted(missing))}" if missing else None
+
+
+def splits(model: Any, is_ours: Callable[[Any], bool]) -> bool:
+    """Return whether BurstAttention splits the attention of a provider's model over ranks.
+
+    Args:
+        model: the provider.
+        is_ours: test for a layer spec of `apply_burst` (`layers.is_ours`).
+    """
+    spec = model.transformer_layer_spec
+    chosen = is_ours(spec) and spec.keywords.get("algorithm") != OFF
+    return chosen and model.context_parallel_size > 1
+
+
+def splits_batches() -> bool:
+    """Return whether this run cuts batches over ranks in the layout of a recipe."""
+    return installed_layout() is not None and context_group().size() > 1
+
+
+def untested_options(name: str, burst: BurstConfig) -> Iterator[Problem]:
+    """Yield a problem for each option that was not tested with a model whose mask is fixed.
+
+    Args:
+        name: the name of the provider.
+        burst: the options of the run.
+    """
+    if burst.attention_layout not in (None, burst.layout):
+        yield Problem(
+            f"--burst-attention-layout {burst.attention_layout} with {name} was not tested",
+            remove=("--burst-attention-layout",),
+        )
+    if burst.mask is not None:
+        yield Problem(
+            f"--burst-mask with {name}: the mask of the model is fixed", remove=("--burst-mask",)
+        )
 
 
 def replaced(spec: Any, replacements: Mapping[type, type]) -> Any:

@@ -85,8 +85,8 @@ def prepare(model: Any, is_ours: Callable[[Any], bool]) -> None:
 
 
 def problems(model: Any, transformer: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Yield nothing: all options of attention without a mask are supported."""
-    yield from ()
+    """Yield a problem for each unsupported setting; see `DiffusionRecipes.problems`."""
+    yield from bridge.untested_options(type(model).__name__, burst)
 
 
 def with_attention(model: Any, layers: Any) -> Any:

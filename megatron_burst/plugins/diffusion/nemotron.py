@@ -23,7 +23,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
 
-from ...config import OFF, BurstConfig
+from ...config import BurstConfig
 from ...layout import Layout
 from ...layout import make as make_layout
 from ...layout.sharding import to_device
@@ -32,7 +32,6 @@ from ...megatron import patching
 from ...megatron.attention.core_attention import BurstCoreAttention
 from ...megatron.attention.plan_book import LayerKind, PlanBook, RowChunkSizes, Tensors
 from ...megatron.checks.problem import Problem
-from ...megatron.data.cut import installed_layout
 from ...megatron.data.packed import Pack
 from ...megatron.data.slicing import context_group, shard_sequence
 from ...planning.prepare import AttentionOperation
@@ -232,12 +231,7 @@ def _provided(
     is_ours: Callable[[Any], bool], original: Callable, self: Any, *args: Any, **named: Any
 ) -> Any:
     """Call `provide` with our core attention, if `apply_burst` made the layer spec."""
-    spec = self.transformer_layer_spec
-    if (
-        not is_ours(spec)
-        or self.context_parallel_size == 1
-        or spec.keywords.get("algorithm") == OFF
-    ):
+    if not bridge.splits(self, is_ours):
         return original(self, *args, **named)
     with patching.instead(bridge.module(_PROVIDERS), _CLASS, BlockDiffusionCoreAttention):
         return original(self, *args, **named)
@@ -252,16 +246,7 @@ def problems(model: Any, transformer: Any, burst: BurstConfig) -> Iterator[Probl
             "layout, and ranks have equal work only with zigzag or striped",
             add=("--burst-layout zigzag",),
         )
-    if burst.attention_layout not in (None, burst.layout):
-        yield Problem(
-            f"--burst-attention-layout {burst.attention_layout} with {name} was not tested",
-            remove=("--burst-attention-layout",),
-        )
-    if burst.mask is not None:
-        yield Problem(
-            f"--burst-mask with {name}, whose mask follows from the blocks",
-            remove=("--burst-mask",),
-        )
+    yield from bridge.untested_options(name, burst)
     if not getattr(transformer, "calculate_per_token_loss", True):
         yield Problem(
             f"calculate_per_token_loss=False with {name}: ranks predict different numbers of "
@@ -294,15 +279,11 @@ def forward_step(model: Any) -> Any:
     return bridge.module(_STEP).DGPTStep()
 
 
-def _splits() -> bool:
-    return installed_layout() is not None and context_group().size() > 1
-
-
 def _seeded(original: Callable, self: Any, *args: Any, **named: Any) -> Any:
     """Run the training step with a generator whose seed is the same on all ranks of a sequence."""
     model = patching.given_to(original, (self, *args), named)["model"]
     config = bridge.module(_STEP).get_model_config(model)
-    if _splits() and config.different_seed_per_dp and self._noise_generator is None:
+    if bridge.splits_batches() and config.different_seed_per_dp and self._noise_generator is None:
         generator = torch.Generator(device=torch.cuda.current_device())
         generator.manual_seed(self.seed + 100 * parallel_state.get_data_parallel_rank())
         self._noise_generator = generator
@@ -311,7 +292,7 @@ def _seeded(original: Callable, self: Any, *args: Any, **named: Any) -> Any:
 
 def _noised(original: Callable, self: Any, *args: Any, **named: Any) -> Any:
     """Run `DGPTStep._apply_noise` with noise of the whole sequence."""
-    if not _splits():
+    if not bridge.splits_batches():
         return original(self, *args, **named)
     home = bridge.module(_STEP)
     masking = partial(_masked, getattr(home, _MASKING))

@@ -12,9 +12,9 @@ from typing import Any
 
 from ...config import BurstConfig
 from ...megatron.checks.problem import Problem
-from . import llada, nemotron
+from . import bridge, flux, llada, nemotron, wan
 
-_MODULES = {module.PROVIDER: module for module in (llada, nemotron)}
+_MODULES = {module.PROVIDER: module for module in (llada, nemotron, wan, flux)}
 
 
 def _module(model: Any) -> Any:
@@ -52,3 +52,16 @@ def patch_bridge() -> None:
     """Patch loaded modules of Bridge. Idempotent."""
     for module in _MODULES.values():
         module.patch_bridge()
+
+
+def recipe(name: str) -> Callable[[], Any] | None:
+    """Return Bridge's function that makes the recipe `name`, or None if there is none."""
+    for home in ("wan.wan", "flux.flux", "nemotron_labs_diffusion.ar_to_dlm"):
+        if name.startswith(home.partition(".")[0]):
+            return getattr(bridge.module(f"recipes.{home}"), name, None)
+    return None
+
+
+def forward_step(model: Any) -> Any:
+    """Return Bridge's forward step of a model; see `DiffusionRecipes.forward_step`."""
+    return _module(model).forward_step(model)

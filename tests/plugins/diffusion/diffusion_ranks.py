@@ -7,10 +7,12 @@ import functools
 import importlib
 import os
 import sys
+import types
 from pathlib import Path
 
 import torch
 
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 # Name of the run -> module with `run`, number of ranks, and its work.
 RUNS = {
     "llada whole": ("llada_ranks", 1, {}),
@@ -25,7 +27,25 @@ RUNS = {
     "nemotron zigzag": ("nemotron_ranks", 2, {}),
     "nemotron striped": ("nemotron_ranks", 4, {"choices": {"layout": "striped"}}),
     "nemotron recomputed": ("nemotron_ranks", 2, {"choices": {"store": 0.5}}),
+    "wan whole": ("wan_ranks", 1, {}),
+    "wan zigzag": ("wan_ranks", 2, {"multiple": 4}),
+    "wan balanced": ("wan_ranks", 2, {"choices": {"layout": "balanced"}}),
+    "wan recomputed": ("wan_ranks", 4, {"changes": FULL, "choices": {"layout": "balanced"}}),
+    "wan tensor whole": ("wan_ranks", 2, {"tensor": 2, "multiple": 2}),
+    "wan tensor": ("wan_ranks", 4, {"tensor": 2, "choices": {"layout": "balanced"}}),
+    "flux whole": ("flux_ranks", 1, {}),
+    "flux zigzag": ("flux_ranks", 2, {}),
+    "flux contiguous": ("flux_ranks", 4, {"choices": {"layout": "contiguous"}}),
 }  # fmt: skip
+
+
+def without_inference():
+    """Put empty packages where Bridge's Flux imports its inference, which needs more packages."""
+    models = importlib.import_module("megatron.bridge.diffusion.models")
+    for name in ("flux", "flux.flow_matching"):
+        package = types.ModuleType(f"{models.__name__}.{name}")
+        package.__path__ = [f"{models.__path__[0]}/{name.replace('.', '/')}"]
+        sys.modules[package.__name__] = package
 
 
 def main(folder, names):
@@ -36,10 +56,13 @@ def main(folder, names):
 
     te_modules.use()
     from dense_attention import DenseAttention
+    from megatron.core import tensor_parallel
     from megatron.core.extensions import transformer_engine
     from train import fork
 
     transformer_engine.TEDotProductAttention = DenseAttention
+    transformer_engine.TEColumnParallelLinear = tensor_parallel.ColumnParallelLinear
+    without_inference()
     modules = {module: importlib.import_module(module) for module, _, _ in RUNS.values()}
     for name in names or RUNS:
         module, world, extra = RUNS[name]

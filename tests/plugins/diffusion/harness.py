@@ -24,12 +24,20 @@ def start(work):
     return ranks
 
 
-def filled(model, tensor_rank=0):
-    """Return the model with random weights that depend only on their names and this number."""
+def filled(model, size=0.2):
+    """Return the model with random weights that depend only on their names.
+
+    Tensor-parallel ranks have different parts of weights that are split over them.
+    """
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_tensor_model_parallel_rank()
     for index, (name, weight) in enumerate(sorted(model.named_parameters())):
-        draw = torch.Generator().manual_seed(index + 1000 * tensor_rank)
-        noise = torch.randn(weight.shape, generator=draw)
-        weight.data.copy_(noise * (0.1 if "norm" in name else 0.2) + ("norm" in name))
+        part = rank if getattr(weight, "tensor_model_parallel", False) else 0
+        noise = torch.randn(
+            weight.shape, generator=torch.Generator().manual_seed(index + 999 * part)
+        )
+        weight.data.copy_(noise * (0.1 if "norm" in name else size) + ("norm" in name))
     return model
 
 
@@ -45,6 +53,7 @@ def training_state():
 def write(model, loss, output, counted=None):
     """Write [loss, {name: norm of the gradient}], summed over context-parallel ranks, on rank 0.
 
+    Gradients of weights that are not split are also summed over tensor-parallel ranks.
     `counted` is the number of tokens of this rank, by whose sum over ranks the loss is divided.
     """
     from megatron.core import parallel_state
@@ -55,10 +64,13 @@ def write(model, loss, output, counted=None):
         dist.all_reduce(total, group=group)
     loss = loss / total
     loss.backward()
-    grads = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
-    summed = loss.detach().clone()
-    for value in (summed, *grads.values()):
-        dist.all_reduce(value, group=group)
+    summed, grads = loss.detach().clone(), {}
+    dist.all_reduce(summed, group=group)
+    for name, weight in model.named_parameters():
+        if weight.grad is not None:
+            split = getattr(weight, "tensor_model_parallel", False)
+            grads[name] = weight.grad
+            dist.all_reduce(weight.grad, group=group if split else None)
     if dist.get_rank() == 0:
         norms = {name: x.double().norm().item() for name, x in grads.items()}
         Path(output).write_text(json.dumps([summed.item(), norms]))

@@ -60,17 +60,11 @@ def run(work):
 
         apply_burst(SimpleNamespace(model=made), **work.get("choices", {}))
     made.finalize()
-    made_generator = torch.Generator
-    with (
-        mock.patch.object(attention, "fused_flex_attention", dense),
-        mock.patch.object(
-            torch,
-            "Generator",
-            lambda device="cpu": made_generator(),  # of Bridge, for cuda
-        ),
-    ):
+    generator = torch.Generator  # which Bridge makes for cuda
+    on_cpu = mock.patch.object(torch, "Generator", lambda **_: generator())  # noqa: PT008
+    with on_cpu, mock.patch.object(attention, "fused_flex_attention", dense):
         model = filled(made.provide(True, True))
-        draw = made_generator().manual_seed(3)
+        draw = generator().manual_seed(3)
         tokens, labels = torch.randint(0, 63, (2, 2, LENGTH), generator=draw)
         mask = (torch.rand(2, LENGTH, generator=draw) < 0.8).float()
         batch = {

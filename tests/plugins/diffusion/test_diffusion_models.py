@@ -10,6 +10,12 @@ PAIRS = [
     ("nemotron zigzag", "nemotron whole"),
     ("nemotron striped", "nemotron whole"),
     ("nemotron recomputed", "nemotron whole"),
+    ("wan zigzag", "wan whole"),
+    ("wan balanced", "wan whole"),
+    ("wan recomputed", "wan whole"),
+    ("wan tensor", "wan tensor whole"),
+    ("flux zigzag", "flux whole"),
+    ("flux contiguous", "flux whole"),
 ]
 
 

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wan, a video model: packed clips, whose tokens attend to their clip and to its text.
+
+Bridge cuts clips and texts over ranks in zigzag order and pads each of them to a multiple of twice
+the number of ranks. Here the layout of the run cuts the clips, which may have any length. Every
+rank holds all texts, so cross-attention sends nothing. Rows at the end of the pack fill it up to a
+multiple of the number of ranks. These rows belong to the last clip as padding.
+
+The angles of the rotary embedding are computed for the pack, and `data.rope` selects the rows of
+the rank. With sequence parallelism, Bridge's projection of the texts gathers them once per
+tensor-parallel rank; only the first copy is used, as in Transformer Engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from ...config import BurstConfig
+from ...megatron import patching
+from ...megatron.checks.problem import Problem
+from ...megatron.data.packed import packs
+from ...megatron.data.slicing import context_group, shard_sequence
+from . import bridge
+from .cross_attention import CrossCoreAttention
+
+PROVIDER = "WanModelProvider"
+_MODEL, _LAYERS = "models.wan.wan_model", "models.wan.wan_layer_spec"
+_PIPELINE, _CUT = "models.wan.flow_matching.flow_matching_pipeline_wan", "thd_split_inputs_cp"
+_SPEC = "get_wan_block_with_transformer_engine_spec"
+_NEEDED = (
+    bridge.Needed(_MODEL, "WanModel.__init__", ("config", "transformer_decoder_layer_spec")),
+    bridge.Needed(_LAYERS, _SPEC, ()),
+    bridge.Needed(_PIPELINE, "WanAdapter.prepare_inputs", ("context",)),
+    bridge.Needed(_PIPELINE, "WanFlowMatchingPipeline.compute_loss", ("batch",)),
+    bridge.Needed(_PIPELINE, _CUT, ("x", "cu_seqlens_q_padded", "cp_group")),
+)
+
+
+def wan_layer_spec(config: Any) -> Any:
+    """Return Bridge's layer spec of Wan.
+
+    Args:
+        config: the provider.
+    """
+    return getattr(bridge.module(_LAYERS), _SPEC)()
+
+
+def prepare(model: Any, is_ours: Callable[[Any], bool]) -> None:
+    """Give the provider a layer spec, from which it builds the model.
+
+    Args:
+        model: the provider.
+        is_ours: test for a layer spec of `apply_burst` (`layers.is_ours`).
+    """
+    bridge.check_version(PROVIDER, _NEEDED)
+    if not hasattr(model, "transformer_layer_spec"):
+        model.transformer_layer_spec = wan_layer_spec
+    name = f"recipes, {PROVIDER}"
+    if patching.installed(name) is None:
+        built = bridge.module(_MODEL).WanModel
+        with patching.patch_set(name) as patches:
+            patches.wrap(built, "__init__", ["config"], partial(_built, is_ours))
+
+
+def _built(
+    is_ours: Callable[[Any], bool], original: Callable, self: Any, *args: Any, **named: Any
+) -> None:
+    """Build the model from the layer spec of its provider, if `apply_burst` made it."""
+    bound = patching.bound_to(original, (self, *args), named)
+    config = bound.arguments["config"]
+    spec = getattr(config, "transformer_layer_spec", None)
+    if is_ours(spec):
+        bound.arguments["transformer_decoder_layer_spec"] = partial(spec, config)
+    original(*bound.args, **bound.kwargs)
+
+
+def problems(model: Any, transformer: Any, burst: BurstConfig) -> Iterator[Problem]:
+    """Yield a problem for each unsupported setting; see `DiffusionRecipes.problems`."""
+    name = type(model).__name__
+    yield from bridge.untested_options(name, burst)
+    form = getattr(model, "qkv_format", None)
+    if form != "thd":
+        yield Problem(f"qkv_format={form} with {name}: set model.qkv_format=thd")
+
+
+def with_attention(model: Any, layers: Any) -> Any:
+    """Return the layer spec with `CrossCoreAttention`, and turn fused rotary embedding off.
+
+    Args:
+        model: the provider; `apply_rope_fusion` is changed.
+        layers: the layer spec.
+    """
+    if getattr(model, "apply_rope_fusion", False):
+        # The kernel of Transformer Engine indexes angles by the position in the clip.
+        model.apply_rope_fusion = False
+        patching.log(
+            f"model.apply_rope_fusion of {type(model).__name__} is now False: the fused kernel "
+            "does not support angles of a pack of clips"
+        )
+    parts = layers.submodules
+    cross = parts.cross_attention
+    core = dataclasses.replace(cross.submodules, core_attention=CrossCoreAttention)
+    cross = dataclasses.replace(cross, submodules=core)
+    return dataclasses.replace(layers, submodules=dataclasses.replace(parts, cross_attention=cross))
+
+
+def patch_bridge() -> None:
+    """Patch Bridge's training step to cut clips in the layout of the run. Idempotent."""
+    name = "recipes, clips"
+    if patching.installed(name) is None:
+        home = bridge.module(_PIPELINE)
+        with patching.patch_set(name) as patches:
+            patches.wrap(home.WanAdapter, "prepare_inputs", ["context"], _inputs)
+            patches.wrap(home.WanFlowMatchingPipeline, "compute_loss", ["batch"], _loss)
+
+
+def forward_step(model: Any) -> Any:
+    """Return Bridge's forward step for pretraining.
+
+    Args:
+        model: the provider.
+    """
+    return bridge.module("models.wan.wan_step").WanForwardStep(mode="pretrain")
+
+
+def _inputs(original: Callable, self: Any, *args: Any, **named: Any) -> dict[str, Any]:
+    """Run `WanAdapter.prepare_inputs` with this rank's rows of the clips and all texts."""
+    if not bridge.splits_batches():
+        return original(self, *args, **named)
+    context = patching.given_to(original, (self, *args), named)["context"]
+    params = context.batch["packed_seq_params"]
+    _fill_up(params, len(context.noisy_latents.transpose(0, 1)))
+    texts = params["cross_attention"].cu_seqlens_kv_padded
+    with patching.instead(bridge.module(_PIPELINE), _CUT, partial(_rows, params, texts)):
+        return original(self, *args, **named)
+
+
+def _loss(original: Callable, self: Any, *args: Any, **named: Any) -> Any:
+    """Run `compute_loss` with this rank's rows of the target and of the loss mask."""
+    if not bridge.splits_batches():
+        return original(self, *args, **named)
+    params = patching.given_to(original, (self, *args), named)["batch"]["packed_seq_params"]
+    with patching.instead(bridge.module(_PIPELINE), _CUT, partial(_rows, params, None)):
+        return original(self, *args, **named)
+
+
+def _fill_up(params: dict[str, Any], rows: int) -> None:
+    """Extend the last clip by padding, so that the ranks can hold equal numbers of rows.
+
+    Args:
+        params: the `PackedSeqParams` of self-attention and of cross-attention; changed.
+        rows: number of rows of the pack.
+    """
+    from megatron.core import parallel_state
+
+    ranks, tensor = context_group().size(), parallel_state.get_tensor_model_parallel_world_size()
+    total = -(-rows // (multiple := math.lcm(2 * ranks, ranks * tensor))) * multiple
+    ends = params["self_attention"].cu_seqlens_q_padded
+    if total == int(packs().values(ends)[-1]):
+        return
+    ends = ends.clone()
+    ends[-1] = total
+    for name, fields in (("self_attention", ("q", "kv")), ("cross_attention", ("q",))):
+        for field in fields:
+            setattr(params[name], f"cu_seqlens_{field}_padded", ends)
+
+
+def _rows(
+    params: dict[str, Any], texts: torch.Tensor | None, x: torch.Tensor, ends: torch.Tensor, _: Any
+) -> torch.Tensor:
+    """Return this rank's rows of the clips; all rows of the texts.
+
+    Args:
+        params: the `PackedSeqParams` of self-attention and of cross-attention.
+        texts: boundaries of the texts; None if `x` is not a text.
+        x: [s, b, ...], all rows.
+        ends: boundaries of the clips or texts in `x`.
+    """
+    if ends is texts:
+        return x
+    clips = params["self_attention"]
+    missing = int(packs().values(clips.cu_seqlens_q_padded)[-1]) - len(x)
+    x = functional.pad(x, (0, 0) * (x.dim() - 1) + (0, missing))
+    return shard_sequence(x, clips, dim=0)
