@@ -43,8 +43,12 @@ class DiffusionRecipes(Protocol):
         """
         ...
 
-    def patch_bridge(self) -> None:
-        """Patch loaded modules of Bridge to cut sequences over ranks. Idempotent."""
+    def patch_bridge(self, model: Any) -> None:
+        """Patch Bridge's training step of a model to cut sequences over ranks. Idempotent.
+
+        Args:
+            model: the provider.
+        """
         ...
 
     def recipe(self, name: str) -> Callable[[], Any] | None:

@@ -59,7 +59,7 @@ def burst_layer_spec(
         if diffusion is not None and uses_burst(transformer, transformer.burst):
             refuse(diffusion.problems(config, transformer, transformer.burst))
             layers = diffusion.with_attention(config, layers)
-            diffusion.patch_bridge()
+            diffusion.patch_bridge(config)
     patching.translate_with(functools.partial(translated, config))
     packed.patch_bridge()
     patch_vision_models()

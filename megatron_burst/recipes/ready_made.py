@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .apply import apply_burst
+from .diffusion_models import installed_recipes
 
 K, M = 2**10, 2**20
 
@@ -93,6 +94,9 @@ def find(name: str) -> Callable[[], Any]:
     if name in RECIPES:
         return RECIPES[name]
     bridge_recipe = getattr(importlib.import_module("megatron.bridge.recipes"), name, None)
+    diffusion = installed_recipes()
+    if bridge_recipe is None and diffusion is not None:
+        bridge_recipe = diffusion.recipe(name)
     if not callable(bridge_recipe) or not name.endswith("_config"):
         raise ValueError(
             f"NAME {name} is unknown: use a ready-made recipe ({', '.join(RECIPES)}) or a recipe "

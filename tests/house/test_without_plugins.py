@@ -161,6 +161,11 @@ def whole(processes, tmp_path_factory):
 
 # What needs a plugin, and raises a ValueError without it. Megatron Lite and verl import theirs.
 NEEDS = {
+    "diffusion": """
+from megatron_burst.recipes.diffusion_models import diffusion_recipes
+home = "megatron.bridge.diffusion.models.wan.wan_provider"
+diffusion_recipes(type("WanModelProvider", (), {"__module__": home})())
+""",
     "rl": """
 import types
 from megatron_burst.megatron.checks import features

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ...config import OFF, BurstConfig
+from ...megatron import patching
 from ...megatron.checks.problem import Problem
 from ...megatron.data.cut import installed_layout
 from ...megatron.data.slicing import context_group
@@ -106,6 +107,26 @@ def untested_options(name: str, burst: BurstConfig) -> Iterator[Problem]:
         yield Problem(
             f"--burst-mask with {name}: the mask of the model is fixed", remove=("--burst-mask",)
         )
+
+
+def head_problems(name: str, burst: BurstConfig) -> Iterator[Problem]:
+    """Yield a problem for a fused LM head, in a model whose step computes its loss itself.
+
+    Args:
+        name: the name of the provider.
+        burst: the options of the run.
+    """
+    if burst.lm_head_loss != "off":
+        yield Problem(
+            f"--burst-lm-head-loss {burst.lm_head_loss} with {name}, whose training step computes "
+            "the loss from outputs of the model",
+            remove=("--burst-lm-head-loss",),
+        )
+
+
+def log_choice(model: Any, choice: str) -> None:
+    """Log how the sequences of a diffusion model are split, once in a run."""
+    patching.log_once(patching.run_state(), f"{type(model).__name__}: {choice}")
 
 
 def replaced(spec: Any, replacements: Mapping[type, type]) -> Any:

@@ -127,6 +127,12 @@ class CrossCoreAttention(BurstCoreAttention):
                 "and of the texts"
             )
         keys = self._cross_pack(packed_seq_params, len(query) * self.book.groups.size).texts[-1]
+        if len(key) < keys:
+            raise ValueError(
+                f"key has {len(key)} rows, and the texts have {keys}: every rank must hold all "
+                "texts. Bridge's training step passes them; videos are not generated over "
+                "context-parallel ranks"
+            )
         return super().forward(
             query,
             key[:keys],

@@ -75,6 +75,7 @@ def problems(model: Any, transformer: Any, burst: BurstConfig) -> Iterator[Probl
     """Yield a problem for each unsupported setting; see `DiffusionRecipes.problems`."""
     name = type(model).__name__
     yield from bridge.untested_options(name, burst)
+    yield from bridge.head_problems(name, burst)
     if burst.layout == "balanced":
         yield Problem(
             f"--burst-layout balanced with {name}: images are not packed documents",
@@ -84,6 +85,8 @@ def problems(model: Any, transformer: Any, burst: BurstConfig) -> Iterator[Probl
 
 def with_attention(model: Any, layers: Any) -> Any:
     """Return the layer spec unchanged: BurstAttention replaces the core attention of the layers."""
+    layout = model.burst.layout
+    bridge.log_choice(model, f"text and image are each cut in layout {layout}")
     return layers
 
 

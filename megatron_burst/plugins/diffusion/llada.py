@@ -105,6 +105,7 @@ def with_attention(model: Any, layers: Any) -> Any:
             f"model.transformer_layer_spec of {type(model).__name__} has no {_CLASS}, so the model "
             "would be causal: use Bridge's own layer spec"
         )
+    bridge.log_choice(model, "attention in both directions")
     return bridge.replaced(layers, {stock: BidirectionalCoreAttention})
 
 

@@ -34,6 +34,7 @@ from ...megatron.attention.plan_book import LayerKind, PlanBook, RowChunkSizes, 
 from ...megatron.checks.problem import Problem
 from ...megatron.data.packed import Pack
 from ...megatron.data.slicing import context_group, shard_sequence
+from ...megatron.specs import transformer_of
 from ...planning.prepare import AttentionOperation
 from . import bridge
 
@@ -115,9 +116,9 @@ class BlockDiffusionCoreAttention(BurstCoreAttention):
         self._block = getattr(config, "block_size", 16)  # Bridge's default
         super().__init__(config, layer_number, AttnMaskType.no_mask, attention_type, **named)
         if self.sequence_chunks not in (1, "auto"):
-            raise ValueError(
+            raise patching.user_error(
                 f"--burst-sequence-chunks {self.sequence_chunks}: {_CLASS} rotates its queries, "
-                "which row chunks do not support; remove the flag"
+                "which row chunks do not support; remove --burst-sequence-chunks"
             )
         self._sequence_chunks = 1
         home, alone = bridge.module(_ATTENTION), copy.copy(config)
@@ -247,6 +248,7 @@ def problems(model: Any, transformer: Any, burst: BurstConfig) -> Iterator[Probl
             add=("--burst-layout zigzag",),
         )
     yield from bridge.untested_options(name, burst)
+    yield from bridge.head_problems(name, burst)
     if not getattr(transformer, "calculate_per_token_loss", True):
         yield Problem(
             f"calculate_per_token_loss=False with {name}: ranks predict different numbers of "
@@ -257,6 +259,8 @@ def problems(model: Any, transformer: Any, burst: BurstConfig) -> Iterator[Probl
 
 def with_attention(model: Any, layers: Any) -> Any:
     """Return the layer spec unchanged: the provider sets the core attention (see `prepare`)."""
+    layout = transformer_of(model).burst.layout
+    bridge.log_choice(model, f"noised and clean copy are each cut in layout {layout}")
     return layers
 
 

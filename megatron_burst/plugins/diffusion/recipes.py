@@ -48,10 +48,9 @@ def with_attention(model: Any, layers: Any) -> Any:
     return _module(model).with_attention(model, layers)
 
 
-def patch_bridge() -> None:
-    """Patch loaded modules of Bridge. Idempotent."""
-    for module in _MODULES.values():
-        module.patch_bridge()
+def patch_bridge(model: Any) -> None:
+    """Patch Bridge's training step of a model. Idempotent."""
+    _module(model).patch_bridge()
 
 
 def recipe(name: str) -> Callable[[], Any] | None:

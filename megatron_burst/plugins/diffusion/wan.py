@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from torch.nn import functional
 from ...config import BurstConfig
 from ...megatron import patching
 from ...megatron.checks.problem import Problem
+from ...megatron.data.cut import installed_layout
 from ...megatron.data.packed import packs
 from ...megatron.data.slicing import context_group, shard_sequence
 from . import bridge
@@ -33,6 +35,7 @@ from .cross_attention import CrossCoreAttention
 PROVIDER = "WanModelProvider"
 _MODEL, _LAYERS = "models.wan.wan_model", "models.wan.wan_layer_spec"
 _PIPELINE, _CUT = "models.wan.flow_matching.flow_matching_pipeline_wan", "thd_split_inputs_cp"
+_DATA = "data.wan.wan_taskencoder"
 _SPEC = "get_wan_block_with_transformer_engine_spec"
 _NEEDED = (
     bridge.Needed(_MODEL, "WanModel.__init__", ("config", "transformer_decoder_layer_spec")),
@@ -85,6 +88,7 @@ def problems(model: Any, transformer: Any, burst: BurstConfig) -> Iterator[Probl
     """Yield a problem for each unsupported setting; see `DiffusionRecipes.problems`."""
     name = type(model).__name__
     yield from bridge.untested_options(name, burst)
+    yield from bridge.head_problems(name, burst)
     form = getattr(model, "qkv_format", None)
     if form != "thd":
         yield Problem(f"qkv_format={form} with {name}: set model.qkv_format=thd")
@@ -104,6 +108,8 @@ def with_attention(model: Any, layers: Any) -> Any:
             f"model.apply_rope_fusion of {type(model).__name__} is now False: the fused kernel "
             "does not support angles of a pack of clips"
         )
+    layout = model.burst.layout
+    bridge.log_choice(model, f"clips are cut in layout {layout}, and every rank holds all texts")
     parts = layers.submodules
     cross = parts.cross_attention
     core = dataclasses.replace(cross.submodules, core_attention=CrossCoreAttention)
@@ -119,6 +125,10 @@ def patch_bridge() -> None:
         with patching.patch_set(name) as patches:
             patches.wrap(home.WanAdapter, "prepare_inputs", ["context"], _inputs)
             patches.wrap(home.WanFlowMatchingPipeline, "compute_loss", ["batch"], _loss)
+    name, data = "recipes, clips of data", sys.modules.get(f"megatron.bridge.diffusion.{_DATA}")
+    if data is not None and patching.installed(name) is None:
+        with patching.patch_set(name) as patches:
+            patches.wrap(data.WanTaskEncoder, "encode_sample", ["sample"], _encoded)
 
 
 def forward_step(model: Any) -> Any:
@@ -128,6 +138,23 @@ def forward_step(model: Any) -> Any:
         model: the provider.
     """
     return bridge.module("models.wan.wan_step").WanForwardStep(mode="pretrain")
+
+
+class _OneRankState:
+    """Stand-in for Megatron's `parallel_state` in Bridge's data, which pads clips to it."""
+
+    @staticmethod
+    def get_context_parallel_world_size() -> int:
+        return 1
+
+
+def _encoded(original: Callable, self: Any, *args: Any, **named: Any) -> Any:
+    """Run `WanTaskEncoder.encode_sample`; layout balanced needs no padding of clips and texts."""
+    if installed_layout() != "balanced":
+        return original(self, *args, **named)
+    data = sys.modules[f"megatron.bridge.diffusion.{_DATA}"]
+    with patching.instead(data, "parallel_state", _OneRankState):
+        return original(self, *args, **named)
 
 
 def _inputs(original: Callable, self: Any, *args: Any, **named: Any) -> dict[str, Any]:

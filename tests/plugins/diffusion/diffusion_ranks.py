@@ -28,6 +28,7 @@ RUNS = {
     "nemotron striped": ("nemotron_ranks", 4, {"choices": {"layout": "striped"}}),
     "nemotron recomputed": ("nemotron_ranks", 2, {"choices": {"store": 0.5}}),
     "wan whole": ("wan_ranks", 1, {}),
+    "wan one rank": ("wan_ranks", 1, {"apply": True}),
     "wan zigzag": ("wan_ranks", 2, {"multiple": 4}),
     "wan balanced": ("wan_ranks", 2, {"choices": {"layout": "balanced"}}),
     "wan recomputed": ("wan_ranks", 4, {"changes": FULL, "choices": {"layout": "balanced"}}),
@@ -36,7 +37,26 @@ RUNS = {
     "flux whole": ("flux_ranks", 1, {}),
     "flux zigzag": ("flux_ranks", 2, {}),
     "flux contiguous": ("flux_ranks", 4, {"choices": {"layout": "contiguous"}}),
+    "checks": ("check_ranks", 1, {}),
 }  # fmt: skip
+
+# Modules that every rank would import.
+LOADED = [
+    f"megatron.bridge.{name}"
+    for name in (
+        "training.config", "diffusion.models.common.dgpt_step", "diffusion.models.wan.wan_step",
+        "diffusion.models.flux.flux_step", "diffusion.recipes.wan.wan",
+    )
+] + [
+    f"megatron_burst.{name}"
+    for name in (
+        "recipes", "plugins.diffusion.recipes", "megatron.attention.hooks", "megatron.data.loader",
+        "megatron.lm_head.fused_loss", "megatron.lm_head.mtp", "megatron.packing.step",
+        "megatron.training", "megatron.linear.delta_net", "megatron.linear.mamba",
+        "plugins.longseq.layer.tiles", "plugins.sparse.megatron.patches", "layout.balanced",
+        "execution.ring",
+    )
+]  # fmt: skip
 
 
 def without_inference():
@@ -63,6 +83,8 @@ def main(folder, names):
     transformer_engine.TEDotProductAttention = DenseAttention
     transformer_engine.TEColumnParallelLinear = tensor_parallel.ColumnParallelLinear
     without_inference()
+    for name in LOADED:
+        importlib.import_module(name)
     modules = {module: importlib.import_module(module) for module, _, _ in RUNS.values()}
     for name in names or RUNS:
         module, world, extra = RUNS[name]

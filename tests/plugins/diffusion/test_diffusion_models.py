@@ -10,6 +10,7 @@ PAIRS = [
     ("nemotron zigzag", "nemotron whole"),
     ("nemotron striped", "nemotron whole"),
     ("nemotron recomputed", "nemotron whole"),
+    ("wan one rank", "wan whole"),
     ("wan zigzag", "wan whole"),
     ("wan balanced", "wan whole"),
     ("wan recomputed", "wan whole"),
@@ -25,3 +26,57 @@ def test_over_ranks_equals_one_rank(result, run, reference):
     assert loss == pytest.approx(whole, rel=1e-6)
     assert norms == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert min(expected.values()) > 0
+
+
+FAMILIES = {
+    "llada": "LLaDA15ModelProvider",
+    "nemotron": "NemotronLabsDiffusionModelProvider",
+    "wan": "WanModelProvider",
+    "flux": "FluxProvider",
+}
+
+
+@pytest.mark.parametrize(("family", "provider"), FAMILIES.items())
+def test_options_that_change_the_mask_or_the_rows_are_refused(result, family, provider):
+    found = result("checks")
+    assert f"attention_layout zigzag with {provider} was not tested" in found[f"{family} options"]
+    assert f"mask with {provider}: the mask of the model is fixed" in found[f"{family} mask"]
+
+
+@pytest.mark.parametrize("family", ["nemotron", "wan", "flux"])
+def test_steps_that_compute_their_loss_use_no_fused_head(result, family):
+    words = f"lm_head_loss single_pass with {FAMILIES[family]}, whose training step computes"
+    assert words in result("checks")[f"{family} head"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nemotron options", "layout contiguous with NemotronLabsDiffusionModelProvider: each"),
+        ("nemotron balanced", "layout balanced with NemotronLabsDiffusionModelProvider: each"),
+        ("nemotron mean", "calculate_per_token_loss=False with NemotronLabsDiffusion"),
+        ("flux balanced", "layout balanced with FluxProvider: images are not packed"),
+        ("wan format", "qkv_format=sbhd with WanModelProvider: set model.qkv_format=thd"),
+        ("llada causal", "has no LLaDA15TEDotProductAttention, so the model would be causal"),
+        ("llada step", "Bridge has no forward step for LLaDA15ModelProvider"),
+        ("unknown", "OwnProvider is a diffusion model that apply_burst does not support"),
+        ("version", "thd_split_inputs_cp has no parameter cp_group, cu_seqlens_q_padded"),
+        ("missing", "has no WanAdapter.prepare_inputs. Use Megatron-Bridge 0.6.2"),
+        ("name", "NAME wan_9b_pretrain_config is unknown"),
+    ],
+)
+def test_what_is_refused(result, name, words):
+    assert words in result("checks")[name]
+
+
+def test_the_launcher_knows_recipes_and_forward_steps(result):
+    found = result("checks")
+    assert found["recipe"] == ["WanModelProvider", 8, "WanForwardStep"]
+    assert found["step"] == "DGPTStep"
+
+
+def test_balanced_clips_are_not_padded(result):
+    """Rows of the clip, its length, and its length with padding."""
+    found = result("checks")
+    assert found["padded clip"] == [16, 15, 16]
+    assert found["clip"] == [15, 15, 15]

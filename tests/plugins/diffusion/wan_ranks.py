@@ -86,7 +86,7 @@ def run(work):
     if work.get("tensor"):
         changes |= {"tensor_model_parallel_size": work["tensor"], "sequence_parallel": True}
     made = provider(ranks, apply_rope_fusion=False, **changes)
-    if ranks > 1:
+    if ranks > 1 or work.get("apply"):
         from megatron_burst.recipes import apply_burst
 
         apply_burst(SimpleNamespace(model=made), **work.get("choices", {}))

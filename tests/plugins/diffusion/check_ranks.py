@@ -1,0 +1,115 @@
+"""What recipes of diffusion models choose and refuse, in one process with Bridge's classes."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import flux_ranks
+import llada_ranks
+import nemotron_ranks
+import torch
+import wan_ranks
+
+FAMILIES = {
+    "llada": llada_ranks, "nemotron": nemotron_ranks, "wan": wan_ranks, "flux": flux_ranks,
+}  # fmt: skip
+
+
+def refused(function, *args, **named):
+    """Return the message of the `ValueError` that the call raises."""
+    try:
+        function(*args, **named)
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def checked(family, changes=(), **choices):
+    """Check a recipe of the tiny model at context-parallel size 2, as Bridge does."""
+    from megatron_burst.recipes import apply_burst, validate
+
+    model = FAMILIES[family].provider(2, **dict(changes))
+    validate.check(apply_burst(SimpleNamespace(model=model, dist=None), **choices))
+
+
+def clip():
+    """Return the lengths of a clip of 15 tokens in Bridge's data set, at two ranks."""
+    from megatron.bridge.diffusion.data.wan import wan_taskencoder
+    from megatron.core import parallel_state
+    from megatron.energon.task_encoder import base
+
+    sample = {
+        "pth": torch.randn(4, 1, 10, 6), "pickle": torch.randn(7, 16), "json": {},
+        "__key__": "a", "__restore_key__": (), "__subflavors__": {},
+    }  # fmt: skip
+    encoder = wan_taskencoder.WanTaskEncoder(
+        patch_spatial=2, patch_temporal=1, seq_length=64, packing_buffer_size=1
+    )
+    two = mock.Mock(return_value=2)
+    worker = mock.patch.object(base.WorkerConfig, "active_worker_config", create=True)
+    with (
+        worker as config,
+        mock.patch.object(parallel_state, "get_context_parallel_world_size", two),
+    ):
+        config.worker_seed.return_value = 3
+        encoded = encoder.encode_sample(sample)
+    return [len(encoded.video), int(encoded.seq_len_q), int(encoded.seq_len_q_padded)]
+
+
+def run(work):
+    """Write texts and values by name."""
+    from megatron.bridge.diffusion.models.wan import wan_provider
+    from megatron.bridge.diffusion.models.wan.flow_matching import flow_matching_pipeline_wan
+    from megatron.bridge.models.gpt_provider import local_layer_spec
+
+    from megatron_burst import megatron as burst
+    from megatron_burst.cli.recipe import _forward_step
+    from megatron_burst.plugins.diffusion import llada, nemotron, wan
+    from megatron_burst.recipes import apply_burst, ready_made, validate
+
+    found = {}
+    for family in FAMILIES:
+        checked(family)  # raises nothing
+        found[f"{family} options"] = refused(
+            checked, family, layout="contiguous", attention_layout="zigzag"
+        )
+        found[f"{family} mask"] = refused(
+            checked, family, mask="megatron_burst.plugins.vision.images:gemma3"
+        )
+    for family in ("nemotron", "wan", "flux"):
+        found[f"{family} head"] = refused(checked, family, lm_head_loss="single_pass")
+    for family in ("nemotron", "flux"):
+        balanced = refused(checked, family, {}, layout="balanced")
+        found[f"{family} balanced"] = balanced
+    found["nemotron mean"] = refused(checked, "nemotron", {"calculate_per_token_loss": False})
+    found["wan format"] = refused(checked, "wan", {"qkv_format": "sbhd"})
+    causal = llada_ranks.provider(2, transformer_layer_spec=local_layer_spec)
+    found["llada causal"] = refused(llada.with_attention, causal, local_layer_spec(causal))
+    found["llada step"] = refused(llada.forward_step, causal)
+
+    own = type("OwnProvider", (), {"__module__": "megatron.bridge.diffusion.models.own"})()
+    found["unknown"] = refused(apply_burst, SimpleNamespace(model=own))
+    with mock.patch.object(flow_matching_pipeline_wan, "thd_split_inputs_cp", lambda x: x):
+        found["version"] = refused(apply_burst, SimpleNamespace(model=wan_ranks.provider(2)))
+    with mock.patch.object(flow_matching_pipeline_wan.WanAdapter, "prepare_inputs", None):
+        found["missing"] = refused(apply_burst, SimpleNamespace(model=wan_ranks.provider(2)))
+
+    recipe = ready_made.find("wan_1_3b_pretrain_config")()
+    validate.check(recipe)
+    found["recipe"] = [
+        type(recipe.model).__name__, recipe.model.context_parallel_size,
+        type(_forward_step(recipe)).__name__,
+    ]  # fmt: skip
+    model = SimpleNamespace(
+        model=nemotron_ranks.provider(2), cfg=None, __class__=wan_provider.WanModelProvider
+    )
+    found["step"] = type(_forward_step(model)).__name__
+    found["name"] = refused(ready_made.find, "wan_9b_pretrain_config")
+
+    wan.patch_bridge()
+    nemotron.patch_bridge()
+    found["padded clip"] = clip()
+    burst.install(layout="balanced")
+    found["clip"] = clip()
+    Path(work["output"]).write_text(json.dumps(found))
