@@ -53,10 +53,10 @@ test-recipes: ## the tests with Megatron-Bridge, in an environment of their own,
 	else echo "test-recipes: SKIPPED: Megatron-Bridge or what it needs cannot be installed here (see above)"; fi
 
 # Python 3.12, which both verl 0.9.1 and the Megatron-Bridge that it works with support.
-test-verl: ## the tests with verl, in an environment of their own, VENV-verl (6 GB); PYTHON=python3.12
+test-verl: ## the tests with verl and Bridge's diffusion models, in VENV-verl (6 GB); PYTHON=python3.12
 	@if [ "$(MINOR)" != 3.12 ]; then echo "test-verl: SKIPPED: needs Python 3.12, $(PYTHON) is $(MINOR)"; \
 	elif $(MAKE) --no-print-directory $(VENV)-verl/.ready; then \
-	  $(VENV)-verl/bin/python -m pytest tests/plugins/rl/verl $(ARGS) < /dev/null; \
+	  $(VENV)-verl/bin/python -m pytest tests/plugins/rl/verl tests/plugins/diffusion $(ARGS) < /dev/null; \
 	else echo "test-verl: SKIPPED: verl or what it needs cannot be installed here (see above)"; fi
 
 # Exit status 77: something that the build needs is missing, and it has said what.
@@ -183,9 +183,10 @@ $(VENV)-recipes/.ready: pyproject.toml
 	@touch $@
 
 # Of verl and Megatron-Bridge what their engine imports, again without what needs a GPU.
-VERL = verl==0.9.1 megatron-bridge==0.6.2 megatron-core==0.19.2 accelerate peft
+VERL = verl==0.9.1 megatron-bridge==0.6.2 megatron-core==0.19.2 accelerate peft diffusers
 VERL_NEED = 'tensordict>=0.8,<=0.10,!=0.9.0' 'transformers>=5.8,<5.11' ray hydra-core omegaconf \
-            codetiming pandas 'pyarrow>=19' datasets torchdata dill megatron-energon regex six
+            codetiming pandas 'pyarrow>=19' datasets torchdata dill megatron-energon regex six \
+            requests pillow importlib_metadata
 $(VENV)-verl/.ready: pyproject.toml
 	@echo "== installing verl into $(VENV)-verl (minutes the first time)"
 	@$(PYTHON) -m venv --clear $(VENV)-verl

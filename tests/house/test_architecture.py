@@ -39,6 +39,7 @@ OUTSIDE = {
     "cli": {"rich"},
     "kernels": {"triton", "cutlass", "flash_attn"},
     "megatron": {"megatron"},
+    "plugins/diffusion": {"megatron"},
     "plugins/longseq": {"megatron"},
     "plugins/rl": {"megatron"},
     "plugins/sparse": {"megatron", "triton"},

@@ -65,7 +65,7 @@ def _built(
 ) -> None:
     """Configure attention before the model is built, if `apply_burst` made the layer spec."""
     config = patching.given_to(original, (self, *args), named)["config"]
-    spec = getattr(config, "transformer_layer_spec", None)
+    spec: Any = getattr(config, "transformer_layer_spec", None)
     if is_ours(spec):
         spec(config)
     original(self, *args, **named)
@@ -145,7 +145,7 @@ class GatheredRows(torch.autograd.Function):
         return out.index_copy(0, positions.flatten(), torch.cat(parts))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradient of this rank's rows [s, b, d].
 
         Args:

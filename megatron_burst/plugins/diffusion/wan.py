@@ -78,7 +78,7 @@ def _built(
     """Build the model from the layer spec of its provider, if `apply_burst` made it."""
     bound = patching.bound_to(original, (self, *args), named)
     config = bound.arguments["config"]
-    spec = getattr(config, "transformer_layer_spec", None)
+    spec: Any = getattr(config, "transformer_layer_spec", None)
     if is_ours(spec):
         bound.arguments["transformer_decoder_layer_spec"] = partial(spec, config)
     original(*bound.args, **bound.kwargs)
