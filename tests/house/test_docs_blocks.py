@@ -27,6 +27,7 @@ from megatron_burst.cli import main as cli
 INSTALLED = {"megatron": "megatron.core", "megatron-ranks": "megatron.core"}
 ELSEWHERE = {
     "bridge": "tests/recipes runs it",
+    "bridge-diffusion": "tests/plugins/diffusion runs it",
     "megatron-lite": "tests/plugins/lite runs it",
     "nemo2": "NeMo 2 cannot run without a GPU",
 }

@@ -145,14 +145,14 @@ def replaced(spec: Any, replacements: Mapping[type, type]) -> Any:
     return replacements.get(spec, spec) if isinstance(spec, type) else spec
 
 
-def contains(spec: Any, wanted: type) -> bool:
+def contains(spec: Any, module_class: type) -> bool:
     """Return whether a layer spec contains a class.
 
     Args:
         spec: same as in `replaced`.
-        wanted: the class.
+        module_class: the class.
     """
-    return replaced(spec, {wanted: _Marker}) != spec
+    return replaced(spec, {module_class: _Marker}) != spec
 
 
 class _Marker:

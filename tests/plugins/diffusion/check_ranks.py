@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import documented
 import flux_ranks
 import llada_ranks
 import nemotron_ranks
@@ -57,6 +58,18 @@ def clip():
     return [len(encoded.video), int(encoded.seq_len_q), int(encoded.seq_len_q_padded)]
 
 
+def example():
+    """Run the example of the documentation, and return the arguments of Bridge's `pretrain`."""
+    calls = []
+    pretrain = SimpleNamespace(pretrain=lambda *arguments: calls.append(arguments))
+    (block,) = documented.blocks("docs/diffusion.md")
+    with mock.patch.dict("sys.modules", {"megatron.bridge.training.pretrain": pretrain}):
+        exec(compile(block.text, block.name, "exec"), {})
+    ((recipe, step),) = calls
+    layout = recipe.model.transformer_layer_spec.keywords["layout"]
+    return [layout, recipe.model.calculate_per_token_loss, type(step).__name__]
+
+
 def run(work):
     """Write texts and values by name."""
     from megatron.bridge.diffusion.models.wan import wan_provider
@@ -107,6 +120,7 @@ def run(work):
     found["step"] = type(_forward_step(model)).__name__
     found["name"] = refused(ready_made.find, "wan_9b_pretrain_config")
 
+    found["page"] = example()
     wan.patch_bridge()
     nemotron.patch_bridge()
     found["padded clip"] = clip()

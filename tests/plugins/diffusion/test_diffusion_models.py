@@ -80,3 +80,7 @@ def test_balanced_clips_are_not_padded(result):
     found = result("checks")
     assert found["padded clip"] == [16, 15, 16]
     assert found["clip"] == [15, 15, 15]
+
+
+def test_the_example_of_the_documentation_runs(result):
+    assert result("checks")["page"] == ["balanced", True, "WanForwardStep"]
