@@ -25,11 +25,11 @@ from torch.nn.utils import vector_to_parameters
 
 import megatron_burst as mb
 
-FRAMES, SIDE, PATCH, SQUARE = 8, 12, 3, 3  # pixels of a frame, of a patch and of the square
+FRAMES, SIDE, PATCH, SQUARE = 8, 8, 4, 3  # pixels of a frame, of a patch and of the square
 GRID = (FRAMES, SIDE // PATCH, SIDE // PATCH)
 TOKENS, PIXELS = math.prod(GRID), PATCH * PATCH
 PROMPTS = {"right": (0, 1), "left": (0, -1), "down": (1, 0), "up": (-1, 0)}  # rows and columns
-HEADS, WIDTH, LAYERS, BATCH = 4, 16, 4, 16
+HEADS, WIDTH, LAYERS, BATCH = 4, 16, 4, 32
 HIDDEN = HEADS * WIDTH
 SAMPLING_STEPS = 20
 
@@ -93,6 +93,8 @@ class Layer(nn.Module):
         self.words = nn.Linear(HIDDEN, 2 * HIDDEN)
         self.out, self.cross = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
         self.wide, self.narrow = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+        for linear in (self.time, self.out, self.cross, self.narrow):  # the layer adds 0 at first
+            nn.init.zeros_(linear.weight)
 
     def forward(
         self, x: torch.Tensor, time: torch.Tensor, prompt: torch.Tensor, attentions: Attentions
@@ -119,7 +121,7 @@ class Layer(nn.Module):
 
 
 class VideoModel(nn.Module):
-    """Predict the velocity (noise minus clip) of each patch from a noised clip."""
+    """Predict the patches of a clip from the noised clip."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +139,7 @@ class VideoModel(nn.Module):
         labels: torch.Tensor,
         attentions: Attentions,
     ) -> torch.Tensor:
-        """Return the velocity [s, b, PIXELS].
+        """Return the patches [s, b, PIXELS] of the clip without noise.
 
         Args:
             x: Noised patches of this rank, [s, b, PIXELS].
@@ -174,17 +176,20 @@ def train(
     torch.manual_seed(0)  # every rank makes the same weights
     model, attentions = VideoModel(), Attentions(groups, BATCH)
     draw = torch.Generator().manual_seed(1)  # and the same clips and noise
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=max(steps, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 4e-3, total_steps=max(steps, 100), pct_start=0.1
+    )
     positions = torch.from_numpy(attentions.layout.positions(groups.rank, TOKENS))
     parameters, losses = list(model.parameters()), []
     for step in range(steps):
         labels = torch.randint(len(PROMPTS), (BATCH,), generator=draw)
         clip = clips(labels, draw)
-        noise, level = torch.randn(clip.shape, generator=draw), torch.rand(BATCH, generator=draw)
+        noise = torch.randn(clip.shape, generator=draw)
+        level = torch.rand(BATCH, generator=draw).sqrt()  # motion is learned from strong noise
         noised = (1 - level[:, None]) * clip + level[:, None] * noise
         out = model(noised[positions], positions, level, labels, attentions)
-        error = functional.mse_loss(out, (noise - clip)[positions], reduction="sum")
+        error = functional.mse_loss(out, clip[positions], reduction="sum")
         loss = error / clip.numel()  # the sum over ranks is the mean over the clips
         optimizer.zero_grad()
         loss.backward()
@@ -216,7 +221,8 @@ def sample(model: VideoModel, groups: mb.Groups, group: dist.ProcessGroup) -> to
     levels = torch.linspace(1, 0, SAMPLING_STEPS + 1).tolist()
     for level, lower in itertools.pairwise(levels):
         at = torch.full((len(labels),), level)
-        rows = rows + (lower - level) * model(rows, positions, at, labels, attentions)
+        clip = model(rows, positions, at, labels, attentions)
+        rows = clip + (rows - clip) * (lower / level)  # the same noise at a lower level
     parts = [torch.empty_like(rows) for _ in range(groups.size)]
     dist.all_gather(parts, rows, group=group)
     return torch.cat(parts)  # in the order of the clip, because the layout is contiguous
