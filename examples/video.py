@@ -25,7 +25,7 @@ from torch.nn.utils import vector_to_parameters
 
 import megatron_burst as mb
 
-FRAMES, SIDE, PATCH, SQUARE = 8, 8, 4, 3  # pixels of a frame, of a patch and of the square
+FRAMES, SIDE, PATCH, SQUARE = 6, 6, 3, 2  # pixels of a frame, of a patch and of the square
 GRID = (FRAMES, SIDE // PATCH, SIDE // PATCH)
 TOKENS, PIXELS = math.prod(GRID), PATCH * PATCH
 PROMPTS = {"right": (0, 1), "left": (0, -1), "down": (1, 0), "up": (-1, 0)}  # rows and columns
