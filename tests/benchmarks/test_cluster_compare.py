@@ -135,7 +135,9 @@ def test_a_cut_tensor_has_its_tokens_and_its_padding(monkeypatch):
 def test_layouts_without_documents_are_refused():
     with pytest.raises(ValueError, match=r"layout balanced needs packed documents, got .*'causal'"):
         cuts.cut("balanced", "causal", 128, 2, 2)
-    with pytest.raises(ValueError, match=r"layout: there is zigzag, documents, balanced, copies, got 'x'"):
+    with pytest.raises(
+        ValueError, match=r"layout: there is zigzag, documents, balanced, copies, got 'x'"
+    ):
         cuts.cut("x", "causal", 128, 2, 2)
 
 

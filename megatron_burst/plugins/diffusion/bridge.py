@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 from ...config import OFF, BurstConfig
 from ...megatron import patching
 from ...megatron.checks.problem import Problem
-from ...megatron.data.cut import installed_layout
-from ...megatron.data.slicing import context_group
+from ...megatron.checks.splitting import uses_burst
 
 TESTED = "0.6.2"
 
@@ -86,9 +85,13 @@ def splits(model: Any, is_ours: Callable[[Any], bool]) -> bool:
     return chosen and model.context_parallel_size > 1
 
 
-def splits_batches() -> bool:
-    """Return whether this run cuts batches over ranks in the layout of a recipe."""
-    return installed_layout() is not None and context_group().size() > 1
+def uses_burst_attention(config: Any) -> bool:
+    """Return whether a built model has BurstAttention, which then splits its batches over ranks.
+
+    Args:
+        config: the configuration of the model.
+    """
+    return uses_burst(config, getattr(config, "burst", None))
 
 
 def untested_options(name: str, burst: BurstConfig) -> Iterator[Problem]:

@@ -109,15 +109,15 @@ def _cut(original: Callable, self: Any, *args: Any, **named: Any) -> torch.Tenso
     Raises:
         ValueError: The call has outputs of a ControlNet.
     """
-    if not bridge.splits_batches():
+    if not bridge.uses_burst_attention(self.config):
         return original(self, *args, **named)
     bound = patching.bound_to(original, (self, *args), named)
-    given = bound.arguments
+    inputs = bound.arguments
     for name in _CONTROL:
-        if given.get(name) is not None:
+        if inputs.get(name) is not None:
             raise ValueError(f"{name} is not supported over context-parallel ranks; omit it")
     for name, dim in _DIMS.items():
-        given[name] = shard_sequence(given[name], dim=dim)
+        inputs[name] = shard_sequence(inputs[name], dim=dim)
     return GatheredRows.apply(original(*bound.args, **bound.kwargs))
 
 

@@ -121,11 +121,13 @@ class BlockDiffusionCoreAttention(BurstCoreAttention):
                 "which row chunks do not support; remove --burst-sequence-chunks"
             )
         self._sequence_chunks = 1
-        home, alone = bridge.module(_ATTENTION), copy.copy(config)
-        alone.context_parallel_size = 1  # the class asserts it
+        home, single_rank = bridge.module(_ATTENTION), copy.copy(config)
+        single_rank.context_parallel_size = 1  # the class asserts it
         # Bridge's mask has a cost that is quadratic in the sequence.
         with patching.instead(home, _BLOCK_MASK, lambda **_: None):
-            source = getattr(home, _CLASS)(alone, layer_number, attn_mask_type, attention_type)
+            source = getattr(home, _CLASS)(
+                single_rank, layer_number, attn_mask_type, attention_type
+            )
         self.rope_embedding_module = source.rope_embedding_module
         self._scaling = source.beta, source.max_position_embeddings
 
@@ -287,7 +289,11 @@ def _seeded(original: Callable, self: Any, *args: Any, **named: Any) -> Any:
     """Run the training step with a generator whose seed is the same on all ranks of a sequence."""
     model = patching.given_to(original, (self, *args), named)["model"]
     config = bridge.module(_STEP).get_model_config(model)
-    if bridge.splits_batches() and config.different_seed_per_dp and self._noise_generator is None:
+    if (
+        bridge.uses_burst_attention(config)
+        and config.different_seed_per_dp
+        and self._noise_generator is None
+    ):
         generator = torch.Generator(device=torch.cuda.current_device())
         generator.manual_seed(self.seed + 100 * parallel_state.get_data_parallel_rank())
         self._noise_generator = generator
@@ -296,7 +302,7 @@ def _seeded(original: Callable, self: Any, *args: Any, **named: Any) -> Any:
 
 def _noised(original: Callable, self: Any, *args: Any, **named: Any) -> Any:
     """Run `DGPTStep._apply_noise` with noise of the whole sequence."""
-    if not bridge.splits_batches():
+    if not bridge.uses_burst_attention(self.config):
         return original(self, *args, **named)
     home = bridge.module(_STEP)
     masking = partial(_masked, getattr(home, _MASKING))

@@ -21,6 +21,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
 from torch.nn import functional
 
 from ...config import BurstConfig
@@ -40,8 +42,7 @@ _SPEC = "get_wan_block_with_transformer_engine_spec"
 _NEEDED = (
     bridge.Needed(_MODEL, "WanModel.__init__", ("config", "transformer_decoder_layer_spec")),
     bridge.Needed(_LAYERS, _SPEC, ()),
-    bridge.Needed(_PIPELINE, "WanAdapter.prepare_inputs", ("context",)),
-    bridge.Needed(_PIPELINE, "WanFlowMatchingPipeline.compute_loss", ("batch",)),
+    bridge.Needed(_PIPELINE, "WanFlowMatchingPipeline.step", ("model", "batch")),
     bridge.Needed(_PIPELINE, _CUT, ("x", "cu_seqlens_q_padded", "cp_group")),
 )
 
@@ -123,8 +124,7 @@ def patch_bridge() -> None:
     if patching.installed(name) is None:
         home = bridge.module(_PIPELINE)
         with patching.patch_set(name) as patches:
-            patches.wrap(home.WanAdapter, "prepare_inputs", ["context"], _inputs)
-            patches.wrap(home.WanFlowMatchingPipeline, "compute_loss", ["batch"], _loss)
+            patches.wrap(home.WanFlowMatchingPipeline, "step", ["model", "batch"], _step)
     name, data = "recipes, clips of data", sys.modules.get(f"megatron.bridge.diffusion.{_DATA}")
     if data is not None and patching.installed(name) is None:
         with patching.patch_set(name) as patches:
@@ -157,24 +157,15 @@ def _encoded(original: Callable, self: Any, *args: Any, **named: Any) -> Any:
         return original(self, *args, **named)
 
 
-def _inputs(original: Callable, self: Any, *args: Any, **named: Any) -> dict[str, Any]:
-    """Run `WanAdapter.prepare_inputs` with this rank's rows of the clips and all texts."""
-    if not bridge.splits_batches():
+def _step(original: Callable, self: Any, *args: Any, **named: Any) -> Any:
+    """Run a step of Bridge's pipeline with this rank's rows of the clips and all texts."""
+    arguments = patching.given_to(original, (self, *args), named)
+    if not bridge.uses_burst_attention(get_model_config(arguments["model"])):
         return original(self, *args, **named)
-    context = patching.given_to(original, (self, *args), named)["context"]
-    params = context.batch["packed_seq_params"]
-    _fill_up(params, len(context.noisy_latents.transpose(0, 1)))
-    texts = params["cross_attention"].cu_seqlens_kv_padded
-    with patching.instead(bridge.module(_PIPELINE), _CUT, partial(_rows, params, texts)):
-        return original(self, *args, **named)
-
-
-def _loss(original: Callable, self: Any, *args: Any, **named: Any) -> Any:
-    """Run `compute_loss` with this rank's rows of the target and of the loss mask."""
-    if not bridge.splits_batches():
-        return original(self, *args, **named)
-    params = patching.given_to(original, (self, *args), named)["batch"]["packed_seq_params"]
-    with patching.instead(bridge.module(_PIPELINE), _CUT, partial(_rows, params, None)):
+    batch = arguments["batch"]
+    params = batch["packed_seq_params"]
+    _fill_up(params, batch["video_latents"].shape[1])
+    with patching.instead(bridge.module(_PIPELINE), _CUT, partial(_rows, params)):
         return original(self, *args, **named)
 
 
@@ -185,10 +176,9 @@ def _fill_up(params: dict[str, Any], rows: int) -> None:
         params: the `PackedSeqParams` of self-attention and of cross-attention; changed.
         rows: number of rows of the pack.
     """
-    from megatron.core import parallel_state
-
     ranks, tensor = context_group().size(), parallel_state.get_tensor_model_parallel_world_size()
-    total = -(-rows // (multiple := math.lcm(2 * ranks, ranks * tensor))) * multiple
+    multiple = math.lcm(2 * ranks, ranks * tensor)
+    total = -(-rows // multiple) * multiple  # rounded up
     ends = params["self_attention"].cu_seqlens_q_padded
     if total == int(packs().values(ends)[-1]):
         return
@@ -199,18 +189,15 @@ def _fill_up(params: dict[str, Any], rows: int) -> None:
             setattr(params[name], f"cu_seqlens_{field}_padded", ends)
 
 
-def _rows(
-    params: dict[str, Any], texts: torch.Tensor | None, x: torch.Tensor, ends: torch.Tensor, _: Any
-) -> torch.Tensor:
+def _rows(params: dict[str, Any], x: torch.Tensor, ends: torch.Tensor, _group: Any) -> torch.Tensor:
     """Return this rank's rows of the clips; all rows of the texts.
 
     Args:
         params: the `PackedSeqParams` of self-attention and of cross-attention.
-        texts: boundaries of the texts; None if `x` is not a text.
-        x: [s, b, ...], all rows.
+        x: [s, b, ...], all rows of the clips or of the texts.
         ends: boundaries of the clips or texts in `x`.
     """
-    if ends is texts:
+    if ends is params["cross_attention"].cu_seqlens_kv_padded:
         return x
     clips = params["self_attention"]
     missing = int(packs().values(clips.cu_seqlens_q_padded)[-1]) - len(x)

@@ -105,7 +105,7 @@ def run(work):
     found["unknown"] = refused(apply_burst, SimpleNamespace(model=own))
     with mock.patch.object(flow_matching_pipeline_wan, "thd_split_inputs_cp", lambda x: x):
         found["version"] = refused(apply_burst, SimpleNamespace(model=wan_ranks.provider(2)))
-    with mock.patch.object(flow_matching_pipeline_wan.WanAdapter, "prepare_inputs", None):
+    with mock.patch.object(flow_matching_pipeline_wan.WanFlowMatchingPipeline, "step", None):
         found["missing"] = refused(apply_burst, SimpleNamespace(model=wan_ranks.provider(2)))
 
     recipe = ready_made.find("wan_1_3b_pretrain_config")()

@@ -61,7 +61,7 @@ def test_steps_that_compute_their_loss_use_no_fused_head(result, family):
         ("llada step", "Bridge has no forward step for LLaDA15ModelProvider"),
         ("unknown", "OwnProvider is a diffusion model that apply_burst does not support"),
         ("version", "thd_split_inputs_cp has no parameter cp_group, cu_seqlens_q_padded"),
-        ("missing", "has no WanAdapter.prepare_inputs. Use Megatron-Bridge 0.6.2"),
+        ("missing", "has no WanFlowMatchingPipeline.step. Use Megatron-Bridge 0.6.2"),
         ("name", "NAME wan_9b_pretrain_config is unknown"),
     ],
 )
