@@ -35,17 +35,17 @@ SAMPLING_STEPS = 20
 
 
 def clips(labels: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    """Return clips of a square that moves by one pixel per frame and leaves on one side.
+    """Return clips of a square that moves by one pixel per frame, from an edge over the frame.
 
     Args:
         labels: Index of the prompt of each clip, int64 [b].
-        draw: Generator of the first positions.
+        draw: Generator of the row or column in which the square moves.
 
     Returns:
         Patches [TOKENS, b, PIXELS] with values -1 and 1.
     """
-    start = torch.randint(SIDE, (2, len(labels)), generator=draw)
     speed = torch.tensor(list(PROMPTS.values()))[labels].T
+    start = torch.randint(SIDE, (2, len(labels)), generator=draw) * (speed == 0)
     frames = torch.arange(FRAMES)[:, None]
     pixels = torch.arange(SIDE)
     inside = [
@@ -103,7 +103,7 @@ class Layer(nn.Module):
 
         Args:
             x: Rows of this rank, [s, b, HIDDEN].
-            time: Embedding of the noise level, [b, HIDDEN].
+            time: Embedding of the noise level and the prompt, [b, HIDDEN].
             prompt: Embedding of all words, [1, b, HIDDEN].
             attentions: Attention for this batch.
         """
@@ -153,7 +153,8 @@ class VideoModel(nn.Module):
         rows = self.patch(x)
         for table, cell in zip(self.places, cells, strict=True):
             rows = rows + table(cell)[:, None]
-        time, prompt = self.time(level[:, None]), self.prompt(labels)[None]
+        prompt = self.prompt(labels)[None]
+        time = self.time(level[:, None]) + prompt[0]
         for layer in self.layers:
             rows = layer(rows, time, prompt, attentions)
         return self.head(functional.layer_norm(rows, (HIDDEN,)))
@@ -274,7 +275,7 @@ def direction(video: torch.Tensor) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=1500, help="steps of training")
+    parser.add_argument("--steps", type=int, default=1200, help="steps of training")
     parser.add_argument("--output", type=Path, default=Path("video.png"), help="the picture")
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
