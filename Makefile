@@ -186,7 +186,7 @@ $(VENV)-recipes/.ready: pyproject.toml
 VERL = verl==0.9.1 megatron-bridge==0.6.2 megatron-core==0.19.2 accelerate peft diffusers
 VERL_NEED = 'tensordict>=0.8,<=0.10,!=0.9.0' 'transformers>=5.8,<5.11' ray hydra-core omegaconf \
             codetiming pandas 'pyarrow>=19' datasets torchdata dill megatron-energon regex six \
-            requests pillow importlib_metadata
+            requests pillow importlib_metadata tensorboard
 $(VENV)-verl/.ready: pyproject.toml
 	@echo "== installing verl into $(VENV)-verl (minutes the first time)"
 	@$(PYTHON) -m venv --clear $(VENV)-verl

@@ -72,13 +72,14 @@ def example():
 
 def run(work):
     """Write texts and values by name."""
+    from megatron.bridge.diffusion.models.flux import flux_model
     from megatron.bridge.diffusion.models.wan import wan_provider
     from megatron.bridge.diffusion.models.wan.flow_matching import flow_matching_pipeline_wan
     from megatron.bridge.models.gpt_provider import local_layer_spec
 
     from megatron_burst import megatron as burst
     from megatron_burst.cli.recipe import _forward_step
-    from megatron_burst.plugins.diffusion import llada, nemotron, wan
+    from megatron_burst.plugins.diffusion import flux, llada, nemotron, wan
     from megatron_burst.recipes import apply_burst, ready_made, validate
 
     found = {}
@@ -121,6 +122,18 @@ def run(work):
     found["name"] = refused(ready_made.find, "wan_9b_pretrain_config")
 
     found["page"] = example()
+    prompts = torch.ones(1, 4, dtype=torch.bool)
+    found["llada inference"] = refused(
+        llada.BidirectionalCoreAttention.set_padding_mask, None, prompts
+    )
+    found["nemotron inference"] = refused(
+        nemotron.BlockDiffusionCoreAttention.set_inference_mode, None, True
+    )
+    with mock.patch.object(flux.bridge, "uses_burst_attention", return_value=True):
+        found["control"] = refused(
+            flux._cut, flux_model.Flux.forward, SimpleNamespace(config=None), prompts,
+            controlnet_single_block_samples=[prompts],
+        )  # fmt: skip
     wan.patch_bridge()
     nemotron.patch_bridge()
     found["padded clip"] = clip()
