@@ -313,6 +313,36 @@ def test_received_keys():
         assert [plan.held_bytes for plan in everywhere.ranks] == [0, 0]
 
 
+def test_a_sum_of_gradients_has_equal_parts():
+    """15 numbers of dk [3, 1, 1, 3] and dv [3, 1, 1, 2] are padded to 4 per rank."""
+    groups = in_process.groups(inter=2, intra=2)
+    q, k, v = (
+        [torch.randn(rows, 1, 1, n).double().requires_grad_() for _ in range(RANKS)]
+        for rows, n in ((2, 3), (3, 3), (3, 2))
+    )
+    plans = in_process.prepare(
+        q, k, v, groups=groups, mask=mb.masks.Full(), key_layout="replicated"
+    )
+    outs = in_process.attention(q, k, v, plan=plans)
+    torch.autograd.backward(outs, [torch.ones_like(out) for out in outs])
+    for plan, rank in zip(plans.ranks, groups.ranks, strict=True):
+        forward, backward = plan.traffic()
+        assert forward.total == 0
+        assert (backward.intra, backward.inter) == (2 * 4 * 8, 2 * 2 * 4 * 8)
+        assert (rank.counters.intra, rank.counters.inter) == (backward.intra, backward.inter)
+
+
+def test_only_the_keys_of_the_documents_of_a_rank_are_sent():
+    """Of 16 keys on two ranks, queries of rank 0 see 2 keys, and queries of rank 1 the others."""
+    mask = mb.masks.Documents([0, 4, 8], key_cu_seqlens=[0, 2, 16])
+    q, kv = ([torch.zeros(rows, 1, 1, 4).double()] * 2 for rows in (4, 8))
+    plans = in_process.prepare(
+        q, kv, kv, groups=in_process.groups(intra=2), layout="contiguous", mask=mask,
+        key_layout="contiguous",
+    )  # fmt: skip
+    assert [plan.traffic()[0].total for plan in plans.ranks] == [6 * (4 + 4) * 8, 0]
+
+
 @pytest.mark.parametrize("ulysses", [1, 2])
 def test_replicated_keys_share_no_heads(ulysses):
     """The number of head chunks divides all key heads, because every rank computes all heads."""
@@ -378,3 +408,9 @@ def test_joint_calls_in_checkpoints_that_keep_nothing():
     wanted = oracle.attention(q, k, v, dout, seen)
     for got, right in zip((out, *grads), (wanted[0], *wanted[2:]), strict=True):
         assert oracle.worst(got, right) < EXACT
+
+
+def test_joint_calls_in_checkpoints_that_keep_outputs_are_refused():
+    leaves, *_, plan = alone()
+    with pytest.raises(ValueError, match=r"keep: joint attention .* keeps 0.5; use .*keep=0.0"):
+        mb.checkpoint(lambda q, k, v: mb.joint_attention(q, [(k, v, plan)]), *leaves, keep=0.5)
