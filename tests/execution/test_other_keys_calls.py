@@ -264,9 +264,8 @@ def test_row_chunks_that_do_not_fit_are_refused_by_name():
 SLOW = mb.Rates(50e6, 12.5e6, latency=1e-4, compute=1e9)
 
 
-@pytest.mark.parametrize("ulysses", [1, 2, 4])
-@pytest.mark.parametrize("chunks", [1, 2])
-@pytest.mark.parametrize("keys", [0, 1, 8, 64])
+@pytest.mark.parametrize(("chunks", "ulysses"), [(1, 1), (2, 1), (1, 2), (2, 4)])
+@pytest.mark.parametrize("keys", [0, 1, 64])
 def test_auto_forecasts_the_bytes_of_its_plan(keys, chunks, ulysses):
     tensors = [
         [torch.zeros(rows, 1, heads, 8, requires_grad=True) for _ in range(RANKS)]
