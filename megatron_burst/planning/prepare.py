@@ -41,6 +41,7 @@ def prepare(
     shape: Sequence[int] | None = None,
     kv_heads: int | None = None,
     value_width: int | None = None,
+    key_rows: int | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     needs_grad: NeedsGrad | None = None,
@@ -55,7 +56,8 @@ def prepare(
     the host, and twice as much with algorithm "auto". The first plan for a ring makes its process
     groups. Make one plan per micro-batch and use it for every layer with the same shapes.
 
-    Pass either q, k and v, or `shape` with `kv_heads`, `value_width`, `dtype` and `device`.
+    Pass either q, k and v, or `shape` with `kv_heads`, `value_width`, `key_rows`, `dtype` and
+    `device`.
 
     Args:
         q: Queries of this rank, [s, b, h, d]. Of q, k and v, only shapes, dtypes, device and
@@ -66,6 +68,7 @@ def prepare(
         shape: Shape of q on this rank, (s, b, h, d), if there are no tensors yet.
         kv_heads: Number of key/value heads. Default: the number of query heads.
         value_width: Width of v. Default: d.
+        key_rows: Number of rows of k and v on this rank, with option `key_layout`. Default: s.
         dtype: dtype of the tensors. Default: torch's default dtype.
         device: Device of the tensors. Default: torch's default device.
         needs_grad: Three booleans, whether q, k and v need a gradient. A call may need fewer
@@ -92,7 +95,7 @@ def prepare(
     """
     check_groups(groups)
     assert groups is not None
-    shapes, shape_arguments = None, (shape, kv_heads, value_width, dtype, device)
+    shapes, shape_arguments = None, (shape, kv_heads, value_width, key_rows, dtype, device)
     if q is k is v is None or any(x is not None for x in shape_arguments):
         shapes = TensorShapes(*shape_arguments)
         needs_grad = (True, True, True) if needs_grad is None else needs_grad

@@ -18,6 +18,7 @@ class TensorShapes:
         shape: Shape of q, (s, b, h, d).
         kv_heads: Number of key/value heads; None for h.
         value_width: Width of v; None for d.
+        key_rows: Number of rows of k and v; None for s.
         dtype: Data type; None for torch's default.
         device: Device; None for torch's default.
     """
@@ -25,6 +26,7 @@ class TensorShapes:
     shape: Sequence[int] | None
     kv_heads: int | None
     value_width: int | None
+    key_rows: int | None
     dtype: torch.dtype | None
     device: torch.device | str | None
 
@@ -56,14 +58,19 @@ def of_shape(
     for name, value in (("kv_heads", kv_heads), ("value_width", value_width)):
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    rows, heads, width = sizes[:2], sizes[2], sizes[3]
+    key_rows = sizes[0] if shapes.key_rows is None else shapes.key_rows
+    if type(key_rows) is not int or key_rows < 0:
+        raise ValueError(f"key_rows must be an integer of at least 0, got {key_rows!r}")
+    rows, batch, heads, width = sizes
     keys = heads if kv_heads is None else kv_heads
     values = width if value_width is None else value_width
     element = torch.empty(1, dtype=shapes.dtype, device=shapes.device)
     q, k, v = (
-        element.expand(*rows, *sizes_of)
-        for sizes_of in ((heads, width), (keys, width), (keys, values))
-    )
+        element.expand(length, batch, *sizes_of)
+        for length, *sizes_of in (
+            (rows, heads, width), (key_rows, keys, width), (key_rows, keys, values)
+        )
+    )  # fmt: skip
     return q, k, v
 
 

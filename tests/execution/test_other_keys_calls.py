@@ -413,3 +413,16 @@ def test_joint_calls_in_checkpoints_that_keep_outputs_are_refused():
     leaves, *_, plan = alone()
     with pytest.raises(ValueError, match=r"keep: joint attention .* keeps 0.5; use .*keep=0.0"):
         mb.checkpoint(lambda q, k, v: mb.joint_attention(q, [(k, v, plan)]), *leaves, keep=0.5)
+
+
+def test_a_plan_from_shapes_has_its_own_number_of_keys():
+    groups = mb.Groups.single()
+    options = {"groups": groups, "key_layout": "contiguous", "mask": mb.masks.Full()}
+    plan = mb.prepare(shape=(6, 1, 4, 8), kv_heads=2, key_rows=3, **options)
+    q, k = torch.randn(6, 1, 4, 8), torch.randn(3, 1, 2, 8)
+    assert plan.matches(q, k, k)
+    assert not plan.matches(q, q, q)
+    with pytest.raises(ValueError, match="key_rows must be an integer of at least 0, got -1"):
+        mb.prepare(shape=(6, 1, 4, 8), key_rows=-1, **options)
+    with pytest.raises(ValueError, match="k, v must have the 6 rows of q, got 3"):
+        mb.prepare(shape=(6, 1, 4, 8), key_rows=3, groups=groups)
