@@ -136,11 +136,11 @@ def joint_attention(
     max_logits: torch.Tensor | None = None,
     label: object = None,
 ) -> torch.Tensor:
-    """Compute attention with one softmax over several sets of keys, such as a window and windows.
+    """Compute attention with one softmax over several sets of keys.
 
-    Each set has its own plan: its layout, mask, algorithm and kernel. The result equals attention
-    over the union of the sets. Forward and backward both communicate. Double backward is not
-    supported.
+    An example is a window of the sequence and its compressed keys. Each set has a plan with its own
+    layout, mask, algorithm and kernel. The result equals attention over the union of the sets.
+    Forward and backward both communicate. Double backward is not supported.
 
     Args:
         q: Queries of this rank, [s, b, h, d].
@@ -264,6 +264,7 @@ def _misfits(plan: Plan, first: Plan) -> Iterator[str]:
     shared, expected = (len(p.rank_plan.ulysses_links) for p in (plan, first))
     if shared != expected:
         yield (
-            "ranks share heads for some sets of keys only, which are not replicated; use groups "
-            "with ulysses=1, or a key_layout that splits the keys"
+            "ranks share heads for this set of keys or for the first one, but not for both: heads "
+            "of keys that every rank holds are not shared; use groups with ulysses=1, or a "
+            "key_layout that splits the keys"
         )

@@ -231,7 +231,7 @@ class SameSpan(VectorMask):
 
 
 class _Table(Mask):
-    """Base class of masks with a square table of visible pairs."""
+    """Base class of masks with a table of visible pairs of queries (rows) and keys (columns)."""
 
     table: np.ndarray
 
@@ -248,8 +248,9 @@ class BlockSparse(_Table, VectorMask):
     Source: BurstEngine, section 3.4.
 
     Args:
-        table: bool or 0/1, [n, n].
-        block: Number of positions of a block; n * block is the length of the sequence.
+        table: bool or 0/1, [n, n]; or [n, m] if keys are another sequence (option `key_layout`).
+        block: Number of positions of a block; n * block is the number of query positions, and m *
+            block the number of key positions.
 
     Raises:
         ValueError: `table` or `block` is invalid.
@@ -261,7 +262,7 @@ class BlockSparse(_Table, VectorMask):
     """
 
     def __init__(self, table: np.ndarray, block: int):
-        self.table = _square(table)
+        self.table = _bool_table(table)
         self.block = integer("block", block)
         if self.block < 1:
             raise ValueError(f"block must be at least 1, got {block}")
@@ -280,7 +281,7 @@ class BlockSparse(_Table, VectorMask):
 
     @cached_property
     def _sums(self) -> np.ndarray:
-        """Number of visible blocks above and left of each block corner, [n + 1, n + 1]."""
+        """Number of visible blocks above and left of each block corner, [n + 1, m + 1]."""
         return np.pad(self.table.cumsum(0).cumsum(1), ((1, 0), (1, 0)))
 
     def viewers(self, k_spans: Spans) -> Viewers:
@@ -293,7 +294,7 @@ class BlockSparse(_Table, VectorMask):
 
     @cached_property
     def _rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """First and last query block that sees each key block, int64 [n].
+        """First and last query block that sees each key block, int64 [m].
 
         If no query block sees the key block, they are n and -1.
         """
@@ -305,12 +306,22 @@ class BlockSparse(_Table, VectorMask):
     def breaks(self) -> np.ndarray:
         return np.arange(len(self.table) + 1) * self.block
 
+    @property
+    def key_breaks(self) -> np.ndarray:
+        return np.arange(self.table.shape[1] + 1) * self.block
+
     def check(self, seq_len: int) -> None:
-        if len(self.table) * self.block != seq_len:
-            raise ValueError(
-                f"table: {len(self.table)} blocks of {self.block} describe "
-                f"{len(self.table) * self.block} positions, the sequence has {seq_len}"
-            )
+        self.check_lengths(seq_len, seq_len)
+
+    def check_lengths(self, seq_len: int, key_len: int) -> None:
+        for blocks, length, has in zip(
+            self.table.shape, (seq_len, key_len), _holders(seq_len, key_len), strict=True
+        ):
+            if blocks * self.block != length:
+                raise ValueError(
+                    f"table: {blocks} blocks of {self.block} describe {blocks * self.block} "
+                    f"positions, {has} {length}"
+                )
 
     def __repr__(self) -> str:
         return f"BlockSparse({self.digest}, block={self.block})"
@@ -319,10 +330,10 @@ class BlockSparse(_Table, VectorMask):
 class Dense(_Table):
     """Dense mask: query q attends to key k if table[q, k]. Use it if no other class fits.
 
-    The table needs S * S bytes of host memory on every rank.
+    The table needs a byte of host memory per pair on every rank.
 
     Args:
-        table: bool or 0/1, [S, S].
+        table: bool or 0/1, [S, S]; or [S, T] if keys are another sequence (option `key_layout`).
 
     Raises:
         ValueError: `table` is invalid.
@@ -334,7 +345,7 @@ class Dense(_Table):
     """
 
     def __init__(self, table: np.ndarray):
-        self.table = _square(table)
+        self.table = _bool_table(table)
 
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         return self.table[q, k]
@@ -347,10 +358,14 @@ class Dense(_Table):
         return Cover.PARTIAL if part.any() else Cover.EMPTY
 
     def check(self, seq_len: int) -> None:
-        if len(self.table) != seq_len:
-            raise ValueError(
-                f"table describes {len(self.table)} positions, the sequence has {seq_len}"
-            )
+        self.check_lengths(seq_len, seq_len)
+
+    def check_lengths(self, seq_len: int, key_len: int) -> None:
+        for rows, length, has in zip(
+            self.table.shape, (seq_len, key_len), _holders(seq_len, key_len), strict=True
+        ):
+            if rows != length:
+                raise ValueError(f"table describes {rows} positions, {has} {length}")
 
     def __repr__(self) -> str:
         return f"Dense({self.digest})"
@@ -394,23 +409,29 @@ def _spans(spans: Sequence[tuple[int, int]] | np.ndarray) -> tuple[tuple[int, in
     return tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
-def _square(table: np.ndarray) -> np.ndarray:
-    """Return a copy of `table` as bool [n, n].
+def _holders(seq_len: int, key_len: int) -> tuple[str, str]:
+    """Return what has the query positions and the key positions, for messages."""
+    if seq_len == key_len:
+        return "the sequence has", "the sequence has"
+    return "queries have", "keys have"
 
-    ValueError is raised unless the table is square and holds only 0 and 1. Additive masks, with 0
-    for visible and -inf for hidden pairs, are not converted, because their 0 has the opposite
-    meaning.
+
+def _bool_table(table: np.ndarray) -> np.ndarray:
+    """Return a copy of `table` as bool [n, m].
+
+    ValueError is raised unless the table is a matrix of 0 and 1. Additive masks, with 0 for visible
+    and -inf for hidden pairs, are not converted, because their 0 has the opposite meaning.
     """
     try:
         array = np.asarray(table)  # np.array warns for tensors, which have no copy keyword
     except (TypeError, ValueError, RuntimeError) as error:
         # a ragged list; or a tensor of bfloat16, on another device, or with a gradient
         raise ValueError(
-            "table must be square, with booleans on the host (tensor: table.bool().cpu()), "
+            "table must be a matrix, with booleans on the host (tensor: table.bool().cpu()), "
             f"got {table}"
         ) from error
-    if array.ndim != 2 or array.shape[0] != array.shape[1] or not array.size:
-        raise ValueError(f"table must be square, got shape {array.shape}")
+    if array.ndim != 2 or not array.size:
+        raise ValueError(f"table must be a matrix [queries, keys], got shape {array.shape}")
     if array.dtype.kind not in "biuf":
         raise ValueError(f"table must hold booleans, got {array.dtype}")
     invalid = array[(array != 0) & (array != 1)]

@@ -51,7 +51,7 @@ def masks_of(rng, queries, keys):
         length = rng.choice([stride, stride, stride + 2])
         return mb.masks.Compressed(stride, length), k * stride + length - 1 <= q
     seen = np.random.default_rng(rng.randrange(1 << 30)).random((queries, keys)) < 0.4
-    return Table(seen), seen
+    return rng.choice([Table, mb.masks.Dense])(seen), seen
 
 
 class Table(mb.masks.Mask):

@@ -12,8 +12,10 @@ import pytest
 from megatron_burst.layout import Span, Spans
 from megatron_burst.masks import (
     BlockDiffusion,
+    BlockSparse,
     Causal,
     Compressed,
+    Dense,
     Documents,
     Full,
     Mask,
@@ -25,6 +27,7 @@ from megatron_burst.masks import (
 from megatron_burst.masks.seen import rows_seen
 from megatron_burst.masks.tiling import Cutter
 
+TABLE = np.random.default_rng(0).integers(0, 2, (7, 11))
 QUERIES, KEYS = [0, 5, 5, 9, 13], [0, 3, 7, 7, 12]  # documents without queries and without keys
 
 
@@ -68,6 +71,11 @@ CASES = {
     "packed, padded": (
         Compressed(2, 3, [0, 5, 6, 13], [0, 4, 5, 9]),
         compressed_table([5, 1, 7], [4, 1, 4], 2, 3),
+    ),
+    "dense": (Dense(TABLE), TABLE.astype(bool)),
+    "blocks": (
+        BlockSparse(TABLE[:3, :4], 3),
+        np.repeat(np.repeat(TABLE[:3, :4].astype(bool), 3, axis=0), 3, axis=1),
     ),
     "packed and a prefix": (
         Compressed(2, cu_seqlens=[0, 5, 13]) & Prefix(3),
@@ -174,6 +182,9 @@ def test_check_compares_keys_beyond_the_queries():
         (Compressed(2, cu_seqlens=[0, 8]), (8, 3), "got 3 keys"),
         (Compressed(2, cu_seqlens=[0, 8]), (6, 4), "cu_seqlens must end"),
         (Tree([4, 4, 4, 4]), (4, 8), "4"),
+        (Dense(TABLE), (7, 7), "table describes 11 positions, the sequence has 7"),
+        (Dense(TABLE), (8, 11), "table describes 7 positions, queries have 8"),
+        (BlockSparse(TABLE, 2), (14, 20), "11 blocks of 2 describe 22 positions, keys have 20"),
         (BlockDiffusion(4, 2), (8, 4), "got 4"),
         (Causal() & Documents([0, 4]), (4, 5), "key_cu_seqlens"),
     ],
