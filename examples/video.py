@@ -35,7 +35,7 @@ SAMPLING_STEPS = 20
 
 
 def clips(labels: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    """Return clips of a square that moves by one pixel per frame, from an edge over the frame.
+    """Return clips of a square that starts at pixel 0, moves one pixel per frame and wraps around.
 
     Args:
         labels: Index of the prompt of each clip, int64 [b].
@@ -121,7 +121,7 @@ class Layer(nn.Module):
 
 
 class VideoModel(nn.Module):
-    """Predict the patches of a clip from the noised clip."""
+    """Transformer that predicts the patches of a clip from the noised clip."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -56,8 +56,9 @@ def attention(
     Args:
         q: Queries of this rank, [s, b, h, d], in float64, float32, bfloat16 or float16. `layout`
             defines the positions of the s rows.
-        k: Keys of this rank, [s, b, k, d], with the dtype and device of q. k divides h.
-        v: Values of this rank, [s, b, k, w], with the dtype and device of q.
+        k: Keys of this rank, [s, b, k, d], with the dtype and device of q; k divides h. With option
+            `key_layout`, [t, b, k, d] with t key rows.
+        v: Values of this rank, [s, b, k, w] or [t, b, k, w], with the dtype and device of q.
         plan: Plan that `mb.prepare` made for tensors of these shapes. Cannot be combined with
             `groups`, `needs_grad`, `rates` or `options`.
         sink: [h], a learnable logit per query head that is added to the softmax of every row. Zeros
@@ -138,9 +139,9 @@ def joint_attention(
 ) -> torch.Tensor:
     """Compute attention with one softmax over several sets of keys.
 
-    An example is a window of the sequence and its compressed keys. Each set has a plan with its own
-    layout, mask, algorithm and kernel. The result equals attention over the union of the sets.
-    Forward and backward both communicate. Double backward is not supported.
+    Example: the keys of a window, and compressed keys of the whole sequence. Each set has a plan
+    with its own layout, mask, algorithm and kernel. The result equals attention over the union of
+    the sets. Forward and backward both communicate. Double backward is not supported.
 
     Args:
         q: Queries of this rank, [s, b, h, d].
@@ -165,10 +166,10 @@ def joint_attention(
         >>> q, k, v = torch.randn(3, 128, 1, 8, 64).unbind()
         >>> pooled = [x.unflatten(0, (32, 4)).mean(1) for x in (k, v)]
         >>> groups = mb.Groups.single()
-        >>> window = mb.prepare(q, k, v, groups=groups, mask=mb.masks.Window(15, 0))
-        >>> windows = mb.prepare(q, *pooled, groups=groups, mask=mb.masks.Compressed(4),
-        ...                      key_layout="contiguous")
-        >>> mb.joint_attention(q, [(k, v, window), (*pooled, windows)]).shape
+        >>> window_plan = mb.prepare(q, k, v, groups=groups, mask=mb.masks.Window(15, 0))
+        >>> pooled_plan = mb.prepare(q, *pooled, groups=groups, mask=mb.masks.Compressed(4),
+        ...                          key_layout="contiguous")
+        >>> mb.joint_attention(q, [(k, v, window_plan), (*pooled, pooled_plan)]).shape
         torch.Size([128, 1, 8, 64])
     """
     refuse_transforms("mb.joint_attention")
@@ -256,15 +257,19 @@ def _misfits(plan: Plan, first: Plan) -> Iterator[str]:
         yield "all plans must be made with the same groups"
     if plan.layout != first.layout:
         yield (
-            f"all plans must have the queries in the same layout, {first.layout!r}, got "
+            f"the layout of the queries must be equal in all plans, {first.layout!r}, got "
             f"{plan.layout!r}"
+        )
+    if plan.rank_plan.scoring != first.rank_plan.scoring:
+        yield (
+            "softmax_scale and softcap must be equal in all plans, "
+            f"{tuple(first.rank_plan.scoring)}, got {tuple(plan.rank_plan.scoring)}"
         )
     if plan.needs_grad[0] != first.needs_grad[0]:
         yield "either all plans or none must be made with needs_grad of q"
     shared, expected = (len(p.rank_plan.ulysses_links) for p in (plan, first))
     if shared != expected:
         yield (
-            "ranks share heads for this set of keys or for the first one, but not for both: heads "
-            "of keys that every rank holds are not shared; use groups with ulysses=1, or a "
-            "key_layout that splits the keys"
+            "ranks share heads for only one of this set and the first set, because replicated keys "
+            "share no heads; use groups with ulysses=1, or a key_layout that splits the keys"
         )

@@ -2,8 +2,8 @@
 """One softmax over several sets of keys, as one autograd function.
 
 The ring of each set of keys adds to the same outputs and log-sum-exps. In backward, the ring of
-each set computes with the log-sum-exp and the output over all sets, so its probabilities and
-gradients are those of the joint softmax.
+each set computes with the log-sum-exp and the output over all sets. Therefore each ring computes
+the gradients of the joint softmax.
 
 Shape letters: s local query rows, t local key rows, b batch, h query heads, k key/value heads, d
 width, w value width.
@@ -44,16 +44,16 @@ def forward(
         set. If ranks share heads, these have the rows of all ranks that share heads, and this
         rank's heads.
     """
-    first, max_logits = calls[0].rank_plan, calls[0].max_logits
-    order, run = first.chunks[0].order, first.forward
+    first, first_tag, max_logits = calls[0].rank_plan, calls[0].tag, calls[0].max_logits
+    order, name = first.chunks[0].order, first.forward.name
     if len(first.ulysses_links) > 1:
-        (q,) = heads_to_rows(first, calls[0].tag, f"{run.name}: queries", (q,), (order,))
+        (q,) = heads_to_rows(first, first_tag, f"{name}: queries", (q,), (order,))
         sink, max_logits = (None if x is None else x[heads_here(first)] for x in (sink, max_logits))
     sums: list[Tensors] = []  # out and lse of each head chunk
-    rings, ring_keys = [], []
+    rings: list[ring.Ring] = []
+    ring_keys = []
     for call, key_set in zip(calls, keys, strict=True):
-        rank_plan = call.rank_plan
-        run = rank_plan.forward
+        rank_plan, run = call.rank_plan, call.rank_plan.forward
         orders = (rank_plan.key_order,) * 2
         key_set = heads_to_rows(rank_plan, call.tag, f"{run.name}: keys", key_set, orders)
         rings = ring.forward_rings(rank_plan, run, call.tag, q, key_set, max_logits)
@@ -63,7 +63,7 @@ def forward(
     full_out = out
     if len(first.ulysses_links) > 1:
         (full_out,) = rows_to_heads(
-            first, calls[0].tag, run.name, (out,), (first.heads,), out.dtype, (order,)
+            first, first_tag, name, (out,), (first.heads,), out.dtype, (order,)
         )
         assert full_out is not None
     return full_out, (q, out, lse), ring_keys
@@ -77,13 +77,18 @@ def _accumulate(rings: Sequence[ring.Ring], family: str, sums: Sequence[Tensors]
         family: Partial results that all sets of keys share, "out" or "dquery".
         sums: Sums of earlier sets of keys, one tuple per head chunk; empty before the first set.
     """
-    if sums and len(sums) != len(rings):  # another number of head chunks
+    if sums and len(sums) != len(rings):  # the sets have different numbers of head chunks
         whole = [ring.join(parts) for parts in zip(*sums, strict=True)]
-        sums = [tuple(x[:, :, ring_.heads.heads].contiguous() for x in whole) for ring_ in rings]
-    for ring_, parts in zip(rings, sums, strict=bool(sums)):
-        ring_.partials.begin(ring_.run.totals[family, ring_.me], parts)
+        sums = [
+            tuple(x[:, :, head_ring.heads.heads].contiguous() for x in whole) for head_ring in rings
+        ]
+    totals = [head_ring.run.totals[family, head_ring.me] for head_ring in rings]
+    for head_ring, total, parts in zip(rings, totals, sums, strict=bool(sums)):
+        head_ring.partials.begin(total, parts)
     ring.run(rings)
-    return [ring_.partials.total_rows(ring_.run.totals[family, ring_.me]) for ring_ in rings]
+    return [
+        head_ring.partials.total_rows(total) for head_ring, total in zip(rings, totals, strict=True)
+    ]
 
 
 def backward(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sum over ranks of the gradients of keys and values that every rank holds.
 
-Every rank sums one part of the gradients, in the order of ranks, and sends the sum to the others.
-So all ranks get the same bits.
+Each rank sums one part of the gradients in the order of ranks, and sends the sum to the other
+ranks. Therefore the results are bitwise equal on all ranks.
 """
 
 from __future__ import annotations

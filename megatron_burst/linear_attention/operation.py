@@ -61,13 +61,15 @@ def linear_attention(
     With `reverse`, the recurrence runs from the last token of a document to its first token: S_t is
     computed from S_{t+1}. With reverse="both" (ViG, arXiv 2405.18425), out_t = scale * ((F_t + R_t)
     / 2)^T q_t, with the state F_t of the forward recurrence and the state R_t of the reverse
-    recurrence. Token t writes its key and value into both F_t and R_t. Without beta, the mean thus
-    has k_t v_t^T with weight 1, and each other token's pair with weight 1/2 times its decay.
+    recurrence. Token t writes its key and value into both F_t and R_t. Therefore, without beta,
+    out_t contains k_t v_t^T with weight 1, and the pairs of other tokens with weight 1/2 times
+    their decay.
 
     States and their gradients are sent and summed in float32 (float64 for float64). Gradients are
-    those of the sum of all ranks' losses. The rank with the first row of a document (with reverse
-    the last row) has the complete gradient of its initial_state, and the other ranks have zero. The
-    result cannot be differentiated twice. Either all ranks run backward, or none does.
+    computed for the sum of the losses of all ranks. The rank with the first row of a document has
+    the complete gradient of its initial_state; with reverse, the rank with the last row. Other
+    ranks have zero. The result cannot be differentiated twice. Either all ranks run backward, or
+    none does.
 
     Args:
         q: Queries of this rank's shard [s, b, g, d].
@@ -96,7 +98,7 @@ def linear_attention(
         tree: Prefix tree instead of cu_seqlens: a result of `mb.trees.pack` or a `masks.Tree`. A
             row continues the previous row on its path. Initial and final states are not supported.
             Rows of padding are separate documents. With reverse, no segment may continue another
-            segment, and each segment is a document.
+            segment; each segment is then a document, with initial and final states.
         reverse: False (default), True for the reverse recurrence, or "both" for the mean of the
             forward and the reverse recurrence in one scan. True keeps a copy of q, k, v, decay and
             beta until backward; "both" keeps two copies.

@@ -68,7 +68,7 @@ class LinearPlan:
 
     Attributes:
         groups: Groups of the rank.
-        sequence: Layout, length and documents.
+        sequence: Layout, length, documents and direction.
         device: Device of the tensors.
         signature: Shape and dtype of each tensor, by name.
         states: States that are sent; None if only rows of a convolution are sent.

@@ -205,8 +205,8 @@ def _documents_of(tree: Any, reverse: Reverse) -> np.ndarray:
         row, parent = tree.bounds[[continued[0], tree.parents[continued[0]]]].tolist()
         raise ValueError(
             f"tree: the segment at row {row} continues the segment at row {parent}, but "
-            f"reverse={reverse!r} requires segments without continuations; use a tree whose "
-            "segments are separate documents, or reverse=False"
+            f"reverse={reverse!r} does not support branches; use a tree in which no segment "
+            "continues another one, or reverse=False"
         )
     return tree.bounds
 

@@ -225,8 +225,8 @@ class Mask:
     def used(self, q_spans: Spans, k_spans: Spans) -> UsedRows:
         """Return which rows of each pair of spans may be in visible pairs; other rows are not sent.
 
-        The method is called for pairs that are partly visible and not a band. The default returns
-        all rows.
+        The method is called for pairs that are fully visible, or partly visible and not a band. The
+        default returns all rows.
 
         Args:
             q_spans: Spans of queries, int64 [n].
@@ -234,6 +234,11 @@ class Mask:
         """
         zero = np.zeros_like(q_spans.length)
         return UsedRows(zero, q_spans.length, zero, k_spans.length)
+
+    @property
+    def has_used(self) -> bool:
+        """True if the mask defines `used`."""
+        return type(self).used is not Mask.used
 
     @property
     def has_viewers(self) -> bool:
@@ -348,6 +353,10 @@ class Combined(VectorMask):
         return self.a.cacheable and self.b.cacheable
 
     @property
+    def has_used(self) -> bool:
+        return False
+
+    @property
     def has_viewers(self) -> bool:
         return self.a.has_viewers and self.b.has_viewers
 
@@ -396,6 +405,10 @@ class _And(Combined):
     """Combination `a & b`: the pairs that are visible in both masks."""
 
     symbol, inner = "&", np.minimum
+
+    @property
+    def has_used(self) -> bool:
+        return self.a.has_used or self.b.has_used
 
     def narrowed(self, other: Mask) -> Mask | None:
         a, b = self.a.narrowed(other), self.b.narrowed(other)

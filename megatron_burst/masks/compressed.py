@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mask of compressed keys, each of which stands for a window of the queries' sequence."""
+"""Mask of compressed keys, each of which represents a window of the queries' sequence."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .base import FAR, UsedRows, VectorMask, Viewers, cover_where
 class Compressed(VectorMask):
     """Mask of compressed keys: a query attends to the windows of its document that have ended.
 
-    Key w of a document stands for `length` positions from position w * `stride` of the document
-    on. A query at position t of the document sees key w if w * stride + length - 1 <= t. Keys are a
-    sequence of their own (option `key_layout`): the keys of all documents, one after the other.
-    Sources: NSA (arXiv 2502.11089), section 3.3; compressed attention of DeepSeek-V4.
+    Key w of a document represents the positions w * `stride` to w * `stride` + `length` - 1 of the
+    document. A query at position t of the document sees key w if w * stride + length - 1 <= t. Keys
+    are a sequence of their own (option `key_layout`): the keys of all documents, one after the
+    other. Sources: NSA (arXiv 2502.11089), section 3.3; compressed attention of DeepSeek-V4.
 
     Args:
         stride: Number of positions from one window to the next.
@@ -59,6 +59,9 @@ class Compressed(VectorMask):
         else:
             self.bounds = document_bounds(cu_seqlens)
             self.key_bounds = self._documents_of_keys(key_cu_seqlens)
+        self.bounds.flags.writeable = self.key_bounds.flags.writeable = (
+            False  # plans depend on them
+        )
         # Indexed by document + 1; positions outside all documents have the first or last index.
         self._begin = np.concatenate([[FAR], self.bounds[:-1], [FAR]])
         self._end = np.concatenate([[FAR], self.bounds[1:], [FAR]])
@@ -73,7 +76,12 @@ class Compressed(VectorMask):
         if key_cu_seqlens is None:
             return np.concatenate([[0], np.cumsum(windows)])
         bounds = document_bounds(key_cu_seqlens, "key_cu_seqlens")
-        if len(bounds) != len(self.bounds) or (np.diff(bounds) < windows).any():
+        if len(bounds) != len(self.bounds):
+            raise ValueError(
+                f"key_cu_seqlens must have as many documents as cu_seqlens, {len(windows)}, got "
+                f"{len(bounds) - 1}"
+            )
+        if (np.diff(bounds) < windows).any():
             raise ValueError(
                 "key_cu_seqlens must have at least one key per complete window of each document, "
                 f"{windows.tolist()}, got {np.diff(bounds).tolist()}"
@@ -97,7 +105,7 @@ class Compressed(VectorMask):
         Args:
             keys: Key positions [n].
             seq_len: Number of query positions.
-            back: 1 for the window before that of each key.
+            back: 0 for the window of each key, 1 for the previous window.
 
         Returns:
             int64 [n]; -1 for keys that are padding, and for windows before the document.

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computation of the rows of every shard that other ranks use, which a schedule must send.
 
-Spans are cut into pieces at the breaks of the mask (`Mask.breaks`). For bands, documents and
-prefixes, the queries that see a piece of keys are an interval of positions, and each of them sees a
-band (`Mask.viewers`). Pieces of queries are sorted by position. So most pieces of queries that see
-a piece of keys see all of it, and they are one range of indices. Only pieces at the edges of the
-interval or of the band are compared one by one.
+Spans are cut into pieces at the breaks of the mask (`Mask.breaks`, `Mask.key_breaks`). For bands,
+documents and prefixes, the queries that see a piece of keys are an interval of positions, and each
+of them sees a band (`Mask.viewers`). Pieces of queries are sorted by position. So most pieces of
+queries that see a piece of keys see all of it, and they are one range of indices. Only pieces at
+the edges of the interval or of the band are compared one by one.
 
 The used rows of a piece are one interval, which is exact for bands. If a pair of pieces is partly
-visible and not a band, all its rows count as used.
+visible and not a band, the mask returns the used rows (`Mask.used`).
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def _bands(
         left[unknown], right[unknown] = (np.clip(x, -far, far) for x in _mask_bands(mask, *spans))
     rows = np.maximum(-right, 0), np.minimum(q.length, k.length + left)
     columns = np.maximum(-left, 0), np.minimum(k.length, q.length + right)
-    if type(mask).used is not Mask.used:
+    if mask.has_used:
         partly = np.flatnonzero((left == far) & (right == far))
         spans = (Spans(*(x[partly].astype(np.int64) for x in span)) for span in (q, k))
         for limit, used in zip((*rows, *columns), mask.used(*spans), strict=True):

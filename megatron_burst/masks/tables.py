@@ -58,7 +58,7 @@ class Documents(VectorMask):
             )
         self._padding = padding_documents(padding, documents)
         # Indexed by the result of `document`, which is i + 1 for document i and 0 before the first.
-        # Documents without queries or without keys may count as padding.
+        # Documents without queries or without keys count as padding: no pair in them is visible.
         self._hidden = np.zeros(documents + 2, dtype=bool)
         self._hidden[1:-1] = (np.diff(self.bounds) == 0) | (np.diff(self._key_bounds) == 0)
         self._hidden[[index + 1 for index in self.padding]] = True
@@ -163,10 +163,14 @@ class Documents(VectorMask):
                 f"got {self.bounds[-1]}"
             )
         if self.key_bounds[-1] != key_len:
-            default = "" if self.for_other_keys else " (default: cu_seqlens)"
+            if not self.for_other_keys:
+                raise ValueError(
+                    f"the keys have {key_len} positions, and cu_seqlens ends at {self.bounds[-1]}; "
+                    "pass key_cu_seqlens, the cumulative lengths of the keys' documents"
+                )
             raise ValueError(
                 f"key_cu_seqlens must end at the number of key positions, {key_len}, got "
-                f"{self.key_bounds[-1]}{default}"
+                f"{self.key_bounds[-1]}"
             )
 
     def __repr__(self) -> str:
@@ -410,7 +414,7 @@ def _spans(spans: Sequence[tuple[int, int]] | np.ndarray) -> tuple[tuple[int, in
 
 
 def _holders(seq_len: int, key_len: int) -> tuple[str, str]:
-    """Return what has the query positions and the key positions, for messages."""
+    """Return the subjects of messages about the numbers of query positions and key positions."""
     if seq_len == key_len:
         return "the sequence has", "the sequence has"
     return "queries have", "keys have"

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check of masks: compares the methods of a mask with its `visible`.
 
-`cover`, `covers`, `bands` and `viewers` must agree with `visible`. If they do not, attention is
-wrong without an error: ranks skip pairs with cover EMPTY, and compute pairs with cover FULL without
-a mask. `check` compares all pairs of spans of a short sequence, or a sample of a long one. The
-sample is the same on every rank. It has shards of common layouts, small spans at the edges of the
-visible region, and random spans.
+`cover`, `covers`, `bands`, `used` and `viewers` must agree with `visible`. If they do not,
+attention is wrong without an error: ranks skip pairs with cover EMPTY, and compute pairs with cover
+FULL without a mask. `check` compares all pairs of spans of a short sequence, or a sample of a long
+one. The sample is the same on every rank. It has shards of common layouts, small spans at the edges
+of the visible region, and random spans.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _TwoLengths(NamedTuple):
 
 
 def check(mask: Mask, seq_len: int, key_len: int | None = None) -> None:
-    """Check that `cover`, `covers`, `bands`, `breaks` and `viewers` of a mask agree with `visible`.
+    """Check that the methods and breaks of a mask agree with `visible`.
 
     For at most 16 positions, `cover` is compared for all pairs of spans; for longer sequences, for
     a fixed sample of 4,096 pairs. Only the complete comparison is a proof, so check a short length
@@ -98,6 +98,7 @@ def _check(mask: Mask, lengths: _TwoLengths, count: int, points: int) -> None:
         pairs = _sample(mask, lengths, count, rng)
         _check_covers(mask, pairs, points, rng)
     _check_bands(mask, pairs, points, rng)
+    _check_used(mask, pairs, points, rng)
     _check_viewers(mask, lengths.queries, pairs.k, points, rng)
 
 
@@ -174,9 +175,9 @@ def _at_edges(mask: Mask, lengths: _TwoLengths, count: int, rng: np.random.Gener
     of the query span, then of the key span.
     """
     edges = []
-    for query in _some_positions(lengths.queries, rng):
+    for query in _sampled_positions(lengths.queries, rng):
         edges += [(query, k) for k in _changes(mask, query, lengths.keys, False)]
-    for key in _some_positions(lengths.keys, rng):
+    for key in _sampled_positions(lengths.keys, rng):
         edges += [(q, key) for q in _changes(mask, key, lengths.queries, True)]
     if not edges:
         return np.empty((0, 6), dtype=np.int64)
@@ -188,7 +189,7 @@ def _at_edges(mask: Mask, lengths: _TwoLengths, count: int, rng: np.random.Gener
     return np.stack([at[:, 0] - back_q, ones, size_q, at[:, 1] - back_k, ones, size_k], 1)
 
 
-def _some_positions(seq_len: int, rng: np.random.Generator) -> list[int]:
+def _sampled_positions(seq_len: int, rng: np.random.Generator) -> list[int]:
     rows = np.unique([0, 1, seq_len // 2, seq_len - 1, *rng.integers(0, seq_len, 4)])
     return rows[rows < seq_len].tolist()
 
@@ -341,6 +342,21 @@ def _check_bands(mask: Mask, pairs: _SpanPairs, points: int, rng: np.random.Gene
         i, j = np.argwhere(wrong)[0]
         band = f"({left[i, 0]}, {right[i, 0]})"
         _raise(mask, "bands", band, pairs, i, (q[i, j], k[i, j]))
+
+
+def _check_used(mask: Mask, pairs: _SpanPairs, points: int, rng: np.random.Generator) -> None:
+    """Compare `used` with `visible`, if the mask defines `used`."""
+    if not mask.has_used:
+        return
+    q_first, q_stop, k_first, k_stop = (x[:, None] for x in mask.used(pairs.q, pairs.k))
+    m, n = _points(pairs, points, rng)
+    q, k = _positions(pairs, m, n)
+    inside = (m >= q_first) & (m < q_stop) & (n >= k_first) & (n < k_stop)
+    wrong = _visible(mask, q, k) & ~inside
+    if wrong.any():
+        i, j = np.argwhere(wrong)[0]
+        rows = f"rows {q_first[i, 0]} to {q_stop[i, 0]}, keys {k_first[i, 0]} to {k_stop[i, 0]}"
+        _raise(mask, "used", rows, pairs, i, (q[i, j], k[i, j]))
 
 
 def _check_viewers(

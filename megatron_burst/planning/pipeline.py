@@ -31,7 +31,7 @@ from ..recompute.selection import Interval, ShardRows, rows_in
 from ..schedule import cost
 from ..schedule.algorithms import ALGORITHMS
 from ..schedule.cost import Sizes, ring_spans
-from ..schedule.demand import Visibility, row_chunk_spans, visibility_of, visible_at_home
+from ..schedule.demand import Visibility, own_visibility, row_chunk_spans, visibility_of
 from ..schedule.head_shares import deferred_chunks, shared_order
 from ..schedule.rings import Schedule
 from ..schedule.tables import Grid
@@ -146,7 +146,7 @@ class RingRequest:
         request = self.request
         joined = getattr(request.kernel, "joins", joined)
         if isinstance(request.key_layout, Replicated):
-            return visible_at_home(queries, self.keys, joined)
+            return own_visibility(queries, self.keys, joined)
         return visibility_of(request.mask, queries, self.keys, joined)
 
 

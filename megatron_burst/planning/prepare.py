@@ -62,8 +62,9 @@ def prepare(
     Args:
         q: Queries of this rank, [s, b, h, d]. Of q, k and v, only shapes, dtypes, device and
             `requires_grad` are read.
-        k: Keys of this rank, [s, b, k, d]; k divides h.
-        v: Values of this rank, [s, b, k, w].
+        k: Keys of this rank, [s, b, k, d]; k divides h. With option `key_layout`, [t, b, k, d] with
+            t key rows.
+        v: Values of this rank, [s, b, k, w] or [t, b, k, w].
         groups: Ranks over which the sequence is split.
         shape: Shape of q on this rank, (s, b, h, d), if there are no tensors yet.
         kv_heads: Number of key/value heads. Default: the number of query heads.
@@ -192,7 +193,7 @@ class AttentionOperation(RingOperation):
 
 
 def _key_sum(key_layout: Replicated, groups: Groups) -> KeySum | None:
-    """Return how gradients of keys that every rank holds are summed; None if they are not."""
+    """Return the ranks that sum the gradients of replicated keys; None without a sum."""
     if not key_layout.sum_gradients or groups.size == 1:
         return None
     links = tuple(groups.topology.link(groups.rank, peer) for peer in range(groups.size))

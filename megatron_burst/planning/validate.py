@@ -126,7 +126,7 @@ def check(
     check_shapes(q, k, v, other_keys=options.key_layout is not None)
     _check_device(groups, q)
     _check_names(options)
-    _check_algorithm(options.algorithm, groups, q, k)
+    _check_algorithm(options.algorithm, groups)
     _check_row_chunks(options, q.shape[0])
     if rates is not None:
         _check_rates(rates, options.algorithm)
@@ -136,7 +136,9 @@ def check(
         key_layout = _key_layout(options.key_layout, groups, k.shape[0])
     sharing = groups.topology.ulysses
     if isinstance(key_layout, Replicated):
-        key_len, sharing = k.shape[0], 1
+        key_len, sharing = k.shape[0], 1  # ranks share no heads
+    else:
+        check_heads(q.shape[2], k.shape[2], groups.topology, options.algorithm)
     if options.head_chunks is not None:
         _check_head_chunks(options.head_chunks, sharing, k)
     if options.mask is None and key_layout is not None:
@@ -236,7 +238,7 @@ def _check_names(options: AttentionOptions) -> None:
             raise ValueError(f"{name} must be one of {', '.join(names)}, got {value!r}")
 
 
-def _check_algorithm(algorithm: str, groups: Groups, q: torch.Tensor, k: torch.Tensor) -> None:
+def _check_algorithm(algorithm: str, groups: Groups) -> None:
     ulysses, size = groups.topology.ulysses, groups.size
     if algorithm == "ulysses" and ulysses != size:
         raise ValueError(
@@ -247,7 +249,6 @@ def _check_algorithm(algorithm: str, groups: Groups, q: torch.Tensor, k: torch.T
         raise ValueError(
             "algorithm hybrid needs groups that share heads; make mb.Groups with ulysses=2 or more"
         )
-    check_heads(q.shape[2], k.shape[2], groups.topology, algorithm)
 
 
 def _check_head_chunks(head_chunks: int, sharing: int, k: torch.Tensor) -> None:

@@ -25,8 +25,8 @@ class DiffusionRecipes(Protocol):
         Afterwards the provider has `transformer_layer_spec`, and builds its model from it.
 
         Args:
-            model: the provider.
-            is_ours: test for a layer spec of `apply_burst` (`layers.is_ours`).
+            model: The provider.
+            is_ours: Test for a layer spec of `apply_burst` (`layers.is_ours`).
         """
         ...
 
@@ -38,8 +38,8 @@ class DiffusionRecipes(Protocol):
         """Return a layer spec of Bridge with the plugin's core attention.
 
         Args:
-            model: the provider.
-            layers: the layer spec.
+            model: The provider.
+            layers: The layer spec.
         """
         ...
 
@@ -47,7 +47,7 @@ class DiffusionRecipes(Protocol):
         """Patch Bridge's training step of a model to cut sequences over ranks. Idempotent.
 
         Args:
-            model: the provider.
+            model: The provider.
         """
         ...
 
@@ -69,7 +69,7 @@ def diffusion_recipes(model: Any) -> DiffusionRecipes | None:
     """Return the functions of the plugin `diffusion` for a diffusion model; None for others.
 
     Args:
-        model: the model provider of Megatron Bridge.
+        model: The model provider of Megatron Bridge.
 
     Raises:
         ValueError: The model is a diffusion model and the plugin is not installed.

@@ -107,7 +107,7 @@ def key_sum_traffic(links: Sequence[str], rank: int, sizes: Sizes) -> Traffic:
 
 
 def key_sum_bytes(links: Sequence[str], sizes: Sizes) -> int:
-    """Return the bytes of one message of a sum of gradients; each rank sends two to each other."""
+    """Return the bytes of one message of a sum of gradients; a rank sends two per peer."""
     elements = sizes.key_rows * sizes.backward.dkv // sizes.wire_itemsize
     return -(-elements // len(links)) * sizes.wire_itemsize
 

@@ -232,7 +232,7 @@ def visibility_of(
             default.
     """
     if not any(map(len, k_shards)):
-        return visible_at_home(q_shards, k_shards, joined)
+        return own_visibility(q_shards, k_shards, joined)
     queries, keys = rows_seen(mask, q_shards, k_shards)
     return Visibility(
         queries.ranks(len(q_shards)),
@@ -242,16 +242,16 @@ def visibility_of(
     )
 
 
-def visible_at_home(q_shards: Shards, k_shards: Shards, joined: bool | None = None) -> Visibility:
-    """Return the `Visibility` of ranks that all hold all keys, so that no rank uses other shards.
+def own_visibility(q_shards: Shards, k_shards: Shards, joined: bool | None = None) -> Visibility:
+    """Return the `Visibility` in which each rank uses only its own shards.
 
-    The arguments are the same as in `visibility_of`.
+    All ranks hold all keys, or there are no keys. The arguments are the same as in `visibility_of`.
     """
     seen = np.diag([len(q) > 0 and len(k) > 0 for q, k in zip(q_shards, k_shards, strict=True)])
-    return Visibility(seen, _used_at_home(q_shards), _used_at_home(k_shards), joined)
+    return Visibility(seen, _own_bundles(q_shards), _own_bundles(k_shards), joined)
 
 
-def _used_at_home(shards: Shards) -> Bundles:
+def _own_bundles(shards: Shards) -> Bundles:
     rows = np.array([sum(span.length for span in shard) for shard in shards], dtype=np.int64)
     owner = np.flatnonzero(rows)
     return bundled(

@@ -174,7 +174,7 @@ def test_check_compares_keys_beyond_the_queries():
         (
             Documents([0, 4]),
             (4, 8),
-            r"key_cu_seqlens must end at .* 8, got 4 \(default: cu_seqlens",
+            "keys have 8 positions, and cu_seqlens ends at 4; pass key",
         ),
         (Documents([0, 4], key_cu_seqlens=[0, 6]), (4, 8), "key positions, 8, got 6$"),
         (Documents([0, 4], key_cu_seqlens=[0, 6]), (8, 6), "cu_seqlens must end at the length"),

@@ -41,8 +41,8 @@ def check_version(model: str, needed: Iterable[Needed]) -> None:
     """Raise an error if the installed Bridge lacks a function that a model needs.
 
     Args:
-        model: the name of the provider, for the message.
-        needed: the functions.
+        model: The name of the provider, for the message.
+        needed: The functions.
 
     Raises:
         ValueError: Functions are missing or have other parameters; the message names all of them.
@@ -77,8 +77,8 @@ def splits(model: Any, is_ours: Callable[[Any], bool]) -> bool:
     """Return whether BurstAttention splits the attention of a provider's model over ranks.
 
     Args:
-        model: the provider.
-        is_ours: test for a layer spec of `apply_burst` (`layers.is_ours`).
+        model: The provider.
+        is_ours: Test for a layer spec of `apply_burst` (`layers.is_ours`).
     """
     spec = model.transformer_layer_spec
     chosen = is_ours(spec) and spec.keywords.get("algorithm") != OFF
@@ -89,7 +89,7 @@ def uses_burst_attention(config: Any) -> bool:
     """Return whether a built model has BurstAttention, which then splits its batches over ranks.
 
     Args:
-        config: the configuration of the model.
+        config: The configuration of the model.
     """
     return uses_burst(config, getattr(config, "burst", None))
 
@@ -98,8 +98,8 @@ def untested_options(name: str, burst: BurstConfig) -> Iterator[Problem]:
     """Yield a problem for each option that was not tested with a model whose mask is fixed.
 
     Args:
-        name: the name of the provider.
-        burst: the options of the run.
+        name: The name of the provider.
+        burst: The options of the run.
     """
     if burst.attention_layout not in (None, burst.layout):
         yield Problem(
@@ -108,7 +108,8 @@ def untested_options(name: str, burst: BurstConfig) -> Iterator[Problem]:
         )
     if burst.mask is not None:
         yield Problem(
-            f"--burst-mask with {name}: the mask of the model is fixed", remove=("--burst-mask",)
+            f"--burst-mask {burst.mask} with {name}, which has its own mask",
+            remove=("--burst-mask",),
         )
 
 
@@ -116,8 +117,8 @@ def head_problems(name: str, burst: BurstConfig) -> Iterator[Problem]:
     """Yield a problem for a fused LM head, in a model whose step computes its loss itself.
 
     Args:
-        name: the name of the provider.
-        burst: the options of the run.
+        name: The name of the provider.
+        burst: The options of the run.
     """
     if burst.lm_head_loss != "off":
         yield Problem(
@@ -136,8 +137,8 @@ def replaced(spec: Any, replacements: Mapping[type, type]) -> Any:
     """Return a copy of a layer spec with classes replaced.
 
     Args:
-        spec: a layer spec, a list of specs, or a value inside a spec.
-        replacements: the replacement of each class.
+        spec: A layer spec, a list of specs, or a value inside a spec.
+        replacements: The replacement of each class.
     """
     if isinstance(spec, (list, tuple)):
         return type(spec)(replaced(entry, replacements) for entry in spec)
@@ -152,8 +153,8 @@ def contains(spec: Any, module_class: type) -> bool:
     """Return whether a layer spec contains a class.
 
     Args:
-        spec: same as in `replaced`.
-        module_class: the class.
+        spec: Same as in `replaced`.
+        module_class: The class.
     """
     return replaced(spec, {module_class: _Marker}) != spec
 

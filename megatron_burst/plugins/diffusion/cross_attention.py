@@ -126,13 +126,15 @@ class CrossCoreAttention(BurstCoreAttention):
                 "packed_seq_params is None: cross-attention requires the boundaries of the clips "
                 "and of the texts"
             )
-        keys = self._cross_pack(packed_seq_params, len(query) * self.book.groups.size).texts[-1]
-        if len(key) < keys:
-            raise ValueError(
-                f"key has {len(key)} rows, and the texts have {keys}: every rank must hold all "
-                "texts. Bridge's training step passes them; videos are not generated over "
-                "context-parallel ranks"
-            )
+        ranks = self._book(packed_seq_params).groups.size
+        keys = self._cross_pack(packed_seq_params, len(query) * ranks).texts[-1]
+        with self.book.shared_errors(self.leads):
+            if len(key) < keys:
+                raise ValueError(
+                    f"key has {len(key)} rows, and the texts have {keys}: every rank must hold all "
+                    "texts. Bridge's training step passes them; videos are not generated over "
+                    "context-parallel ranks"
+                )
         return super().forward(
             query,
             key[:keys],
@@ -159,11 +161,12 @@ class CrossCoreAttention(BurstCoreAttention):
         """Return the pack of a `PackedSeqParams`; its tensors are read from the device once.
 
         Args:
-            params: the `PackedSeqParams`.
-            total: rows of the clips over all ranks.
+            params: The `PackedSeqParams`.
+            total: Rows of the clips over all ranks.
         """
         cache = self.book.groups.cache.setdefault("cross packs", WeakIdKeyDictionary())
-        if params not in cache:
+        made = cache.setdefault(params, {})
+        if total not in made:
             clips = packs().of(total, params.cu_seqlens_q, params.cu_seqlens_q_padded)
             fields = {f.name: getattr(clips, f.name) for f in dataclasses.fields(Pack)}
             pack = CrossPack(
@@ -172,8 +175,8 @@ class CrossCoreAttention(BurstCoreAttention):
                 texts=_alternating(params.cu_seqlens_kv, params.cu_seqlens_kv_padded),
             )
             vars(pack)["_made"] = clips._made
-            cache[params] = pack
-        return cache[params]
+            made[total] = pack
+        return made[total]
 
 
 def _alternating(
@@ -182,9 +185,9 @@ def _alternating(
     """Return boundaries of documents and of the padding after each document.
 
     Args:
-        ends: cumulative lengths without padding, [n + 1].
-        padded: cumulative lengths with padding, or None.
-        total: end of the padding after the last document; None for the last entry of `padded`.
+        ends: Cumulative lengths without padding, [n + 1].
+        padded: Cumulative lengths with padding, or None.
+        total: End of the padding after the last document; None for the last entry of `padded`.
 
     Returns:
         2 n + 1 boundaries: start of document 0, end of document 0, start of document 1, ...

@@ -37,7 +37,7 @@ def flux_layer_spec(config: Any) -> Any:
     """Return Bridge's spec of the layers with joint attention.
 
     Args:
-        config: the provider.
+        config: The provider.
     """
     return getattr(bridge.module(_LAYERS), _SPEC)()
 
@@ -46,8 +46,8 @@ def prepare(model: Any, is_ours: Callable[[Any], bool]) -> None:
     """Give the provider a layer spec, which configures its attention when the model is built.
 
     Args:
-        model: the provider.
-        is_ours: test for a layer spec of `apply_burst` (`layers.is_ours`).
+        model: The provider.
+        is_ours: Test for a layer spec of `apply_burst` (`layers.is_ours`).
     """
     bridge.check_version(PROVIDER, _NEEDED)
     if not hasattr(model, "transformer_layer_spec"):
@@ -98,7 +98,7 @@ def forward_step(model: Any) -> Any:
     """Return Bridge's forward step.
 
     Args:
-        model: the provider.
+        model: The provider.
     """
     return bridge.module("models.flux.flux_step").FluxForwardStep()
 
@@ -133,7 +133,7 @@ class GatheredRows(torch.autograd.Function):
         """Return [s * ranks, b, d].
 
         Args:
-            ctx: context of the backward.
+            ctx: Context of the backward.
             rows: [s, b, d] of this rank.
         """
         group = context_group()
@@ -142,14 +142,14 @@ class GatheredRows(torch.autograd.Function):
         dist.all_gather(parts, rows.contiguous(), group=group)
         ctx.own, ctx.ranks = positions[group.rank()], group.size()
         out = rows.new_empty(positions.numel(), *rows.shape[1:])
-        return out.index_copy(0, positions.flatten(), torch.cat(parts))
+        return out.index_copy_(0, positions.flatten(), torch.cat(parts))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradient of this rank's rows [s, b, d].
 
         Args:
-            ctx: context of the forward.
+            ctx: Context of the forward.
             grad: [s * ranks, b, d], the same on all ranks.
         """
         return grad.index_select(0, ctx.own) * ctx.ranks

@@ -93,8 +93,8 @@ def with_attention(model: Any, layers: Any) -> Any:
     """Return the layer spec with `BidirectionalCoreAttention`.
 
     Args:
-        model: the provider.
-        layers: the layer spec.
+        model: The provider.
+        layers: The layer spec.
 
     Raises:
         ValueError: The layer spec does not have Bridge's core attention, so layers would be causal.
@@ -117,7 +117,7 @@ def forward_step(model: Any) -> Any:
     """Refuse to train with the launcher.
 
     Args:
-        model: the provider.
+        model: The provider.
 
     Raises:
         ValueError: Always.

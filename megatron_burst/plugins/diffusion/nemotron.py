@@ -86,8 +86,8 @@ def layout_of_copies(name: str, length: int, cp_size: int) -> Layout:
 
     Args:
         name: "zigzag" or "striped".
-        length: number of tokens of one copy.
-        cp_size: number of ranks.
+        length: Number of tokens of one copy.
+        cp_size: Number of ranks.
     """
     if name == "striped":  # stripes of both copies, because `cp_size` divides `length`
         return make_layout("striped", cp_size=cp_size)
@@ -167,7 +167,8 @@ class BlockDiffusionCoreAttention(BurstCoreAttention):
         """
         if packed_seq_params is not None:
             raise ValueError(
-                f"packed_seq_params: {_CLASS} supports no packed documents; call the model without"
+                f"packed_seq_params: {_CLASS} does not support packed documents; call the model "
+                "without packed_seq_params"
             )
         query, key = self._rotated(query, key)
         return super().forward(
@@ -280,7 +281,7 @@ def forward_step(model: Any) -> Any:
     """Return Bridge's forward step, with its default seed.
 
     Args:
-        model: the provider.
+        model: The provider.
     """
     return bridge.module(_STEP).DGPTStep()
 
@@ -322,11 +323,11 @@ def _masked(
 
     Args:
         original: Bridge's function, which draws the noise.
-        input_ids: tokens of this rank, int64 [b, s].
-        mask_token_id: the mask token.
-        eps: the lowest probability of masking.
+        input_ids: Tokens of this rank, int64 [b, s].
+        mask_token_id: The mask token.
+        eps: The lowest probability of masking.
         loss_mask: [b, s], 0 for tokens that are never masked; None if all may be masked.
-        generator: the generator; None for the default generator of the device.
+        generator: The generator; None for the default generator of the device.
 
     Returns:
         The noised tokens, bool [b, s] (which are masked), and the probability of masking [b, s].

@@ -57,7 +57,10 @@ def recipe(name: str) -> Callable[[], Any] | None:
     """Return Bridge's function that makes the recipe `name`, or None if there is none."""
     for home in ("wan.wan", "flux.flux", "nemotron_labs_diffusion.ar_to_dlm"):
         if name.startswith(home.partition(".")[0]):
-            return getattr(bridge.module(f"recipes.{home}"), name, None)
+            try:
+                return getattr(bridge.module(f"recipes.{home}"), name, None)
+            except ImportError:  # a Bridge without diffusion models
+                return None
     return None
 
 

@@ -51,7 +51,7 @@ def wan_layer_spec(config: Any) -> Any:
     """Return Bridge's layer spec of Wan.
 
     Args:
-        config: the provider.
+        config: The provider.
     """
     return getattr(bridge.module(_LAYERS), _SPEC)()
 
@@ -60,8 +60,8 @@ def prepare(model: Any, is_ours: Callable[[Any], bool]) -> None:
     """Give the provider a layer spec, from which it builds the model.
 
     Args:
-        model: the provider.
-        is_ours: test for a layer spec of `apply_burst` (`layers.is_ours`).
+        model: The provider.
+        is_ours: Test for a layer spec of `apply_burst` (`layers.is_ours`).
     """
     bridge.check_version(PROVIDER, _NEEDED)
     if not hasattr(model, "transformer_layer_spec"):
@@ -99,8 +99,8 @@ def with_attention(model: Any, layers: Any) -> Any:
     """Return the layer spec with `CrossCoreAttention`, and turn fused rotary embedding off.
 
     Args:
-        model: the provider; `apply_rope_fusion` is changed.
-        layers: the layer spec.
+        model: The provider; `apply_rope_fusion` is changed.
+        layers: The layer spec.
     """
     if getattr(model, "apply_rope_fusion", False):
         # The kernel of Transformer Engine indexes angles by the position in the clip.
@@ -112,7 +112,12 @@ def with_attention(model: Any, layers: Any) -> Any:
     layout = model.burst.layout
     bridge.log_choice(model, f"clips are cut in layout {layout}, and every rank holds all texts")
     parts = layers.submodules
-    cross = parts.cross_attention
+    cross = getattr(parts, "cross_attention", None)
+    if cross is None:
+        raise ValueError(
+            f"model.transformer_layer_spec of {type(model).__name__} has no cross_attention; use "
+            "the layer spec of Megatron-Bridge"
+        )
     core = dataclasses.replace(cross.submodules, core_attention=CrossCoreAttention)
     cross = dataclasses.replace(cross, submodules=core)
     return dataclasses.replace(layers, submodules=dataclasses.replace(parts, cross_attention=cross))
@@ -135,7 +140,7 @@ def forward_step(model: Any) -> Any:
     """Return Bridge's forward step for pretraining.
 
     Args:
-        model: the provider.
+        model: The provider.
     """
     return bridge.module("models.wan.wan_step").WanForwardStep(mode="pretrain")
 
@@ -173,8 +178,8 @@ def _fill_up(params: dict[str, Any], rows: int) -> None:
     """Extend the last clip by padding, so that the ranks can hold equal numbers of rows.
 
     Args:
-        params: the `PackedSeqParams` of self-attention and of cross-attention; changed.
-        rows: number of rows of the pack.
+        params: The `PackedSeqParams` of self-attention and of cross-attention; changed.
+        rows: Number of rows of the pack.
     """
     ranks, tensor = context_group().size(), parallel_state.get_tensor_model_parallel_world_size()
     multiple = math.lcm(2 * ranks, ranks * tensor)
@@ -193,13 +198,18 @@ def _rows(params: dict[str, Any], x: torch.Tensor, ends: torch.Tensor, _group: A
     """Return this rank's rows of the clips; all rows of the texts.
 
     Args:
-        params: the `PackedSeqParams` of self-attention and of cross-attention.
+        params: The `PackedSeqParams` of self-attention and of cross-attention.
         x: [s, b, ...], all rows of the clips or of the texts.
-        ends: boundaries of the clips or texts in `x`.
+        ends: Boundaries of the clips or texts in `x`.
     """
+    clips = params["self_attention"]
     if ends is params["cross_attention"].cu_seqlens_kv_padded:
         return x
-    clips = params["self_attention"]
+    if ends is not clips.cu_seqlens_q_padded:
+        raise ValueError(
+            f"{_CUT} got other boundaries than those of packed_seq_params; use Megatron-Bridge "
+            f"{bridge.TESTED}"
+        )
     missing = int(packs().values(clips.cu_seqlens_q_padded)[-1]) - len(x)
     x = functional.pad(x, (0, 0) * (x.dim() - 1) + (0, missing))
     return shard_sequence(x, clips, dim=0)

@@ -136,6 +136,9 @@ def selected_plan(
         sink: Sink that the call will pass.
         kernel: Same as in `mb.sparse_attention`.
 
+    Returns:
+        The plan, valid for one call with these tensors and this selection.
+
     Raises:
         ValueError: An argument is not supported; see `mb.select`.
     """

@@ -10,10 +10,12 @@ Shape letters: s local rows, t local keys, m rows of a window, b batch, c column
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 import torch
 
+from ...comm.groups import check_label
 from ...comm.rows import GRID, DeviceRoute, exchange_rows, longest, route_on_device
 from ...kernels.autograd import outside_graphs, refuse_transforms
 from ...kernels.online_softmax import accumulation_dtype
@@ -23,7 +25,7 @@ from ...layout.sharding import to_device
 from ...masks.compressed import Compressed
 from ...planning.plan import Plan
 
-ROUTES_KEPT = 16  # per rank; more than kinds of layers
+ROUTES_KEPT = 64  # per rank: kinds of layers times micro-batches in flight
 
 
 @outside_graphs
@@ -40,14 +42,14 @@ def compress(
 
     Key w of a document is the sum over the rows j of window w of softmax_j(gates_j + bias_(j mod
     m)) * values_j, separately for every column, computed in float32 (float64 for float64 tensors).
-    Windows are counted from the start of each document. With `overlap`, the tensors have two series
-    of columns, and the softmax of key w covers 2 m rows: the rows of window w - 1 with the first
-    series, and the rows of window w with the second series. The first window of a document has only
-    its own rows. Sources: the compressors of DeepSeek-V4's heavily compressed attention (without
-    overlap) and compressed sparse attention (with overlap).
+    Here m is the stride of the mask, and j counts rows from the start of the document. With
+    `overlap`, the tensors have two series of columns, and the softmax of key w covers 2 m rows: the
+    rows of window w - 1 with the first series, and the rows of window w with the second series. The
+    first window of a document has only its own rows. Sources: the compressors of DeepSeek-V4's
+    heavily compressed attention (without overlap) and compressed sparse attention (with overlap).
 
-    Forward and backward are collective calls. Normalization and rotation of the keys are left to
-    the caller.
+    Forward and backward are collective calls. The caller normalizes and rotates
+    the keys.
 
     Args:
         values: Rows of this rank [s, b, c], or [s, b, 2 c] with `overlap`.
@@ -69,6 +71,7 @@ def compress(
         RuntimeError: A rank died or is out of step. The message names the exchange.
     """
     refuse_transforms("mb.compress")
+    check_label(label)
     mask = _check(values, gates, bias, plan, overlap)
     width = values.shape[2] // (1 + overlap)
     series = [slice(width, 2 * width), slice(0, width)] if overlap else [slice(None)]
@@ -78,8 +81,8 @@ def compress(
         tensors = [values[..., columns].contiguous(), gates[..., columns].contiguous()]
         plan.groups.connect([GRID], values.device)
         plan.groups.expect(longest(len(values), tensors))
-        name = ("compress", back, label if isinstance(label, (str, int)) else repr(label))
-        own, weights = exchange_rows(tensors, window.route, plan.groups, plan.identity, name)
+        identity = crc32(f"compress {plan.identity} {back}".encode())
+        own, weights = exchange_rows(tensors, window.route, plan.groups, identity, label)
         rows.append(own.unflatten(0, (-1, mask.stride)).to(dtype))
         weights = weights.unflatten(0, (-1, mask.stride)).to(dtype)
         weights = weights + bias[:, None, columns].to(dtype)
@@ -138,7 +141,8 @@ class _WindowRows(NamedTuple):
     """The rows of each key's window, or of the window before it.
 
     Attributes:
-        route: Route that brings the m rows of each of this rank's keys here, key by key.
+        route: Route that sends the m rows of each key's window to the rank of the key, in the order
+            of keys.
         complete: bool [t], true for keys that have this window.
     """
 
