@@ -178,10 +178,9 @@ class GridSchedules:
 
     def __init__(self, workload: Workload, topology: Topology, nodes: Nodes | None = None):
         queries = cost.ring_spans(workload.layout, topology, workload.seq_len)
-        keys, key_len = queries, workload.sizes.key_rows * workload.layout.cp_size
-        if not key_len:
-            keys = [()] * len(queries)
-        elif workload.key_layout is not None:
+        keys = queries
+        if workload.key_layout is not None:
+            key_len = workload.sizes.key_rows * workload.layout.cp_size
             keys = cost.ring_spans(workload.key_layout, topology, key_len)
         joined = workload.attended is not None or None  # None selects the algorithm's default
         self.visibility = visibility_of(workload.mask, queries, keys, joined)

@@ -21,7 +21,7 @@ from ..kernels.base import Rows
 from ..kernels.online_softmax import row_delta, sink_gradient
 from . import ring
 from .function import RankCall
-from .key_sums import summed_over_ranks
+from .key_sums import keys_to_owners
 from .rank_plan import Tensors
 from .ulysses import heads_here, heads_to_rows, rows_to_heads
 
@@ -82,12 +82,17 @@ def _accumulate(rings: Sequence[ring.Ring], family: str, sums: Sequence[Tensors]
         sums = [
             tuple(x[:, :, head_ring.heads.heads].contiguous() for x in whole) for head_ring in rings
         ]
-    totals = [head_ring.run.totals[family, head_ring.me] for head_ring in rings]
-    for head_ring, total, parts in zip(rings, totals, sums, strict=bool(sums)):
-        head_ring.partials.begin(total, parts)
+    for head_ring, parts in zip(rings, sums, strict=bool(sums)):
+        head_ring.partials.begin(head_ring.run.totals[family, head_ring.me], parts)
     ring.run(rings)
+    return _sums_of(rings, family)
+
+
+def _sums_of(rings: Sequence[ring.Ring], family: str) -> list[Tensors]:
+    """Return the sums of one family of results for this rank's own rows, per head chunk."""
     return [
-        head_ring.partials.total_rows(total) for head_ring, total in zip(rings, totals, strict=True)
+        head_ring.partials.total_rows(head_ring.run.totals[family, head_ring.me])
+        for head_ring in rings
     ]
 
 
@@ -125,15 +130,9 @@ def backward(
         rank_plan, run = call.rank_plan, call.rank_plan.backward
         rings = ring.backward_rings(rank_plan, run, call.tag, rows, key_set)
         sums = _accumulate(rings, "dquery", sums)
-        _, *dkv = ring.gradients(rings, rank_plan.needs_grad)
-        if shared:
-            wire = [None if g is None else g.to(rank_plan.wire_dtype) for g in dkv]
-            heads, orders = (rank_plan.kv_heads,) * 2, (rank_plan.key_order,) * 2
-            name = f"{run.name}: keys"
-            dkv = rows_to_heads(rank_plan, call.tag, name, wire, heads, lse.dtype, orders)
-        if rank_plan.key_sum is not None:
-            dkv = summed_over_ranks(rank_plan, rank_plan.key_sum, call.tag, run.name, dkv)
-        key_gradients += dkv
+        dkv = ring.key_gradients(_sums_of(rings, "dkv"), rank_plan.needs_grad)
+        name = f"{run.name}: keys"
+        key_gradients += keys_to_owners(rank_plan, call.tag, name, dkv, lse.dtype)
     dq = ring.join([part for (part,) in sums]) if first.needs_grad[0] else None
     if shared and dq is not None:
         name, heads = first.backward.name, (first.heads,)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sum over ranks of the gradients of keys and values that every rank holds.
+"""Return of the gradients of keys and values to the ranks that hold the keys.
 
-Each rank sums one part of the gradients in the order of ranks, and sends the sum to the other
-ranks. Therefore the results are bitwise equal on all ranks.
+If every rank holds all keys, the gradients are summed over ranks. Each rank sums one part of the
+gradients in the order of ranks, and sends the sum to the other ranks. Therefore the results are
+bitwise equal on all ranks.
 """
 
 from __future__ import annotations
@@ -16,8 +17,39 @@ from torch.nn.functional import pad
 from ..comm.packing import CallTag, Envelope
 from ..comm.transport import AllToAll, Channel
 from .rank_plan import KeySum, RankPlan
+from .ulysses import rows_to_heads
 
 CHANNEL = Channel("grid", True)
+
+
+def keys_to_owners(
+    rank_plan: RankPlan,
+    call: CallTag,
+    name: str,
+    gradients: Sequence[torch.Tensor | None],
+    dtype: torch.dtype,
+) -> Sequence[torch.Tensor | None]:
+    """Return dk and dv of this rank's own keys, from the gradients that its ring computed.
+
+    Ranks that share heads exchange them back. Ranks that all hold all keys sum their gradients, if
+    the plan requires it; they share no heads.
+
+    Args:
+        rank_plan: Plan of this rank.
+        call: Tag of the call; messages on the CPU contain it.
+        name: Name of the pass, the same on every rank.
+        gradients: dk and dv of this rank's ring; None for a gradient that is not needed.
+        dtype: dtype in which copied heads are summed.
+    """
+    if rank_plan.key_sum is not None:
+        return summed_over_ranks(rank_plan, rank_plan.key_sum, call, name, gradients)
+    if len(rank_plan.ulysses_links) == 1:
+        return gradients
+    wire = [
+        None if gradient is None else gradient.to(rank_plan.wire_dtype) for gradient in gradients
+    ]
+    heads, orders = (rank_plan.kv_heads,) * 2, (rank_plan.key_order,) * 2
+    return rows_to_heads(rank_plan, call, name, wire, heads, dtype, orders)
 
 
 def summed_over_ranks(

@@ -507,6 +507,19 @@ def gradients(
     )
 
 
+def key_gradients(
+    sums: Sequence[Tensors], needs_grad: tuple[bool, bool, bool]
+) -> tuple[torch.Tensor | None, ...]:
+    """Return dk and dv in the accumulation dtype; None for a gradient that is not needed.
+
+    Args:
+        sums: dk and dv of each head chunk, each only if needed.
+        needs_grad: Whether q, k and v need a gradient.
+    """
+    joined = iter([join(parts) for parts in zip(*sums, strict=True)])
+    return tuple(next(joined) if needed else None for needed in needs_grad[1:])
+
+
 def by_tensor(
     sums: Tensors, needs_grad: tuple[bool, bool, bool]
 ) -> tuple[torch.Tensor | None, ...]:

@@ -25,7 +25,7 @@ from ..kernels.base import Rows
 from ..kernels.online_softmax import accumulation_dtype, row_delta, sink_gradient
 from . import ring
 from .host_keys import HostKeys, KeyHostMemory
-from .key_sums import summed_over_ranks
+from .key_sums import keys_to_owners
 from .rank_plan import RankPlan, Tensors, rows_of
 from .ulysses import heads_here, heads_to_rows, rows_to_heads
 
@@ -60,10 +60,8 @@ class RowChunkState:
         self.rank_plan, self.call = rank_plan, call
         self._host_keys = None if host is None else HostKeys(host)
         name = f"{rank_plan.forward.name}: keys"
-        self._key_orders = (rank_plan.key_order,) * 2
-        self.keys = (
-            keys if exchanged else heads_to_rows(rank_plan, call, name, keys, self._key_orders)
-        )
+        orders = (rank_plan.key_order,) * 2
+        self.keys = keys if exchanged else heads_to_rows(rank_plan, call, name, keys, orders)
         self.sink, self.max_logits = (
             None if x is None else x[heads_here(rank_plan)] for x in (sink, max_logits)
         )
@@ -194,19 +192,10 @@ class RowChunkState:
         """
         rank_plan = self.rank_plan
         sums, self._sums = self._sums or self._zeros(), []
-        joined = iter([ring.join(parts) for parts in zip(*sums, strict=True)])
+        gradients = ring.key_gradients(sums, rank_plan.needs_grad)
         del sums
-        dk, dv = (next(joined) if needed else None for needed in rank_plan.needs_grad[1:])
-        name = f"{rank_plan.backward.name}: keys"
-        if len(rank_plan.ulysses_links) > 1:
-            heads = rank_plan.kv_heads, rank_plan.kv_heads
-            wire_grads = [None if g is None else g.to(rank_plan.wire_dtype) for g in (dk, dv)]
-            dtype = accumulation_dtype(self.keys[0].dtype)
-            dk, dv = rows_to_heads(
-                rank_plan, self.call, name, wire_grads, heads, dtype, self._key_orders
-            )
-        if rank_plan.key_sum is not None:
-            dk, dv = summed_over_ranks(rank_plan, rank_plan.key_sum, self.call, name, (dk, dv))
+        name, dtype = f"{rank_plan.backward.name}: keys", accumulation_dtype(self.keys[0].dtype)
+        dk, dv = keys_to_owners(rank_plan, self.call, name, gradients, dtype)
         dsink = None
         if self._dsink is not None:
             dsink = self._dsink.new_zeros(rank_plan.heads)

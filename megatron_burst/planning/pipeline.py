@@ -118,9 +118,7 @@ class RingRequest:
         if isinstance(request.key_layout, Replicated):
             keys = [_all_positions(request.key_len)] * place.topology.ring_size
         elif request.key_layout is not None:
-            keys = [()] * place.topology.ring_size
-            if request.key_len:
-                keys = ring_spans(request.key_layout, place.topology, request.key_len)
+            keys = ring_spans(request.key_layout, place.topology, request.key_len)
         sizes = request.sizes.shared(place.topology.ulysses)
         return cls(request, place, sizes, queries, keys)
 

@@ -134,9 +134,9 @@ def check(
     seq_len, key_len, key_layout = q.shape[0] * groups.size, k.shape[0] * groups.size, None
     if options.key_layout is not None:
         key_layout = _key_layout(options.key_layout, groups, k.shape[0])
-    sharing = groups.topology.ulysses
-    if isinstance(key_layout, Replicated):
-        key_len, sharing = k.shape[0], 1  # ranks share no heads
+    sharing, replicated = groups.topology.ulysses, isinstance(key_layout, Replicated)
+    if replicated:  # ranks share no heads and send no keys, so "auto" has nothing to choose
+        key_len, sharing, options = k.shape[0], 1, _without_choice(options)
     else:
         check_heads(q.shape[2], k.shape[2], groups.topology, options.algorithm)
     if options.head_chunks is not None:
@@ -159,11 +159,7 @@ def check(
         check_max_logits(max_logits, q)
     kernel = registry.make(
         options.kernel, q, k, v, options.softcap, mask,
-        beside_rings=(
-            groups.size > 1
-            and options.algorithm != "ulysses"
-            and not isinstance(key_layout, Replicated)
-        ),
+        beside_rings=groups.size > 1 and options.algorithm != "ulysses" and not replicated,
         maximum=max_logits is not None,
     )  # fmt: skip
     wire_dtype = _wire_dtype(options, q)
@@ -171,9 +167,6 @@ def check(
         check_sink(sink, q)
     needs_grad = _needs_grad(needs_grad, tensors)
     scale = q.shape[-1] ** -0.5 if options.softmax_scale is None else float(options.softmax_scale)
-    if isinstance(key_layout, Replicated) and options.algorithm == "auto":
-        options = _without_choice(options)  # no keys are sent, so there is nothing to choose
-        wire_dtype = _wire_dtype(options, q)
     resolved = replace(
         options, layout=layout, key_layout=key_layout, mask=mask, softmax_scale=scale,
         store=options.store or None,
@@ -279,6 +272,9 @@ def _check_rates(rates: Rates, algorithm: str) -> None:
 
 
 def _without_choice(options: AttentionOptions) -> AttentionOptions:
+    """Return options in which "auto" is replaced by the defaults."""
+    if options.algorithm != "auto":
+        return options
     wire = None if options.grad_wire_dtype == "auto" else options.grad_wire_dtype
     return replace(options, algorithm="burst", grad_wire_dtype=wire)
 

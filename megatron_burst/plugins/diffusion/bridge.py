@@ -8,7 +8,7 @@ import importlib
 import importlib.metadata
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ...config import OFF, BurstConfig
 from ...megatron import patching
@@ -16,6 +16,7 @@ from ...megatron.checks.problem import Problem
 from ...megatron.checks.splitting import uses_burst
 
 TESTED = "0.6.2"
+S = TypeVar("S")
 
 
 class Needed(NamedTuple):
@@ -131,6 +132,17 @@ def head_problems(name: str, burst: BurstConfig) -> Iterator[Problem]:
 def log_choice(model: Any, choice: str) -> None:
     """Log how the sequences of a diffusion model are split, once in a run."""
     patching.log_once(patching.run_state(), f"{type(model).__name__}: {choice}")
+
+
+def as_subclass(value: Any, subclass: Callable[..., S], **fields: Any) -> S:
+    """Return an instance of a subclass with the fields of a dataclass instance.
+
+    Args:
+        value: The instance.
+        subclass: The subclass, also a dataclass.
+        **fields: The fields that only the subclass has.
+    """
+    return subclass(**{f.name: getattr(value, f.name) for f in dataclasses.fields(value)}, **fields)
 
 
 def replaced(spec: Any, replacements: Mapping[type, type]) -> Any:

@@ -23,6 +23,7 @@ from ...megatron.attention.plan_book import LayerKind, PlanBook, RowChunkSizes, 
 from ...megatron.data.other_cuts import check_cut
 from ...megatron.data.packed import Pack, packs
 from ...planning.prepare import AttentionOperation
+from . import bridge
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,7 @@ class CrossCoreAttention(BurstCoreAttention):
         )
 
     def _layer_kind(self, mask_type: AttnMaskType) -> CrossKind:
-        kind = super()._layer_kind(mask_type)
-        return CrossKind(**{f.name: getattr(kind, f.name) for f in dataclasses.fields(kind)})
+        return bridge.as_subclass(super()._layer_kind(mask_type), CrossKind)
 
     def _pack(self, book: PlanBook, params: Any, query: torch.Tensor) -> CrossPack:
         size = book.groups.size
@@ -168,9 +168,9 @@ class CrossCoreAttention(BurstCoreAttention):
         made = cache.setdefault(params, {})
         if total not in made:
             clips = packs().of(total, params.cu_seqlens_q, params.cu_seqlens_q_padded)
-            fields = {f.name: getattr(clips, f.name) for f in dataclasses.fields(Pack)}
-            pack = CrossPack(
-                **fields,
+            pack = bridge.as_subclass(
+                clips,
+                CrossPack,
                 clips=_alternating(params.cu_seqlens_q, params.cu_seqlens_q_padded, total),
                 texts=_alternating(params.cu_seqlens_kv, params.cu_seqlens_kv_padded),
             )

@@ -133,8 +133,7 @@ class BlockDiffusionCoreAttention(BurstCoreAttention):
 
     def _layer_kind(self, mask_type: AttnMaskType) -> BlockDiffusionKind:
         kind = super()._layer_kind(mask_type)
-        fields = {f.name: getattr(kind, f.name) for f in dataclasses.fields(kind)}
-        return BlockDiffusionKind(**fields, block=self._block)
+        return bridge.as_subclass(kind, BlockDiffusionKind, block=self._block)
 
     def forward(
         self,

@@ -18,6 +18,7 @@ from ...comm.groups import Groups
 from ...execution.function import Attention, RankCall
 from ...execution.rank_plan import RankPlan
 from ...kernels.autograd import outside_graphs, refuse_transforms
+from ...options import AttentionOptions
 from ...planning.plan import Plan
 from ...planning.validate import QKV, Request, check_shapes
 from .kernels import SelectedKernel
@@ -80,21 +81,8 @@ def sparse_attention(
     """
     refuse_transforms("mb.sparse_attention")
     at = selected_setting(selection, plan, groups, algorithm)
-    latent = v is None
-    operation = SparseAttentionOperation(
-        groups=at.groups,
-        made=at.made,
-        options=replace(at.options, softmax_scale=at.scale(q, scale), store=at.store),
-        sink=sink,
-        needs_grad=(_needs_grad(q), _needs_grad(k), _needs_grad(k if latent else v)),
-        selection=selection,
-        kernel=kernel,
-        value_width=value_width,
-        q=q,
-        k=k,
-        v=v,
-    )
-    chosen = plan_of(operation)
+    options = replace(at.options, softmax_scale=at.scale(q, scale), store=at.store)
+    chosen = plan_of(_operation(at, options, q, k, v, selection, sink, kernel, value_width))
     stored = at.stored(("sparse attention", chosen.call), label)
     tag = at.groups.calls.forward(chosen.identity, label, sink is not None)
     rank_plan = replace(chosen.rank_plan, kernel=kernel_for(chosen, selection))
@@ -143,21 +131,36 @@ def selected_plan(
         ValueError: An argument is not supported; see `mb.select`.
     """
     at = selected_setting(selection, plan, None, None)
-    operation = SparseAttentionOperation(
+    options = replace(at.options, softmax_scale=at.scale(q, scale))
+    made = plan_of(_operation(at, options, q, k, v, selection, sink, kernel))
+    return made.with_kernel(kernel_for(made, selection))
+
+
+def _operation(
+    at: SparseSetting,
+    options: AttentionOptions,
+    q: Any,
+    k: Any,
+    v: Any,
+    selection: Any,
+    sink: torch.Tensor | None,
+    kernel: str,
+    value_width: int | None = None,
+) -> SparseAttentionOperation:
+    """Return the operation of a call with these arguments of `mb.sparse_attention`."""
+    return SparseAttentionOperation(
         groups=at.groups,
         made=at.made,
-        options=replace(at.options, softmax_scale=at.scale(q, scale)),
+        options=options,
         sink=sink,
-        needs_grad=(_needs_grad(q), _needs_grad(k), _needs_grad(v)),
+        needs_grad=(_needs_grad(q), _needs_grad(k), _needs_grad(k if v is None else v)),
         selection=selection,
         kernel=kernel,
-        value_width=None,
+        value_width=value_width,
         q=q,
         k=k,
         v=v,
     )
-    made = plan_of(operation)
-    return made.with_kernel(kernel_for(made, selection))
 
 
 def _recompute_plan(rank_plan: RankPlan) -> RankPlan:

@@ -76,10 +76,10 @@ def compress(
     width = values.shape[2] // (1 + overlap)
     series = [slice(width, 2 * width), slice(0, width)] if overlap else [slice(None)]
     rows, logits, dtype = [], [], accumulation_dtype(values.dtype)
+    plan.groups.connect([GRID], values.device)
     for back, columns in enumerate(series):  # the own window, and the window before
         window = _window(plan, mask, back, values.device)
         tensors = [values[..., columns].contiguous(), gates[..., columns].contiguous()]
-        plan.groups.connect([GRID], values.device)
         plan.groups.expect(longest(len(values), tensors))
         identity = crc32(f"compress {plan.identity} {back}".encode())
         own, weights = exchange_rows(tensors, window.route, plan.groups, identity, label)

@@ -35,7 +35,7 @@ def by_hand(values, gates, bias, packed, overlap):
     return torch.stack(found)
 
 
-def made(ranks, layout, key_layout, packed, device="cpu"):
+def made(ranks, layout, key_layout, packed):
     groups = in_process.groups(intra=ranks)
     layout = mb.layout.make(
         layout, cp_size=ranks, **{"cu_seqlens": BOUNDS} if layout == "balanced" else {}

@@ -16,7 +16,6 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 
 import megatron_burst as mb
-from megatron_burst.layout import Layout
 from megatron_burst.planning.plan import Plan
 from megatron_burst.plugins.sparse.attention import selected_plan
 from megatron_burst.plugins.testing import in_process
@@ -163,7 +162,6 @@ def test_equals_transformers(ranks, layout, key_layout, layer):
     if ratio and LENGTH // ratio % (2 * ranks) and key_layout == "zigzag":
         key_layout = "contiguous"
     layout, key_layout = (mb.layout.make(n, cp_size=ranks) for n in (layout, key_layout))
-    assert isinstance(layout, Layout)
     groups = in_process.groups(intra=ranks)
     plans = plans_of(groups, layout, key_layout, ratio)
     shards = [mb.shard(hidden.detach(), layout, rank, dim=1).requires_grad_()
@@ -174,7 +172,7 @@ def test_equals_transformers(ranks, layout, key_layout, layer):
     modules = [ParallelAttention(copy.deepcopy(attention), rotary) for _ in range(ranks)]
     outs = in_process.on_ranks(
         groups, functional_call, modules, [own] * ranks,
-        [(shard, plan) for shard, plan in zip(shards, plans, strict=True)],
+        list(zip(shards, plans, strict=True)),
     )  # fmt: skip
     torch.autograd.backward(
         outs, [mb.shard(gradient, layout, rank, dim=1) for rank in range(ranks)]
