@@ -11,13 +11,13 @@ Shape letters: s local rows, b batch, h query heads, k key/value heads, d width,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import Unpack
 
 from .comm.groups import Groups
-from .execution.function import Attention, RankCall
+from .execution.function import Attention, RankCall, StoredResults
 from .execution.joint import JointAttention
 from .kernels.autograd import outside_graphs, refuse_transforms
 from .options import AttentionKeywords
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
-    v: torch.Tensor,
+    v: torch.Tensor | None,
     *,
     plan: Plan | None = None,
     sink: torch.Tensor | None = None,
@@ -58,7 +58,8 @@ def attention(
             defines the positions of the s rows.
         k: Keys of this rank, [s, b, k, d], with the dtype and device of q; k divides h. With option
             `key_layout`, [t, b, k, d] with t key rows.
-        v: Values of this rank, [s, b, k, w] or [t, b, k, w], with the dtype and device of q.
+        v: Values of this rank, [s, b, k, w] or [t, b, k, w], with the dtype and device of q. None:
+            values are the keys, which are then sent once.
         plan: Plan that `mb.prepare` made for tensors of these shapes. Cannot be combined with
             `groups`, `needs_grad`, `rates` or `options`.
         sink: [h], a learnable logit per query head that is added to the softmax of every row. Zeros
@@ -125,18 +126,19 @@ def attention(
         store_entry=store_entry,
         max_logits=max_logits,
     )
-    return Attention.apply(call, sink, q, k, v)  # pyright: ignore[reportReturnType]
+    return Attention.apply(call, sink, q, k, *(() if v is None else (v,)))  # pyright: ignore[reportReturnType]
 
 
 @outside_graphs
 def joint_attention(
     q: torch.Tensor,
-    key_sets: Sequence[tuple[torch.Tensor, torch.Tensor, Plan]],
+    key_sets: Sequence[tuple[torch.Tensor, torch.Tensor | None, Plan]],
     *,
     sink: torch.Tensor | None = None,
     max_logits: torch.Tensor | None = None,
     label: object = None,
-) -> torch.Tensor:
+    return_lse: bool = False,
+) -> Any:
     """Compute attention with one softmax over several sets of keys.
 
     Example: the keys of a window, and compressed keys of the whole sequence. Each set has a plan
@@ -147,17 +149,21 @@ def joint_attention(
         q: Queries of this rank, [s, b, h, d].
         key_sets: Tuples (k, v, plan), at least one: keys [t, b, k, d] and values [t, b, k, w] of
             this rank, and a plan of `mb.prepare(q, k, v, ...)`. t and k may differ between sets.
+            v is None if values are the keys.
         sink: [h], a logit that is added once to the softmax of every row, as in `mb.attention`.
         max_logits: [h], updated in place to the largest score of each head over all sets, as in
             `mb.attention`.
         label: Same as in `mb.attention`.
+        return_lse: Also return the log-sum-exp.
 
     Returns:
-        Attention output of this rank, [s, b, h, w], in the dtype of q.
+        Attention output of this rank, [s, b, h, w], in the dtype of q. With `return_lse` a pair of
+        the output and lse [s, b, h], the log-sum-exp of each row's scores and sink, in float32
+        (float64 for float64 tensors), without a gradient.
 
     Raises:
         ValueError: An argument is not supported, does not fit its plan, or plans do not fit each
-            other; or a checkpoint around the call keeps attention outputs.
+            other; or a checkpoint around the call keeps a part of the attention outputs.
         RuntimeError: A rank died, or makes a different call. The message names the exchange.
 
     Example:
@@ -173,14 +179,14 @@ def joint_attention(
         torch.Size([128, 1, 8, 64])
     """
     refuse_transforms("mb.joint_attention")
-    store = current_store()
-    if store is not None and store.fraction:
-        raise ValueError(
-            "keep: joint attention keeps no results for recomputation, and the checkpoint around "
-            f"this call keeps {store.fraction}; use mb.checkpoint(..., keep=0.0)"
-        )
     plans = _check_key_sets(q, key_sets, sink, max_logits)
     plans[0].groups.check()
+    if return_lse and len(plans[0].rank_plan.ulysses_links) > 1:
+        raise ValueError(
+            "return_lse: a rank has lse for only its share of the heads, got groups with ulysses="
+            f"{plans[0].groups.topology.ulysses}; use groups with ulysses=1"
+        )
+    store_entry = _joint_store_entry(plans, label)  # may raise, so before calls are counted
     calls = [
         RankCall(
             operation="mb.joint_attention",
@@ -189,13 +195,14 @@ def joint_attention(
             tag=plan.groups.calls.forward(
                 plan.identity, _label_of_set(label, number), sink is not None
             ),
-            store_entry=None,
+            store_entry=store_entry,
             max_logits=max_logits,
+            return_lse=return_lse,
         )
         for number, plan in enumerate(plans)
     ]
-    keys = [tensor for k, v, _ in key_sets for tensor in (k, v)]
-    return JointAttention.apply(tuple(calls), sink, q, *keys)  # pyright: ignore[reportReturnType]
+    keys = [tensor for k, v, _ in key_sets for tensor in (k, v) if tensor is not None]
+    return JointAttention.apply(tuple(calls), sink, q, *keys)
 
 
 def _label_of_set(label: object, number: int) -> object:
@@ -205,9 +212,24 @@ def _label_of_set(label: object, number: int) -> object:
     return (*label, number) if isinstance(label, tuple) else (label, number)
 
 
+def _joint_store_entry(plans: Sequence[Plan], label: object) -> StoredResults | None:
+    """Return the entry of a joint call in the store of the checkpoint around it, or None."""
+    store = current_store()
+    if store is not None and store.fraction not in (None, 0.0, 1.0):
+        raise ValueError(
+            "keep: joint attention keeps the results of all rows or of none for recomputation, and "
+            f"the checkpoint around this call keeps {store.fraction}; use mb.checkpoint(..., "
+            "keep=1.0) or keep=0.0"
+        )
+    entry = plans[0].store_entry(store, label)
+    if entry is None:
+        return None
+    return StoredResults(entry.store, ("joint", *(plan.call for plan in plans), label))
+
+
 def _check_key_sets(
     q: torch.Tensor,
-    key_sets: Sequence[tuple[torch.Tensor, torch.Tensor, Plan]],
+    key_sets: Sequence[tuple[torch.Tensor, torch.Tensor | None, Plan]],
     sink: torch.Tensor | None,
     max_logits: torch.Tensor | None,
 ) -> list[Plan]:
@@ -233,10 +255,10 @@ def _check_key_sets(
         plans.append(plan)
         for reason in _misfits(plan, plans[0]):
             raise ValueError(f"{name}: {reason}")
-        if v.shape[-1] != key_sets[0][1].shape[-1]:
+        width, expected = (p.signature[2][0][-1] for p in (plan, plans[0]))
+        if width != expected:
             raise ValueError(
-                f"{name}: values must have the width of the first set, "
-                f"{key_sets[0][1].shape[-1]}, got {v.shape[-1]}"
+                f"{name}: values must have the width of the first set, {expected}, got {width}"
             )
     return plans
 
@@ -248,11 +270,13 @@ def _misfits(plan: Plan, first: Plan) -> Iterator[str]:
             "joint attention has no row chunks, and the plan was made with sequence_chunks="
             f"{plan.options.sequence_chunks}; use 1"
         )
-    if plan.recompute is not None:
+    if plan.options.store not in (None, 1.0):
         yield (
-            "joint attention keeps no results for recomputation, and the plan was made with "
-            f"store={plan.options.store}; use store=None"
+            "joint attention keeps the results of all rows or of none for recomputation, and the "
+            f"plan was made with store={plan.options.store}; use store=1.0 or store=None"
         )
+    if plan.options.store != first.options.store:
+        yield (f"store must be equal in all plans, {first.options.store}, got {plan.options.store}")
     if plan.groups is not first.groups:
         yield "all plans must be made with the same groups"
     if plan.layout != first.layout:

@@ -44,7 +44,8 @@ def forward(
     Args:
         rank_plan: Plan of this rank.
         call: Tag of the call; messages on the CPU contain it.
-        shard: Contiguous q [s, b, h, d], k [s, b, k, d], v [s, b, k, w].
+        shard: Contiguous q [s, b, h, d], k [s, b, k, d] and, unless values are the keys, v
+            [s, b, k, w].
         sink: Sink logits [h], which are added to the softmax of every row; or None.
         stored: out and lse of the kept rows from the first forward, if this is a recomputation;
             otherwise None.
@@ -52,26 +53,28 @@ def forward(
             ring computes.
 
     Returns:
-        out [s, b, h, w], and the tensors that backward needs: q, k, v, out and lse. If ranks share
-        heads, these have the rows of all ranks that share heads, and this rank's heads.
+        out [s, b, h, w], and the tensors that backward needs: those of `shard`, out and lse. If
+        ranks share heads, these have the rows of all ranks that share heads, and this rank's heads.
     """
     chunk, shared = rank_plan.chunks[0], len(rank_plan.ulysses_links) > 1
     if len(rank_plan.chunks) > 1:
         return row_chunks.forward(rank_plan, call, shard, sink, stored, max_logits)
     run, recompute = chunk.forward, chunk.recompute
     if shared:
-        orders = chunk.order, rank_plan.key_order, rank_plan.key_order
+        orders = chunk.order, *(rank_plan.key_order,) * (len(shard) - 1)
         shard = heads_to_rows(rank_plan, call, run.name, shard, orders)
         sink, max_logits = (
             None if x is None else x[heads_here(rank_plan)] for x in (sink, max_logits)
         )
-    q, k, v = shard
+    q, *keys = shard
     if stored is None:
-        rings = ring.forward_rings(rank_plan, run, call, q, (k, v), max_logits)
+        rings = ring.forward_rings(rank_plan, run, call, q, tuple(keys), max_logits)
     else:
         assert recompute is not None
         missing_q = rows_of(q, recompute.missing)
-        rings = ring.forward_rings(rank_plan, recompute.run, call, missing_q, (k, v), max_logits)
+        rings = ring.forward_rings(
+            rank_plan, recompute.run, call, missing_q, tuple(keys), max_logits
+        )
     ring.run(rings)
     out, lse = ring.outputs(rings, q.dtype, sink)
     if stored is not None:
@@ -83,7 +86,7 @@ def forward(
             rank_plan, call, run.name, (out,), (rank_plan.heads,), out.dtype, (chunk.order,)
         )
         assert full_out is not None
-    return full_out, (q, k, v, out, lse)
+    return full_out, (q, *keys, out, lse)
 
 
 def backward(
@@ -103,26 +106,26 @@ def backward(
         sink: Sink logits [h] of the forward, or None.
 
     Returns:
-        dq, dk, dv and dsink [h]; None for a gradient that is not needed. Gradients have the
-        accumulation dtype. With ulysses, dq has the wire dtype instead, and so do dk and dv if no
-        key head is copied to several ranks.
+        dq, dk, dv (unless values are the keys) and dsink [h]; None for a gradient that is not
+        needed. Gradients have the accumulation dtype. With ulysses, dq has the wire dtype instead,
+        and so do dk and dv if no key head is copied to several ranks.
     """
     chunk, shared = rank_plan.chunks[0], len(rank_plan.ulysses_links) > 1
     run = chunk.backward
     if len(rank_plan.chunks) > 1:
         return row_chunks.backward(rank_plan, call, dout, saved, sink)
-    q, k, v, out, lse = saved
+    q, *keys, out, lse = saved
     if shared:
         (dout,) = heads_to_rows(rank_plan, call, run.name, (dout,), (chunk.order,))
     delta = row_delta(dout, out, lse.dtype)
     rows = Rows(q, dout.contiguous(), lse, delta, out)
-    rings = ring.backward_rings(rank_plan, run, call, rows, (k, v))
+    rings = ring.backward_rings(rank_plan, run, call, rows, tuple(keys))
     ring.run(rings)
-    grads = ring.gradients(rings, rank_plan.needs_grad)
+    grads = ring.gradients(rings, (rank_plan.needs_grad[0], *rank_plan.key_needs_grad))
     if shared:
         wire_grads = [None if g is None else g.to(rank_plan.wire_dtype) for g in grads]
-        heads = rank_plan.heads, rank_plan.kv_heads, rank_plan.kv_heads
-        orders = chunk.order, rank_plan.key_order, rank_plan.key_order
+        heads = rank_plan.heads, *(rank_plan.kv_heads,) * len(keys)
+        orders = chunk.order, *(rank_plan.key_order,) * len(keys)
         grads = rows_to_heads(rank_plan, call, run.name, wire_grads, heads, lse.dtype, orders)
     if rank_plan.key_sum is not None:
         dq, *dkv = grads
@@ -148,7 +151,7 @@ def rows_to_keep(rank_plan: RankPlan, saved: Tensors) -> Tensors:
         return row_chunks.rows_to_keep(rank_plan, saved)
     recompute = next(iter(rank_plan.chunks)).recompute
     assert recompute is not None
-    return tuple(rows_of(t.detach(), recompute.kept) for t in saved[3:5])
+    return tuple(rows_of(t.detach(), recompute.kept) for t in saved[-2:])
 
 
 # --- autograd -----------------------------------------------------------------------------------
@@ -215,8 +218,8 @@ class RankCall:
 class Attention(torch.autograd.Function):
     """Autograd function for the attention of this rank. Forward and backward wait for other ranks.
 
-    Inputs are a `RankCall`, the sink [h] or None, and q, k, v. The output is out, or (out, lse)
-    with `return_lse`.
+    Inputs are a `RankCall`, the sink [h] or None, q, k and, unless values are the keys, v. The
+    output is out, or (out, lse) with `return_lse`.
     """
 
     @staticmethod
@@ -235,8 +238,8 @@ class Attention(torch.autograd.Function):
         ctx.save_for_backward(sink, *saved)
         if not call.return_lse:
             return out
-        ctx.mark_non_differentiable(saved[4])
-        return out, saved[4]
+        ctx.mark_non_differentiable(saved[-1])
+        return out, saved[-1]
 
     @staticmethod
     @first_order_only()

@@ -12,6 +12,7 @@ width, w value width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -29,15 +30,21 @@ Keys = Sequence[Tensors]
 
 
 def forward(
-    calls: Sequence[RankCall], q: torch.Tensor, keys: Keys, sink: torch.Tensor | None
+    calls: Sequence[RankCall],
+    q: torch.Tensor,
+    keys: Keys,
+    sink: torch.Tensor | None,
+    stored: Tensors | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor], list[Tensors]]:
     """Compute the attention output of one rank over all sets of keys.
 
     Args:
         calls: One call per set of keys.
         q: Contiguous queries [s, b, h, d].
-        keys: Contiguous k [t, b, k, d] and v [t, b, k, w] of each set.
+        keys: Contiguous k [t, b, k, d] and v [t, b, k, w] of each set, or k alone if values are the
+            keys.
         sink: Sink logits [h], which are added to the softmax of every row; or None.
+        stored: out and lse of the first forward, if this is a recomputation; otherwise None.
 
     Returns:
         out [s, b, h, w]. Then the tensors that backward needs: q, out and lse, and k and v of each
@@ -54,12 +61,16 @@ def forward(
     ring_keys = []
     for call, key_set in zip(calls, keys, strict=True):
         rank_plan, run = call.rank_plan, call.rank_plan.forward
-        orders = (rank_plan.key_order,) * 2
+        orders = (rank_plan.key_order,) * len(key_set)
         key_set = heads_to_rows(rank_plan, call.tag, f"{run.name}: keys", key_set, orders)
-        rings = ring.forward_rings(rank_plan, run, call.tag, q, key_set, max_logits)
-        sums = _accumulate(rings, "out", sums)
         ring_keys.append(key_set)
-    out, lse = ring.outputs(rings, q.dtype, sink)
+        if stored is None:
+            rings = ring.forward_rings(rank_plan, run, call.tag, q, key_set, max_logits)
+            sums = _accumulate(rings, "out", sums)
+    if stored is None:
+        out, lse = ring.outputs(rings, q.dtype, sink)
+    else:
+        out, lse = (t.detach() for t in stored)  # autograd sets the history of a returned tensor
     full_out = out
     if len(first.ulysses_links) > 1:
         (full_out,) = rows_to_heads(
@@ -109,7 +120,7 @@ def backward(
         calls: One call per set of keys.
         dout: Gradient of the output, [s, b, h, w].
         saved: q, out and lse that `forward` returned.
-        ring_keys: k and v of each set that `forward` returned.
+        ring_keys: k and v, or k alone, of each set that `forward` returned.
         sink: Sink logits [h] of the forward, or None.
 
     Returns:
@@ -130,7 +141,7 @@ def backward(
         rank_plan, run = call.rank_plan, call.rank_plan.backward
         rings = ring.backward_rings(rank_plan, run, call.tag, rows, key_set)
         sums = _accumulate(rings, "dquery", sums)
-        dkv = ring.key_gradients(_sums_of(rings, "dkv"), rank_plan.needs_grad)
+        dkv = ring.key_gradients(_sums_of(rings, "dkv"), rank_plan.key_needs_grad)
         name = f"{run.name}: keys"
         key_gradients += keys_to_owners(rank_plan, call.tag, name, dkv, lse.dtype)
     dq = ring.join([part for (part,) in sums]) if first.needs_grad[0] else None
@@ -146,10 +157,18 @@ def backward(
     return dq, key_gradients, dsink
 
 
+def _by_set(calls: Sequence[RankCall], tensors: Sequence[torch.Tensor]) -> list[Tensors]:
+    """Return k and v, or k alone if values are the keys, of each set of keys."""
+    remaining = iter(tensors)
+    return [tuple(islice(remaining, 2 - call.rank_plan.values_are_keys)) for call in calls]
+
+
 class JointAttention(torch.autograd.Function):
     """Autograd function for the joint attention of this rank; forward and backward communicate.
 
-    Inputs are a `RankCall` per set of keys, the sink [h] or None, q, and then k and v of each set.
+    Inputs are a `RankCall` per set of keys, the sink [h] or None, q, and then k and v of each set,
+    or k alone if values are the keys. The output is out, or (out, lse) if the first call has
+    `return_lse`.
     """
 
     @staticmethod
@@ -159,26 +178,32 @@ class JointAttention(torch.autograd.Function):
         sink: torch.Tensor | None,
         q: torch.Tensor,
         *keys: torch.Tensor,
-    ) -> torch.Tensor:
-        k_and_v = [t.contiguous() for t in keys]
-        pairs = list(zip(k_and_v[::2], k_and_v[1::2], strict=True))
-        with calls[0].groups.running(q.device.type):
-            out, saved, ring_keys = forward(calls, q.contiguous(), pairs, sink)
-        ctx.calls, ctx.operation = calls, calls[0].operation
-        ctx.save_for_backward(sink, *saved, *(t for pair in ring_keys for t in pair))
-        return out
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        first = calls[0]
+        key_sets = _by_set(calls, [t.contiguous() for t in keys])
+        stored = None if first.store_entry is None else first.store_entry.load()
+        with first.groups.running(q.device.type):
+            out, saved, ring_keys = forward(calls, q.contiguous(), key_sets, sink, stored)
+        if first.store_entry is not None and stored is None:
+            first.store_entry.save(tuple(t.detach() for t in saved[1:]))
+        ctx.calls, ctx.operation = calls, first.operation
+        ctx.save_for_backward(sink, *saved, *(t for key_set in ring_keys for t in key_set))
+        if not first.return_lse:
+            return out
+        ctx.mark_non_differentiable(saved[2])
+        return out, saved[2]
 
     @staticmethod
     @first_order_only()
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, dout: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         sink, q, out, lse, *keys = ctx.saved_tensors
         groups = ctx.calls[0].groups
         groups.check()
         for call in ctx.calls:
             groups.calls.backward(call.tag)
-        pairs = list(zip(keys[::2], keys[1::2], strict=True))
+        key_sets = _by_set(ctx.calls, keys)
         with groups.running(dout.device.type):
-            dq, dkv, dsink = backward(ctx.calls, dout, (q, out, lse), pairs, sink)
+            dq, dkv, dsink = backward(ctx.calls, dout, (q, out, lse), key_sets, sink)
         _, sink_needed, *needed = ctx.needs_input_grad
         gradients = [
             None if gradient is None or not needs else gradient.to(q.dtype)

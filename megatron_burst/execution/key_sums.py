@@ -38,7 +38,8 @@ def keys_to_owners(
         rank_plan: Plan of this rank.
         call: Tag of the call; messages on the CPU contain it.
         name: Name of the pass, the same on every rank.
-        gradients: dk and dv of this rank's ring; None for a gradient that is not needed.
+        gradients: dk and dv of this rank's ring, or dk alone if values are the keys; None for a
+            gradient that is not needed.
         dtype: dtype in which copied heads are summed.
     """
     if rank_plan.key_sum is not None:
@@ -48,7 +49,7 @@ def keys_to_owners(
     wire = [
         None if gradient is None else gradient.to(rank_plan.wire_dtype) for gradient in gradients
     ]
-    heads, orders = (rank_plan.kv_heads,) * 2, (rank_plan.key_order,) * 2
+    heads, orders = (rank_plan.kv_heads,) * len(wire), (rank_plan.key_order,) * len(wire)
     return rows_to_heads(rank_plan, call, name, wire, heads, dtype, orders)
 
 

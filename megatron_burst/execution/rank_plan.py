@@ -244,6 +244,7 @@ class RankPlan:
             shards of the ranks that share heads. None if the two orders are equal.
         key_sum: How the gradients of keys that every rank holds are summed; None if every rank has
             its own keys or keeps its own contributions.
+        values_are_keys: True if values are the keys, which are then sent once.
     """
 
     ring: Endpoint
@@ -259,6 +260,12 @@ class RankPlan:
     chunks: tuple[RowChunk, ...]
     key_order: torch.Tensor | None
     key_sum: KeySum | None = None
+    values_are_keys: bool = False
+
+    @property
+    def key_needs_grad(self) -> tuple[bool, ...]:
+        """Return whether k and v, or k alone if values are the keys, need a gradient."""
+        return self.needs_grad[1:2] if self.values_are_keys else self.needs_grad[1:]
 
     @property
     def forward(self) -> RankPass:

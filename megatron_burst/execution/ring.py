@@ -363,7 +363,8 @@ class Forward:
     def pair(
         self, call: KernelCall, queries: Tensors, keys: Tensors, sums: Sequence[Message]
     ) -> None:
-        (q,), (k, v), (out, lse) = queries, keys, sums[0].tensors
+        (q,), (k, *values), (out, lse) = queries, keys, sums[0].tensors
+        v = values[0] if values else k
         self.kernel.forward(q, k, v, call.work, self.scoring, out, lse, self.max_logits)
 
 
@@ -384,16 +385,15 @@ def forward_rings(
         run: The forward pass.
         tag: Tag of the call; messages on the CPU contain it.
         q: [s, b, h, d].
-        keys: k [s, b, k, d] and v [s, b, k, w].
+        keys: k [s, b, k, d] and v [s, b, k, w], or k alone if values are the keys.
         max_logits: [h] or None.
     """
-    k, v = keys
     rings = []
-    for part in head_chunks(rank_plan, q.shape[2], k.shape[2]):
+    for part in head_chunks(rank_plan, q.shape[2], keys[0].shape[2]):
         h, n = part.heads, part.kv_heads
-        own = {"kv": (of_heads(k, n), of_heads(v, n)), "query": (of_heads(q, h),)}
+        own = {"kv": tuple(of_heads(t, n) for t in keys), "query": (of_heads(q, h),)}
         stat = own["query"][0].shape[1:3]
-        rows = {"out": [torch.Size((*stat, v.shape[-1])), stat]}
+        rows = {"out": [torch.Size((*stat, keys[-1].shape[-1])), stat]}
         compute = Forward(
             rank_plan.kernel, rank_plan.scoring, None if max_logits is None else max_logits[h]
         )
@@ -434,23 +434,29 @@ class Backward:
         out: Output of this rank's queries, or None. Query chunks of other ranks have delta instead
             (BurstEngine 3.1).
         me: This rank in the ring.
-        needs_grad: Whether q, k and v need a gradient.
+        needs_grad: Whether q, k and v need a gradient; q and k if values are the keys.
     """
 
     kernel: Kernel
     scoring: Scoring
     out: torch.Tensor | None
     me: int
-    needs_grad: tuple[bool, bool, bool]
+    needs_grad: tuple[bool, ...]
 
     def pair(
         self, call: KernelCall, queries: Tensors, keys: Tensors, sums: Sequence[Message]
     ) -> None:
-        (q, dout, lse, delta), (k, v) = queries, keys
+        (q, dout, lse, delta), (k, *values) = queries, keys
         out = self.out if call.queries.owner == self.me else None
-        grads = by_tensor(sums[0].tensors + sums[1].tensors, self.needs_grad)
+        dq, dk, *dvalues = by_tensor(sums[0].tensors + sums[1].tensors, self.needs_grad)
+        if values:
+            (v,), (dv,) = values, dvalues
+        else:  # values are the keys; kernels need separate sums
+            v, dv = k, None if dk is None else torch.zeros_like(dk)
         rows = Rows(q, dout, lse, delta, out)
-        self.kernel.backward(rows, k, v, call.work, self.scoring, *grads)
+        self.kernel.backward(rows, k, v, call.work, self.scoring, dq, dk, dv)
+        if not values and dk is not None and dv is not None:
+            dk += dv
 
 
 def backward_rings(
@@ -469,15 +475,15 @@ def backward_rings(
         run: The backward pass.
         tag: Tag of the call; messages on the CPU contain it.
         rows: The local query chunk.
-        keys: k [s, b, k, d] and v [s, b, k, w].
+        keys: k [s, b, k, d] and v [s, b, k, w], or k alone if values are the keys.
     """
-    (k, v), needs, rings = keys, rank_plan.needs_grad, []
-    for part in head_chunks(rank_plan, rows.q.shape[2], k.shape[2]):
+    rings, needs = [], (rank_plan.needs_grad[0], *rank_plan.key_needs_grad)
+    for part in head_chunks(rank_plan, rows.q.shape[2], keys[0].shape[2]):
         h, n = part.heads, part.kv_heads
         q, dout, lse, delta, out = [None if x is None else of_heads(x, h) for x in rows]
         own: dict[str, Any] = {
             "query": (q, dout, lse, delta),
-            "kv": (of_heads(k, n), of_heads(v, n)),
+            "kv": tuple(of_heads(t, n) for t in keys),
         }
         needed = zip(own["kv"], needs[1:], strict=True)
         sums = {
@@ -490,9 +496,12 @@ def backward_rings(
 
 
 def gradients(
-    rings: Sequence[Ring], needs_grad: tuple[bool, bool, bool]
+    rings: Sequence[Ring], needs_grad: tuple[bool, ...]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return dq, dk, dv in the accumulation dtype; None for a gradient that is not needed."""
+    """Return dq, dk, dv in the accumulation dtype; None for a gradient that is not needed.
+
+    If `needs_grad` has no entry for v, because values are the keys, dk is the sum of both.
+    """
     parts = []
     for ring in rings:
         dquery, dkv = (
@@ -508,21 +517,19 @@ def gradients(
 
 
 def key_gradients(
-    sums: Sequence[Tensors], needs_grad: tuple[bool, bool, bool]
+    sums: Sequence[Tensors], needs_grad: tuple[bool, ...]
 ) -> tuple[torch.Tensor | None, ...]:
     """Return dk and dv in the accumulation dtype; None for a gradient that is not needed.
 
     Args:
         sums: dk and dv of each head chunk, each only if needed.
-        needs_grad: Whether q, k and v need a gradient.
+        needs_grad: Whether k and v, or k alone if values are the keys, need a gradient.
     """
     joined = iter([join(parts) for parts in zip(*sums, strict=True)])
-    return tuple(next(joined) if needed else None for needed in needs_grad[1:])
+    return tuple(next(joined) if needed else None for needed in needs_grad)
 
 
-def by_tensor(
-    sums: Tensors, needs_grad: tuple[bool, bool, bool]
-) -> tuple[torch.Tensor | None, ...]:
+def by_tensor(sums: Tensors, needs_grad: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
     """Return the sums as (dq, dk, dv), with None for a gradient that is not needed."""
     if len(sums) == len(needs_grad):
         return sums

@@ -85,7 +85,7 @@ class Plan:
     choice: Choice | None = None
     host_forward: Schedule | None = None
 
-    def matches(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    def matches(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None) -> bool:
         """Return True if the plan is valid for q, k and v.
 
         Shapes, dtypes and devices must be equal, and every required gradient must be planned.
@@ -93,11 +93,13 @@ class Plan:
         Args:
             q: Queries of this rank.
             k: Keys of this rank.
-            v: Values of this rank.
+            v: Values of this rank; None if the plan was made with v=None.
         """
-        graph = torch.is_grad_enabled()
+        if (v is None) != self.rank_plan.values_are_keys:
+            return False
+        graph, tensors = torch.is_grad_enabled(), (q, k) if v is None else (q, k, v)
         for t, made_for, planned in zip(
-            (q, k, v), self.signature, self.rank_plan.needs_grad, strict=True
+            tensors, self.signature, self.rank_plan.needs_grad, strict=v is not None
         ):
             # Same test as comparing `signature`, but cheaper: it runs before every call.
             if (tuple(t.shape), t.dtype, str(t.device)) != made_for:
@@ -122,14 +124,20 @@ class Plan:
             ValueError: The plan was made for other tensors, or its kernel does not support the
                 call.
         """
-        if not all(isinstance(t, torch.Tensor) for t in (q, k, v)):
-            check_shapes(q, k, v, other_keys=self.options.key_layout is not None)
+        values = k if v is None else v
+        if not all(isinstance(t, torch.Tensor) for t in (q, k, values)):
+            check_shapes(q, k, values, other_keys=self.options.key_layout is not None)
         if not self.matches(q, k, v):
-            raise ValueError(
-                f"plan: made for {self.signature} and gradients of (q, k, v) {self.needs_grad}; "
-                f"got {signature(q, k, v)}; call mb.prepare for these tensors"
+            made_for, got = (
+                " with v=None (values are the keys)" if shared else ""
+                for shared in (self.rank_plan.values_are_keys, v is None)
             )
-        self._check_kernel(q, k, v, sink, max_logits)
+            raise ValueError(
+                f"plan: made for {self.signature}{made_for} and gradients of (q, k, v) "
+                f"{self.needs_grad}; got {signature(q, k, v)}{got}; call mb.prepare for these "
+                "tensors"
+            )
+        self._check_kernel(q, k, values, sink, max_logits)
 
     def _check_kernel(
         self,
@@ -223,6 +231,11 @@ class Plan:
             >>> results = [call.forward(c, q[rows]) for c, rows in enumerate(plan.row_chunks)]
         """
         self.groups.check()
+        if self.rank_plan.values_are_keys:
+            raise ValueError(
+                "plan: made with v=None (values are the keys), which row chunks do not support; "
+                "call mb.prepare with v"
+            )
         check_keys(k, v, *self.signature[1:])
         q = k.new_empty(1).expand(self.signature[0][0])  # only its shape, dtype and device are used
         self._check_kernel(q, k, v, sink, max_logits)

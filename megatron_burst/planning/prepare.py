@@ -64,7 +64,8 @@ def prepare(
             `requires_grad` are read.
         k: Keys of this rank, [s, b, k, d]; k divides h. With option `key_layout`, [t, b, k, d] with
             t key rows.
-        v: Values of this rank, [s, b, k, w] or [t, b, k, w].
+        v: Values of this rank, [s, b, k, w] or [t, b, k, w]. None, with q and k: values are the
+            keys, which are then sent once.
         groups: Ranks over which the sequence is split.
         shape: Shape of q on this rank, (s, b, h, d), if there are no tensors yet.
         kv_heads: Number of key/value heads. Default: the number of query heads.
@@ -128,7 +129,7 @@ class RingOperation(Operation[Request, Plan]):
             kernel=request.kernel, scoring=request.scoring, wire_dtype=request.wire_dtype,
             needs_grad=request.needs_grad, heads=q.shape[2], kv_heads=k.shape[2],
             head_chunks=options.head_chunks or 1, chunks=passes.chunks,
-            key_order=passes.key_order, key_sum=key_sum,
+            key_order=passes.key_order, key_sum=key_sum, values_are_keys=request.values_are_keys,
         )  # fmt: skip
         # Messages on CUDA have no envelope, so only this fact detects ranks with other tables.
         facts = request.facts | {"schedule": passes.digest}
@@ -150,7 +151,8 @@ class AttentionOperation(RingOperation):
 
     Attributes:
         groups: Argument of `prepare`.
-        tensors: q, k and v; three times None if `shapes` is set.
+        tensors: q, k and v; v is None if values are the keys. Three times None if `shapes` is
+            set.
         shapes: Shapes that replace q, k and v; None if tensors are set.
         options: Options of the call.
         needs_grad: Argument of `prepare`.

@@ -51,7 +51,7 @@ class Request:
     """Checked arguments of one rank, before ranks compare them.
 
     Attributes:
-        tensors: q, k and v.
+        tensors: q, k and v; v is k if `values_are_keys`.
         options: Options in which names and defaults are replaced by a `Layout`, a mask and numbers.
             "auto" is resolved later.
         layout: Layout of the queries, and of the keys unless `key_layout` is set.
@@ -65,6 +65,7 @@ class Request:
         wire_dtype: dtype in which gradients are sent.
         needs_grad: Three booleans: whether q, k and v need a gradient.
         facts: Values by name that must be equal on all ranks; ranks compare them.
+        values_are_keys: True if values are the keys, which are then sent once.
         choice: Settings that algorithm "auto" chose, and the reason; None before that or with
             another algorithm.
     """
@@ -81,6 +82,7 @@ class Request:
     wire_dtype: torch.dtype
     needs_grad: NeedsGrad
     facts: Facts
+    values_are_keys: bool = False
     choice: Choice | None = None
 
     @property
@@ -92,12 +94,12 @@ class Request:
             width=q.shape[3], value_width=v.shape[3], itemsize=q.element_size(),
             stat_itemsize=accumulation_dtype(q.dtype).itemsize,
             wire_itemsize=self.wire_dtype.itemsize, needs_grad=self.needs_grad,
-            key_tokens=k.shape[0],
+            key_tokens=k.shape[0], values_are_keys=self.values_are_keys,
         )  # fmt: skip
 
 
 def check(
-    tensors: QKV,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     groups: Groups,
     options: AttentionOptions,
     needs_grad: NeedsGrad | None = None,
@@ -108,7 +110,7 @@ def check(
     """Check the arguments of an attention call on one rank.
 
     Args:
-        tensors: q, k and v.
+        tensors: q, k and v, or None for v if values are the keys.
         groups: Argument of `mb.prepare`.
         options: Options of the call.
         needs_grad: Argument of `mb.prepare`.
@@ -123,11 +125,18 @@ def check(
         ValueError: An argument is not supported.
     """
     q, k, v = tensors
+    values_are_keys = v is None
+    v = k if v is None else v
     check_shapes(q, k, v, other_keys=options.key_layout is not None)
     _check_device(groups, q)
     _check_names(options)
     _check_algorithm(options.algorithm, groups)
     _check_row_chunks(options, q.shape[0])
+    if values_are_keys and options.sequence_chunks > 1:
+        raise ValueError(
+            "v is None (values are the keys), and row chunks do not support it, got sequence_chunks"
+            f"={options.sequence_chunks}; pass v=k, or use sequence_chunks=1"
+        )
     if rates is not None:
         _check_rates(rates, options.algorithm)
     layout = _layout("layout", options.layout, groups, q.shape[0])
@@ -165,7 +174,9 @@ def check(
     wire_dtype = _wire_dtype(options, q)
     if sink is not None:
         check_sink(sink, q)
-    needs_grad = _needs_grad(needs_grad, tensors)
+    needs_grad = _needs_grad(needs_grad, (q, k, v))
+    if values_are_keys:
+        needs_grad = (*needs_grad[:2], needs_grad[1])
     scale = q.shape[-1] ** -0.5 if options.softmax_scale is None else float(options.softmax_scale)
     resolved = replace(
         options, layout=layout, key_layout=key_layout, mask=mask, softmax_scale=scale,
@@ -178,7 +189,7 @@ def check(
         "groups": groups.topology,
         "q": (tuple(q.shape), q.dtype),
         "k": (tuple(k.shape), k.dtype),
-        "v": (tuple(v.shape), v.dtype),
+        "v": "the keys" if values_are_keys else (tuple(v.shape), v.dtype),
         "device": q.device.type,
         "needs_grad (q, k, v)": needs_grad,
         **{field.name: getattr(resolved, field.name) for field in fields(resolved)},
@@ -188,8 +199,8 @@ def check(
         "rates": rates,
     }
     return Request(
-        tensors, resolved, layout, key_layout, seq_len, key_len, mask, kernel,
-        Scoring(scale, options.softcap), wire_dtype, needs_grad, facts,
+        (q, k, v), resolved, layout, key_layout, seq_len, key_len, mask, kernel,
+        Scoring(scale, options.softcap), wire_dtype, needs_grad, facts, values_are_keys,
     )  # fmt: skip
 
 
@@ -374,9 +385,9 @@ def _layout(name: str, layout: object, groups: Groups, rows: int) -> Layout:
 # --- checks of tensors for plans and calls: only shapes, dtypes and devices ----------------------
 
 
-def signature(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Signature:
-    """Return (shape, dtype, device) of q, of k and of v. A plan is valid for one signature."""
-    return tuple(map(_described, (q, k, v)))
+def signature(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None) -> Signature:
+    """Return (shape, dtype, device) of q, of k and of v, or of k twice if v is None."""
+    return tuple(map(_described, (q, k, k if v is None else v)))
 
 
 def _described(t: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype, str]:

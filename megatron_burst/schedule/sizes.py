@@ -28,6 +28,7 @@ class Sizes:
             outputs.
         needs_grad: Three bools: whether q, k and v need a gradient.
         key_tokens: Number of key rows of the rank. None: equal to `tokens`.
+        values_are_keys: True if values are the keys, which are then sent once.
     """
 
     tokens: int
@@ -41,6 +42,7 @@ class Sizes:
     wire_itemsize: int
     needs_grad: tuple[bool, bool, bool]
     key_tokens: int | None = None
+    values_are_keys: bool = False
 
     @property
     def key_rows(self) -> int:
@@ -103,12 +105,12 @@ class Sizes:
 
     @property
     def _elements(self) -> tuple[int, int, int, int]:
-        """Number of elements of q, k, v and out in one row."""
+        """Number of elements of q, k, v and out in one row; of v, 0 if values are the keys."""
         heads, kv_heads = self.batch * self.heads, self.batch * self.kv_heads
         return (
             heads * self.width,
             kv_heads * self.width,
-            kv_heads * self.value_width,
+            0 if self.values_are_keys else kv_heads * self.value_width,
             heads * self.value_width,
         )
 

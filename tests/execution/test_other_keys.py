@@ -117,6 +117,8 @@ def case(seed, grid):
     kv_heads = rng.choice([ulysses, 2 * ulysses])
     heads, batch = kv_heads * rng.choice([1, 3]), rng.choice([1, 2])
     d, w = rng.choice([4, 8]), rng.choice([4, 6])
+    values_are_keys = seed % 3 == 2
+    w = d if values_are_keys else w
     torch.manual_seed(seed)
     q, k, v = (
         torch.randn(rows, batch, n, width, dtype=torch.float64)
@@ -136,10 +138,14 @@ def case(seed, grid):
     }  # fmt: skip
     if rng.random() < 0.3 and kv_heads == 2 * ulysses:
         options["head_chunks"] = 2
+    if values_are_keys:
+        v, options["sequence_chunks"] = k, 1
     shards = [
         [x.requires_grad_(need) for x in cut(whole, at)]
         for whole, at, need in zip((q, k, v), (places[0], places[1], places[1]), needs, strict=True)
     ]
+    if values_are_keys:
+        shards[2] = None
     plans = in_process.prepare(*shards, groups=groups, sink=sink, **options)
     outs = [in_process.attention(*shards, plan=plans, sink=sink) for _ in range(2)]  # two in flight
     grads = cut(dout, places[0])
@@ -148,8 +154,10 @@ def case(seed, grid):
     seen = torch.from_numpy(seen)
     wanted, _, *gradients = oracle.attention(q, k, v, dout, seen, sink=sink)
     assert oracle.worst(joined(outs[1], places[0], dout), wanted) < TOLERANCE
+    if values_are_keys:
+        shards, gradients = shards[:2], [gradients[0], gradients[1] + gradients[2]]
     for shard, place, gradient, whole, need in zip(
-        shards, (places[0], places[1], places[1]), gradients, (q, k, v), needs, strict=True
+        shards, (places[0], places[1], places[1]), gradients, (q, k, v), needs, strict=False
     ):
         if not need:
             assert all(x.grad is None for x in shard)
@@ -203,6 +211,8 @@ def joint_case(seed, grid):
         k, v = (torch.randn(keys, batch, kv_heads, n, dtype=torch.float64) for n in (d, w))
         place = positions_of(key_layout, ranks, keys)
         shards = [[x.requires_grad_() for x in cut(whole, place)] for whole in (k, v)]
+        if d == w and rng.random() < 0.5:  # values are the keys
+            v, shards[1] = k, None
         chunks = rng.choice([1, max(1, kv_heads // ulysses)])
         algorithm = rng.choice([*RINGS, "auto"])
         plans = in_process.prepare(
@@ -227,9 +237,10 @@ def joint_case(seed, grid):
     first = 0
     for (ks, vs, _), (whole_k, whole_v), place in zip(sets, wholes, places, strict=True):
         last = first + len(whole_k)
-        for shards, whole, gradient in ((ks, whole_k, dk), (vs, whole_v, dv)):
-            got = joined([x.grad for x in shards], place, whole)
-            assert oracle.worst(got, gradient[first:last]) < TOLERANCE
+        for shards, whole, gradient in ((ks, whole_k, dk if vs else dk + dv), (vs, whole_v, dv)):
+            if shards is not None:
+                got = joined([x.grad for x in shards], place, whole)
+                assert oracle.worst(got, gradient[first:last]) < TOLERANCE
         first = last
     if sink is not None:
         got = sink.grad

@@ -397,22 +397,87 @@ def test_joint_calls_with_frozen_inputs(key_layout, needs):
             assert not need or oracle.worst(leaf.grad, 2 * gradient[at]) < EXACT
 
 
-def test_joint_calls_in_checkpoints_that_keep_nothing():
-    leaves, dout, seen, plan = alone()
+@pytest.mark.parametrize("keep", [0.0, 1.0])
+def test_joint_calls_in_checkpoints(keep):
+    leaves, dout, seen, plan = alone(store=keep)
     q, k, v = leaves
+    calls = []
+    kernel = CountingKernel(plan.kernel, calls)
+    plan = plan.with_kernel(kernel)
     out = mb.checkpoint(
-        lambda *x: mb.joint_attention(x[0], [(*x[1:], plan)], label=1), *leaves, keep=0.0
+        lambda *x: mb.joint_attention(x[0], [(*x[1:], plan)], label=1), *leaves, keep=keep
     )
     grads = torch.autograd.grad(out, leaves, dout)
     wanted = oracle.attention(q, k, v, dout, seen)
     for got, right in zip((out, *grads), (wanted[0], *wanted[2:]), strict=True):
         assert oracle.worst(got, right) < EXACT
+    assert len(calls) == 2 - keep  # a kept output is not computed again
 
 
-def test_joint_calls_in_checkpoints_that_keep_outputs_are_refused():
-    leaves, *_, plan = alone()
-    with pytest.raises(ValueError, match=r"keep: joint attention .* keeps 0.5; use .*keep=0.0"):
+class CountingKernel:
+    """A kernel that records its forward calls."""
+
+    def __init__(self, kernel, calls):
+        self.kernel, self.calls = kernel, calls
+
+    def __getattr__(self, name):
+        return getattr(self.kernel, name)
+
+    def forward(self, *arguments):
+        self.calls.append(arguments)
+        self.kernel.forward(*arguments)
+
+
+def test_joint_calls_in_checkpoints_that_keep_some_rows_are_refused():
+    leaves, *_, plan = alone(store=0.5)
+    with pytest.raises(ValueError, match=r"results of all rows or of none .* store=0.5; use"):
+        mb.joint_attention(leaves[0], [(*leaves[1:], plan)])
+    plan = alone()[-1]
+    with pytest.raises(ValueError, match=r"keep: joint attention .* keeps 0.5; use .*keep=1.0"):
         mb.checkpoint(lambda q, k, v: mb.joint_attention(q, [(k, v, plan)]), *leaves, keep=0.5)
+    with pytest.raises(ValueError, match=r"store must be equal in all plans, None, got 1.0"):
+        mb.joint_attention(
+            leaves[0], [(*leaves[1:], alone()[-1]), (*leaves[1:], alone(store=1.0)[-1])]
+        )
+
+
+@pytest.mark.parametrize("key_layout", LAYOUTS)
+def test_joint_calls_return_lse(key_layout):
+    call = Call(key_layout)
+    sink = torch.randn(HEADS, dtype=torch.float64)
+    q, *keys = call.leaves
+    outs, lse = in_process.joint_attention(
+        q, [(*keys, call.plans)], groups=call.groups, sink=sink, return_lse=True
+    )
+    _, wanted, *_ = oracle.attention(*call.whole, call.seen, sink=sink)
+    for part, at in zip(lse, call.rows, strict=True):
+        assert not part.requires_grad
+        assert oracle.worst(part, wanted[at]) < EXACT
+    assert outs[0].requires_grad
+
+
+def test_values_that_are_the_keys_are_sent_once():
+    """v=None halves the bytes of keys in forward and backward; a plan is for one of the two."""
+    keys = [torch.randn(ROWS // 2, 1, KV_HEADS, D, dtype=torch.float64) for _ in range(RANKS)]
+    q = [torch.randn(ROWS, 1, HEADS, D, dtype=torch.float64) for _ in range(RANKS)]
+    once, twice = (
+        in_process.prepare(
+            q, keys, v, groups=in_process.groups(intra=RANKS), mask=mb.masks.Full(),
+            key_layout="contiguous", needs_grad=(True, True, True), side="kv",
+        )
+        for v in (None, keys)
+    )  # fmt: skip
+    for a, b in zip(once.ranks[0].traffic(), twice.ranks[0].traffic(), strict=True):
+        assert b.total == 2 * a.total > 0
+    with pytest.raises(ValueError, match=r"plan: made for .* with v=None .*call mb.prepare"):
+        in_process.attention(q, keys, keys, plan=once)
+    with pytest.raises(ValueError, match=r"got .* with v=None \(values are the keys\)"):
+        in_process.attention(q, keys, None, plan=twice)
+    with pytest.raises(ValueError, match=r"v is None .* got sequence_chunks=2; pass v=k"):
+        in_process.prepare(
+            q, keys, None, groups=in_process.groups(intra=RANKS), mask=mb.masks.Full(),
+            key_layout="contiguous", sequence_chunks=2,
+        )  # fmt: skip
 
 
 def test_a_plan_from_shapes_has_its_own_number_of_keys():

@@ -20,7 +20,7 @@ from ...execution.rank_plan import RankPlan
 from ...kernels.autograd import outside_graphs, refuse_transforms
 from ...options import AttentionOptions
 from ...planning.plan import Plan
-from ...planning.validate import QKV, Request, check_shapes
+from ...planning.validate import Request, check_shapes
 from .kernels import SelectedKernel
 from .pairs import PairKernel
 from .plans import SelectedOperation, SparseSetting, plan_of, setting
@@ -53,11 +53,11 @@ def sparse_attention(
     Args:
         q: Queries of this rank's shard [s, b, h, d].
         k: Keys of this rank's shard [s, b, k, d]. The number of key heads divides h.
-        v: Values of this rank's shard [s, b, k, w]. If None, values are the first value_width
-            columns of the keys, as in absorbed latent attention. These columns are then sent only
+        v: Values of this rank's shard [s, b, k, w]. If None, values are the keys, or their first
+            value_width columns, as in absorbed latent attention. These columns are then sent only
             once.
         selection: Result of `mb.select`, or a `Selection` of the caller. Its layout and mask apply.
-        value_width: Number of value columns, below d, if v is None.
+        value_width: Number of value columns, below d, if v is None. Default: all columns.
         scale: Factor of the scores. None uses the factor of the plan if the plan was made for
             queries of width d, otherwise d ** -0.5.
         sink: Extra logit [h] in each softmax, without a value; or None. The gradient is the sum
@@ -96,6 +96,8 @@ def sparse_attention(
         recompute_plan=_recompute_plan(rank_plan) if recomputes else None,
         return_lse=return_lse,
     )
+    if v is None and value_width is None:
+        return Attention.apply(call, sink, q, k)
     if v is None:
         k, v = k[..., value_width:], k[..., :value_width]
     return Attention.apply(call, sink, q, k, v)
@@ -104,7 +106,7 @@ def sparse_attention(
 def selected_plan(
     q: torch.Tensor,
     k: torch.Tensor,
-    v: torch.Tensor,
+    v: torch.Tensor | None,
     selection: Selection,
     *,
     plan: Plan,
@@ -117,7 +119,7 @@ def selected_plan(
     Args:
         q: Queries of this rank's shard [s, b, h, d].
         k: Keys of this rank's shard [t, b, k, d].
-        v: Values of this rank's shard [t, b, k, w].
+        v: Values of this rank's shard [t, b, k, w], or None if values are the keys.
         selection: Same as in `mb.sparse_attention`.
         plan: Plan of `mb.prepare` for the keys of the selection.
         scale: Same as in `mb.sparse_attention`.
@@ -131,7 +133,7 @@ def selected_plan(
         ValueError: An argument is not supported; see `mb.select`.
     """
     at = selected_setting(selection, plan, None, None)
-    options = replace(at.options, softmax_scale=at.scale(q, scale))
+    options = replace(at.options, softmax_scale=at.scale(q, scale), store=at.store)
     made = plan_of(_operation(at, options, q, k, v, selection, sink, kernel))
     return made.with_kernel(kernel_for(made, selection))
 
@@ -203,18 +205,18 @@ class SparseAttentionOperation(SelectedOperation):
     kernel: str
     value_width: int | None
 
-    def tensors(self) -> QKV:
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         q, k, v, columns = self.q, self.k, self.v, self.value_width
         check_selection(self.selection)
         check_shapes(q, k, k if v is None else v, self.selection.key_layout is not None)
         _check_width(columns, v is None, k.shape[-1])
-        if v is None:
+        if v is None and columns is not None:
             q, k, v = q[..., columns:], k[..., columns:], k[..., :columns]
         return q, k, v
 
     def adapted(self, request: Request) -> Request:
         kernel = kernel_name(self.kernel, *request.tensors)
-        return over_selection(request, self.selection, kernel, latent=self.v is None)
+        return over_selection(request, self.selection, kernel, latent=self.value_width is not None)
 
 
 def check_selection(selection: object) -> None:
@@ -229,10 +231,10 @@ def _check_width(value_width: int | None, latent: bool, width: int) -> None:
             raise ValueError(
                 f"value_width requires v=None, got value_width={value_width!r} and v; remove one"
             )
-    elif type(value_width) is not int or not 0 < value_width < width:
+    elif value_width is not None and (type(value_width) is not int or not 0 < value_width < width):
         raise ValueError(
-            f"value_width: with v=None it must be a number of columns of k below its width {width},"
-            f" got {value_width!r}"
+            f"value_width: with v=None it must be None or a number of columns of k below its width "
+            f"{width}, got {value_width!r}"
         )
 
 

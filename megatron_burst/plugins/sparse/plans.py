@@ -23,7 +23,7 @@ from ...masks import Mask
 from ...options import AttentionOptions
 from ...planning.plan import Plan
 from ...planning.prepare import RingOperation
-from ...planning.validate import QKV, NeedsGrad, Request, check
+from ...planning.validate import NeedsGrad, Request, check
 from ...recompute.checkpoint import AttentionStore, current_store
 from ...schedule.algorithms import ALGORITHMS
 
@@ -149,8 +149,10 @@ class SelectedOperation(RingOperation):
     needs_grad: NeedsGrad = (False, False, False)
 
     @abstractmethod
-    def tensors(self) -> QKV:
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return q, k and v, or placeholders for them, with the shapes that are sent.
+
+        v is None if values are the keys.
 
         Raises:
             ValueError: The arguments of the call are invalid.

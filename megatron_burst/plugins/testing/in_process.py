@@ -164,22 +164,26 @@ def joint_attention(
 ) -> Any:
     """Run `mb.joint_attention` on all ranks.
 
+    With return_lse, return the pair (list of outputs, list of lse).
+
     Args:
         q: Queries, a list with the tensor of each rank.
-        key_sets: Tuples (k, v, plans): two lists with the tensor of each rank, and `Plans`.
+        key_sets: Tuples (k, v, plans): two lists with the tensor of each rank, and `Plans`; v is
+            None if values are the keys.
         groups: Grid from `in_process.groups`.
         max_logits: List with the buffer of each rank, or None.
         **shared: Further arguments, the same on all ranks.
     """
     sets_of = [
-        [(k[rank], v[rank], plans.ranks[rank]) for k, v, plans in key_sets]
+        [(k[rank], v and v[rank], plans.ranks[rank]) for k, v, plans in key_sets]
         for rank in range(groups.size)
     ]
     arguments = [
         {"q": q[rank], "key_sets": sets_of[rank], "max_logits": largest, **shared}
         for rank, largest in enumerate(_of_all("max_logits", max_logits, groups.size))
     ]
-    return on_ranks(groups, partial(_with_keywords, mb.joint_attention), arguments)
+    results = on_ranks(groups, partial(_with_keywords, mb.joint_attention), arguments)
+    return tuple(map(list, zip(*results, strict=True))) if shared.get("return_lse") else results
 
 
 def compress(values: Any, gates: Any, bias: torch.Tensor, **keywords: Any) -> Any:

@@ -57,7 +57,7 @@ class ParallelAttention(torch.nn.Module):
         q = by_rows(v4.apply_rotary_pos_emb(q, cos, sin))
         kv = m.kv_norm(m.kv_proj(hidden))[:, None]
         kv = by_rows(v4.apply_rotary_pos_emb(kv, cos, sin))
-        key_sets = [(kv, kv, plans.window)]
+        key_sets = [(kv, None, plans.window)]  # values are the keys
         if plans.compressed is not None:
             key_sets.append(self.compressed(hidden, residual, q, plans))
         out = mb.joint_attention(q, key_sets, sink=m.sinks).permute(1, 2, 0, 3)
@@ -69,7 +69,7 @@ class ParallelAttention(torch.nn.Module):
         keys = by_rows(self.keys(compressor, hidden, plans)[:, None])
         indexer = getattr(compressor, "indexer", None)
         if indexer is None:
-            return keys, keys, plan
+            return keys, None, plan
         cos, sin = self.rotary(hidden, position_ids=plans.positions, layer_type="compress")
         index_q = indexer.q_b_proj(residual).unflatten(-1, (-1, indexer.head_dim)).transpose(1, 2)
         index_q = by_rows(v4.apply_rotary_pos_emb(index_q, cos, sin))
@@ -80,8 +80,8 @@ class ParallelAttention(torch.nn.Module):
             index_q, index_k, weights.transpose(0, 1), rule="dsa", top_k=CONFIG.index_topk,
             plan=plan,
         )  # fmt: skip
-        made = selected_plan(q, keys, keys, selection, plan=plan, sink=self.inner.sinks)
-        return keys, keys, made
+        made = selected_plan(q, keys, None, selection, plan=plan, sink=self.inner.sinks)
+        return keys, None, made
 
     def keys(self, compressor, hidden, plans):
         """Compressed keys of this rank, [b, t, c], with norm and rotation."""
@@ -110,7 +110,7 @@ def plans_of(groups, layout, key_layout, ratio):
         for heads in (CONFIG.num_attention_heads, 1)
     )
     window = in_process.prepare(
-        q, kv, kv, groups=groups, layout=layout,
+        q, kv, None, groups=groups, layout=layout,
         mask=mb.masks.Window(CONFIG.sliding_window - 1, 0),
     )  # fmt: skip
     positions = [torch.from_numpy(layout.positions(rank, LENGTH))[None] for rank in range(size)]
@@ -119,7 +119,7 @@ def plans_of(groups, layout, key_layout, ratio):
     count = LENGTH // ratio
     c = [torch.empty(count // size, BATCH, 1, CONFIG.head_dim, requires_grad=True)] * size
     compressed = in_process.prepare(
-        q, c, c, groups=groups, layout=layout, key_layout=key_layout,
+        q, c, None, groups=groups, layout=layout, key_layout=key_layout,
         mask=mb.masks.Compressed(ratio),
     )  # fmt: skip
     windows = [torch.from_numpy(key_layout.positions(rank, count))[None] for rank in range(size)]
