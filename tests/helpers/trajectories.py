@@ -20,9 +20,12 @@ WEIGHTS = [1.0, -0.5, 2.0, 0.25, 1.5, -1.0, 0.75, 1.0, 1.0, 0.5]
 
 
 def settings(changes):
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    """The configuration of a small model; with `multi_latent_attention`, Megatron's for latents."""
+    from megatron.core.transformer import transformer_config
 
-    return TransformerConfig(**{
+    latent = changes.get("multi_latent_attention", False)
+    kind = "MLATransformerConfig" if latent else "TransformerConfig"
+    return getattr(transformer_config, kind)(**{
         "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4,
         "num_query_groups": 2, "qk_layernorm": True, "hidden_dropout": 0.0,
         "attention_dropout": 0.0, "params_dtype": torch.float64, "pipeline_dtype": torch.float64,

@@ -116,6 +116,8 @@ def selected_plan(
 ) -> Plan:
     """Return the plan of one call with a selection, for `mb.joint_attention`.
 
+    The gradients are those that `plan` has.
+
     Args:
         q: Queries of this rank's shard [s, b, h, d].
         k: Keys of this rank's shard [t, b, k, d].
@@ -134,7 +136,8 @@ def selected_plan(
     """
     at = selected_setting(selection, plan, None, None)
     options = replace(at.options, softmax_scale=at.scale(q, scale), store=at.store)
-    made = plan_of(_operation(at, options, q, k, v, selection, sink, kernel))
+    operation = _operation(at, options, q, k, v, selection, sink, kernel)
+    made = plan_of(replace(operation, needs_grad=plan.needs_grad))
     return made.with_kernel(kernel_for(made, selection))
 
 

@@ -19,15 +19,17 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from ....layout.sharding import to_device
 from ....megatron import homes
+from ....megatron.data.cut import cut_of_run
 from ....planning.plan import Plan
 from ....recompute.checkpoint import current_store, in_backward
 from ..attention import sparse_attention
 from ..indexer import select
 from ..loss import indexer_loss
+from ..options import SparseOptions
 from ..rules import Dsa
 from ..selection import Selection, selected
 from .checks import COEFFICIENT
-from .selecting_layers import SelectingLayer, SparseCall
+from .selecting_layers import PlannedLayer, SelectingKind, SparseCall
 
 # Exists in Megatron-Core 0.19 and newer.
 dsa = homes.module("dsa")
@@ -47,10 +49,12 @@ class BurstDSAttention(dsa.DSAttention):
     def __init__(self, config: Any, submodules: Any, layer_number: int, **named: Any) -> None:
         super().__init__(config, submodules, layer_number, **named)
         latents = config.kv_lora_rank + config.qk_pos_emb_head_dim
-        self.layer = SelectingLayer(
-            config, self.pg_collection, layer_number, "DSA",
+        burst: SparseOptions = config.burst
+        kind = SelectingKind(
+            burst, cut_of_run(burst.layout), "DSA",
             ("index keys", config.dsa_indexer_head_dim), ("latents", latents),
         )  # fmt: skip
+        self.layer = PlannedLayer(config, self.pg_collection, layer_number, "DSA", [kind])
         self.rule = Dsa(relu=config.dsa_indexer_scoring_relu)
         if self.indexer is not None and self._coefficient == 0:
             # Megatron's data parallelism waits for a gradient of each parameter that requires one.
@@ -110,9 +114,9 @@ class BurstDSAttention(dsa.DSAttention):
             query, key = query.unsqueeze(1), key.unsqueeze(1)
         assert up_v_weight is not None  # AbsorbedMLASelfAttention always passes it
         width = self.config.kv_lora_rank
-        call = self.layer.call(
-            query, key, key[..., :width], packed_seq_params, unsupported, attn_mask_type
-        )
+        tensors = {"q": query, "k": key, "v": key[..., :width]}
+        (plan,) = self.layer.plans(tensors, packed_seq_params, unsupported, attn_mask_type)
+        call = SparseCall(plan=plan, label=self.layer.label)
         if self.skip_topk:
             index, selection = None, self._source_selection(call)
         else:

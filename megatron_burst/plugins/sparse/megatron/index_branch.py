@@ -81,12 +81,14 @@ class IndexBranch(MegatronModule):
         super().__init__(config=config)
         self.choice, self.heads = choice, heads
         width, hidden = choice.index_width, config.hidden_size
-        self.linear_q = self._linear(hidden, heads * width)
-        self.linear_k = self._linear(hidden, width)
-        self.linear_weights = self._linear(hidden, heads) if choice.weighing else None
+        self.linear_q = replicated_linear(config, hidden, heads * width)
+        self.linear_k = replicated_linear(config, hidden, width)
+        self.linear_weights = None
+        if choice.weighing:
+            self.linear_weights = replicated_linear(config, hidden, heads)
         latest = isinstance(choice.rule, Dsa) and not choice.pooled
-        self.q_norm = None if latest else _IndexNorm(config, width)
-        self.k_norm = _IndexNorm(config, width, centers=latest)
+        self.q_norm = None if latest else RowNorm(config, width)
+        self.k_norm = RowNorm(config, width, centers=latest)
 
     def forward(
         self, hidden: torch.Tensor, rotate: Callable[[torch.Tensor], torch.Tensor]
@@ -120,25 +122,33 @@ class IndexBranch(MegatronModule):
             return q, k, q.new_full(q.shape[:3], scale)
         return q, k, self.linear_weights(hidden) * (scale * self.heads**-0.5)
 
-    def _linear(self, inputs: int, outputs: int) -> torch.nn.Linear:
-        config: Any = self.config
-        linear = torch.nn.Linear(
-            inputs, outputs, bias=False, device=_device(config), dtype=config.params_dtype
-        )
-        if config.perform_initialization:
-            config.init_method(linear.weight)
-        return linear
+
+def replicated_linear(config: Any, inputs: int, outputs: int) -> torch.nn.Linear:
+    """Return a linear layer without bias that is the same on all tensor-parallel ranks.
+
+    Args:
+        config: `TransformerConfig` of the model.
+        inputs: Number of input columns.
+        outputs: Number of output columns.
+    """
+    linear = torch.nn.Linear(
+        inputs, outputs, bias=False, device=device_of(config), dtype=config.params_dtype
+    )
+    if config.perform_initialization:
+        config.init_method(linear.weight)
+    return linear
 
 
-class _IndexNorm(MegatronModule):
-    """RMS norm over the index width or, if `centers` is True, layer norm.
+class RowNorm(MegatronModule):
+    """RMS norm over the last dimension or, if `centers` is True, layer norm.
 
-    With `layernorm_zero_centered_gamma` the weights are offsets from 1, as in other norms.
+    The parameters are the same on all tensor-parallel ranks. With `layernorm_zero_centered_gamma`
+    the weights are offsets from 1, as in other norms.
     """
 
     def __init__(self, config: Any, width: int, centers: bool = False) -> None:
         super().__init__(config=config)
-        like = {"device": _device(config), "dtype": config.params_dtype}
+        like = {"device": device_of(config), "dtype": config.params_dtype}
         self.add = 1.0 if config.layernorm_zero_centered_gamma else 0.0
         self.weight = torch.nn.Parameter(torch.full((width,), 1.0 - self.add, **like))
         self.bias = torch.nn.Parameter(torch.zeros(width, **like)) if centers else None
@@ -151,7 +161,12 @@ class _IndexNorm(MegatronModule):
         return F.layer_norm(x, shape, weight, self.bias, config.layernorm_epsilon)
 
 
-def _device(config: Any) -> Any:
+def device_of(config: Any) -> Any:
+    """Return the device on which parameters are created.
+
+    Args:
+        config: `TransformerConfig` of the model.
+    """
     return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer import attention as megatrons
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from ....config import OFF
@@ -43,42 +44,68 @@ from ..loss import indexer_loss
 from ..options import SparseOptions
 from ..rules import Dsa, Msa, Qsa, SelectionRule, rule_of
 from .checks import FLAG, SELECTING, sparse_algorithm
+from .hybrid_layers import HybridSelfAttention, hybrid_submodules
+from .hybrid_settings import LOSS, HybridRule, hybrid_rule
+from .hybrid_settings import RULES as HYBRID_RULES
 from .index_branch import IndexBranch, IndexTensors, LayerRule, of_this_rank
 from .index_loss import attached
 from .selecting_layers import SelectingKind
 
 # Rule with an indexer -> default (index heads, width); None is one index head per key/value head.
 _INDEXERS = {Dsa: (64, 128), Qsa: (4, 128), Msa: (None, 128)}
-LOSS = 0.01  # default weight of an indexer's loss
 
 
 def sparse_layer_spec(
     *,
     rule: str | SelectionRule,
-    top_k: int,
+    top_k: int | None = None,
     block: int | None = None,
     index_heads: int | None = None,
     index_width: int | None = None,
     loss_coeff: float | None = None,
+    csa_compress_ratios: Sequence[int] | None = None,
+    csa_window_size: int | None = None,
+    csa_compress_rotary_base: float | None = None,
+    csa_dense_mode: bool | None = None,
+    o_groups: int | None = None,
+    o_lora_rank: int | None = None,
     base: Any = None,
 ) -> Any:
-    """Return a `ModuleSpec` of Megatron GPT layers whose self attention uses a selection rule.
+    """Return a `ModuleSpec` of Megatron GPT layers with sparse attention.
+
+    Rules of `mb.select` make layers whose self attention uses the selection rule. Rules "csa",
+    "hca" and "window" make layers of DeepSeek-V4's hybrid attention, which need an
+    `MLATransformerConfig`: compressed sparse attention, heavily compressed attention, and a window
+    alone. A setting of hybrid attention that is not passed is read from the configuration, if this
+    Megatron has it.
 
     The layers require `mb.megatron.install()` and `configure` at any context-parallel size, even 1.
     Building the model raises ValueError for settings that are not supported.
 
     Args:
-        rule: Same as in `mb.select`.
-        top_k: Same as in `mb.select`.
+        rule: Same as in `mb.select`, or "csa", "hca" or "window".
+        top_k: Same as in `mb.select`. With "csa", compressed keys per query; default: Megatron's
+            `dsa_indexer_topk`, or 512.
         block: Positions of a block; default: the rule's block.
         index_heads: Heads of the indexer. 0 for no indexer: the index tensors are then the queries
-            and keys of attention. Default: dsa 64, qsa 4, msa one per key/value head, other rules
-            0.
-        index_width: Width of index heads, default 128.
+            and keys of attention. Default: dsa 64, qsa 4, msa one per key/value head, csa
+            Megatron's `dsa_indexer_n_heads` or 64, other rules 0.
+        index_width: Width of index heads, default 128; for csa Megatron's `dsa_indexer_head_dim`.
         loss_coeff: Weight of the indexer's loss. Default: Megatron's `dsa_indexer_loss_coeff`, or
             0.01. 0 freezes the indexer.
+        csa_compress_ratios: With "csa", rows per compressed key of each layer of the model, such as
+            [0, 0, 4, 128, 4, 128]. 0 is a layer with only a window, 4 is compressed sparse
+            attention, and any other number heavily compressed attention. With "hca" all layers have
+            128, and with "window" 0.
+        csa_window_size: Positions of the window, the own position included. Default 128.
+        csa_compress_rotary_base: Base of the rotary frequencies of layers with compressed keys.
+            Default 40000.
+        csa_dense_mode: True to attend to all compressed keys, without an indexer. Default False.
+        o_groups: Groups of heads with their own output projection. Default 8.
+        o_lora_rank: Width of the output of a group. Default 1024.
         base: Megatron's spec of a layer or of a block. Only layers with `SelfAttention` are
-            changed. Default: the Transformer Engine layer if installed, otherwise the local layer.
+            changed, and for hybrid attention also layers with latent attention. Default: the
+            Transformer Engine layer if installed, otherwise the local layer.
 
     Raises:
         ValueError: An argument is invalid.
@@ -89,7 +116,27 @@ def sparse_layer_spec(
         >>> base = get_gpt_layer_local_spec(qk_layernorm=True)
         >>> layers = mb.sparse_layer_spec(rule="qsa", top_k=513, base=base)
     """
-    choice = _choice(rule, top_k, block, index_heads, index_width, loss_coeff)
+    hybrid = {
+        "csa_compress_ratios": csa_compress_ratios, "csa_window_size": csa_window_size,
+        "csa_compress_rotary_base": csa_compress_rotary_base, "csa_dense_mode": csa_dense_mode,
+        "o_groups": o_groups, "o_lora_rank": o_lora_rank,
+    }  # fmt: skip
+    choice: LayerRule | HybridRule
+    if isinstance(rule, str) and rule in HYBRID_RULES:
+        if block is not None:
+            raise ValueError(f"block is not supported by rule {rule}, got {block!r:.60}; omit it")
+        choice = hybrid_rule(rule, hybrid | {
+            "dsa_indexer_topk": top_k, "dsa_indexer_n_heads": index_heads,
+            "dsa_indexer_head_dim": index_width, "dsa_indexer_loss_coeff": loss_coeff,
+        })  # fmt: skip
+    else:
+        given = [name for name, value in hybrid.items() if value is not None]
+        if given:
+            raise ValueError(
+                f"{', '.join(given)}: only for rules {', '.join(HYBRID_RULES)}, got rule "
+                f"{rule!r:.60}"
+            )
+        choice = _choice(rule, top_k, block, index_heads, index_width, loss_coeff)
     if base is None:
         engine = gpt_layer_specs.HAVE_TE
         base = (
@@ -99,12 +146,12 @@ def sparse_layer_spec(
         )
     layers = getattr(base, "layer_specs", None)
     if layers is None:
-        if not _attends(base):
+        if not _attends(base, choice):
             raise _no_base(base)
         return _with_rule(base, choice)
-    if not any(_attends(layer) for layer in layers):
+    if not any(_attends(layer, choice) for layer in layers):
         raise _no_base(base)
-    layers = [_with_rule(layer, choice) if _attends(layer) else layer for layer in layers]
+    layers = [_with_rule(layer, choice) if _attends(layer, choice) else layer for layer in layers]
     return dataclasses.replace(base, layer_specs=layers)
 
 
@@ -157,9 +204,13 @@ def _check_count(name: str, value: Any, least: int) -> None:
         raise ValueError(f"{name} must be an integer >= {least}, got {value!r:.60}")
 
 
-def _attends(layer: Any) -> bool:
+def _attends(layer: Any, choice: LayerRule | HybridRule) -> bool:
+    """Return whether the self attention of a layer can be replaced."""
     attention = getattr(getattr(layer, "submodules", None), "self_attention", None)
-    return getattr(attention, "module", None) is SelfAttention
+    module = getattr(attention, "module", None)
+    return module is SelfAttention or (
+        module is MLASelfAttention and isinstance(choice, HybridRule)
+    )
 
 
 def _no_base(base: Any) -> ValueError:
@@ -169,17 +220,28 @@ def _no_base(base: Any) -> ValueError:
     )
 
 
-def _with_rule(layer: ModuleSpec, choice: LayerRule) -> ModuleSpec:
+def _with_rule(layer: ModuleSpec, choice: LayerRule | HybridRule) -> ModuleSpec:
     parts: Any = layer.submodules
     own, attention = parts.self_attention, parts.self_attention.submodules
     changed: dict[str, Any] = {"core_attention": RuleCoreAttention}
     replaced: dict[str, Any] = {}
-    if choice.index_heads != 0 and parts.input_layernorm in (None, IdentityOp):
-        # The indexer needs the output of the norm, which a fused norm and linear layer hides.
+    hybrid = isinstance(choice, HybridRule)
+    if (hybrid or choice.index_heads != 0) and parts.input_layernorm in (None, IdentityOp):
+        # These layers need the output of the norm, which a fused norm and linear layer hides.
         linear, norm = _norm_apart(attention.linear_qkv)
         changed["linear_qkv"], replaced["input_layernorm"] = linear, norm
-        names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-        replaced["sharded_state_dict_keys_map"] = parts.sharded_state_dict_keys_map | names
+        if not hybrid:
+            names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+            replaced["sharded_state_dict_keys_map"] = parts.sharded_state_dict_keys_map | names
+    if hybrid:
+        spec = ModuleSpec(
+            module=HybridSelfAttention,
+            params={"rule": choice},
+            submodules=hybrid_submodules(attention.linear_proj),
+        )
+        return dataclasses.replace(
+            layer, submodules=dataclasses.replace(parts, **replaced, self_attention=spec)
+        )
     replaced["self_attention"] = dataclasses.replace(
         own,
         module=RuleSelfAttention,

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Common code of layers with sparse attention: groups, plans and log lines.
 
-Each layer has a `SelectingLayer`, whose plan is a plan of causal attention over the layer's queries
-and keys. Plans are shared as in `attention.plan_book`: in every forward, the first layer of each
-kind makes or compares the plan, which is a collective. `mb.select`, `mb.sparse_attention` and
-`mb.indexer_loss` derive their plans from this plan without a collective. This module also makes the
-start-up line about the exchange of index keys and keys.
+Each layer has a `PlannedLayer`. The plan of a `SelectingKind` is a plan of causal attention over
+the layer's queries and keys. Plans are shared as in `attention.plan_book`: in every forward, the
+first layer of each kind makes or compares the plan, which is a collective. `mb.select`,
+`mb.sparse_attention` and `mb.indexer_loss` derive their plans from this plan without a collective.
+This module also makes the start-up line about the exchange of index keys and keys.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -18,7 +19,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from ....masks import Causal
 from ....megatron.attention.core_attention import check_call, check_pack
 from ....megatron.attention.groups import book_of
-from ....megatron.attention.plan_book import PlanBook, RowChunkSizes, Tensors
+from ....megatron.attention.plan_book import Kind, PlanBook, RowChunkSizes, Tensors
 from ....megatron.checks.config import check_config
 from ....megatron.data.cut import BatchCut, cut_of_run, group_of
 from ....megatron.data.other_cuts import check_cut, cuts_batches
@@ -133,7 +134,7 @@ class SparseCall(TypedDict):
     label: int
 
 
-class SelectingLayer:
+class PlannedLayer:
     """Access of one layer to the plans of its context-parallel group.
 
     The first layer of a group creates the `mb.Groups` of the group, which is a collective.
@@ -142,50 +143,40 @@ class SelectingLayer:
         config: `TransformerConfig` after `configure`.
         pg_collection: Process groups of Megatron.
         layer_number: Layer number, from 1.
-        name: Same as in `SelectingKind`.
-        index: Same as in `SelectingKind`.
-        keys: Same as in `SelectingKind`.
+        name: Name of these layers in messages.
+        kinds: Kinds of the plans that the layer needs.
 
     Raises:
         ValueError: A setting is not supported.
     """
 
     def __init__(
-        self,
-        config: Any,
-        pg_collection: Any,
-        layer_number: int,
-        name: str,
-        index: tuple[str, int],
-        keys: tuple[str, int],
+        self, config: Any, pg_collection: Any, layer_number: int, name: str, kinds: Sequence[Kind]
     ) -> None:
         burst: SparseOptions = config.burst
         check_config(config, burst)
+        self.config, self.name, self.kinds = config, name, kinds
         self.group = pg_collection.cp
+        self.cut = cut_of_run(burst.layout)
         self._cuts = cuts_batches(config, pg_collection)
         self.label = max(1, layer_number or 1)
-        self.kind = SelectingKind(burst, cut_of_run(burst.layout), name, index, keys)
-        self.config, self.book = config, book_of(config, pg_collection)
-        self.leads = self.book.join(self.kind, self.label)
+        self.book = book_of(config, pg_collection)
+        self._leads = [self.book.join(kind, self.label) for kind in kinds]
 
-    def call(
+    def plans(
         self,
-        q: Any,
-        k: Any,
-        v: Any,
+        tensors: Tensors,
         packed_seq_params: Any,
         unsupported: dict[str, Any],
         mask_type: AttnMaskType | None = None,
-    ) -> SparseCall:
-        """Return the plan and label for one forward of the layer.
+    ) -> list[Plan]:
+        """Return the plan of each kind for one forward of the layer.
 
-        In the first of all layers with equal `SelectingKind`, this is a collective call. Only
-        shapes, dtypes and device of q, k and v are read.
+        In the first of all layers with an equal kind, this is a collective call. Only shapes,
+        dtypes and device of the tensors are read.
 
         Args:
-            q: Queries [s, b, h, d].
-            k: Keys [s, b, k, d].
-            v: Values [s, b, k, w].
+            tensors: Tensors of the call by name; "q" is the queries [s, b, h, d].
             packed_seq_params: Megatron's `PackedSeqParams`, or None.
             unsupported: Further arguments by name, which must be None.
             mask_type: Type of the mask; None means causal.
@@ -194,29 +185,31 @@ class SelectingLayer:
             ValueError: An argument is not supported; the first of these layers raises the error on
                 all ranks.
         """
-        with self.book.shared_errors(self.leads):
-            pack = self._pack(q, packed_seq_params, unsupported, mask_type or AttnMaskType.causal)
-        plan = self.book.plan(self.kind, self.leads, {"q": q, "k": k, "v": v}, pack)
-        return SparseCall(plan=plan, label=self.label)
+        with self.book.shared_errors(any(self._leads)):
+            pack = self._pack(
+                tensors["q"], packed_seq_params, unsupported, mask_type or AttnMaskType.causal
+            )
+        return [
+            self.book.plan(kind, leads, tensors, pack)
+            for kind, leads in zip(self.kinds, self._leads, strict=True)
+        ]
 
     def _pack(
         self, q: Any, params: Any, unsupported: dict[str, Any], mask: AttnMaskType
     ) -> Pack | None:
         if mask not in (AttnMaskType.causal, AttnMaskType.padding_causal):
-            raise ValueError(
-                f"attention mask type {mask} is not supported; {self.kind.name} is causal"
-            )
-        check_call(mask, unsupported, params, self.kind.cut)
+            raise ValueError(f"attention mask type {mask} is not supported; {self.name} is causal")
+        check_call(mask, unsupported, params, self.cut)
         if group_of(params, self.group) is not self.group:
             raise ValueError(
                 "packed_seq_params sets a cp_group for this micro-batch (or local_cp_size 1), but "
-                f"{self.kind.name} layers need the group with which the model was built; omit "
+                f"{self.name} layers need the group with which the model was built; omit "
                 "cp_group and local_cp_size"
             )
         if params is None:
             return None
         size = self.book.groups.size
         pack = self.book.pack(len(q) * size, params)
-        check_cut(params, pack, self.kind.cut, size, self._cuts)
-        check_pack(self.config, pack.layout(self.kind.cut, size), size)
+        check_cut(params, pack, self.cut, size, self._cuts)
+        check_pack(self.config, pack.layout(self.cut, size), size)
         return pack

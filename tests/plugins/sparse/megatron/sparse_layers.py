@@ -44,7 +44,10 @@ def build(changes, layers, burst):
     )
     config.finalize_model_grads_func = finalize_model_grads
     mb.megatron.configure(config, mb.BurstConfig(**burst))
-    spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(
+        qk_layernorm=True, normalization="RMSNorm",
+        multi_latent_attention=config.multi_latent_attention,
+    )  # fmt: skip
     if layers is not None:
         spec = mb.sparse_layer_spec(**layers, base=spec)
     gpt = GPTModel(

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of DeepSeek-V4's hybrid attention: one for the window, one for the compressed keys.
+
+Both plans cover the same queries. Values are the keys. Compressed keys are on the rank that holds
+the last row of their window (`WindowLayout`).
+
+Shape letters: s local rows, t local compressed keys, b batch, h query heads, d width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ....layout import Layout
+from ....layout import make as make_layout
+from ....layout.sharding import to_device
+from ....masks import Mask, Window
+from ....masks.compressed import Compressed
+from ....megatron.attention.plan_book import PlanBook, RowChunkSizes, Tensors
+from ....megatron.data.cut import BatchCut
+from ....megatron.data.packed import Pack
+from ....options import AttentionOptions
+from ....planning.plan import Plan
+from ....planning.prepare import AttentionOperation
+from ....planning.stand_ins import rows_like
+from ..options import SparseOptions
+from ..window_layout import WindowLayout
+from .checks import sparse_algorithm
+
+POSITIONS_KEPT = 64  # kinds of layers x micro-batches in flight
+
+
+@dataclass(frozen=True)
+class HybridKind:
+    """Kind of one set of keys of hybrid attention layers; see `plan_book.Kind`.
+
+    Attributes:
+        burst: Options of the run.
+        cut: How the run cuts batches into the parts of ranks.
+        window: Number of positions of the window, the own position included.
+        ratio: Number of rows of a compressed key; 0 for the keys of the window.
+        selects: True if each query attends to only the compressed keys that an indexer selects.
+    """
+
+    burst: SparseOptions
+    cut: BatchCut
+    window: int
+    ratio: int = 0
+    selects: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name of the keys in messages."""
+        if not self.ratio:
+            return f"hybrid attention, window of {self.window} keys"
+        return f"hybrid attention, {'selected ' * self.selects}keys of {self.ratio} rows"
+
+    def own_mask(self, pack: Pack | None, seq_len: int) -> None:
+        """Return None: layers with a mask of the user are refused."""
+
+    def operation(
+        self, book: PlanBook, tensors: Tensors, pack: Pack | None, rows: RowChunkSizes, own: None
+    ) -> AttentionOperation:
+        """Return the operation of attention to one set of keys.
+
+        Args:
+            book: Cache of the plans of the layers of a context-parallel group.
+            tensors: Queries "q" [s, b, h, d].
+            pack: Documents of a packed batch, or None.
+            rows: Row chunks; not used.
+            own: Mask of the layer; not used.
+        """
+        q = tensors["q"]
+        layout = self._layout(book, pack)
+        keywords: Any = self.burst.keywords() | {"layout": layout}
+        keywords["mask"] = self._window(pack)
+        keys = rows_like(q, 1, q.shape[3])
+        if self.ratio:
+            bounds = None if pack is None else pack.documents
+            mask = Compressed(self.ratio, cu_seqlens=bounds)
+            key_layout = WindowLayout(layout, mask, len(q) * book.groups.size)
+            keywords |= {"mask": mask, "key_layout": key_layout}
+            keys = q.new_empty(()).expand(key_layout.rows, q.shape[1], 1, q.shape[3])
+        if self.selects:  # the kernel is not run: the plan of each call is derived from this plan
+            algorithm = sparse_algorithm(self.burst)
+            keywords |= {"algorithm": algorithm, "side": "kv", "kernel": "reference"}
+        return AttentionOperation(
+            groups=book.groups,
+            tensors=(q, keys, None),
+            shapes=None,
+            options=AttentionOptions(**keywords),
+            needs_grad=(True, True, True),
+            sink=None,
+            max_logits=None,
+            rates=book.rates(self.burst) if keywords["algorithm"] == "auto" else None,
+        )
+
+    def log(
+        self, book: PlanBook, plan: Plan, tensors: Tensors, pack: Pack | None, own: None
+    ) -> None:
+        """Log the first plan of these layers; see `Kind.log`."""
+        if self not in book.logged:
+            book.logged.add(self)
+            line = f"{self.name}: {plan.describe()}"
+            book.startup = book.startup or line
+            book.log(line)
+
+    def _layout(self, book: PlanBook, pack: Pack | None) -> Layout:
+        size = book.groups.size
+        if pack is not None:
+            return pack.layout(self.cut, size)
+        return make_layout(self.cut.name if size > 1 else "contiguous", cp_size=size)
+
+    def _window(self, pack: Pack | None) -> Mask:
+        window = Window(self.window - 1, 0)
+        return window if pack is None else window & pack.mask
+
+
+class HybridPlans(NamedTuple):
+    """Plans of one forward of a layer.
+
+    Attributes:
+        window: Plan of the keys of the window.
+        compressed: Plan of the compressed keys; None for layers without them.
+    """
+
+    window: Plan
+    compressed: Plan | None = None
+
+    @property
+    def row_positions(self) -> torch.Tensor:
+        """Position of each row of this rank in its document, int64 [s]; cached per plan."""
+        plan = self.window
+        cache = plan.groups.recent("hybrid positions", POSITIONS_KEPT)
+        positions = cache.find(plan.identity)
+        if positions is None:
+            rows = plan.layout.positions(plan.groups.rank, _length(plan))
+            made = to_device(rows - _starts(rows, plan.mask.breaks), plan.device)
+            positions = cache.keep(plan.identity, made)
+        return positions
+
+    @property
+    def key_positions(self) -> torch.Tensor:
+        """Position in its document of the first row of each compressed key's window, int64 [t].
+
+        0 for keys that are padding.
+        """
+        plan = self.compressed
+        assert plan is not None
+        cache = plan.groups.recent("hybrid positions", POSITIONS_KEPT)
+        positions = cache.find(plan.identity)
+        if positions is None:
+            layout, mask = plan.options.key_layout, plan.mask
+            assert isinstance(layout, WindowLayout)
+            assert isinstance(mask, Compressed)
+            keys = np.empty(0, dtype=np.int64)
+            if layout.rows:
+                keys = layout.positions(plan.groups.rank, layout.key_len)
+            first = mask.first_rows(keys, _length(plan))
+            made = np.where(first < 0, 0, first - _starts(first, mask.bounds))
+            positions = cache.keep(plan.identity, to_device(made, plan.device))
+        return positions
+
+
+def _length(plan: Plan) -> int:
+    """Return the number of positions of the queries' sequence."""
+    return plan.signature[0][0][0] * plan.groups.size
+
+
+def _starts(positions: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    """Return the first position of the document of each position; 0 without documents."""
+    bounds = np.asarray(bounds)
+    index = np.searchsorted(bounds, positions, side="right") - 1
+    return np.where(index < 0, 0, bounds[np.maximum(index, 0)]) if len(bounds) else 0 * positions
