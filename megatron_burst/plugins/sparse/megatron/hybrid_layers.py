@@ -58,12 +58,15 @@ class Rotation:
         config: `MLATransformerConfig` of the model.
         base: Base of the frequencies.
         yarn: True to scale the frequencies for long sequences as `config` states.
+
+    Attributes:
+        frequencies: Angle per position of each pair of columns, float32.
     """
 
     def __init__(self, config: Any, base: float, yarn: bool) -> None:
         width = self.width = config.qk_pos_emb_head_dim
         columns = torch.arange(0, width, 2, dtype=torch.float32, device=device_of(config))
-        self._frequencies = base ** -(columns / width)
+        self.frequencies = base ** -(columns / width)
         if yarn:
             low, high = yarn_rotary_pos_embedding._yarn_find_correction_range(
                 config.beta_fast, config.beta_slow, width, base,
@@ -72,7 +75,7 @@ class Rotation:
             scaled = yarn_rotary_pos_embedding._yarn_linear_ramp_mask(
                 low, high, width // 2, device=columns.device
             )
-            self._frequencies *= 1 - scaled + scaled / config.rotary_scaling_factor
+            self.frequencies *= 1 - scaled + scaled / config.rotary_scaling_factor
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor, sign: int = 1) -> torch.Tensor:
         """Rotate the last columns of each row of x by its position.
@@ -83,7 +86,7 @@ class Rotation:
             sign: -1 to rotate back.
         """
         dtype = accumulation_dtype(x.dtype)
-        angles = torch.outer(positions.to(dtype), self._frequencies.to(x.device, dtype))
+        angles = torch.outer(positions.to(dtype), self.frequencies.to(x.device, dtype))
         cos, sin = angles.cos()[:, None, None], angles.sin()[:, None, None] * sign
         same, turned = x.split([x.shape[-1] - self.width, self.width], dim=-1)
         first, second = turned.to(dtype).unflatten(-1, (-1, 2)).unbind(-1)
@@ -332,7 +335,8 @@ class HybridSelfAttention(MegatronModule):
     `core_attention`.
 
     Args:
-        config: `MLATransformerConfig`, after `configure`.
+        config: `MLATransformerConfig`, after `configure`. If layers differ, its
+            `hetereogenous_dist_checkpoint` is set.
         submodules: Column- and row-parallel linear layers.
         layer_number: Layer number, from 1.
         rule: Arguments of `mb.sparse_layer_spec`.
@@ -361,6 +365,9 @@ class HybridSelfAttention(MegatronModule):
             )
         refuse(hybrid_problems(config, rule))
         settings = rule.settings(config)
+        if len(set(settings.csa_compress_ratios)) > 1:
+            # Megatron otherwise stacks the parameters of all layers in checkpoints.
+            config.hetereogenous_dist_checkpoint = True
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.tp_group, self.number = pg_collection.tp, layer_number
@@ -385,13 +392,10 @@ class HybridSelfAttention(MegatronModule):
         self.kv_layernorm = RowNorm(config, width)
         self.core_attention = HybridCoreAttention(config, settings, layer_number, pg_collection)
         inputs, outputs = self.heads * width // self.groups, self.groups * settings.o_lora_rank
-        weight = torch.empty(outputs, inputs, device=device_of(config), dtype=config.params_dtype)
-        self.linear_o_group_proj = torch.nn.Parameter(weight)
+        self.linear_o_group_proj = torch.nn.Parameter(
+            _initialized(config, outputs, inputs, self.tp_group)
+        )
         set_tensor_model_parallel_attributes(self.linear_o_group_proj, True, 0, 1)
-        if config.perform_initialization:
-            tracker: Any = tensor_parallel.get_cuda_rng_tracker()
-            with tracker.fork():
-                config.init_method(weight)
         self.linear_proj: Any = build_module(
             submodules.row_linear, outputs * ranks, config.hidden_size, config=config,
             init_method=config.output_layer_init_method, input_is_parallel=True,
@@ -453,6 +457,22 @@ class HybridSelfAttention(MegatronModule):
         """
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         return state | _split(self, "linear_o_group_proj", prefix, sharded_offsets, metadata)
+
+
+def _initialized(config: Any, rows: int, columns: int, tp_group: Any) -> torch.Tensor:
+    """Return the weight [rows, columns] of a tensor-parallel rank, as Megatron initializes one."""
+    dtype = config.params_dtype
+    weight = torch.empty(rows, columns, device=device_of(config), dtype=dtype)
+    if not config.perform_initialization:
+        return weight
+    if config.use_cpu_initialization:  # every rank draws the whole weight
+        whole = torch.empty(rows * tp_group.size(), columns, dtype=torch.float32)
+        config.init_method(whole)
+        return weight.copy_(whole.chunk(tp_group.size())[tp_group.rank()])
+    tracker: Any = tensor_parallel.get_cuda_rng_tracker()
+    with tracker.fork():
+        config.init_method(weight)
+    return weight
 
 
 def _recomputed(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:

@@ -45,7 +45,7 @@ class HybridSettings:
 
     csa_compress_ratios: tuple[int, ...]
     csa_window_size: int = 128
-    csa_compress_rotary_base: float = 40000.0
+    csa_compress_rotary_base: float = 160000.0
     csa_dense_mode: bool = False
     dsa_indexer_n_heads: int = 64
     dsa_indexer_head_dim: int = 128

@@ -99,7 +99,7 @@ def sparse_layer_spec(
             128, and with "window" 0.
         csa_window_size: Positions of the window, the own position included. Default 128.
         csa_compress_rotary_base: Base of the rotary frequencies of layers with compressed keys.
-            Default 40000.
+            Default 160000.
         csa_dense_mode: True to attend to all compressed keys, without an indexer. Default False.
         o_groups: Groups of heads with their own output projection. Default 8.
         o_lora_rank: Width of the output of a group. Default 1024.

@@ -1,6 +1,7 @@
-"""Ranks that write a Megatron checkpoint of a model with a selection rule.
+"""Ranks that write a Megatron checkpoint of a model with a selection rule or hybrid attention.
 
-The model is saved at some sizes and loaded at others. Arguments: a folder, and the rule.
+The model is saved at some sizes and loaded at others. Arguments: a folder, and the rule
+or "hybrid".
 """
 
 import sys
@@ -17,4 +18,8 @@ if __name__ == "__main__":
     folder, rule = sys.argv[1:]
     sizes = {"context_parallel_size": 2, "tensor_model_parallel_size": 2}
     others = {"context_parallel_size": 4}
-    print(sparse_layers.saved_and_loaded(folder, sizes, others, sparse_layers.RULES[rule]))
+    layers = sparse_layers.RULES.get(rule)
+    if layers is None:
+        layers, latent = sparse_layers.HYBRID, sparse_layers.LATENT
+        sizes, others = latent | sizes, latent | others
+    print(sparse_layers.saved_and_loaded(folder, sizes, others, layers))

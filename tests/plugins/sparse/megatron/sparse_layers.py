@@ -19,6 +19,16 @@ RULES = {
     "msa": {"rule": "msa", "top_k": 2, "block": 4, "index_width": 8},
     "dsa": {"rule": "dsa", "top_k": 6, "index_heads": 3, "index_width": 8},
 }  # fmt: skip
+# Four layers of hybrid attention.
+LATENT = {
+    "multi_latent_attention": True, "num_layers": 4, "q_lora_rank": 24, "v_head_dim": 16,
+    "qk_pos_emb_head_dim": 8, "qk_head_dim": 8, "kv_lora_rank": 8,
+    "original_max_position_embeddings": 16, "add_bias_linear": False,
+}  # fmt: skip
+HYBRID = {
+    "rule": "csa", "csa_compress_ratios": [0, 4, 8, 4], "csa_window_size": 6, "top_k": 3,
+    "index_heads": 3, "index_width": 12, "o_groups": 2, "o_lora_rank": 12,
+}  # fmt: skip
 SIZES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
 
 
@@ -137,9 +147,10 @@ def train(changes, layers, burst=None, packed=False, steps=2, rate=0.05, micro=2
             helper.reduce_loss_in_tracker()
             index = helper.tracker.get("values", torch.zeros(1)).sum().item() / micro
             helper.clean_loss_in_tracker()
-            gradients = {p.whole: whole(p, p.main_grad) for p in model.parameters()}
+            trained = [p for p in model.parameters() if p.requires_grad]
+            gradients = {p.whole: whole(p, p.main_grad) for p in trained}
             with torch.no_grad():
-                for parameter in model.parameters():
+                for parameter in trained:
                     parameter -= rate * parameter.main_grad
             actual.append((total.item() / (LENGTH * micro), index, gradients))
     return actual
@@ -247,12 +258,22 @@ def by_hand(p, x, angles, arguments):
 # --- checkpoints and refusals ---------------------------------------------------------------------
 
 
-def names(changes, layers):
-    """Return name and whole shape of each entry of an indexer in this rank's checkpoint."""
+def names(changes, layers, prefix=None):
+    """Return name and whole shape of each entry of an indexer in this rank's checkpoint.
+
+    With a prefix, return the entries that begin with it, without the prefix and the dimension of
+    layers.
+    """
     sizes = {name: changes[name] for name in SIZES if name in changes}
     with parallel(**sizes):
         model = build(changes, layers, {})
         actual = model.module.sharded_state_dict()
+        if prefix is not None:
+            return {
+                n.removeprefix(prefix): tuple(t.global_shape)[t.prepend_axis_num :]
+                for n, t in actual.items()
+                if n.startswith(prefix) and hasattr(t, "prepend_axis_num")
+            }
         return {n: tuple(t.global_shape) for n, t in actual.items() if "indexer" in n}
 
 
