@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ....megatron import homes
@@ -15,9 +17,13 @@ from ....megatron.attention.hooks import DSAttention, is_sparse, module_of
 from ....megatron.checks.splitting import splits_with_burst
 from ....megatron.model_shape import DSA, ModelShape
 from ....megatron.patching import PatchSet, bound_to, burst_selected, require_function
+from ....spine_options import OFF
 from .checks import FLAG, selects
 from .dsa import BurstDSAttention
+from .hybrid_layers import HybridSelfAttention, hybrid_submodules
+from .hybrid_settings import hybrid_rule
 
+_SPECS = "megatron.core.models.gpt"
 _DEFAULTS = (None, "p2p")  # defaults of Megatron-Core and Megatron-LM
 
 
@@ -37,6 +43,44 @@ def patch(patches: PatchSet) -> None:
     patches.wrap(Attention, "__init__", ["config", "submodules"], _refuse_unsupported)
     home = homes.module("absorbed_mla")
     patches.wrap(home.AbsorbedMLASelfAttention, "__init__", ["config", "submodules"], _replace_core)
+    layers = homes.find("deepseek_v4_hybrid_attention")
+    if layers is not None:  # Megatron's branch for DeepSeek-V4
+        specs = importlib.import_module(f"{_SPECS}.experimental_attention_variant_module_specs")
+        patches.wrap(
+            specs, "get_dsv4_hybrid_module_spec_for_backend", ["config", "backend"], _hybrid_spec
+        )
+        patches.wrap(layers.DSv4HybridAttention, "__init__", ["config"], _refuse_megatrons_hybrid)
+
+
+def _hybrid_spec(original: Callable, config: Any, backend: Any) -> Any:
+    """Return the spec of DeepSeek-V4's attention: our layers if the run selects them.
+
+    Parameters and their names in checkpoints are Megatron's.
+    """
+    spec, burst = original(config, backend), getattr(config, "burst", None)
+    if burst is None or burst.sparse == OFF or not splits_with_burst(config, burst):
+        return spec
+    return ModuleSpec(
+        module=HybridSelfAttention,
+        params={"rule": hybrid_rule("csa", {})},
+        submodules=hybrid_submodules(spec.submodules.linear_proj),
+        metainfo=spec.metainfo,
+    )
+
+
+def _refuse_megatrons_hybrid(original: Callable, /, *args: Any, **kwargs: Any) -> None:
+    """Raise `ValueError` before Megatron's own hybrid attention is built for a run with a ring.
+
+    Megatron's layers need a contiguous cut of packed sequences, which BurstAttention replaces.
+    """
+    config = bound_to(original, args, kwargs).arguments["config"]
+    if splits_with_burst(config, getattr(config, "burst", None)):
+        raise ValueError(
+            "Megatron's DSv4HybridAttention does not run with BurstAttention at "
+            f"--context-parallel-size {config.context_parallel_size}: call `configure` before the "
+            f"layer spec is made and omit {FLAG} {OFF}, or use --context-parallel-algo {OFF}"
+        )
+    original(*args, **kwargs)
 
 
 def _allow_any_exchange(original: Callable, self: Any) -> None:

@@ -15,6 +15,7 @@ index heads.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -43,7 +44,7 @@ from ..compress import compress
 from ..indexer import select
 from ..loss import indexer_loss
 from .hybrid_plans import HybridKind, HybridPlans
-from .hybrid_settings import HybridRule, HybridSettings, hybrid_problems
+from .hybrid_settings import HybridRule, HybridSettings, hybrid_problems, is_megatrons
 from .index_branch import RowNorm, device_of, replicated_linear
 from .index_loss import attached
 from .selecting_layers import PlannedLayer
@@ -235,7 +236,7 @@ class HybridCoreAttention(MegatronModule):
             self.indexer = Indexer(config, settings, ratio)
             self.indexer.requires_grad_(settings.loss_coeff > 0)
         self.planned = PlannedLayer(config, pg_collection, layer_number, "hybrid attention", kinds)
-        yarn = bool(ratio) and config.rope_type == "yarn"
+        yarn = bool(ratio) and (config.rope_type == "yarn" or is_megatrons(config))
         base = settings.csa_compress_rotary_base if ratio else config.rotary_base
         self.rotation = Rotation(config, base, yarn)
         heads = config.num_attention_heads // self.tp_group.size()
@@ -341,6 +342,8 @@ class HybridSelfAttention(MegatronModule):
         layer_number: Layer number, from 1.
         rule: Arguments of `mb.sparse_layer_spec`.
         pg_collection: Process groups of Megatron; None for Megatron's global groups.
+        compress_ratio: Ratio of this layer, as specs of Megatron's hybrid models pass it; None for
+            the entry of `csa_compress_ratios`.
         unused: Further arguments of Megatron.
 
     Raises:
@@ -354,6 +357,7 @@ class HybridSelfAttention(MegatronModule):
         layer_number: int,
         rule: HybridRule,
         pg_collection: Any = None,
+        compress_ratio: int | None = None,
         **unused: Any,
     ) -> None:
         super().__init__(config=config)
@@ -365,7 +369,10 @@ class HybridSelfAttention(MegatronModule):
             )
         refuse(hybrid_problems(config, rule))
         settings = rule.settings(config)
-        if len(set(settings.csa_compress_ratios)) > 1:
+        if compress_ratio is not None:
+            ratios = (compress_ratio,) * max(config.num_layers, layer_number)
+            settings = dataclasses.replace(settings, csa_compress_ratios=ratios)
+        if compress_ratio is not None or len(set(settings.csa_compress_ratios)) > 1:
             # Megatron otherwise stacks the parameters of all layers in checkpoints.
             config.hetereogenous_dist_checkpoint = True
         if pg_collection is None:

@@ -19,6 +19,7 @@ from ....spine_options import OFF
 from .checks import FLAG, SELECTING
 
 CSA, HCA = 4, 128  # ratios of DeepSeek-V4
+VARIANT = "dsv4_hybrid"  # Megatron's name for models with these layers
 LOSS = 0.01  # default weight of an indexer's loss
 NAME = "layers with hybrid attention"
 
@@ -182,6 +183,17 @@ _RULES = (
          remove=("--burst-attention-layout",)),
     Rule(lambda c, b: b.mask, "{flag} with --burst-mask {b.mask}, which was not tested",
          remove=("--burst-mask",)),
+    Rule(lambda c, b: is_megatrons(c) and not c.csa_dense_mode and c.dsa_indexer_loss_coeff
+         and not c.dsa_indexer_use_sparse_loss,
+         "{flag}: the indexer's loss covers only selected keys",
+         add=("--dsa-indexer-use-sparse-loss",)),
+    Rule(lambda c, b: is_megatrons(c) and c.dsa_kernel_backend not in (None, "none"),
+         "{flag}: --dsa-kernel-backend {c.dsa_kernel_backend} computes over keys of the whole "
+         "sequence", add=("--dsa-kernel-backend none",)),
+    Rule(lambda c, b: is_megatrons(c) and not c.qk_layernorm,
+         "{flag} normalize queries and keys", add=("--qk-layernorm",)),
+    Rule(lambda c, b: c.normalization != "RMSNorm", "{flag} have RMS norms",
+         add=("--normalization RMSNorm",)),
     Rule("window_size", "{flag} with --window-size: pass csa_window_size to sparse_layer_spec",
          remove=("--window-size",)),
     Rule(lambda c, b: c.softmax_type not in (None, "vanilla"),
@@ -190,6 +202,15 @@ _RULES = (
     Rule(lambda c, b: c.fp8 or c.fp4, "{flag} with fp8 or fp4, which was not tested",
          remove=("--fp8-format", "--fp4-format")),
 )  # fmt: skip
+
+
+def is_megatrons(config: Any) -> bool:
+    """Return whether Megatron's own settings select hybrid attention.
+
+    Args:
+        config: `TransformerConfig` of the model.
+    """
+    return getattr(config, "experimental_attention_variant", None) == VARIANT
 
 
 def hybrid_problems(config: Any, rule: HybridRule) -> Iterator[Problem]:
