@@ -10,6 +10,7 @@ Shape letters: s local rows, b batch, h query heads, k key/value heads, d width,
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from operator import or_
 from typing import Any
 
 import torch
@@ -116,14 +117,13 @@ def selected_plan(
 ) -> Plan:
     """Return the plan of one call with a selection, for `mb.joint_attention`.
 
-    The gradients are those that `plan` has.
-
     Args:
         q: Queries of this rank's shard [s, b, h, d].
         k: Keys of this rank's shard [t, b, k, d].
         v: Values of this rank's shard [t, b, k, w], or None if values are the keys.
         selection: Same as in `mb.sparse_attention`.
-        plan: Plan of `mb.prepare` for the keys of the selection.
+        plan: Plan of `mb.prepare` for the keys of the selection. The result has the gradients of
+            this plan, also if these tensors need none, as under `torch.no_grad`.
         scale: Same as in `mb.sparse_attention`.
         sink: Sink that the call will pass.
         kernel: Same as in `mb.sparse_attention`.
@@ -137,7 +137,8 @@ def selected_plan(
     at = selected_setting(selection, plan, None, None)
     options = replace(at.options, softmax_scale=at.scale(q, scale), store=at.store)
     operation = _operation(at, options, q, k, v, selection, sink, kernel)
-    made = plan_of(replace(operation, needs_grad=plan.needs_grad))
+    needs_grad = tuple(map(or_, operation.needs_grad, plan.needs_grad))  # q must fit other plans
+    made = plan_of(replace(operation, needs_grad=needs_grad))
     return made.with_kernel(kernel_for(made, selection))
 
 
