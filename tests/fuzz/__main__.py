@@ -8,7 +8,7 @@ from pathlib import Path
 # the oracles and the ranks of the tests
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
-PARTS = ("misuse", "attention", "sparse", "lm_head", "gloo", "faults")
+PARTS = ("misuse", "attention", "sparse", "compressed", "lm_head", "gloo", "faults")
 MORE = ("nccl",)  # only when asked for
 
 

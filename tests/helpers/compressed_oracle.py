@@ -197,10 +197,9 @@ def attention(q, key_sets, scale, sink=None):
         logits = torch.einsum("sbhd,tbhd->sbht", q.to(dtype), keys) * scale
         scores.append(logits.masked_fill(~seen.unsqueeze(2), -math.inf))
         values.append(keys)
+    sink = q.new_full(q.shape[2:3], -math.inf) if sink is None else sink
+    scores.append(sink.to(dtype).view(1, 1, -1, 1).expand(*q.shape[:3], 1))
     scores, values = torch.cat(scores, -1), torch.cat(values)
-    if sink is not None:
-        column = sink.to(dtype).view(1, 1, -1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, column], -1)
     most = scores.detach().amax(-1, keepdim=True)
     weights = (scores - torch.where(most == -math.inf, 0.0, most)).exp()
     total = weights.sum(-1, keepdim=True)
@@ -242,7 +241,8 @@ def solve(shape, tensors, dout, dloss=None, ids=None):
         if dloss is not None:
             selected = [(keys.detach(), visible)]
             _, p = attention(leaves["q"].detach(), selected, shape.factor)
-            loss = sparse_oracle.indexer_loss(scores.unsqueeze(2), ids, p, 1)[:, :, 0]
+            wide = scores.unsqueeze(2).double(), ids, p.double(), 1
+            loss = sparse_oracle.indexer_loss(*wide)[:, :, 0]
     out, _ = attention(leaves["q"], sets, shape.factor, sink)
     results = [(out, dout)] + ([] if loss is None else [(loss, dloss)])
     gradients = torch.autograd.grad(

@@ -1,9 +1,11 @@
-"""A short search with fixed seeds; `make fuzz ARGS=sparse` searches without a limit."""
+"""Short searches with fixed seeds; `make fuzz ARGS='sparse compressed'` searches without a limit."""
 
-from fuzz import sparse
+import pytest
+from fuzz import compressed, sparse
 
 
-def test_random_layers():
-    tally = sparse.search(range(8))
+@pytest.mark.parametrize("part", [sparse, compressed], ids=["sparse", "compressed"])
+def test_random_layers(part):
+    tally = part.search(range(8))
     assert not tally.failures, tally
     assert tally.tried == 8
