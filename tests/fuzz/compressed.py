@@ -51,6 +51,7 @@ class CompressedCall:
     far: dict  # options of the plan for the compressed keys
     kernel: str
     needs: frozenset
+    planned: frozenset  # `needs`, and tensors whose gradients were foreseen in vain
     strides: str
     with_loss: bool
     swapped: bool
@@ -116,6 +117,7 @@ def _call(rng: random.Random, grid: Grid, number: int) -> CompressedCall:
     key_layout, key_positions, keys_laid = _key_layout(rng, size, shape.keys // size)
     window = _options(rng, grid, key_heads, selected=False)
     far = _options(rng, grid, compressed_heads, selected=kind == "csa")
+    needs = frozenset(name for name in NAMES if rng.random() < rng.choice([0.85, 0.85, 0.3]))
     kinds = {
         f"kind {kind}", f"dtype {str(dtype)[6:]}", f"layout {laid}", f"keys {keys_laid}",
         f"window {window['algorithm']}", f"far {far['algorithm']}", f"ratio {ratio}",
@@ -125,7 +127,7 @@ def _call(rng: random.Random, grid: Grid, number: int) -> CompressedCall:
         placed=layer.Placed(layout, positions, key_layout, key_positions),
         documents=documents, explicit=explicit, dtype=dtype, ties=ties, window=window, far=far,
         kernel=rng.choice(["auto", "aten", "reference"]),
-        needs=frozenset(name for name in NAMES if rng.random() < 0.85),
+        needs=needs, planned=needs | {*NAMES} if rng.random() < 0.3 else needs,
         strides=rng.choice(STRIDES), with_loss=kind == "csa" and rng.random() < 0.5,
         swapped=rng.random() < 0.3, label=rng.choice([None, f"call {number}"]),
         again=rng.random() < 0.2, twice=rng.random() < 0.15, kinds=frozenset(kinds),
@@ -194,7 +196,7 @@ def faults(case: CompressedCase) -> list[str]:
         if call.plans not in made:
             masks = layer.masks(call.shape, call.documents, call.explicit)
             made[call.plans] = layer.plans(
-                groups, call.shape, call.placed, masks, call.needs, call.dtype, call.window,
+                groups, call.shape, call.placed, masks, call.planned, call.dtype, call.window,
                 call.far,
             )  # fmt: skip
         flying[n] = _forward(call, groups, made[call.plans])
@@ -343,6 +345,7 @@ def kinds(case: CompressedCase) -> list[str]:
         )
         found += ["sink"] * shape.sink + ["equal scores"] * call.ties + ["loss"] * call.with_loss
         found += ["frozen"] * (len(call.needs) < len(NAMES)) + ["backward twice"] * call.twice
+        found += ["gradients in vain"] * (call.planned != call.needs)
         found += ["computed again"] * call.again + ["compressed keys first"] * call.swapped
         found += ["all are selected"] * (shape.kind == "csa" and shape.top_k > shape.keys)
         found += ["index tensors frozen"] * call.needs.isdisjoint(INDEX)

@@ -1,4 +1,4 @@
-"""Short searches with fixed seeds; `make fuzz ARGS='sparse compressed'` searches without a limit."""
+"""Short searches with fixed seeds; `make fuzz ARGS="sparse compressed"` searches without limit."""
 
 import pytest
 from fuzz import compressed, sparse
