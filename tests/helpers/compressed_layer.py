@@ -8,7 +8,6 @@ from compressed_oracle import ROWS, SHARED, normalized
 import megatron_burst as mb
 from megatron_burst.planning.plan import Plan
 from megatron_burst.plugins.sparse.attention import selected_plan
-from megatron_burst.plugins.testing import in_process
 
 
 class LayerPlans(NamedTuple):
@@ -50,11 +49,18 @@ def masks(shape, documents=True, explicit=True):
     return window, mb.masks.Compressed(shape.ratio, cu_seqlens=list(shape.bounds), **keys)
 
 
-def plans(groups, shape, placed, layer_masks, needs, dtype=torch.float64, window=None, far=None):
-    """`LayerPlans` of each rank.
+def plans(groups, *arguments, **options):
+    """`rank_plans` of each rank of `groups`, which are in one process."""
+    return groups.run(lambda own: rank_plans(own, *arguments, **options), groups.ranks)
+
+
+def rank_plans(
+    groups, shape, placed, layer_masks, needs, dtype=torch.float64, window=None, far=None
+):
+    """`LayerPlans` of one rank.
 
     Args:
-        groups: Ranks in one process.
+        groups: `mb.Groups` of the rank.
         shape: `compressed_oracle.LayerShape`.
         placed: Layouts.
         layer_masks: Result of `masks`.
@@ -65,21 +71,19 @@ def plans(groups, shape, placed, layer_masks, needs, dtype=torch.float64, window
     """
 
     def rows(positions, heads, need):
-        size = shape.batch, heads, shape.width
-        return [torch.empty(len(p), *size, dtype=dtype, requires_grad=need) for p in positions]
+        size = len(positions[groups.rank]), shape.batch, heads, shape.width
+        return torch.empty(size, dtype=dtype, requires_grad=need)
 
     shared = {"groups": groups, "layout": placed.layout, "softmax_scale": shape.scale}
     q = rows(placed.positions, shape.heads, "q" in needs)
     kv = rows(placed.positions, shape.key_heads, "kv" in needs)
-    near = in_process.prepare(q, kv, kv, mask=layer_masks[0], **shared, **(window or {}))
+    near = mb.prepare(q, kv, kv, mask=layer_masks[0], **shared, **(window or {}))
     if shape.kind == "window":
-        return [LayerPlans(plan, None) for plan in near.ranks]
+        return LayerPlans(near, None)
     needed = not {"values", "gates", "bias"}.isdisjoint(needs)
     keys = rows(placed.key_positions, shape.compressed_heads, needed)
-    compressed = in_process.prepare(
-        q, keys, keys, mask=layer_masks[1], key_layout=placed.key_layout, **shared, **(far or {})
-    )
-    return [LayerPlans(*both) for both in zip(near.ranks, compressed.ranks, strict=True)]
+    options = shared | {"mask": layer_masks[1], "key_layout": placed.key_layout} | (far or {})
+    return LayerPlans(near, mb.prepare(q, keys, keys, **options))
 
 
 def attend(shape, x, both, kernel="auto", with_loss=False, swapped=False, label=None):

@@ -1,5 +1,7 @@
 """Selection and sparse attention on gloo ranks: equal to one process, errors if ranks differ."""
 
+import compressed_layer as layer
+import compressed_oracle
 import pytest
 import torch
 import torch.distributed as dist
@@ -52,6 +54,48 @@ def test_ranks_of_their_own_find_what_one_process_finds(ranks):
         assert torch.equal(actual[0], of_rank[0])
         for own, other in zip(actual[1:], of_rank[1:], strict=True):
             torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
+
+
+BOUNDS = (0, 2, 2, 15, 32)
+SHAPE = compressed_oracle.LayerShape(
+    "csa", S, 8, 4, BOUNDS, compressed_oracle.keys_of_documents(BOUNDS, 4), 3, overlap=True
+)
+NEEDED = "values", "gates", "q", "kv", "bias", "sink"
+
+
+def compressed_on_this_rank(tensors, dout):
+    """Return output, ids and gradients of a layer with selected compressed keys on this rank."""
+    groups = mb.Groups.flat(dist.group.WORLD)
+    layouts = [mb.layout.make(name, cp_size=groups.size) for name in ("zigzag", "contiguous")]
+    positions = [
+        [layout.positions(rank, length) for rank in range(groups.size)]
+        for layout, length in zip(layouts, (S, SHAPE.keys), strict=True)
+    ]
+    placed = layer.Placed(layouts[0], positions[0], layouts[1], positions[1])
+    plans = layer.rank_plans(groups, SHAPE, placed, layer.masks(SHAPE), NEEDED)
+    x = layer.split(tensors, placed, NEEDED)[groups.rank]
+    out, _, ids = layer.attend(SHAPE, x, plans)
+    rows = positions[0][groups.rank]
+    out.backward(dout[rows])
+    return rows, out.detach(), ids, {name: x[name].grad for name in NEEDED}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_compressed_keys_on_ranks_of_their_own(ranks, size):
+    tensors = compressed_oracle.draw(SHAPE, 1)
+    dout = torch.randn(S, SHAPE.batch, SHAPE.heads, SHAPE.width).double()
+    expected = compressed_oracle.solve(SHAPE, tensors, dout)
+    results = ranks(size).run(compressed_on_this_rank, tensors, dout)
+    rows, outs, ids, gradients = zip(*results, strict=True)
+    for part, out, own, of_rank in zip(rows, outs, ids, gradients, strict=True):
+        torch.testing.assert_close(out, expected["out"][part], rtol=0, atol=1e-10)
+        for t, selected in zip(part, own[:, :, 0].tolist(), strict=True):
+            assert [[u for u in some if u >= 0] for some in selected] == expected["ids"][t]
+        for name in ("values", "gates", "q", "kv"):
+            torch.testing.assert_close(of_rank[name], expected[name][part], rtol=0, atol=1e-10)
+    for name in ("bias", "sink"):  # of this rank's keys and rows only
+        total = sum(of_rank[name] for of_rank in gradients)
+        torch.testing.assert_close(total, expected[name], rtol=0, atol=1e-10)
 
 
 def error_of(fault):
