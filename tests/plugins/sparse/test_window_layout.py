@@ -1,5 +1,7 @@
 """Layout of compressed keys: each key is with the last row of its window."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -13,7 +15,7 @@ def by_hand(rows_of, ratio, documents):
     """The keys of each rank, from the rows of each rank; and the number of keys."""
     owner = {row: rank for rank, rows in enumerate(rows_of) for row in rows}
     keys, number = [[] for _ in rows_of], 0
-    for first, last in zip(documents, documents[1:], strict=False):
+    for first, last in itertools.pairwise(documents):
         for start in range(first, last - ratio + 1, ratio):
             keys[owner[start + ratio - 1]].append(number)
             number += 1
