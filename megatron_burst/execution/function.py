@@ -53,7 +53,7 @@ def forward(
             ring computes.
 
     Returns:
-        out [s, b, h, w], and the tensors that backward needs: those of `shard`, out and lse. If
+        out [s, b, h, w], and the tensors that backward needs: `shard`, out and lse. If
         ranks share heads, these have the rows of all ranks that share heads, and this rank's heads.
     """
     chunk, shared = rank_plan.chunks[0], len(rank_plan.ulysses_links) > 1

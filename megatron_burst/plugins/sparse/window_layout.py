@@ -16,7 +16,7 @@ from ...layout.layouts import SpanArray, Spans
 from ...masks.compressed import Compressed
 
 
-class _Shards(NamedTuple):
+class _KeyShards(NamedTuple):
     """Key positions of all ranks.
 
     Attributes:
@@ -83,7 +83,7 @@ class WindowLayout(Layout):
             )
 
     @cached_property
-    def _shards(self) -> _Shards:
+    def _shards(self) -> _KeyShards:
         owner = np.empty(self.seq_len, dtype=np.int64)
         for rank in range(self.cp_size):
             owner[self.queries.positions(rank, self.seq_len)] = rank
@@ -99,7 +99,7 @@ class WindowLayout(Layout):
             np.sort(np.concatenate([keys[of_key == rank], fillers[rank]]))
             for rank in range(self.cp_size)
         )
-        return _Shards(rows, positions)
+        return _KeyShards(rows, positions)
 
     def _spans(self, rank: int, seq_len: int) -> SpanArray:
         positions = self._shards.positions[rank]

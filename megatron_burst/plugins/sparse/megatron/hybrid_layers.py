@@ -139,7 +139,7 @@ class Compressor(MegatronModule):
         return rotation(self.norm(keys).unsqueeze(2), plans.key_positions)
 
 
-class Indexer(MegatronModule):
+class CompressedIndexer(MegatronModule):
     """Index queries, index keys and head weights, which select compressed keys.
 
     Names in checkpoints: `linear_wq_b.weight` [i * d, q rank], `linear_weights_proj.weight` [i, w],
@@ -233,7 +233,7 @@ class HybridCoreAttention(MegatronModule):
             self.compressor = Compressor(config, ratio, config.v_head_dim, overlap)
             kinds.append(HybridKind(kind.burst, kind.cut, kind.window, ratio, selects))
         if selects:
-            self.indexer = Indexer(config, settings, ratio)
+            self.indexer = CompressedIndexer(config, settings, ratio)
             self.indexer.requires_grad_(settings.loss_coeff > 0)
         self.planned = PlannedLayer(config, pg_collection, layer_number, "hybrid attention", kinds)
         yarn = bool(ratio) and (config.rope_type == "yarn" or is_megatrons(config))
