@@ -19,6 +19,7 @@ from .. import flags
 
 _FIELDS = {flag.name: flag.field for flag in flags.FLAGS} | {"--burst-intra-size": "intra"}
 _ALIASES = {
+    "--calculate-per-token-loss": "calculate_per_token_loss=True",
     "--no-rope-fusion": "apply_rope_fusion=False",
     "--fp8-format": "fp8",
     "--recompute-activations": "recompute_granularity=selective",
