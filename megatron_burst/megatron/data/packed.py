@@ -217,8 +217,18 @@ class Packs:
                 "packed_seq_params: these tensors belong to the images of another micro-batch, "
                 "which may still be in flight: give every micro-batch its own tensors"
             )
-        vars(pack)["_made"] = self._made.setdefault(pack.cut_key, pack._made)
+        self.share_cut(pack)
         self._noted[cu_seqlens] = version_of(cu_seqlens), pack
+
+    def share_cut(self, pack: Pack) -> None:
+        """Let `pack` share layouts and indices with all packs that have the same `cut_key`.
+
+        Slicing, rotary embedding and attention have different tensors with equal values.
+
+        Args:
+            pack: the pack; changed.
+        """
+        vars(pack)["_made"] = self._made.setdefault(pack.cut_key, pack._made)
 
     def _noted_of(self, cu_seqlens: torch.Tensor) -> Any:
         """Return the pack that `note` registered for this tensor object, or None."""
@@ -263,9 +273,7 @@ class Packs:
         if entry is None or entry[1] != state or (with_padding and entry[0]() is not padded):
             reference = TensorWeakRef(padded) if with_padding else None
             pack = pack_of(total, cu_seqlens, padded)
-            # Shared, because slicing, rotary embedding and attention have different tensors with
-            # equal values.
-            vars(pack)["_made"] = self._made.setdefault(pack.cut_key, pack._made)
+            self.share_cut(pack)
             entry = entries[with_padding] = reference, state, pack
         return entry[2]
 

@@ -122,14 +122,14 @@ class CrossCoreAttention(BurstCoreAttention):
         Raises:
             ValueError: Arguments are not supported; all ranks raise the same error.
         """
-        if packed_seq_params is None:
-            raise ValueError(
-                "packed_seq_params is None: cross-attention requires the boundaries of the clips "
-                "and of the texts"
-            )
-        ranks = self._book(packed_seq_params).groups.size
-        keys = self._cross_pack(packed_seq_params, len(query) * ranks).texts[-1]
         with self.book.shared_errors(self.leads):
+            if packed_seq_params is None:
+                raise ValueError(
+                    "packed_seq_params is None: cross-attention requires the boundaries of the "
+                    "clips and of the texts"
+                )
+            ranks = self._book(packed_seq_params).groups.size
+            keys = self._cross_pack(packed_seq_params, len(query) * ranks).texts[-1]
             if len(key) < keys:
                 raise ValueError(
                     f"key has {len(key)} rows, and the texts have {keys}: every rank must hold all "
@@ -174,7 +174,7 @@ class CrossCoreAttention(BurstCoreAttention):
                 clips=_alternating(params.cu_seqlens_q, params.cu_seqlens_q_padded, total),
                 texts=_alternating(params.cu_seqlens_kv, params.cu_seqlens_kv_padded),
             )
-            vars(pack)["_made"] = clips._made
+            packs().share_cut(pack)
             made[total] = pack
         return made[total]
 
