@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from ...megatron import patching
+from ...recipes.diffusion_models import is_diffusion
 from ...recipes.layers import is_ours
 from . import cpu
 
@@ -77,7 +78,16 @@ def disable() -> None:
 
 
 def adapt(recipe: Any) -> None:
-    """Change a recipe of Bridge so that it trains on a CPU: fp32, gloo, no fused kernels."""
+    """Change a recipe of Bridge so that it trains on a CPU: fp32, gloo, no fused kernels.
+
+    Raises:
+        ValueError: The recipe has a diffusion model.
+    """
+    if is_diffusion(recipe.model):
+        raise ValueError(
+            f"--cpu with {type(recipe.model).__name__}: layers of diffusion models require "
+            "Transformer Engine, which requires a GPU; remove --cpu"
+        )
     provider = importlib.import_module("megatron.bridge.models.gpt_provider")
     recipe.mixed_precision = None
     recipe.dist.distributed_backend = "gloo"
