@@ -80,7 +80,7 @@ def _forward_step(recipe: Any) -> Any:
     """Return Bridge's forward step for the model: diffusion, language or vision-language."""
     diffusion = _module("recipes.diffusion_models").diffusion_recipes(recipe.model)
     if diffusion is not None:
-        return diffusion.forward_step(recipe.model)
+        return diffusion.forward_step(recipe)
     name = "vlm_step" if _module("recipes.vision_models").is_vision(recipe.model) else "gpt_step"
     return _module(f"training.{name}", "megatron.bridge").forward_step
 

@@ -55,8 +55,8 @@ class DiffusionRecipes(Protocol):
         """Return Bridge's function that makes the recipe `name` of a diffusion model, or None."""
         ...
 
-    def forward_step(self, model: Any) -> Any:
-        """Return Bridge's forward step that trains the model of a provider."""
+    def forward_step(self, recipe: Any) -> Any:
+        """Return Bridge's forward step that trains the model of a recipe."""
         ...
 
 

@@ -10,12 +10,16 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from ...config import OFF, BurstConfig
+from ...config import FIELDS, OFF, BurstConfig
 from ...megatron import patching
 from ...megatron.checks.problem import Problem
 from ...megatron.checks.splitting import uses_burst
 
 TESTED = "0.6.2"
+# Options that take effect in methods of Megatron's layer class, for models with other layers.
+OWN_FORWARD: dict[str, str] = dict.fromkeys(
+    ("sequence_chunks", "mlp_tiles", "offload"), "whose layers do not run Megatron's forward"
+)
 S = TypeVar("S")
 
 
@@ -95,13 +99,21 @@ def uses_burst_attention(config: Any) -> bool:
     return uses_burst(config, getattr(config, "burst", None))
 
 
-def untested_options(name: str, burst: BurstConfig) -> Iterator[Problem]:
-    """Yield a problem for each option that was not tested with a model whose mask is fixed.
+def option_problems(
+    name: str, burst: BurstConfig, refused: Mapping[str, str] | None = None
+) -> Iterator[Problem]:
+    """Yield a problem for each option that a model with a fixed mask does not support.
 
     Args:
         name: The name of the provider.
         burst: The options of the run.
+        refused: Further options that the model does not support, each with the reason.
     """
+    for option, reason in (refused or {}).items():
+        if option in FIELDS:  # options of a plugin that is not installed are absent
+            flag, value = FIELDS[option].flag, getattr(burst, option)
+            if value != FIELDS[option].default:
+                yield Problem(f"{flag} {value} with {name}, {reason}", remove=(flag,))
     if burst.attention_layout not in (None, burst.layout):
         yield Problem(
             f"--burst-attention-layout {burst.attention_layout} with {name} was not tested",
@@ -126,6 +138,40 @@ def head_problems(name: str, burst: BurstConfig) -> Iterator[Problem]:
             f"--burst-lm-head-loss {burst.lm_head_loss} with {name}, whose training step computes "
             "the loss from outputs of the model",
             remove=("--burst-lm-head-loss",),
+        )
+
+
+def mean_problems(name: str, transformer: Any, burst: BurstConfig) -> Iterator[Problem]:
+    """Yield a problem for means per rank, in a model whose ranks differ in tokens with a loss.
+
+    Layout balanced is refused by `checks.config`.
+
+    Args:
+        name: The name of the provider.
+        transformer: The `TransformerConfig`.
+        burst: The options of the run.
+    """
+    if burst.layout != "balanced" and not transformer.calculate_per_token_loss:
+        yield Problem(
+            f"calculate_per_token_loss=False with {name}: ranks have different numbers of tokens "
+            "with a loss, so the mean over ranks is not the mean over tokens; set "
+            "model.calculate_per_token_loss=True and ddp.average_in_collective=False"
+        )
+
+
+def pipeline_problems(name: str, transformer: Any, reason: str) -> Iterator[Problem]:
+    """Yield a problem for pipeline parallelism, which Bridge does not support in the model.
+
+    Args:
+        name: The name of the provider.
+        transformer: The `TransformerConfig`.
+        reason: The part of Bridge that prevents it.
+    """
+    size = transformer.pipeline_model_parallel_size
+    if size > 1:
+        yield Problem(
+            f"--pipeline-model-parallel-size {size} with {name}: {reason}",
+            add=("--pipeline-model-parallel-size=1",),
         )
 
 

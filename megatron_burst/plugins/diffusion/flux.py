@@ -3,7 +3,8 @@
 
 Text and image are cut over ranks separately, in the layout of the run, and a rank holds its rows of
 both. Attention has no mask, so its result does not depend on the order of the rows. The output of
-the model is gathered, because Bridge's training step computes the loss of whole images.
+the model is gathered, because Bridge's training step computes the loss of whole images. Therefore
+ranks must draw the same noise, which is checked.
 """
 
 from __future__ import annotations
@@ -20,20 +21,21 @@ from ...megatron import patching
 from ...megatron.checks.problem import Problem
 from ...megatron.data.slicing import context_group, held_positions, shard_sequence
 from . import bridge
+from .same_inputs import check_same
 
 PROVIDER = "FluxProvider"
 _MODEL, _LAYERS = "models.flux.flux_model", "models.flux.flux_layer_spec"
 _SPEC = "get_flux_double_transformer_engine_spec"
 _DIMS = {"img": 0, "txt": 0, "img_ids": 1, "txt_ids": 1}
 _CONTROL = ("controlnet_double_block_samples", "controlnet_single_block_samples")
-_NEEDED = (
+NEEDED = (
     bridge.Needed(_MODEL, "Flux.__init__", ("config",)),
-    bridge.Needed(_MODEL, "Flux.forward", (*_DIMS, *_CONTROL)),
+    bridge.Needed(_MODEL, "Flux.forward", (*_DIMS, "timesteps", "y", *_CONTROL)),
     bridge.Needed(_LAYERS, _SPEC, ()),
 )
 
 
-def flux_layer_spec(config: Any) -> Any:
+def layer_spec(config: Any) -> Any:
     """Return Bridge's spec of the layers with joint attention.
 
     Args:
@@ -42,22 +44,16 @@ def flux_layer_spec(config: Any) -> Any:
     return getattr(bridge.module(_LAYERS), _SPEC)()
 
 
-def prepare(model: Any, is_ours: Callable[[Any], bool]) -> None:
-    """Give the provider a layer spec, which configures its attention when the model is built.
+def patch_model(patches: patching.PatchSet, is_ours: Callable[[Any], bool]) -> None:
+    """Patch the model to configure its attention and to cut its inputs.
 
     Args:
-        model: The provider.
+        patches: The set of patches.
         is_ours: Test for a layer spec of `apply_burst` (`layers.is_ours`).
     """
-    bridge.check_version(PROVIDER, _NEEDED)
-    if not hasattr(model, "transformer_layer_spec"):
-        model.transformer_layer_spec = flux_layer_spec
-    name = f"recipes, {PROVIDER}"
-    if patching.installed(name) is None:
-        built = bridge.module(_MODEL).Flux
-        with patching.patch_set(name) as patches:
-            patches.wrap(built, "__init__", ["config"], partial(_built, is_ours))
-            patches.wrap(built, "forward", [*_DIMS, *_CONTROL], _cut)
+    model = bridge.module(_MODEL).Flux
+    patches.wrap(model, "__init__", ["config"], partial(_built, is_ours))
+    patches.wrap(model, "forward", [*_DIMS, *_CONTROL], _cut)
 
 
 def _built(
@@ -74,8 +70,11 @@ def _built(
 def problems(model: Any, transformer: Any, burst: BurstConfig) -> Iterator[Problem]:
     """Yield a problem for each unsupported setting; see `DiffusionRecipes.problems`."""
     name = type(model).__name__
-    yield from bridge.untested_options(name, burst)
+    refused = bridge.OWN_FORWARD | {"store": "whose layers Bridge does not recompute"}
+    yield from bridge.option_problems(name, burst, refused)
     yield from bridge.head_problems(name, burst)
+    reason = "every stage would have the whole model"
+    yield from bridge.pipeline_problems(name, transformer, reason)
     if burst.layout == "balanced":
         yield Problem(
             f"--burst-layout balanced with {name}: images are not packed documents",
@@ -94,11 +93,11 @@ def patch_bridge() -> None:
     """Do nothing: `prepare` patches the model."""
 
 
-def forward_step(model: Any) -> Any:
+def forward_step(recipe: Any) -> Any:
     """Return Bridge's forward step.
 
     Args:
-        model: The provider.
+        recipe: The recipe.
     """
     return bridge.module("models.flux.flux_step").FluxForwardStep()
 
@@ -107,7 +106,7 @@ def _cut(original: Callable, self: Any, *args: Any, **named: Any) -> torch.Tenso
     """Run the model on this rank's rows of text and image, and gather the output of all rows.
 
     Raises:
-        ValueError: The call has outputs of a ControlNet.
+        ValueError: The call has outputs of a ControlNet, or ranks have different inputs.
     """
     if not bridge.uses_burst_attention(self.config):
         return original(self, *args, **named)
@@ -116,6 +115,7 @@ def _cut(original: Callable, self: Any, *args: Any, **named: Any) -> torch.Tenso
     for name in _CONTROL:
         if inputs.get(name) is not None:
             raise ValueError(f"{name} is not supported over context-parallel ranks; omit it")
+    check_same("Flux", **{name: inputs.get(name) for name in (*_DIMS, "timesteps", "y")})
     for name, dim in _DIMS.items():
         inputs[name] = shard_sequence(inputs[name], dim=dim)
     return GatheredRows.apply(original(*bound.args, **bound.kwargs))

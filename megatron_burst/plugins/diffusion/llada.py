@@ -13,11 +13,12 @@ from ...config import BurstConfig
 from ...megatron.attention.core_attention import AttentionCall, BurstCoreAttention
 from ...megatron.attention.plan_book import ALL_ROWS, RowChunkSizes
 from ...megatron.checks.problem import Problem
+from ...megatron.patching import PatchSet
 from . import bridge
 
 PROVIDER = "LLaDA15ModelProvider"
 _HOME, _CLASS = "models.llada15.llada15_attention", "LLaDA15TEDotProductAttention"
-_NEEDED = (bridge.Needed(_HOME, f"{_CLASS}.forward", ("query", "packed_seq_params")),)
+NEEDED = (bridge.Needed(_HOME, f"{_CLASS}.forward", ("query", "packed_seq_params")),)
 
 
 class BidirectionalCoreAttention(BurstCoreAttention):
@@ -79,14 +80,13 @@ class BidirectionalCoreAttention(BurstCoreAttention):
         """Do nothing: the module has no state of generation."""
 
 
-def prepare(model: Any, is_ours: Callable[[Any], bool]) -> None:
-    """Check the version of Bridge; see `DiffusionRecipes.prepare`."""
-    bridge.check_version(PROVIDER, _NEEDED)
+def patch_model(patches: PatchSet, is_ours: Callable[[Any], bool]) -> None:
+    """Do nothing: the provider has a layer spec, in which `with_attention` replaces a class."""
 
 
 def problems(model: Any, transformer: Any, burst: BurstConfig) -> Iterator[Problem]:
     """Yield a problem for each unsupported setting; see `DiffusionRecipes.problems`."""
-    yield from bridge.untested_options(type(model).__name__, burst)
+    yield from bridge.option_problems(type(model).__name__, burst)
 
 
 def with_attention(model: Any, layers: Any) -> Any:
@@ -113,16 +113,16 @@ def patch_bridge() -> None:
     """Do nothing: Bridge has no training step of its own for LLaDA 1.5."""
 
 
-def forward_step(model: Any) -> Any:
+def forward_step(recipe: Any) -> Any:
     """Refuse to train with the launcher.
 
     Args:
-        model: The provider.
+        recipe: The recipe.
 
     Raises:
         ValueError: Always.
     """
     raise ValueError(
-        f"recipe: Bridge has no forward step for {type(model).__name__}: call apply_burst, and "
-        "Bridge's pretrain with your own step"
+        f"recipe: Bridge has no forward step for {type(recipe.model).__name__}: call apply_burst, "
+        "and Bridge's pretrain with your own step"
     )

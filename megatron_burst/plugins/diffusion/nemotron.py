@@ -37,13 +37,14 @@ from ...megatron.data.slicing import context_group, shard_sequence
 from ...megatron.specs import transformer_of
 from ...planning.prepare import AttentionOperation
 from . import bridge
+from .same_inputs import check_same
 
 PROVIDER = "NemotronLabsDiffusionModelProvider"
 _PROVIDERS = "models.nemotron_labs_diffusion.nemotron_labs_diffusion_provider"
 _ATTENTION = "models.common.nemotron_labs_diffusion_attention"
 _CLASS, _BLOCK_MASK = "NemotronLabsDiffusionAttention", "compute_block_mask"
 _STEP, _MASKING = "models.common.dgpt_step", "forward_process_simple_masking"
-_NEEDED = (
+NEEDED = (
     bridge.Needed(_PROVIDERS, f"{PROVIDER}.provide", ("vp_stage",)),
     bridge.Needed(_ATTENTION, f"{_CLASS}.__init__", ("config", "layer_number")),
     bridge.Needed(_ATTENTION, "apply_rotary_pos_emb", ("q", "k", "cos", "sin", "unsqueeze_dim")),
@@ -102,7 +103,7 @@ class BlockDiffusionCoreAttention(BurstCoreAttention):
     `BurstCoreAttention`.
 
     Raises:
-        ValueError: Row chunks are selected. Also the errors of `BurstCoreAttention`.
+        ValueError: Same as in `BurstCoreAttention`.
     """
 
     def __init__(
@@ -115,12 +116,6 @@ class BlockDiffusionCoreAttention(BurstCoreAttention):
     ) -> None:
         self._block = getattr(config, "block_size", 16)  # Bridge's default
         super().__init__(config, layer_number, AttnMaskType.no_mask, attention_type, **named)
-        if self.sequence_chunks not in (1, "auto"):
-            raise patching.user_error(
-                f"--burst-sequence-chunks {self.sequence_chunks}: {_CLASS} rotates its queries, "
-                "which row chunks do not support; remove --burst-sequence-chunks"
-            )
-        self._sequence_chunks = 1
         home, single_rank = bridge.module(_ATTENTION), copy.copy(config)
         single_rank.context_parallel_size = 1  # the class asserts it
         # Bridge's mask has a cost that is quadratic in the sequence.
@@ -164,12 +159,13 @@ class BlockDiffusionCoreAttention(BurstCoreAttention):
         Raises:
             ValueError: Arguments are not supported; all ranks raise the same error.
         """
-        if packed_seq_params is not None:
-            raise ValueError(
-                f"packed_seq_params: {_CLASS} does not support packed documents; call the model "
-                "without packed_seq_params"
-            )
-        query, key = self._rotated(query, key)
+        with self.book.shared_errors(self.leads):
+            if packed_seq_params is not None:
+                raise ValueError(
+                    f"packed_seq_params: {_CLASS} does not support packed documents; call the "
+                    "model without packed_seq_params"
+                )
+            query, key = self._rotated(query, key)
         return super().forward(
             query,
             key,
@@ -220,14 +216,15 @@ class BlockDiffusionCoreAttention(BurstCoreAttention):
             )
 
 
-def prepare(model: Any, is_ours: Callable[[Any], bool]) -> None:
-    """Patch the provider to build our core attention; see `DiffusionRecipes.prepare`."""
-    bridge.check_version(PROVIDER, _NEEDED)
-    name = f"recipes, {PROVIDER}"
-    if patching.installed(name) is None:
-        provider = getattr(bridge.module(_PROVIDERS), PROVIDER)
-        with patching.patch_set(name) as patches:
-            patches.wrap(provider, "provide", ["vp_stage"], partial(_provided, is_ours))
+def patch_model(patches: patching.PatchSet, is_ours: Callable[[Any], bool]) -> None:
+    """Patch the provider to build our core attention.
+
+    Args:
+        patches: The set of patches.
+        is_ours: Test for a layer spec of `apply_burst` (`layers.is_ours`).
+    """
+    provider = getattr(bridge.module(_PROVIDERS), PROVIDER)
+    patches.wrap(provider, "provide", ["vp_stage"], partial(_provided, is_ours))
 
 
 def _provided(
@@ -249,14 +246,12 @@ def problems(model: Any, transformer: Any, burst: BurstConfig) -> Iterator[Probl
             "layout, and ranks have equal work only with zigzag or striped",
             add=("--burst-layout zigzag",),
         )
-    yield from bridge.untested_options(name, burst)
+    chunks = "whose core attention rotates its queries, which row chunks do not support"
+    yield from bridge.option_problems(name, burst, {"sequence_chunks": chunks})
     yield from bridge.head_problems(name, burst)
-    if not getattr(transformer, "calculate_per_token_loss", True):
-        yield Problem(
-            f"calculate_per_token_loss=False with {name}: ranks predict different numbers of "
-            "tokens, so the mean over ranks is not the mean over tokens; set "
-            "model.calculate_per_token_loss=True and ddp.average_in_collective=False"
-        )
+    yield from bridge.mean_problems(name, transformer, burst)
+    reason = "Bridge's training step reads tokens and labels on every stage"
+    yield from bridge.pipeline_problems(name, transformer, reason)
 
 
 def with_attention(model: Any, layers: Any) -> Any:
@@ -276,11 +271,11 @@ def patch_bridge() -> None:
             patches.wrap(step, "_apply_noise", ["tokens", "loss_mask"], _noised)
 
 
-def forward_step(model: Any) -> Any:
+def forward_step(recipe: Any) -> Any:
     """Return Bridge's forward step, with its default seed.
 
     Args:
-        model: The provider.
+        recipe: The recipe.
     """
     return bridge.module(_STEP).DGPTStep()
 
@@ -334,6 +329,7 @@ def _masked(
     batch, rows = input_ids.shape
     tokens = input_ids.new_zeros(batch, rows * context_group().size())
     _, masked, probability = original(tokens, mask_token_id, eps=eps, generator=generator)
+    check_same("Nemotron Labs Diffusion", masked=masked, probability=probability)
     masked, probability = shard_sequence(masked), shard_sequence(probability)
     if loss_mask is not None:
         masked = masked & (loss_mask != 0)

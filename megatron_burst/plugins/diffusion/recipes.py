@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...config import BurstConfig
+from ...megatron import patching
 from ...megatron.checks.problem import Problem
 from . import bridge, flux, llada, nemotron, wan
 
@@ -34,8 +35,15 @@ def _module(model: Any) -> Any:
 
 
 def prepare(model: Any, is_ours: Callable[[Any], bool]) -> None:
-    """Prepare a provider; see `DiffusionRecipes.prepare`."""
-    _module(model).prepare(model, is_ours)
+    """Prepare a provider, and patch its model once; see `DiffusionRecipes.prepare`."""
+    module = _module(model)
+    bridge.check_version(module.PROVIDER, module.NEEDED)
+    if not hasattr(model, "transformer_layer_spec"):
+        model.transformer_layer_spec = module.layer_spec
+    name = f"recipes, {module.PROVIDER}"
+    if patching.installed(name) is None:
+        with patching.patch_set(name) as patches:
+            module.patch_model(patches, is_ours)
 
 
 def problems(model: Any, transformer: Any, burst: BurstConfig) -> Iterator[Problem]:
@@ -64,6 +72,6 @@ def recipe(name: str) -> Callable[[], Any] | None:
     return None
 
 
-def forward_step(model: Any) -> Any:
-    """Return Bridge's forward step of a model; see `DiffusionRecipes.forward_step`."""
-    return _module(model).forward_step(model)
+def forward_step(recipe: Any) -> Any:
+    """Return Bridge's forward step of a recipe; see `DiffusionRecipes.forward_step`."""
+    return _module(recipe.model).forward_step(recipe)

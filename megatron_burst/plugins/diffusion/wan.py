@@ -33,13 +33,14 @@ from ...megatron.data.packed import packs
 from ...megatron.data.slicing import context_group, shard_sequence
 from . import bridge
 from .cross_attention import CrossCoreAttention
+from .same_inputs import check_same
 
 PROVIDER = "WanModelProvider"
 _MODEL, _LAYERS = "models.wan.wan_model", "models.wan.wan_layer_spec"
 _PIPELINE, _CUT = "models.wan.flow_matching.flow_matching_pipeline_wan", "thd_split_inputs_cp"
 _DATA = "data.wan.wan_taskencoder"
 _SPEC = "get_wan_block_with_transformer_engine_spec"
-_NEEDED = (
+NEEDED = (
     bridge.Needed(_MODEL, "WanModel.__init__", ("config", "transformer_decoder_layer_spec")),
     bridge.Needed(_LAYERS, _SPEC, ()),
     bridge.Needed(_PIPELINE, "WanFlowMatchingPipeline.step", ("model", "batch")),
@@ -47,7 +48,7 @@ _NEEDED = (
 )
 
 
-def wan_layer_spec(config: Any) -> Any:
+def layer_spec(config: Any) -> Any:
     """Return Bridge's layer spec of Wan.
 
     Args:
@@ -56,21 +57,15 @@ def wan_layer_spec(config: Any) -> Any:
     return getattr(bridge.module(_LAYERS), _SPEC)()
 
 
-def prepare(model: Any, is_ours: Callable[[Any], bool]) -> None:
-    """Give the provider a layer spec, from which it builds the model.
+def patch_model(patches: patching.PatchSet, is_ours: Callable[[Any], bool]) -> None:
+    """Patch the model to read the layer spec of its provider.
 
     Args:
-        model: The provider.
+        patches: The set of patches.
         is_ours: Test for a layer spec of `apply_burst` (`layers.is_ours`).
     """
-    bridge.check_version(PROVIDER, _NEEDED)
-    if not hasattr(model, "transformer_layer_spec"):
-        model.transformer_layer_spec = wan_layer_spec
-    name = f"recipes, {PROVIDER}"
-    if patching.installed(name) is None:
-        built = bridge.module(_MODEL).WanModel
-        with patching.patch_set(name) as patches:
-            patches.wrap(built, "__init__", ["config"], partial(_built, is_ours))
+    model = bridge.module(_MODEL).WanModel
+    patches.wrap(model, "__init__", ["config"], partial(_built, is_ours))
 
 
 def _built(
@@ -88,8 +83,11 @@ def _built(
 def problems(model: Any, transformer: Any, burst: BurstConfig) -> Iterator[Problem]:
     """Yield a problem for each unsupported setting; see `DiffusionRecipes.problems`."""
     name = type(model).__name__
-    yield from bridge.untested_options(name, burst)
+    yield from bridge.option_problems(name, burst, bridge.OWN_FORWARD)
     yield from bridge.head_problems(name, burst)
+    yield from bridge.mean_problems(name, transformer, burst)
+    reason = "Bridge computes the loss on every stage, from noise that differs between stages"
+    yield from bridge.pipeline_problems(name, transformer, reason)
     form = getattr(model, "qkv_format", None)
     if form != "thd":
         yield Problem(f"qkv_format={form} with {name}: set model.qkv_format=thd")
@@ -112,8 +110,8 @@ def with_attention(model: Any, layers: Any) -> Any:
     layout = model.burst.layout
     bridge.log_choice(model, f"clips are cut in layout {layout}, and every rank holds all texts")
     parts = layers.submodules
-    cross = getattr(parts, "cross_attention", None)
-    if cross is None:
+    cross: Any = getattr(parts, "cross_attention", None)
+    if not hasattr(cross, "submodules"):  # layers of GPT have `IdentityOp`
         raise ValueError(
             f"model.transformer_layer_spec of {type(model).__name__} has no cross_attention; use "
             "the layer spec of Megatron-Bridge"
@@ -136,13 +134,14 @@ def patch_bridge() -> None:
             patches.wrap(data.WanTaskEncoder, "encode_sample", ["sample"], _encoded)
 
 
-def forward_step(model: Any) -> Any:
-    """Return Bridge's forward step for pretraining.
+def forward_step(recipe: Any) -> Any:
+    """Return Bridge's forward step: for fine-tuning if the recipe has a pretrained checkpoint.
 
     Args:
-        model: The provider.
+        recipe: The recipe.
     """
-    return bridge.module("models.wan.wan_step").WanForwardStep(mode="pretrain")
+    mode = "finetune" if recipe.checkpoint.pretrained_checkpoint else "pretrain"
+    return bridge.module("models.wan.wan_step").WanForwardStep(mode=mode)
 
 
 class _OneRankState:
@@ -154,8 +153,8 @@ class _OneRankState:
 
 
 def _encoded(original: Callable, self: Any, *args: Any, **named: Any) -> Any:
-    """Run `WanTaskEncoder.encode_sample`; layout balanced needs no padding of clips and texts."""
-    if installed_layout() != "balanced":
+    """Run `WanTaskEncoder.encode_sample`; only zigzag requires that clips are padded."""
+    if installed_layout() in (None, "zigzag"):
         return original(self, *args, **named)
     data = sys.modules[f"megatron.bridge.diffusion.{_DATA}"]
     with patching.instead(data, "parallel_state", _OneRankState):
@@ -201,15 +200,20 @@ def _rows(params: dict[str, Any], x: torch.Tensor, ends: torch.Tensor, _group: A
         params: The `PackedSeqParams` of self-attention and of cross-attention.
         x: [s, b, ...], all rows of the clips or of the texts.
         ends: Boundaries of the clips or texts in `x`.
+
+    Raises:
+        ValueError: Ranks have different inputs; all ranks raise the error.
     """
     clips = params["self_attention"]
     if ends is params["cross_attention"].cu_seqlens_kv_padded:
+        check_same("Wan", texts=x, text_boundaries=ends)
         return x
     if ends is not clips.cu_seqlens_q_padded:
         raise ValueError(
             f"{_CUT} got other boundaries than those of packed_seq_params; use Megatron-Bridge "
             f"{bridge.TESTED}"
         )
+    check_same("Wan", clips=x, clip_boundaries=ends)
     missing = int(packs().values(clips.cu_seqlens_q_padded)[-1]) - len(x)
     x = functional.pad(x, (0, 0) * (x.dim() - 1) + (0, missing))
     return shard_sequence(x, clips, dim=0)

@@ -79,7 +79,9 @@ def run(work):
 
     from megatron_burst import megatron as burst
     from megatron_burst.cli.recipe import _forward_step
+    from megatron_burst.config import BurstConfig
     from megatron_burst.plugins.diffusion import flux, llada, nemotron, wan
+    from megatron_burst.plugins.testing import recipes
     from megatron_burst.recipes import apply_burst, ready_made, validate
 
     found = {}
@@ -93,14 +95,27 @@ def run(work):
         )
     for family in ("nemotron", "wan", "flux"):
         found[f"{family} head"] = refused(checked, family, lm_head_loss="single_pass")
+        found[f"{family} stages"] = refused(
+            checked, family, {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
+        )
+        found[f"{family} sequence_chunks"] = refused(checked, family, sequence_chunks=2)
+    for family in ("wan", "flux"):
+        for option, value in {"mlp_tiles": 2, "offload": 0.5}.items():
+            found[f"{family} {option}"] = refused(checked, family, **{option: value})
+    found["flux store"] = refused(checked, "flux", store=0.5)
     for family in ("nemotron", "flux"):
         balanced = refused(checked, family, {}, layout="balanced")
         found[f"{family} balanced"] = balanced
-    found["nemotron mean"] = refused(checked, "nemotron", {"calculate_per_token_loss": False})
+    for family in ("nemotron", "wan"):
+        found[f"{family} mean"] = refused(checked, family, {"calculate_per_token_loss": False})
+    found["wan cpu"] = refused(recipes.adapt, SimpleNamespace(model=wan_ranks.provider(2)))
     found["wan format"] = refused(checked, "wan", {"qkv_format": "sbhd"})
     causal = llada_ranks.provider(2, transformer_layer_spec=local_layer_spec)
     found["llada causal"] = refused(llada.with_attention, causal, local_layer_spec(causal))
-    found["llada step"] = refused(llada.forward_step, causal)
+    found["llada step"] = refused(llada.forward_step, SimpleNamespace(model=causal))
+    clips = wan_ranks.provider(2)
+    clips.burst = BurstConfig()
+    found["wan layers"] = refused(wan.with_attention, clips, local_layer_spec(causal))
 
     own = type("OwnProvider", (), {"__module__": "megatron.bridge.diffusion.models.own"})()
     found["unknown"] = refused(apply_burst, SimpleNamespace(model=own))
@@ -110,10 +125,12 @@ def run(work):
         found["missing"] = refused(apply_burst, SimpleNamespace(model=wan_ranks.provider(2)))
 
     recipe = ready_made.find("wan_1_3b_pretrain_config")()
+    recipe.model.calculate_per_token_loss = True
     validate.check(recipe)
+    step, recipe.checkpoint.pretrained_checkpoint = _forward_step(recipe), "a folder"
     found["recipe"] = [
-        type(recipe.model).__name__, recipe.model.context_parallel_size,
-        type(_forward_step(recipe)).__name__,
+        type(recipe.model).__name__, recipe.model.context_parallel_size, type(step).__name__,
+        step.timestep_sampling, _forward_step(recipe).timestep_sampling,
     ]  # fmt: skip
     model = SimpleNamespace(
         model=nemotron_ranks.provider(2), cfg=None, __class__=wan_provider.WanModelProvider

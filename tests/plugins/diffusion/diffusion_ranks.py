@@ -12,31 +12,42 @@ from pathlib import Path
 
 import torch
 
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 # Name of the run -> module with `run`, number of ranks, and its work.
 RUNS = {
     "llada whole": ("llada_ranks", 1, {}),
     "llada zigzag": ("llada_ranks", 2, {}),
-    "llada contiguous": ("llada_ranks", 4, {"choices": {"layout": "contiguous"}}),
+    "llada contiguous": (
+        "llada_ranks", 4, {"choices": {"layout": "contiguous", "offload": 0.5,
+                                       "lm_head_loss": "single_pass"}},
+    ),
     "llada packed whole": ("llada_ranks", 1, {"packed": True}),
-    "llada packed zigzag": ("llada_ranks", 2, {"packed": True}),
+    "llada packed zigzag": (
+        "llada_ranks", 2, {"packed": True, "choices": {"sequence_chunks": 2, "mlp_tiles": 2}},
+    ),
     "llada packed balanced": (
         "llada_ranks", 4, {"packed": True, "choices": {"layout": "balanced"}},
     ),
     "nemotron whole": ("nemotron_ranks", 1, {}),
     "nemotron zigzag": ("nemotron_ranks", 2, {}),
     "nemotron striped": ("nemotron_ranks", 4, {"choices": {"layout": "striped"}}),
-    "nemotron recomputed": ("nemotron_ranks", 2, {"choices": {"store": 0.5}}),
+    "nemotron recomputed": (
+        "nemotron_ranks", 2, {"choices": {"store": 0.5, "mlp_tiles": 2, "offload": 0.5}},
+    ),
     "wan whole": ("wan_ranks", 1, {}),
     "wan one rank": ("wan_ranks", 1, {"apply": True}),
     "wan zigzag": ("wan_ranks", 2, {"multiple": 4}),
     "wan balanced": ("wan_ranks", 2, {"choices": {"layout": "balanced"}}),
-    "wan recomputed": ("wan_ranks", 4, {"changes": FULL, "choices": {"layout": "balanced"}}),
+    "wan striped": ("wan_ranks", 2, {"choices": {"layout": "striped"}}),
+    "wan contiguous": ("wan_ranks", 2, {"choices": {"layout": "contiguous"}}),
+    "wan recomputed": ("wan_ranks", 4, {"choices": {"layout": "balanced", "store": 0.5}}),
     "wan tensor whole": ("wan_ranks", 2, {"tensor": 2, "multiple": 2}),
     "wan tensor": ("wan_ranks", 4, {"tensor": 2, "choices": {"layout": "balanced"}}),
     "flux whole": ("flux_ranks", 1, {}),
     "flux zigzag": ("flux_ranks", 2, {}),
     "flux contiguous": ("flux_ranks", 4, {"choices": {"layout": "contiguous"}}),
+    "flux tensor whole": ("flux_ranks", 2, {"tensor": 2}),
+    "flux tensor": ("flux_ranks", 4, {"tensor": 2}),
+    "errors": ("error_ranks", 2, {}),
     "checks": ("check_ranks", 1, {}),
 }  # fmt: skip
 

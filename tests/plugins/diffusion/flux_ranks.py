@@ -23,22 +23,23 @@ def provider(ranks, **changes):
     return gemma.of(FluxProvider, SIZES | {"context_parallel_size": ranks} | changes)
 
 
-def run(work):
-    """Run one rank; rank 0 writes [loss, {name: norm of the gradient}].
-
-    Every rank has the loss of the whole image, so gradients are averaged over ranks.
-    """
-    from megatron.bridge.diffusion.models.flux import flux_step
-    from megatron.bridge.training import losses
-
-    ranks = start(work)
-    made = provider(ranks, **work.get("changes", {}))
+def built(work, ranks):
+    """Return the model of the work."""
+    changes = {"tensor_model_parallel_size": work.get("tensor", 1)} | work.get("changes", {})
+    made = provider(ranks, **changes)
     if ranks > 1:
         from megatron_burst.recipes import apply_burst
 
         apply_burst(SimpleNamespace(model=made), **work.get("choices", {}))
     made.finalize()
-    model = filled(made.provide(), size=0.1)
+    return filled(made.provide(), size=0.1)
+
+
+def trained(model, seed=5):
+    """Run the training step, and return the loss and its number of images."""
+    from megatron.bridge.diffusion.models.flux import flux_step
+    from megatron.bridge.training import losses
+
     draw = torch.Generator().manual_seed(3)
     data = {
         "latents": torch.randn(2, 4, 8, 12, generator=draw),
@@ -46,10 +47,19 @@ def run(work):
         "pooled_prompt_embeds": torch.randn(2, 8, generator=draw),
         "text_ids": torch.zeros(2, 16, 3),
     }  # fmt: skip
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     step = flux_step.FluxForwardStep()
     step.autocast_dtype = torch.float32
     with mock.patch.object(losses, "get_rerun_state_machine"):
         output, loss_function = step(training_state(), iter([data]), model)
-        loss, count, _ = loss_function(output)
+        return loss_function(output)[:2]
+
+
+def run(work):
+    """Run one rank; rank 0 writes [loss, {name: norm of the gradient}].
+
+    Every rank has the loss of the whole image, so gradients are averaged over ranks.
+    """
+    model = built(work, start(work))
+    loss, count = trained(model)
     write(model, loss, work["output"], count)

@@ -1,5 +1,6 @@
 """Nemotron Labs Diffusion of Megatron-Bridge, tiny and random, with Bridge's training step."""
 
+import contextlib
 import math
 from types import SimpleNamespace
 from unittest import mock
@@ -44,35 +45,52 @@ def dense(query, key, value, block_mask):
     return logits.masked_fill(~visible, -torch.inf).softmax(3) @ value
 
 
-def run(work):
-    """Run one rank; rank 0 writes [loss, {name: norm of the gradient}], summed over ranks."""
-    from megatron.bridge.diffusion.models.common import dgpt_step
+@contextlib.contextmanager
+def on_cpu():
+    """Return a context in which Bridge makes generators and dense attention for the CPU."""
     from megatron.bridge.diffusion.models.common import (
         nemotron_labs_diffusion_attention as attention,
     )
-    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
-    ranks = start(work)
-    init_num_microbatches_calculator(0, None, 2, 2, 1)
+    generator = torch.Generator
+    made = mock.patch.object(torch, "Generator", lambda **_: generator())  # noqa: PT008
+    with made, mock.patch.object(attention, "fused_flex_attention", dense):
+        yield
+
+
+def built(work, ranks):
+    """Return the model of the work."""
     made = provider(ranks, **work.get("changes", {}))
     if ranks > 1:
         from megatron_burst.recipes import apply_burst
 
         apply_burst(SimpleNamespace(model=made), **work.get("choices", {}))
     made.finalize()
-    generator = torch.Generator  # which Bridge makes for cuda
-    on_cpu = mock.patch.object(torch, "Generator", lambda **_: generator())  # noqa: PT008
-    with on_cpu, mock.patch.object(attention, "fused_flex_attention", dense):
-        model = filled(made.provide(True, True))
-        draw = generator().manual_seed(3)
-        tokens, labels = torch.randint(0, 63, (2, 2, LENGTH), generator=draw)
-        mask = (torch.rand(2, LENGTH, generator=draw) < 0.8).float()
-        batch = {
-            "tokens": tokens, "labels": labels, "loss_mask": mask,
-            "position_ids": torch.arange(LENGTH).expand(2, -1), "attention_mask": None,
-        }  # fmt: skip
-        step = dgpt_step.DGPTStep(seed=11)
+    with on_cpu():
+        return filled(made.provide(True, True))
+
+
+def trained(model, seed=11):
+    """Run the training step, and return the loss and its number of tokens."""
+    from megatron.bridge.diffusion.models.common import dgpt_step
+    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+
+    init_num_microbatches_calculator(0, None, 2, 2, 1)
+    draw = torch.Generator().manual_seed(3)
+    tokens, labels = torch.randint(0, 63, (2, 2, LENGTH), generator=draw)
+    mask = (torch.rand(2, LENGTH, generator=draw) < 0.8).float()
+    batch = {
+        "tokens": tokens, "labels": labels, "loss_mask": mask,
+        "position_ids": torch.arange(LENGTH).expand(2, -1), "attention_mask": None,
+    }  # fmt: skip
+    step = dgpt_step.DGPTStep(seed=seed)
+    with on_cpu(), mock.patch.object(dgpt_step, "get_rerun_state_machine"):
         output, loss_function = step(training_state(), iter([batch]), model)
-        with mock.patch.object(dgpt_step, "get_rerun_state_machine"):
-            loss, count, _ = loss_function(output)
+        return loss_function(output)[:2]
+
+
+def run(work):
+    """Run one rank; rank 0 writes [loss, {name: norm of the gradient}], summed over ranks."""
+    model = built(work, start(work))
+    loss, count = trained(model)
     write(model, loss, work["output"], count)

@@ -13,10 +13,13 @@ PAIRS = [
     ("wan one rank", "wan whole"),
     ("wan zigzag", "wan whole"),
     ("wan balanced", "wan whole"),
+    ("wan striped", "wan whole"),
+    ("wan contiguous", "wan whole"),
     ("wan recomputed", "wan whole"),
     ("wan tensor", "wan tensor whole"),
     ("flux zigzag", "flux whole"),
     ("flux contiguous", "flux whole"),
+    ("flux tensor", "flux tensor whole"),
 ]
 
 
@@ -45,8 +48,53 @@ def test_options_that_change_the_mask_or_the_rows_are_refused(result, family, pr
 
 @pytest.mark.parametrize("family", ["nemotron", "wan", "flux"])
 def test_steps_that_compute_their_loss_use_no_fused_head(result, family):
-    words = f"lm_head_loss single_pass with {FAMILIES[family]}, whose training step computes"
-    assert words in result("checks")[f"{family} head"]
+    found, provider = result("checks"), FAMILIES[family]
+    words = f"lm_head_loss single_pass with {provider}, whose training step computes"
+    assert words in found[f"{family} head"]
+
+
+@pytest.mark.parametrize("family", ["nemotron", "wan", "flux"])
+def test_pipeline_stages_are_refused(result, family):
+    found, provider = result("checks")[f"{family} stages"], FAMILIES[family]
+    assert f"model.pipeline_model_parallel_size 2 with {provider}: " in found
+    assert "add model.pipeline_model_parallel_size=1" in found
+
+
+@pytest.mark.parametrize(
+    ("family", "option"),
+    [
+        ("nemotron", "sequence_chunks"),
+        *(
+            (family, option)
+            for family in ("wan", "flux")
+            for option in ("sequence_chunks", "mlp_tiles", "offload")
+        ),
+        ("flux", "store"),
+    ],
+)
+def test_options_of_layers_that_differ_are_refused(result, family, option):
+    found = result("checks")[f"{family} {option}"]
+    value = 0.5 if option in ("offload", "store") else 2
+    assert f"{option} {value} with {FAMILIES[family]}, whose" in found
+    assert f"remove {option}" in found
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("wan noise", "clips of Wan: context-parallel ranks have different values"),
+        ("flux noise", "img, timesteps of Flux: context-parallel ranks have different values"),
+        ("nemotron noise", "masked, probability of Nemotron Labs Diffusion: context-parallel"),
+        ("packed", "rank 1: packed_seq_params: NemotronLabsDiffusionAttention does not support"),
+        ("rows", "rank 1: cu_seqlens: zigzag within documents needs multiples of 4 positions"),
+        ("boundaries", "rank 1: packed_seq_params is None: cross-attention requires"),
+        ("texts", "rank 1: key has 4 rows, and the texts have 5: every rank must hold all texts"),
+    ],
+)
+def test_wrong_inputs_of_one_rank_raise_on_all_ranks(result, name, words):
+    first, second = result("errors")[name]
+    assert words in first
+    assert second == first
 
 
 @pytest.mark.parametrize(
@@ -55,6 +103,9 @@ def test_steps_that_compute_their_loss_use_no_fused_head(result, family):
         ("nemotron options", "layout contiguous with NemotronLabsDiffusionModelProvider: each"),
         ("nemotron balanced", "layout balanced with NemotronLabsDiffusionModelProvider: each"),
         ("nemotron mean", "calculate_per_token_loss=False with NemotronLabsDiffusion"),
+        ("wan mean", "calculate_per_token_loss=False with WanModelProvider: ranks have different"),
+        ("wan cpu", "--cpu with WanModelProvider: layers of diffusion models require Transformer"),
+        ("wan layers", "model.transformer_layer_spec of WanModelProvider has no cross_attention"),
         ("flux balanced", "layout balanced with FluxProvider: images are not packed"),
         ("wan format", "qkv_format=sbhd with WanModelProvider: set model.qkv_format=thd"),
         ("llada causal", "has no LLaDA15TEDotProductAttention, so the model would be causal"),
@@ -74,7 +125,7 @@ def test_what_is_refused(result, name, words):
 
 def test_the_launcher_knows_recipes_and_forward_steps(result):
     found = result("checks")
-    assert found["recipe"] == ["WanModelProvider", 8, "WanForwardStep"]
+    assert found["recipe"] == ["WanModelProvider", 8, "WanForwardStep", "logit_normal", "uniform"]
     assert found["step"] == "DGPTStep"
 
 

@@ -49,6 +49,17 @@ def batch(multiple):
     }  # fmt: skip
 
 
+def cross_params(clips, texts):
+    """Return the parameters of cross-attention for boundaries of clips and texts."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    clips, texts = (torch.tensor(ends, dtype=torch.int32) for ends in (clips, texts))
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=clips, cu_seqlens_q_padded=clips, cu_seqlens_kv=texts,
+        cu_seqlens_kv_padded=texts,
+    )  # fmt: skip
+
+
 class InFloat32(torch.nn.Module):
     """The model with inputs of Bridge's step, which are bf16, in float32."""
 
@@ -75,13 +86,10 @@ def noise(latents, dtype=None):
     return out
 
 
-def run(work):
-    """Run one rank; rank 0 writes [loss, {name: norm of the gradient}], summed over ranks."""
+def built(work, ranks):
+    """Return the model of the work."""
     from diffusers.models import embeddings
-    from megatron.bridge.diffusion.models.wan import wan_step
-    from megatron.bridge.training import losses
 
-    ranks = start(work)
     changes = dict(work.get("changes", {}))
     if work.get("tensor"):
         changes |= {"tensor_model_parallel_size": work["tensor"], "sequence_parallel": True}
@@ -96,12 +104,26 @@ def run(work):
     # Bridge's class casts its input to bf16.
     embedder = model.time_embedder
     embedder.forward = functools.partial(embeddings.TimestepEmbedding.forward, embedder)
-    data = batch(work.get("multiple", 1))
+    return model
+
+
+def trained(model, multiple=1, seed=5):
+    """Run the training step, and return the loss and its number of tokens."""
+    from megatron.bridge.diffusion.models.wan import wan_step
+    from megatron.bridge.training import losses
+
+    data = batch(multiple)
     noise.rows = data["seq_len_q_padded"].tolist()
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     step = wan_step.WanForwardStep()
     randn = mock.patch.object(torch, "randn_like", noise)
     with randn, mock.patch.object(losses, "get_rerun_state_machine"):
         output, loss_function = step(training_state(), iter([data]), InFloat32(model))
-        loss, count, _ = loss_function(output)
+        return loss_function(output)[:2]
+
+
+def run(work):
+    """Run one rank; rank 0 writes [loss, {name: norm of the gradient}], summed over ranks."""
+    model = built(work, start(work))
+    loss, count = trained(model, work.get("multiple", 1))
     write(model, loss, work["output"], count)
