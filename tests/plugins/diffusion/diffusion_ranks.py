@@ -16,6 +16,7 @@ import torch
 RUNS = {
     "llada whole": ("llada_ranks", 1, {}),
     "llada zigzag": ("llada_ranks", 2, {}),
+    "llada striped": ("llada_ranks", 2, {"choices": {"layout": "striped"}}),
     "llada contiguous": (
         "llada_ranks", 4, {"choices": {"layout": "contiguous", "offload": 0.5,
                                        "lm_head_loss": "single_pass"}},
@@ -46,7 +47,7 @@ RUNS = {
     "flux zigzag": ("flux_ranks", 2, {}),
     "flux contiguous": ("flux_ranks", 4, {"choices": {"layout": "contiguous"}}),
     "flux tensor whole": ("flux_ranks", 2, {"tensor": 2}),
-    "flux tensor": ("flux_ranks", 4, {"tensor": 2}),
+    "flux tensor striped": ("flux_ranks", 4, {"tensor": 2, "choices": {"layout": "striped"}}),
     "errors": ("error_ranks", 2, {}),
     "checks": ("check_ranks", 1, {}),
 }  # fmt: skip

@@ -4,6 +4,7 @@ import pytest
 
 PAIRS = [
     ("llada zigzag", "llada whole"),
+    ("llada striped", "llada whole"),
     ("llada contiguous", "llada whole"),
     ("llada packed zigzag", "llada packed whole"),
     ("llada packed balanced", "llada packed whole"),
@@ -19,7 +20,7 @@ PAIRS = [
     ("wan tensor", "wan tensor whole"),
     ("flux zigzag", "flux whole"),
     ("flux contiguous", "flux whole"),
-    ("flux tensor", "flux tensor whole"),
+    ("flux tensor striped", "flux tensor whole"),
 ]
 
 
