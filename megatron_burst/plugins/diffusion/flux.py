@@ -90,7 +90,7 @@ def with_attention(model: Any, layers: Any) -> Any:
 
 
 def patch_bridge() -> None:
-    """Do nothing: `prepare` patches the model."""
+    """Do nothing: `patch_model` patches the model."""
 
 
 def forward_step(recipe: Any) -> Any:

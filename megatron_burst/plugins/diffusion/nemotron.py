@@ -255,7 +255,7 @@ def problems(model: Any, transformer: Any, burst: BurstConfig) -> Iterator[Probl
 
 
 def with_attention(model: Any, layers: Any) -> Any:
-    """Return the layer spec unchanged: the provider sets the core attention (see `prepare`)."""
+    """Return the layer spec unchanged: the provider sets the core attention (see `patch_model`)."""
     layout = transformer_of(model).burst.layout
     bridge.log_choice(model, f"noised and clean copy are each cut in layout {layout}")
     return layers
