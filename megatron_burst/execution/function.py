@@ -121,7 +121,7 @@ def backward(
     rows = Rows(q, dout.contiguous(), lse, delta, out)
     rings = ring.backward_rings(rank_plan, run, call, rows, tuple(keys))
     ring.run(rings)
-    grads = ring.gradients(rings, (rank_plan.needs_grad[0], *rank_plan.key_needs_grad))
+    grads = ring.gradients(rings, rank_plan.needs_grad[: 1 + len(keys)])
     if shared:
         wire_grads = [None if g is None else g.to(rank_plan.wire_dtype) for g in grads]
         heads = rank_plan.heads, *(rank_plan.kv_heads,) * len(keys)

@@ -141,7 +141,7 @@ def backward(
         rank_plan, run = call.rank_plan, call.rank_plan.backward
         rings = ring.backward_rings(rank_plan, run, call.tag, rows, key_set)
         sums = _accumulate(rings, "dquery", sums)
-        dkv = ring.key_gradients(_sums_of(rings, "dkv"), rank_plan.key_needs_grad)
+        dkv = ring.key_gradients(_sums_of(rings, "dkv"), rank_plan.needs_grad[1 : 1 + len(key_set)])
         name = f"{run.name}: keys"
         key_gradients += keys_to_owners(rank_plan, call.tag, name, dkv, lse.dtype)
     dq = ring.join([part for (part,) in sums]) if first.needs_grad[0] else None

@@ -263,11 +263,6 @@ class RankPlan:
     values_are_keys: bool = False
 
     @property
-    def key_needs_grad(self) -> tuple[bool, ...]:
-        """Return whether k and v, or k alone if values are the keys, need a gradient."""
-        return self.needs_grad[1:2] if self.values_are_keys else self.needs_grad[1:]
-
-    @property
     def forward(self) -> RankPass:
         """Return the forward pass of all rows, or of the first row chunk."""
         return self.chunks[0].forward

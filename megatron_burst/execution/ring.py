@@ -477,7 +477,7 @@ def backward_rings(
         rows: The local query chunk.
         keys: k [s, b, k, d] and v [s, b, k, w], or k alone if values are the keys.
     """
-    rings, needs = [], (rank_plan.needs_grad[0], *rank_plan.key_needs_grad)
+    rings, needs = [], rank_plan.needs_grad[: 1 + len(keys)]
     for part in head_chunks(rank_plan, rows.q.shape[2], keys[0].shape[2]):
         h, n = part.heads, part.kv_heads
         q, dout, lse, delta, out = [None if x is None else of_heads(x, h) for x in rows]

@@ -192,7 +192,7 @@ class RowChunkState:
         """
         rank_plan = self.rank_plan
         sums, self._sums = self._sums or self._zeros(), []
-        gradients = ring.key_gradients(sums, rank_plan.key_needs_grad)
+        gradients = ring.key_gradients(sums, rank_plan.needs_grad[1:])
         del sums
         name, dtype = f"{rank_plan.backward.name}: keys", accumulation_dtype(self.keys[0].dtype)
         dk, dv = keys_to_owners(rank_plan, self.call, name, gradients, dtype)
