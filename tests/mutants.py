@@ -896,6 +896,8 @@ MUTANTS = [
     Mutant("plugins/sparse/megatron/hybrid_layers.py",
            "copy_to_tensor_model_parallel_region(keys, group=self.tp_group)", "keys",
            "compressed keys have the gradient of one tensor-parallel rank"),
+    Mutant("plugins/sparse/megatron/hybrid_plans.py", "(most + block - 2) // block + 1",
+           "(most + block - 2) // block", "a list of visible keys lacks the last unit"),
     Mutant("plugins/sparse/megatron/hybrid_plans.py", "first - _starts(first, mask.bounds)",
            "first",
            "keys of a pack are rotated by their position in the pack"),

@@ -38,12 +38,13 @@ from ....attention import joint_attention
 from ....kernels.online_softmax import accumulation_dtype
 from ....megatron.checks.problem import refuse
 from ....megatron.data.cut import cut_of_run
+from ....planning.plan import Plan
 from ....recompute.checkpoint import current_store
 from ..attention import selected_plan
 from ..compress import compress
 from ..indexer import select
 from ..loss import indexer_loss
-from .hybrid_plans import HybridKind, HybridPlans
+from .hybrid_plans import HybridKind, HybridPlans, all_visible, needs_lists
 from .hybrid_settings import HybridRule, HybridSettings, hybrid_problems, is_megatrons
 from .index_branch import RowNorm, device_of, replicated_linear
 from .index_loss import attached
@@ -274,7 +275,7 @@ class HybridCoreAttention(MegatronModule):
         positions, turn = plans.row_positions, self.rotation
         query = turn(query, positions)
         keys: Any = copy_to_tensor_model_parallel_region(turn(kv, positions), group=self.tp_group)
-        key_sets, index = [(keys, None, plans.window)], None
+        key_sets, index = [(keys, None, self._with_lists(query, keys, plans.window))], None
         if self.compressor is not None and plans.compressed is not None:
             keys = self.compressor(hidden, plans, turn, (self.number, "keys"))
             keys = copy_to_tensor_model_parallel_region(keys, group=self.tp_group)
@@ -287,6 +288,8 @@ class HybridCoreAttention(MegatronModule):
                 chosen = select(*index, rule=RULE, top_k=top_k, plan=plan, label=self.number)
                 plan = selected_plan(query, keys, None, chosen, plan=plan, sink=self.attn_sink)
                 index = *index, query.detach(), keys.detach(), chosen
+            else:
+                plan = self._with_lists(query, keys, plan)
             key_sets.append((keys, None, plan))
         out, lse = joint_attention(
             query, key_sets, sink=self.attn_sink, label=self.number, return_lse=True
@@ -294,6 +297,15 @@ class HybridCoreAttention(MegatronModule):
         if index is not None and self.training and self.settings.loss_coeff > 0:
             out = self._with_loss(out, index, lse, plans)
         return turn(out, positions, -1)
+
+    def _with_lists(self, query: torch.Tensor, keys: torch.Tensor, plan: Plan) -> Plan:
+        """Return the plan, or one with a list of all visible keys if `needs_lists`."""
+        if not needs_lists(query):
+            return plan
+        visible = all_visible(plan, self.settings.csa_window_size)
+        if visible is None:
+            return plan
+        return selected_plan(query, keys, None, visible, plan=plan, sink=self.attn_sink)
 
     def _with_loss(
         self, out: torch.Tensor, index: Any, lse: torch.Tensor, plans: HybridPlans

@@ -4,11 +4,15 @@
 Both plans cover the same queries. Values are the keys. Compressed keys are on the rank that holds
 the last row of their window (`WindowLayout`).
 
+On CUDA, dense kernels support at most `WIDEST_DENSE` columns, and DeepSeek-V4 has 512. Wider keys
+use the kernels of selected keys, with a selection of all keys that a query sees.
+
 Shape letters: s local rows, t local compressed keys, b batch, h query heads, d width.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,10 +32,13 @@ from ....planning.plan import Plan
 from ....planning.prepare import AttentionOperation
 from ....planning.stand_ins import rows_like
 from ..options import SparseOptions
+from ..selection import Selection, selected
 from ..window_layout import WindowLayout
 from .checks import sparse_algorithm
 
 POSITIONS_KEPT = 64  # kinds of layers x micro-batches in flight
+WIDEST_DENSE = 256  # most columns of the dense kernels on CUDA
+BLOCK = 64  # most keys per entry in the list of all visible keys
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,9 @@ class HybridKind:
             key_layout = WindowLayout(layout, mask, len(q) * book.groups.size)
             keywords |= {"mask": mask, "key_layout": key_layout}
             keys = q.new_empty(()).expand(key_layout.rows, q.shape[1], 1, q.shape[3])
-        if self.selects:  # the kernel is not run: the plan of each call is derived from this plan
+        if self.selects or needs_lists(
+            q
+        ):  # the kernel is not run: the plan of each call is derived from this plan
             algorithm = sparse_algorithm(self.burst)
             keywords |= {"algorithm": algorithm, "side": "kv", "kernel": "reference"}
         return AttentionOperation(
@@ -118,6 +127,15 @@ class HybridKind:
     def _window(self, pack: Pack | None) -> Mask:
         window = Window(self.window - 1, 0)
         return window if pack is None else window & pack.mask
+
+
+def needs_lists(query: torch.Tensor) -> bool:
+    """Return whether only the kernels of selected keys support these queries.
+
+    Args:
+        query: Queries [s, b, h, d].
+    """
+    return query.is_cuda and query.shape[-1] > WIDEST_DENSE
 
 
 class HybridPlans(NamedTuple):
@@ -164,6 +182,37 @@ class HybridPlans(NamedTuple):
             made = np.where(first < 0, 0, first - _starts(first, mask.bounds))
             positions = cache.keep(plan.identity, to_device(made, plan.device))
         return positions
+
+
+def all_visible(plan: Plan, window: int) -> Selection | None:
+    """Return a selection of all keys that the queries of a plan see; None if there are no keys.
+
+    A list has units of up to `BLOCK` keys; the mask hides the other keys of a unit.
+
+    Args:
+        plan: Plan of the window or of the compressed keys.
+        window: Positions of the window, the own position included.
+    """
+    mask, layout = plan.mask, plan.options.key_layout
+    key_len = layout.key_len if isinstance(layout, WindowLayout) else _length(plan)
+    if not key_len:
+        return None
+    cache = plan.groups.recent("hybrid lists", POSITIONS_KEPT)
+    ids, block = cache.find(plan.identity), math.gcd(BLOCK, key_len)
+    if ids is None:
+        rows = plan.layout.positions(plan.groups.rank, _length(plan))
+        if isinstance(mask, Compressed):
+            low, stop = mask.keys_of_queries(rows)
+            lengths = np.diff(mask.bounds) if mask.packed else _length(plan)
+            most = int(np.max(mask.windows(lengths)))
+        else:
+            low, stop = np.maximum(_starts(rows, mask.breaks), rows - window + 1), rows + 1
+            most = min(window, _length(plan))
+        units = low[:, None] // block + np.arange((most + block - 2) // block + 1)
+        units[units * block >= stop[:, None]] = -1
+        ids = cache.keep(plan.identity, to_device(units.astype(np.int32), plan.device))
+    ids = ids[:, None, None].expand(-1, plan.signature[0][0][1], -1, -1)
+    return selected(ids, plan.layout, mask, block, layout)
 
 
 def _length(plan: Plan) -> int:

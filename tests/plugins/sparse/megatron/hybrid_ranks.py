@@ -103,6 +103,21 @@ def expected(bounds):
     }  # fmt: skip
 
 
+def with_lists(*arguments):
+    """`against_transformers` with the kernels for keys that are wider than dense kernels."""
+    from megatron_burst.plugins.sparse.megatron import hybrid_layers, hybrid_plans
+
+    places = hybrid_layers, hybrid_plans
+    kept = hybrid_plans.needs_lists
+    try:
+        for place in places:
+            place.needs_lists = lambda query: True
+        return against_transformers(*arguments)
+    finally:
+        for place in places:
+            place.needs_lists = kept
+
+
 def against_transformers(changes, burst, bounds, right):
     """The largest errors of states and gradients, relative to the largest value of each.
 

@@ -61,11 +61,18 @@ def expected():
     return functools.cache(lambda bounds: hybrid_ranks.expected(bounds))
 
 
-@pytest.mark.parametrize("case", PARITY)
-def test_equals_transformers(four, expected, case):
+LISTED = ["cp1", "cp2 pack", "cp4 padded pack", "cp4 contiguous"]
+
+
+@pytest.mark.parametrize(
+    ("case", "function"),
+    [(case, hybrid_ranks.against_transformers) for case in PARITY]
+    + [(case, hybrid_ranks.with_lists) for case in LISTED],
+)
+def test_equals_transformers(four, expected, case, function):
     """Window, CSA, HCA, CSA: states and all gradients are those of transformers' layers."""
     right = expected(PARITY[case][2])
-    for errors in four(hybrid_ranks.against_transformers, *PARITY[case], right):
+    for errors in four(function, *PARITY[case], right):
         assert len(errors) == 2 + 8 + 3 * 12
         for name, error in errors.items():
             assert error < 1e-5, name
