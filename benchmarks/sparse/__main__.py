@@ -12,7 +12,7 @@ from benchmarks.report import machine
 
 from .settings import REGIMES, Layer
 
-PARTS = ("held", "simulated", "cluster")
+PARTS = ("held", "simulated", "hybrid", "cluster")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -35,6 +35,10 @@ def main(words: Sequence[str] | None = None) -> int:
             from . import simulated
 
             print(simulated.table(), flush=True)
+        elif part == "hybrid":
+            from . import hybrid
+
+            print(hybrid.bytes_table(), flush=True)
         elif part == "cluster":
             status = where_there_is_a_cluster(lambda: enclosed(lambda: _cluster(given)))
     return status

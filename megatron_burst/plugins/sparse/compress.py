@@ -160,26 +160,43 @@ def _window(plan: Plan, mask: Compressed, back: int, device: torch.device) -> _W
     return window
 
 
-def _made_window(plan: Plan, mask: Compressed, back: int, device: torch.device) -> _WindowRows:
-    key_layout, ranks, m = plan.options.key_layout, plan.groups.size, mask.stride
-    assert isinstance(key_layout, Layout)
-    seq_len, key_len = plan.signature[0][0][0] * ranks, plan.signature[1][0][0] * ranks
-    source, row = _owners(plan.layout, seq_len)
+def window_moves(
+    mask: Compressed, layout: Layout, key_layout: Layout, seq_len: int, key_len: int, back: int
+) -> RowMoves:
+    """Return the moves of rows with which each key gets the rows of its window, on all ranks.
+
+    Args:
+        mask: Windows of the keys, without gaps or overlaps.
+        layout: Layout of the rows.
+        key_layout: Layout of the keys.
+        seq_len: Number of positions of the rows.
+        key_len: Number of positions of the keys.
+        back: 0 for the window of each key, 1 for the previous window.
+    """
+    m = mask.stride
+    source, row = _owners(layout, seq_len)
     destination, place = _owners(key_layout, key_len)
     first = mask.first_rows(np.arange(key_len), seq_len, back)
     keys = np.flatnonzero(first >= 0)
     positions = (first[keys, None] + np.arange(m)).reshape(-1)
     keys = np.repeat(keys, m)
     landing = place[keys] * m + np.tile(np.arange(m), len(keys) // m)
-    me = plan.groups.rank
-    moves = RowMoves(source[positions], row[positions], destination[keys], landing)
+    return RowMoves(source[positions], row[positions], destination[keys], landing)
+
+
+def _made_window(plan: Plan, mask: Compressed, back: int, device: torch.device) -> _WindowRows:
+    key_layout, ranks, me = plan.options.key_layout, plan.groups.size, plan.groups.rank
+    assert isinstance(key_layout, Layout)
+    seq_len, key_len = plan.signature[0][0][0] * ranks, plan.signature[1][0][0] * ranks
+    moves = window_moves(mask, plan.layout, key_layout, seq_len, key_len, back)
     # Each rank computes the route of its own messages only.
     own_moves = (moves.source == me) | (moves.destination == me)
     moves = RowMoves(*(column[own_moves] for column in moves))
     own = key_layout.positions(me, key_len) if key_len else np.empty(0, dtype=np.int64)
+    first = mask.first_rows(own, seq_len, back)
     return _WindowRows(
-        route_on_device(moves.route(me, ranks, len(own) * m), device),
-        to_device(first[own] >= 0, device),
+        route_on_device(moves.route(me, ranks, len(own) * mask.stride), device),
+        to_device(first >= 0, device),
     )
 
 

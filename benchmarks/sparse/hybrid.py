@@ -1,0 +1,180 @@
+"""Hybrid attention of DeepSeek-V4-Flash: bytes that a rank sends in a layer, from plans only.
+
+Ours are the plans of Megatron layers (`plugins.sparse.megatron.hybrid_plans`): a window, compressed
+keys and, in CSA layers, index keys. There are two rivals with contiguous rows. One receives 128 kv
+rows of the previous rank and gathers compressed keys and index keys, as Megatron-LM-FL #57 and
+Automodel #3855. The other also gathers kv. Both sum gradients by a reduce-scatter in bf16; our
+gradients are sent in fp32, the default.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from benchmarks.report import markdown
+from megatron_burst.autotune.candidates import GridSchedules, Workload
+from megatron_burst.layout import make
+from megatron_burst.masks import Mask, Window
+from megatron_burst.masks.compressed import Compressed
+from megatron_burst.plugins.sparse.compress import window_moves
+from megatron_burst.plugins.sparse.window_layout import WindowLayout
+from megatron_burst.schedule.cost import traffic
+from megatron_burst.schedule.sizes import Sizes
+from megatron_burst.schedule.topology import Topology
+
+K = 1024
+KINDS = {"window": 0, "CSA": 4, "HCA": 128}  # rows of a compressed key
+WINDOW, HEADS, WIDTH, INDEX_HEADS, INDEX_WIDTH, TOP_K = 128, 64, 512, 64, 128, 512
+
+
+class Sent(NamedTuple):
+    """Bytes that a rank sends, the mean over ranks."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Hybrid attention of one layer, batch 1.
+
+    Attributes:
+        kind: Key of `KINDS`.
+        seq, ranks, per_node: Tokens of the sequence, context-parallel ranks, and ranks of a node.
+        layout: Layout of the rows.
+        item, wire: Bytes of an element of the tensors, and of the gradients that are sent.
+        ratio: Rows of a compressed key; None for the ratio of the kind.
+        selecting: Algorithm of CSA layers; of the other keys, it is burst.
+        heads, width, window, index_width: Sizes of attention.
+    """
+
+    kind: str
+    seq: int
+    ranks: int
+    per_node: int = 8
+    layout: str = "zigzag"
+    item: int = 2
+    wire: int = 4
+    selecting: str = "multicast"
+    ratio: int | None = None
+    heads: int = HEADS
+    width: int = WIDTH
+    window: int = WINDOW
+    index_width: int = INDEX_WIDTH
+
+    @property
+    def length(self) -> int:
+        """Rows of a compressed key; 0 for a layer without such keys."""
+        return KINDS[self.kind] if self.ratio is None else self.ratio
+
+    @cached_property
+    def keys(self) -> dict[str, tuple[str, Workload]]:
+        """Algorithm and workload of attention to each set of keys, and of the indexer."""
+        rows = make(self.layout, cp_size=self.ranks)
+        mask: Mask = Window(self.window - 1, 0)
+        sets = {"window": ("burst", Workload(self._sizes(), mask, rows))}
+        if self.length:
+            mask = Compressed(self.length)
+            layout, csa = WindowLayout(rows, mask, self.seq), self.kind == "CSA"
+            sizes = self._sizes(key_tokens=layout.rows)
+            algorithm, most = (self.selecting, TOP_K) if csa else ("burst", None)
+            work = Workload(sizes, mask, rows, attended=most, key_layout=layout)
+            sets["compressed"] = algorithm, work
+            if csa:
+                sizes = self._sizes(
+                    heads=INDEX_HEADS, width=self.index_width, value_width=0,
+                    values_are_keys=False, key_tokens=layout.rows, needs_grad=(False,) * 3,
+                )  # fmt: skip
+                work = Workload(sizes, mask, rows, attended=layout.key_len, key_layout=layout)
+                sets["index"] = algorithm, work
+        return sets
+
+    def _sizes(self, **changed: object) -> Sizes:
+        fields = {
+            "tokens": self.seq // self.ranks, "batch": 1, "heads": self.heads, "kv_heads": 1,
+            "width": self.width, "value_width": self.width, "itemsize": self.item,
+            "stat_itemsize": max(4, self.item), "wire_itemsize": self.wire,
+            "needs_grad": (True, True, False), "values_are_keys": True,
+        }  # fmt: skip
+        return Sizes(**fields | changed)  # pyright: ignore[reportArgumentType]
+
+    def sent(self) -> dict[str, Sent]:
+        """Return the bytes of each set of keys, of `mb.compress`, and of the indexer's loss."""
+        topology, found = Topology(self.ranks, self.per_node), {}
+        for name, (algorithm, work) in self.keys.items():
+            passes = GridSchedules(work, topology)
+            forward = passes.forward(algorithm, work.sizes)
+            backward = passes.backward(algorithm, work.sizes, "kv")
+            bytes_ = (traffic(p[0].schedule, None, work.sizes).total for p in (forward, backward))
+            found[name] = Sent(*(total / self.ranks for total in bytes_))
+        if "index" in found:  # both keys again; only the loss has gradients of index keys
+            index, compressed = found["index"].forward, found["compressed"]
+            grads = (compressed.backward - compressed.forward) * self.index_width / self.width
+            found["index"] = Sent(index)
+            found["loss"] = Sent(compressed.forward + index, index + grads)
+        if self.length:
+            found["compress"] = Sent(*2 * (self._exchanged(),))
+        return found
+
+    def _exchanged(self) -> float:
+        _, work = self.keys["compressed"]
+        columns, layout = self.width, work.key_layout
+        columns += self.index_width * ("index" in self.keys)
+        assert isinstance(layout, WindowLayout)
+        rows = 0
+        for back in range(2 if self.kind == "CSA" else 1):
+            moves = window_moves(layout.mask, work.layout, layout, self.seq, layout.key_len, back)
+            rows += int((moves.source != moves.destination).sum())
+        return rows * 2 * columns * self.item / self.ranks  # values and gates
+
+    def rivals(self, loss: bool = False) -> tuple[Sent, Sent]:
+        """Return the bytes of the rival that gathers compressed keys, and of the other."""
+        return self.gathered(False, loss), self.gathered(True, loss)
+
+    def gathered(self, kv: bool = False, loss: bool = False) -> Sent:
+        """Return the bytes of the rivals: `kv` gathers kv too, `loss` sums index gradients."""
+        parts = self.ranks - 1
+        keys = self.seq // self.ranks * parts * self.width * self.item
+        window = keys if kv else self.window * self.width * self.item
+        compressed = keys // self.length if self.length else 0
+        index = compressed * self.index_width // self.width * (self.kind == "CSA")
+        return Sent(window + compressed + index, window + compressed + index * loss)
+
+
+def bytes_table() -> str:
+    """Return MB per rank and layer, forward + backward, and ratios to both rivals."""
+    names, lines = ("window", "compressed", "index", "loss", "compress"), []
+    for seq, ranks in ((128 * K, 8), (128 * K, 64), (K * K, 8), (K * K, 64)):
+        for kind in KINDS:
+            for layout in ("zigzag", "contiguous"):
+                layer = Layer(kind, seq, ranks, layout=layout)
+                sent, narrow = layer.sent(), replace(layer, wire=2).sent()
+                lines.append([
+                    f"{seq // K}K, CP {ranks}", kind, layout, *(_mb(sent.get(n)) for n in names),
+                    f"{_total(sent):.3g}", *(f"{x.total / 1e6:.3g}" for x in layer.rivals()),
+                    _ratios(layer, sent), _ratios(layer, narrow), _ratios(layer, sent, loss=True),
+                ])  # fmt: skip
+    heads = ["run", "layer", "layout", *names, "ours, without loss", "gather compressed",
+             "gather kv too", "ratios", "gradients in bf16", "with loss"]  # fmt: skip
+    return markdown(heads, lines)
+
+
+def _mb(sent: Sent | None) -> str:
+    if sent is None:
+        return ""
+    return " + ".join(f"{x / 1e6:.3g}" for x in sent) if sent.total else "0"
+
+
+def _total(sent: dict[str, Sent], loss: bool = False) -> float:
+    return sum(x.total for name, x in sent.items() if loss or name != "loss") / 1e6
+
+
+def _ratios(layer: Layer, sent: dict[str, Sent], loss: bool = False) -> str:
+    ours = _total(sent, loss) * 1e6
+    return ", ".join(f"{ours / rival.total:.2f}" for rival in layer.rivals(loss))
