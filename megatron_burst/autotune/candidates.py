@@ -519,9 +519,9 @@ def _algorithms(workload: Workload, topology: Topology, fixed: FixedSettings) ->
 def _few_rows(visibility: Visibility, own: Sizes, shared: Sizes, room: float) -> bool:
     """Return True if every rank can hold all rows of other ranks that it uses at the same time.
 
-    A rank must use at most half of the rows of other ranks. The memory of these rows
-    (`held_of_row`) must be at most MOST_RECEIVED times the bytes of the rank's own rows, and at
-    most ROOM of the free memory.
+    A rank must use at most half of the rows of other ranks, unless the keys are a sequence of their
+    own with fewer rows than the queries. The memory of these rows (`held_of_row`) must be at most
+    MOST_RECEIVED times the bytes of the rank's own rows, and at most ROOM of the free memory.
 
     Args:
         visibility: The rows that each rank uses.
@@ -534,7 +534,7 @@ def _few_rows(visibility: Visibility, own: Sizes, shared: Sizes, room: float) ->
     most = int((keys.rows @ keys.users).max(initial=0))
     own_bytes = max(own.forward.query, own.forward.kv * own.key_rows // own.tokens) * own.tokens
     fits = most * held_of_row(shared) <= min(MOST_RECEIVED * own_bytes, ROOM * room)
-    return fits and most <= (keys.size - 1) / 2 * rows
+    return fits and (own.key_rows < own.tokens or most <= (keys.size - 1) / 2 * rows)
 
 
 def held_of_row(sizes: Sizes) -> int:

@@ -712,6 +712,17 @@ def test_auto_tries_to_hold_all_rows_where_they_are_few(monkeypatch):
         assert ("prefetch" in {option.algorithm for option in actual}) is held
 
 
+@pytest.mark.parametrize(("keys", "held"), [(8, True), (16, False)])
+def test_auto_tries_to_hold_all_keys_of_a_shorter_sequence(keys, held):
+    """Every rank sees all keys of all ranks; with as many keys as queries that is too many."""
+    cut = layout.make("contiguous", cp_size=8)
+    work = Workload(
+        replace(sizes(4, 4, 16), key_tokens=keys), masks.Full(), cut, key_layout=cut
+    )  # fmt: skip
+    tried = on_grid(work, Topology(8, 4), SLOW, FixedSettings(side="kv", head_chunks=1))
+    assert ("prefetch" in {option.algorithm for option in tried}) is held
+
+
 def test_bytes_of_a_row_that_a_call_holds_for_others():
     """Keys and values of 2 heads of 8 + 4 numbers in bf16; sums in fp32, which travel as they are
     or in bf16; or there are no gradients."""
