@@ -38,7 +38,7 @@ def main(words: Sequence[str] | None = None) -> int:
         elif part == "hybrid":
             from . import hybrid
 
-            print(hybrid.bytes_table(), flush=True)
+            print(f"{hybrid.bytes_table()}\n\n{hybrid.time_table()}", flush=True)
         elif part == "cluster":
             status = where_there_is_a_cluster(lambda: enclosed(lambda: _cluster(given)))
     return status

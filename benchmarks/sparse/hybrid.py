@@ -1,10 +1,11 @@
-"""Hybrid attention of DeepSeek-V4-Flash: bytes that a rank sends in a layer, from plans only.
+"""Hybrid attention of DeepSeek-V4-Flash: bytes of a rank and layer, and simulated time.
 
 Ours are the plans of Megatron layers (`plugins.sparse.megatron.hybrid_plans`): a window, compressed
 keys and, in CSA layers, index keys. There are two rivals with contiguous rows. One receives 128 kv
 rows of the previous rank and gathers compressed keys and index keys, as Megatron-LM-FL #57 and
 Automodel #3855. The other also gathers kv. Both sum gradients by a reduce-scatter in bf16; our
-gradients are sent in fp32, the default.
+gradients are sent in fp32, the default. Nothing was measured on a GPU. Kernels are assumed to reach
+the rate of dense attention. Time excludes projections, `mb.compress` and the indexer's loss.
 """
 
 from __future__ import annotations
@@ -14,19 +15,24 @@ from functools import cached_property
 from typing import NamedTuple
 
 from benchmarks.report import markdown
-from megatron_burst.autotune.candidates import GridSchedules, Workload
+from megatron_burst.autotune.candidates import Candidate, FixedSettings, GridSchedules, Workload
+from megatron_burst.autotune.clusters import Cluster, gpu
+from megatron_burst.autotune.select import best
 from megatron_burst.layout import make
 from megatron_burst.masks import Mask, Window
 from megatron_burst.masks.compressed import Compressed
 from megatron_burst.plugins.sparse.compress import window_moves
 from megatron_burst.plugins.sparse.window_layout import WindowLayout
+from megatron_burst.plugins.tools.advise.forecast.attention_time import without_links
+from megatron_burst.plugins.tools.advise.forecast.links import ring_seconds
 from megatron_burst.schedule.cost import traffic
 from megatron_burst.schedule.sizes import Sizes
 from megatron_burst.schedule.topology import Topology
 
 K = 1024
 KINDS = {"window": 0, "CSA": 4, "HCA": 128}  # rows of a compressed key
-WINDOW, HEADS, WIDTH, INDEX_HEADS, INDEX_WIDTH, TOP_K = 128, 64, 512, 64, 128, 512
+LAYERS = {"window": 2, "CSA": 21, "HCA": 20}
+INDEX_HEADS, TOP_K = 64, 512
 
 
 class Sent(NamedTuple):
@@ -42,19 +48,14 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class Layer:
-    """Hybrid attention of one layer, batch 1.
+    """Hybrid attention of one layer, batch 1: tokens, ranks and their layout, sizes, and bytes.
 
-    Attributes:
-        kind: Key of `KINDS`.
-        seq, ranks, per_node: Tokens of the sequence, context-parallel ranks, and ranks of a node.
-        layout: Layout of the rows.
-        item, wire: Bytes of an element of the tensors, and of the gradients that are sent.
-        ratio: Rows of a compressed key; None for the ratio of the kind.
-        selecting: Algorithm of CSA layers; of the other keys, it is burst.
-        heads, width, window, index_width: Sizes of attention.
+    `ratio` is the number of rows of a compressed key, 0 without such keys. `wire` is the number of
+    bytes of an element of gradients that are sent. CSA layers run with algorithm `selecting`.
     """
 
     kind: str
+    ratio: int
     seq: int
     ranks: int
     per_node: int = 8
@@ -62,16 +63,10 @@ class Layer:
     item: int = 2
     wire: int = 4
     selecting: str = "multicast"
-    ratio: int | None = None
-    heads: int = HEADS
-    width: int = WIDTH
-    window: int = WINDOW
-    index_width: int = INDEX_WIDTH
-
-    @property
-    def length(self) -> int:
-        """Rows of a compressed key; 0 for a layer without such keys."""
-        return KINDS[self.kind] if self.ratio is None else self.ratio
+    heads: int = 64
+    width: int = 512
+    window: int = 128
+    index_width: int = 128
 
     @cached_property
     def keys(self) -> dict[str, tuple[str, Workload]]:
@@ -79,8 +74,8 @@ class Layer:
         rows = make(self.layout, cp_size=self.ranks)
         mask: Mask = Window(self.window - 1, 0)
         sets = {"window": ("burst", Workload(self._sizes(), mask, rows))}
-        if self.length:
-            mask = Compressed(self.length)
+        if self.ratio:
+            mask = Compressed(self.ratio)
             layout, csa = WindowLayout(rows, mask, self.seq), self.kind == "CSA"
             sizes = self._sizes(key_tokens=layout.rows)
             algorithm, most = (self.selecting, TOP_K) if csa else ("burst", None)
@@ -118,7 +113,7 @@ class Layer:
             grads = (compressed.backward - compressed.forward) * self.index_width / self.width
             found["index"] = Sent(index)
             found["loss"] = Sent(compressed.forward + index, index + grads)
-        if self.length:
+        if self.ratio:
             found["compress"] = Sent(*2 * (self._exchanged(),))
         return found
 
@@ -134,26 +129,24 @@ class Layer:
         return rows * 2 * columns * self.item / self.ranks  # values and gates
 
     def rivals(self, loss: bool = False) -> tuple[Sent, Sent]:
-        """Return the bytes of the rival that gathers compressed keys, and of the other."""
-        return self.gathered(False, loss), self.gathered(True, loss)
-
-    def gathered(self, kv: bool = False, loss: bool = False) -> Sent:
-        """Return the bytes of the rivals: `kv` gathers kv too, `loss` sums index gradients."""
-        parts = self.ranks - 1
-        keys = self.seq // self.ranks * parts * self.width * self.item
-        window = keys if kv else self.window * self.width * self.item
-        compressed = keys // self.length if self.length else 0
+        """Return the bytes of both rivals; with `loss`, index gradients are summed too."""
+        keys = self.seq // self.ranks * (self.ranks - 1) * self.width * self.item
+        compressed = keys // self.ratio if self.ratio else 0
         index = compressed * self.index_width // self.width * (self.kind == "CSA")
-        return Sent(window + compressed + index, window + compressed + index * loss)
+        few, most = (
+            Sent(kv + compressed + index, kv + compressed + index * loss)
+            for kv in (self.window * self.width * self.item, keys)
+        )
+        return few, most
 
 
 def bytes_table() -> str:
     """Return MB per rank and layer, forward + backward, and ratios to both rivals."""
     names, lines = ("window", "compressed", "index", "loss", "compress"), []
     for seq, ranks in ((128 * K, 8), (128 * K, 64), (K * K, 8), (K * K, 64)):
-        for kind in KINDS:
+        for kind, ratio in KINDS.items():
             for layout in ("zigzag", "contiguous"):
-                layer = Layer(kind, seq, ranks, layout=layout)
+                layer = Layer(kind, ratio, seq, ranks, layout=layout)
                 sent, narrow = layer.sent(), replace(layer, wire=2).sent()
                 lines.append([
                     f"{seq // K}K, CP {ranks}", kind, layout, *(_mb(sent.get(n)) for n in names),
@@ -178,3 +171,55 @@ def _total(sent: dict[str, Sent], loss: bool = False) -> float:
 def _ratios(layer: Layer, sent: dict[str, Sent], loss: bool = False) -> str:
     ours = _total(sent, loss) * 1e6
     return ", ".join(f"{ours / rival.total:.2f}" for rival in layer.rivals(loss))
+
+
+def ours(layer: Layer, cluster: Cluster, auto: bool) -> list[Candidate]:
+    """Return the predicted calls: selection, and attention to each set of keys."""
+    topology, rates = Topology(layer.ranks, layer.per_node), cluster.rank_rates()
+    return [
+        best(work, [topology], rates, FixedSettings(None if auto else name, "kv", 1)).taken
+        for name, work in layer.keys.values()
+    ]
+
+
+def gathering(layer: Layer, cluster: Cluster) -> float:
+    """Return seconds of the rival that gathers compressed keys; compute begins after a gather."""
+    topology, rates, total = Topology(layer.ranks, layer.per_node), cluster.rank_rates(), 0.0
+    assert rates.host is not None
+    for name, (_, work) in layer.keys.items():
+        window, sizes = name == "window", work.sizes  # the window's rows are sent as ours
+        taken = best(work, [topology], rates if window else without_links(rates)).taken
+        every = 0 if window else sizes.key_rows * sizes.forward.kv * layer.ranks
+        moved = ring_seconds(cluster, layer.ranks, 1, every)
+        total += max(moved + taken.forward.seconds, rates.host.of_pass(1, 1))
+        if any(sizes.needs_grad):
+            host = rates.host.of_pass(1, 1, backward=True)
+            total += max(moved + taken.backward.seconds, host)
+    return total
+
+
+def time_table(gpus: int = 512, ranks: int = 64) -> str:
+    """Return milliseconds of attention in a layer of each kind, and in all layers."""
+    cluster, lines = Cluster(gpu("h100"), gpus), []
+    for seq in (128 * K, K * K):
+        sums = [0.0] * 3
+        for kind, count in LAYERS.items():
+            layer = Layer(kind, KINDS[kind], seq, ranks)
+            calls = ours(layer, cluster, auto=True)
+            seconds = [
+                sum(call.seconds for call in calls),
+                sum(call.seconds for call in ours(layer, cluster, auto=False)),
+                gathering(replace(layer, layout="contiguous"), cluster),
+            ]
+            sums = [total + count * x for total, x in zip(sums, seconds, strict=True)]
+            longest = max(calls, key=lambda call: call.seconds).bottleneck
+            lines.append([f"{seq // K}K", f"{count} {kind}", *_times(seconds), longest])
+        lines.append([f"{seq // K}K", "all", *_times(sums), ""])
+    heads = ["tokens", "layers", "`auto`", "`burst`", "gather, then compute", "auto / gather",
+             "burst / gather", "longest call of auto waits for"]  # fmt: skip
+    return markdown(heads, lines)
+
+
+def _times(seconds: list[float]) -> list[str]:
+    *ways, rival = seconds
+    return [*(f"{x * 1e3:.1f} ms" for x in seconds), *(f"{x / rival:.2f}" for x in ways)]

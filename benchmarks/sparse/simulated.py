@@ -49,18 +49,9 @@ def table() -> str:
         own = rivals.attention("all_gather", model, cluster, run)
         layer = layer_time(model, cluster, run, attention=lambda *_, own=own, **__: own).seconds
         core = rivals.core("all_gather", x, run)
-        rows.append(
-            [
-                "",
-                "gathered, as Megatron",
-                duration(own.forward),
-                duration(own.backward),
-                duration(own.seconds),
-                duration(layer),
-                byte_size(core.forward),
-                byte_size(core.backward),
-            ]
-        )
+        rows.append(["", "gathered, as Megatron", duration(own.forward), duration(own.backward),
+                     duration(own.seconds), duration(layer), byte_size(core.forward),
+                     byte_size(core.backward)])  # fmt: skip
     heads = ["", "", "forward", "backward", "both", "layer", "buffers, forward",
              "buffers, backward"]  # fmt: skip
     return markdown(heads, rows)

@@ -116,7 +116,7 @@ def test_counts_of_the_benchmark_are_the_bytes_sent(kind, layout, algorithm):
     if kind != "CSA" and algorithm == "multicast":
         pytest.skip("only CSA layers choose between these algorithms")
     layer = Layer(
-        kind, S, RANKS, PER_NODE, layout, FP32, FP32, algorithm, RATIO if kind != "window" else 0,
+        kind, RATIO if kind != "window" else 0, S, RANKS, PER_NODE, layout, FP32, FP32, algorithm,
         HEADS, WIDTH, WINDOW, INDEX,
     )  # fmt: skip
     expected = {name: tuple(sent) for name, sent in layer.sent().items()}
@@ -133,9 +133,9 @@ def test_counts_by_hand():
     assert sent["window"] == (halo, 2 * halo)  # keys again, and their gradients
     assert sent["compress"] == (0, 0)
     assert sent["compressed"] == (mean, 2 * mean)
-    gathered = Layer("HCA", S, RANKS, item=FP32, ratio=RATIO, width=WIDTH, window=WINDOW)
-    assert gathered.gathered(kv=True).forward == 3 * (ROWS + keys) * row
-    assert gathered.gathered().forward == (3 * keys + WINDOW) * row
+    few, most = Layer("HCA", RATIO, S, RANKS, item=FP32, width=WIDTH, window=WINDOW).rivals()
+    assert few.forward == few.backward == (3 * keys + WINDOW) * row
+    assert most.forward == most.backward == 3 * (ROWS + keys) * row
 
 
 class Largest(TorchDispatchMode):
