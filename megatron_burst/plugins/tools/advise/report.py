@@ -22,7 +22,7 @@ from .search.pasted import DOCUMENTS, left_to_the_user, run_flags
 from .search.search import Configuration
 from .search.search_space import BUSY, stages_to_try
 from .settings import ENDS, Settings, selection_text, stage_layers
-from .shapes.layer_kinds import CHUNKED, FULL, MIXER, WINDOW
+from .shapes.layer_kinds import CHUNKED, FULL, HYBRID, MIXER, WINDOW
 from .shapes.model import Model
 
 # Columns of the ranking that may be omitted on a narrow terminal, least important first.
@@ -90,6 +90,7 @@ def layers_text(model: Model) -> str:
     """Return the numbers of layers by kind, such as "4 full attention, 20 window of 1,024"."""
     names = {FULL: "full attention", WINDOW: f"window of {model.window:,}",
              CHUNKED: f"chunks of {model.chunk:,}", "none": "MLP alone",
+             **{kind: kind for kind in HYBRID},
              MIXER: model.mixer.name if model.mixer is not None else MIXER}  # fmt: skip
     return ", ".join(f"{count} {names[kind]}" for kind, count in model.kinds.items())
 

@@ -234,6 +234,8 @@ def _seconds(timed: Rival) -> float:
 
 def refused(kind: Kind, model: Model, cluster: Cluster, run: Settings) -> str:
     """Return the reason why a kind of context parallelism does not support a run; "" if it does."""
+    if model.hybrid is not None:
+        return "Megatron-Core has no hybrid attention of DeepSeek-V4"
     if run.cp == 1:
         return ""
     if model.indexer is not None and kind != "all_gather":

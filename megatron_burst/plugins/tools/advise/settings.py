@@ -13,7 +13,7 @@ from ....schedule.head_shares import shareable
 from ....schedule.topology import Placement, alternatives, divisors
 from ....units import byte_size
 from .field_types import problem_of
-from .shapes.layer_kinds import CHUNKED, WINDOW
+from .shapes.layer_kinds import CHUNKED, CSA, CSA_RATIO, HCA, WINDOW
 from .shapes.models import Model
 
 # Modules of a layer: Megatron's local modules for a CPU (torch's norms in fp32, unfused rope and
@@ -154,8 +154,10 @@ def selection_text(model: Model, run: Settings) -> str | None:
     """Describe sparse attention in a sentence: numbers of selected keys and of sent bytes.
 
     Returns:
-        The sentence; None if the model has no sparse attention.
+        The sentence; None if the model has no sparse or hybrid attention.
     """
+    if model.hybrid is not None:
+        return _hybrid_text(model, run)
     if (index := model.indexer) is None or (low := model.latent) is None:
         return None
     keys, latents = (
@@ -166,6 +168,24 @@ def selection_text(model: Model, run: Settings) -> str | None:
         f"sparse attention: {index.heads} index heads select {index.top_k:,} keys of a query; "
         f"a layer sends a rank's index keys ({keys}) and latents ({latents}) to all others, and in "
         "backward latents again, with their gradients"
+    )
+
+
+def _hybrid_text(model: Model, run: Settings) -> str:
+    of, row = model.hybrid, model.head_dim * BYTES["bf16"]
+    assert of is not None
+    pieces = run.micro_batch * {"zigzag": 2}.get(run.layout, 1)
+    parts = [f"keys of a window ({byte_size(pieces * (of.window - 1) * row)})"]
+    for kind in (CSA, HCA):
+        if kind in model.kinds:
+            size = byte_size(run.rows // of.ratio_of(kind) * row)
+            parts.append(f"in {kind} layers a rank's compressed keys ({size})")
+        if kind in model.kinds and (index := of.index_of(kind)) is not None:
+            size = byte_size(run.rows // CSA_RATIO * index.width * BYTES["bf16"])
+            parts.append(f"and index keys ({size})")
+    return (
+        f"hybrid attention: a layer sends {', '.join(parts)} to all ranks that attend to them, and "
+        "in backward keys again, with their gradients"
     )
 
 
@@ -321,11 +341,13 @@ def _check_heads(model: Model, run: Settings) -> None:
     heads, kv_heads = model.heads // run.tp, max(1, model.kv_heads // run.tp)
 
     def fits(ranks: int) -> bool:
-        if model.indexer is not None:
+        if model.selects:
             return ranks == 1
         return run.cp % ranks == 0 and shareable(heads, kv_heads, ranks)
 
-    if model.indexer is not None:
+    if model.hybrid is not None:
+        _check_hybrid(model, run)
+    if model.selects:
         kv_heads = 1
         for name, only in (("store", 0), ("sequence_chunks", 1)):
             if getattr(run, name) != only:
@@ -359,6 +381,23 @@ def _check_heads(model: Model, run: Settings) -> None:
         raise ValueError(
             f"--head-chunks {run.head_chunks} does not divide the {here} key/value heads that a "
             f"rank computes; use {_one_of(divisors(here))}"
+        )
+
+
+def _check_hybrid(model: Model, run: Settings) -> None:
+    """Raise ValueError if windows of compressed keys do not fit the rows of ranks."""
+    assert model.hybrid is not None
+    if run.layout not in ("zigzag", "contiguous"):
+        raise ValueError(
+            f"--layout {run.layout} separates the rows of compressed keys of {model.name}; use "
+            "zigzag or contiguous"
+        )
+    unit = 2 * run.cp * max(1, *map(model.hybrid.ratio_of, model.kinds))
+    if run.seq % unit:
+        near = max(1, round(run.seq / unit)) * unit
+        raise ValueError(
+            f"--seq {run.seq} is not a multiple of {unit}, 2 x --cp {run.cp} x the rows of a "
+            f"compressed key of {model.name}; use {near}"
         )
 
 

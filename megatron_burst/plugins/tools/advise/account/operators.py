@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from .....units import LOGITS_TILE
 from ..settings import Settings
-from ..shapes.layer_kinds import Indexer, Mixer
+from ..shapes.layer_kinds import Hybrid, Indexer, Mixer
 from ..shapes.models import Model
 from .tape import Half, Op
 
@@ -49,6 +49,7 @@ class LayerSizes:
             for dense attention.
         kv_rank: Width of the latent from which keys and values are projected.
         rope: Width of the rotary part of a key.
+        hybrid: Sizes of hybrid attention, whose values are the keys; None for other attention.
     """
 
     hidden: int
@@ -69,6 +70,7 @@ class LayerSizes:
     indexer: Indexer | None = None
     kv_rank: int = 0
     rope: int = 0
+    hybrid: Hybrid | None = None
 
     @property
     def absorbed(self) -> LayerSizes:
@@ -96,9 +98,9 @@ class LayerSizes:
 
     @property
     def values(self) -> int:
-        """Elements of one token's values; 0 if values are columns of the keys."""
+        """Elements of one token's values; 0 if values are columns of the keys, or the keys."""
         latent = self.indexer is not None and self.kv_heads == 1
-        return 0 if latent else self.kv_heads * self.value_width
+        return 0 if latent or self.hybrid is not None else self.kv_heads * self.value_width
 
     @property
     def kv(self) -> int:
@@ -143,6 +145,7 @@ class LayerSizes:
             indexer=index,
             kv_rank=low.kv_rank if low else 0,
             rope=low.rope if low else 0,
+            hybrid=model.hybrid,
         )
 
 

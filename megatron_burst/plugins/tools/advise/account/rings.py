@@ -22,6 +22,7 @@ from .....schedule.sizes import Sizes as RowSizes
 from .....schedule.tables import Grid
 from .....schedule.topology import Topology
 from ..settings import BYTES, Settings
+from ..shapes.layer_kinds import CSA, KEY_WINDOW
 from .operators import Core, F, LayerSizes
 
 ALIGNMENT, ENVELOPE = 16, 40  # bytes, from `comm.packing`; only CPU messages have them
@@ -34,8 +35,9 @@ SHORT = 64  # rows of a rank in the schedules whose buffers are counted
 
 
 def core_of(
-    x: LayerSizes, run: Settings, buffers_of: RingBuffersOf | None = None, window: int = 0
-) -> Core:
+    x: LayerSizes, run: Settings, buffers_of: RingBuffersOf | None = None, window: int = 0,
+    kind: str = KEY_WINDOW,
+) -> Core:  # fmt: skip
     """Return the memory of one layer's core attention with a causal mask.
 
     Args:
@@ -43,10 +45,13 @@ def core_of(
         run: Settings of the run.
         buffers_of: Function to call instead of `ring_held`, for example a cached one.
         window: Tokens that a query attends to (sliding window); 0 for full causal attention.
+        kind: Kind of the layer, if it has hybrid attention.
 
     Returns:
         The memory in addition to q, k, v and out.
     """
+    if x.hybrid is not None:
+        return _hybrid_core(x, run, buffers_of or ring_held, kind)
     shared, x = run.ulysses, on_ring(x if x.indexer is None else x.absorbed, run)
     rows, chunk = run.rows * shared, run.rows * shared // run.sequence_chunks
     one_chunk = run.sequence_chunks == 1  # otherwise dk and dv are summed outside the ring
@@ -81,6 +86,56 @@ def core_of(
 
     ring_backward = backward.bytes(size) - own_query - own_keys
     return replace(core, forward=forward.bytes(size), backward=ring_backward)
+
+
+def _hybrid_core(x: LayerSizes, run: Settings, buffers_of: RingBuffersOf, kind: str) -> Core:
+    """Return the memory of one layer's hybrid attention.
+
+    The rings of window keys, compressed keys and index keys run one after the other. Compressed
+    keys are scaled to a causal ring with as many rows. With algorithm "auto", they are assumed to
+    be in memory at the same time (`prefetch`), which needs the most memory.
+    """
+    assert x.hybrid is not None
+    ratio, rows = x.hybrid.ratio_of(kind), run.rows
+    keys = rows // ratio if ratio else 0
+    own_query, own_keys = rows * x.query * F, (rows + keys) * x.kv * F
+    core = Core(sums=own_query + own_keys, keys=rows + keys, wire=BYTES[run.wire])
+    if run.cp == 1:
+        return core
+    sizes = replace(_row_sizes(x, run), values_are_keys=True)
+    buffer_bytes, most = room_bytes(x, run, sizes, "kv"), [0.0, 0.0]
+    before = -(-(x.hybrid.window - 1) * SHORT * run.cp // run.seq)
+    for key_rows, window in ((rows, before), *([(keys, None)] if ratio else [])):
+        algorithm, joined = key_algorithm(run.algorithm, kind if window is None else KEY_WINDOW)
+        passes = buffers_of(
+            algorithm or ("ring" if window is not None else "prefetch"), run.layout, run.cp,
+            intra_of(run), "kv", run.wire == "bf16", run.path == "cpu", joined, window, False,
+        )  # fmt: skip
+
+        def size(name: str, short: float, of_keys: int = key_rows) -> float:
+            count = of_keys if "kv" in name else rows
+            return buffer_bytes(name, round(count * short / SHORT))
+
+        own = buffer_bytes("dquery", rows) + buffer_bytes("dkv", key_rows)
+        held = passes[0].bytes(size), passes[1].bytes(size) - own
+        most = [max(pair) for pair in zip(most, held, strict=True)]
+    return replace(core, forward=most[0], backward=most[1])
+
+
+def key_algorithm(algorithm: str, kind: str) -> tuple[str | None, bool | None]:
+    """Return how the keys of hybrid attention are sent.
+
+    Args:
+        algorithm: Algorithm of the run.
+        kind: CSA for compressed keys of which an indexer selects some; otherwise any other kind.
+
+    Returns:
+        The algorithm, None for the fastest; and `joined` of `Visibility`.
+    """
+    if algorithm == "auto":
+        return None, joins(kind == CSA)
+    selecting = kind == CSA and algorithm == "burst"  # as in training with --burst-sparse auto
+    return "multicast" if selecting else algorithm, joins(kind == CSA)
 
 
 def cached_core_of() -> CoreOf:

@@ -15,8 +15,9 @@ from itertools import pairwise
 from typing import Any
 
 from ..settings import BYTES, Settings, stage_layers
-from ..shapes.layer_kinds import MIXER, SOFTMAX, LayerPart
+from ..shapes.layer_kinds import HYBRID, MIXER, SOFTMAX, LayerPart
 from ..shapes.models import Model
+from .hybrid import hybrid_half
 from .operators import (
     ATTENTION,
     MLP,
@@ -228,6 +229,8 @@ class LayerWalk:
             return mlp_half(self.sparse if part.sparse else self.dense, rows, prefix)
         if part.attention == MIXER:
             return mixer_half(self.dense, rows, prefix)
+        if part.attention in HYBRID:
+            return hybrid_half(self.dense, part.attention, rows, self._core(part, time), prefix)
         return attention_half(self.dense, rows, self._core(part, time), prefix)
 
     def _core(self, part: LayerPart, time: str) -> Core:
@@ -237,6 +240,9 @@ class LayerWalk:
         which needs the most memory.
         """
         core = self.cores[time]
+        if part.attention in HYBRID:
+            own = self._core_of(self.dense, self.run, kind=part.attention)
+            return replace(own, store=core.store)
         if part.algorithm is None:
             return core
         window = self.model.window_of(part.attention, self.run.seq)

@@ -35,7 +35,9 @@ from .....schedule.tables import Grid
 from .....schedule.topology import Topology
 from ..account.rings import joins, side_by_bytes, visiting_rows
 from ..settings import BYTES, Settings
+from ..shapes.layer_kinds import HYBRID
 from ..shapes.models import Model
+from .hybrid_time import hybrid_passes
 
 CACHED_RINGS = 128  # rings with cached schedules
 LARGEST = 256  # maximum ranks of a cached ring; schedules of larger rings need too much memory
@@ -267,10 +269,12 @@ def attention_time(
     run: Settings,
     rings: RingsOf = ring_passes,
     window: int = 0,
+    kind: str = "",
 ) -> AttentionTime:
     """Return the time of one causal attention call.
 
-    Forward of sparse attention includes the selection of keys, but not the indexer's loss.
+    Forward of sparse or hybrid attention includes the selection of keys, but not the indexer's
+    loss.
 
     Args:
         model: Shape of the model.
@@ -278,10 +282,20 @@ def attention_time(
         run: Settings of the run.
         rings: `ring_passes`, or a cached version of it.
         window: Tokens that a query attends to (sliding window); 0 for full causal attention.
+        kind: Kind of the layer, if the model has hybrid attention.
 
     Raises:
-        ValueError: The topology is impossible with this number of ranks per node.
+        ValueError: The topology is impossible with this number of ranks per node, or `kind` is
+            missing.
     """
+    if model.hybrid is not None:
+        if kind not in HYBRID:
+            raise ValueError(
+                f"{model.name}: attention differs between layers; simulate a layer or a step"
+            )
+        idle = simulator.IDLE, simulator.IDLE
+        passes = hybrid_passes(model, cluster, run, topology_of(cluster, run), kind)
+        return AttentionTime.of(*passes, idle)
     rates, topology = cluster.rank_rates(), topology_of(cluster, run)
     sizes, chunks = sizes_of(model, run).shared(run.ulysses), run.sequence_chunks
     ring = ring_of(model, cluster, run, window)

@@ -29,7 +29,7 @@ from ..account.operators import CHUNK, B, F, LayerSizes, chunk_states
 from ..account.rings import on_ring, visiting_rows
 from ..account.steps import parts_of
 from ..settings import Settings
-from ..shapes.layer_kinds import MIXER, SOFTMAX, LayerPart, Mixer
+from ..shapes.layer_kinds import HYBRID, MIXER, SOFTMAX, LayerPart, Mixer
 from ..shapes.model import Model
 from .attention_time import AttentionTime, attention_time
 from .links import all_to_all_seconds, ring_seconds
@@ -99,6 +99,8 @@ def products(model: Model, run: Settings, part: LayerPart) -> Iterator[Product]:
         assert x.mixer is not None
         yield Product(run.rows, x.hidden, x.mixer.into)
         yield Product(run.rows, x.mixer.out, x.hidden)
+    elif part.attention in HYBRID:
+        yield from _hybrid_projections(x, run, part.attention)
     elif part.attention is not None:
         yield from _projections(model, x, run)
     if part.mlp:
@@ -124,6 +126,22 @@ def _projections(model: Model, x: LayerSizes, run: Settings) -> Iterator[Product
     else:
         yield Product(rows, x.hidden, x.query * (1 + x.gate) + x.kv, chunks, cut)
     yield Product(rows, x.out, x.hidden, chunks, (0.0, float(chunks > 1)))
+
+
+def _hybrid_projections(x: LayerSizes, run: Settings, kind: str | None) -> Iterator[Product]:
+    """Yield the products of hybrid attention; only queries and outputs are split over ranks."""
+    of, rows = x.hybrid, run.rows
+    assert of is not None
+    yield Product(rows, x.hidden, of.q_rank)
+    yield Product(rows, x.hidden, x.width)
+    yield Product(rows, of.q_rank, x.query)
+    for columns in of.compressors(kind, x.width):
+        yield Product(rows, x.hidden, columns, 2)
+    if (index := of.index_of(kind)) is not None:
+        yield Product(rows, of.q_rank, index.heads * index.width)
+        yield Product(rows, x.hidden, index.heads)
+    yield Product(rows, x.out // (of.groups // x.tp), of.out_rank, of.groups / x.tp)
+    yield Product(rows, of.groups * of.out_rank // x.tp, x.hidden)
 
 
 def _mlp(model: Model, x: LayerSizes, run: Settings, sparse: bool) -> Iterator[Product]:
@@ -173,6 +191,10 @@ def memory_bytes(model: Model, run: Settings, part: LayerPart) -> tuple[float, f
     if part.attention not in (None, MIXER):
         forward += 2 * run.rows * (x.query + x.keys)
         backward += 2 * run.rows * (x.query + x.keys)
+    if x.hybrid is not None:  # `mb.compress`: rows, gates, and both again in fp32
+        compressed = run.rows * sum(x.hybrid.compressors(part.attention, x.width))
+        forward += 2 * compressed * (1 + F / B)
+        backward += 4 * compressed * (1 + F / B)
     if part.attention == MIXER and (scan := x.scan) is not None:
         convolved = scan.convolved * (scan.taps > 0) + scan.keys * scan.delta
         forward += run.rows * (2.0 * convolved + 3 * scan.values)
@@ -355,7 +377,8 @@ def layer_time(
     if part.attention in SOFTMAX:
         window = model.window_of(part.attention, run.seq)
         own = replace(run, algorithm=part.algorithm) if part.algorithm else run
-        core = attention(model, cluster, own, window=window)
+        of_kind = {} if model.hybrid is None else {"kind": part.attention}
+        core = attention(model, cluster, own, window=window, **of_kind)
         forward[ATTENTION], backward[ATTENTION] = core.forward, core.backward
         if full:
             recompute[ATTENTION] = recomputed_attention(core, run)

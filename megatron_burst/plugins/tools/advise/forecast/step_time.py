@@ -234,7 +234,12 @@ def model_operations(model: Model, seq: int) -> float:
         seq: Tokens of a sequence.
     """
     widths = model.heads * (model.head_dim + model.value_dim)
-    seen = sum(model.number_of(kind) * visible(seq, model.window_of(kind, seq)) for kind in SOFTMAX)
+    of = model.hybrid
+    seen = sum(
+        number * (of.seen(kind, seq) if of else visible(seq, model.window_of(kind, seq)))
+        for kind in SOFTMAX
+        if (number := model.number_of(kind))
+    )
     states = 0
     if (mixer := model.mixer) is not None and mixer.form:
         states = model.mixers * (3 if mixer.delta else 2) * mixer.state

@@ -96,6 +96,9 @@ class AttentionForecast:
         """Return the run with the fastest predicted attention settings, the same in all layers."""
         if run.cp == 1:
             return run
+        if self.model.hybrid is not None:  # each set of keys has the fastest algorithm
+            algorithm = self.pinned.get("algorithm", "auto")
+            return replace(run.uniform(), algorithm=algorithm, side="kv", head_chunks=1, ulysses=1)
         key = tuple(getattr(run, name) for name in CHOICE_INPUTS)
         if key not in self._choices:
             taken = self.candidate(run)
@@ -153,19 +156,21 @@ class AttentionForecast:
             self._choices[key] = {"side": best.side}
         return replace(run, **self._choices[key])
 
-    def time(self, model: Model, cluster: Cluster, run: Settings, window: int = 0) -> AttentionTime:
+    def time(
+        self, model: Model, cluster: Cluster, run: Settings, window: int = 0, kind: str = ""
+    ) -> AttentionTime:
         """Return `attention_time` of a run, from a cache."""
-        key = self._key(run), window
+        key = self._key(run), window, kind
         if key not in self._times:
-            self._times[key] = self.timed(run, window)
+            self._times[key] = self.timed(run, window, kind)
         return self._times[key]
 
-    def timed(self, run: Settings, window: int = 0) -> AttentionTime:
+    def timed(self, run: Settings, window: int = 0, kind: str = "") -> AttentionTime:
         """Compute the time of an attention call, without the cache."""
-        return attention_time(self.model, self.cluster, run, rings=self.rings, window=window)
+        return attention_time(self.model, self.cluster, run, self.rings, window, kind)
 
     def at_least(
-        self, model: Model, cluster: Cluster, run: Settings, window: int = 0
+        self, model: Model, cluster: Cluster, run: Settings, window: int = 0, kind: str = ""
     ) -> AttentionTime:
         """Return a lower bound of `time`.
 
@@ -173,7 +178,7 @@ class AttentionForecast:
         """
         alone = replace(run, cp=1, ulysses=1, algorithm="burst", head_chunks=1, sequence_chunks=1,
                         intra=1, inner=None, side="kv", layout="contiguous")  # fmt: skip
-        one_rank = self.time(model, cluster, alone, window=window)
+        one_rank = self.time(model, cluster, alone, window=window, kind=kind)
         computing = {"compute": one_rank.busy["compute"] / run.cp, "intra": 0.0, "inter": 0.0}
         return replace(
             one_rank, forward=one_rank.forward / run.cp, backward=one_rank.backward / run.cp,

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from ..shapes.layer_kinds import MIXER
+from ..shapes.layer_kinds import MIXER, Hybrid
 from ..shapes.model import Family, Model
 
 HYBRID = "M*-"  # letters of `Model.pattern` for layers with one half, as in Megatron's HybridModel
@@ -46,7 +46,10 @@ def model_flags(model: Model, stages: int = 1) -> Iterator[str]:
     yield f"--hidden-size {model.hidden}"
     yield f"--ffn-hidden-size {(model.dense_ffn or model.ffn) if experts else model.ffn}"
     yield f"--num-attention-heads {model.heads}"
-    yield from _latent(model) if model.latent is not None else _heads(model)
+    if model.hybrid is not None:
+        yield from _hybrid_attention(model, model.hybrid)
+    else:
+        yield from _latent(model) if model.latent is not None else _heads(model)
     if model.gated:
         yield family.gate
     if not model.tied:
@@ -73,6 +76,10 @@ def _heads(model: Model) -> Iterator[str]:
         yield "--attention-output-gate"
     if model.sinks:
         yield "--softmax-type learnable"
+
+
+def _hybrid_attention(model: Model, of: Hybrid) -> Iterator[str]:
+    yield f"--multi-latent-attention --q-lora-rank {of.q_rank} --v-head-dim {model.head_dim}"
 
 
 def _latent(model: Model) -> Iterator[str]:
@@ -182,6 +189,13 @@ def lacking(model: Model) -> list[str]:
     sentences, mixer = [], _name(model)
     for words in model.family.lacking if model.family is not None else ():
         sentences.append(f"Megatron-LM has no flag for {words}.")
+    if model.hybrid is not None:
+        ratios = [model.hybrid.ratio_of(part.attention) for part in model.parts]
+        sentences.append(
+            "Megatron-LM has no flag for hybrid attention: build its layers with "
+            f"mb.sparse_layer_spec(rule='csa', csa_compress_ratios={ratios}, ...) "
+            "(docs/sparse.md)."
+        )
     if model.chunked:
         sentences.append(
             f"Megatron-LM has no flag for attention in chunks of {model.chunk:,} tokens: these "

@@ -180,6 +180,11 @@ class PackedForecast(AttentionForecast):
         lengths: Sequence[int] = (),
         cut: Cut = "balanced",
     ):
+        if model.hybrid is not None:
+            raise ValueError(
+                f"{TITLE}: packs are not predicted for the hybrid attention of {model.name}; "
+                f"remove {TITLE}"
+            )
         super().__init__(model, cluster, pinned)
         self.lengths = tuple(lengths)
         self.cut: Cut = cut
@@ -246,7 +251,7 @@ class PackedForecast(AttentionForecast):
         return PackedForecast(self.model, cluster, self.pinned, self.lengths, self.cut)
 
     def at_least(
-        self, model: Model, cluster: Cluster, run: Settings, window: int = 0
+        self, model: Model, cluster: Cluster, run: Settings, window: int = 0, kind: str = ""
     ) -> AttentionTime:
         """Return a lower bound of `time`, which does not include padding of documents.
 
@@ -309,7 +314,7 @@ class PackedForecast(AttentionForecast):
         """
         return run
 
-    def timed(self, run: Settings, window: int = 0) -> AttentionTime:
+    def timed(self, run: Settings, window: int = 0, kind: str = "") -> AttentionTime:
         """Compute the time of an attention call; for a window, estimate it from full attention."""
         if window:
             return windowed(self.time(self.model, self.cluster, run), window, round(self.effective))

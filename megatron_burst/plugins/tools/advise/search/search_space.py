@@ -66,7 +66,8 @@ class TrainingGoal:
             layout.
         hybrid: Whether the model is Megatron's HybridModel, which does not support
             `--burst-offload`.
-        selects: Whether attention is sparse; it then has no store and no row chunks.
+        selects: Whether attention is sparse or hybrid; it then has no store and no row chunks.
+        unit: Rows of the longest window of a compressed key, which no rank may cut.
         documents: Lengths of the documents of a pack if zigzag cuts each document; otherwise ().
             The sum of the lengths is `seq`.
     """
@@ -77,6 +78,7 @@ class TrainingGoal:
     carries: bool = False
     hybrid: bool = False
     selects: bool = False
+    unit: int = 1
     documents: tuple[int, ...] = ()
 
     def rows(self, tp: int, cp: int) -> int:
@@ -103,7 +105,8 @@ def padded(length: int, cp: int) -> int:
 def of_model(model: Model) -> dict[str, Any]:
     """Return the fields of a `TrainingGoal` that depend on the model."""
     hybrid = bool(set(model.pattern) & set("M*-"))
-    return {"carries": bool(model.mixers), "hybrid": hybrid, "selects": model.indexer is not None}
+    unit = max(1, *map(model.hybrid.ratio_of, model.kinds)) if model.hybrid else 1
+    return {"carries": bool(model.mixers), "hybrid": hybrid, "selects": model.selects, "unit": unit}
 
 
 def groups_of(model: Model, cluster: Cluster, goal: TrainingGoal) -> Iterator[Settings]:
@@ -185,7 +188,7 @@ def _rows_fit(cluster: Cluster, goal: TrainingGoal, tp: int, cp: int) -> bool:
 
     Rows are divided by zigzag (2 x CP) and by sequence parallelism (TP x CP).
     """
-    if (rows := goal.rows(tp, cp)) % (2 * cp) or rows % (cp * tp):
+    if (rows := goal.rows(tp, cp)) % (2 * cp * goal.unit) or rows % (cp * tp):
         return False
     return cp % cluster.cp_per_node(tp, cp) == 0
 

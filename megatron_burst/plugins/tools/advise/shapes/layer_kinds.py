@@ -13,11 +13,17 @@ from .....linear_attention.forms import FORMS
 
 # Letter of `Model.pattern` -> (kind of the attention half, whether there is an MLP half).
 FULL, WINDOW, CHUNKED, MIXER = "full", "window", "chunked", "mixer"
-SOFTMAX = FULL, WINDOW, CHUNKED  # attention halves with softmax attention
+KEY_WINDOW, CSA, HCA = "window keys", "CSA", "HCA"  # DeepSeek-V4's hybrid attention
+HYBRID = KEY_WINDOW, CSA, HCA
+SOFTMAX = FULL, WINDOW, CHUNKED, *HYBRID  # attention halves with softmax attention
+CSA_RATIO = 4  # rows of a compressed key of CSA
 KINDS: dict[str, tuple[str | None, bool]] = {
     "F": (FULL, True),
     "W": (WINDOW, True),
     "C": (CHUNKED, True),
+    "V": (KEY_WINDOW, True),
+    "S": (CSA, True),
+    "H": (HCA, True),
     "L": (MIXER, True),
     "*": (FULL, False),
     "M": (MIXER, False),
@@ -29,7 +35,7 @@ class LayerPart(NamedTuple):
     """Kinds of the halves of one layer.
 
     Attributes:
-        attention: Kind of the attention half: "full", "window", "chunked", "mixer" or None.
+        attention: Kind of the attention half: one of `SOFTMAX`, "mixer" or None.
         mlp: Whether the layer has an MLP half, dense or with experts.
         sparse: Whether the MLP half has experts.
         algorithm: Attention algorithm of this kind of layers; None for `Settings.algorithm`.
@@ -70,6 +76,60 @@ class Indexer:
     heads: int
     width: int
     top_k: int
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """DeepSeek-V4's hybrid attention: one softmax over window keys and compressed keys.
+
+    All heads share one key head, and values are the keys. Names in Megatron are in parentheses.
+
+    Attributes:
+        index: Indexer of CSA layers (`dsa_indexer_*`); None if queries attend to all compressed
+            keys (`csa_dense_mode`).
+        window: Window keys of a query, the own key included (`csa_window_size`).
+        ratio: Rows of a compressed key of HCA layers (`csa_compress_ratios`).
+        q_rank: Width of the latent from which queries are projected (`q_lora_rank`).
+        groups: Groups of heads with their own output projection (`o_groups`).
+        out_rank: Width of the output of a group (`o_lora_rank`).
+    """
+
+    index: Indexer | None
+    window: int = 128
+    ratio: int = 128
+    q_rank: int = 1024
+    groups: int = 8
+    out_rank: int = 1024
+
+    def ratio_of(self, kind: str | None) -> int:
+        """Return the rows of a compressed key in layers of a kind; 0 without such keys."""
+        return {CSA: CSA_RATIO, HCA: self.ratio}.get(kind or "", 0)
+
+    def index_of(self, kind: str | None) -> Indexer | None:
+        """Return the indexer of layers of a kind; None if they have none."""
+        return self.index if kind == CSA else None
+
+    def compressors(self, kind: str | None, width: int) -> list[int]:
+        """Return the widths of the rows that a layer compresses, for keys and index keys.
+
+        Keys of CSA have two series of columns, of the own and the previous window.
+
+        Args:
+            kind: Kind of the layer.
+            width: Width of a key.
+        """
+        if kind == HCA:
+            return [width]
+        index = self.index_of(kind)
+        return [2 * w for w in (width, *([index.width] if index else []))] if kind == CSA else []
+
+    def seen(self, kind: str | None, seq: int) -> float:
+        """Return the average number of keys that a query of a causal sequence attends to."""
+        ratio, index = self.ratio_of(kind), self.index_of(kind)
+        compressed = seq / ratio / 2 if ratio else 0.0
+        if index is not None and seq / ratio > (most := index.top_k):
+            compressed = most * (1 - most * ratio / (2 * seq))
+        return min(self.window, seq) + compressed
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,20 @@ import ast
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .layer_kinds import DELTA_NET, Indexer, Latent, Mixer, gated_delta_net, mamba2
+from .layer_kinds import (
+    CSA_RATIO,
+    DELTA_NET,
+    Hybrid,
+    Indexer,
+    Latent,
+    Mixer,
+    gated_delta_net,
+    mamba2,
+)
 from .model import Model
 
 DSA = 64, 128, 2048  # DeepSeek-V3.2: index heads, their width, selected keys
+V4_INDEX = 64, 128, 512  # the same sizes of DeepSeek-V4-Flash
 Get = Callable[[str], Any]
 NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
 # Supported symbols of a hybrid pattern: M is Mamba-2, G a gated delta net, + latent attention, E an
@@ -80,7 +90,39 @@ def model_from(
         "mixer": _mixer(get, kinds),
         "also": also,
     }
-    return Model(**(fields | _latent(get, heads) | _mlp(get, pattern or "F" * layers, gated)))
+    latent = _latent(get, heads)
+    if get("csa_compress_ratios"):
+        latent = _hybrid_attention(get, layers, name, flag)
+        pattern = latent["pattern"]
+    return Model(**(fields | latent | _mlp(get, pattern or "F" * layers, gated)))
+
+
+def _hybrid_attention(
+    get: Get, layers: int, name: str, flag: Callable[[str], str]
+) -> dict[str, Any]:
+    """Return the fields of `Model` that describe DeepSeek-V4's hybrid attention."""
+    ratios = get("csa_compress_ratios")
+    ratios = ast.literal_eval(ratios) if isinstance(ratios, str) else ratios
+    ratios = list(ratios)[:layers]
+    heavy = sorted({*ratios} - {0, CSA_RATIO})
+    if len(ratios) < layers or len(heavy) > 1:
+        raise ValueError(
+            f"{name}: {flag('csa_compress_ratios')} needs 0, {CSA_RATIO} or one other number for "
+            f"each of the {layers} layers, got {ratios!r:.100}"
+        )
+    sizes = (get(f"dsa_indexer_{key}") for key in ("n_heads", "head_dim", "topk"))
+    index = Indexer(*(size or usual for size, usual in zip(sizes, V4_INDEX, strict=True)))
+    stated = {
+        "window": get("csa_window_size"), "ratio": heavy[0] if heavy else None,
+        "q_rank": get("q_lora_rank"), "groups": get("o_groups"), "out_rank": get("o_lora_rank"),
+    }  # fmt: skip
+    stated = {name: value for name, value in stated.items() if value}
+    width = get("v_head_dim") or 512
+    return {
+        "kv_heads": 1, "head_dim": width, "value_dim": width, "sinks": False,
+        "pattern": "".join({0: "V", CSA_RATIO: "S"}.get(ratio, "H") for ratio in ratios),
+        "hybrid": Hybrid(None if get("csa_dense_mode") else index, **stated),
+    }  # fmt: skip
 
 
 def _latent(get: Get, heads: int) -> dict[str, Any]:
@@ -109,7 +151,7 @@ def _mlp(get: Get, pattern: str, gated: bool) -> dict[str, Any]:
     ffn = get("ffn_hidden_size") or (int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden)
     if not experts:
         return {"ffn": ffn}
-    with_mlp = sum(letter in "FWL-" for letter in pattern)
+    with_mlp = sum(letter in "FWLVSH-" for letter in pattern)
     frequency = get("moe_layer_freq") or 1
     hybrid = _hybrid(get)
     sparse = hybrid.count("E") if hybrid else sum(_layers(frequency, with_mlp, every_is=True))

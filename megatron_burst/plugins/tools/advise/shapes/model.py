@@ -15,10 +15,12 @@ from typing import NamedTuple
 from ..field_types import problem_of
 from .layer_kinds import (
     CHUNKED,
+    HYBRID,
     KINDS,
     MIXER,
     SOFTMAX,
     WINDOW,
+    Hybrid,
     Indexer,
     Latent,
     LayerPart,
@@ -78,8 +80,9 @@ class Model:
         latent: Sizes of multi-head latent attention; None for other attention.
         output_gate: Whether attention's result is multiplied by a gate as wide as the queries.
         pattern: One letter per layer (`layer_kinds.KINDS`): "F" full attention, "W" sliding window,
-            "C" chunked attention, "L" a mixer such as linear attention, each with an MLP; "*" full
-            attention, "M" a mixer, "-" an MLP alone. "" for "F" in all layers.
+            "C" chunked attention, "L" a mixer such as linear attention, "V", "S" and "H" hybrid
+            attention (window keys only, CSA, HCA), each with an MLP; "*" full attention, "M" a
+            mixer, "-" an MLP alone. "" for "F" in all layers.
         window: Tokens that a query of a "W" layer attends to, including itself.
         mixer: Mixer of "L" and "M" layers.
         sinks: Whether attention has a learned sink per head.
@@ -91,6 +94,7 @@ class Model:
             its chunk.
         expert_pattern: "1" (experts) or "0" (dense) for each layer with an MLP; "" if the last
             `moe_layers` layers have experts.
+        hybrid: Sizes of hybrid attention; None if the model has no such layers.
 
     Raises:
         ValueError: Sizes are impossible or inconsistent.
@@ -123,6 +127,7 @@ class Model:
     family: Family | None = None
     chunk: int = 0
     expert_pattern: str = ""
+    hybrid: Hybrid | None = None
 
     def __post_init__(self) -> None:
         self._check_kinds()
@@ -176,6 +181,10 @@ class Model:
             raise ValueError(f"model {self.name}: C layers require chunk >= 1, got {self.chunk}")
         if self.mixers and self.mixer is None:
             raise ValueError(f"model {self.name}: L and M layers require a mixer")
+        if (self.hybrid is not None) != (set(self.letters) <= set("VSH")):
+            raise ValueError(
+                f"model {self.name}: V, S and H layers require hybrid, and exclude other layers"
+            )
         if not 0 <= self.moe_layers <= self.mlps or (self.moe_layers and not self.experts):
             raise ValueError(
                 f"model {self.name}: moe_layers is {self.moe_layers}. It must be at most "
@@ -221,6 +230,11 @@ class Model:
     def attentions(self) -> int:
         """Number of layers with softmax attention of any kind."""
         return sum(map(self.number_of, SOFTMAX))
+
+    @property
+    def selects(self) -> bool:
+        """True if attention is sparse or hybrid: keys are sent, and heads are not shared."""
+        return self.indexer is not None or self.hybrid is not None
 
     @property
     def windows(self) -> int:
@@ -287,7 +301,12 @@ class Model:
 
     @property
     def attention_parameters(self) -> int:
-        """Number of parameters of attention in one layer, with the norms of both halves."""
+        """Number of parameters of attention in one layer, with the norms of both halves.
+
+        Hybrid attention counts as without compressed keys; see `hybrid_parameters`.
+        """
+        if self.hybrid is not None:
+            return self.hybrid_parameters(None) + 2 * self.hidden
         q, out = self.heads * self.head_dim, self.heads * self.value_dim
         if (low := self.latent) is not None:
             query = self.hidden * low.q_rank + low.q_rank + low.q_rank * q
@@ -300,6 +319,19 @@ class Model:
             return query + down + up + self.hidden * out + 2 * self.hidden
         kv = self.kv_heads * (self.head_dim + self.value_dim)
         return self.hidden * (q * (1 + self.output_gate) + kv + out) + 2 * self.hidden
+
+    def hybrid_parameters(self, kind: str | None) -> int:
+        """Return the number of parameters of hybrid attention in one layer of a kind."""
+        of, width = self.hybrid, self.head_dim
+        assert of is not None
+        ratio, index, q = of.ratio_of(kind), of.index_of(kind), self.heads * width
+        count = self.hidden * (of.q_rank + width) + of.q_rank * (1 + q) + width
+        count += of.out_rank * (q + of.groups * self.hidden)
+        for columns in of.compressors(kind, width):
+            count += columns * (2 * self.hidden + ratio)
+        if index is not None:
+            count += of.q_rank * index.heads * index.width + self.hidden * index.heads
+        return count + (ratio > 0) * width + (index.width if index else 0)  # norms of keys
 
     @property
     def mixer_parameters(self) -> int:
@@ -331,6 +363,7 @@ class Model:
         norms = 2 * self.hidden
         dense = self.mixer_parameters if part.attention == MIXER else self.attention_parameters
         dense = dense - norms if part.attention else 0
+        dense = self.hybrid_parameters(part.attention) if part.attention in HYBRID else dense
         experts = self.expert_parameters if part.sparse else 0
         dense += round(self.mlp_parameters(part)) - experts if part.mlp else 0
         halves = (part.attention is not None) + part.mlp

@@ -12,7 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .layer_kinds import Indexer, Latent, Mixer, gated_delta_net, kimi_delta, lightning, mamba2
+from .layer_kinds import (
+    Hybrid,
+    Indexer,
+    Latent,
+    Mixer,
+    gated_delta_net,
+    kimi_delta,
+    lightning,
+    mamba2,
+)
 from .model import Family, Model, padded
 from .model_config import from_config
 
@@ -92,6 +101,11 @@ _FURTHER = (
           latent=Latent(512, 64, 1536), experts=256, top_k=8, shared=2048, moe_layers=58,
           dense_ffn=18432, also=("the head that predicts several tokens", "the indexer's loss"),
           indexer=Indexer(64, 128, 2048)),
+    Model("deepseek-v4-flash", hidden=4096, heads=64, kv_heads=1, ffn=2048, vocabulary=129280,
+          head_dim=512, pattern="VV" + "SH" * 20 + "S", hybrid=Hybrid(Indexer(64, 128, 512)),
+          also=("the head that predicts several tokens", "hyper-connections",
+                "the indexer's loss"),
+          **_moe(43, experts=256, top_k=6, shared=2048)),
     _gpt_oss("gpt-oss-20b", 24, 32),
     _gpt_oss("gpt-oss-120b", 36, 128),
     _gemma3("gemma-3-4b", 34, 2560, 8, 4, 10240, 256),
@@ -136,6 +150,10 @@ FAMILIES = {
                           _YARN_V2),
     "deepseek-v2-lite": Family(f"{_LATENT} --moe-router-pre-softmax", _YARN_V2),
     "deepseek-v3": _V3,
+    "deepseek-v4": Family(f"{_LATENT} --moe-router-enable-expert-bias "
+                          "--moe-router-topk-scaling-factor 1.5", f"{_SMALL} --rotary-base 10000",
+                          lacking=("hyper-connections, the limit of the activation, and routing "
+                                   "by hashes in the first layers",)),
     "gpt-oss": Family("--glu-linear-offset 1.0 --activation-func-clamp-value 7.0",
                       "--rotary-base 150000 --position-embedding-type yarn "
                       "--rotary-scaling-factor 32 --yarn-original-max-position-embeddings 4096 "

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicted time of DeepSeek-V4's hybrid attention of one layer, in forward and backward.
+
+Each set of keys has its own ring, with its own algorithm if the algorithm of the run is "auto", as
+in training: window keys, compressed keys, and the index keys of the selection. The rings run one
+after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from .....autotune import select
+from .....autotune.candidates import FixedSettings, Workload
+from .....autotune.clusters import Cluster
+from .....autotune.simulator import IDLE, PassTime
+from .....layout import make
+from .....masks import Window
+from .....masks.compressed import Compressed
+from .....schedule.sizes import Sizes
+from .....schedule.topology import Topology
+from ..account.rings import key_algorithm
+from ..settings import BYTES, Settings
+from ..shapes.layer_kinds import CSA, KEY_WINDOW
+from ..shapes.models import Model
+
+
+def key_sets(model: Model, run: Settings, kind: str) -> Iterator[tuple[str, Workload]]:
+    """Yield the kind and the workload of attention to each set of keys, and of the selection.
+
+    Args:
+        model: Shape of the model.
+        run: Settings of the run.
+        kind: Kind of the layer.
+    """
+    of, rows, layout = model.hybrid, run.seq // run.cp, make(run.layout, cp_size=run.cp)
+    assert of is not None
+    ratio, index = of.ratio_of(kind), of.index_of(kind)
+    sizes = Sizes(
+        rows, run.micro_batch, model.heads // run.tp, 1, model.head_dim, model.head_dim, 2, 4,
+        BYTES[run.wire], (True, True, False), values_are_keys=True,
+    )  # fmt: skip
+    yield KEY_WINDOW, Workload(sizes, Window(of.window - 1, 0), layout)
+    if not ratio:
+        return
+    keys, mask = rows // ratio, Compressed(ratio)
+    attended = index.top_k if index else None
+    # Windows begin and end with pieces of the layout, which therefore also cuts the keys.
+    yield (
+        kind,
+        Workload(
+            replace(sizes, key_tokens=keys), mask, layout, attended=attended, key_layout=layout
+        ),
+    )
+    if index is not None:
+        scores = Sizes(rows, run.micro_batch, index.heads, 1, index.width, 0, 2, 4,
+                       BYTES[run.wire], (False, False, False), keys)  # fmt: skip
+        yield CSA, Workload(scores, mask, layout, attended=run.seq, key_layout=layout)
+
+
+def hybrid_passes(
+    model: Model, cluster: Cluster, run: Settings, topology: Topology, kind: str
+) -> tuple[PassTime, PassTime]:
+    """Return the time of forward and of backward, without the indexer's loss.
+
+    Args:
+        model: Shape of the model.
+        cluster: Cluster of GPUs.
+        run: Settings of the run.
+        topology: Topology of the context-parallel ranks.
+        kind: Kind of the layer.
+    """
+    forward = backward = IDLE
+    for of_keys, work in key_sets(model, run, kind):
+        algorithm, _ = key_algorithm(run.algorithm, of_keys)
+        fixed, nodes = FixedSettings(algorithm, "kv", 1), cluster.nodes(run.tp)
+        taken = select.fastest(work, [topology], cluster.rank_rates(), fixed, nodes)
+        forward, backward = forward + taken.forward, backward + taken.backward
+    return forward, backward
