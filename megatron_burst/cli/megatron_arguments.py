@@ -21,7 +21,7 @@ from .. import flags
 FLAGS = {flag.name: flag for flag in flags.FLAGS}
 SIZES = "--hierarchical-context-parallel-sizes"
 INTEGERS: dict[str, int | None] = {
-    "--context-parallel-size": None, "--cpu-offloading-num-layers": 0,
+    "--context-parallel-size": None, "--cpu-offloading-num-layers": 0, "--csa-window-size": None,
     "--decoder-first-pipeline-num-layers": None, "--decoder-last-pipeline-num-layers": None,
     "--dsa-indexer-head-dim": None, "--dsa-indexer-n-heads": None, "--dsa-indexer-topk": None,
     "--expert-model-parallel-size": 1, "--expert-tensor-parallel-size": None,
@@ -35,7 +35,8 @@ INTEGERS: dict[str, int | None] = {
     "--moe-shared-expert-intermediate-size": None, "--mtp-num-layers": None,
     "--num-attention-heads": None, "--num-experts": None, "--num-layers": None,
     "--num-layers-per-virtual-pipeline-stage": None, "--num-query-groups": 1,
-    "--num-virtual-stages-per-pipeline-rank": None, "--pipeline-model-parallel-size": 1,
+    "--num-virtual-stages-per-pipeline-rank": None, "--o-groups": None, "--o-lora-rank": None,
+    "--pipeline-model-parallel-size": 1,
     "--q-lora-rank": None, "--qk-head-dim": 128, "--qk-pos-emb-head-dim": 64,
     "--seq-length": None, "--tensor-model-parallel-size": 1, "--v-head-dim": 128,
     "--vocab-size": None,
@@ -49,14 +50,17 @@ TEXTS: dict[str, str | None] = {
     "--sequence-packing-scheduler": None, "--softmax-type": "vanilla",
     "--transformer-impl": "transformer_engine", "--yaml-cfg": None,
 }  # fmt: skip
-FREQUENCIES = "--linear-attention-freq", "--moe-layer-freq", "--window-attn-skip-freq"
+FREQUENCIES = (
+    "--csa-compress-ratios", "--linear-attention-freq", "--moe-layer-freq",
+    "--window-attn-skip-freq",
+)  # fmt: skip
 LISTS: dict[str, type] = {
     SIZES: int, "--cp-comm-type": str, "--cuda-graph-modules": str, "--cuda-graph-scope": str,
     "--recompute-modules": str, "--spec": str,
 }  # fmt: skip
 SWITCHES = (
     "--apply-query-key-layer-scaling", "--attention-output-gate", "--batch-invariant-mode",
-    "--calculate-per-token-loss", "--cross-entropy-loss-fusion",
+    "--calculate-per-token-loss", "--cross-entropy-loss-fusion", "--csa-dense-mode",
     "--dataloader-inter-document-masking", "--defer-embedding-wgrad-compute",
     "--delay-wgrad-compute", "--distribute-saved-activations", "--dynamic-context-parallel",
     "--enable-cuda-graph", "--eod-mask-loss", "--external-cuda-graph", "--fim-data",

@@ -66,6 +66,10 @@ def test_pasted_flags_say_what_was_advised(model, fixed):
 
 # Their layers of linear attention are none of Megatron's: read back, all have softmax attention.
 FOREIGN = ("kimi-linear-48b-a3b", "minimax-text-01")
+# Of Megatron's branch for DeepSeek-V4.
+OF_THE_BRANCH = {
+    "deepseek-v4-flash": "--csa-compress-ratios=([0]*2+[4,128]*20+[4]) --csa-window-size=128"
+}
 
 
 def of_shape(model):
@@ -92,6 +96,7 @@ def newest(monkeypatch):
 def test_flags_of_every_named_model_are_read_back_and_pass_the_doctor(model, newest):
     stages = 2 if model.layers % 4 == 0 else 1
     mixed = 0 < model.windows < model.attentions
+    further = OF_THE_BRANCH.get(model.name, "").split()
     for run, packs in (
         (
             Settings(
@@ -109,7 +114,7 @@ def test_flags_of_every_named_model_are_read_back_and_pass_the_doctor(model, new
         (Settings(seq=2**17, tp=1, cp=8), "zigzag"),
     ):
         words = shlex.split(" ".join(pasted.flags_of(model, run, packs)))
-        read, given = model_arguments.read_command(words)
+        read, given = model_arguments.read_command([*words, *further])
         expected = of_shape(model)
         if model.name in FOREIGN:
             expected = replace(expected, pattern="", mixer=None)
