@@ -160,9 +160,11 @@ def test_products_have_all_parameters():
     ("given", "words"),
     [
         ({"store": 0.5, "recompute": "full"}, "--store 0.5 is not supported with the sparse"),
+        ({"offload": 1.0, "recompute": "full"}, "--offload 1.0 is not supported with the sparse"),
         ({"ulysses": 2}, "--ulysses 2: .* use 1$"),
         ({"algorithm": "tile"}, "--algorithm tile --side kv: sparse attention"),
         ({"layout": "striped"}, "--layout striped separates the rows of compressed keys"),
+        ({"tp": 16}, "--tp 16 does not divide the 8 output groups of .* use one of 1, 2, 4, 8"),
         ({"seq": 4096 + 64}, "--seq 4160 is not a multiple of 1024, .* use 4096$"),
     ],
 )

@@ -349,7 +349,7 @@ def _check_heads(model: Model, run: Settings) -> None:
         _check_hybrid(model, run)
     if model.selects:
         kv_heads = 1
-        for name, only in (("store", 0), ("sequence_chunks", 1)):
+        for name, only in (("store", 0), ("sequence_chunks", 1), ("offload", 0)):
             if getattr(run, name) != only:
                 raise ValueError(
                     f"{flag_of(name)} {getattr(run, name)} is not supported with the sparse "
@@ -385,14 +385,19 @@ def _check_heads(model: Model, run: Settings) -> None:
 
 
 def _check_hybrid(model: Model, run: Settings) -> None:
-    """Raise ValueError if windows of compressed keys do not fit the rows of ranks."""
+    """Raise ValueError if output groups or windows of compressed keys do not fit the ranks."""
     assert model.hybrid is not None
     if run.layout not in ("zigzag", "contiguous"):
         raise ValueError(
             f"--layout {run.layout} separates the rows of compressed keys of {model.name}; use "
             "zigzag or contiguous"
         )
-    unit = 2 * run.cp * max(1, *map(model.hybrid.ratio_of, model.kinds))
+    if model.hybrid.groups % run.tp:
+        raise ValueError(
+            f"--tp {run.tp} does not divide the {model.hybrid.groups} output groups of "
+            f"{model.name}; use {_one_of(divisors(model.hybrid.groups))}"
+        )
+    unit = 2 * run.cp * model.key_rows
     if run.seq % unit:
         near = max(1, round(run.seq / unit)) * unit
         raise ValueError(

@@ -66,7 +66,7 @@ def longest_of(
     Raises:
         ValueError: Not even the shortest length fits; the message names a remedy.
     """
-    unit, core_of = _unit(run), core_of or cached_core_of()
+    unit, core_of = _unit(model, run), core_of or cached_core_of()
 
     def at_units(units: int) -> tuple[Account, MemoryLeft]:
         rank_account = account(model, replace(run, seq=units * unit), False, core_of)
@@ -105,7 +105,7 @@ def best(
     refused: ValueError | None = None
     last: Settings | None = None
     for run in runs:
-        unit = _unit(run)
+        unit = _unit(model, run)
         units = 1 if longest is None else longest.run.seq // unit + 1
         try:
             if least_bytes(model, replace(run, seq=units * unit)) > cluster.room:
@@ -128,18 +128,20 @@ def best(
     return longest
 
 
-def _unit(run: Settings) -> int:
+def _unit(model: Model, run: Settings) -> int:
     """Return the number of tokens of which each tried sequence length is a multiple."""
-    even = evenly(run)
+    even = evenly(model, run)
     return even * -(-GRANULE // even)
 
 
-def evenly(run: Settings) -> int:
+def evenly(model: Model, run: Settings) -> int:
     """Return the number of which a sequence length must be a multiple.
 
-    All ranks, row chunks and MLP tiles then have equally many rows.
+    All ranks, row chunks and MLP tiles then have equally many rows, and no rank cuts the rows of a
+    compressed key.
     """
-    return 2 * run.cp * run.tp * math.lcm(run.sequence_chunks, run.mlp_tiles)
+    rows = run.tp * math.lcm(run.sequence_chunks, run.mlp_tiles)
+    return 2 * run.cp * math.lcm(rows, model.key_rows)
 
 
 def layouts_of(
@@ -222,17 +224,17 @@ def longest(
     core_of = attention.core_of
     first = best(model, cluster, runs, core_of)
     # The fastest attention settings depend on the length, and the length depends on their memory.
-    near = [_at(run, first.run.seq * NEAR) for run in runs]
+    near = [_at(model, run, first.run.seq * NEAR) for run in runs]
     hopeful = (run for run in near if fit(account(model, run, False, core_of), cluster).fits)
     return best(model, cluster, map(attention.settled, hopeful), core_of)
 
 
-def _at(run: Settings, seq: float) -> Settings:
-    """Return the run with sequence length `seq`, rounded down to a multiple of `evenly(run)`.
+def _at(model: Model, run: Settings, seq: float) -> Settings:
+    """Return the run with sequence length `seq`, rounded down to a multiple of `evenly`.
 
     All ranks, row chunks and MLP tiles then have equally many rows.
     """
-    step = evenly(run)
+    step = evenly(model, run)
     return replace(run, seq=max(1, int(seq) // step) * step)
 
 

@@ -66,8 +66,8 @@ class TrainingGoal:
             layout.
         hybrid: Whether the model is Megatron's HybridModel, which does not support
             `--burst-offload`.
-        selects: Whether attention is sparse or hybrid; it then has no store and no row chunks.
-        unit: Rows of the longest window of a compressed key, which no rank may cut.
+        selects: Whether attention is sparse or hybrid; it then has no store, no row chunks and no
+            `--burst-offload`.
         documents: Lengths of the documents of a pack if zigzag cuts each document; otherwise ().
             The sum of the lengths is `seq`.
     """
@@ -78,7 +78,6 @@ class TrainingGoal:
     carries: bool = False
     hybrid: bool = False
     selects: bool = False
-    unit: int = 1
     documents: tuple[int, ...] = ()
 
     def rows(self, tp: int, cp: int) -> int:
@@ -105,8 +104,7 @@ def padded(length: int, cp: int) -> int:
 def of_model(model: Model) -> dict[str, Any]:
     """Return the fields of a `TrainingGoal` that depend on the model."""
     hybrid = bool(set(model.pattern) & set("M*-"))
-    unit = max(1, *map(model.hybrid.ratio_of, model.kinds)) if model.hybrid else 1
-    return {"carries": bool(model.mixers), "hybrid": hybrid, "selects": model.selects, "unit": unit}
+    return {"carries": bool(model.mixers), "hybrid": hybrid, "selects": model.selects}
 
 
 def groups_of(model: Model, cluster: Cluster, goal: TrainingGoal) -> Iterator[Settings]:
@@ -119,7 +117,7 @@ def groups_of(model: Model, cluster: Cluster, goal: TrainingGoal) -> Iterator[Se
         if cluster.gpus % (tp * pp):
             continue
         for cp in goal.values("cp", divisors(left)):
-            if left % cp or not _rows_fit(cluster, goal, tp, cp):
+            if left % cp or not _rows_fit(model, cluster, goal, tp, cp):
                 continue
             if goal.pinned.get("linear") == "megatron" and not model.carried(tp, cp):
                 continue
@@ -170,7 +168,8 @@ def tensor_sizes(model: Model, cluster: Cluster) -> list[int]:
     """Return the tensor-parallel sizes that Megatron-Core accepts.
 
     The sizes divide the GPUs of a node and the query heads. They divide the key/value heads, or are
-    multiples of them, in which case Megatron replicates heads.
+    multiples of them, in which case Megatron replicates heads. They divide the output groups of
+    hybrid attention.
     """
     return [
         tp
@@ -180,15 +179,17 @@ def tensor_sizes(model: Model, cluster: Cluster) -> list[int]:
         and model.hidden % tp == 0
         and model.ffn % tp == 0
         and model.carried(tp)
+        and (model.hybrid is None or model.hybrid.groups % tp == 0)
     ]
 
 
-def _rows_fit(cluster: Cluster, goal: TrainingGoal, tp: int, cp: int) -> bool:
+def _rows_fit(model: Model, cluster: Cluster, goal: TrainingGoal, tp: int, cp: int) -> bool:
     """Return whether all ranks get equally many rows, and all nodes equally many ranks.
 
-    Rows are divided by zigzag (2 x CP) and by sequence parallelism (TP x CP).
+    Rows are divided by zigzag (2 x CP) and by sequence parallelism (TP x CP). No rank cuts the rows
+    of a compressed key.
     """
-    if (rows := goal.rows(tp, cp)) % (2 * cp * goal.unit) or rows % (cp * tp):
+    if (rows := goal.rows(tp, cp)) % (2 * cp * model.key_rows) or rows % (cp * tp):
         return False
     return cp % cluster.cp_per_node(tp, cp) == 0
 
@@ -248,7 +249,8 @@ def options_of(
         # An attention store requires several context-parallel ranks and dense attention.
         if run.cp == 1 or goal.selects:
             used_stores = [store for store in used_stores if not store]
-        used_offloads = goal.values("offload", OFFLOADS[:1] if goal.hybrid else offloads)
+        kept = goal.hybrid or goal.selects
+        used_offloads = goal.values("offload", OFFLOADS[:1] if kept else offloads)
         for store, offload in product(used_stores, used_offloads):
             for chunks, tiles in _pieces(run, goal, chunked):
                 yield replace(

@@ -237,6 +237,11 @@ class Model:
         return self.indexer is not None or self.hybrid is not None
 
     @property
+    def key_rows(self) -> int:
+        """Rows of the longest window of a compressed key; 1 without hybrid attention."""
+        return max(1, *map(self.hybrid.ratio_of, self.kinds)) if self.hybrid else 1
+
+    @property
     def windows(self) -> int:
         """Number of layers with window attention."""
         return self.number_of(WINDOW)
