@@ -220,6 +220,22 @@ def test_totals_are_the_traffic_of_all_ranks(algorithm, mask, side):
         )
 
 
+def test_compressed_keys_are_a_shorter_sequence():
+    """Contiguous: rank r has 2 keys, each of 4 rows, and sends them to the 3 - r ranks after it."""
+    words = "--mask compressed --key-rows 4 --layout contiguous --seq 32 --kv-heads 1 --width 16"
+    scene = scene_of(f"schedule {words} --values-are-keys")
+    assert scene.shards.pairs.tolist() == [
+        [sum(w < (t + 1) // 4 for t in range(8 * i, 8 * i + 8) for w in (2 * j, 2 * j + 1))
+         for j in range(4)]
+        for i in range(4)
+    ]  # fmt: skip
+    keys = 2 * 16 * 2  # bytes
+    assert sum(total.bytes for total in scene.totals.values()) == (3 + 2 + 1) * keys
+    assert sum(total.bytes_of_all for total in scene.totals.values()) == 12 * keys
+    twice = scene_of(f"schedule {words}")
+    assert sum(total.bytes for total in twice.totals.values()) == 2 * (3 + 2 + 1) * keys
+
+
 def test_totals_of_all_are_those_where_everything_is_visible():
     parts = shards("causal & window(5)", "contiguous")
     scene = schedule_scene(parts, Grid(2, 2), SIZES, "burst", backward=True, side="kv")
@@ -396,7 +412,11 @@ def test_gradients_and_node_links_of_backward():
         ("mask --nodes 2 --per-node 2 --ranks 5", "--ranks 5 differs from --nodes 2 x"),
         ("mask --out picture.jpg", "--out: the file name must end in .png or .svg, got"),
         ("mask --out nowhere/picture.png", "--out nowhere/picture.png: its folder does not exist"),
-        ("mask --mask windw", "--mask windw: unknown; use causal, full, window, dilated, prefix"),
+        ("mask --mask windw", "--mask windw: unknown; use causal, full, window, dilated, "
+         "compressed, prefix"),
+        ("mask --mask compressed --key-rows 2", "which only `show schedule` draws"),
+        ("schedule --mask compressed --key-rows 2 --lengths 3", "--lengths is not supported with"),
+        ("schedule --mask compressed --key-rows 3 --seq 32", "needs a positive multiple of 8, got"),
         ("mask --mask window", "--mask window requires --left N"),
         ("mask --mask window --left -1", "--mask window: left: a window size must be at least 0"),
         ("mask --left 3", "--left applies to --mask window, got --mask causal"),

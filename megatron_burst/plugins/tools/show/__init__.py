@@ -91,6 +91,7 @@ def _add_schedule(sub: argparse.ArgumentParser) -> None:
         "directly from their owners (default: auto, the route with fewer bytes)")  # fmt: skip
     add("--rank", type=int, metavar="N", help="draw only this rank")
     call_flags.add_heads(sub, width=128)
+    add("--values-are-keys", action="store_true", help="values are the keys, which are sent once")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -130,7 +131,7 @@ def scene_of(arguments: argparse.Namespace) -> Scene:
     if arguments.picture == "mask":
         return MaskScene(shards, rings.forward("ring", Grid(1, grid.size)))
     return schedule_scene(
-        shards, grid, _sizes(arguments, seq_len // grid.size), arguments.algorithm,
+        shards, grid, _sizes(arguments, shards), arguments.algorithm,
         backward=arguments.backward, side=arguments.side, route=arguments.route,
         only=arguments.rank,
     )  # fmt: skip
@@ -142,7 +143,14 @@ def _shards(
     """Return the sequence, divided into the shards of the layout `name`."""
     layout, text = inputs.layout_of(arguments, name, grid, shown.documents, shown.window)
     layout.check(seq_len)
-    return Shards(shown.mask, layout, seq_len, shown.text, text)
+    shards = Shards(shown.mask, layout, seq_len, shown.text, text)
+    if shards.key_len != seq_len:
+        if arguments.picture != "schedule":
+            raise ValueError(
+                f"--mask {shown.text}: keys are another sequence, which only `show schedule` draws"
+            )
+        layout.check(shards.key_len)
+    return shards
 
 
 def _layouts(arguments: argparse.Namespace, grid: Grid, seq_len: int) -> LayoutScene:
@@ -179,8 +187,8 @@ def _at_most(flag: str, value: int, limit: int) -> None:
         )
 
 
-def _sizes(arguments: argparse.Namespace, tokens: int) -> Sizes:
-    """Return the sizes of an attention call with batch 1 and `tokens` rows per rank.
+def _sizes(arguments: argparse.Namespace, shards: Shards) -> Sizes:
+    """Return the sizes of an attention call with batch 1.
 
     Inputs are bf16. Gradients and row statistics are sent in fp32.
     """
@@ -189,7 +197,9 @@ def _sizes(arguments: argparse.Namespace, tokens: int) -> Sizes:
             f"--kv-heads must divide --heads, got {arguments.kv_heads} and {arguments.heads}"
         )
     return Sizes(
-        tokens=tokens, batch=1, heads=arguments.heads, kv_heads=arguments.kv_heads,
+        tokens=shards.seq_len // shards.size, batch=1, heads=arguments.heads,
+        kv_heads=arguments.kv_heads,
         width=arguments.width, value_width=arguments.width, itemsize=2, stat_itemsize=4,
-        wire_itemsize=4, needs_grad=(True, True, True),
+        wire_itemsize=4, needs_grad=(True, True, True), key_tokens=shards.key_len // shards.size,
+        values_are_keys=arguments.values_are_keys,
     )  # fmt: skip

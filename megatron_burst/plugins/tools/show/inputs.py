@@ -54,6 +54,10 @@ MASKS: dict[str, tuple[type[Mask], tuple[_Number, ...]]] = {
         masks.Dilated,
         (_Number("--stride", "stride", None, "distance of visible keys, for --mask dilated"),),
     ),
+    "compressed": (
+        masks.Compressed,
+        (_Number("--key-rows", "stride", None, "rows of a key, for --mask compressed"),),
+    ),
     "prefix": (
         masks.Prefix,
         (_Number("--first", "n", None, "number of first keys visible to all, for --mask prefix"),),
@@ -180,6 +184,8 @@ def mask_of(arguments: argparse.Namespace, seq_len: int) -> ShownMask:
     elif isinstance(mask, masks.Full):
         window = None, None
     bounds = None
+    if isinstance(mask, masks.Compressed) and getattr(arguments, "lengths", None) is not None:
+        raise ValueError("--lengths is not supported with --mask compressed; remove --lengths")
     if getattr(arguments, "lengths", None) is not None:
         bounds = bounds_of(arguments.lengths, seq_len)
         mask, text = masks.Documents(bounds) & mask, f"{text}, {len(bounds) - 1} documents"
@@ -220,7 +226,7 @@ def named_mask(arguments: argparse.Namespace, name: str) -> tuple[Mask, str]:
 
 
 def _value(arguments: argparse.Namespace, number: _Number) -> int | None:
-    return getattr(arguments, number.flag[2:])
+    return getattr(arguments, number.flag[2:].replace("-", "_"))
 
 
 def imported_mask(path: str) -> Mask:

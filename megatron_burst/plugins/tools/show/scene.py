@@ -20,10 +20,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ....layout import Layout, Span, Spans
-from ....masks import Cover, Mask
+from ....masks import Compressed, Cover, Full, Mask
 from ....schedule import cost
 from ....schedule.bundles import spans_of
-from ....schedule.demand import Visibility, all_visible, visibility_of
+from ....schedule.demand import Visibility, visibility_of
 from ....schedule.dry_run import dry_run
 from ....schedule.rings import Schedule
 from ....schedule.tables import ALL, FAMILIES, Chunk, Grid, Hop, Pair
@@ -61,10 +61,22 @@ class Shards:
         """Spans of positions that each rank holds."""
         return [self.layout.spans(rank, self.seq_len) for rank in range(self.size)]
 
+    @property
+    def key_len(self) -> int:
+        """Number of key positions: one per window of a mask of compressed keys."""
+        if isinstance(self.mask, Compressed):
+            return int(self.mask.windows(self.seq_len))
+        return self.seq_len
+
+    @cached_property
+    def key_spans(self) -> list[Sequence[Span]]:
+        """Spans of key positions that each rank holds; the layout also cuts compressed keys."""
+        return [self.layout.spans(rank, self.key_len) for rank in range(self.size)]
+
     @cached_property
     def visibility(self) -> Visibility:
         """Ranks whose shards attend to each other, and the rows of these shards that are used."""
-        return visibility_of(self.mask, self.spans, self.spans)
+        return visibility_of(self.mask, self.spans, self.key_spans)
 
     @cached_property
     def pairs(self) -> np.ndarray:
@@ -72,7 +84,8 @@ class Shards:
 
         int64 [G, G].
         """
-        counts = [[cost.visible_pairs(self.mask, q, k) for k in self.spans] for q in self.spans]
+        keys = self.key_spans
+        counts = [[cost.visible_pairs(self.mask, q, k) for k in keys] for q in self.spans]
         return np.array(counts, dtype=np.int64)
 
     @cached_property
@@ -260,9 +273,9 @@ class ScheduleScene:
         query, key, *rows = pair
         if rows == [ALL, ALL]:
             return int(self.shards.pairs[query, key])
-        tables, spans = self.plan.tables, self.shards.spans
-        queries = spans_of(tables.queries.ranges(query, rows[0]), Spans.of(spans[query]))
-        keys = spans_of(tables.keys.ranges(key, rows[1]), Spans.of(spans[key]))
+        tables, shards = self.plan.tables, self.shards
+        queries = spans_of(tables.queries.ranges(query, rows[0]), Spans.of(shards.spans[query]))
+        keys = spans_of(tables.keys.ranges(key, rows[1]), Spans.of(shards.key_spans[key]))
         return cost.visible_pairs(self.shards.mask, queries, keys)
 
     def _cover(self, pair: Pair, count: int) -> Cover:
@@ -312,7 +325,8 @@ class ScheduleScene:
     @cached_property
     def _full(self) -> ScheduleScene:
         """Scene of the same pass if all pairs were visible."""
-        rows = all_visible(self.size, self.shards.lengths[0])
+        shards = self.shards
+        rows = visibility_of(Full(), shards.spans, shards.key_spans)
         return replace(self, plan=replace(self.plan, visibility=rows))
 
     @cached_property
