@@ -3,9 +3,10 @@
 Ours are the plans of Megatron layers (`plugins.sparse.megatron.hybrid_plans`): a window, compressed
 keys and, in CSA layers, index keys. There are two rivals with contiguous rows. One receives 128 kv
 rows of the previous rank and gathers compressed keys and index keys, as Megatron-LM-FL #57 and
-Automodel #3855. The other also gathers kv. Both sum gradients by a reduce-scatter in bf16; our
-gradients are sent in fp32, the default. Nothing was measured on a GPU. Kernels are assumed to reach
-the rate of dense attention. Time excludes projections, `mb.compress` and the indexer's loss.
+Automodel #3855. The other also gathers kv. Both sum gradients by a reduce-scatter in bf16. Our
+gradients are sent in fp32, because the layers refuse other dtypes. Nothing was measured on a GPU.
+Kernels are assumed to reach the rate of dense attention. Time excludes projections, `mb.compress`
+and the indexer's loss.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def bytes_table() -> str:
                     _ratios(layer, sent), _ratios(layer, narrow), _ratios(layer, sent, loss=True),
                 ])  # fmt: skip
     heads = ["run", "layer", "layout", *names, "ours, without loss", "gather compressed",
-             "gather kv too", "ratios", "gradients in bf16", "with loss"]  # fmt: skip
+             "gather kv too", "ratios", "if gradients were bf16", "with loss"]  # fmt: skip
     return markdown(heads, lines)
 
 

@@ -116,7 +116,7 @@ def test_bytes_are_those_of_window_compressed_and_index_keys():
         assert found.forward == pytest.approx(halo + 3 * chunk + 3 * keys * index)
         assert found.busy["intra"] == pytest.approx(3 * halo + 6 * chunk + 3 * keys * index)
     with pytest.raises(ValueError, match="simulate a layer or a step"):
-        mb.simulate(FLASH, cluster(), RUN, part="attention")
+        mb.simulate(FLASH, cluster(), replace(RUN, wire="fp32"), part="attention")
 
 
 def kept(x, kind, core):
@@ -161,6 +161,7 @@ def test_products_have_all_parameters():
     [
         ({"store": 0.5, "recompute": "full"}, "--store 0.5 is not supported with the sparse"),
         ({"offload": 1.0, "recompute": "full"}, "--offload 1.0 is not supported with the sparse"),
+        ({"wire": "bf16"}, "--wire bf16: the hybrid attention of .* use --wire fp32"),
         ({"ulysses": 2}, "--ulysses 2: .* use 1$"),
         ({"algorithm": "tile"}, "--algorithm tile --side kv: sparse attention"),
         ({"layout": "striped"}, "--layout striped separates the rows of compressed keys"),
@@ -170,7 +171,7 @@ def test_products_have_all_parameters():
 )
 def test_what_hybrid_attention_has_not_is_refused(given, words):
     with pytest.raises(ValueError, match=words):
-        settings.check(FLASH, replace(RUN, **given))
+        settings.check(FLASH, replace(RUN, **{"wire": "fp32"} | given))
     for kind in ("p2p", "all_gather"):
         assert "no hybrid attention" in rivals.refused(kind, FLASH, cluster(), RUN)
     with pytest.raises(ValueError, match="packs are not predicted for the hybrid attention"):

@@ -385,12 +385,20 @@ def _check_heads(model: Model, run: Settings) -> None:
 
 
 def _check_hybrid(model: Model, run: Settings) -> None:
-    """Raise ValueError if output groups or windows of compressed keys do not fit the ranks."""
+    """Raise ValueError for settings that hybrid attention does not support.
+
+    Output groups and windows of compressed keys must fit the ranks.
+    """
     assert model.hybrid is not None
     if run.layout not in ("zigzag", "contiguous"):
         raise ValueError(
             f"--layout {run.layout} separates the rows of compressed keys of {model.name}; use "
             "zigzag or contiguous"
+        )
+    if run.wire != "fp32":
+        raise ValueError(
+            f"--wire {run.wire}: the hybrid attention of {model.name} sends gradients in fp32; use "
+            "--wire fp32"
         )
     if model.hybrid.groups % run.tp:
         raise ValueError(
