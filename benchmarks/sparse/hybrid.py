@@ -52,7 +52,8 @@ class Layer:
     """Hybrid attention of one layer, batch 1: tokens, ranks and their layout, sizes, and bytes.
 
     `ratio` is the number of rows of a compressed key, 0 without such keys. `wire` is the number of
-    bytes of an element of gradients that are sent. CSA layers run with algorithm `selecting`.
+    bytes of an element of gradients that are sent. Keys that an indexer selects are sent by
+    `selecting`, other compressed keys by `prefetch`.
     """
 
     kind: str
@@ -79,16 +80,16 @@ class Layer:
             mask = Compressed(self.ratio)
             layout, csa = WindowLayout(rows, mask, self.seq), self.kind == "CSA"
             sizes = self._sizes(key_tokens=layout.rows)
-            algorithm, most = (self.selecting, TOP_K) if csa else ("burst", None)
-            work = Workload(sizes, mask, rows, attended=most, key_layout=layout)
-            sets["compressed"] = algorithm, work
+            attended = TOP_K if csa else None
+            work = Workload(sizes, mask, rows, attended=attended, key_layout=layout)
+            sets["compressed"] = self.selecting if csa else "prefetch", work
             if csa:
                 sizes = self._sizes(
                     heads=INDEX_HEADS, width=self.index_width, value_width=0,
                     values_are_keys=False, key_tokens=layout.rows, needs_grad=(False,) * 3,
                 )  # fmt: skip
                 work = Workload(sizes, mask, rows, attended=layout.key_len, key_layout=layout)
-                sets["index"] = algorithm, work
+                sets["index"] = self.selecting, work
         return sets
 
     def _sizes(self, **changed: object) -> Sizes:

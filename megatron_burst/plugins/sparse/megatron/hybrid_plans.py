@@ -35,6 +35,7 @@ from ..options import SparseOptions
 from ..selection import Selection, selected
 from ..window_layout import WindowLayout
 from .checks import sparse_algorithm
+from .hybrid_settings import CSA
 
 POSITIONS_KEPT = 64  # kinds of layers x micro-batches in flight
 WIDEST_DENSE = 256  # most columns of the dense kernels on CUDA
@@ -66,6 +67,11 @@ class HybridKind:
             return f"hybrid attention, window of {self.window} keys"
         return f"hybrid attention, {'selected ' * self.selects}keys of {self.ratio} rows"
 
+    @property
+    def few_keys(self) -> bool:
+        """Whether a chunk has so few keys that a kernel call for each chunk would be slow."""
+        return self.ratio > CSA
+
     def own_mask(self, pack: Pack | None, seq_len: int) -> None:
         """Return None: layers with a mask of the user are refused."""
 
@@ -92,6 +98,8 @@ class HybridKind:
             key_layout = WindowLayout(layout, mask, len(q) * book.groups.size)
             keywords |= {"mask": mask, "key_layout": key_layout}
             keys = q.new_empty(()).expand(key_layout.rows, q.shape[1], 1, q.shape[3])
+            if self.few_keys and keywords["algorithm"] == "burst" and self.burst.sparse == "auto":
+                keywords["algorithm"] = "prefetch"  # one call of the kernel for all chunks
         if self.selects or needs_lists(
             q
         ):  # the kernel is not run: the plan of each call is derived from this plan

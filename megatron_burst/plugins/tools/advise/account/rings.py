@@ -22,7 +22,7 @@ from .....schedule.sizes import Sizes as RowSizes
 from .....schedule.tables import Grid
 from .....schedule.topology import Topology
 from ..settings import BYTES, Settings
-from ..shapes.layer_kinds import CSA, KEY_WINDOW
+from ..shapes.layer_kinds import CSA, HCA, KEY_WINDOW
 from .operators import Core, F, LayerSizes
 
 ALIGNMENT, ENVELOPE = 16, 40  # bytes, from `comm.packing`; only CPU messages have them
@@ -127,15 +127,16 @@ def key_algorithm(algorithm: str, kind: str) -> tuple[str | None, bool | None]:
 
     Args:
         algorithm: Algorithm of the run.
-        kind: CSA for compressed keys of which an indexer selects some; otherwise any other kind.
+        kind: `KEY_WINDOW` for the keys of the window, otherwise the kind of the layer.
 
     Returns:
         The algorithm, None for the fastest; and `joined` of `Visibility`.
     """
     if algorithm == "auto":
         return None, joins(kind == CSA)
-    selecting = kind == CSA and algorithm == "burst"  # as in training with --burst-sparse auto
-    return "multicast" if selecting else algorithm, joins(kind == CSA)
+    if algorithm == "burst":  # as in training with --burst-sparse auto
+        algorithm = {CSA: "multicast", HCA: "prefetch"}.get(kind, algorithm)
+    return algorithm, joins(kind == CSA)
 
 
 def cached_core_of() -> CoreOf:
