@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..layout import Spans, document_bounds, integer
+from ..layout import Spans, document_bounds, integer, padding_documents
 from .base import FAR, UsedRows, VectorMask, Viewers, cover_where
 
 
@@ -26,6 +26,8 @@ class Compressed(VectorMask):
         key_cu_seqlens: Cumulative numbers of keys of the documents. A document has at least one key
             per complete window; no query sees further keys, which are padding. Default: one key per
             complete window. Without `cu_seqlens`, keys after the last complete window are padding.
+        padding: Indices of documents that are padding. They have no windows, and their rows attend
+            to nothing.
 
     Raises:
         ValueError: An argument is invalid.
@@ -45,6 +47,7 @@ class Compressed(VectorMask):
         length: int | None = None,
         cu_seqlens: Sequence[int] | np.ndarray | None = None,
         key_cu_seqlens: Sequence[int] | np.ndarray | None = None,
+        padding: Sequence[int] = (),
     ):
         self.stride = integer("stride", stride)
         self.length = self.stride if length is None else integer("length", length)
@@ -53,17 +56,22 @@ class Compressed(VectorMask):
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.packed = cu_seqlens is not None
         if cu_seqlens is None:
-            if key_cu_seqlens is not None:
-                raise ValueError("key_cu_seqlens requires cu_seqlens")
+            for name, value in (("key_cu_seqlens", key_cu_seqlens), ("padding", padding or None)):
+                if value is not None:
+                    raise ValueError(f"{name} requires cu_seqlens")
+            self.padding: tuple[int, ...] = ()
             self.bounds = self.key_bounds = np.array([0, FAR])
         else:
             self.bounds = document_bounds(cu_seqlens)
+            self.padding = padding_documents(padding, len(self.bounds) - 1)
             self.key_bounds = self._documents_of_keys(key_cu_seqlens)
         self.bounds.flags.writeable = self.key_bounds.flags.writeable = (
             False  # plans depend on them
         )
         # Indexed by document + 1; positions outside all documents have the first or last index.
-        self._begin = np.concatenate([[FAR], self.bounds[:-1], [FAR]])
+        starts = self.bounds[:-1].copy()
+        starts[list(self.padding)] = self.bounds[1:][list(self.padding)]  # after all their rows
+        self._begin = np.concatenate([[FAR], starts, [FAR]])
         self._end = np.concatenate([[FAR], self.bounds[1:], [FAR]])
         self._first_key = np.concatenate([[0], self.key_bounds])
 
@@ -73,6 +81,7 @@ class Compressed(VectorMask):
 
     def _documents_of_keys(self, key_cu_seqlens: Sequence[int] | np.ndarray | None) -> np.ndarray:
         windows = self.windows(np.diff(self.bounds))
+        windows[list(self.padding)] = 0
         if key_cu_seqlens is None:
             return np.concatenate([[0], np.cumsum(windows)])
         bounds = document_bounds(key_cu_seqlens, "key_cu_seqlens")
@@ -188,4 +197,5 @@ class Compressed(VectorMask):
         documents = ""
         if self.packed:
             documents = f", {self.bounds.tolist()}, {self.key_bounds.tolist()}"
+            documents += f", padding={list(self.padding)}" if self.padding else ""
         return f"Compressed(stride={self.stride}, length={self.length}{documents})"

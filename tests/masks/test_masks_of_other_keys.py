@@ -40,12 +40,12 @@ def documents_table(q_lengths, k_lengths, hidden=()):
     return table
 
 
-def compressed_table(lengths, keys, stride, length):
+def compressed_table(lengths, keys, stride, length, hidden=()):
     table = np.zeros((sum(lengths), sum(keys)), dtype=bool)
     top = left = 0
-    for rows, columns in zip(lengths, keys, strict=True):
+    for index, (rows, columns) in enumerate(zip(lengths, keys, strict=True)):
         for t, w in product(range(rows), range(columns)):
-            table[top + t, left + w] = w * stride + length - 1 <= t
+            table[top + t, left + w] = w * stride + length - 1 <= t and index not in hidden
         top, left = top + rows, left + columns
     return table
 
@@ -71,6 +71,14 @@ CASES = {
     "packed, padded": (
         Compressed(2, 3, [0, 5, 6, 13], [0, 4, 5, 9]),
         compressed_table([5, 1, 7], [4, 1, 4], 2, 3),
+    ),
+    "padding without windows": (
+        Compressed(2, cu_seqlens=[0, 5, 9, 12, 16], padding=[1, 3]),
+        compressed_table([5, 4, 3, 4], [2, 0, 1, 0], 2, 2),
+    ),
+    "padding with keys": (
+        Compressed(2, 3, [0, 5, 9, 12], [0, 2, 5, 6], padding=[1]),
+        compressed_table([5, 4, 3], [2, 3, 1], 2, 3, hidden=[1]),
     ),
     "dense": (Dense(TABLE), TABLE.astype(bool)),
     "blocks": (
@@ -209,6 +217,8 @@ def test_masks_of_positions_fit_any_lengths(mask):
         (lambda: Compressed(0), "stride must be at least 1"),
         (lambda: Compressed(2, 0), "length must be at least 1"),
         (lambda: Compressed(2, key_cu_seqlens=[0, 1]), "requires cu_seqlens"),
+        (lambda: Compressed(2, padding=[0]), "padding requires cu_seqlens"),
+        (lambda: Compressed(2, cu_seqlens=[0, 4], padding=[1]), "padding"),
         (lambda: Compressed(2, cu_seqlens=[0, 4], key_cu_seqlens=[0, 1]), r"\[2\], got \[1\]"),
         (lambda: Compressed(2, cu_seqlens=[0, 4], key_cu_seqlens=[0, 1, 2]), "1, got 2"),
     ],
@@ -223,6 +233,7 @@ def test_repr_tells_masks_apart():
         Documents([0, 4]), Documents([0, 4], key_cu_seqlens=[0, 4]),
         Documents([0, 4], key_cu_seqlens=[0, 5]), Compressed(2), Compressed(2, 4),
         Compressed(2, cu_seqlens=[0, 4]), Compressed(2, cu_seqlens=[0, 4], key_cu_seqlens=[0, 3]),
+        Compressed(2, cu_seqlens=[0, 1, 4]), Compressed(2, cu_seqlens=[0, 1, 4], padding=[0]),
     ]  # fmt: skip
     assert len({repr(mask) for mask in masks}) == len(masks)
     assert Compressed(2).cacheable

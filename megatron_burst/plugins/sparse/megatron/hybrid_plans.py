@@ -93,8 +93,9 @@ class HybridKind:
         keywords["mask"] = self._window(pack)
         keys = rows_like(q, 1, q.shape[3])
         if self.ratio:
-            bounds = None if pack is None else pack.documents
-            mask = Compressed(self.ratio, cu_seqlens=bounds)
+            mask = Compressed(self.ratio)
+            if pack is not None:
+                mask = Compressed(self.ratio, cu_seqlens=pack.documents, padding=pack.padding)
             key_layout = WindowLayout(layout, mask, len(q) * book.groups.size)
             keywords |= {"mask": mask, "key_layout": key_layout}
             keys = q.new_empty(()).expand(key_layout.rows, q.shape[1], 1, q.shape[3])

@@ -118,46 +118,82 @@ def with_lists(*arguments):
             place.needs_lists = kept
 
 
-def against_transformers(changes, burst, bounds, right):
-    """The largest errors of states and gradients, relative to the largest value of each.
-
-    `right` is the result of `expected(bounds)`.
-    """
-    from megatron.core.packed_seq_params import PackedSeqParams
+def built(changes, burst, loss_coeff=0):
+    """The four layers in Megatron."""
     from megatron.core.tensor_parallel import random
 
     import megatron_burst as mb
     from megatron_burst.plugins.sparse.megatron.hybrid_layers import HybridSelfAttention
 
+    random.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+    config = settings({
+        "multi_latent_attention": True, "num_layers": 4, "q_lora_rank": 24, "v_head_dim": 16,
+        "qk_pos_emb_head_dim": 8, "qk_head_dim": 8, "kv_lora_rank": 8, "rope_type": "rope",
+        "params_dtype": torch.float32, "add_bias_linear": False, "normalization": "RMSNorm",
+        "pipeline_dtype": torch.float32, **changes,
+    })  # fmt: skip
+    mb.megatron.configure(config, mb.BurstConfig(**burst))
+    spec = mb.sparse_layer_spec(
+        rule="csa", csa_compress_ratios=RATIOS, csa_window_size=WINDOW, top_k=3, index_heads=16,
+        index_width=12, loss_coeff=loss_coeff, o_groups=2, o_lora_rank=12, base=local(),
+    ).submodules.self_attention  # fmt: skip
+    return [
+        HybridSelfAttention(config, spec.submodules, number + 1, **spec.params)
+        for number in range(4)
+    ]
+
+
+def documents(bounds, padded=None):
+    """Megatron's parameters of a pack with these bounds of documents."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    bounds, padded = (
+        None if x is None else torch.tensor(x, dtype=torch.int32) for x in (bounds, padded)
+    )
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded, max_seqlen_q=LENGTH, max_seqlen_kv=LENGTH,
+    )  # fmt: skip
+
+
+def with_padding(changes, factor):
+    """States and gradients of an indexer; states in padding are multiplied by `factor`."""
+    import megatron_burst as mb
+
+    sizes = {name: changes[name] for name in SIZES if name in changes}
+    with parallel(**sizes):
+        layers = built(changes, {}, loss_coeff=0.5)
+        params = documents([0, 20, 50], [0, 24, LENGTH])
+        hidden = torch.randn(LENGTH, 1, WIDTH, generator=torch.Generator().manual_seed(4))
+        padding = torch.zeros(LENGTH, dtype=torch.bool)
+        padding[20:24] = padding[54:] = True
+        hidden[padding] = hidden[padding] * factor
+        hidden, padding = (
+            mb.megatron.shard_sequence(x, dim=0, packed_seq_params=params)
+            for x in (hidden, padding)
+        )
+        for layer in layers:
+            hidden = hidden + layer(hidden, None, packed_seq_params=params)[0]
+        hidden[~padding].sum().backward()
+        indexer = layers[-1].core_attention.indexer
+        return hidden[~padding].detach(), {n: p.grad for n, p in indexer.named_parameters()}
+
+
+def against_transformers(changes, burst, bounds, right):
+    """The largest errors of states and gradients, relative to the largest value of each.
+
+    `right` is the result of `expected(bounds)`.
+    """
+    import megatron_burst as mb
+
     sizes = {name: changes[name] for name in SIZES if name in changes}
     with parallel(burst.get("layout", "zigzag"), **sizes):
-        random.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
-        config = settings({
-            "multi_latent_attention": True, "num_layers": 4, "q_lora_rank": 24, "v_head_dim": 16,
-            "qk_pos_emb_head_dim": 8, "qk_head_dim": 8, "kv_lora_rank": 8, "rope_type": "rope",
-            "params_dtype": torch.float32, "add_bias_linear": False, "normalization": "RMSNorm",
-            "pipeline_dtype": torch.float32, **changes,
-        })  # fmt: skip
-        mb.megatron.configure(config, mb.BurstConfig(**burst))
-        spec = mb.sparse_layer_spec(
-            rule="csa", csa_compress_ratios=RATIOS, csa_window_size=WINDOW, top_k=3, index_heads=16,
-            index_width=12, loss_coeff=0, o_groups=2, o_lora_rank=12, base=local(),
-        ).submodules.self_attention  # fmt: skip
-        ours = [
-            HybridSelfAttention(config, spec.submodules, number + 1, **spec.params)
-            for number in range(4)
-        ]
+        ours = built(changes, burst)
         for mine, weights in zip(ours, right["weights"], strict=True):
             for name, parameter in mine.named_parameters():
                 parameter.data.copy_(weights.pop(NAMES[name]))
             assert not weights
-        params = None
-        if bounds is not None:
-            lengths = torch.tensor(bounds, dtype=torch.int32)
-            params = PackedSeqParams(
-                qkv_format="thd", cu_seqlens_q=lengths, cu_seqlens_kv=lengths,
-                max_seqlen_q=LENGTH, max_seqlen_kv=LENGTH,
-            )  # fmt: skip
+        params = None if bounds is None else documents(bounds)
         cut = {"dim": 0} | ({} if params is None else {"packed_seq_params": params})
         own = {
             name: mb.megatron.shard_sequence(right[name][:, None], **cut)

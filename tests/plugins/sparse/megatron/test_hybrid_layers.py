@@ -78,6 +78,15 @@ def test_equals_transformers(four, expected, case, function):
             assert error < 1e-5, name
 
 
+@pytest.mark.parametrize("changes", [{}, CP4], ids=["cp1", "cp4"])
+def test_padding_does_not_train_the_indexer(four, changes):
+    runs = [four(hybrid_ranks.with_padding, changes, value) for value in (0.0, 2.0)]
+    for (out, gradients), (other, others) in zip(*runs, strict=True):
+        torch.testing.assert_close(out, other, rtol=0, atol=1e-6)
+        assert all(gradient.abs().max() > 1e-6 for gradient in gradients.values())
+        torch.testing.assert_close(gradients, others, rtol=0, atol=1e-6)
+
+
 SIZES = {"csa_window_size": 6, "o_groups": 2, "o_lora_rank": 12}
 VARIANTS = {  # arguments of the spec
     "dense": LAYERS | {"csa_dense_mode": True},
