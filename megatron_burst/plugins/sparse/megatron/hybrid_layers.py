@@ -44,7 +44,13 @@ from ..attention import selected_plan
 from ..compress import compress
 from ..indexer import select
 from ..loss import indexer_loss
-from .hybrid_plans import HybridKind, HybridPlans, all_visible, needs_lists
+from .hybrid_plans import (
+    HybridKind,
+    HybridPlans,
+    IndexerSettings,
+    all_visible,
+    needs_lists,
+)
 from .hybrid_settings import HybridRule, HybridSettings, hybrid_problems, is_megatrons
 from .index_branch import RowNorm, device_of, replicated_linear
 from .index_loss import attached
@@ -228,12 +234,17 @@ class HybridCoreAttention(MegatronModule):
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         kind = HybridKind(burst, cut_of_run(burst.layout), settings.csa_window_size)
         kinds, self.compressor, self.indexer = [kind], None, None
-        selects = settings.selects(layer_number)
+        selecting = None
+        if settings.selects(layer_number):
+            selecting = IndexerSettings(
+                settings.dsa_indexer_n_heads, settings.dsa_indexer_head_dim,
+                settings.dsa_indexer_topk, settings.loss_coeff,
+            )  # fmt: skip
         if ratio:
             overlap = settings.overlaps(layer_number)
             self.compressor = Compressor(config, ratio, config.v_head_dim, overlap)
-            kinds.append(HybridKind(kind.burst, kind.cut, kind.window, ratio, selects))
-        if selects:
+            kinds.append(HybridKind(kind.burst, kind.cut, kind.window, ratio, selecting))
+        if selecting:
             self.indexer = CompressedIndexer(config, settings, ratio)
             self.indexer.requires_grad_(settings.loss_coeff > 0)
         self.planned = PlannedLayer(config, pg_collection, layer_number, "hybrid attention", kinds)

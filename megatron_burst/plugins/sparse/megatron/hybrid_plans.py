@@ -13,7 +13,7 @@ Shape letters: s local rows, t local compressed keys, b batch, h query heads, d 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +31,7 @@ from ....options import AttentionOptions
 from ....planning.plan import Plan
 from ....planning.prepare import AttentionOperation
 from ....planning.stand_ins import rows_like
+from ....planning.validate import Request
 from ..options import SparseOptions
 from ..selection import Selection, selected
 from ..window_layout import WindowLayout
@@ -42,6 +43,33 @@ WIDEST_DENSE = 256  # most columns of the dense kernels on CUDA
 BLOCK = 64  # most keys per entry in the list of all visible keys
 
 
+class IndexerSettings(NamedTuple):
+    """Settings of an indexer, which must be equal on all ranks.
+
+    Attributes:
+        heads: Index heads.
+        width: Width of index heads.
+        top_k: Compressed keys per query.
+        loss_coeff: Weight of the indexer's loss.
+    """
+
+    heads: int
+    width: int
+    top_k: int
+    loss_coeff: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridOperation(AttentionOperation):
+    """Attention to one set of keys. Ranks also compare the settings of the indexer."""
+
+    indexer: IndexerSettings | None
+
+    def check(self) -> Request:
+        request = super().check()
+        return replace(request, facts=request.facts | {"indexer": self.indexer})
+
+
 @dataclass(frozen=True)
 class HybridKind:
     """Kind of one set of keys of hybrid attention layers; see `plan_book.Kind`.
@@ -51,21 +79,22 @@ class HybridKind:
         cut: How the run cuts batches into the parts of ranks.
         window: Number of positions of the window, the own position included.
         ratio: Number of rows of a compressed key; 0 for the keys of the window.
-        selects: True if each query attends to only the compressed keys that an indexer selects.
+        indexer: Settings of the indexer that selects compressed keys for each query, or None.
     """
 
     burst: SparseOptions
     cut: BatchCut
     window: int
     ratio: int = 0
-    selects: bool = False
+    indexer: IndexerSettings | None = None
 
     @property
     def name(self) -> str:
         """Name of the keys in messages."""
         if not self.ratio:
             return f"hybrid attention, window of {self.window} keys"
-        return f"hybrid attention, {'selected ' * self.selects}keys of {self.ratio} rows"
+        selected = "selected " if self.indexer else ""
+        return f"hybrid attention, {selected}keys of {self.ratio} rows"
 
     @property
     def few_keys(self) -> bool:
@@ -77,7 +106,7 @@ class HybridKind:
 
     def operation(
         self, book: PlanBook, tensors: Tensors, pack: Pack | None, rows: RowChunkSizes, own: None
-    ) -> AttentionOperation:
+    ) -> HybridOperation:
         """Return the operation of attention to one set of keys.
 
         Args:
@@ -101,12 +130,11 @@ class HybridKind:
             keys = q.new_empty(()).expand(key_layout.rows, q.shape[1], 1, q.shape[3])
             if self.few_keys and keywords["algorithm"] == "burst" and self.burst.sparse == "auto":
                 keywords["algorithm"] = "prefetch"  # one call of the kernel for all chunks
-        if self.selects or needs_lists(
-            q
-        ):  # the kernel is not run: the plan of each call is derived from this plan
+        if self.indexer or needs_lists(q):
+            # The kernel is not run: the plan of each call is derived from this plan.
             algorithm = sparse_algorithm(self.burst)
             keywords |= {"algorithm": algorithm, "side": "kv", "kernel": "reference"}
-        return AttentionOperation(
+        return HybridOperation(
             groups=book.groups,
             tensors=(q, keys, None),
             shapes=None,
@@ -114,6 +142,7 @@ class HybridKind:
             needs_grad=(True, True, True),
             sink=None,
             max_logits=None,
+            indexer=self.indexer,
             rates=book.rates(self.burst) if keywords["algorithm"] == "auto" else None,
         )
 

@@ -118,8 +118,8 @@ def with_lists(*arguments):
             place.needs_lists = kept
 
 
-def built(changes, burst, loss_coeff=0):
-    """The four layers in Megatron."""
+def built(changes, burst, **arguments):
+    """The four layers in Megatron; `arguments` of the spec replace those of transformers."""
     from megatron.core.tensor_parallel import random
 
     import megatron_burst as mb
@@ -133,10 +133,11 @@ def built(changes, burst, loss_coeff=0):
         "pipeline_dtype": torch.float32, **changes,
     })  # fmt: skip
     mb.megatron.configure(config, mb.BurstConfig(**burst))
-    spec = mb.sparse_layer_spec(
-        rule="csa", csa_compress_ratios=RATIOS, csa_window_size=WINDOW, top_k=3, index_heads=16,
-        index_width=12, loss_coeff=loss_coeff, o_groups=2, o_lora_rank=12, base=local(),
-    ).submodules.self_attention  # fmt: skip
+    spec = mb.sparse_layer_spec(**{
+        "rule": "csa", "csa_compress_ratios": RATIOS, "csa_window_size": WINDOW, "top_k": 3,
+        "index_heads": 16, "index_width": 12, "loss_coeff": 0, "o_groups": 2, "o_lora_rank": 12,
+        "base": local(), **arguments,
+    }).submodules.self_attention  # fmt: skip
     return [
         HybridSelfAttention(config, spec.submodules, number + 1, **spec.params)
         for number in range(4)
@@ -177,6 +178,19 @@ def with_padding(changes, factor):
         hidden[~padding].sum().backward()
         indexer = layers[-1].core_attention.indexer
         return hidden[~padding].detach(), {n: p.grad for n, p in indexer.named_parameters()}
+
+
+def with_other_settings(arguments):
+    """The error of four ranks, where the last rank has other arguments of the spec."""
+    changes = {"context_parallel_size": 4}
+    with parallel(**changes):
+        layers = built(changes, {}, **arguments if dist.get_rank() == 3 else {})
+        hidden = torch.zeros(LENGTH // 4, 1, WIDTH)
+        try:
+            for layer in layers:
+                layer(hidden, None)
+        except ValueError as error:
+            return str(error)
 
 
 def against_transformers(changes, burst, bounds, right):

@@ -194,6 +194,13 @@ def test_what_cannot_be_served_is_refused_on_every_rank(four, words):
         assert words in (found or "")
 
 
+@pytest.mark.parametrize("arguments", [{"loss_coeff": 0.5}, {"top_k": 2}, {"index_width": 16}])
+def test_ranks_compare_the_settings_of_indexers(four, arguments):
+    """With a loss on some ranks only, ranks would wait for each other."""
+    for found in four(hybrid_ranks.with_other_settings, arguments):
+        assert re.search(r"ranks disagree: rank 0 has indexer .*rank 3 has indexer", found)
+
+
 def test_frequencies_are_those_of_transformers():
     """Yarn: the reference is transformers' function."""
     from transformers import PreTrainedConfig
