@@ -98,7 +98,7 @@ class HybridKind:
 
     @property
     def few_keys(self) -> bool:
-        """Whether a chunk has so few keys that a kernel call for each chunk would be slow."""
+        """True if a chunk has so few keys that a kernel call for each chunk would be slow."""
         return self.ratio > CSA
 
     def own_mask(self, pack: Pack | None, seq_len: int) -> None:
