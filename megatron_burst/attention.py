@@ -73,8 +73,8 @@ def attention(
             of the layer. Ranks compare labels to detect calls in a different order. Default: file
             and line of the calling code.
         groups: Ranks over which the sequence is split. Required without `plan`.
-        needs_grad: Three booleans: whether q, k and v need a gradient. Default: `requires_grad` of
-            q, k and v.
+        needs_grad: Three booleans: whether q, k and v need a gradient. The third is ignored if
+            v is None. Default: `requires_grad` of q, k and v.
         rates: Link and compute rates for algorithm "auto". Default: measured once per `groups`.
         **options: Fields of `mb.options.AttentionOptions`.
 
