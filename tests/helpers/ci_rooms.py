@@ -32,7 +32,8 @@ HALVED = (
     "plugins/longseq/megatron/test_layer_chunks", "plugins/longseq/megatron/test_mlp_tiles",
     "plugins/longseq/megatron/test_offload", "plugins/longseq/test_host_memory",
     "plugins/longseq/test_row_tiles", "plugins/rl/megatron/test_rl",
-    "plugins/sparse/megatron/test_sparse_layers", "plugins/vision/megatron/test_vision",
+    "plugins/sparse/megatron/test_hybrid_layers", "plugins/sparse/megatron/test_sparse_layers",
+    "plugins/vision/megatron/test_vision",
 )  # fmt: skip
 # Of the long tail, what CI leaves to `make test-slow`; most have short tests in the same file.
 RARE = (
