@@ -179,6 +179,13 @@ def joint_attention(
         torch.Size([128, 1, 8, 64])
     """
     refuse_transforms("mb.joint_attention")
+    store = current_store()
+    if store is not None and store.fraction not in (None, 0.0, 1.0):
+        raise ValueError(
+            "keep: joint attention keeps the results of all rows or of none for recomputation, and "
+            f"the checkpoint around this call keeps {store.fraction}; use mb.checkpoint(..., "
+            "keep=1.0) or keep=0.0"
+        )
     plans = _check_key_sets(q, key_sets, sink, max_logits)
     plans[0].groups.check()
     if return_lse and len(plans[0].rank_plan.ulysses_links) > 1:
@@ -214,14 +221,7 @@ def _label_of_set(label: object, number: int) -> object:
 
 def _joint_store_entry(plans: Sequence[Plan], label: object) -> StoredResults | None:
     """Return the entry of a joint call in the store of the checkpoint around it, or None."""
-    store = current_store()
-    if store is not None and store.fraction not in (None, 0.0, 1.0):
-        raise ValueError(
-            "keep: joint attention keeps the results of all rows or of none for recomputation, and "
-            f"the checkpoint around this call keeps {store.fraction}; use mb.checkpoint(..., "
-            "keep=1.0) or keep=0.0"
-        )
-    entry = plans[0].store_entry(store, label)
+    entry = plans[0].store_entry(current_store(), label)
     if entry is None:
         return None
     return StoredResults(entry.store, ("joint", *(plan.call for plan in plans), label))

@@ -310,4 +310,4 @@ def spoil(leaves, place: int, how: str):
     elif how == "other width":
         k[place] = torch.cat([k[place], k[place]], dim=3)
     elif how == "no tensor":
-        v[place] = None
+        v[place] = "no tensor"  # None would mean that values are the keys
