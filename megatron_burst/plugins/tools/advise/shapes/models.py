@@ -150,8 +150,9 @@ FAMILIES = {
                           _YARN_V2),
     "deepseek-v2-lite": Family(f"{_LATENT} --moe-router-pre-softmax", _YARN_V2),
     "deepseek-v3": _V3,
-    "deepseek-v4": Family(f"{_LATENT} --moe-router-enable-expert-bias "
-                          "--moe-router-topk-scaling-factor 1.5", f"{_SMALL} --rotary-base 10000",
+    "deepseek-v4": Family(f"{_LATENT} --moe-router-score-function sqrtsoftplus "
+                          "--moe-router-enable-expert-bias --moe-router-topk-scaling-factor 1.5",
+                          f"{_SMALL} --rotary-base 10000",
                           lacking=("hyper-connections, the limit of the activation, and routing "
                                    "by hashes in the first layers",)),
     "gpt-oss": Family("--glu-linear-offset 1.0 --activation-func-clamp-value 7.0",
