@@ -24,7 +24,7 @@ from .options import AttentionKeywords
 from .planning.plan import Plan
 from .planning.prepare import prepare
 from .planning.validate import NeedsGrad
-from .recompute.checkpoint import current_store
+from .recompute.checkpoint import AttentionStore, current_store
 
 if TYPE_CHECKING:
     from .autotune.rates import Rates
@@ -193,7 +193,7 @@ def joint_attention(
             "return_lse: a rank has lse for only its share of the heads, got groups with ulysses="
             f"{plans[0].groups.topology.ulysses}; use groups with ulysses=1"
         )
-    store_entry = _joint_store_entry(plans, label)  # may raise, so before calls are counted
+    store_entry = _joint_store_entry(store, plans, label)  # may raise, so before calls are counted
     calls = [
         RankCall(
             operation="mb.joint_attention",
@@ -219,9 +219,11 @@ def _label_of_set(label: object, number: int) -> object:
     return (*label, number) if isinstance(label, tuple) else (label, number)
 
 
-def _joint_store_entry(plans: Sequence[Plan], label: object) -> StoredResults | None:
-    """Return the entry of a joint call in the store of the checkpoint around it, or None."""
-    entry = plans[0].store_entry(current_store(), label)
+def _joint_store_entry(
+    store: AttentionStore | None, plans: Sequence[Plan], label: object
+) -> StoredResults | None:
+    """Return the entry of a joint call in the store of a checkpoint; None if nothing is kept."""
+    entry = plans[0].store_entry(store, label)
     if entry is None:
         return None
     return StoredResults(entry.store, ("joint", *(plan.call for plan in plans), label))
@@ -276,7 +278,7 @@ def _misfits(plan: Plan, first: Plan) -> Iterator[str]:
             f"plan was made with store={plan.options.store}; use store=1.0 or store=None"
         )
     if plan.options.store != first.options.store:
-        yield (f"store must be equal in all plans, {first.options.store}, got {plan.options.store}")
+        yield f"store must be equal in all plans, {first.options.store}, got {plan.options.store}"
     if plan.groups is not first.groups:
         yield "all plans must be made with the same groups"
     if plan.layout != first.layout:

@@ -14,7 +14,7 @@ from megatron_burst.plugins.testing import in_process
 
 from .draw import Case, draw
 from .judge import Run
-from .tally import Tally, attempt
+from .tally import Tally, tried
 
 SIZES = (1, 2, 3, 4, 4, 6, 8)
 
@@ -61,10 +61,4 @@ def kinds(case: Case) -> list[str]:
 
 def search(cases: Iterable[int], _: Callable[[int], Workers] | None = None) -> Tally:
     """Try these cases, until too many have failed."""
-    tally = Tally("attention")
-    for number in cases:
-        one = case(number)
-        tally.add(kinds(one), attempt(lambda one=one: faults(one)), one, number)
-        if tally.full:
-            break
-    return tally
+    return tried("attention", cases, case, kinds, faults)

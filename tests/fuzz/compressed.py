@@ -20,7 +20,7 @@ from megatron_burst.schedule.algorithms import ALGORITHMS
 from . import rules
 from .draw import GRIDS, LOW, STRIDES, Grid
 from .judge import EXACT, strided
-from .tally import Tally, attempt
+from .tally import Tally, tried
 
 SIZES = (1, 2, 3, 4, 4, 8)
 KEYED = (
@@ -354,10 +354,4 @@ def kinds(case: CompressedCase) -> list[str]:
 
 def search(cases: Iterable[int], _: Callable[[int], Workers] | None = None) -> Tally:
     """Try these cases, until too many have failed."""
-    tally = Tally("compressed")
-    for number in cases:
-        one = case(number)
-        tally.add(kinds(one), attempt(lambda one=one: faults(one)), one, number)
-        if tally.full:
-            break
-    return tally
+    return tried("compressed", cases, case, kinds, faults)

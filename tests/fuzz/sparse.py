@@ -14,7 +14,7 @@ from megatron_burst.plugins.testing import in_process
 
 from .judge import EXACT, strided
 from .sparse_cases import SparseCase, draw, solve, tensors
-from .tally import Tally, attempt
+from .tally import Tally, tried
 
 SIZES = (1, 2, 3, 4, 4, 6, 8)
 NAMES = "index_q", "index_k", "index_weights", "q", "k", "v"
@@ -146,10 +146,4 @@ def kinds(case: SparseCase) -> list[str]:
 
 def search(cases: Iterable[int], _: Callable[[int], Workers] | None = None) -> Tally:
     """Try these cases, until too many have failed."""
-    tally = Tally("sparse")
-    for number in cases:
-        one = case(number)
-        tally.add(kinds(one), attempt(lambda one=one: faults(one)), one, number)
-        if tally.full:
-            break
-    return tally
+    return tried("sparse", cases, case, kinds, faults)

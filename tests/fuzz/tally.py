@@ -5,6 +5,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -44,6 +45,23 @@ class Tally:
         lines = [f"{self.what}: {self.tried} cases, {len(self.failures)} failures"]
         lines += [f"  {count:7d}  {kind}" for kind, count in sorted(many, key=lambda x: x[0])]
         return "\n".join([*lines, *self.failures])
+
+
+def tried(
+    what: str,
+    cases: Iterable[int],
+    case: Callable[[int], Any],
+    kinds: Callable[[Any], list[str]],
+    faults: Callable[[Any], list[str]],
+) -> Tally:
+    """Try the cases of these numbers, until too many have failed."""
+    tally = Tally(what)
+    for number in cases:
+        one = case(number)
+        tally.add(kinds(one), attempt(lambda one=one: faults(one)), one, number)
+        if tally.full:
+            break
+    return tally
 
 
 def attempt(check: Callable[[], list[str]]) -> list[str]:

@@ -24,6 +24,7 @@ from ...layout.routes import RowMoves
 from ...layout.sharding import to_device
 from ...masks.compressed import Compressed
 from ...planning.plan import Plan
+from .window_layout import owners
 
 ROUTES_KEPT = 64  # per rank: kinds of layers times micro-batches in flight
 
@@ -174,8 +175,8 @@ def window_moves(
         back: 0 for the window of each key, 1 for the previous window.
     """
     m = mask.stride
-    source, row = _owners(layout, seq_len)
-    destination, place = _owners(key_layout, key_len)
+    source, row = owners(layout, seq_len)
+    destination, place = owners(key_layout, key_len)
     first = mask.first_rows(np.arange(key_len), seq_len, back)
     keys = np.flatnonzero(first >= 0)
     positions = (first[keys, None] + np.arange(m)).reshape(-1)
@@ -198,12 +199,3 @@ def _made_window(plan: Plan, mask: Compressed, back: int, device: torch.device) 
         route_on_device(moves.route(me, ranks, len(own) * mask.stride), device),
         to_device(first >= 0, device),
     )
-
-
-def _owners(layout: Layout, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rank that holds each position, and the position's row on the rank, int64 each."""
-    owner, row = np.empty((2, seq_len), dtype=np.int64)
-    for rank in range(layout.cp_size if seq_len else 0):
-        positions = layout.positions(rank, seq_len)
-        owner[positions], row[positions] = rank, np.arange(len(positions))
-    return owner, row

@@ -84,9 +84,7 @@ class WindowLayout(Layout):
 
     @cached_property
     def _shards(self) -> _KeyShards:
-        owner = np.empty(self.seq_len, dtype=np.int64)
-        for rank in range(self.cp_size):
-            owner[self.queries.positions(rank, self.seq_len)] = rank
+        owner, _ = owners(self.queries, self.seq_len)
         keys = np.arange(self.windows)
         first = self.mask.first_rows(keys, self.seq_len)
         keys, first = keys[first >= 0], first[first >= 0]
@@ -112,3 +110,12 @@ class WindowLayout(Layout):
                 spans.append(Span(int(positions[start]), stride, length))
                 start = last + 1  # the step to the next run is in no span
         return SpanArray(Spans.of(spans))
+
+
+def owners(layout: Layout, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rank that holds each position, and the position's row on the rank, int64 each."""
+    owner, row = np.empty((2, seq_len), dtype=np.int64)
+    for rank in range(layout.cp_size if seq_len else 0):
+        positions = layout.positions(rank, seq_len)
+        owner[positions], row[positions] = rank, np.arange(len(positions))
+    return owner, row

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ....megatron.checks.config import model_problems, records_max_logits, ulysses_size
 from ....megatron.checks.problem import ConfigView, Problem, Rule, broken, excluded
 from ....megatron.checks.sparse import gathers
 from ....megatron.checks.splitting import OLDEST, splits_with_burst
@@ -71,6 +72,20 @@ SELECTING = (
          remove=("--mtp-num-layers",)),
 )  # fmt: skip
 
+# Settings that layers of `mb.sparse_layer_spec` exclude.
+OF_SPECS = (
+    *SELECTING,
+    Rule(lambda c, b: b.algorithm == OFF,
+         "{flag} need BurstAttention at any --context-parallel-size, got --context-parallel-algo "
+         f"{OFF}", add=("--context-parallel-algo burst",)),
+    Rule(lambda c, b: b.sparse == OFF, f"{{flag}} with {FLAG} {OFF}: Megatron has no such layers",
+         remove=(FLAG,)),
+    Rule(lambda c, b: b.sequence_chunks not in (None, 1, "auto"),
+         "{flag} do not support row chunks", remove=("--burst-sequence-chunks",)),
+    Rule(lambda c, b: records_max_logits(c), "{flag} do not record the largest attention logits",
+         remove=("--log-max-attention-logit", "--qk-clip")),
+)  # fmt: skip
+
 # Further settings that DSA excludes.
 _RULES = (
     *SELECTING,
@@ -105,6 +120,28 @@ _RULES = (
         qk_clip="DSA does not record",
     ),
 )  # fmt: skip
+
+
+def spec_problems(
+    rules: Sequence[Rule], config: Any, burst: SparseOptions, layers: str
+) -> Iterator[Problem]:
+    """Yield a `Problem` for each setting that excludes layers of `mb.sparse_layer_spec`.
+
+    Args:
+        rules: Settings that the layers exclude; they begin with `OF_SPECS`.
+        config: `TransformerConfig` of the model, after `configure`.
+        burst: Options of the run.
+        layers: Name of the layers in messages.
+    """
+    yield from broken(rules, config, burst, layers)
+    yield from model_problems(config)
+    runs = OFF not in (burst.algorithm, burst.sparse)
+    if runs and ulysses_size(burst, config.context_parallel_size) > 1:
+        yield Problem(
+            f"{layers}: ranks cannot share the heads of these layers",
+            add=("--context-parallel-algo auto",),
+            remove=("--burst-ulysses-size",),
+        )
 
 
 def sparse_problems(config: Any, burst: SparseOptions, setting: str) -> Iterator[Problem]:

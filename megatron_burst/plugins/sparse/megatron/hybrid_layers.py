@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import importlib
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -243,7 +243,7 @@ class HybridCoreAttention(MegatronModule):
         if ratio:
             overlap = settings.overlaps(layer_number)
             self.compressor = Compressor(config, ratio, config.v_head_dim, overlap)
-            kinds.append(HybridKind(kind.burst, kind.cut, kind.window, ratio, selecting))
+            kinds.append(dataclasses.replace(kind, ratio=ratio, indexer=selecting))
         if selecting:
             self.indexer = CompressedIndexer(config, settings, ratio)
             self.indexer.requires_grad_(settings.loss_coeff > 0)
@@ -268,25 +268,26 @@ class HybridCoreAttention(MegatronModule):
 
     def forward(
         self,
+        plans: HybridPlans,
         query: torch.Tensor,
         kv: torch.Tensor,
         hidden: torch.Tensor,
         latents: torch.Tensor,
-        plans: HybridPlans,
     ) -> torch.Tensor:
         """Return the output [s, b, h, d], rotated back by the positions of the rows.
 
         Args:
+            plans: Result of `plans`.
             query: Queries [s, b, h, d] before the rotation.
             kv: Keys, which are also the values, [s, b, 1, d] before the rotation.
             hidden: Hidden states [s, b, w].
             latents: Normalized latent queries [s, b, q rank].
-            plans: Result of `plans`.
         """
         positions, turn = plans.row_positions, self.rotation
         query = turn(query, positions)
         keys: Any = copy_to_tensor_model_parallel_region(turn(kv, positions), group=self.tp_group)
-        key_sets, index = [(keys, None, self._with_lists(query, keys, plans.window))], None
+        key_sets = [(keys, None, self._with_lists(query, keys, plans.window))]
+        index = chosen = None
         if self.compressor is not None and plans.compressed is not None:
             keys = self.compressor(hidden, plans, turn, (self.number, "keys"))
             keys = copy_to_tensor_model_parallel_region(keys, group=self.tp_group)
@@ -298,7 +299,6 @@ class HybridCoreAttention(MegatronModule):
                 top_k = self.settings.dsa_indexer_topk
                 chosen = select(*index, rule=RULE, top_k=top_k, plan=plan, label=self.number)
                 plan = selected_plan(query, keys, None, chosen, plan=plan, sink=self.attn_sink)
-                index = *index, query.detach(), keys.detach(), chosen
             else:
                 plan = self._with_lists(query, keys, plan)
             key_sets.append((keys, None, plan))
@@ -306,7 +306,7 @@ class HybridCoreAttention(MegatronModule):
             query, key_sets, sink=self.attn_sink, label=self.number, return_lse=True
         )
         if index is not None and self.training and self.settings.loss_coeff > 0:
-            out = self._with_loss(out, index, lse, plans)
+            out = self._with_loss(out, lse, index, query.detach(), keys.detach(), chosen, plans)
         return turn(out, positions, -1)
 
     def _with_lists(self, query: torch.Tensor, keys: torch.Tensor, plan: Plan) -> Plan:
@@ -319,7 +319,14 @@ class HybridCoreAttention(MegatronModule):
         return selected_plan(query, keys, None, visible, plan=plan, sink=self.attn_sink)
 
     def _with_loss(
-        self, out: torch.Tensor, index: Any, lse: torch.Tensor, plans: HybridPlans
+        self,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        index: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        chosen: Any,
+        plans: HybridPlans,
     ) -> torch.Tensor:
         """Return `out`, with the loss of the indexer over the selected keys attached."""
         grads, burst = torch.is_grad_enabled(), self.config.burst  # pyright: ignore[reportAttributeAccessIssue]
@@ -328,8 +335,8 @@ class HybridCoreAttention(MegatronModule):
             return out
         tp_group = self.tp_group if self.tp_group.size() > 1 else None
         losses = indexer_loss(
-            *index, rule=RULE, lse=lse, tp_group=tp_group, plan=plans.compressed,
-            label=self.number,
+            *index, query, keys, chosen, rule=RULE, lse=lse, tp_group=tp_group,
+            plan=plans.compressed, label=self.number,
         )  # fmt: skip
         if not grads:
             return out
@@ -464,13 +471,12 @@ class HybridSelfAttention(MegatronModule):
         unsupported = {"attention_mask": attention_mask, **unsupported}
         plans = self.core_attention.plans(query, packed_seq_params, unsupported)
 
-        def attend(*tensors: torch.Tensor) -> torch.Tensor:
-            return self.core_attention(*tensors, plans)
-
-        attend_or_recompute: Callable[..., Any] = attend
+        tensors = query, kv, hidden_states, latents
         if config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules:
-            attend_or_recompute = _recomputed(attend)
-        out = attend_or_recompute(query, kv, hidden_states, latents)
+            attend = functools.partial(self.core_attention, plans)
+            out: Any = tensor_parallel.checkpoint(attend, False, *tensors)
+        else:
+            out = self.core_attention(plans, *tensors)
         out = out.flatten(2).unflatten(-1, (self.groups, -1))
         weight = self.linear_o_group_proj.unflatten(0, (self.groups, -1))
         return self.linear_proj(torch.einsum("sbgd,grd->sbgr", out, weight).flatten(2))
@@ -503,15 +509,6 @@ def _initialized(config: Any, rows: int, columns: int, tp_group: Any) -> torch.T
     with tracker.fork():
         config.init_method(weight)
     return weight
-
-
-def _recomputed(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    """Return `function` in Megatron's activation checkpoint."""
-
-    def run(*tensors: torch.Tensor) -> Any:
-        return tensor_parallel.checkpoint(function, False, *tensors)
-
-    return run
 
 
 def _split(

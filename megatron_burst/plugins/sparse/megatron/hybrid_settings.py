@@ -13,10 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ....megatron.checks.config import model_problems, records_max_logits, ulysses_size
-from ....megatron.checks.problem import Problem, Rule, broken
+from ....megatron.checks.problem import Problem, Rule
 from ....spine_options import OFF
-from .checks import FLAG, SELECTING
+from .checks import OF_SPECS, spec_problems
 
 CSA, HCA = 4, 128  # ratios of DeepSeek-V4
 VARIANT = "dsv4_hybrid"  # Megatron's name for models with these layers
@@ -160,16 +159,7 @@ def hybrid_rule(rule: str, given: dict[str, Any]) -> HybridRule:
 
 # Settings that these layers exclude in addition to the settings that BurstAttention excludes.
 _RULES = (
-    *SELECTING,
-    Rule(lambda c, b: b.algorithm == OFF,
-         "{flag} need BurstAttention at any --context-parallel-size, got --context-parallel-algo "
-         f"{OFF}", add=("--context-parallel-algo burst",)),
-    Rule(lambda c, b: b.sparse == OFF, f"{{flag}} with {FLAG} {OFF}: Megatron has no such layers",
-         remove=(FLAG,)),
-    Rule(lambda c, b: b.sequence_chunks not in (None, 1, "auto"),
-         "{flag} do not support row chunks", remove=("--burst-sequence-chunks",)),
-    Rule(lambda c, b: records_max_logits(c), "{flag} do not record the largest attention logits",
-         remove=("--log-max-attention-logit", "--qk-clip")),
+    *OF_SPECS,
     Rule(lambda c, b: not c.multi_latent_attention,
          "{flag} need an MLATransformerConfig, whose v_head_dim, qk_pos_emb_head_dim and "
          "q_lora_rank they read", add=("--multi-latent-attention",)),
@@ -221,16 +211,9 @@ def hybrid_problems(config: Any, rule: HybridRule) -> Iterator[Problem]:
         rule: Arguments of `mb.sparse_layer_spec`.
     """
     burst = config.burst
-    yield from broken(_RULES, config, burst, NAME)
-    yield from model_problems(config)
+    yield from spec_problems(_RULES, config, burst, NAME)
     if OFF in (burst.algorithm, burst.sparse) or not config.multi_latent_attention:
         return
-    if ulysses_size(burst, config.context_parallel_size) > 1:
-        yield Problem(
-            f"{NAME}: ranks cannot share the heads of these layers",
-            add=("--context-parallel-algo auto",),
-            remove=("--burst-ulysses-size",),
-        )
     settings, layers = rule.settings(config), config.num_layers
     if len(settings.csa_compress_ratios) < layers:
         yield Problem(

@@ -32,8 +32,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from ....config import OFF
 from ....megatron.attention.core_attention import BurstCoreAttention
 from ....megatron.attention.plan_book import LayerKind
-from ....megatron.checks.config import model_problems, records_max_logits, ulysses_size
-from ....megatron.checks.problem import Problem, Rule, broken, refuse
+from ....megatron.checks.problem import Problem, Rule, refuse
 from ....megatron.data.cut import group_of
 from ....megatron.model_shape import layer_window
 from ....planning.plan import Plan
@@ -43,7 +42,7 @@ from ..indexer import select
 from ..loss import indexer_loss
 from ..options import SparseOptions
 from ..rules import Dsa, Msa, Qsa, SelectionRule, rule_of
-from .checks import FLAG, SELECTING, sparse_algorithm
+from .checks import OF_SPECS, sparse_algorithm, spec_problems
 from .hybrid_layers import HybridSelfAttention, hybrid_submodules
 from .hybrid_settings import LOSS, HybridRule, hybrid_rule
 from .hybrid_settings import RULES as HYBRID_RULES
@@ -148,10 +147,10 @@ def sparse_layer_spec(
     if layers is None:
         if not _attends(base, choice):
             raise _no_base(base)
-        return _with_rule(base, choice)
+        return _with_choice(base, choice)
     if not any(_attends(layer, choice) for layer in layers):
         raise _no_base(base)
-    layers = [_with_rule(layer, choice) if _attends(layer, choice) else layer for layer in layers]
+    layers = [_with_choice(layer, choice) if _attends(layer, choice) else layer for layer in layers]
     return dataclasses.replace(base, layer_specs=layers)
 
 
@@ -220,28 +219,37 @@ def _no_base(base: Any) -> ValueError:
     )
 
 
-def _with_rule(layer: ModuleSpec, choice: LayerRule | HybridRule) -> ModuleSpec:
+def _with_choice(layer: ModuleSpec, choice: LayerRule | HybridRule) -> ModuleSpec:
+    if isinstance(choice, HybridRule):
+        return _with_hybrid_attention(layer, choice)
+    return _with_rule(layer, choice)
+
+
+def _with_hybrid_attention(layer: ModuleSpec, choice: HybridRule) -> ModuleSpec:
+    parts: Any = layer.submodules
+    attention = parts.self_attention.submodules
+    replaced: dict[str, Any] = {}
+    if parts.input_layernorm in (None, IdentityOp):
+        _, replaced["input_layernorm"] = _norm_apart(attention.linear_qkv)
+    replaced["self_attention"] = ModuleSpec(
+        module=HybridSelfAttention,
+        params={"rule": choice},
+        submodules=hybrid_submodules(attention.linear_proj),
+    )
+    return dataclasses.replace(layer, submodules=dataclasses.replace(parts, **replaced))
+
+
+def _with_rule(layer: ModuleSpec, choice: LayerRule) -> ModuleSpec:
     parts: Any = layer.submodules
     own, attention = parts.self_attention, parts.self_attention.submodules
     changed: dict[str, Any] = {"core_attention": RuleCoreAttention}
     replaced: dict[str, Any] = {}
-    hybrid = isinstance(choice, HybridRule)
-    if (hybrid or choice.index_heads != 0) and parts.input_layernorm in (None, IdentityOp):
-        # These layers need the output of the norm, which a fused norm and linear layer hides.
+    if choice.index_heads != 0 and parts.input_layernorm in (None, IdentityOp):
+        # The indexer needs the output of the norm, which a fused norm and linear layer hides.
         linear, norm = _norm_apart(attention.linear_qkv)
         changed["linear_qkv"], replaced["input_layernorm"] = linear, norm
-        if not hybrid:
-            names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-            replaced["sharded_state_dict_keys_map"] = parts.sharded_state_dict_keys_map | names
-    if hybrid:
-        spec = ModuleSpec(
-            module=HybridSelfAttention,
-            params={"rule": choice},
-            submodules=hybrid_submodules(attention.linear_proj),
-        )
-        return dataclasses.replace(
-            layer, submodules=dataclasses.replace(parts, **replaced, self_attention=spec)
-        )
+        names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+        replaced["sharded_state_dict_keys_map"] = parts.sharded_state_dict_keys_map | names
     replaced["self_attention"] = dataclasses.replace(
         own,
         module=RuleSelfAttention,
@@ -264,16 +272,7 @@ def _norm_apart(fused: Any) -> tuple[Any, Any]:
 
 # Settings that these layers exclude in addition to the settings that BurstAttention excludes.
 _RULES = (
-    *SELECTING,
-    Rule(lambda c, b: b.algorithm == OFF,
-         "{flag} need BurstAttention at any --context-parallel-size, got --context-parallel-algo "
-         f"{OFF}", add=("--context-parallel-algo burst",)),
-    Rule(lambda c, b: b.sparse == OFF, f"{{flag}} with {FLAG} {OFF}: Megatron has no such layers",
-         remove=(FLAG,)),
-    Rule(lambda c, b: b.sequence_chunks not in (None, 1, "auto"),
-         "{flag} do not support row chunks", remove=("--burst-sequence-chunks",)),
-    Rule(lambda c, b: records_max_logits(c), "{flag} do not record the largest attention logits",
-         remove=("--log-max-attention-logit", "--qk-clip")),
+    *OF_SPECS,
     Rule("multi_latent_attention", "{flag} do not support latent attention; use Megatron's own dsa",
          remove=("--multi-latent-attention",)),
 )  # fmt: skip
@@ -282,16 +281,9 @@ _RULES = (
 def _problems(config: Any, choice: LayerRule, layer: int) -> Iterator[Problem]:
     burst, rule = config.burst, choice.rule
     layers = f"layers with rule {type(rule).__name__}"
-    yield from broken(_RULES, config, burst, layers)
-    yield from model_problems(config)
+    yield from spec_problems(_RULES, config, burst, layers)
     if OFF in (burst.algorithm, burst.sparse):
         return
-    if ulysses_size(burst, config.context_parallel_size) > 1:
-        yield Problem(
-            f"{layers}: ranks cannot share the heads of these layers",
-            add=("--context-parallel-algo auto",),
-            remove=("--burst-ulysses-size",),
-        )
     if rule.block > 1 and layer_window(config, layer) is not None:
         yield Problem(
             f"{layers} and blocks of {rule.block} positions do not support a window",
