@@ -200,10 +200,13 @@ def gathering(layer: Layer, cluster: Cluster) -> float:
     return total
 
 
-def time_table(gpus: int = 512, ranks: int = 64) -> str:
+TIMED = ((128 * K, 8), (128 * K, 64), (K * K, 64))  # tokens, context-parallel ranks
+
+
+def time_table(gpus: int = 512) -> str:
     """Return milliseconds of attention in a layer of each kind, and in all layers."""
     cluster, lines = Cluster(gpu("h100"), gpus), []
-    for seq in (128 * K, K * K):
+    for seq, ranks in TIMED:
         sums = [0.0] * 3
         for kind, count in LAYERS.items():
             layer = Layer(kind, KINDS[kind], seq, ranks)
@@ -215,8 +218,8 @@ def time_table(gpus: int = 512, ranks: int = 64) -> str:
             ]
             sums = [total + count * x for total, x in zip(sums, seconds, strict=True)]
             longest = max(calls, key=lambda call: call.seconds).bottleneck
-            lines.append([f"{seq // K}K", f"{count} {kind}", *_times(seconds), longest])
-        lines.append([f"{seq // K}K", "all", *_times(sums), ""])
+            lines.append([f"{seq // K}K, CP {ranks}", f"{count} {kind}", *_times(seconds), longest])
+        lines.append([f"{seq // K}K, CP {ranks}", "all", *_times(sums), ""])
     heads = ["tokens", "layers", "`auto`", "`burst`", "gather, then compute", "auto / gather",
              "burst / gather", "longest call of auto waits for"]  # fmt: skip
     return markdown(heads, lines)

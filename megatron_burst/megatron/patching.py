@@ -296,6 +296,15 @@ def require_function(home: Any, name: str, parameters: Sequence[str]) -> Callabl
     return function
 
 
+def lacking(home: Any, name: str, parameters: Sequence[str]) -> str | None:
+    """Return why `require_function` raises an error; None if it does not."""
+    try:
+        require_function(home, name, parameters)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
 class LocatedSeam(NamedTuple):
     """A decorated function (seam) in the imported Megatron.
 

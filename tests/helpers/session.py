@@ -355,7 +355,7 @@ def further_losses(per_token, kept, dtype=None):
         mtp.MTPLossLoggingHelper.tracker.clear()
         config = SimpleNamespace(
             mtp_num_layers=2, mtp_loss_scaling_factor=0.3, calculate_per_token_loss=per_token,
-            mtp_detach_heads=False,
+            mtp_detach_heads=False, cross_entropy_loss_fusion=False,
         )  # fmt: skip
         out = mtp.process_mtp_loss(
             hidden_states=hidden, labels=torch.zeros(1, 8, dtype=torch.long),

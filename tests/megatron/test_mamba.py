@@ -96,12 +96,12 @@ def test_other_mixers_are_refused_by_name():
         def __init__(self, config, pg_collection=None):
             self.built = True
 
-    refuse = partial(state_layers.refuse_states, "GatedDeltaProductMixer")
+    refuse = partial(state_layers.refuse_states, "GatedDeltaProductMixer", "only these can")
     PatchSet("other").wrap(GatedDeltaProductMixer, "__init__", ["config"], refuse)
     group = SimpleNamespace(cp=SimpleNamespace(size=lambda: 2))
     ours = SimpleNamespace(burst=SimpleNamespace(algorithm="burst", linear="auto"))
     with pytest.raises(
-        ValueError, match=r"^GatedDeltaProductMixer cannot pass its state .* only .* use --bu"
+        ValueError, match=r"^GatedDeltaProductMixer cannot pass its state .*only .*: use --bu"
     ):
         GatedDeltaProductMixer(ours, pg_collection=group)
     ours.burst.linear = "megatron"

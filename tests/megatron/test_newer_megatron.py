@@ -20,12 +20,14 @@ import megatron_burst as mb
 import megatron_burst.megatron as burst
 from megatron_burst.megatron import homes
 from megatron_burst.megatron.attention import hooks
+from megatron_burst.megatron.checks.splitting import OLDEST
 from megatron_burst.megatron.data import slicing
 from megatron_burst.megatron.data.cut import BatchCut, group_of
 from megatron_burst.megatron.data.other_cuts import check_cut
 from megatron_burst.megatron.data.packed import packs
 from megatron_burst.megatron.lm_head import fused_loss
 from megatron_burst.megatron.lm_head.mtp import head_masks
+from megatron_burst.megatron.patching import core_version
 from megatron_burst.recipes import ready_made
 
 FIRST = Group(0, 2)
@@ -311,6 +313,53 @@ def test_roll_tensor_honours_its_newer_arguments(monkeypatch):
     try:
         with pytest.raises(ValueError, match=r"^--burst-layout zigzag: roll_tensor"):
             mtp.roll_tensor(row, cp_group=last, cp_layout="contiguous")
+    finally:
+        burst.uninstall()
+
+
+def roll_of_lists(tensors, shifts=-1, dims=-1, cp_group=None, packed_seq_params=None,
+                  fill_values=None):  # fmt: skip
+    """Fake `roll_tensor` of Megatron's branch dev (August 2026)."""
+    return [tensor + 100 for tensor in tensors]
+
+
+def test_roll_tensor_of_the_branch_dev_shifts_several_tensors(monkeypatch):
+    monkeypatch.setattr(mtp, "roll_tensor", roll_of_lists)
+    monkeypatch.setattr(
+        torch.distributed, "all_gather", lambda parts, own, group: [x.copy_(own) for x in parts]
+    )
+    row = torch.arange(4)[None]
+    burst.install("contiguous")
+    try:
+        rolled = mtp.roll_tensor([row, row + 4], cp_group=Group(1, 2), fill_values=[9, 8])
+        assert [x.tolist() for x in rolled] == [[[1, 2, 3, 9]], [[5, 6, 7, 8]]]
+        assert mtp.roll_tensor([row], cp_group=Group(1, 2))[0].tolist() == [[1, 2, 3, 0]]
+        assert mtp.roll_tensor([row], cp_group=Group(0, 1))[0].tolist() == [[100, 101, 102, 103]]
+        assert mtp.roll_tensor([]) == []
+        with pytest.raises(ValueError, match=r"^--mtp-hsm: "):
+            mtp.roll_tensor([row, torch.ones(1, 4, requires_grad=True)], cp_group=Group(1, 2))
+        (mask,) = head_masks(torch.tensor([[1.0, 1, 0, 1]]), 1, Group(1, 2), None)
+        assert mask.tolist() == [[1, 0, 1, 0]]
+    finally:
+        burst.uninstall()
+
+
+@pytest.mark.skipif(core_version() < OLDEST, reason="Megatron-Core 0.16 has no layers with states")
+def test_delta_nets_of_the_branch_dev_are_refused(monkeypatch):
+    delta_nets = homes.module("gated_delta_net")
+    family = next(cls for cls in delta_nets.GatedDeltaNet.__mro__ if "__init__" in vars(cls))
+    for cls in delta_nets.GatedDeltaNet.__mro__:
+        if "_gated_norm_and_a2a" in vars(cls):
+            monkeypatch.delattr(cls, "_gated_norm_and_a2a")
+    monkeypatch.setattr(family, "__init__", lambda self, config, layer_number, pg_collection: None)
+    ours = types.SimpleNamespace(burst=types.SimpleNamespace(algorithm="burst", linear="auto"))
+    groups = types.SimpleNamespace(cp=Group(0, 2))
+    burst.install("zigzag")
+    try:
+        with pytest.raises(ValueError, match=r"^GatedDeltaNet .* no .*_gated_norm_and_a2a.*: use"):
+            delta_nets.GatedDeltaNet(ours, 1, groups)
+        ours.burst.linear = "megatron"
+        delta_nets.GatedDeltaNet(ours, 1, groups)
     finally:
         burst.uninstall()
 

@@ -29,12 +29,19 @@ from megatron.core.transformer import multi_token_prediction as mtp
 from ...layout import make as make_layout
 from ...layout.sharding import shard
 from ..checks.config import HIDDEN_STATES
-from ..patching import Wrap, bound_to, given_to
+from ..patching import Wrap, bound_to, given_to, signature_of
 from .cut import BatchCut, cut_of_run, group_of, installed_layout
 from .entries import documents_of, entries_to_cut
 from .other_cuts import refuse_layout
 from .packed import Pack, packs
 from .rope import check_length, fused_packed_rope, packed_rope
+
+TENSORS = "tensors"  # parameter of `roll_tensor` of branch dev, which shifts a list of tensors
+
+
+def rolls_lists() -> bool:
+    """Return whether `roll_tensor` of this Megatron shifts a list of tensors."""
+    return TENSORS in signature_of(mtp.roll_tensor).parameters
 
 
 def slicing_patches(layout: str) -> list[Wrap]:
@@ -44,8 +51,8 @@ def slicing_patches(layout: str) -> list[Wrap]:
         Wrap(utils, "get_batch_on_this_cp_rank", ["batch"], partial(_sliced_batch, layout)),
         Wrap(rope_utils, "_apply_rotary_pos_emb_thd", ["t", "cu_seqlens", "freqs", "cp_group"],
              partial(packed_rope, layout, rotate)),
-        Wrap(mtp, "roll_tensor", ["tensor", "shifts", "dims", "cp_group", "packed_seq_params"],
-             partial(_rolled, layout, {})),
+        Wrap(mtp, "roll_tensor", [TENSORS if rolls_lists() else "tensor", "shifts", "dims",
+             "cp_group", "packed_seq_params"], partial(_rolled, layout, {})),
     ]  # fmt: skip
     if layout != "zigzag":  # the original supports only zigzag
         names = ["pos_emb", "seq_dim", "cp_group"]
@@ -269,12 +276,13 @@ def _order(total: int, params: Any, group: Any, ranks: Any, cutting: bool) -> to
 
 def _rolled(
     layout: str, unpacked_packs: dict[int, Pack], original: Callable, *args: Any, **kwargs: Any
-) -> tuple[Any, torch.Tensor | None]:
+) -> tuple[Any, torch.Tensor | None] | list[torch.Tensor]:
     """Run `multi_token_prediction.roll_tensor` (0.16 to 0.20) in the run's layout.
 
     Without context parallelism, and for hidden states (tensors with gradients), call `original`.
     After 0.20 the original also has the parameters `cp_layout` (the order of the tokens) and
-    `fill_value` (the value of tokens without a successor).
+    `fill_value` (the value of tokens without a successor). In branch dev the original shifts a list
+    of tensors, with `fill_values`, and returns a list without sums.
 
     Args:
         layout: the layout of the run.
@@ -287,15 +295,13 @@ def _rolled(
     bound = bound_to(original, args, kwargs)
     bound.apply_defaults()
     arguments = bound.arguments
-    tensor, params, group = (
-        arguments["tensor"],
-        arguments["packed_seq_params"],
-        arguments["cp_group"],
-    )
+    tensors = arguments[TENSORS] if TENSORS in arguments else [arguments["tensor"]]
+    params, group = arguments["packed_seq_params"], arguments["cp_group"]
     if params is not None and getattr(params, "cp_group", None) is not None:
         group = params.cp_group
-    if tensor is None or group is None or group.size() == 1:
+    if not tensors or tensors[0] is None or group is None or group.size() == 1:
         return original(*args, **kwargs)
+    tensor = tensors[0]
     if arguments.get("cp_layout", "zigzag") != "zigzag":  # "zigzag" is the default
         refuse_layout(layout, arguments["cp_layout"], None, "roll_tensor of multi-token prediction")
     if arguments["shifts"] != -1 or arguments["dims"] not in (-1, tensor.dim() - 1):
@@ -303,7 +309,7 @@ def _rolled(
             f"roll_tensor with shifts={arguments['shifts']}, dims={arguments['dims']}: over "
             "context-parallel ranks only shifts=-1 along the last dimension is supported"
         )
-    if tensor.requires_grad:  # true only for hidden states
+    if any(part.requires_grad for part in tensors):  # true only for hidden states
         if layout == "zigzag" and params is None:
             return original(*args, **kwargs)
         raise ValueError(f"--mtp-hsm: {HIDDEN_STATES}")
@@ -313,6 +319,10 @@ def _rolled(
     else:
         pack = packs().of(total, params.cu_seqlens_q, params.cu_seqlens_q_padded)
     index = pack.successors(cut_of_run(layout), group.size(), group.rank(), tensor.device)
+    if TENSORS in arguments:
+        fills = arguments.get("fill_values") or [0] * len(tensors)
+        pairs = zip(tensors, fills, strict=True)
+        return [exchange(part, *index, group, fill) for part, fill in pairs]
     moved = exchange(tensor, *index, group, arguments.get("fill_value", 0))
     return moved, moved.sum() if arguments.get("return_sum", True) else None
 

@@ -36,26 +36,39 @@ from ...linear_attention.short_convolution import short_convolution
 from ...planning.stand_ins import rows_like
 from .. import homes
 from ..model_shape import DELTA_NETS
-from ..patching import PatchSet, burst_selected, require_function
-from .state_layers import MixerKind, StateCall, StateLayer, construct, forward
+from ..patching import PatchSet, burst_selected, lacking
+from .state_layers import MixerKind, StateCall, StateLayer, construct, forward, refuse_states
 
 home = homes.module("gated_delta_net")
 GatedDeltaNet = home.GatedDeltaNet
 _SILU = ("silu", "swish")
+_CALLED_METHODS = {
+    "_gated_norm_and_a2a": [
+        "core_attn_out", "gate", "thd_cp_a2a_inv", "batch", "seq_len", "packed_seq_params"],
+    "_prepare_input_for_gated_delta_rule": ["qkv", "gate"],
+}  # fmt: skip
 _SECOND: Any = getattr(home, "GatedDeltaNet2", None)
 
 
 def patch(patches: PatchSet) -> None:
-    """Wrap Megatron's delta nets, so that they pass states; for Megatron-Core 0.19 and newer."""
+    """Wrap Megatron's delta nets, so that they pass states; for Megatron-Core 0.19 and newer.
+
+    If a method is missing, as in Megatron's branch for DeepSeek-V4, the layers are refused.
+    """
     family = next(cls for cls in GatedDeltaNet.__mro__ if "__init__" in vars(cls))
-    names = ["config", "layer_number", "pg_collection"]
-    patches.wrap(family, "__init__", names, _construct)
+    construct_names = ["config", "layer_number", "pg_collection"]
+    missing = [
+        why
+        for kind in KINDS
+        for name, parameters in _CALLED_METHODS.items()
+        if (why := lacking(kind.layer_class, name, parameters)) is not None
+    ]
+    if missing:
+        refusal = partial(refuse_states, GatedDeltaNet.__name__, missing[0])
+        patches.wrap(family, "__init__", construct_names, refusal)
+        return
+    patches.wrap(family, "__init__", construct_names, _construct)
     for mixer_kind in KINDS:
-        names = ["core_attn_out", "gate", "thd_cp_a2a_inv", "batch", "seq_len", "packed_seq_params"]
-        require_function(mixer_kind.layer_class, "_gated_norm_and_a2a", names)
-        require_function(
-            mixer_kind.layer_class, "_prepare_input_for_gated_delta_rule", ["qkv", "gate"]
-        )
         names = ["hidden_states", "inference_context", "packed_seq_params", "inference_params"]
         patches.wrap(mixer_kind.layer_class, "forward", names, partial(forward, mixer_kind))
 

@@ -31,6 +31,7 @@ from .state_layers import MixerKind, StateLayer, construct, forward, refuse_stat
 MambaMixer = homes.module("mamba_mixer").MambaMixer
 # Mixers of branch main with their own exchange of heads: module, class.
 _UNSUPPORTED = (("gated_delta_product", "GatedDeltaProductMixer"),)
+_ONLY = "only Mamba mixers, gated delta nets and Kimi K3's KDA can"
 
 
 def patch(patches: PatchSet) -> None:
@@ -43,7 +44,7 @@ def patch(patches: PatchSet) -> None:
         module = homes.find(home)
         if module is not None:
             mixer = getattr(module, name)
-            patches.wrap(mixer, "__init__", ["config"], partial(refuse_states, name))
+            patches.wrap(mixer, "__init__", ["config"], partial(refuse_states, name, _ONLY))
 
 
 def _states(mixer: Any, config: Any, groups: Any) -> StateLayer:

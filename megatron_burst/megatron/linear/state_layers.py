@@ -224,18 +224,25 @@ def forward(kind: MixerKind, original: Callable, self: Any, *args: Any, **kwargs
     )
 
 
-def refuse_states(name: str, original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+def refuse_states(
+    name: str, why: str, original: Callable, self: Any, *args: Any, **kwargs: Any
+) -> None:
     """Run the constructor of a layer that cannot pass states.
+
+    Args:
+        name: the class of the layer.
+        why: the reason, which completes the message.
+        original: the constructor.
+        self: the layer.
+        args: positional arguments of the constructor.
+        kwargs: keyword arguments of the constructor.
 
     Raises:
         ValueError: The configuration requires that states are passed.
     """
     arguments = given_to(original, (self, *args), kwargs)
     if states_passed(arguments["config"], arguments.get("pg_collection")):
-        raise ValueError(
-            f"{name} cannot pass its state from rank to rank; only Mamba mixers, gated delta nets "
-            f"and Kimi K3's KDA can: {_ALTERNATIVE}"
-        )
+        raise ValueError(f"{name} cannot pass its state from rank to rank ({why}): {_ALTERNATIVE}")
     original(self, *args, **kwargs)
 
 

@@ -24,6 +24,7 @@ from megatron.core.transformer import multi_token_prediction as mtp
 
 from .. import patching
 from ..attention.plan_book import splits_attention
+from ..data.slicing import rolls_lists
 from ..patching import bound_to, given_to, require_function
 
 
@@ -67,7 +68,8 @@ def head_masks(
 
 def _next(mask: torch.Tensor, group: Any, packed: Any) -> torch.Tensor:
     """Return a mask [b, s] shifted by one token."""
-    return mtp.roll_tensor(mask, shifts=-1, dims=-1, cp_group=group, packed_seq_params=packed)[0]
+    rolled: Any = [mask] if rolls_lists() else mask
+    return mtp.roll_tensor(rolled, shifts=-1, dims=-1, cp_group=group, packed_seq_params=packed)[0]
 
 
 def _normalized(original: Callable, *args: Any, **named: Any) -> Any:

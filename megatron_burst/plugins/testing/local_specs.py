@@ -199,6 +199,8 @@ def local_hybrid_stack_spec() -> ModuleSpec:
     """
     # Since 0.18; before, a stack is in another module and has other kinds of layers.
     home: Any = importlib.import_module("megatron.core.models.hybrid.hybrid_block")
+    # Absent in Megatron's branch for DeepSeek-V4.
+    has_latent = hasattr(home.HybridStackSubmodules, "mla_layer")
     # 8: any number except None; the configuration has the number of experts.
     experts: Any = get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False)
     return ModuleSpec(
@@ -217,7 +219,7 @@ def local_hybrid_stack_spec() -> ModuleSpec:
                 "in_proj",
             ),
             attention_layer=_attention(_gpt_attention(latent=False), "linear_qkv"),
-            mla_layer=_attention(_gpt_attention(latent=True)),
+            **({"mla_layer": _attention(_gpt_attention(latent=True))} if has_latent else {}),
             **({} if core_version() < OLDEST else {"dsa_layer": _attention(dsa())}),
             mlp_layer=_mlp(),
             moe_layer=ModuleSpec(

@@ -21,7 +21,7 @@ from ....spine_options import OFF
 from .checks import FLAG, selects
 from .dsa import BurstDSAttention
 from .hybrid_layers import HybridSelfAttention, hybrid_submodules
-from .hybrid_settings import hybrid_rule
+from .hybrid_settings import VARIANT, hybrid_rule
 
 _SPECS = "megatron.core.models.gpt"
 _DEFAULTS = (None, "p2p")  # defaults of Megatron-Core and Megatron-LM
@@ -84,21 +84,37 @@ def _refuse_megatrons_hybrid(original: Callable, /, *args: Any, **kwargs: Any) -
 
 
 def _allow_any_exchange(original: Callable, self: Any) -> None:
-    """Run Megatron's check of a configuration (`self`) as if `cp_comm_type` were all-gather.
+    """Run Megatron's check of a configuration (`self`) without the rules of its own exchange.
 
     Megatron asserts all-gather for DSA. The assertion is skipped if the run uses BurstAttention. If
-    Megatron's own DSA runs, `configure` checks `cp_comm_type`.
+    Megatron's own DSA runs, `configure` checks `cp_comm_type`. For DeepSeek-V4 see
+    `_check_as_one_rank`.
     """
     comm_type = getattr(self, "cp_comm_type", None)
     variant = getattr(self, "experimental_attention_variant", None)
-    split = variant == DSA and self.context_parallel_size > 1
-    if not split or comm_type not in _DEFAULTS or not burst_selected():
+    split = self.context_parallel_size > 1 and burst_selected()
+    if split and variant == VARIANT:
+        return _check_as_one_rank(original, self)
+    if not split or variant != DSA or comm_type not in _DEFAULTS:
         return original(self)
     self.cp_comm_type = "allgather"
     try:
         original(self)
     finally:
         self.cp_comm_type = comm_type
+
+
+def _check_as_one_rank(original: Callable, config: Any) -> None:
+    """Run Megatron's check of a configuration as if it had one context-parallel rank.
+
+    Over more ranks Megatron requires packed sequences that are cut in contiguous parts.
+    """
+    ranks = config.context_parallel_size
+    config.context_parallel_size = 1
+    try:
+        original(config)
+    finally:
+        config.context_parallel_size = ranks
 
 
 def _replace_core(original: Callable, /, *args: Any, **kwargs: Any) -> None:
