@@ -11,7 +11,7 @@ import pytest
 import torch
 from ci_rooms import AGAIN, FIRST, HALVED, RARE, room
 from hypothesis import Phase, settings
-from workers import Workers
+from workers import MEGATRON, Workers, start_server
 
 from megatron_burst.kernels import native
 
@@ -73,6 +73,14 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def server_of_ranks(request):
+    """Import Megatron once, before ranks are forked, if tests of this session need it there."""
+    rooms = {room(item.path.relative_to(TESTS)) for item in request.session.items}
+    if "megatron" in rooms and not torch.cuda.is_available():
+        start_server(MEGATRON)
 
 
 @pytest.fixture(scope="session")

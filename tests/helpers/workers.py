@@ -11,6 +11,7 @@ one GPU, and NCCL goes through sockets, with the same kernels and streams as bet
 import contextlib
 import faulthandler
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import tempfile
 import time
@@ -25,7 +26,27 @@ from one_device import one_gpu, share_one_device
 
 # The last one brings sympy, which torch imports only with its first operator of some kinds.
 IMPORTED = ["torch", "megatron_burst.attention", "torch.fx.experimental.symbolic_shapes"]
+# What ranks of `tests/megatron` import, which takes them longer than most tests. By absolute names of
+# installed packages: the server does not have pytest's path.
+MEGATRON = [
+    "megatron_burst.megatron.attention.core_attention", "megatron_burst.megatron.install",
+    "megatron_burst.plugins.testing.cpu", "megatron_burst.plugins.testing.delta_net",
+    "megatron.core.models.gpt.gpt_layer_specs", "megatron.core.datasets.gpt_dataset",
+    "megatron.core.datasets.blended_megatron_dataset_builder", "megatron.core.dist_checkpointing",
+    "megatron.core.distributed", "megatron.core.optimizer", "megatron.training.training",
+]  # fmt: skip
 GRACE = 5.0  # seconds that the other ranks get to answer after one has failed
+
+
+def start_server(imported=()):
+    """Start the server that forks ranks, unless it runs; its imports do not delay the caller.
+
+    Args:
+        imported: names of modules to import besides `IMPORTED`; absent ones are left out.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*IMPORTED, *imported])
+    multiprocessing.forkserver.ensure_running()
 
 
 class WorkerError(Exception):
@@ -37,8 +58,8 @@ class Workers:
 
     def __init__(self, world, timeout=60, backend="gloo"):
         # The server has imported what ranks need, and forks: starting one costs milliseconds.
+        start_server()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(IMPORTED)
         self.world = world
         self.alive = True
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
