@@ -5,6 +5,7 @@ Imports take longer than most of these processes run. `serve` is the loop of the
 """
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,6 +15,8 @@ import traceback
 from multiprocessing import util
 from pathlib import Path
 from typing import NamedTuple
+
+from workers import start_server
 
 
 class Finished(NamedTuple):
@@ -25,21 +28,43 @@ class Finished(NamedTuple):
 
 
 class ForkServer:
-    """A server process that runs `serve`.
+    """A server process that runs `serve`, started by `launched` or `forked`.
 
     Args:
-        command: words of the server's command line.
         folder: folder for logs and outputs.
-        environment: variables of the server and its processes.
+        requests: text stream to the standard input of the server.
+        answers: text stream from the standard output of the server.
+        wait: called when the streams are closed; returns when the server has ended.
     """
 
-    def __init__(self, command, folder, environment):
+    def __init__(self, folder, requests, answers, wait):
         self.folder, self.count = folder, 0
+        self.requests, self.answers, self.wait = requests, answers, wait
+
+    @classmethod
+    def launched(cls, folder, command, environment):
+        """Start a new interpreter with the words of a command and additional variables."""
         with (folder / "server.log").open("w") as log:
-            self.server = subprocess.Popen(
+            server = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
                 env=os.environ | environment,
             )  # fmt: skip
+        return cls(folder, server.stdin, server.stdout, server.wait)
+
+    @classmethod
+    def forked(cls, folder, function, *args):
+        """Fork a process from the server of the ranks, which has imported Megatron if tests of
+        this session need it; `function(*args)` must call `serve`."""
+        start_server()
+        context = multiprocessing.get_context("forkserver")
+        here, there = context.Pipe()
+        log = str(folder / "server.log")
+        server = context.Process(target=_call, args=(there, log, function, args))
+        server.start()
+        there.close()
+        requests, answers = (os.fdopen(os.dup(here.fileno()), mode) for mode in ("w", "r"))
+        here.close()
+        return cls(folder, requests, answers, server.join)
 
     def run(self, tasks, limit):
         """Run a process for each task, all at once, and return how each finished.
@@ -51,8 +76,8 @@ class ForkServer:
         self.count += 1
         named = [str(self.folder / f"{self.count}-{index}") for index in range(len(tasks))]
         request = {"tasks": tasks, "limit": limit, "files": named}
-        print(json.dumps(request), file=self.server.stdin, flush=True)
-        answer = self.server.stdout.readline()
+        print(json.dumps(request), file=self.requests, flush=True)
+        answer = self.answers.readline()
         assert answer, (self.folder / "server.log").read_text()
         return [
             Finished(code, Path(f"{name}.out").read_text(), Path(f"{name}.err").read_text())
@@ -60,8 +85,19 @@ class ForkServer:
         ]
 
     def close(self):
-        with self.server:  # closes its pipes and waits
-            pass
+        self.requests.close()
+        self.answers.close()
+        self.wait()
+
+
+def _call(connection, log, function, args):
+    """Call a function whose standard streams are a connection, and a file for errors."""
+    for descriptor in (0, 1):
+        os.dup2(connection.fileno(), descriptor)
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    connection.close()
+    sys.stdin = os.fdopen(0)
+    function(*args)
 
 
 def serve(run):

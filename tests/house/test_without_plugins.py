@@ -109,7 +109,7 @@ def processes(tmp_path_factory):
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo",
                    "PYTHONPATH": str(Path(__file__).parents[1] / "helpers")}  # fmt: skip
     command = [sys.executable, "-c", SERVER]
-    server = ForkServer(command, tmp_path_factory.mktemp("processes"), environment)
+    server = ForkServer.launched(tmp_path_factory.mktemp("processes"), command, environment)
 
     def run(code, folder, *arguments):
         tasks = [{"code": code, "arguments": words, "folder": str(folder)} for words in arguments]

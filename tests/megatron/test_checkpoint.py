@@ -33,7 +33,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def forked(tmp_path_factory):
     """Return `forked(world, flags)`, which runs the example on forked ranks."""
-    server = Ranks(tmp_path_factory.mktemp("ranks"), "pretrain_gpt", SCRIPT.parent)
+    server = Ranks(tmp_path_factory.mktemp("ranks"), ["pretrain_gpt"], SCRIPT.parent)
 
     def run(world, flags):
         done = server.run(world, flags, script=SCRIPT)

@@ -1,7 +1,7 @@
 """`megatron-burst pretrain --cpu train_gpt.py ...` on forked ranks, as torchrun starts them.
 
-As a script this is the server that forks the ranks (`fork_server`). Unlike torchrun it does not
-kill ranks if one fails, so tests see how each rank ends.
+A server forks the ranks (`fork_server`). Unlike torchrun it does not kill ranks if one fails, so
+tests see how each rank ends.
 """
 
 import contextlib
@@ -14,19 +14,25 @@ import runpy
 import socket
 import subprocess
 import sys
+import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import torch
 from fork_server import ForkServer, serve
+from one_device import share_one_device
+
+from megatron_burst.cli.main import main
+from megatron_burst.plugins.testing import cpu
 
 SCRIPT = Path(__file__).with_name("train_gpt.py")
 ROOT = Path(__file__).parents[2]
 LIMIT = 200  # seconds of a run; a busy machine took 90
-# What every run imports besides, imported before ranks are forked. The tokenizers import
+# What every run of `SCRIPT` imports, imported before ranks are forked. The tokenizers import
 # transformers, which takes longer than the steps of a run.
 IMPORTED = (
-    "megatron.core.tokenizers.text", "megatron.core.datasets.gpt_dataset",
+    "megatron.training.training", "megatron.core.tokenizers.text", "megatron.core.datasets.gpt_dataset",
     "megatron_burst.megatron.install", "megatron_burst.megatron.training",
     "megatron_burst.megatron.packing.step", "megatron_burst.plugins.sparse.megatron.hooks",
     "megatron_burst.megatron.linear.delta_net", "megatron_burst.megatron.linear.mamba",
@@ -81,11 +87,9 @@ class Run:
 class Ranks:
     """The server, from outside."""
 
-    def __init__(self, folder, imported="megatron.training.training", beside=ROOT):
-        """`imported`: module that all runs need, found also in the folder `beside`."""
-        path = os.pathsep.join([ENVIRONMENT["PYTHONPATH"], str(beside)])
-        command = [sys.executable, __file__, imported]
-        self.server = ForkServer(command, folder, ENVIRONMENT | {"PYTHONPATH": path})
+    def __init__(self, folder, imported=IMPORTED, beside=ROOT):
+        """`imported`: modules that all runs need, found also in the folder `beside`."""
+        self.server = ForkServer.forked(folder, _serve, imported, str(beside))
 
     def run(self, world, flags, odd=None, script=None, limit=LIMIT):
         """Run a script with `flags` on every rank.
@@ -130,6 +134,7 @@ def run_rank(rank, world, port, argv, script):
     """Run one rank in a forked process."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
     share_one_device()
     if script is None:
         return main(["pretrain", "--cpu", str(SCRIPT), *argv])
@@ -139,14 +144,12 @@ def run_rank(rank, world, port, argv, script):
     return 0
 
 
-if __name__ == "__main__":
-    from one_device import share_one_device
-
-    from megatron_burst.cli.main import main
-    from megatron_burst.plugins.testing import cpu
-
-    importlib.import_module(sys.argv[1])
-    for name in IMPORTED:
+def _serve(imported, beside):
+    """Import modules, then fork ranks."""
+    os.environ |= ENVIRONMENT
+    warnings.simplefilter("ignore")  # PYTHONWARNINGS is for processes that the ranks start
+    sys.path.append(beside)
+    for name in imported:
         with contextlib.suppress(ImportError):  # of a Megatron that is older
             importlib.import_module(name)
     gc.freeze()  # what was imported stays: no rank looks through it for garbage

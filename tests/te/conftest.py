@@ -22,9 +22,9 @@ def transformer_engine():
 
 @pytest.fixture(scope="session")
 def server(transformer_engine, tmp_path_factory):
-    from ranks import Ranks
+    from ranks import IMPORTED, Ranks
 
-    server = Ranks(tmp_path_factory.mktemp("ranks"), "te_on_cpu", HERE)
+    server = Ranks(tmp_path_factory.mktemp("ranks"), ["te_on_cpu", *IMPORTED], HERE)
     yield server
     server.close()
 

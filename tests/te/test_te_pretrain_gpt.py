@@ -31,10 +31,10 @@ def checkout(request, transformer_engine, tmp_path_factory):
 @pytest.fixture(scope="module")
 def pretrain(checkout, tmp_path_factory):
     """`pretrain(world, flags)` -> a `Run` of pretrain_gpt.py; every rank came to a good end."""
-    from ranks import COMMON, Ranks
+    from ranks import COMMON, IMPORTED, Ranks
 
     beside = os.pathsep.join([str(checkout), str(HERE)])
-    server = Ranks(tmp_path_factory.mktemp("ranks"), "te_on_cpu", beside)
+    server = Ranks(tmp_path_factory.mktemp("ranks"), ["te_on_cpu", *IMPORTED], beside)
 
     def run(world, flags):
         words = [str(checkout / SCRIPTS[0]), "--mock-data", *COMMON, *SHORT, *flags.split()]

@@ -90,7 +90,7 @@ def test_equal_to_dense_matrices(four, rule):
 @pytest.mark.parametrize("rule", ["msa", "hybrid"])
 def test_a_checkpoint_goes_on_at_other_sizes(tmp_path, rule):
     """A checkpoint saved at CP 2 and TP 2 is loaded at CP 4."""
-    server = Ranks(tmp_path, "pretrain_gpt", ROOT / "examples")
+    server = Ranks(tmp_path, ["pretrain_gpt"], ROOT / "examples")
     (tmp_path / "model").mkdir()
     script = Path(__file__).with_name("sparse_checkpoint.py")
     done = server.run(4, [str(tmp_path / "model"), rule], script=script)
