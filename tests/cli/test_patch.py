@@ -2,13 +2,13 @@
 
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ranks import Ranks
 
 from megatron_burst.cli import patch
 from megatron_burst.cli.main import main
@@ -16,6 +16,8 @@ from megatron_burst.megatron.entrance import entrance
 from megatron_burst.seam import PLACES, inside, marked, seam
 
 ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+IMPORTED = ["megatron.training.arguments", "megatron.training.argument_utils", "pretrain_gpt"]
 SERIES = sorted(patch.SERIES.iterdir())
 
 
@@ -55,19 +57,20 @@ def patched(copy):
     return copy
 
 
-def run(tree, *command, **environment):
-    """Run python on the Megatron of this tree (None: the installed one)."""
-    path = [*([str(tree)] if tree else []), str(ROOT)]
-    settings = {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(
-        [sys.executable, *command],
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-9000:]
-    return done.stdout
+@pytest.fixture(scope="module")
+def on_patched(patched, tmp_path_factory):
+    """Return ranks that run scripts on the patched Megatron."""
+    server = Ranks(tmp_path_factory.mktemp("patched"), IMPORTED, EXAMPLES, tree=patched)
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def on_installed(tmp_path_factory):
+    """Return ranks that run scripts on the installed Megatron."""
+    server = Ranks(tmp_path_factory.mktemp("installed"), IMPORTED, EXAMPLES)
+    yield server
+    server.close()
 
 
 # --- the seam ------------------------------------------------------------------------------
@@ -285,10 +288,13 @@ def test_a_file_that_is_not_python_is_named(tmp_path):
 
 
 @pytest.mark.slow
-def test_installing_fills_the_seams_and_replaces_nothing(patched):
+def test_installing_fills_the_seams_and_replaces_nothing(patched, on_patched, tmp_path):
     assert patch.check(patched)[0] == patch.PATCHED
-    file = json.loads(run(patched, "-c", PROBE).splitlines()[-1])
-    assert Path(file).is_relative_to(patched)
+    script = tmp_path / "probe.py"
+    script.write_text(PROBE)
+    done = on_patched.run(1, [], script=script)
+    assert done.codes == [0], done.texts[0][-9000:]
+    assert Path(json.loads(done.texts[0].splitlines()[-1])).is_relative_to(patched)
 
 
 def write_text(prefix):
@@ -306,11 +312,11 @@ def write_text(prefix):
 
 
 @pytest.mark.slow
-def test_a_patched_megatron_trains_as_an_unpatched_one(patched, tmp_path):
+def test_a_patched_megatron_trains_as_an_unpatched_one(on_patched, on_installed, tmp_path):
     prefix = tmp_path / "text"
     write_text(prefix)
     metrics = []
-    for tree in (patched, None):
+    for ranks in (on_patched, on_installed):
         file = tmp_path / f"metrics-{len(metrics)}"
         flags = (
             f"--data-path {prefix} --seq-length 64 --num-layers 2 --hidden-size 32 "
@@ -319,8 +325,8 @@ def test_a_patched_megatron_trains_as_an_unpatched_one(patched, tmp_path):
             "--recompute-method uniform --recompute-num-layers 1 --burst-attention-store 0.5 "
             f"--burst-lm-head-loss single_pass --metrics {file}"
         ).split()
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        run(tree, *launch, "examples/pretrain_gpt.py", *flags, GLOO_SOCKET_IFNAME="lo")
+        done = ranks.run(2, flags, script=EXAMPLES / "pretrain_gpt.py")
+        assert done.codes == [0, 0], done.texts[0][-9000:]
         records = [json.loads(line) for line in file.read_text().splitlines()]
         metrics.append([(r["loss"], r["grad_norm"]) for r in records if "loss" in r])
     assert len(metrics[0]) == 2

@@ -1,14 +1,13 @@
 """examples/grpo.py: what it refuses, and what it says of what ranks found."""
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import grpo
 import launch
 import pytest
 from launch import Run
+from ranks import Ranks
 
 COMPARED = {
     "difference": 1e-15, "gradient": 0.1, "rows_merged": 40.0, "rows_separate": 100.0,
@@ -87,15 +86,21 @@ def test_few_steps_need_not_learn():
     assert all(each.passed for each in grpo.checks(run_of([0.5] * 3), COMPARED))
 
 
-def test_a_short_run_passes_all_checks(tmp_path):
+def test_a_short_run_passes_all_checks(monkeypatch, capsys, tmp_path):
     """Real ranks: gradients and log-probabilities equal those of separate trajectories."""
-    words = ["--steps", "1", "--warm-up", "1", "--prompts", "4", "--samples", "4"]
-    script = Path(grpo.__file__)
-    run = subprocess.run(
-        [sys.executable, script, *words, "--out", tmp_path],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.count("passed ") == 4
+    server = Ranks(tmp_path, ["grpo_train"], launch.SCRIPT.parent)
+
+    def train(name, ranks, flags, folder, script):
+        metrics = folder / f"{name}.jsonl"
+        done = server.run(ranks, [*flags, "--metrics", str(metrics)], script=script)
+        assert done.codes == [0] * ranks, "\n".join(done.texts)[-4000:]
+        return launch.read_metrics(metrics)
+
+    words = ["--steps", "1", "--warm-up", "1", "--prompts", "4", "--samples", "4", "--out"]
+    monkeypatch.setattr(launch, "train", train)
+    monkeypatch.setattr(sys, "argv", ["grpo", *words, str(tmp_path)])
+    assert grpo.main() == 0
+    server.close()
+    assert capsys.readouterr().out.count("passed ") == 4
     compared = json.loads((tmp_path / "comparison.json").read_text())
     assert compared["difference"] <= 1e-14 * compared["gradient"]

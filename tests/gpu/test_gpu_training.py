@@ -1,7 +1,7 @@
 """Megatron-Core trained on four ranks that share one GPU, through NCCL, equals one rank.
 
 `examples/pretrain_gpt.py` runs with the same data and weights on four ranks and on one: losses and
-gradient norms of four steps. The case of the CPU is there to try the commands, and is long.
+gradient norms of four steps. The case of the CPU, on forked ranks, is there to try the flags.
 """
 
 import json
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from problems import on
+from ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "pretrain_gpt.py"
@@ -102,8 +103,18 @@ def train(device, ranks, flags, folder):
     metrics = folder / f"{ranks}.jsonl"
     words = [str(EXAMPLE), "--data-path", str(prefix), "--metrics", str(metrics),
              *SHAPES[device].split(), *TRAINING.split(), *flags.split()]  # fmt: skip
-    if device == "cuda":
-        words = [str(Path(__file__).parent / "on_one_gpu.py"), *words]
+    if device == "cpu":
+        server = Ranks(folder, ["pretrain_gpt"], EXAMPLE.parent)
+        done = server.run(ranks, words[1:], script=EXAMPLE)
+        server.close()
+        assert done.codes == [0] * ranks, "\n".join(done.texts)[-6000:]
+    else:
+        under_torchrun(ranks, [str(Path(__file__).parent / "on_one_gpu.py"), *words], folder)
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+def under_torchrun(ranks, words, folder):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -115,8 +126,6 @@ def train(device, ranks, flags, folder):
         command, env=environment, capture_output=True, text=True, timeout=300, cwd=folder
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return [line for line in lines if "loss" in line]
 
 
 def dataset(folder):

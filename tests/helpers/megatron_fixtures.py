@@ -13,9 +13,8 @@ pytest.importorskip("megatron.core")
 import session
 from workers import Workers
 
-# `ranks`, which forks the ranks of checkpoints too, and what tests of plugins share with others.
-TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / "megatron_lm"), str(TESTS / "megatron")]
+# What tests of plugins share with others.
+sys.path.insert(0, str(Path(__file__).parents[1] / "megatron"))
 
 SEQUENCE = 64
 VOCABULARY = 61

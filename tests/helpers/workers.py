@@ -26,8 +26,8 @@ from one_device import one_gpu, share_one_device
 
 # The last one brings sympy, which torch imports only with its first operator of some kinds.
 IMPORTED = ["torch", "megatron_burst.attention", "torch.fx.experimental.symbolic_shapes"]
-# What ranks of `tests/megatron` import, which takes them longer than most tests. By absolute names of
-# installed packages: the server does not have pytest's path.
+# What ranks of `tests/megatron` import, which takes them longer than most tests. Only names of
+# installed packages, because the server does not have pytest's path.
 MEGATRON = [
     "megatron_burst.megatron.attention.core_attention", "megatron_burst.megatron.install",
     "megatron_burst.plugins.testing.cpu", "megatron_burst.plugins.testing.delta_net",

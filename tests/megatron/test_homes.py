@@ -1,9 +1,7 @@
 """Classes of Megatron are found in their present packages, also after these have moved."""
 
-import subprocess
-import sys
-
 import pytest
+from ranks import Ranks
 
 from megatron_burst.megatron import homes
 
@@ -47,11 +45,15 @@ print("found", len(classes))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moved", [False, True])
-def test_classes_are_found_in_both_homes(moved):
-    command = [sys.executable, "-W", "error::RuntimeWarning", "-c", f"MOVED = {moved}\n{PROBE}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "found" in done.stdout
+def test_classes_are_found_in_both_homes(moved, tmp_path):
+    server = Ranks(tmp_path, [])
+    script = tmp_path / "probe.py"
+    warn = "import warnings\nwarnings.simplefilter('error', RuntimeWarning)\n"
+    script.write_text(f"{warn}MOVED = {moved}\n{PROBE}")
+    done = server.run(1, [], script=script)
+    server.close()
+    assert done.codes == [0], done.texts[0]
+    assert "found" in done.texts[0]
 
 
 def test_a_module_that_no_home_has():

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "megatron_lm"))
 from combinations import COMBINATIONS, Combination
 from ranks import COMMON, Ranks
 

@@ -1,15 +1,12 @@
 """Megatron on Transformer Engine's layers, on the CPU; only where it is (`make test-te`)."""
 
 import json
-import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parent
-# Where `ranks` is, which runs Megatron-LM for these tests too.
-sys.path.insert(0, str(HERE.parent / "megatron_lm"))
 
 
 @pytest.fixture(scope="session", autouse=True)

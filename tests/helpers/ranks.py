@@ -26,13 +26,14 @@ from one_device import share_one_device
 from megatron_burst.cli.main import main
 from megatron_burst.plugins.testing import cpu
 
-SCRIPT = Path(__file__).with_name("train_gpt.py")
+SCRIPT = Path(__file__).parents[1] / "megatron_lm" / "train_gpt.py"
 ROOT = Path(__file__).parents[2]
 LIMIT = 200  # seconds of a run; a busy machine took 90
 # What every run of `SCRIPT` imports, imported before ranks are forked. The tokenizers import
 # transformers, which takes longer than the steps of a run.
 IMPORTED = (
-    "megatron.training.training", "megatron.core.tokenizers.text", "megatron.core.datasets.gpt_dataset",
+    "megatron.training.training", "megatron.core.tokenizers.text",
+    "megatron.core.datasets.gpt_dataset",
     "megatron_burst.megatron.install", "megatron_burst.megatron.training",
     "megatron_burst.megatron.packing.step", "megatron_burst.plugins.sparse.megatron.hooks",
     "megatron_burst.megatron.linear.delta_net", "megatron_burst.megatron.linear.mamba",
@@ -87,9 +88,16 @@ class Run:
 class Ranks:
     """The server, from outside."""
 
-    def __init__(self, folder, imported=IMPORTED, beside=ROOT):
-        """`imported`: modules that all runs need, found also in the folder `beside`."""
-        self.server = ForkServer.forked(folder, _serve, imported, str(beside))
+    def __init__(self, folder, imported=IMPORTED, beside=ROOT, tree=None):
+        """`imported`: modules that all runs need, found also in the folder `beside`. `tree`: folder
+        of another Megatron, which a new interpreter imports."""
+        if tree is None:
+            self.server = ForkServer.forked(folder, serve_ranks, imported, str(beside))
+        else:
+            call = f"import ranks; ranks.serve_ranks({[*imported]}, {str(beside)!r})"
+            path = os.pathsep.join([str(tree), ENVIRONMENT["PYTHONPATH"]])
+            environment = ENVIRONMENT | {"PYTHONPATH": path}
+            self.server = ForkServer.launched(folder, [sys.executable, "-c", call], environment)
 
     def run(self, world, flags, odd=None, script=None, limit=LIMIT):
         """Run a script with `flags` on every rank.
@@ -144,7 +152,7 @@ def run_rank(rank, world, port, argv, script):
     return 0
 
 
-def _serve(imported, beside):
+def serve_ranks(imported, beside):
     """Import modules, then fork ranks."""
     os.environ |= ENVIRONMENT
     warnings.simplefilter("ignore")  # PYTHONWARNINGS is for processes that the ranks start
