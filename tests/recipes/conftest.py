@@ -121,23 +121,13 @@ def train(serve):
 
 
 @pytest.fixture(scope="session")
-def recipe(serve, environment, tmp_path_factory):
+def recipe(serve):
     """Return `recipe("NAME ...", ranks)`, exit code and output of `megatron-burst recipe --cpu`.
 
-    Ranks run under torchrun.
+    Ranks have the environment that torchrun gives them; without `ranks` there is one, without it.
     """
-    folder = tmp_path_factory.mktemp("launched")
 
     def launch(words, ranks=None):
-        if ranks is None:
-            return serve(1, words=words.split())[:2]
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks)]
-        done = subprocess.run(
-            [*command, "-m", "megatron_burst", "recipe", "--cpu", *words.split()],
-            env=environment, cwd=folder, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, timeout=LIMIT,
-        )  # fmt: skip
-        return done.returncode, done.stdout
+        return serve(ranks or 1, words=words.split(), launched=ranks is not None)[:2]
 
     return launch

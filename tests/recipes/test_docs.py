@@ -3,10 +3,6 @@
 `pretrain` only reads its arguments here; test_bridge tests the training.
 """
 
-import json
-import subprocess
-import sys
-
 import documented
 
 BLOCKS = [block for page in documented.NAMES for block in documented.blocks(page)]
@@ -18,12 +14,11 @@ READERS = {
     "docs/nemo.md-1": "cfg.model.context_parallel_size == 4",
 }
 SCRIPT = """
-import json, sys
-from megatron_burst.plugins.testing import recipes as cpu
-cpu.enable()
+import os
+os.environ["WORLD_SIZE"] = "64"
 import megatron.bridge.training.pretrain as module
 spaces = {}  # of each page: a block has what those before it define
-for page, name, text, then in json.load(sys.stdin):
+for page, name, text, then in blocks:
     space = spaces.setdefault(page, {"calls": [], "__name__": page})
     calls = space["calls"]
     module.pretrain = lambda config, step: calls.append((config, step))
@@ -34,13 +29,9 @@ for page, name, text, then in json.load(sys.stdin):
 """
 
 
-def test_blocks_that_need_bridge_run(environment, tmp_path):
-    work = [(block.page, block.name, block.text, READERS[block.name]) for block in BLOCKS]
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment | {"WORLD_SIZE": "64"}, cwd=tmp_path,
-        input=json.dumps(work), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:]
+def test_blocks_that_need_bridge_run(serve):
+    blocks = [(block.page, block.name, block.text, READERS[block.name]) for block in BLOCKS]
+    code, text, _ = serve(1, code=SCRIPT, names={"blocks": blocks}, launched=False)
+    assert code == 0, text[-3000:]
     for name in READERS:  # all of them, and no others: READERS[...] above
-        assert f"ran {name}\n" in done.stdout
+        assert f"ran {name}\n" in text

@@ -3,7 +3,8 @@
 A server: it imports Bridge once, which takes longer than three steps, and forks the ranks of each
 job that it reads from its input (JSON lines; one line of output with the exit status of each). Rank
 0 writes loss and gradient norm of every step, unrounded, to the file of the job. A job with `words`
-is a call of the launcher on one rank; one with `models` runs those of `models`.
+is a call of the launcher; one with `models` runs those of `models`,
+one with `code` runs it with the variables `names`.
 """
 
 import copy
@@ -15,6 +16,7 @@ import sys
 from pathlib import Path
 
 import torch
+from loaded import load
 
 
 def job(work):
@@ -23,6 +25,8 @@ def job(work):
         from megatron_burst.cli.main import main
 
         sys.exit(main(["recipe", "--cpu", *work["words"]]))
+    if "code" in work:
+        return exec(work["code"], work["names"])
     if "vision" in work:
         family = importlib.import_module("gemma" if "gemma" in work["model"] else "qwen")
         return family.run(work)
@@ -136,8 +140,12 @@ def serve():
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     cpu.enable()
-    for module in ("training.pretrain", "training.gpt_step", "recipes.llama.llama3"):
-        importlib.import_module(f"megatron.bridge.{module}")
+    load(
+        "megatron.bridge.training.pretrain", "megatron.bridge.training.gpt_step",
+        "megatron.bridge.recipes.llama.llama3", "megatron.bridge.training.callbacks",
+        "megatron.bridge.training.utils.omegaconf_utils",
+        "megatron.bridge.data.datasets.packed_sequence",
+    )  # fmt: skip
     torch.set_num_threads(1)
     for line in sys.stdin:
         work = json.loads(line)
@@ -151,7 +159,7 @@ def fork(function, rank, work):
     child = os.fork()
     if child:
         return child
-    if "words" not in work:
+    if work.get("launched", True):
         here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": work["world"]}
         here |= {"LOCAL_WORLD_SIZE": work["world"], "MASTER_PORT": work["port"]}
         os.environ |= {name: str(value) for name, value in here.items()}

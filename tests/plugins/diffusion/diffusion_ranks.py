@@ -11,6 +11,7 @@ import types
 from pathlib import Path
 
 import torch
+from loaded import load
 
 # Name of the run -> module with `run`, number of ranks, and its work.
 RUNS = {
@@ -52,21 +53,12 @@ RUNS = {
     "checks": ("check_ranks", 1, {}),
 }  # fmt: skip
 
-# Modules that every rank would import.
+# Modules of Bridge that every rank would import.
 LOADED = [
-    f"megatron.bridge.{name}"
+    f"megatron.bridge.diffusion.{name}"
     for name in (
-        "training.config", "diffusion.models.common.dgpt_step", "diffusion.models.wan.wan_step",
-        "diffusion.models.flux.flux_step", "diffusion.recipes.wan.wan",
-    )
-] + [
-    f"megatron_burst.{name}"
-    for name in (
-        "recipes", "plugins.diffusion.recipes", "megatron.attention.hooks", "megatron.data.loader",
-        "megatron.lm_head.fused_loss", "megatron.lm_head.mtp", "megatron.packing.step",
-        "megatron.training", "megatron.linear.delta_net", "megatron.linear.mamba",
-        "plugins.longseq.layer.tiles", "plugins.sparse.megatron.patches", "layout.balanced",
-        "execution.ring",
+        "models.common.dgpt_step", "models.wan.wan_step", "models.flux.flux_step",
+        "recipes.wan.wan",
     )
 ]  # fmt: skip
 
@@ -95,8 +87,7 @@ def main(folder, names):
     transformer_engine.TEDotProductAttention = DenseAttention
     transformer_engine.TEColumnParallelLinear = tensor_parallel.ColumnParallelLinear
     without_inference()
-    for name in LOADED:
-        importlib.import_module(name)
+    load(*LOADED)
     modules = {module: importlib.import_module(module) for module, _, _ in RUNS.values()}
     for name in names or RUNS:
         module, world, extra = RUNS[name]

@@ -33,8 +33,9 @@ def run(tmp_path_factory):
     imports verl.
     """
     folder, count = tmp_path_factory.mktemp("jobs"), itertools.count()
+    paths = [str(ROOT), str(ROOT / "tests" / "helpers"), os.environ.get("PYTHONPATH")]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
         "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore", "RAY_USAGE_STATS_ENABLED": "0",
     }  # fmt: skip

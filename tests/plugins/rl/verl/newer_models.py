@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from loaded import load
 
 sys.path.append(str(Path(__file__).parents[3] / "recipes"))
 
@@ -133,6 +134,10 @@ def main(folder):
     from megatron_burst.plugins.testing import recipes
 
     recipes.import_bridge()
+    import te_modules
+
+    te_modules.use()  # before Bridge's models are imported
+    load("megatron.bridge.models")
     import gemma
     from train import fork
 

@@ -16,6 +16,7 @@ import sys
 from types import SimpleNamespace
 
 import torch
+from loaded import load
 
 # What a CPU needs.
 CPU = {
@@ -185,6 +186,10 @@ def serve(folder):
     os.dup2(2, 1)
     recipes.import_bridge()
     importlib.import_module("verl.workers.engine.megatron.transformer_impl")
+    load(
+        "hydra", "verl.trainer.config", "verl.workers.config", "megatron.core.models.gpt",
+        "megatron_burst.plugins.rl.logprobs", "megatron_burst.plugins.rl.trees",
+    )  # fmt: skip
     torch.set_num_threads(1)
     tiny_model(folder)
     for line in sys.stdin:
