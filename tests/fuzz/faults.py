@@ -27,7 +27,7 @@ import megatron_burst as mb
 
 from .tally import Tally
 
-TIMEOUT = 3.0  # seconds, of the process groups under test
+TIMEOUT = 2.0  # seconds, of the process groups under test
 LIMIT = 30.0  # seconds until both ranks must have ended, on a busy machine too
 LENGTH = 16
 PLANS = {

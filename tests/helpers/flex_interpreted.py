@@ -38,7 +38,7 @@ CASES = {
         (NUMBER[:, None] == NUMBER) & (KEY <= QUERY),
         {"widths": (16, 24)},
     ),
-    "tree": (mb.masks.Tree(OUT), (KEY <= QUERY) & (OUT[None, :] > QUERY), {"heads": (2, 1)}),
+    "tree": (mb.masks.Tree(OUT), (KEY <= QUERY) & (OUT[None, :] > QUERY), {}),
     "table": (mb.masks.Dense(BLIND), BLIND, {}),
     "softcap": (mb.masks.Tree(OUT), (KEY <= QUERY) & (OUT[None, :] > QUERY), {"softcap": 0.7}),
     "half": (mb.masks.Causal(), KEY <= QUERY, {"dtype": torch.float16}),

@@ -45,6 +45,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore",
 }  # fmt: skip
+PRETRAIN = ["pretrain", "--cpu", str(SCRIPT)]
 
 STEPS, MIDDLE = 6, 3  # of every run, and after how many it evaluates
 # Of every run: two layers, steps of four short sequences each.
@@ -99,12 +100,14 @@ class Ranks:
             environment = ENVIRONMENT | {"PYTHONPATH": path}
             self.server = ForkServer.launched(folder, [sys.executable, "-c", call], environment)
 
-    def run(self, world, flags, odd=None, script=None, limit=LIMIT):
+    def run(self, world, flags, odd=None, script=None, command=PRETRAIN, limit=LIMIT):
         """Run a script with `flags` on every rank.
 
         odd: additional flags of rank 1. script: runs by itself, with nothing of ours but the
-        replacements for a CPU; default: `SCRIPT` by the launcher. limit: seconds.
+        replacements for a CPU; default: `megatron-burst` with the words of `command`, which is
+        `SCRIPT` by the launcher. limit: seconds.
         """
+        flags = flags if script else [*command, *flags]
         port = free_port()
         tasks = [
             {"rank": rank, "world": world, "port": port, "script": script and str(script),
@@ -140,12 +143,13 @@ def free_port():
 
 def run_rank(rank, world, port, argv, script):
     """Run one rank in a forked process."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     share_one_device()
     if script is None:
-        return main(["pretrain", "--cpu", str(SCRIPT), *argv])
+        return main(argv)
     cpu.enable()
     sys.argv = [script, *argv]
     runpy.run_path(script, run_name="__main__")

@@ -251,18 +251,17 @@ def rings():
     seen = torch.tensor([[b <= a for b in range(80)] for a in range(80)])
     out, _, dq, dk, dv = oracle.attention(q, k, v, dout, seen)
     groups = in_process.groups(inter=2, intra=2)
-    for layout in ("zigzag", "striped"):
+    for layout, side in (("zigzag", "kv"), ("striped", "query")):
         order = oracle.permutation(layout, 4, 80)
-        for side in ("kv", "query"):
-            shards = [[x[rows].clone().requires_grad_() for rows in order] for x in (q, k, v)]
-            outs = in_process.attention(
-                *shards, groups=groups, layout=layout, side=side, kernel="triton"
-            )
-            torch.autograd.backward(outs, [dout[rows] for rows in order])
-            grads = [[x.grad for x in some] for some in shards]
-            truth = zip(("out", "dq", "dk", "dv"), [outs, *grads], (out, dq, dk, dv), strict=True)
-            found = {name: worst(mine, right, order) for name, mine, right in truth}
-            yield f"ring {layout} {side}", found
+        shards = [[x[rows].clone().requires_grad_() for rows in order] for x in (q, k, v)]
+        outs = in_process.attention(
+            *shards, groups=groups, layout=layout, side=side, kernel="triton"
+        )
+        torch.autograd.backward(outs, [dout[rows] for rows in order])
+        grads = [[x.grad for x in some] for some in shards]
+        truth = zip(("out", "dq", "dk", "dv"), [outs, *grads], (out, dq, dk, dv), strict=True)
+        found = {name: worst(mine, right, order) for name, mine, right in truth}
+        yield f"ring {layout} {side}", found
 
 
 def worst(parts, right, order):

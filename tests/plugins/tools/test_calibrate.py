@@ -1,9 +1,6 @@
 """`megatron-burst calibrate`: fits, derived figures, and whole runs on CPU ranks."""
 
 import math
-import subprocess
-import sys
-from pathlib import Path
 from statistics import median
 from unittest import mock
 
@@ -11,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import Ranks
 
 import megatron_burst as mb
 from megatron_burst.autotune import cluster_file, clusters, gpus, measure
@@ -23,9 +21,6 @@ from megatron_burst.plugins.tools.advise.simulate import simulate
 from megatron_burst.plugins.tools.calibrate import kernels, links, ranks
 from megatron_burst.plugins.tools.calibrate.ranks import Measurement
 from megatron_burst.schedule.topology import Topology
-
-ROOT = Path(mb.__file__).parent.parent
-
 
 # --- what is concluded from what was timed ---------------------------------------------------
 
@@ -180,12 +175,12 @@ def test_what_one_rank_cannot_is_said_on_all(ranks):
 # --- whole runs ------------------------------------------------------------------------------
 
 
-def torchrun(count, *words):
-    command = f"-m torch.distributed.run --standalone --nproc-per-node {count}".split()
-    return subprocess.run(
-        [sys.executable, *command, "-m", "megatron_burst", "calibrate", *words],
-        cwd=ROOT, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+@pytest.fixture
+def run(tmp_path):
+    """Return `run(world, word, ...)`, the command on ranks as torchrun starts them."""
+    server = Ranks(tmp_path, [])
+    yield lambda world, *words: server.run(world, words, command=["calibrate"])
+    server.close()
 
 
 def sane(cluster):
@@ -204,11 +199,11 @@ def sane(cluster):
     assert cluster.gpu.memory > 2**20
 
 
-def test_two_nodes_of_two(tmp_path):
-    """Four ranks under torchrun; the file is read back, and the step-time model accepts it."""
+def test_two_nodes_of_two(run, tmp_path):
+    """Four ranks as torchrun starts them; the step-time model accepts the file."""
     path = tmp_path / "mine.toml"
-    done = torchrun(4, "--out", str(path), "--minutes", "0.02", "--per-node", "2")
-    assert done.returncode == 0, done.stderr
+    done = run(4, "--out", str(path), "--minutes", "0.02", "--per-node", "2")
+    assert done.codes == [0] * 4, done.texts[0]
     cluster = cluster_file.read(path)
     sane(cluster)
     rates = cluster.rates
@@ -262,11 +257,11 @@ def test_alone(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_all_ranks_end_alike(tmp_path):
-    done = torchrun(2, "--out", str(tmp_path / "no" / "x.toml"))
-    assert done.returncode != 0
+def test_all_ranks_end_alike(run, tmp_path):
+    done = run(2, "--out", str(tmp_path / "no" / "x.toml"))
+    assert 0 not in done.codes
     said = f"megatron-burst calibrate: error (all ranks): rank 0: --out {tmp_path}"
-    assert done.stderr.count(said) == 1
+    assert "".join(done.texts).count(said) == 1
 
 
 def test_repeats_are_counted(monkeypatch):
