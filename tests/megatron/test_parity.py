@@ -35,11 +35,6 @@ CASES = {
         "--tensor-model-parallel-size 2 --context-parallel-size 2 --sequence-parallel "
         "--burst-layout striped --use-distributed-optimizer",
     ),
-    "recompute-uniform-2": (
-        DEEP,
-        f"{TWO_BY_TWO} --recompute-granularity full --recompute-method uniform "
-        "--recompute-num-layers 2 --burst-layout striped",
-    ),
     "window": (WINDOW, TWO_BY_TWO),
     "sink-learnable": ("--softmax-type learnable", TWO_BY_TWO),
     # Megatron draws the sinks of each tensor-parallel rank for itself: compared with TP, unsplit.
@@ -61,49 +56,18 @@ CASES = {
         f"{TWO_BY_TWO} --recompute-granularity full --recompute-method uniform "
         "--recompute-num-layers 1",
     ),
-    "packed-recompute-selective": (
-        "--packed",
-        f"{TWO_BY_TWO} --recompute-granularity selective",
-    ),
     "packed-pp2": (f"--packed {PP}", "--context-parallel-size 2"),
-    "balanced": ("--packed", f"{TWO_BY_TWO} --burst-layout balanced"),
-    "balanced-cp2": ("--packed", "--context-parallel-size 2 --burst-layout balanced"),
     "balanced-sequence-parallel": (
         f"--packed {GQA}",
         "--tensor-model-parallel-size 2 --context-parallel-size 2 --sequence-parallel "
         "--burst-layout balanced --use-distributed-optimizer",
-    ),
-    "balanced-pp2": (f"--packed {PP}", "--context-parallel-size 2 --burst-layout balanced"),
-    "balanced-latent": (f"--packed {LATENT}", "--context-parallel-size 2 --burst-layout balanced"),
-    "balanced-query": ("--packed", f"{TWO_BY_TWO} --burst-layout balanced --burst-side query"),
-    "balanced-multicast": (
-        "--packed",
-        f"{TWO_BY_TWO} --burst-layout balanced --context-parallel-algo multicast",
-    ),
-    "balanced-ulysses": (
-        "--packed",
-        "--context-parallel-size 4 --burst-layout balanced --context-parallel-algo ulysses",
-    ),
-    "balanced-hybrid": (
-        "--packed",
-        f"{TWO_BY_TWO} --burst-layout balanced --context-parallel-algo hybrid "
-        "--burst-ulysses-size 2",
     ),
     "balanced-store": (
         f"--packed {DEEP}",
         f"{TWO_BY_TWO} --burst-layout balanced --recompute-granularity full "
         "--recompute-method uniform --recompute-num-layers 1 --burst-attention-store 0.5",
     ),
-    "balanced-sinks": (
-        "--packed --softmax-type learnable",
-        f"{TWO_BY_TWO} --burst-layout balanced --burst-lm-head-loss single_pass",
-    ),
     "packed-vpp2": (f"--packed {VPP}", "--context-parallel-size 2"),
-    "packed-vpp2-store": (
-        f"--packed {VPP}",
-        "--context-parallel-size 2 --recompute-granularity full --recompute-method uniform "
-        "--recompute-num-layers 1 --burst-attention-store 0.5",
-    ),
     "all-gather": ("", f"{TWO_BY_TWO} --context-parallel-algo all_gather"),
     "ulysses": ("", "--context-parallel-size 4 --context-parallel-algo ulysses"),
     "hybrid-context-first": (
@@ -111,7 +75,6 @@ CASES = {
         f"{TWO_BY_TWO} --context-parallel-algo hybrid --burst-ulysses-size 2 "
         "--burst-placement context_first --burst-layout striped",
     ),
-    "packed-ulysses": ("--packed", "--context-parallel-size 4 --context-parallel-algo ulysses"),
     "store-half-uniform": (
         DEEP,
         f"{TWO_BY_TWO} --recompute-granularity full --recompute-method uniform "
@@ -127,25 +90,7 @@ CASES = {
         "--context-parallel-size 2 --recompute-granularity full --recompute-method block "
         "--recompute-num-layers 1 --burst-attention-store 0.25",
     ),
-    "store-vpp2-selective": (
-        VPP,
-        "--context-parallel-size 2 --recompute-granularity selective --burst-attention-store 1.0",
-    ),
-    "store-packed-sinks": (
-        "--packed --softmax-type learnable",
-        f"{TWO_BY_TWO} --recompute-granularity full --recompute-method uniform "
-        "--recompute-num-layers 1 --burst-attention-store 0.5",
-    ),
     "auto": ("", f"{TWO_BY_TWO} --context-parallel-algo auto"),
-    "auto-packed-heads": (
-        f"--packed {GQA}",
-        f"{TWO_BY_TWO} --context-parallel-algo auto --burst-ulysses-size 2 --burst-side kv",
-    ),
-    "auto-store": (
-        DEEP,
-        f"{TWO_BY_TWO} --recompute-granularity full --recompute-method uniform "
-        "--recompute-num-layers 2 --burst-attention-store 0.5 --context-parallel-algo auto",
-    ),
     "pp2-recompute": (
         PP,
         "--context-parallel-size 2 --burst-layout striped "
