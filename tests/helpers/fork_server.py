@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 from workers import start_server
 
+ANSWERS = "ANSWERS"  # variable with the file descriptor for answers
+
 
 class Finished(NamedTuple):
     """The exit code of a process and what it printed; -9 if it was killed at its limit."""
@@ -33,7 +35,7 @@ class ForkServer:
     Args:
         folder: folder for logs and outputs.
         requests: text stream to the standard input of the server.
-        answers: text stream from the standard output of the server.
+        answers: text stream from the server; modules print to its standard output.
         wait: called when the streams are closed; returns when the server has ended.
     """
 
@@ -44,12 +46,14 @@ class ForkServer:
     @classmethod
     def launched(cls, folder, command, environment):
         """Start a new interpreter with the words of a command and additional variables."""
+        answers, end = os.pipe()
         with (folder / "server.log").open("w") as log:
             server = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-                env=os.environ | environment,
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True, pass_fds=[end],
+                env=os.environ | environment | {ANSWERS: str(end)}, cwd=folder,
             )  # fmt: skip
-        return cls(folder, server.stdin, server.stdout, server.wait)
+        os.close(end)
+        return cls(folder, server.stdin, os.fdopen(answers), server.wait)
 
     @classmethod
     def forked(cls, folder, function, *args):
@@ -91,10 +95,12 @@ class ForkServer:
 
 
 def _call(connection, log, function, args):
-    """Call a function whose standard streams are a connection, and a file for errors."""
-    for descriptor in (0, 1):
-        os.dup2(connection.fileno(), descriptor)
-    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    """Call a function that reads requests from a connection and answers there."""
+    os.environ[ANSWERS] = str(os.dup(connection.fileno()))
+    os.dup2(connection.fileno(), 0)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
     connection.close()
     sys.stdin = os.fdopen(0)
     function(*args)
@@ -106,9 +112,7 @@ def serve(run):
     Args:
         run: called with the arguments of a task in a process of its own; returns an exit code.
     """
-    sys.stdout.flush()
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    answers = os.fdopen(int(os.environ[ANSWERS]), "w")
     for line in sys.stdin:
         request = json.loads(line)
         children = [

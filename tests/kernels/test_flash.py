@@ -18,7 +18,7 @@ import oracle
 import pytest
 import torch
 from kernel_runs import HEADS, MASKS, assert_exact, run, tensors
-from recorded_signatures import signature
+from recorded_signatures import OnCpu, function, signature
 
 import megatron_burst as mb
 from megatron_burst.cli.doctor import installed
@@ -38,16 +38,6 @@ FIRST = {
     "flash3": ("main 2025-01-07", "_flash_attn_forward has no parameter num_splits"),
     "flash4": ("fa4-v4.0.0.beta5", "_flash_attn_bwd has no parameter dlse"),
 }
-
-
-def function(text):
-    """Return a callable with this signature, which must not be called."""
-
-    def shown():
-        raise AssertionError("nobody calls a recorded signature")
-
-    shown.__signature__ = signature(text)
-    return shown
 
 
 def fitted(name, entry):
@@ -516,17 +506,6 @@ class ByHand:
         causal = given["causal"] if "causal" in given else given["is_causal"]
         shown = causal, given["window_size_left"], given["window_size_right"]
         return many, shown, given["softmax_scale"]
-
-
-class OnCpu(flash.Flash):
-    """A package on the CPU: our arguments and shapes, arithmetic by hand."""
-
-    device = "cpu"
-    dtypes = (torch.float64,)
-    multiple = 1
-
-    def unfit(self, device, widths):
-        return None
 
 
 def by_hand(name, written=(0.0, float("-inf"))):

@@ -19,7 +19,7 @@ import pytest
 import torch
 from block_interpreter import Interpreter, Masks, visible
 from kernel_runs import assert_exact, run, tensors
-from recorded_signatures import signature
+from recorded_signatures import OnCpu, function, signature
 
 import megatron_burst as mb
 from megatron_burst.kernels import flash, masked_pairs, registry
@@ -188,25 +188,6 @@ def test_arrays_of_all_pairs_are_copied_once_per_pass(monkeypatch):
 
 
 # --- attention ---------------------------------------------------------------------------------
-
-
-class OnCpu(flash.Flash):
-    """The package on the CPU: our arguments, arithmetic by hand."""
-
-    device = "cpu"
-    dtypes = (torch.float64,)
-    multiple = 1
-
-    def unfit(self, device, widths):
-        return None
-
-
-def function(text):
-    def shown():
-        raise AssertionError("nobody calls a recorded signature")
-
-    shown.__signature__ = signature(text)
-    return shown
 
 
 def loaded(entry=RECORD[-1], interpreter=None, blocks=True):

@@ -3,18 +3,12 @@
 import importlib.util
 import itertools
 import json
-import os
-import socket
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import pytest
+from jobs import Jobs
 from shrunk import PRETRAIN
 
-ROOT = Path(__file__).parents[2]
-LIMIT = 240  # seconds of a run
 # What the hub has of the model: its sizes are public, its weights are not needed.
 LLAMA3 = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
@@ -34,7 +28,7 @@ def bridge():
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory):
-    """Return the environment without a network; the hub's cache has the model's sizes."""
+    """Return variables for no network; the hub's cache has the model's sizes."""
     home = tmp_path_factory.mktemp("hub")
     for model in ("meta-llama--Meta-Llama-3-8B", "meta-llama--Llama-2-7b-hf"):
         folder = home / "hub" / f"models--{model}"
@@ -42,20 +36,15 @@ def environment(tmp_path_factory):
         (folder / "refs" / "main").write_text("0")
         (folder / "snapshots" / "0").mkdir(parents=True)
         (folder / "snapshots" / "0" / "config.json").write_text(json.dumps(LLAMA3))
-    helpers = str(ROOT / "tests" / "helpers")
-    paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT), helpers]))
-    return os.environ | {
-        "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore",
-    }  # fmt: skip
+    return {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
 
 
 @pytest.fixture(scope="module")
 def bridge_here(environment):
     """Import Bridge's classes in this process, without a network or Transformer Engine."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("HF_HOME", "HF_HUB_OFFLINE"):
-            patch.setenv(name, environment[name])
+        for name, value in environment.items():
+            patch.setenv(name, value)
 
         from megatron_burst.plugins.testing import recipes as cpu
 
@@ -72,31 +61,17 @@ def serve(tmp_path_factory, environment):
     forks the ranks of every job.
     """
     folder, count = tmp_path_factory.mktemp("jobs"), itertools.count()
-    with (folder / "server.log").open("w") as log:
-        server = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("train.py"))], env=environment,
-            cwd=folder, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-        )  # fmt: skip
+    script = Path(__file__).with_name("train.py")
+    jobs = Jobs(folder, script, variables=environment)
 
     def run(world, **work):
-        number = next(count)
-        output, text = folder / f"{number}.json", folder / f"{number}.log"
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            where = {"world": world, "port": free.getsockname()[1], "log": str(text)}
-        line = json.dumps(work | where | {"output": str(output)})
-        killer = threading.Timer(LIMIT, server.kill)  # the tests that follow say so too
-        killer.start()
-        print(line, file=server.stdin, flush=True)
-        answer = server.stdout.readline()
-        killer.cancel()
-        assert answer, (folder / "server.log").read_text()[-3000:]
+        output = folder / f"{next(count)}.json"
+        code, texts = jobs.run(world, output=str(output), **work)
         steps = json.loads(output.read_text()) if output.exists() else None
-        return int(answer), text.read_text(), steps
+        return code, "".join(texts), steps
 
     yield run
-    with server:  # closes its pipes and waits
-        pass
+    jobs.close()
 
 
 @pytest.fixture(scope="session")

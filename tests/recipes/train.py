@@ -1,14 +1,12 @@
 """Recipes of Megatron-Bridge as a user trains them, on forked ranks.
 
-A server: it imports Bridge once, which takes longer than three steps, and forks the ranks of each
-job that it reads from its input (JSON lines; one line of output with the exit status of each). Rank
-0 writes loss and gradient norm of every step, unrounded, to the file of the job. A job with `words`
-is a call of the launcher; one with `models` runs those of `models`,
-one with `code` runs it with the variables `names`.
+It imports Bridge once, which takes longer than three steps, and forks the ranks of each job. Rank 0
+writes loss and gradient norm of every step, unrounded, to the file of the job. A job with `words`
+is a call of the launcher; one with `models` runs those of `models`, one with `code` runs it with
+the variables `names`.
 """
 
 import copy
-import functools
 import importlib
 import json
 import os
@@ -16,6 +14,7 @@ import sys
 from pathlib import Path
 
 import torch
+from jobs import serve_jobs
 from loaded import load
 
 
@@ -133,12 +132,9 @@ def local_layers(config, attention):
     return layers
 
 
-def serve():
-    """Run the jobs of standard input, one after the other."""
+if __name__ == "__main__":
     from megatron_burst.plugins.testing import recipes as cpu
 
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
     cpu.enable()
     load(
         "megatron.bridge.training.pretrain", "megatron.bridge.training.gpt_step",
@@ -146,42 +142,4 @@ def serve():
         "megatron.bridge.training.utils.omegaconf_utils",
         "megatron.bridge.data.datasets.packed_sequence",
     )  # fmt: skip
-    torch.set_num_threads(1)
-    for line in sys.stdin:
-        work = json.loads(line)
-        run = functools.partial(job, work)
-        children = [fork(run, rank, work) for rank in range(work["world"])]
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        print(max(map(abs, codes)), file=answers, flush=True)
-
-
-def fork(function, rank, work):
-    child = os.fork()
-    if child:
-        return child
-    if work.get("launched", True):
-        here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": work["world"]}
-        here |= {"LOCAL_WORLD_SIZE": work["world"], "MASTER_PORT": work["port"]}
-        os.environ |= {name: str(value) for name, value in here.items()}
-        os.environ["MASTER_ADDR"] = "127.0.0.1"
-    log = os.open(work["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    code = 1
-    try:
-        function()
-        code = 0
-    except SystemExit as end:
-        code = end.code or 0
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-if __name__ == "__main__":
-    serve()
+    serve_jobs(job)

@@ -1,16 +1,13 @@
 """Diffusion models of Megatron-Bridge, tiny and random, with their real classes, on forked ranks.
 
-Called with a folder, it writes NAME.json and NAME.log for every run of `RUNS`.
+Runs are jobs (`jobs`), by their names in `RUNS`.
 """
 
-import functools
 import importlib
-import os
 import sys
 import types
-from pathlib import Path
 
-import torch
+from jobs import serve_jobs
 from loaded import load
 
 # Name of the run -> module with `run`, number of ranks, and its work.
@@ -72,7 +69,12 @@ def without_inference():
         sys.modules[package.__name__] = package
 
 
-def main(folder, names):
+def job(work):
+    module, _, extra = RUNS[work["name"]]
+    importlib.import_module(module).run(work | extra)
+
+
+if __name__ == "__main__":
     from megatron_burst.plugins.testing import recipes
 
     recipes.import_bridge()
@@ -82,22 +84,9 @@ def main(folder, names):
     from dense_attention import DenseAttention
     from megatron.core import tensor_parallel
     from megatron.core.extensions import transformer_engine
-    from train import fork
 
     transformer_engine.TEDotProductAttention = DenseAttention
     transformer_engine.TEColumnParallelLinear = tensor_parallel.ColumnParallelLinear
     without_inference()
-    load(*LOADED)
-    modules = {module: importlib.import_module(module) for module, _, _ in RUNS.values()}
-    for name in names or RUNS:
-        module, world, extra = RUNS[name]
-        work = {"world": world, "output": str(folder / f"{name}.json"), "port": os.environ["PORT"]}
-        work |= {"log": str(folder / f"{name}.log"), **extra}
-        job = functools.partial(modules[module].run, work)
-        for child in [fork(job, rank, work) for rank in range(world)]:
-            os.waitpid(child, 0)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]), sys.argv[2:])
+    load(*LOADED, *(module for module, _, _ in RUNS.values()))
+    serve_jobs(job)

@@ -2,19 +2,11 @@
 
 import importlib.metadata
 import itertools
-import json
-import os
-import socket
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import pytest
 import torch
-
-ROOT = Path(__file__).parents[4]
-LIMIT = 240  # seconds of a run
+from jobs import Jobs
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -33,36 +25,15 @@ def run(tmp_path_factory):
     imports verl.
     """
     folder, count = tmp_path_factory.mktemp("jobs"), itertools.count()
-    paths = [str(ROOT), str(ROOT / "tests" / "helpers"), os.environ.get("PYTHONPATH")]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-        "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore", "RAY_USAGE_STATS_ENABLED": "0",
-    }  # fmt: skip
-    command = [sys.executable, str(Path(__file__).with_name("steps.py")), str(folder / "model")]
-    with (folder / "server.log").open("w") as log:
-        server = subprocess.Popen(
-            command, env=environment, cwd=folder, text=True, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=log,
-        )  # fmt: skip
+    script, variables = Path(__file__).with_name("steps.py"), {"RAY_USAGE_STATS_ENABLED": "0"}
+    jobs = Jobs(folder, script, [folder / "model"], variables=variables)
 
     def job(world, words, trajectories, micro_batch, **extra):
         output = folder / str(next(count))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        work = {"world": world, "words": words, "trajectories": trajectories}
-        work |= {"micro_batch": micro_batch, "port": port, "output": str(output)} | extra
-        killer = threading.Timer(LIMIT, server.kill)
-        killer.start()
-        print(json.dumps(work), file=server.stdin, flush=True)
-        answer = server.stdout.readline()
-        killer.cancel()
-        assert answer, (folder / "server.log").read_text()[-3000:]
+        work = {"words": words, "trajectories": trajectories, "micro_batch": micro_batch}
+        code, texts = jobs.run(world, output=str(output), **work, **extra)
         saved = [Path(f"{output}.{rank}.pt") for rank in range(world)]
-        results = [torch.load(one) for one in saved] if int(answer) == 0 else None
-        return int(answer), Path(f"{output}.0.log").read_text(), results
+        return code, texts[0], [torch.load(one) for one in saved] if code == 0 else None
 
     yield job
-    with server:  # closes its pipes and waits
-        pass
+    jobs.close()

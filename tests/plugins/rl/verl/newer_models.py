@@ -1,19 +1,18 @@
 """Small random models of Bridge 0.6 on forked ranks, with their real classes.
 
 A plain GPT, and models that Bridge trains on one context-parallel rank only: Gemma 3 VL and
-MiMo-V2-Flash. Called with a folder, it writes the results of `gemma.run` and `text` to one file per
-run of a model.
+MiMo-V2-Flash. Runs are jobs (`jobs`).
 """
 
 import functools
 import importlib
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from jobs import serve_jobs
 from loaded import load
 
 sys.path.append(str(Path(__file__).parents[3] / "recipes"))
@@ -130,7 +129,46 @@ def text(provider, work):
     qwen.found(model, loss, work["output"])
 
 
-def main(folder):
+def vision(work):
+    """Write the same for a model of `gemma`."""
+    import gemma
+
+    gemma.run(work)
+
+
+# Model -> (function, arguments, number of ranks, its work) of each run; the first is on one rank.
+RUNS = {
+    "gemma3 vl": [(vision, (), ranks, {"vision": "zigzag"}) for ranks in (1, 2)],
+    "gemma3": [
+        (vision, (), 1, {}),
+        (vision, (), 2, {"vision": "zigzag", "choices": {"sequence_chunks": 2}}),
+        (vision, (), 2, {"vision": "contiguous", "choices": {"algorithm": "all_gather"}}),
+    ],
+    "gemma4 dense": [
+        (text, (gemma4,), 1, {}), (text, (gemma4,), 2, {"choices": {}}),
+        (text, (gemma4,), 2, {"choices": {"layout": "contiguous", "algorithm": "all_gather"}}),
+        (text, (gemma4,), 2, {"choices": {"mlp_tiles": 2}}),
+        (text, (gemma4,), 2, {"choices": {"lm_head_loss": "single_pass"}}),
+    ],
+    "gemma4 experts": [
+        (text, (gemma4_experts,), 1, {}),
+        (text, (gemma4_experts,), 2, {"choices": {"layout": "contiguous"}}),
+    ],
+    "gpt": [(text, (gpt,), 1, {}), (text, (gpt,), 2, {"choices": {}})],
+    "mimo": [
+        (text, (mimo,), 1, {}), (text, (mimo,), 2, {"choices": {"layout": "contiguous"}}),
+        (text, (mimo,), 2, {"choices": {"algorithm": "ulysses"}}),
+        (text, (mimo,), 2, {"choices": {"sequence_chunks": 2}}),
+    ],
+}  # fmt: skip
+
+
+def job(work):
+    function, arguments, _, extra = RUNS[work["model"]][work["number"]]
+    function(*arguments, work | extra)
+
+
+if __name__ == "__main__":
     from megatron_burst.plugins.testing import recipes
 
     recipes.import_bridge()
@@ -138,44 +176,4 @@ def main(folder):
 
     te_modules.use()  # before Bridge's models are imported
     load("megatron.bridge.models")
-    import gemma
-    from train import fork
-
-    of_mimo, of_gpt = functools.partial(text, mimo), functools.partial(text, gpt)
-    of_gemma4, of_experts = functools.partial(text, gemma4), functools.partial(text, gemma4_experts)
-    jobs = {
-        "gemma3 vl": [(gemma.run, ranks, {"vision": "zigzag"}) for ranks in (1, 2)],
-        "gemma3": [
-            (gemma.run, 1, {}),
-            (gemma.run, 2, {"vision": "zigzag", "choices": {"sequence_chunks": 2}}),
-            (gemma.run, 2, {"vision": "contiguous", "choices": {"algorithm": "all_gather"}}),
-        ],
-        "gemma4 dense": [
-            (of_gemma4, 1, {}), (of_gemma4, 2, {"choices": {}}),
-            (of_gemma4, 2, {"choices": {"layout": "contiguous", "algorithm": "all_gather"}}),
-            (of_gemma4, 2, {"choices": {"mlp_tiles": 2}}),
-            (of_gemma4, 2, {"choices": {"lm_head_loss": "single_pass"}}),
-        ],
-        "gemma4 experts": [
-            (of_experts, 1, {}), (of_experts, 2, {"choices": {"layout": "contiguous"}}),
-        ],
-        "gpt": [(of_gpt, 1, {}), (of_gpt, 2, {"choices": {}})],
-        "mimo": [
-            (of_mimo, 1, {}), (of_mimo, 2, {"choices": {"layout": "contiguous"}}),
-            (of_mimo, 2, {"choices": {"algorithm": "ulysses"}}),
-            (of_mimo, 2, {"choices": {"sequence_chunks": 2}}),
-        ],
-    }  # fmt: skip
-    for model, runs in jobs.items():
-        for number, (function, world, extra) in enumerate(runs):
-            output = folder / f"{model}.{number}"
-            work = {"world": world, "model": model, "output": str(output), **extra}
-            work |= {"log": f"{output}.log", "port": os.environ["PORT"]}
-            job = functools.partial(function, work)
-            for child in [fork(job, rank, work) for rank in range(world)]:
-                os.waitpid(child, 0)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]))
+    serve_jobs(job)

@@ -1,21 +1,19 @@
 """verl's own Megatron engine on the CPU, on forked ranks, from verl's own configuration.
 
-This is a server, like the one of tests/recipes. It imports verl once and forks the ranks of each
-job, one JSON line each. The exit status is a line of output. Every rank saves its results as
+It imports verl once and forks the ranks of each job (`jobs`). Every rank saves its results as
 FILE.RANK.pt. In place of a GPU it uses `plugins/testing`, local layers of Megatron, float32 and, on
 one rank, dense attention over packed batches, which Megatron supports only with Transformer Engine.
 """
 
 import functools
-import importlib
 import itertools
-import json
 import os
 import re
 import sys
 from types import SimpleNamespace
 
 import torch
+from jobs import serve_jobs
 from loaded import load
 
 # What a CPU needs.
@@ -178,50 +176,24 @@ def tiny_model(folder):
     model.save_pretrained(folder)
 
 
-def serve(folder):
-    """Run the jobs of standard input one after the other."""
+def main(folder):
+    """Import verl, write the model and run jobs."""
     from megatron_burst.plugins.testing import recipes
 
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
     recipes.import_bridge()
-    importlib.import_module("verl.workers.engine.megatron.transformer_impl")
     load(
-        "hydra", "verl.trainer.config", "verl.workers.config", "megatron.core.models.gpt",
-        "megatron_burst.plugins.rl.logprobs", "megatron_burst.plugins.rl.trees",
+        "verl.workers.engine.megatron.transformer_impl", "hydra", "verl.trainer.config",
+        "verl.workers.config", "megatron.core.models.gpt", "megatron_burst.plugins.rl.logprobs",
+        "megatron_burst.plugins.rl.trees",
     )  # fmt: skip
-    torch.set_num_threads(1)
     tiny_model(folder)
-    for line in sys.stdin:
-        work = json.loads(line) | {"model": folder}
-        children = [fork(rank, work) for rank in range(work["world"])]
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        print(max(map(abs, codes)), file=answers, flush=True)
+    serve_jobs(functools.partial(on_rank, folder))
 
 
-def fork(rank, work):
-    child = os.fork()
-    if child:
-        return child
-    log = os.open(f"{work['output']}.{rank}.log", os.O_CREAT | os.O_WRONLY)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(work["world"]),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(work["port"]),
-    )  # fmt: skip
-    code = 1
-    try:
-        torch.distributed.init_process_group("gloo")
-        job(work)
-        code = 0
-    finally:
-        if code:
-            importlib.import_module("traceback").print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+def on_rank(folder, work):
+    torch.distributed.init_process_group("gloo")
+    job(work | {"model": folder})
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    main(sys.argv[1])

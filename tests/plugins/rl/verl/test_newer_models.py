@@ -1,73 +1,62 @@
 """Models of Bridge 0.6 over ranks equal one rank, even those that it trains on one rank only."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
+import newer_models
 import pytest
+from jobs import Jobs
 
-ROOT = Path(__file__).parents[4]
 RUNS = [("gpt", 1), ("gemma3", 1), ("gemma3", 2), ("gemma3 vl", 1), ("mimo", 1), ("mimo", 2)]
 RUNS += [("gemma4 dense", 1), ("gemma4 dense", 2), ("gemma4 experts", 1)]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Return the folder with the results and the output of each run."""
-    folder = tmp_path_factory.mktemp("runs")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    paths = [str(ROOT), str(ROOT / "tests" / "helpers"), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PORT": str(port),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONWARNINGS": "ignore",
-    }  # fmt: skip
-    script = Path(__file__).with_name("newer_models.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder)], env=environment, cwd=folder, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:]
-    return folder
+def found(tmp_path_factory):
+    """Return `found(model, number)`, the results of a run, or None, and what its ranks print."""
+    folder, known = tmp_path_factory.mktemp("runs"), {}
+    paths = [Path(__file__).parents[3] / "recipes"]
+    jobs = Jobs(folder, Path(__file__).with_name("newer_models.py"), paths=paths)
+
+    def run(model, number):
+        if (model, number) not in known:
+            output, world = folder / f"{model}.{number}", newer_models.RUNS[model][number][2]
+            _, texts = jobs.run(world, model=model, number=number, output=str(output))
+            results = json.loads(output.read_text()) if output.exists() else None
+            known[model, number] = results, "".join(texts)
+        return known[model, number]
+
+    yield run
+    jobs.close()
 
 
-def test_chunks_of_rows_do_not_know_the_scale_of_values(runs):
-    assert not (runs / "mimo.3").exists()
-    said = (runs / "mimo.3.log").read_text()
+def test_chunks_of_rows_do_not_know_the_scale_of_values(found):
+    results, said = found("mimo", 3)
+    assert results is None
     assert "--burst-sequence-chunks 2: MiMoV2FlashTEDotProductAttention scales the values" in said
 
 
-def test_layers_of_gemma_4_do_not_run_tiles(runs):
-    assert not (runs / "gemma4 dense.3").exists()
-    said = (runs / "gemma4 dense.3.log").read_text()
+def test_layers_of_gemma_4_do_not_run_tiles(found):
+    results, said = found("gemma4 dense", 3)
+    assert results is None
     assert "mlp_tiles 2: layers are Gemma4DenseTransformerLayer, whose _forward_mlp (" in said
 
 
-def test_the_fused_loss_knows_no_soft_cap(runs):
+def test_the_fused_loss_knows_no_soft_cap(found):
     """Bridge sets the cap on the output layer after the model was built."""
-    assert not (runs / "gemma4 dense.4").exists()
-    said = (runs / "gemma4 dense.4.log").read_text()
+    results, said = found("gemma4 dense", 4)
+    assert results is None
     assert (
         "lm_head_loss single_pass requires an output layer that is a ColumnParallelLinear" in said
     )
     assert "got ColumnParallelLinear of Gemma4OutputLayer" in said
 
 
-def found(folder, model, number):
-    output = folder / f"{model}.{number}"
-    assert output.exists(), Path(f"{output}.log").read_text()[-3000:]
-    return json.loads(output.read_text())
-
-
 @pytest.mark.parametrize(("model", "number"), RUNS)
-def test_over_ranks_equals_one_rank(runs, model, number):
-    (loss, norms), (whole, expected) = found(runs, model, number), found(runs, model, 0)
+def test_over_ranks_equals_one_rank(found, model, number):
+    split, said = found(model, number)
+    assert split is not None, said[-3000:]
+    (loss, norms), ((whole, expected), _) = split, found(model, 0)
     assert loss == pytest.approx(whole, rel=1e-6)
     assert norms == pytest.approx(expected, rel=1e-4, abs=1e-5)
     if model == "gemma4 dense":  # layers 3 and 4 use the keys of 1 and 2, and none of their own
