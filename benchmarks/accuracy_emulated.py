@@ -55,7 +55,9 @@ class _Steps:
     ):
         self.kernel, self.scoring, self.shards = kernel, scoring, shards
         spans = [layout.spans(rank, seq_len) for rank in range(layout.cp_size)]
-        self.works = [[kernel.work_for(mb.masks.Causal(), a, b) for b in spans] for a in spans]
+        self.works = [
+            [kernel.works_for(mb.masks.Causal(), [(a, b)])[0] for b in spans] for a in spans
+        ]
 
     def forward(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out, lse): rounded partial outputs, weighted and added with 16-bit additions."""

@@ -169,7 +169,7 @@ def _recorded(launch: Launch) -> list[tuple[Any, tuple, dict[str, Any]]]:
     (h, k), d, dtype = HEADS, launch.width, DTYPES[launch.dtype]
     q, dout, keys, values = (tensor(n, d, dtype=dtype) for n in (h, h, k, k))
     kernel, spans, scoring = triton_kernel.TritonKernel(size), [Span(0, 1, rows)], Scoring(1.0)
-    work = kernel.work_for(Causal(), spans, spans)
+    work = kernel.works_for(Causal(), [(spans, spans)])[0]
     assert work is not None
     with mock.patch.object(triton_kernel, "_launch", recording):
         if launch.kernel.startswith("forward"):

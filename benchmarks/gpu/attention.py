@@ -98,7 +98,7 @@ class Bench:
         self, who: str, kernel: Kernel, passes: tuple[str, ...] = (FORWARD, KV, QUERY)
     ) -> None:
         q, k, v, dout, scale = self.inputs
-        work = kernel.work_for(self.case.mask, self.case.q_spans, self.case.k_spans)
+        work = kernel.works_for(self.case.mask, [(self.case.q_spans, self.case.k_spans)])[0]
         if work is None:
             raise ArithmeticError("sees nothing in this pair")
         scoring = Scoring(scale)

@@ -100,7 +100,7 @@ def _compilations(kernel: Kernel) -> int | None:
 def _step(kernel: Kernel, case: Case, inputs: Inputs) -> tuple[Any, Any, Any]:
     """Return out, the gradients, and (lse, delta)."""
     q, k, v, dout, scale = inputs
-    work, scoring = kernel.work_for(case.mask, case.q_spans, case.k_spans), Scoring(scale)
+    work, scoring = kernel.works_for(case.mask, [(case.q_spans, case.k_spans)])[0], Scoring(scale)
     out, lse = empty_result(q, v.shape[-1])
     kernel.forward(q, k, v, work, scoring, out, lse)
     delta = row_delta(dout, out, lse.dtype)

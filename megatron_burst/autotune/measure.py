@@ -433,7 +433,7 @@ def local_calls(
     """
     q, k, v = (torch.rand((rows, 1, *t.shape[2:]), device=t.device).to(t.dtype) for t in like)
     spans = [Span(0, 1, rows)]
-    work = kernel.work_for(mask, spans, spans)
+    (work,) = kernel.works_for(mask, [(spans, spans)])
     out, lse = empty_result(q, v.shape[-1])
 
     @torch.no_grad()

@@ -44,9 +44,9 @@ class WorkSource(Protocol):
 
     kernel: Any
 
-    def of(self, queries: SpanArray, keys: SpanArray) -> Any: ...
+    def of(self, pairs: Sequence[tuple[SpanArray, SpanArray]]) -> list[Any]: ...
 
-    def spans(self, schedule: Schedule, chunk: Chunk) -> SpanArray: ...
+    def spans(self, schedule: Schedule, chunks: Sequence[Chunk]) -> list[SpanArray]: ...
 
 
 class KeyPart(NamedTuple):
@@ -94,10 +94,12 @@ def joined(run: RankPass, schedule: Schedule, works: WorkSource, device: torch.d
     def joined_call(calls: Sequence[KernelCall], last: frozenset[Chunk]) -> list[KernelCall]:
         key = tuple((call.pair, call.queries, call.keys, call.keys in last) for call in calls)
         if key not in joined_calls:
-            first, shards = calls[0], [works.spans(schedule, call.keys) for call in calls]
+            first, chunks = calls[0], [call.keys for call in calls]
+            queries, *shards = works.spans(schedule, [first.queries, *chunks])
             spans = SpanArray(Spans.of(shared_spans(shards) if in_order else chain(*shards)))
             order = shared_order(shards) if in_order else None
-            merged = replace(first, work=works.of(works.spans(schedule, first.queries), spans))
+            (work,) = works.of([(queries, spans)])
+            merged = replace(first, work=work)
             if len(calls) > 1:
                 rows = [sum(span.length for span in shard) for shard in shards]
                 parts = JoinedKeys(

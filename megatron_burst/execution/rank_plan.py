@@ -60,7 +60,7 @@ class KernelCall:
         pair: Owners of the queries and of the keys, with their rows, as in the schedule.
         queries: Chunk with the queries, a key of `Ring.chunks`.
         keys: Chunk with the keys, a key of `Ring.chunks`.
-        work: Result of `Kernel.work_for` for the two chunks.
+        work: Result of `Kernel.works_for` for the two chunks.
         targets: Partial results that the call adds to: out, or dquery and dkv.
         parts: All chunks of keys (`joined.JoinedKeys`) if the call reads several, otherwise empty.
     """

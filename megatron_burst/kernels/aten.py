@@ -14,13 +14,13 @@ Shape letters as in `base`. The operators get views [b, h, s, d] of our tensors 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from ..layout import Span
+from ..layout.layouts import ShardPairs
 from ..masks import Mask
 from ..masks.tiles import Tile, Tiles
 from ..masks.tiling import Cutter
@@ -74,18 +74,18 @@ class AtenKernel:
             return widths
         return max(widths), max(widths)
 
-    def work_for(
-        self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
-    ) -> Collection[TileWork] | None:
-        tiles, operator = self.cutter.tiles(mask, q_spans, k_spans), self.operator
+    def works_for(self, mask: Mask, pairs: ShardPairs) -> list[Collection[TileWork] | None]:
+        tiles, operator = self.cutter.all_tiles(mask, pairs), self.operator
         # If shapes repeat in every batch, a call without sequences is compiled only once.
         if not operator.joins or (operator.rounds and mask.cacheable):
-            return self._single_tiles(tiles) if tiles else None
-        parts = joined(tiles)
-        if operator.rounds:
-            rows, columns = (sum(span.length for span in spans) for spans in (q_spans, k_spans))
-            parts = rounded(parts, rows, columns)
-        return tuple(self._joined_work(part) for part in parts) or None
+            return [self._single_tiles(own_tiles) if own_tiles else None for own_tiles in tiles]
+        works = []
+        for pair, own_tiles in zip(pairs, tiles, strict=True):
+            parts = joined(own_tiles)
+            if operator.rounds:
+                parts = rounded(parts, *(sum(span.length for span in spans) for spans in pair))
+            works.append(tuple(self._joined_work(part) for part in parts) or None)
+        return works
 
     def _joined_work(self, part: Tile | JoinedTiles) -> TileWork:
         if isinstance(part, Tile):

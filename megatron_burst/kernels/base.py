@@ -10,12 +10,11 @@ width of queries and keys, w width of values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..layout import Span
+from ..layout.layouts import ShardPairs
 from ..masks import Mask
 
 
@@ -67,11 +66,11 @@ class Kernel(Protocol):
         """Return why the kernel does not support these tensors; None if it does."""
         ...
 
-    def work_for(self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -> Any:
-        """Plan `forward` and `backward` for a pair of shards, once per plan.
+    def works_for(self, mask: Mask, pairs: ShardPairs) -> list[Any]:
+        """Plan `forward` and `backward` for pairs of shards, once per plan.
 
-        The caller passes the result to `forward` and `backward` as `work`. The result is None if no
-        query sees a key.
+        The caller passes a result to `forward` and `backward` as `work`. The result of a pair is
+        None if no query sees a key.
 
         Raises:
             ValueError: The kernel does not support the mask.
@@ -95,7 +94,7 @@ class Kernel(Protocol):
             q: [s, b, h, d].
             k: [t, b, k, d].
             v: [t, b, k, w].
-            work: Result of `work_for`.
+            work: Result of `works_for` for the pair.
             scoring: Scale and softcap.
             out: [s, b, h, w] in the accumulation dtype, 0 in rows that attended to no key so far.
             lse: [s, b, h] in the accumulation dtype, -inf in rows that attended to no key so far.
@@ -121,7 +120,7 @@ class Kernel(Protocol):
             rows: The query chunk.
             k: [t, b, k, d].
             v: [t, b, k, w].
-            work: Result of `work_for`.
+            work: Result of `works_for` for the pair.
             scoring: Scale and softcap.
             dq: [s, b, h, d], or None if not needed.
             dk: [t, b, k, d], or None if not needed.

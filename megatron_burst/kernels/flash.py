@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 from ..layout import Span
+from ..layout.layouts import ShardPairs
 from ..masks import Documents, Full, Mask, Prefix, Window
 from ..masks.base import parts
 from ..masks.tiles import Tile
@@ -185,16 +186,20 @@ class FlashKernel(AtenKernel):
         self.device = device
         self._pairs: BlockPairs | None = None  # pairs of the latest mask
 
-    def work_for(
+    def works_for(self, mask: Mask, pairs: ShardPairs) -> list[Collection[TileWork] | None]:
+        if of_few_tiles(mask):
+            return super().works_for(mask, pairs)
+        return [self._work(mask, *pair) for pair in pairs]
+
+    def _work(
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
     ) -> Collection[TileWork] | None:
-        if of_few_tiles(mask):
-            return super().work_for(mask, q_spans, k_spans)
+        """Return the plan of a pair of shards under a mask that may need many tiles."""
         refused = self.operator.blocks_refused(self.device)
         if refused is None and not _of_bands(mask):
             return self._listed(mask, q_spans, k_spans)
         try:
-            work = super().work_for(mask, q_spans, k_spans)
+            (work,) = super().works_for(mask, [(q_spans, k_spans)])
         except ValueError as error:
             if refused is None:
                 return self._listed(mask, q_spans, k_spans)

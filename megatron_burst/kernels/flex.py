@@ -11,13 +11,12 @@ Shape letters as in `kernels.base`. The kernel never ran on a GPU.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch.nn.attention import flex_attention
 
-from ..layout import Span
+from ..layout.layouts import ShardPairs
 from ..masks import Mask
 from .base import Rows, Scoring
 from .flex_programs import LN2, BackwardProgram, ForwardProgram, ProgramShape, program
@@ -105,14 +104,14 @@ class FlexKernel:
             return f"supports {', '.join(map(str, dtypes))}, got {q.dtype}"
         return None
 
-    def work_for(
-        self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
-    ) -> FlexWork | None:
-        if not any_visible(mask, q_spans, k_spans):
-            return None
+    def works_for(self, mask: Mask, pairs: ShardPairs) -> list[FlexWork | None]:
         if self._pairs is None or self._pairs.mask is not mask:
             self._pairs = FlexPairs(mask)
-        return FlexWork(self._pairs, self._pairs.add(q_spans, k_spans))
+        planned = self._pairs
+        return [
+            FlexWork(planned, planned.add(*pair)) if any_visible(mask, *pair) else None
+            for pair in pairs
+        ]
 
     def forward(
         self,

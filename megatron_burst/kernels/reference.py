@@ -10,12 +10,10 @@ Shape letters as in `base`, and g = h / k: the number of query heads per key hea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
-from ..layout import Span
+from ..layout.layouts import ShardPairs
 from ..layout.sharding import to_device
 from ..masks import Mask
 from .base import Rows, Scoring
@@ -51,12 +49,13 @@ class ReferenceKernel:
     def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
         return None
 
-    def work_for(
-        self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
-    ) -> ReferenceWork | None:
-        q, k = (np.concatenate([s.positions() for s in spans]) for spans in (q_spans, k_spans))
-        table = np.array(mask.visible(q[:, None], k[None, :]))
-        return ReferenceWork(table) if table.any() else None
+    def works_for(self, mask: Mask, pairs: ShardPairs) -> list[ReferenceWork | None]:
+        works = []
+        for pair in pairs:
+            q, k = (np.concatenate([span.positions() for span in spans]) for spans in pair)
+            table = np.array(mask.visible(q[:, None], k[None, :]))
+            works.append(ReferenceWork(table) if table.any() else None)
+        return works
 
     def forward(
         self,

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..masks.tiling import Tile, Tiles
+from ..masks.tiles import Tile, Tiles
 from .joined import JoinedTiles
 from .operators import Lengths
 

@@ -28,15 +28,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ..layout import Span, Spans
-from ..layout.layouts import Pieces, counted, pieces_of
+from ..layout.layouts import Pieces, ShardPairs, counted, pieces_of
 from ..masks import Mask
 from ..masks.base import FAR, FULL, PARTIAL
-from ..masks.seen import cut_at
+from ..masks.seen import cut_at, nearby
 
 AT_ONCE = 1 << 20  # maximum pairs of pieces that are compared at once
 LEAST, PER_TILE = 1 << 12, 16  # limit of pairs of pieces for small grids: LEAST + PER_TILE * tiles
-
-Pairs = Sequence[tuple[Sequence[Span], Sequence[Span]]]
 
 
 class TileNumbers:
@@ -49,7 +47,7 @@ class TileNumbers:
         base: int64 [pairs + 1], number of the first tile of each pair.
     """
 
-    def __init__(self, pairs: Pairs, rows: int, columns: int):
+    def __init__(self, pairs: ShardPairs, rows: int, columns: int):
         self.size = rows, columns
         self.length = np.array([[sum(s.length for s in side) for side in pair] for pair in pairs]).T
         self.blocks = -(-self.length // np.array([[rows], [columns]]))
@@ -139,7 +137,7 @@ class TileCandidates(NamedTuple):
     many: bool
 
 
-def candidates(mask: Mask, pairs: Pairs, numbers: TileNumbers) -> TileCandidates:
+def candidates(mask: Mask, pairs: ShardPairs, numbers: TileNumbers) -> TileCandidates:
     """Return the pieces of queries and keys that may see each other, for all pairs of shards.
 
     If `many` of the result is true, the caller splits `pairs` and tries again. For a single pair,
@@ -151,7 +149,7 @@ def candidates(mask: Mask, pairs: Pairs, numbers: TileNumbers) -> TileCandidates
     while True:
         q, k = (cut_at(*pair) for pair in zip(shards, breaks, strict=True))
         q = q.at(np.lexsort((q.span.start, q.owner)))
-        begin, count = _nearby(mask, q, k)
+        begin, count = nearby(mask, q, k)
         too_many = count.sum() > min(AT_ONCE, LEAST + PER_TILE * numbers.base[-1])
         if not too_many or not any(map(len, breaks)) or len(pairs) > 1:
             return TileCandidates(q, k, begin, count, bool(too_many))
@@ -186,24 +184,6 @@ def tile_parts(
             numbers.number(q.owner, q.first // numbers.size[0], k.first // numbers.size[1])
         )
     return (*_spread(bands, numbers), evaluated)
-
-
-def _nearby(mask: Mask, q: Pieces, k: Pieces) -> tuple[np.ndarray, np.ndarray]:
-    """Return the arrays `begin` and `met` of `TileCandidates`.
-
-    Pieces of queries are sorted by pair and position. Positions are shifted by pair, so that one
-    binary search handles all pairs.
-    """
-    viewers = mask.viewers(k.span)
-    width = 1 + max(side.span.last.max(initial=0) for side in (q, k))
-    lowest = np.maximum(viewers.first, k.span.start - viewers.right)
-    highest = np.minimum(viewers.last, k.span.last + viewers.left)
-    top = np.maximum.accumulate(q.span.last + q.owner * width)
-    begin = np.searchsorted(top, np.clip(lowest, 0, width) + k.owner * width)
-    end = np.searchsorted(
-        q.span.start + q.owner * width, np.clip(highest, -1, width - 1) + k.owner * width, "right"
-    )
-    return begin, np.maximum(end - begin, 0)
 
 
 def _bands_of(mask: Mask, q: Pieces, k: Pieces) -> tuple[_Bands, Pieces, Pieces]:
@@ -306,7 +286,7 @@ class BitTables(NamedTuple):
 
 
 def tables_of(
-    mask: Mask, pairs: Pairs, numbers: TileNumbers, parts: TileParts, evaluated: np.ndarray
+    mask: Mask, pairs: ShardPairs, numbers: TileNumbers, parts: TileParts, evaluated: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, BitTables]:
     """Return the tables of partly visible tiles.
 
@@ -406,7 +386,7 @@ def _draw(parts: TileParts, bits: np.ndarray, visible: np.ndarray, low: int) -> 
         bits[:, :, word] = total.view(np.int32).reshape(-1, rows)
 
 
-def _looked_up(mask: Mask, pairs: Pairs, numbers: TileNumbers, tiles: np.ndarray) -> BitTables:
+def _looked_up(mask: Mask, pairs: ShardPairs, numbers: TileNumbers, tiles: np.ndarray) -> BitTables:
     """Return the tables of the tiles `tiles`, by evaluating the mask at all their positions."""
     rows, columns = numbers.size
     bits = np.zeros((len(tiles), rows, columns // WORD), dtype=np.int32)
@@ -485,7 +465,7 @@ def tile_grid(
     return grid
 
 
-def tile_grids(mask: Mask, pairs: Pairs, rows: int, columns: int) -> list[TileGrid]:
+def tile_grids(mask: Mask, pairs: ShardPairs, rows: int, columns: int) -> list[TileGrid]:
     """Return the `tile_grid` of each pair of shards; one computation for all pairs is faster."""
     if not pairs:
         return []

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..layout import Span
+from ..layout.layouts import ShardPairs
 from ..masks import Mask
 from .base import Rows, Scoring
 from .blocks import WIDEST, BlockSizes, blocks
@@ -91,14 +91,14 @@ class TritonKernel:
             return f"supports batch x heads up to {HEADS}, got {q.shape[1] * q.shape[2]}"
         return None
 
-    def work_for(
-        self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
-    ) -> PairWork | None:
-        if not any_visible(mask, q_spans, k_spans):
-            return None
+    def works_for(self, mask: Mask, pairs: ShardPairs) -> list[PairWork | None]:
         if self._pairs is None or self._pairs.mask is not mask:
             self._pairs = LaunchedPairs(mask)
-        return PairWork(self._pairs, self._pairs.add(q_spans, k_spans))
+        planned = self._pairs
+        return [
+            PairWork(planned, planned.add(*pair)) if any_visible(mask, *pair) else None
+            for pair in pairs
+        ]
 
     def forward(
         self,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -48,6 +49,7 @@ class Span(NamedTuple):
 
 
 Shards = Sequence[Sequence[Span]]
+ShardPairs = Sequence[tuple[Sequence[Span], Sequence[Span]]]  # spans of queries, spans of keys
 
 
 class Spans(NamedTuple):
@@ -109,7 +111,7 @@ class SpanArray(Sequence[Span]):
     def __hash__(self) -> int:
         return hash(self.key)
 
-    @property
+    @cached_property
     def key(self) -> bytes:
         """A hashable value that is equal for equal spans."""
         return np.stack(self.arrays).tobytes()

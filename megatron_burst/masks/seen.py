@@ -299,23 +299,75 @@ def _mask_bands(mask: Mask, q: Spans, k: Spans) -> tuple[np.ndarray, np.ndarray]
     return left, right
 
 
-def cut_at(spans: Pieces, breaks: np.ndarray) -> Pieces:
-    """Cut spans before the positions `breaks`; return the pieces."""
-    start, stride, length = spans.span
-    low, high = np.searchsorted(breaks, (start + 1, spans.span.last + 1))
+def nearby(mask: Mask, q: Pieces, k: Pieces) -> tuple[np.ndarray, np.ndarray]:
+    """Return the query pieces that may see each key piece of the same owner.
+
+    Positions are shifted by owner, so that one binary search handles all owners.
+
+    Args:
+        mask: The mask.
+        q: Query pieces, sorted by owner, then by first position.
+        k: Key pieces.
+
+    Returns:
+        Index of the first query piece, and number of consecutive query pieces, for each key piece.
+    """
+    viewers = mask.viewers(k.span)
+    width = 1 + max(side.span.last.max(initial=0) for side in (q, k))
+    lowest = np.maximum(viewers.first, k.span.start - viewers.right)
+    highest = np.minimum(viewers.last, k.span.last + viewers.left)
+    top = np.maximum.accumulate(q.span.last + q.owner * width)
+    begin = np.searchsorted(top, np.clip(lowest, 0, width) + k.owner * width)
+    end = np.searchsorted(
+        q.span.start + q.owner * width, np.clip(highest, -1, width - 1) + k.owner * width, "right"
+    )
+    return begin, np.maximum(end - begin, 0)
+
+
+def cuts(breaks: np.ndarray, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices i, 0 < i < length, before which to cut spans at the positions `breaks`.
+
+    Index i is the first index in the span whose position is at or after a break.
+
+    Returns:
+        Index of the span of each cut, ascending; index i of each cut, ascending for each span.
+    """
+    start, stride, _ = spans
+    low, high = np.searchsorted(breaks, (start + 1, spans.last + 1))
     index, at = np.repeat(np.arange(len(start)), high - low), counted(low, high - low)
     local = -((start[index] - breaks[at]) // stride[index])  # rounded up
-    index, local = (np.concatenate(x) for x in ((np.arange(len(start)), index), (0 * start, local)))
-    order = np.lexsort((local, index))
-    index, local = index[order], local[order]
     # A span with a large stride may have no position between two close breaks.
     fresh = np.ones(len(index), dtype=bool)
     fresh[1:] = (index[1:] != index[:-1]) | (local[1:] != local[:-1])
-    index, local = index[fresh], local[fresh]
-    last = np.append(index[1:] != index[:-1], True)
-    stop = np.where(last, length[index], np.append(local[1:], 0))
-    piece = Spans(start[index] + local * stride[index], stride[index], stop - local)
-    return Pieces(spans.owner[index], spans.first[index] + local, piece)
+    return index[fresh], local[fresh]
+
+
+def divided(
+    length: np.ndarray, index: np.ndarray, cut: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Divide spans before `cuts`.
+
+    Args:
+        length: Length of each span.
+        index: Index of the span of each cut, as from `cuts`.
+        cut: Index in the span of each cut.
+
+    Returns:
+        Index of the span, first index in the span, and length of each part.
+    """
+    of = np.repeat(np.arange(len(length)), np.bincount(index, minlength=len(length)) + 1)
+    first = np.zeros(len(of), dtype=np.int64)
+    first[np.arange(len(cut)) + index + 1] = cut
+    last = np.append(of[1:] != of[:-1], True)[: len(of)]
+    return of, first, np.where(last, length[of], np.append(first[1:], 0)[: len(of)]) - first
+
+
+def cut_at(spans: Pieces, breaks: np.ndarray) -> Pieces:
+    """Cut spans before the positions `breaks`; return the pieces."""
+    of, first, count = divided(spans.span.length, *cuts(breaks, spans.span))
+    start, stride, _ = spans.span.at(of)
+    piece = Spans(start + first * stride, stride, count)
+    return Pieces(spans.owner[of], spans.first[of] + first, piece)
 
 
 def _among(ranks: np.ndarray, begin: np.ndarray, end: np.ndarray, size: int) -> np.ndarray:

@@ -63,7 +63,7 @@ class Pattern(NamedTuple):
     band: Band | None = None
 
 
-ALL_VISIBLE = 0  # index of the pattern of fully visible tiles in `Tiles.patterns`
+ALL_VISIBLE, TRIANGLE = 0, 1  # indices of the first two patterns in `Tiles.patterns`
 
 
 class Tiles(Sequence[Tile]):

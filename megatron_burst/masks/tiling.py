@@ -20,49 +20,77 @@ causal mask or a sliding window over local rows and columns) a kernel also compu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, islice, pairwise, product
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from ..layout import Span, Spans
-from ..layout.layouts import counted
-from .base import EMPTY, PARTIAL, Band, Mask, SpanBands
-from .tiles import ALL_VISIBLE, Pattern, Tile, Tiles
+from ..layout.layouts import Pieces, Shards, SpanArray, counted, pieces_of
+from .base import EMPTY, FAR, FULL, PARTIAL, Band, Mask
+from .seen import cuts, divided, nearby
+from .tiles import ALL_VISIBLE, TRIANGLE, Pattern, Tiles
+
+AT_ONCE = 1 << 20  # largest number of pairs of slices that are compared at once
 
 
-class ShardSlice(NamedTuple):
-    """Rows of a shard that hold the positions `span`.
+class Slices(NamedTuple):
+    """Slices of shards, as arrays with one entry per slice.
 
-    They are every `step`-th row from row `start` on.
+    A slice is every `step`-th row from row `start` on; these rows hold the positions of `span`.
+
+    Attributes:
+        owner: Index of the rectangle that the slice is part of, ascending. The largest rectangles
+            are pairs of shards.
+        start: First row in the shard.
+        step: Distance between rows.
+        span: Positions of the rows.
     """
 
-    start: int
-    step: int
-    span: Span
+    owner: np.ndarray
+    start: np.ndarray
+    step: np.ndarray
+    span: Spans
 
-    def take(self, first: int, count: int, every: int = 1) -> ShardSlice:
-        """Return `count` rows of this slice: every `every`-th one from index `first` on."""
+    @classmethod
+    def of(cls, shards: Shards) -> Slices:
+        """Return each span of each shard as one slice; the owner is the index of the shard."""
+        owner, first, span = pieces_of(shards)
+        return cls(owner, first, np.ones_like(first), span)
+
+    @property
+    def pieces(self) -> Pieces:
+        """The positions of the slices."""
+        return Pieces(self.owner, self.start, self.span)
+
+    def at(self, index: np.ndarray) -> Slices:
+        """Return the slices at `index`."""
+        return Slices(self.owner[index], self.start[index], self.step[index], self.span.at(index))
+
+    def take(self, first: np.ndarray, count: np.ndarray, every: np.ndarray | int = 1) -> Slices:
+        """Return `count` rows of each slice: every `every`-th one from index `first` on."""
         start, stride, _ = self.span
-        span = Span(start + first * stride, stride * every, count)
-        return ShardSlice(self.start + first * self.step, self.step * every, span)
+        span = Spans(start + first * stride, stride * every, count)
+        return Slices(self.owner, self.start + first * self.step, self.step * every, span)
 
-    def rows(self, first: int, stop: int) -> slice:
-        """Return the rows of the shard at indices `first` to `stop` (exclusive) of this slice."""
-        start = self.start + first * self.step
+    def rows(self, first: np.ndarray | int, stop: np.ndarray) -> np.ndarray:
+        """Return the rows at indices `first` to `stop` (exclusive) of each slice.
+
+        The result is start, stop and step of each slice, int64 [3, n].
+        """
         end = self.start + (stop - 1) * self.step + 1
-        return slice(start, end, self.step)
+        return np.stack([self.start + first * self.step, end, self.step])
 
 
 class SeenPairs(NamedTuple):
-    """Pairs of spans with visible pairs, as arrays sorted by query span, then by key span.
+    """Pairs of slices with visible pairs, as arrays sorted by query slice, then by key slice.
 
     Attributes:
-        query: Index of the query span.
-        key: Index of the key span.
-        cover: Cover of the two spans, `FULL` or `PARTIAL`.
+        query: Index of the query slice.
+        key: Index of the key slice.
+        cover: Cover of the two slices, `FULL` or `PARTIAL`.
     """
 
     query: np.ndarray
@@ -70,124 +98,23 @@ class SeenPairs(NamedTuple):
     cover: np.ndarray
 
 
-_FEW_PAIRS = 64  # with at most so many pairs, array operations do not pay off
+def seen_pairs(mask: Mask, q: Slices, k: Slices) -> SeenPairs | None:
+    """Return the pairs (query slice, key slice) of one owner whose cover is not EMPTY.
 
-
-def seen_pairs(mask: Mask, q: Spans, k: Spans) -> SeenPairs:
-    """Return the pairs (query span, key span) whose cover is not EMPTY.
-
-    A shard of packed documents has hundreds of spans, and each sees only spans of its document. If
-    the query spans are sorted, pairs that `Mask.viewers` excludes are not compared.
-
-    Args:
-        mask: The mask.
-        q: Query spans, arrays [n].
-        k: Key spans, arrays [m].
+    A shard of packed documents has hundreds of spans, and each sees only spans of its document.
+    Pairs that `Mask.viewers` excludes are not compared. The result is None if there are too many
+    pairs of several owners to compare them at once.
     """
-    few = len(q.start) * len(k.start) <= _FEW_PAIRS
-    if few or not (mask.has_viewers and _ascending(q.start) and _ascending(q.last)):
-        covers = mask.covers(q.at(np.s_[:, None]), k.at(np.s_[None, :]))
-        i, j = np.nonzero(covers)  # not EMPTY
-        return SeenPairs(i, j, covers[i, j])
-    viewers = mask.viewers(k)
-    begin = np.searchsorted(q.last, viewers.first)
-    number = np.maximum(np.searchsorted(q.start, viewers.last, side="right") - begin, 0)
-    j = np.repeat(np.arange(len(number)), number)
-    i = counted(begin, number)
+    order = np.lexsort((q.span.start, q.owner))
+    begin, count = nearby(mask, q.at(order).pieces, k.pieces)
+    if count.sum() > AT_ONCE and q.owner[0] != q.owner[-1]:
+        return None
+    i, j = order[counted(begin, count)], np.repeat(np.arange(len(count)), count)
     order = np.lexsort((j, i))
     i, j = i[order], j[order]
-    covers = mask.covers(q.at(i), k.at(j))
-    seen = covers != EMPTY
+    covers = mask.covers(q.span.at(i), k.span.at(j))
+    seen = np.flatnonzero(covers != EMPTY)
     return SeenPairs(i[seen], j[seen], covers[seen])
-
-
-def _ascending(values: np.ndarray) -> bool:
-    return bool((values[1:] >= values[:-1]).all())
-
-
-def whole_spans(spans: Sequence[Span]) -> list[ShardSlice]:
-    """Return each span of a shard as one slice."""
-    starts = np.cumsum([0, *(span.length for span in spans)]).tolist()
-    return [ShardSlice(start, 1, span) for start, span in zip(starts, spans, strict=False)]
-
-
-def split(
-    mask: Mask, q: ShardSlice, k: ShardSlice, smallest: int | None
-) -> tuple[list[ShardSlice], list[ShardSlice]] | None:
-    """Cut the rectangle of two slices into smaller slices.
-
-    Slices are cut at the breaks of the mask, else by residue classes, else in halves. `smallest` is
-    the limit of `within`. The result is the query slices and the key slices; None if only a table
-    of visible pairs can describe the rectangle.
-    """
-    # Breaks are first, because between them a mask is mostly one band or nothing. Residues are
-    # before halves: halves keep their stride, so they never separate the classes.
-    q_cuts, k_cuts = (
-        _coarse(cuts(breaks, x.span), x, smallest)
-        for breaks, x in ((mask.breaks, q), (mask.key_breaks, k))
-    )
-    if len(q_cuts) or len(k_cuts):
-        return _cut_before(q, q_cuts), _cut_before(k, k_cuts)
-    if any(part.span.stride % mask.modulus and part.span.length > 1 for part in (q, k)):
-        return _residues(q, mask.modulus), _residues(k, mask.modulus)
-    if smallest is None or within(smallest, q, k):
-        return None
-    if q.span.length >= k.span.length:
-        return _cut_before(q, np.array([q.span.length // 2])), [k]
-    return [q], _cut_before(k, np.array([k.span.length // 2]))
-
-
-def cuts(breaks: np.ndarray, span: Span) -> np.ndarray:
-    """Return sorted indices i, 0 < i < span.length, at which to cut `span`: one per break.
-
-    Index i is the first index in the span whose position is at or after the break.
-    """
-    low, high = np.searchsorted(breaks, (span.start + 1, span.last + 1))
-    return np.unique(-((span.start - breaks[low:high]) // span.stride))  # rounded up
-
-
-def _coarse(cuts: np.ndarray, part: ShardSlice, size: int | None) -> np.ndarray:
-    """Return only the first and last cut in each group of `size` rows, if the slice is longer.
-
-    Slices that still contain cuts then have fewer than `size` rows, so a table can describe them.
-    For documents of a few tokens, a table is cheaper than one tile per document.
-    """
-    if size is None or part.span.length <= size:
-        return cuts
-    group = cuts // size
-    first, last = np.diff(group, prepend=-1) > 0, np.diff(group, append=part.span.length) > 0
-    return cuts[first | last]
-
-
-def within(size: int | None, q: ShardSlice, k: ShardSlice) -> bool:
-    """Return True if a table of visible pairs may describe the rectangle of two slices.
-
-    That is so if both slices have at most `size` rows.
-    """
-    return size is not None and max(q.span.length, k.span.length) <= size
-
-
-def _cut_before(part: ShardSlice, cuts: np.ndarray) -> list[ShardSlice]:
-    """Cut a slice before each of the indices `cuts`."""
-    bounds = [0, *cuts.tolist(), part.span.length]
-    return [part.take(a, b - a) for a, b in pairwise(bounds)]
-
-
-def _residues(part: ShardSlice, modulus: int) -> list[ShardSlice]:
-    """Split a slice into residue classes.
-
-    The stride of each class is a multiple of `modulus`. So in a dilated mask, all pairs of a query
-    class and a key class are visible, or none.
-    """
-    every = modulus // np.gcd(part.span.stride, modulus).item()
-    length = part.span.length
-    return [
-        part.take(first, -(-(length - first) // every), every)
-        for first in range(min(every, length))
-    ]
-
-
-_LISTED_PAIRS = 256  # largest number of pairs of slices that are listed one by one
 
 
 @dataclass(frozen=True)
@@ -214,392 +141,511 @@ class Cutter:
     # Measured with torch's operator on a CPU, forward and backward: 500 to 5900 pairs; the most
     # pairs with few narrow heads.
     tile_cost: int = 2048
-    # The pairs of a ring have few different bands, and all blocks of a window share one table.
-    _bands: dict[tuple, tuple[BandTile, ...]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
 
     def tiles(self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -> Tiles:
-        """Return the tiles of a pair of shards.
+        """Return the tiles of a pair of shards; arguments and errors as in `all_tiles`."""
+        return self.all_tiles(mask, [(q_spans, k_spans)])[0]
+
+    def all_tiles(
+        self, mask: Mask, pairs: Sequence[tuple[Sequence[Span], Sequence[Span]]]
+    ) -> list[Tiles]:
+        """Return the tiles of each pair of shards.
+
+        All pairs are cut together, because packed documents have hundreds of tiles per pair.
 
         Args:
             mask: The mask.
-            q_spans: Query spans in shard order.
-            k_spans: Key spans in shard order.
+            pairs: Query spans and key spans of each pair, in shard order.
 
         Raises:
             ValueError: The mask needs tables or windows that the kernel does not support.
         """
-        q, k = Spans.of(q_spans), Spans.of(k_spans)
-        pairs = seen_pairs(mask, q, k)
-        if len(pairs.query) > _FEW_PAIRS and not (pairs.cover == PARTIAL).any():
-            return _full_tiles(q.length, k.length, pairs)
-        tiles = _joined(self._cut_all(mask, whole_spans(q_spans), whole_spans(k_spans), pairs))
-        # A kernel that takes bands in blocks of rows needs the small triangles.
-        return Tiles.of(tiles if self.band_rows is not None else _joined_triangles(tiles))
-
-    def _cut_all(
-        self,
-        mask: Mask,
-        q: list[ShardSlice],
-        k: list[ShardSlice],
-        seen: SeenPairs | None = None,
-    ) -> Iterator[Tile]:
-        """Yield the tiles of every visible combination of a query slice and a key slice.
-
-        `seen` are the visible pairs if they are known already.
-        """
-        if seen is None:
-            q_spans, k_spans = (Spans.of(part.span for part in parts) for parts in (q, k))
-            seen = seen_pairs(mask, q_spans, k_spans)
-        indices = zip(seen.query.tolist(), seen.key.tolist(), strict=True)
-        pairs = [(q[i], k[j]) for i, j in indices]
-        return chain.from_iterable(self._tiles_of_pairs(mask, pairs, seen.cover))
-
-    def _tiles_of_pairs(
-        self, mask: Mask, pairs: list[tuple[ShardSlice, ShardSlice]], covers: np.ndarray
-    ) -> Iterator[Iterable[Tile]]:
-        """Yield the tiles of each pair of slices, given the `Cover` of each pair."""
-        partly = [pairs[n] for n in np.flatnonzero(covers == PARTIAL)]
-        bands = SpanBands(*np.empty((3, 0)))
-        if partly:
-            q_spans, k_spans = (
-                Spans.of(part.span for part in parts) for parts in zip(*partly, strict=True)
-            )
-            bands = mask.bands(q_spans, k_spans)
-        unknown = [
-            pair for pair, known in zip(partly, bands.known.tolist(), strict=True) if not known
+        if not pairs:
+            return []
+        q, k = (Slices.of([pair[side] for pair in pairs]) for side in (0, 1))
+        tiling = _Tiling(self, mask)
+        tiles = tiling.cut(q, k, np.full(len(pairs), FAR))
+        if self.band_rows is None:  # otherwise the kernel needs the small triangles
+            tiles = tiles.joined_triangles()
+        ends = np.searchsorted(tiles.owner, np.arange(len(pairs) + 1)).tolist()
+        return [
+            Tiles(tiles.bounds[:, a:b].T, tiles.pattern[a:b], tiling.patterns)
+            for a, b in pairwise(ends)
         ]
-        bands_known = zip(*(column.tolist() for column in bands), strict=True)
-        further = self._cut_many(mask, unknown)
-        for (q, k), cover in zip(pairs, covers.tolist(), strict=True):
-            if cover != PARTIAL:
-                yield (Tile(q.rows(0, q.span.length), k.rows(0, k.span.length)),) if cover else ()
-                continue
-            left, right, known = next(bands_known)
-            yield self._cut_band(q, k, Band(left, right)) if known else next(further)
 
-    def _cut_many(
-        self, mask: Mask, pairs: list[tuple[ShardSlice, ShardSlice]]
-    ) -> Iterator[Iterable[Tile]]:
-        """Yield the tiles of each pair of slices; all pairs are partly visible and not bands."""
-        if self.table_rows is not None or not pairs:
-            yield from (self._cut(mask, q, k) for q, k in pairs)
-            return
-        parts = [split(mask, q, k, None) for q, k in pairs]
-        if None in parts:  # and no pair can become a table
-            self._no_table(mask, *pairs[parts.index(None)])
-        # One call also for all pairs with few parts.
-        listed = [part for part in parts if part and len(part[0]) * len(part[1]) <= _LISTED_PAIRS]
-        cells = list(chain.from_iterable(product(*part) for part in listed))
-        covers = None
-        if cells:
-            q_spans, k_spans = (
-                Spans.of(part.span for part in parts) for parts in zip(*cells, strict=True)
-            )
-            covers = mask.covers(q_spans, k_spans)
-        tiles = iter(()) if covers is None else self._tiles_of_pairs(mask, cells, covers)
-        for part in parts:
-            if part and len(part[0]) * len(part[1]) > _LISTED_PAIRS:
-                yield _joined(self._cut_all(mask, *part))
-            elif part:
-                own_tiles = islice(tiles, len(part[0]) * len(part[1]))
-                yield list(_joined(chain.from_iterable(own_tiles)))
 
-    def _cut(self, mask: Mask, q: ShardSlice, k: ShardSlice) -> Iterator[Tile]:
-        """Yield the tiles of a query slice and a key slice whose visible pairs are not a band.
+class _CutTiles(NamedTuple):
+    """Tiles of many rectangles, as arrays with one entry per tile.
 
-        The rectangle is cut further, or becomes one tile with a table of visible pairs.
+    Attributes:
+        owner: Index of the rectangle.
+        bounds: int64 [6, n], the columns of `Tiles.bounds`.
+        pattern: Same as in `Tiles`.
+    """
+
+    owner: np.ndarray
+    bounds: np.ndarray
+    pattern: np.ndarray
+
+    @classmethod
+    def of(
+        cls, owner: np.ndarray, rows: np.ndarray, columns: np.ndarray, pattern: np.ndarray | int
+    ) -> _CutTiles:
+        bounds = np.concatenate([rows, columns])
+        return cls(owner, bounds, np.broadcast_to(np.asarray(pattern), owner.shape))
+
+    @classmethod
+    def sorted(cls, parts: Sequence[_CutTiles]) -> _CutTiles:
+        """Return the tiles of all parts, sorted by owner; tiles of an owner keep their order."""
+        if len(parts) == 1:
+            return parts[0]
+        owner, bounds, pattern = (np.concatenate(x, axis=-1) for x in zip(*parts, strict=True))
+        return cls(owner, bounds, pattern).at(np.argsort(owner, kind="stable"))
+
+    def at(self, index: np.ndarray) -> _CutTiles:
+        """Return the tiles at `index`."""
+        return _CutTiles(self.owner[index], self.bounds[:, index], self.pattern[index])
+
+    def joined(self) -> _CutTiles:
+        """Join adjacent fully visible tiles of an owner, because one large call is faster."""
+        # Join along rows first, because tiles are in row order; then join tiles of equal width.
+        return self._joined_along(_COLUMNS)._joined_along(_ROWS)
+
+    def _joined_along(self, along: int) -> _CutTiles:
+        """Join consecutive, fully visible tiles that are adjacent along one axis.
+
+        Args:
+            along: `_ROWS` or `_COLUMNS`; joined tiles are equal along the other axis.
         """
-        parts = split(mask, q, k, self.table_rows)
-        if parts is None:
-            yield from self._table(mask, q, k)
-            return
-        tiles = _joined(self._cut_all(mask, *parts))
-        if not within(self.table_rows, q, k):  # the pair is too large for a table
-            yield from tiles
-            return
+        start, stop, step = self.bounds[along : along + 3]
+        square = (self.pattern == ALL_VISIBLE) & (step == 1)
+        touch = square[1:] & square[:-1] & (start[1:] == stop[:-1])
+        other = _ROWS + _COLUMNS - along
+        for same in (self.owner, *self.bounds[other : other + 3]):
+            touch &= same[1:] == same[:-1]
+        if not touch.any():
+            return self
+        tiles = self.at(np.append(True, ~touch))
+        tiles.bounds[along + 1] = stop[np.append(~touch, True)]
+        return tiles
+
+    def joined_triangles(self) -> _CutTiles:
+        """Join two triangles and the square between them to one triangle.
+
+        The square is below the first triangle and left of the second. Such tiles are made from
+        adjacent pieces of a document on one rank, such as the two zigzag pieces of the last rank.
+        """
+        owner, (top, bottom, step, left, right, column_step), pattern = self
+        triangle = (pattern == TRIANGLE) & (step == 1) & (column_step == 1)
+        square = (pattern == ALL_VISIBLE) & (step == 1) & (column_step == 1)
+        steps = triangle[:-2] & square[1:-1] & triangle[2:] & (owner[:-2] == owner[2:])
+        steps &= (top[1:-1] == top[2:]) & (bottom[1:-1] == bottom[2:])
+        steps &= (bottom[:-2] == top[2:]) & (right[:-2] == left[2:]) & (right[1:-1] == left[2:])
+        upper = np.arange(len(owner))  # first tile of the triangle that ends with each tile
+        kept = np.ones(len(owner), dtype=bool)
+        for lower in (np.flatnonzero(steps) + 2).tolist():
+            if left[lower - 1] == left[upper[lower - 2]]:
+                upper[lower] = upper[lower - 2]
+                kept[lower - 2 : lower] = False
+        bounds = self.bounds.copy()
+        bounds[[0, 3]] = bounds[[0, 3]][:, upper]
+        return _CutTiles(owner, bounds, pattern).at(kept)
+
+
+_ROWS, _COLUMNS = 0, 3  # indices into the columns of `Tiles.bounds`
+
+
+class _Tiling:
+    """The tiles of a mask, cut level by level for all rectangles of a level at once.
+
+    Args:
+        cutter: Limits of the tiles.
+        mask: The mask.
+    """
+
+    def __init__(self, cutter: Cutter, mask: Mask):
+        self.cutter, self.mask = cutter, mask
+        self.patterns = [Pattern(), Pattern(triangle=True)]
+        self._known: dict[tuple, int] = {}  # numbers of patterns of equal edges and bands
+
+    def cut(self, q: Slices, k: Slices, limit: np.ndarray) -> _CutTiles:
+        """Return the tiles of every visible combination of a query slice and a key slice.
+
+        Args:
+            q: Query slices.
+            k: Key slices.
+            limit: int64 [owners], cost above which the caller does not use the tiles of an owner.
+        """
+        seen = seen_pairs(self.mask, q, k)
+        if seen is None:
+            middle = (q.owner[0] + q.owner[-1] + 1) // 2
+            late = [x.owner >= middle for x in (q, k)]
+            first = self.cut(q.at(~late[0]), k.at(~late[1]), limit)
+            return _CutTiles.sorted([first, self.cut(q.at(late[0]), k.at(late[1]), limit)])
+        owner, number = q.owner[seen.query], np.arange(len(seen.query))
+        q, k = (x.at(i)._replace(owner=number) for x, i in ((q, seen.query), (k, seen.key)))
+        full, partly = (np.flatnonzero(seen.cover == cover) for cover in (FULL, PARTIAL))
+        all_rows = (x.at(full).rows(0, x.span.length[full]) for x in (q, k))
+        parts = [_CutTiles.of(full, *all_rows, ALL_VISIBLE)]
+        if len(partly):
+            left, right, known = self.mask.bands(q.span.at(partly), k.span.at(partly))
+            (band,), (other,) = np.nonzero(known), np.nonzero(~known)
+            at = partly[band]
+            parts += self._bands(q.at(at), k.at(at), left[band], right[band])
+            if len(other):
+                at = partly[other]
+                parts += self._divided(q.at(at), k.at(at), owner[at], limit)
+        tiles = _CutTiles.sorted(parts)
+        return tiles._replace(owner=owner[tiles.owner]).joined()
+
+    def _divided(
+        self, q: Slices, k: Slices, parent: np.ndarray, limit: np.ndarray
+    ) -> list[_CutTiles]:
+        """Return the tiles of pairs of slices whose visible pairs are not a band.
+
+        Each pair is cut further, or becomes one tile with a table of visible pairs.
+
+        Args:
+            q: Query slice of each pair.
+            k: Key slice of each pair.
+            parent: Index of each pair's rectangle in `limit`.
+            limit: Same as in `cut`.
+        """
+        mask, size, number = self.mask, self.cutter.table_rows, np.arange(len(parent))
+        # Breaks are first, because between them a mask is mostly one band or nothing. Residues are
+        # before halves: halves keep their stride, so they never separate the classes.
+        q_cuts, k_cuts = (
+            _coarse(*cuts(breaks, x.span), x.span.length, size)
+            for breaks, x in ((mask.breaks, q), (mask.key_breaks, k))
+        )
+        uncut = np.ones(len(number), dtype=bool)
+        uncut[q_cuts[0]] = uncut[k_cuts[0]] = False
+        classes = uncut & (_mixed(q, mask.modulus) | _mixed(k, mask.modulus))
+        rows, columns = q.span.length, k.span.length
+        within = np.maximum(rows, columns) <= (0 if size is None else size)
+        tables = uncut & ~classes & (within | (size is None))
+        if size is None and tables.any():
+            self._no_table(q, k, int(tables.argmax()))
+        halves = uncut & ~classes & ~tables
+        parts = []
+        for x, (index, cut), longer in (
+            (q, q_cuts, rows >= columns), (k, k_cuts, rows < columns)
+        ):  # fmt: skip
+            (at,) = np.nonzero(halves & longer)
+            index, cut = np.append(index, at), np.append(cut, x.span.length[at] // 2)
+            order = np.argsort(index, kind="stable")
+            part = _parts(x, index[order], cut[order], np.flatnonzero(classes), mask.modulus)
+            parts.append(part.at(np.flatnonzero(~tables[part.owner])))
         # If both a table and tiles are possible, use whichever computes fewer pairs, including
         # tile_cost.
-        cheap = self._cheaper(tiles, q.span.length * k.span.length + self.tile_cost)
-        yield from self._table(mask, q, k) if cheap is None else cheap
+        most = np.where(within, rows * columns + self.cutter.tile_cost, FAR)
+        tiles = self.cut(*parts, most) if not tables.all() else None
+        if tiles is not None and size is not None:
+            height, width = (-((a - b) // c) for a, b, c in (tiles.bounds[:3], tiles.bounds[3:]))
+            cost = np.bincount(tiles.owner, height * width + self.cutter.tile_cost, len(number))
+            tables |= cost > most
+            tiles = tiles.at(~tables[tiles.owner])
+        (at,) = np.nonzero(tables)
+        made = self._tables(q.at(at), k.at(at), parent[at], limit)
+        return made if tiles is None else [tiles._replace(owner=q.owner[tiles.owner]), *made]
 
-    def _cheaper(self, tiles: Iterable[Tile], limit: int) -> list[Tile] | None:
-        """Return the tiles if their cost is at most `limit` pairs, else None.
-
-        The iteration stops when the limit is exceeded, because a fine mask can have very many
-        tiles.
-        """
-        taken, cost = [], 0
-        for tile in tiles:
-            cost += tile.computed + self.tile_cost
-            if cost > limit:
-                return None
-            taken.append(tile)
-        return taken
-
-    def _no_table(self, mask: Mask, q: ShardSlice, k: ShardSlice) -> None:
+    def _no_table(self, q: Slices, k: Slices, pair: int) -> None:
+        q_span, k_span = (SpanArray(x.span)[pair] for x in (q, k))
         raise ValueError(
-            f"mask: {mask!r} is not a band over queries {q.span} and keys {k.span}, and this "
+            f"mask: {self.mask!r} is not a band over queries {q_span} and keys {k_span}, and this "
             "kernel supports only bands; use kernel='triton' on a GPU, or 'reference'"
         )
 
-    def _table(self, mask: Mask, q: ShardSlice, k: ShardSlice) -> Iterator[Tile]:
-        table = np.array(mask.visible(q.span.positions()[:, None], k.span.positions()[None, :]))
-        (rows,), (columns,) = np.nonzero(table.any(axis=1)), np.nonzero(table.any(axis=0))
-        # Remove hidden rows and columns at the ends: padding is there and may hold NaN, and a
-        # probability of 0 times NaN is NaN.
-        if len(rows):
-            (top, bottom), (left, right) = ((int(x[0]), int(x[-1]) + 1) for x in (rows, columns))
-            inner = np.ascontiguousarray(table[top:bottom, left:right])
-            yield Tile(q.rows(top, bottom), k.rows(left, right), table=inner)
+    def _tables(
+        self, q: Slices, k: Slices, parent: np.ndarray, limit: np.ndarray
+    ) -> list[_CutTiles]:
+        """Return one tile with a table for each pair of slices; arguments as in `_divided`."""
+        cost, kept, ends = dict.fromkeys(parent.tolist(), 0), [], []
+        spans = zip(SpanArray(q.span), SpanArray(k.span), parent.tolist(), strict=True)
+        for number, (q_span, k_span, rectangle) in enumerate(spans):
+            if cost[rectangle] > limit[rectangle]:  # a fine mask can have very many tables
+                continue
+            seen = self.mask.visible(q_span.positions()[:, None], k_span.positions()[None, :])
+            table = np.array(seen)
+            (rows,), (columns,) = np.nonzero(table.any(axis=1)), np.nonzero(table.any(axis=0))
+            # Remove hidden rows and columns at the ends: padding is there and may hold NaN, and a
+            # probability of 0 times NaN is NaN.
+            if len(rows):
+                top, bottom, left, right = rows[0], rows[-1] + 1, columns[0], columns[-1] + 1
+                inner = np.ascontiguousarray(table[top:bottom, left:right])
+                cost[rectangle] += inner.size + self.cutter.tile_cost
+                self.patterns.append(Pattern(table=inner))
+                kept.append(number)
+                ends.append((top, bottom, left, right))
+        if not kept:
+            return []
+        q, k = (x.at(np.array(kept)) for x in (q, k))
+        top, bottom, left, right = np.array(ends).T
+        pattern = np.arange(len(self.patterns) - len(kept), len(self.patterns))
+        return [_CutTiles.of(q.owner, q.rows(top, bottom), k.rows(left, right), pattern)]
 
-    def _cut_band(self, q: ShardSlice, k: ShardSlice, band: Band) -> Iterator[Tile]:
-        if band.left + band.right < 0:  # the window is between the positions of a strided pair
-            return
-        # Most pairs of a ring have equal bands, so tiles are cached by shape and band.
-        shape = (q.span.length, k.span.length, band, self.band_rows)
-        if self.table_rows is None and left_edge(*shape[:3]):
-            if not self.windows:
-                raise ValueError(
-                    f"mask: a window over queries {q.span} and keys {k.span} hides the first keys, "
-                    "and this kernel supports neither windows nor tables; use kernel='triton' on a "
-                    "GPU, or 'reference'"
-                )
-            yield from _window(q, k, band)
-            return
-        if shape not in self._bands:
-            self._bands[shape] = band_tiles(*shape)
-        for part in self._bands[shape]:
-            rows, columns = q.rows(*part.rows), k.rows(*part.columns)
-            yield Tile(rows, columns, part.triangle, part.table)
+    def _bands(self, q: Slices, k: Slices, left: np.ndarray, right: np.ndarray) -> list[_CutTiles]:
+        """Return the tiles of pairs of slices whose visible pairs are the bands (left, right)."""
+        # A window between the positions of a strided pair is empty.
+        (some,) = np.nonzero(left + right >= 0)
+        q, k, far = q.at(some), k.at(some), 2 * (q.span.length + k.span.length)[some]
+        left, right = (np.clip(x[some], -far, far) for x in (left, right))
+        if self.cutter.table_rows is None:
+            edge = left_edge(q.span.length, k.span.length, left, right)
+            if edge.any():
+                (at,), (rest,) = np.nonzero(edge), np.nonzero(~edge)
+                windows = self._windows(q.at(at), k.at(at), left[at], right[at])
+                return [*self._bands(q.at(rest), k.at(rest), left[rest], right[rest]), *windows]
+        return self._band_tiles(q, k, left, right, self.cutter.band_rows)
+
+    def _windows(
+        self, q: Slices, k: Slices, left: np.ndarray, right: np.ndarray
+    ) -> list[_CutTiles]:
+        """Return the tiles of bands with a left edge, without rows and columns that see nothing.
+
+        The last tile has the band, and at most as many rows as columns. If there are more rows,
+        earlier tiles have the first rows, which see the first column.
+        """
+        if not self.cutter.windows:
+            q_span, k_span = (SpanArray(x.span)[0] for x in (q, k))
+            raise ValueError(
+                f"mask: a window over queries {q_span} and keys {k_span} hides the first keys, "
+                "and this kernel supports neither windows nor tables; use kernel='triton' on a "
+                "GPU, or 'reference'"
+            )
+        rows, columns = q.span.length, k.span.length
+        # `AtenKernel` corrects rows that see nothing only in tables, so a band must have none.
+        begin, end = np.maximum(0, -right), np.minimum(rows, columns + left)
+        first, stop = np.maximum(0, begin - left), np.minimum(columns, end + right)
+        shift = begin - first  # local rows and columns count from new origins
+        left, right = np.minimum(left - shift, rows), np.minimum(right + shift, columns)
+        q, k = q.take(begin, end - begin), k.take(first, stop - first)
+        # FlashAttention 2 limits a right edge to the number of columns, counted from the last row.
+        # With more rows than columns, the first rows would lose some columns.
+        over = np.maximum(0, q.span.length - k.span.length)
+        bands = zip((left - over).tolist(), np.minimum(right + over, columns).tolist(), strict=True)
+        pattern = [self._number(band, Pattern(band=Band(*band))) for band in bands]
+        inner = q.rows(over, q.span.length), k.rows(0, k.span.length)
+        return [
+            *self._band_tiles(q.take(0 * over, over), k, over, right, None),
+            _CutTiles.of(q.owner, *inner, np.array(pattern)),
+        ]
+
+    def _band_tiles(
+        self, q: Slices, k: Slices, left: np.ndarray, right: np.ndarray, block: int | None
+    ) -> list[_CutTiles]:
+        """Return the tiles of bands.
+
+        Rows that see the first column become a rectangle and a lower triangle. Later rows are cut
+        into blocks of at most `block` rows. A block becomes a tile of the columns that all its rows
+        see, and tiles of the slanted edges.
+
+        Args:
+            q: Query slice of each band.
+            k: Key slice of each band.
+            left: Number of visible columns before the diagonal.
+            right: Number of visible columns after the diagonal.
+            block: Largest number of rows of a block; None for one block.
+        """
+        rows, columns = q.span.length, k.span.length
+        limit = np.maximum(rows, 1)
+        if block is not None:  # an edge wastes half a block: keep that small
+            small = np.maximum(_SMALLEST_BLOCK, np.minimum(rows, left + right + 1) // 8)
+            limit = np.minimum(block, small)
+        begin = np.maximum(0, -right)  # earlier rows see nothing
+        stop = np.minimum(np.minimum(rows, left + 1), columns - right)
+        (at,) = np.nonzero((begin < stop) & (begin + right > 0))
+        # columns that the first row sees before the triangle begins
+        parts = [_BandTiles(at, begin[at], stop[at], 0 * at, (begin + right)[at], 0 * at)]
+        (at,) = np.nonzero(begin < stop)
+        parts.append(_triangles(at, begin[at], stop[at], right[at], limit[at]))
+        begin = np.maximum(begin, stop)
+        while True:
+            (at,) = np.nonzero((begin < rows) & (begin - left < columns))
+            if not len(at):
+                break
+            top, low, high, width = (x[at] for x in (begin, left, right, columns))
+            # The right edge must be inside the columns for all rows of a block, or outside for all.
+            # Otherwise its triangle would exceed the columns, or rows would lose visible columns.
+            inside = top + high < width - 1
+            end = np.minimum(rows[at], top + limit[at])
+            end = np.where(inside, np.minimum(end, width - high), end)
+            # Rows that see everything need no blocks.
+            end = np.where(~inside & (low >= top), np.minimum(rows[at], low + 1), end)
+            parts += self._blocks(at, top, end, width, low, high)
+            begin[at] = end
+        at, top, end, first, stop, pattern = (np.concatenate(x) for x in zip(*parts, strict=True))
+        q, k = q.at(at), k.at(at)
+        return [_CutTiles.of(q.owner, q.rows(top, end), k.rows(first, stop), pattern)]
+
+    def _blocks(
+        self,
+        band: np.ndarray,
+        top: np.ndarray,
+        end: np.ndarray,
+        columns: np.ndarray,
+        left: np.ndarray,
+        right: np.ndarray,
+    ) -> list[_BandTiles]:
+        """Return the tiles of rows `top` to `end` of bands; other arguments as in `_band_tiles`."""
+        first, first_full = np.maximum(0, top - left), np.maximum(0, end - 1 - left)
+        stop_full, stop = np.minimum(columns, top + right + 1), np.minimum(columns, end + right)
+        triangle = stop_full < stop
+        # The last column that all rows see is the first one of the triangle.
+        stop_full = stop_full - triangle
+        narrow = first_full > stop_full  # narrower than the block: both edges in one table
+        last = np.where(narrow, stop, first_full)
+        high = np.where(narrow, top + right - first, columns)
+        (at,) = np.nonzero(narrow | (first < first_full))
+        shapes = (x[at].tolist() for x in (end - top, last - first, top - left - first, high))
+        edges = [self._edge(*shape) for shape in zip(*shapes, strict=True)]
+        parts = [_BandTiles(band[at], top[at], end[at], first[at], last[at], np.array(edges, int))]
+        for shown, a, b, pattern in (
+            (first_full < stop_full, first_full, stop_full, ALL_VISIBLE),
+            (triangle, stop_full, stop, TRIANGLE),
+        ):
+            (at,) = np.nonzero(shown & ~narrow)
+            parts.append(_BandTiles(band[at], top[at], end[at], a[at], b[at], pattern + 0 * at))
+        return parts
+
+    def _edge(self, rows: int, columns: int, low: int, high: int) -> int:
+        """Return the number of a pattern in which row m sees columns m + low to m + high."""
+        key = (rows, columns, low, high)
+        if key not in self._known:  # equal edges share a table, so kernels convert it once
+            ahead = np.arange(columns)[None, :] - np.arange(rows)[:, None]
+            return self._number(key, Pattern(table=(ahead >= low) & (ahead <= high)))
+        return self._known[key]
+
+    def _number(self, key: tuple[int, ...], pattern: Pattern) -> int:
+        """Return the number of a pattern, which is added if no pattern with this key is known."""
+        if key not in self._known:
+            self._known[key] = len(self.patterns)
+            self.patterns.append(pattern)
+        return self._known[key]
 
 
-def _window(q: ShardSlice, k: ShardSlice, band: Band) -> Iterator[Tile]:
-    """Yield the tiles of a band with a left edge, without rows and columns with no visible pair.
+def _coarse(
+    index: np.ndarray, cut: np.ndarray, length: np.ndarray, size: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return only the first and last cut in each group of `size` rows of longer slices.
 
-    The last tile has the band, and at most as many rows as columns. If there are more rows, earlier
-    tiles have the first rows, which see the first column.
+    Slices that still contain cuts then have fewer than `size` rows, so a table can describe them.
+    For documents of a few tokens, a table is cheaper than one tile per document. `index` and `cut`
+    are a result of `cuts`, and `length` has the number of rows of each slice.
     """
-    # `AtenKernel` corrects rows that see nothing only in tables, so a band must have none.
-    begin, end = max(0, -band.right), min(q.span.length, k.span.length + band.left)
-    first, stop = max(0, begin - band.left), min(k.span.length, end + band.right)
-    shift = begin - first  # local rows and columns count from new origins
-    left, right = min(band.left - shift, q.span.length), min(band.right + shift, k.span.length)
-    # FlashAttention 2 limits a right edge to the number of columns, counted from the last row. With
-    # more rows than columns, the first rows would lose some columns.
-    over = max(0, end - begin - (stop - first))
-    for part in band_tiles(over, stop - first, Band(over, right), None):
-        rows, columns = (begin + x for x in part.rows), (first + x for x in part.columns)
-        yield Tile(q.rows(*rows), k.rows(*columns), part.triangle, part.table)
-    inner = Band(left - over, min(right + over, k.span.length))
-    yield Tile(q.rows(begin + over, end), k.rows(first, stop), band=inner)
+    if size is None:
+        return index, cut
+    edge, group = np.ones(len(cut) + 1, dtype=bool), cut // size
+    edge[1:-1] = (index[1:] != index[:-1]) | (group[1:] != group[:-1])
+    kept = edge[:-1] | edge[1:] | (length[index] <= size)
+    return index[kept], cut[kept]
 
 
-def _full_tiles(q_lengths: np.ndarray, k_lengths: np.ndarray, pairs: SeenPairs) -> Tiles:
-    """Return the tiles of pairs of spans that are all fully visible, joined as in `_joined`.
+def _mixed(x: Slices, modulus: int) -> np.ndarray:
+    """Return whether each slice has rows of several residue classes."""
+    return (x.span.stride % modulus != 0) & (x.span.length > 1)
 
-    With packed documents, most pairs of ranks have only such spans. So the computation has no loop
-    over pairs of spans.
+
+def _parts(
+    x: Slices, index: np.ndarray, cut: np.ndarray, classes: np.ndarray, modulus: int
+) -> Slices:
+    """Cut slices; the owner of a part is the index of its slice.
+
+    The stride of each residue class is a multiple of `modulus`. So in a dilated mask, all pairs of
+    a query class and a key class are visible, or none.
 
     Args:
-        q_lengths: Number of rows of each query span.
-        k_lengths: Number of rows of each key span.
-        pairs: Pairs of spans, all with cover `FULL`.
+        x: The slices.
+        index: Index of the slice of each cut.
+        cut: Index in the slice before which it is cut.
+        classes: Indices of slices that are split into residue classes instead.
+        modulus: Modulus of the residue classes.
     """
-    rows, columns = np.cumsum(np.append(0, q_lengths)), np.cumsum(np.append(0, k_lengths))
-    top, bottom = rows[pairs.query], rows[pairs.query + 1]
-    left, right = columns[pairs.key], columns[pairs.key + 1]
-    adjacent = (top[1:] == top[:-1]) & (left[1:] == right[:-1])
-    first, last = np.append(True, ~adjacent), np.append(~adjacent, True)
-    top, bottom, left, right = top[first], bottom[first], left[first], right[last]
-    equal = (left[1:] == left[:-1]) & (right[1:] == right[:-1])
-    adjacent = equal & (top[1:] == bottom[:-1])
-    first, last = np.append(True, ~adjacent), np.append(~adjacent, True)
-    top, bottom, left, right = top[first], bottom[last], left[first], right[first]
-    step, pattern = np.ones_like(top), np.full(len(top), ALL_VISIBLE)
-    bounds = np.stack([top, bottom, step, left, right, step], axis=1)
-    return Tiles(bounds, pattern, [Pattern()])
-
-
-def _joined(tiles: Iterable[Tile]) -> Iterator[Tile]:
-    """Join adjacent fully visible tiles, because one large call is faster."""
-    # Join along rows first, because tiles are in row order; then join tiles of equal width.
-    return _joined_along(_joined_along(tiles, "rows", "columns"), "columns", "rows")
-
-
-def _joined_along(tiles: Iterable[Tile], same: str, along: str) -> Iterator[Tile]:
-    """Join consecutive, fully visible tiles that are adjacent along one axis.
-
-    Args:
-        tiles: Tiles in order.
-        same: Axis ("rows" or "columns") in which joined tiles are equal.
-        along: Axis along which joined tiles are adjacent.
-    """
-    last: Tile | None = None
-    for tile in tiles:
-        if last and _touch(last, tile, same, along):
-            a, b = getattr(last, along), getattr(tile, along)
-            last = last._replace(**{along: slice(a.start, b.stop, a.step)})
-            continue
-        if last:
-            yield last
-        last = tile
-    if last:
-        yield last
-
-
-def _touch(a: Tile, b: Tile, same: str, along: str) -> bool:
-    first, second = getattr(a, along), getattr(b, along)
-    if first.stop != second.start or getattr(a, same) != getattr(b, same):  # most tiles
-        return False
-    return first.step == second.step == 1 and _fully_visible(a) and _fully_visible(b)
-
-
-def _fully_visible(tile: Tile) -> bool:
-    """Return True if all pairs of the tile are visible."""
-    return not tile.triangle and tile.table is None and tile.band is None
-
-
-def _joined_triangles(tiles: Iterable[Tile]) -> list[Tile]:
-    """Join two triangles and the square between them to one triangle.
-
-    The square is below the first triangle and left of the second. Such tiles are made from adjacent
-    pieces of a document on one rank, such as the two zigzag pieces of the last rank.
-    """
-    joined: list[Tile] = []
-    for tile in tiles:
-        joined.append(tile)
-        if tile.triangle and len(joined) >= 3 and _are_steps(*joined[-3:]):
-            first, _, last = joined[-3:]
-            rows = slice(first.rows.start, last.rows.stop, 1)
-            columns = slice(first.columns.start, last.columns.stop, 1)
-            joined[-3:] = [Tile(rows, columns, triangle=True)]
-    return joined
-
-
-def _are_steps(upper: Tile, square: Tile, lower: Tile) -> bool:
-    """Return True if three tiles together are one lower triangle: top, square below it, bottom."""
-    if not (upper.triangle and _fully_visible(square) and lower.triangle):
-        return False
-    steps = {part.step for tile in (upper, square, lower) for part in (tile.rows, tile.columns)}
-    return (
-        steps == {1} and square.rows == lower.rows and square.columns == upper.columns
-        and upper.rows.stop == lower.rows.start and upper.columns.stop == lower.columns.start
-    )  # fmt: skip
+    of, first, count = divided(x.span.length, index, cut)
+    every = np.ones_like(of)
+    if len(classes):
+        whole = np.ones(len(x.owner), dtype=bool)
+        whole[classes] = False
+        of, first, count = (y[whole[of]] for y in (of, first, count))
+        length, step = x.span.length[classes], modulus // np.gcd(x.span.stride[classes], modulus)
+        number = np.minimum(step, length)
+        step, length, begin = np.repeat(step, number), np.repeat(length, number), counted(0, number)
+        of, first, count = (
+            np.concatenate(pair)
+            for pair in (
+                (of, np.repeat(classes, number)),
+                (first, begin),
+                (count, -((begin - length) // step)),
+            )
+        )
+        every = np.append(np.ones(len(of) - len(step), dtype=np.int64), step)
+        order = np.argsort(of, kind="stable")
+        of, first, count, every = (y[order] for y in (of, first, count, every))
+    return x.at(of).take(first, count, every)._replace(owner=of)
 
 
 _SMALLEST_BLOCK = 128  # a smaller call costs more than the hidden pairs that it saves
 
 
-class BandTile(NamedTuple):
-    """A tile of a band; rows and columns count from the first ones of the band.
+class _BandTiles(NamedTuple):
+    """Tiles of bands, as arrays; rows and columns count from the first ones of the band.
 
     Attributes:
-        rows: (first, stop) of the rows.
-        columns: (first, stop) of the columns.
-        triangle: Same as in `Tile`.
-        table: Same as in `Tile`.
+        band: Index of the band.
+        top: First row.
+        end: Row after the last row.
+        first: First column.
+        stop: Column after the last column.
+        pattern: Same as in `Tiles`.
     """
 
-    rows: tuple[int, int]
-    columns: tuple[int, int]
-    triangle: bool = False
-    table: np.ndarray | None = None
+    band: np.ndarray
+    top: np.ndarray
+    end: np.ndarray
+    first: np.ndarray
+    stop: np.ndarray
+    pattern: np.ndarray
 
 
-def left_edge(rows: int, columns: int, band: Band) -> bool:
-    """Return True if some row sees a column but does not see the first column.
+def left_edge(
+    rows: np.ndarray, columns: np.ndarray, left: np.ndarray, right: np.ndarray
+) -> np.ndarray:
+    """Return whether some row of each band sees a column but does not see the first column.
 
     If there is no such row, the band is a lower triangle and rectangles, which every kernel
     supports.
     """
-    return min(rows, columns + band.left) > max(0, -band.right, band.left + 1)
+    return np.minimum(rows, columns + left) > np.maximum(0, np.maximum(-right, left + 1))
 
 
-def band_tiles(rows: int, columns: int, band: Band, block: int | None) -> tuple[BandTile, ...]:
-    """Return the tiles of a band in a rectangle of `rows` x `columns`.
-
-    Rows that see the first column become a rectangle and a lower triangle. Later rows are cut into
-    blocks of at most `block` rows. A block becomes a tile of the columns that all its rows see, and
-    tiles of the slanted edges.
-
-    Args:
-        rows: Number of rows.
-        columns: Number of columns.
-        band: The band.
-        block: Largest number of rows of a block; None for one block.
-    """
-    left, right = band
-    if block is not None:  # an edge wastes half a block: keep that small
-        block = min(block, max(_SMALLEST_BLOCK, min(rows, left + right + 1) // 8))
-    tiles: list[BandTile] = []
-    edges: dict[tuple, np.ndarray] = {}  # equal edges share a table, so kernels convert it once
-    begin = max(0, -right)  # earlier rows see nothing
-    stop = min(rows, left + 1, columns - right)
-    if begin < stop:
-        if begin + right > 0:  # columns that the first row sees before the triangle begins
-            tiles.append(BandTile((begin, stop), (0, begin + right)))
-        tiles += _triangle(begin, stop, right, block or stop)
-        begin = stop
-    while begin < rows and begin - left < columns:
-        end = rows if block is None else min(rows, begin + block)
-        # The right edge must be inside the columns for all rows of a block, or outside for all.
-        # Otherwise its triangle would exceed the columns, or rows would lose visible columns.
-        if begin + right < columns - 1:
-            end = min(end, columns - right)
-        elif left >= begin:  # rows that see everything need no blocks
-            end = min(rows, left + 1)
-        tiles += _block_tiles(begin, end, columns, band, edges)
-        begin = end
-    return tuple(tiles)
-
-
-def _triangle(begin: int, end: int, right: int, block: int) -> Iterator[BandTile]:
-    """Divide a lower triangle into a square and two triangles, down to triangles of `block` rows.
+def _triangles(
+    band: np.ndarray, begin: np.ndarray, end: np.ndarray, right: np.ndarray, block: np.ndarray
+) -> _BandTiles:
+    """Divide lower triangles into a square and two triangles, down to triangles of `block` rows.
 
     The squares are as large as possible, which is fastest for kernels. Each row is in few squares,
     so few results are merged. Causal attention of 4K tokens on a CPU is up to 10 % slower if the
     triangle is cut into rows of equal blocks.
+
+    Args:
+        band: Index of the band of each triangle.
+        begin: First row of each triangle.
+        end: Row after the last row.
+        right: Column after the first row's last column is `begin + right + 1`.
+        block: Largest number of rows of a triangle that is not divided.
     """
-    blocks = -(-(end - begin) // block)
-    if blocks == 1:
-        yield BandTile((begin, end), (begin + right, end + right), triangle=True)
-        return
-    middle = begin + block * ((blocks + 1) // 2)
-    yield from _triangle(begin, middle, right, block)
-    yield BandTile((middle, end), (begin + right, middle + right))
-    yield from _triangle(middle, end, right, block)
-
-
-def _block_tiles(
-    begin: int, end: int, columns: int, band: Band, edges: dict[tuple, np.ndarray]
-) -> Iterator[BandTile]:
-    """Yield the tiles of rows `begin` to `end` of a band; `edges` caches tables of equal edges."""
-    left, right = band
-    first, first_full = max(0, begin - left), max(0, end - 1 - left)
-    stop_full, stop = min(columns, begin + right + 1), min(columns, end + right)
-    triangle = stop_full < stop
-    if triangle:
-        stop_full -= 1  # the last column that all rows see is the first one of the triangle
-    block = (begin, end)
-    if first_full > stop_full:  # narrower than the block: both edges in one table
-        shape = (end - begin, stop - first, begin - left - first, begin + right - first)
-        yield BandTile(block, (first, stop), table=_edge(edges, *shape))
-        return
-    if first < first_full:
-        shape = (end - begin, first_full - first, begin - left - first, columns)
-        yield BandTile(block, (first, first_full), table=_edge(edges, *shape))
-    if first_full < stop_full:
-        yield BandTile(block, (first_full, stop_full))
-    if triangle:
-        yield BandTile(block, (stop_full, stop), triangle=True)
-
-
-def _edge(edges: dict[tuple, np.ndarray], rows: int, columns: int, low: int, high: int):
-    """Return a bool [rows, columns], true if m + low <= n <= m + high for row m and column n."""
-    key = (rows, columns, low, high)
-    if key not in edges:
-        ahead = np.arange(columns)[None, :] - np.arange(rows)[:, None]
-        edges[key] = (ahead >= low) & (ahead <= high)
-    return edges[key]
+    blocks = -((begin - end) // block)
+    count = 2 * blocks - 1  # triangles and, before each but the first, a square left of it
+    of, item = np.repeat(np.arange(len(band)), count), counted(0, count)
+    band, begin, end, right, block = (x[of] for x in (band, begin, end, right, block))
+    middle, square = (item + 1) // 2, item % 2 == 1  # in blocks
+    low, high = np.zeros_like(item), blocks[of]
+    # The square is in the triangle from `low` to `high` that is divided at `middle`.
+    while (apart := square & (middle != (low + high + 1) // 2)).any():
+        cut = (low + high + 1) // 2
+        low, high = np.where(apart & (middle > cut), cut, low), np.where(middle < cut, cut, high)
+    low, high = np.where(square, low, middle), np.where(square, high, middle + 1)
+    top, end = begin + block * middle, np.minimum(begin + block * high, end)
+    stop = np.where(square, top, end) + right
+    pattern = np.where(square, ALL_VISIBLE, TRIANGLE)
+    return _BandTiles(band, top, end, begin + block * low + right, stop, pattern)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
 from typing import Any
 from zlib import crc32
 
@@ -22,10 +22,10 @@ from ..comm.transport import Channel
 from ..execution import joined
 from ..execution.rank_plan import Exchange, KernelCall, Payload, RankPass, RowPlace, Step, Target
 from ..kernels.base import Kernel
-from ..layout.layouts import Shards, SpanArray, Spans, counted
+from ..layout.layouts import Pieces, Shards, SpanArray, Spans, counted, pieces_of
 from ..layout.sharding import to_device
 from ..masks import Mask
-from ..schedule.bundles import spans_of
+from ..schedule.bundles import spans_in
 from ..schedule.program import parts_of
 from ..schedule.rings import Schedule, totals_of
 from ..schedule.sizes import Sizes
@@ -35,7 +35,7 @@ OWN = "kv", "query"
 
 
 class KernelWorkCache:
-    """Cache of kernel plans (`Kernel.work_for`) by (query spans, key spans), for all passes.
+    """Cache of kernel plans (`Kernel.works_for`) by (query spans, key spans), for all passes.
 
     Args:
         kernel: Local attention kernel.
@@ -48,27 +48,42 @@ class KernelWorkCache:
     def __init__(self, kernel: Kernel, mask: Mask, queries: Shards, keys: Shards, sizes: Sizes):
         self.kernel, self.mask, self.sizes = kernel, mask, sizes
         self._shards: dict[str, Shards] = {"query": queries, "kv": keys}
-        self._arrays: dict[tuple[str, int], SpanArray] = {}
+        self._pieces: dict[str, Pieces] = {}
         self._planned: dict[tuple[bytes, bytes], Any] = {}
 
-    def of(self, queries: SpanArray, keys: SpanArray) -> Any:
-        """Return the kernel's plan for query and key spans; None if no pair is visible."""
-        key = queries.key, keys.key
-        if key not in self._planned:
-            seen = len(queries) and len(keys)
-            self._planned[key] = self.kernel.work_for(self.mask, queries, keys) if seen else None
-        return self._planned[key]
+    def of(self, pairs: Sequence[tuple[SpanArray, SpanArray]]) -> list[Any]:
+        """Return the kernel's plan for each pair of query and key spans; None if nothing is seen.
 
-    def spans(self, schedule: Schedule, chunk: Chunk) -> SpanArray:
-        """Return the positions of the rows of a chunk, as spans."""
-        key = chunk.family, chunk.owner
-        if key not in self._arrays:
-            self._arrays[key] = SpanArray(Spans.of(self._shards[chunk.family][chunk.owner]))
-        shard = self._arrays[key]
-        if chunk.rows == ALL:
-            return shard
-        ranges = schedule.tables.bundles(chunk.family).ranges(chunk.owner, chunk.rows)
-        return spans_of(ranges, shard.arrays)
+        The kernel plans all pairs at once, which is much faster than one by one.
+        """
+        keys = [(queries.key, keys.key) for queries, keys in pairs]
+        new = {key: pair for key, pair in zip(keys, pairs, strict=True) if key not in self._planned}
+        self._planned |= dict.fromkeys(new)
+        new = {key: pair for key, pair in new.items() if all(map(len, pair))}
+        works = self.kernel.works_for(self.mask, list(new.values())) if new else ()
+        self._planned |= zip(new, works, strict=True)
+        return [self._planned[key] for key in keys]
+
+    def spans(self, schedule: Schedule, chunks: Sequence[Chunk]) -> list[SpanArray]:
+        """Return the positions of the rows of each chunk, as spans."""
+        spans: list[SpanArray] = [SpanArray(Spans.of(()))] * len(chunks)
+        for family in OWN:
+            at = [index for index, chunk in enumerate(chunks) if chunk.family == family]
+            if not at:
+                continue
+            if family not in self._pieces:
+                self._pieces[family] = pieces_of(self._shards[family])
+            pieces = self._pieces[family]
+            owner, bits = np.array([chunks[index][1:] for index in at]).T
+            of_chunk, ranges = schedule.tables.bundles(family).all_ranges(owner, bits)
+            # Rows are counted over all shards, so that all shards are one.
+            before = np.append(0, np.cumsum(pieces.span.length))
+            before = before[np.searchsorted(pieces.owner, owner)]
+            of_range, arrays = spans_in(ranges + before[of_chunk][:, None], pieces.span)
+            ends = np.searchsorted(of_chunk[of_range], np.arange(len(at) + 1)).tolist()
+            for index, part in zip(at, pairwise(ends), strict=True):
+                spans[index] = SpanArray(arrays.at(slice(*part)))
+        return spans
 
 
 def make_pass(
@@ -92,15 +107,16 @@ def make_pass(
     program = schedule.program(rank)
     hops = [hop for boundary in program for hop in boundary.posts]
     received = [hop.chunk for hop in hops if hop.dst == rank and not hop.chunk.accumulated]
-    copies = [*(Chunk(family, rank) for family in OWN), *received]
-    pairs = {pair: _calls(schedule, works, copies, pair) for b in program for pair in b.pairs}
+    copies: dict[tuple[str, int], list[Chunk]] = defaultdict(list)
+    for chunk in (*(Chunk(family, rank) for family in OWN), *received):
+        copies[chunk[:2]].append(chunk)
+    pairs = _calls(schedule, works, copies, [pair for b in program for pair in b.pairs])
     computed = [(call.queries, call.keys) for calls in pairs.values() for call in calls]
     totals = totals_of(schedule, rank, hops, computed)
-    rows = _PassRows(name, rank, copies, received, totals, RowMaps(schedule.tables))
+    rows = _PassRows(name, rank, copies, set(received), totals, RowMaps(schedule.tables))
 
     calls = {
-        pair: tuple(rows.with_targets(call) for call in pair_calls)
-        for pair, pair_calls in pairs.items()
+        pair: [rows.with_targets(call) for call in pair_calls] for pair, pair_calls in pairs.items()
     }
     payloads = {hop: rows.payload(hop) for hop in hops}
     longest = rows.longest(hops)
@@ -125,7 +141,8 @@ class _PassRows:
     Attributes:
         name: Name of the pass.
         rank: Index of the rank in the ring.
-        copies: Chunks of queries and keys on this rank: its own chunks, then the received chunks.
+        copies: (family, owner) -> chunks of queries or keys on this rank: its own, then received
+            ones.
         received: Received chunks of queries and keys.
         totals: (family, owner) -> chunk with all rows for which this rank sums partial results. A
             family is "out", "dquery" or "dkv".
@@ -134,8 +151,8 @@ class _PassRows:
 
     name: str
     rank: int
-    copies: Sequence[Chunk]
-    received: Sequence[Chunk]
+    copies: dict[tuple[str, int], list[Chunk]]
+    received: set[Chunk]
     totals: dict[tuple[str, int], Chunk]
     maps: RowMaps
 
@@ -173,7 +190,7 @@ class _PassRows:
         if chunk.accumulated:
             target = self.target(chunk, chunk.rows)
         elif hop.src == self.rank and chunk not in self.received:
-            (held,) = parts_of(self.copies, *chunk)
+            (held,) = parts_of(self.copies, chunk)
             source = held, self.maps.place(held, chunk.rows)
         digest = crc32(f"{self.name} {chunk}".encode())
         packed = chunk.accumulated or hop.src != chunk.owner
@@ -195,31 +212,44 @@ class _PassRows:
 
 
 def _calls(
-    schedule: Schedule, works: KernelWorkCache, copies: Sequence[Chunk], pair: Pair
-) -> tuple[KernelCall, ...]:
-    """Return the kernel calls of a pair of chunks.
+    schedule: Schedule,
+    works: KernelWorkCache,
+    copies: dict[tuple[str, int], list[Chunk]],
+    pairs: Sequence[Pair],
+) -> dict[Pair, list[KernelCall]]:
+    """Return the kernel calls of each pair of chunks.
 
     If the chunks were received in several parts, each combination of a query part and a key part
     with visible pairs is a call.
     """
-    part_pairs = product(
-        parts_of(copies, "query", pair.query, pair.query_rows),
-        parts_of(copies, "kv", pair.key, pair.key_rows),
-    )
-    if schedule.joined:  # the joined call is planned instead
-        return tuple(KernelCall(pair, *parts, None, ()) for parts in part_pairs)
-    works_of = (
-        (parts, works.of(*(works.spans(schedule, chunk) for chunk in parts)))
-        for parts in part_pairs
-    )
-    return tuple(KernelCall(pair, *parts, work, ()) for parts, work in works_of if work is not None)
+    calls = [
+        KernelCall(pair, *parts, None, ())
+        for pair in pairs
+        for parts in product(
+            parts_of(copies, Chunk("query", pair.query, pair.query_rows)),
+            parts_of(copies, Chunk("kv", pair.key, pair.key_rows)),
+        )
+    ]
+    if not schedule.joined:  # otherwise the joined call is planned instead
+        chunks = list({chunk: None for call in calls for chunk in (call.queries, call.keys)})
+        spans = dict(zip(chunks, works.spans(schedule, chunks), strict=True))
+        planned = works.of([(spans[call.queries], spans[call.keys]) for call in calls])
+        calls = [
+            replace(call, work=work)
+            for call, work in zip(calls, planned, strict=True)
+            if work is not None
+        ]
+    by_pair: dict[Pair, list[KernelCall]] = {pair: [] for pair in pairs}
+    for call in calls:
+        by_pair[call.pair].append(call)
+    return by_pair
 
 
 def _step(
     boundary: Boundary,
     rank: int,
     payloads: dict[Hop, Payload],
-    calls: dict[Pair, tuple[KernelCall, ...]],
+    calls: dict[Pair, list[KernelCall]],
 ) -> Step:
     if not (boundary.posts or boundary.release or boundary.pairs):  # the usual case with many ranks
         return Step(boundary.index, (), (), ())

@@ -129,20 +129,38 @@ class Bundles:
         The ranges are in the order of messages. `bits` is a bit set: bit i selects the owner's
         bundle number i. `ALL` means the whole shard in its own order.
         """
-        low, high = np.searchsorted(self.owner, (owner, owner + 1))
-        if bits < 0:
-            rows = int(self.rows[low:high].sum())
-            return np.array([(0, rows)] if rows else [], dtype=np.int64).reshape(-1, 2)
-        own = slice(*np.searchsorted(self.runs.bundle, (low, high)))
-        bundle, *columns = (column[own] for column in self.runs)
-        taken = (np.right_shift(bits, self.number[bundle]) & 1).astype(bool)
-        if not taken.any():
-            return np.empty((0, 2), dtype=np.int64)
-        first, rows = (column[taken] for column in columns)
-        stop = first + rows
-        apart = first[1:] != stop[:-1]  # consecutive rows are one range
-        first, stop = first[np.append(True, apart)], stop[np.append(apart, True)]
-        return np.stack([first, stop], axis=1)
+        return self.all_ranges(np.array([owner]), np.array([bits]))[1]
+
+    def all_ranges(self, owner: np.ndarray, bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ranges of several sets of bundles.
+
+        Args:
+            owner: Owner of each set.
+            bits: Bit set of each set, int64, as in `ranges`.
+
+        Returns:
+            Index of the set of each range, ascending; the ranges, int64 [n, 2].
+        """
+        some = np.flatnonzero(bits >= 0)
+        low, high = np.searchsorted(self.owner, (owner[some], owner[some] + 1))
+        low, high = np.searchsorted(self.runs.bundle, (low, high))
+        index, at = np.repeat(some, high - low), counted(low, high - low)
+        bundle = self.runs.bundle[at]
+        taken = (np.right_shift(bits[index], self.number[bundle]) & 1).astype(bool)
+        index, at = index[taken], at[taken]
+        first = self.runs.first[at]
+        stop = first + self.runs.rows[at]
+        apart = np.ones(len(index) + 1, dtype=bool)  # consecutive rows are one range
+        apart[1:-1] = (first[1:] != stop[:-1]) | (index[1:] != index[:-1])
+        index, first, stop = index[apart[:-1]], first[apart[:-1]], stop[apart[1:]]
+        if len(some) < len(bits):
+            rows = np.where(bits < 0, self._rows_by_bit.sum(axis=0)[owner], 0)
+            (shard,) = np.nonzero(rows)
+            index, first = np.append(index, shard), np.append(first, 0 * shard)
+            stop = np.append(stop, rows[shard])
+            order = np.argsort(index, kind="stable")
+            index, first, stop = index[order], first[order], stop[order]
+        return index, np.stack([first, stop], axis=1)
 
     def whole(self) -> Bundles:
         """Join the bundles of each owner to one bundle.
@@ -291,6 +309,11 @@ def spans_of(ranges: np.ndarray, shard: Spans) -> SpanArray:
         ranges: The rows, as ranges (first, stop) of the shard, int [m, 2].
         shard: Spans of the shard, arrays [n].
     """
+    return SpanArray(spans_in(ranges, shard)[1])
+
+
+def spans_in(ranges: np.ndarray, shard: Spans) -> tuple[np.ndarray, Spans]:
+    """Return the range of each span, and the spans; same as `spans_of`."""
     bounds = np.cumsum(np.append(0, shard.length))  # first row of each span
     first, stop = ranges.T
     # Each range overlaps the spans `begin` to `end`.
@@ -302,4 +325,4 @@ def spans_of(ranges: np.ndarray, shard: Spans) -> SpanArray:
     low = np.maximum(first[of_range], bounds[at])
     high = np.minimum(stop[of_range], bounds[at + 1])
     fields = shard.start[at] + (low - bounds[at]) * shard.stride[at], shard.stride[at], high - low
-    return SpanArray(Spans(*fields))
+    return of_range, Spans(*fields)

@@ -349,7 +349,7 @@ class _Replay:
         arrive = {hop.chunk: hop.post for hop in hops if hop.dst == self.me}
         left: dict[Chunk, int] = defaultdict(int)
         for hop in (hop for hop in hops if hop.src == self.me):
-            sent = hop.chunk if hop.chunk in arrive else self._parts(*hop.chunk)[0]
+            sent = hop.chunk if hop.chunk in arrive else parts_of(self.copies, hop.chunk)[0]
             left[sent] = max(left[sent], hop.land)
         return max(arrive.values(), default=0), left
 
@@ -408,9 +408,6 @@ class _Replay:
         return self.schedule.tables.bundles(chunk.family).count(chunk.owner, chunk.rows)
 
     def _calls(self, pair: Pair) -> list[tuple[Chunk, Chunk]]:
-        queries = self._parts("query", pair.query, pair.query_rows)
-        keys = self._parts("kv", pair.key, pair.key_rows)
+        queries = parts_of(self.copies, Chunk("query", pair.query, pair.query_rows))
+        keys = parts_of(self.copies, Chunk("kv", pair.key, pair.key_rows))
         return [(q, k) for q in queries for k in keys]
-
-    def _parts(self, family: str, owner: int, rows: int) -> list[Chunk]:
-        return parts_of(self.copies.get((family, owner), ()), family, owner, rows)

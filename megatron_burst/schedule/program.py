@@ -8,7 +8,7 @@ chunks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -63,20 +63,14 @@ def pairs_of(tables: Tables, rank: int) -> dict[Pair, int]:
     return {Pair(*pair): step for step, *pair in zip(steps, *columns, strict=True)}
 
 
-def parts_of(chunks: Iterable[Chunk], family: str, owner: int, rows: int) -> list[Chunk]:
-    """Return the chunks of a family and an owner that have some of these rows.
+def parts_of(chunks: Mapping[tuple[str, int], Sequence[Chunk]], wanted: Chunk) -> list[Chunk]:
+    """Return the chunks that have some rows of another chunk.
 
     Args:
-        chunks: Chunks to select from.
-        family: Name of the family, such as "kv".
-        owner: Rank that owns the rows.
-        rows: Bit set of rows, as in `Chunk`.
+        chunks: (family, owner) -> chunks to select from.
+        wanted: Chunk whose family, owner and rows are compared.
     """
-    return [
-        chunk
-        for chunk in chunks
-        if chunk.family == family and chunk.owner == owner and chunk.rows & rows
-    ]
+    return [chunk for chunk in chunks.get(wanted[:2], ()) if chunk.rows & wanted.rows]
 
 
 def _last_use(rank: int, hops: list[Hop], pairs: dict[Pair, int]) -> dict[Chunk, int]:
@@ -86,15 +80,15 @@ def _last_use(rank: int, hops: list[Hop], pairs: dict[Pair, int]) -> dict[Chunk,
     for chunk in last_use:
         by_owner.setdefault(chunk[:2], []).append(chunk)
 
-    def use(family: str, owner: int, rows: int, until: int) -> None:
-        for part in parts_of(by_owner.get((family, owner), ()), family, owner, rows):
+    def use(wanted: Chunk, until: int) -> None:
+        for part in parts_of(by_owner, wanted):
             last_use[part] = max(last_use[part], until)
 
     for hop in hops:
         # A buffer is in use while a hop sends it, also after the last pair that reads it.
         if hop.src == rank and not hop.chunk.accumulated:
-            use(*hop.chunk, max(hop.land, hop.post + 1))
+            use(hop.chunk, max(hop.land, hop.post + 1))
     for pair, step in pairs.items():
-        use("query", pair.query, pair.query_rows, step + 1)
-        use("kv", pair.key, pair.key_rows, step + 1)
+        use(Chunk("query", pair.query, pair.query_rows), step + 1)
+        use(Chunk("kv", pair.key, pair.key_rows), step + 1)
     return last_use

@@ -123,7 +123,7 @@ def plan(kernel, mask, shards, rank, other):
     """The work of a pair; windows are to be refused by operators that have none, and nothing else
     by anybody."""
     try:
-        return kernel.work_for(mask, shards[rank], shards[other])
+        return kernel.works_for(mask, [(shards[rank], shards[other])])[0]
     except ValueError as reason:
         if "Window" not in repr(mask) or getattr(kernel, "operator", kernel).windows:
             raise

@@ -41,7 +41,7 @@ def test_packs(device, visiting):
     place, spans, scoring = torch.arange(tokens, device=device), [Span(0, 1, tokens)], Scoring(0.1)
     for pack in range(PACKS):
         bounds = ends(pack, tokens)
-        work = kernel.work_for(Documents(bounds) & Causal(), spans, spans)
+        work = kernel.works_for(Documents(bounds) & Causal(), [(spans, spans)])[0]
         own = torch.bucketize(place, torch.tensor(bounds[1:], device=device), right=True)
         seen = (own[:, None] == own) & (place[:, None] >= place)
         truth_out, truth_lse, *truth = oracle.attention(*inputs, seen, scale=0.1)

@@ -65,7 +65,9 @@ def run(mask, seen, heads=(1, 1), widths=(16, 16), batch=1, softcap=None, dtype=
     scoring, cut = Scoring(0.3, softcap), 22
     kernel = flex.FlexKernel()
     whole, parts = [Span(0, 1, N)], [slice(cut, N), slice(0, cut)]
-    works = [kernel.work_for(mask, whole, [Span(p.start, 1, p.stop - p.start)]) for p in parts]
+    works = [
+        kernel.works_for(mask, [(whole, [Span(p.start, 1, p.stop - p.start)])])[0] for p in parts
+    ]
     out, lse = empty_result(q, w)
     largest = torch.full((h,), -math.inf)
     for part, work in zip(parts, works, strict=True):

@@ -29,7 +29,7 @@ def run(name, mask, q, k, v, dout, spans=None, scale=None, travelling=False, k_s
     """
     kernel = registry.make(name, q, k, v) if isinstance(name, str) else name
     spans = spans or [Span(0, 1, q.shape[0])]
-    work = kernel.work_for(mask, spans, k_spans or spans)
+    work = kernel.works_for(mask, [(spans, k_spans or spans)])[0]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, lse = empty_result(q, v.shape[-1])
     kernel.forward(q, k, v, work, Scoring(scale), out, lse)

@@ -111,7 +111,7 @@ def run(case, spans, mask, dtype=torch.float32, heads=(2, 2), widths=(16, 16), b
     truth = dense(q, k, v, dout, seen, scoring)
     kernel = TritonKernel(size)
     assert kernel.refusal(q, k, v) is None
-    work = kernel.work_for(mask, *spans)
+    work = kernel.works_for(mask, [spans])[0]
     out, lse = (
         poisoned((n, batch, heads[0], w), torch.float32, 0.0),
         poisoned((n, batch, heads[0]), torch.float32, -math.inf),
@@ -231,7 +231,7 @@ def leaks():
         q, k, v, dout = (torch.randn(70, 1, 1, 16) for _ in range(4))
         {"key": k, "value": v}[bad][60] = math.nan
         kernel, scoring = TritonKernel(SMALL), Scoring(0.3)
-        work = kernel.work_for(CAUSAL, *whole)
+        work = kernel.works_for(CAUSAL, [whole])[0]
         out, lse = torch.zeros(70, 1, 1, 16), torch.full((70, 1, 1), -math.inf)
         kernel.forward(q, k, v, work, scoring, out, lse)
         sums = [torch.zeros(70, 1, 1, 16) for _ in range(3)]

@@ -43,7 +43,7 @@ def attention(axis):
         [Span(0, 1, S)],
         Scoring(0.3, None),
     )
-    work = kernel.work_for(Causal(), spans, spans)
+    work = kernel.works_for(Causal(), [(spans, spans)])[0]
     assert work is not None
     empty = torch.zeros(S, B, H, W), torch.full((S, B, H), -torch.inf)
     results = []

@@ -78,7 +78,7 @@ def run(mask="causal", chunks=ZIGZAG, heads=(2, 2), selections=1, block=1, top_k
     parts = []
     for spans in chunks:
         rows = torch.tensor([p for span in spans for p in span.positions().tolist()])
-        work = pairs.work_for(mask, [Span(0, 1, S)], spans)
+        work = pairs.works_for(mask, [([Span(0, 1, S)], spans)])[0]
         assert work is not None
         parts.append((rows, work))
     for rows, work in parts:

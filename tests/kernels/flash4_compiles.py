@@ -79,7 +79,7 @@ def both_passes(name, mask, q, k, v, dout):
     spans = [Span(0, 1, halves), Span(LENGTH - halves, 1, halves)]  # of rank 0 of 2, zigzag
     if name in ("full", "causal", "window", "documents"):
         spans = [Span(0, 1, LENGTH)]
-    work = kernel.work_for(mask, spans, spans)
+    work = kernel.works_for(mask, [(spans, spans)])[0]
     assert (work[0].blocks is not None) == (len(spans) == 2)
     rows = sum(span.length for span in spans)
     q, k, v, dout = (x[:rows] for x in (q, k, v, dout))

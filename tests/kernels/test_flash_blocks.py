@@ -217,7 +217,11 @@ def by_hand(monkeypatch, major, listed=True):
     operator = OnCpu("flash4", packages.PACKAGES["flash4"], loaded(interpreter=interpreter))
     kernel = flash.FlashKernel("flash4", operator, torch.device("cpu"))
     if listed:
-        monkeypatch.setattr(kernel, "work_for", kernel._listed)
+
+        def listed_works(mask, pairs):
+            return [kernel._listed(mask, *pair) for pair in pairs]
+
+        monkeypatch.setattr(kernel, "works_for", listed_works)
     return kernel, interpreter
 
 
@@ -278,7 +282,7 @@ def test_lse_of_the_whole_sequence_and_inputs_with_strides(major, heads, travell
 def blocks_of(kernel, mask):
     """Return for each call whether it has lists."""
     spans = [mb.layout.Span(0, 1, LENGTH)]
-    return [one.blocks is not None for one in kernel.work_for(mask, spans, spans)]
+    return [one.blocks is not None for one in kernel.works_for(mask, [(spans, spans)])[0]]
 
 
 def test_masks_of_a_few_tiles_use_no_lists(monkeypatch):
@@ -290,11 +294,11 @@ def test_masks_of_a_few_tiles_use_no_lists(monkeypatch):
     for name in ("documents, window", "tree", "tree, window", "blocks", "dilated", "dense", "gap"):
         assert blocks_of(kernel, CASES[name][0]) == [True], name
     far = [mb.layout.Span(0, 1, 8)], [mb.layout.Span(500, 1, 8)]
-    assert kernel.work_for(CASES["blocks"][0], *far) is None
+    assert kernel.works_for(CASES["blocks"][0], [far])[0] is None
     # Positions with different strides are no band.
-    assert kernel.work_for(Window(63, 20), [mb.layout.Span(0, 1, 40)], [mb.layout.Span(0, 2, 40)])[
-        0
-    ].blocks
+    assert kernel.works_for(
+        Window(63, 20), [([mb.layout.Span(0, 1, 40)], [mb.layout.Span(0, 2, 40)])]
+    )[0][0].blocks
 
 
 @pytest.mark.parametrize(

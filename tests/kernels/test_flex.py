@@ -88,7 +88,7 @@ class Ring:
         self.scoring = Scoring(inputs[0].shape[-1] ** -0.5, softcap)
         self.kernel = registry.make("flex", *inputs[:3], softcap=softcap)
         self.works = {
-            (i, j): self.kernel.work_for(mask, q, k)
+            (i, j): self.kernel.works_for(mask, [(q, k)])[0]
             for i, q in enumerate(self.spans)
             for j, k in enumerate(self.spans)
         }
@@ -139,7 +139,7 @@ def test_the_largest_score_of_each_head(mask, softcap):
     q, k, v, _ = tensors(LENGTH, 2, (4, 2), (4, 4))
     made, seen = MASKS[mask]
     kernel = registry.make("flex", q, k, v, softcap=softcap, maximum=True)
-    work = kernel.work_for(made, [Span(0, 1, LENGTH)], [Span(0, 1, LENGTH)])
+    work = kernel.works_for(made, [([Span(0, 1, LENGTH)], [Span(0, 1, LENGTH)])])[0]
     found = torch.full((4,), -math.inf, dtype=torch.float64)
     found[3] = 99.0
     kernel.forward(q, k, v, work, Scoring(0.3, softcap), *empty_result(q, 4), found)

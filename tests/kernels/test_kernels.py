@@ -114,7 +114,7 @@ def test_gradients_nobody_wants_are_left_alone(name, wanted):
     q, k, v, dout = tensors(8, 1, (2, 1), (4, 3))
     kernel = registry.make(name, q, k, v)
     spans = [Span(0, 1, 8)]
-    work = kernel.work_for(Causal(), spans, spans)
+    work = kernel.works_for(Causal(), [(spans, spans)])[0]
     out, lse, *truth = oracle.attention(q, k, v, dout, oracle.visible("causal", 8))
     rows = Rows(q, dout, lse, (dout * out).sum(dim=-1), out)
     sums = [
@@ -129,7 +129,7 @@ def test_gradients_nobody_wants_are_left_alone(name, wanted):
 def test_backward_adds_to_what_is_there(name):
     q, k, v, dout = tensors(8, 1, (2, 1), (4, 3))
     kernel = registry.make(name, q, k, v)
-    work = kernel.work_for(Full(), [Span(0, 1, 8)], [Span(0, 1, 8)])
+    work = kernel.works_for(Full(), [([Span(0, 1, 8)], [Span(0, 1, 8)])])[0]
     out, lse, *truth = oracle.attention(q, k, v, dout, oracle.visible("full", 8))
     sums = [torch.full_like(x, 7.0) for x in (q, k, v)]
     kernel.backward(
@@ -413,7 +413,7 @@ def test_values_of_another_width_are_padded_where_the_operator_takes_one(operato
             for shape in shapes
         )
         assert kernel.refusal(q, k, v) is None
-        work = kernel.work_for(Causal(), spans, spans)
+        work = kernel.works_for(Causal(), [(spans, spans)])[0]
         out, lse = empty_result(q, 128)
         kernel.forward(q, k, v, work, Scoring(1.0), out, lse)
         sums = [torch.empty_like(x, dtype=torch.float32) for x in (q, k, v)]
@@ -430,7 +430,7 @@ def test_a_zigzag_rank_attends_to_itself_in_one_call(name, monkeypatch):
         loaded = types.SimpleNamespace(windows=True, joins=True, deterministic=True)
         operators[name] = flash.Flash(name, flash.PACKAGES[name], loaded)
     spans = mb.layout.make("zigzag", cp_size=4).spans(1, 64)
-    (work,) = AtenKernel(name, operators[name]).work_for(Causal(), spans, spans)
+    (work,) = AtenKernel(name, operators[name]).works_for(Causal(), [(spans, spans)])[0]
     assert work.tile.triangle
     assert work.tile.shape == (16, 16)
 
@@ -511,14 +511,16 @@ def test_cuda_operators_take_the_arguments_we_pass(operator, causal, window):
 def test_nothing_visible_is_no_work():
     q, k, v, _ = tensors(4, 1, (2, 2), (4, 4))
     for name in ("reference", "aten"):
-        work = registry.make(name, q, k, v).work_for(Causal(), [Span(0, 1, 4)], [Span(4, 1, 4)])
+        work = registry.make(name, q, k, v).works_for(
+            Causal(), [([Span(0, 1, 4)], [Span(4, 1, 4)])]
+        )[0]
         assert work is None
 
 
 def test_lse_is_the_natural_logarithm():
     q = torch.zeros(4, 1, 1, 4)
     kernel = registry.make("aten", q, q, q)
-    work = kernel.work_for(Causal(), [Span(0, 1, 4)], [Span(0, 1, 4)])
+    work = kernel.works_for(Causal(), [([Span(0, 1, 4)], [Span(0, 1, 4)])])[0]
     out, lse = empty_result(q, 4)
     kernel.forward(q, q, q, work, Scoring(1.0), out, lse)
     assert lse.flatten().tolist() == pytest.approx([math.log(n) for n in (1, 2, 3, 4)])

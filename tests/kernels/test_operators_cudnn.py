@@ -42,7 +42,7 @@ def backward(calls, mask, spans, q, out, dout, values=D):
     rows = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     totals = [torch.empty_like(x, dtype=torch.float32) for x in (q, k, v)]
     kernel = registry.make("aten_cudnn", q, k, v)
-    work = kernel.work_for(mask, spans, [Span(0, 1, S)])
+    work = kernel.works_for(mask, [(spans, [Span(0, 1, S)])])[0]
     with calls:
         kernel.backward(Rows(q, dout, rows, rows, out), k, v, work, Scoring(1.0), *totals)
 

@@ -18,7 +18,7 @@ from megatron_burst.kernels.operators import Lengths, TileVisibility
 from megatron_burst.kernels.operators_cuda import CudaCudnn
 from megatron_burst.layout import Span
 from megatron_burst.masks import Causal, Documents, Full
-from megatron_burst.masks.tiling import Tile, Tiles
+from megatron_burst.masks.tiles import Tile, Tiles
 from megatron_burst.plugins.testing import in_process
 
 GPU = torch.device("cuda:0")
@@ -188,7 +188,7 @@ def test_the_operator_returns_as_many_rows_as_it_gets(rows, stand_in):
 def test_a_batch_is_computed_document_by_document(stand_in, monkeypatch):
     """So are widths above 128, and tensors whose offsets exceed int32."""
     mask, spans = Documents(ENDS) & Causal(), [Span(0, 1, 1100)]
-    work = made().work_for(mask, spans, spans)
+    work = made().works_for(mask, [(spans, spans)])[0]
     assert sum(len(tuple(item.separate)) for item in work) == len(ENDS) - 1
     one = torch.empty(1, 2, 1100, 8, device="meta")
     for item in work:
@@ -200,12 +200,12 @@ def test_a_batch_is_computed_document_by_document(stand_in, monkeypatch):
             assert not item.lengths.fit(x, x, x)
         assert not item.lengths.fit(one, one, wide)
     monkeypatch.setattr(operators_cuda, "_no_sequences", lambda device: "none")
-    assert len(made().work_for(mask, spans, spans)) == len(ENDS) - 1
+    assert len(made().works_for(mask, [(spans, spans)])[0]) == len(ENDS) - 1
 
 
 def test_masks_that_repeat_keep_calls_without_sequences(stand_in):
     for mask in (Full(), Causal()):
-        (item,) = made().work_for(mask, [Span(0, 1, 64)], [Span(0, 1, 64)])
+        (item,) = made().works_for(mask, [([Span(0, 1, 64)], [Span(0, 1, 64)])])[0]
         assert item.lengths is None
 
 
@@ -229,7 +229,7 @@ def test_200_packs_need_a_handful_of_graphs(stand_in):
         mask = Documents([*ends, 2 * rows]) & Causal()
         for keys in (rows, 1 + int(np.random.default_rng(pack).integers(rows))):
             spans = [Span(0, 1, rows)], [Span(0, 1, keys)]
-            work = kernel.work_for(mask, *spans)
+            work = kernel.works_for(mask, [spans])[0]
             out, lse = (torch.zeros(rows, 1, 1, *end, dtype=torch.float64) for end in ((8,), ()))
             kernel.forward(q, k[:keys], k[:keys], work, Scoring(1.0), out, lse)
             calls += len(work)

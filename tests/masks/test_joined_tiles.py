@@ -20,7 +20,8 @@ from megatron_burst.kernels.operators import CpuFlash, Lengths, TileVisibility
 from megatron_burst.kernels.operators_cuda import CudaFlash
 from megatron_burst.layout import Span
 from megatron_burst.masks import Causal, Documents, Window
-from megatron_burst.masks.tiling import Cutter, Tile
+from megatron_burst.masks.tiles import Tile
+from megatron_burst.masks.tiling import Cutter
 from megatron_burst.plugins.testing import in_process
 from megatron_burst.schedule.cost import ring_spans
 from megatron_burst.schedule.topology import Topology
@@ -200,7 +201,7 @@ def calls(name, size, ulysses):
     made = mb.layout.make(layout, cp_size=size, **given)
     spans = ring_spans(made, Topology(size, size, ulysses), int(ends[-1]))
     kernel = AtenKernel("aten", CudaFlash())
-    return max(sum(len(kernel.work_for(mask, q, k) or ()) for k in spans) for q in spans)
+    return max(sum(len(kernel.works_for(mask, [(q, k)])[0] or ()) for k in spans) for q in spans)
 
 
 @pytest.mark.parametrize("name", CALLS)

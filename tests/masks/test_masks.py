@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_burst.layout import Span
+from megatron_burst.layout import Span, Spans
 from megatron_burst.masks import (
     BlockDiffusion,
     BlockSparse,
@@ -26,7 +26,7 @@ from megatron_burst.masks import (
     Prefix,
     Window,
 )
-from megatron_burst.masks.tiling import cuts
+from megatron_burst.masks.seen import cuts
 
 LENGTH = 24
 BLOCKS = [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
@@ -189,16 +189,23 @@ def test_equal_strides_make_a_band(mask):
 @given(masks, spans())
 def test_between_cuts_rows_of_one_residue_are_alike(mask, span):
     """Breaks and `modulus` are hints, but cuts at breaks must be sorted."""
-    found = cuts(mask.breaks, span).tolist()
+    found = cuts_of(mask, span)
     assert sorted(set(found)) == found
     assert all(0 < cut < span.length for cut in found)
 
 
+def cuts_of(mask, *spans):
+    index, cut = cuts(mask.breaks, Spans.of(spans))
+    assert index.tolist() == sorted(index.tolist())
+    return cut.tolist()
+
+
 def test_cuts_by_hand():
-    assert cuts(Documents([0, 5, 5, 12, 24]).breaks, Span(1, 2, 10)).tolist() == [2, 6]
-    assert cuts(Prefix(7).breaks, Span(1, 2, 10)).tolist() == [3]
-    assert cuts(BlockSparse(np.eye(3), 8).breaks, Span(6, 1, 12)).tolist() == [2, 10]
-    assert cuts((Prefix(7) | Documents([0, 8, 24])).breaks, Span(0, 1, 24)).tolist() == [7, 8]
+    assert cuts_of(Documents([0, 5, 5, 12, 24]), Span(1, 2, 10)) == [2, 6]
+    assert cuts_of(Prefix(7), Span(1, 2, 10)) == [3]
+    assert cuts_of(BlockSparse(np.eye(3), 8), Span(6, 1, 12)) == [2, 10]
+    assert cuts_of(Prefix(7) | Documents([0, 8, 24]), Span(0, 1, 24)) == [7, 8]
+    assert cuts_of(Prefix(7), Span(7, 1, 5), Span(1, 2, 10), Span(0, 1, 7), Span(6, 1, 2)) == [3, 1]
     assert (Dilated(2) & Dilated(3)).modulus == 6
 
 

@@ -11,10 +11,11 @@ from test_masks import LENGTH, RULES, masks, spans, table
 
 import megatron_burst as mb
 from megatron_burst.kernels.operators import CpuFlash
-from megatron_burst.layout import Span, Spans
+from megatron_burst.layout import Span
 from megatron_burst.masks import BlockSparse, Causal, Dense, Dilated, Documents, Full, Window
 from megatron_burst.masks.base import PARTIAL
-from megatron_burst.masks.tiling import Cutter, Tile, seen_pairs
+from megatron_burst.masks.tiles import Tile
+from megatron_burst.masks.tiling import Cutter, Slices, seen_pairs
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 WHOLE = Cutter(band_rows=None, table_rows=None)
@@ -94,7 +95,7 @@ def test_pairs_of_many_spans_that_see_something(mask, rule, order):
         [np.array([[rule(a, b) for b in k.positions()] for a in q.positions()]) for k in k_spans]
         for q in q_spans
     ]
-    seen = seen_pairs(mask, Spans.of(q_spans), Spans.of(k_spans))
+    seen = seen_pairs(mask, Slices.of([q_spans]), Slices.of([k_spans]))
     pairs = list(zip(seen.query.tolist(), seen.key.tolist(), strict=True))
     assert pairs == sorted(set(pairs))  # tiles are joined in this order
     visible = {(i, j) for i, row in enumerate(dense) for j, cell in enumerate(row) if cell.any()}

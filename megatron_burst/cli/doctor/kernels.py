@@ -155,9 +155,9 @@ def by_pairs(
     ]
     shards = [[_rows(x, shard_spans) for x in inputs] for shard_spans in spans]
     results = [empty_result(shard[0], v.shape[-1]) for shard in shards]
-    works = {
-        (i, j): kernel.work_for(mask, spans[i], spans[j]) for i, j in product(range(2), repeat=2)
-    }
+    pairs = list(product(range(2), repeat=2))
+    planned = kernel.works_for(mask, [(spans[i], spans[j]) for i, j in pairs])
+    works = dict(zip(pairs, planned, strict=True))
     for (i, j), work in works.items():
         if work is not None:
             (out, lse), (_, key, value, _) = results[i], shards[j]

@@ -10,7 +10,6 @@ Shape letters: s query rows, t key rows, b batch, h heads, d width, w value widt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +23,7 @@ from ...comm.groups import Groups
 from ...kernels.base import Rows, Scoring
 from ...kernels.online_softmax import accumulation_dtype
 from ...layout import Replicated, Span
+from ...layout.layouts import ShardPairs
 from ...masks import Causal, Mask
 from ...planning.automatic import fastest, rates_of
 from ...planning.validate import Request
@@ -82,11 +82,11 @@ class _TimedPair:
         rule = self.rule and described(self.rule)
         self.name = f"{self.by.__name__} {rule} {self.heads} {self.top_k} {self.latent}"
 
-    def work_for(
-        self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
-    ) -> SelectedPairs:
-        rows = k_spans[0].length
-        return SelectedPairs(Causal(), [Span(rows, 1, rows)], [Span(0, 1, rows)])
+    def works_for(self, mask: Mask, pairs: ShardPairs) -> list[SelectedPairs]:
+        lengths = [k_spans[0].length for _, k_spans in pairs]
+        return [
+            SelectedPairs(Causal(), [Span(rows, 1, rows)], [Span(0, 1, rows)]) for rows in lengths
+        ]
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: SelectedPairs,

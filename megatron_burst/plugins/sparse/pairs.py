@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ...layout import Span
+from ...layout.layouts import ShardPairs
 from ...layout.sharding import to_device
 from ...masks import Cover, Mask
 from .rules import SelectionRule
@@ -110,8 +111,8 @@ class SelectedPairs:
 class PairKernel:
     """Placeholder for a kernel in plans, because calls with one plan have different selections.
 
-    It only prepares the positions of queries and chunks of keys (`work_for`). Each call replaces it
-    by a kernel that has the selection of the call.
+    It only prepares the positions of queries and chunks of keys (`works_for`). Each call replaces
+    it by a kernel that has the selection of the call.
 
     Attributes:
         by: Class or function that makes the kernel of a call: an entry of `KERNELS`, or
@@ -141,13 +142,13 @@ class PairKernel:
     def refusal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
         return None
 
-    def work_for(
-        self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
-    ) -> SelectedPairs | None:
-        covers = (mask.cover(q, k) for q in q_spans for k in k_spans)
-        if all(c == Cover.EMPTY for c in covers):
-            return None
-        return SelectedPairs(mask, q_spans, k_spans, self._tables)
+    def works_for(self, mask: Mask, pairs: ShardPairs) -> list[SelectedPairs | None]:
+        return [
+            SelectedPairs(mask, *pair, self._tables)
+            if any(mask.cover(q, k) != Cover.EMPTY for q in pair[0] for k in pair[1])
+            else None
+            for pair in pairs
+        ]
 
     def forward(self, *_: Any, **__: Any) -> None:
         raise NotImplementedError
