@@ -50,8 +50,9 @@ class VisibleRows(NamedTuple):
         owner: Rank that owns each piece; pieces are sorted by owner and row.
         first: First row of each piece in the owner's shard.
         stop: Row after the last row of each piece.
-        full: bool [pieces, G], true for ranks that use all rows of a piece.
+        full: Bit set of the ranks that use all rows of each piece, as from `packed`.
         partial: Ranks that use some rows of a piece, and these rows.
+        size: Number of ranks.
     """
 
     owner: np.ndarray
@@ -59,12 +60,13 @@ class VisibleRows(NamedTuple):
     stop: np.ndarray
     full: np.ndarray
     partial: RankRows
+    size: int
 
     def ranks(self, owners: int) -> np.ndarray:
         """Return a bool [owners, G], true for ranks that use some row of the owner's shard."""
-        users = np.zeros((owners, self.full.shape[1]), dtype=bool)
+        users = np.zeros((owners, self.size), dtype=bool)
         present, first, count = np.unique(self.owner, return_index=True, return_counts=True)
-        users[present] = united(self.full, first, count)
+        users[present] = unpacked(united(self.full, first, count), self.size)
         users[self.owner[self.partial.piece], self.partial.rank] = True
         return users
 
@@ -129,10 +131,10 @@ def rows_seen(mask: Mask, q_shards: Shards, k_shards: Shards) -> tuple[VisibleRo
     return (
         VisibleRows(q.owner, q.first, q.first + q.span.length,
              _within(keys.owner, *full, len(k_shards), len(q.owner))[by_row],
-             RankRows(place[i], keys.owner[j], *rows)),
+             RankRows(place[i], keys.owner[j], *rows), len(k_shards)),
         VisibleRows(k.owner, k.first, k.first + k.span.length,
              _among(queries.owner, *full, len(q_shards)),
-             RankRows(j, queries.owner[i], *columns)),
+             RankRows(j, queries.owner[i], *columns), len(q_shards)),
     )  # fmt: skip
 
 
@@ -371,7 +373,7 @@ def cut_at(spans: Pieces, breaks: np.ndarray) -> Pieces:
 
 
 def _among(ranks: np.ndarray, begin: np.ndarray, end: np.ndarray, size: int) -> np.ndarray:
-    """Return whether each rank occurs in each of n intervals of an array of ranks.
+    """Return which ranks occur in each of n intervals of an array of ranks.
 
     Args:
         ranks: Array of ranks.
@@ -380,19 +382,17 @@ def _among(ranks: np.ndarray, begin: np.ndarray, end: np.ndarray, size: int) -> 
         size: Number of ranks.
 
     Returns:
-        bool [n, size]: entry [i, r] is true if r is in ranks[begin[i]:end[i]].
+        Bit sets of `size` ranks, as from `packed`, [n, words].
     """
-    table = np.zeros((len(begin), size), dtype=bool)
-    nonempty = np.flatnonzero(begin < end)
-    if len(nonempty):
-        count = len(ranks)  # rows of the table are numbered from the last rank on
-        nearest = np.full((count, size), count, dtype=np.min_scalar_type(-count - 1))
-        nearest[count - 1 - np.arange(count), ranks] = np.arange(count)
-        _running(np.minimum, nearest)
-        table[nonempty] = nearest[count - 1 - begin[nonempty]] < end[nonempty, None].astype(
-            nearest.dtype
-        )
-    return table
+    words, level = _one_each(ranks, size), _level(begin, end)
+    sets = np.zeros((len(begin), words.shape[1]), dtype=np.uint64)
+    for power in range(level.max(initial=-1) + 1):
+        # Entry i of `words` has the ranks from index i to i + 2**power. Two entries with these
+        # lengths unite to an interval.
+        at = np.flatnonzero(level == power)
+        sets[at] = words[begin[at]] | words[end[at] - (1 << power)]
+        words[: -1 << power] |= words[1 << power :]
+    return sets
 
 
 def _within(
@@ -408,47 +408,56 @@ def _within(
         count: Number of rows.
 
     Returns:
-        bool [count, size]: entry [i, r] is true if some j has ranks[j] = r and begin[j] <= i <
-        end[j].
+        Bit sets of `size` ranks, as from `packed`, [count, words]: set i has rank r if some j has
+        ranks[j] = r and begin[j] <= i < end[j].
     """
-    nonempty = np.flatnonzero(begin < end)
-    if not len(nonempty):
-        return np.zeros((count, size), dtype=bool)
-    until = np.zeros((count, size), dtype=np.min_scalar_type(-count - 1))
-    np.maximum.at(until, (begin[nonempty], ranks[nonempty]), end[nonempty].astype(until.dtype))
-    _running(np.maximum, until)
-    return until > np.arange(count, dtype=until.dtype)[:, None]
+    words, level = _one_each(ranks, size), _level(begin, end)
+    sets = np.zeros((count, words.shape[1]), dtype=np.uint64)
+    for power in range(level.max(initial=-1), -1, -1):
+        # The reverse of `_among`: entry i has the ranks of rows i to i + 2**power.
+        at = np.flatnonzero(level == power)
+        for first in (begin[at], end[at] - (1 << power)):
+            np.bitwise_or.at(sets, first, words[at])
+        if power:
+            half = 1 << (power - 1)
+            sets[half:] |= sets[:-half].copy()
+    return sets
 
 
-def _running(extreme: np.ufunc, table: np.ndarray) -> None:
-    """Replace each row of `table` by the elementwise extreme of all rows up to it, in place.
-
-    `extreme` is np.minimum or np.maximum. The computation runs within blocks of rows, for all
-    blocks at once, and then from block to block. This is ten times faster than `accumulate` along
-    the first axis.
-    """
-    width = int(len(table) ** 0.5)
-    blocks = table[: len(table) // width * width].reshape(-1, width, table.shape[1])
-    for row in range(1, width):
-        extreme(blocks[:, row], blocks[:, row - 1], out=blocks[:, row])
-    for block in range(1, len(blocks)):
-        extreme(blocks[block], blocks[block - 1, -1], out=blocks[block])
-    for row in range(len(blocks) * width, len(table)):
-        extreme(table[row], table[row - 1], out=table[row])
+def _level(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Return the largest n with 2**n <= end - begin for each interval; -1 for empty intervals."""
+    return np.frexp(np.maximum(end - begin, 0))[1] - 1
 
 
-def united(table: np.ndarray, first: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """Combine groups of consecutive rows of `table` by "or"; return bool [n, columns].
+def _one_each(ranks: np.ndarray, size: int) -> np.ndarray:
+    """Return one bit set of `size` ranks for each entry of `ranks`, which has only this rank."""
+    return packed(np.eye(size, dtype=bool))[ranks]
+
+
+def united(sets: np.ndarray, first: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """Combine groups of consecutive bit sets by "or".
 
     Args:
-        table: bool [rows, columns].
+        sets: Bit sets, as from `packed`, [rows, words].
         first: First row of each group, [n].
         count: Number of rows of each group, [n], at least 1.
+
+    Returns:
+        Bit sets [n, words].
     """
-    combined = table[first]
-    order = np.argsort(-count, kind="stable")
-    longest = np.bincount(count[order])[::-1].cumsum()[::-1].tolist()  # groups with count >= index
-    for offset, number in enumerate(longest[2:], 1):
-        longer = order[:number]
-        combined[longer] |= table[first[longer] + offset]
-    return combined
+    if not len(first):
+        return sets[:0]
+    ends = np.stack([first, first + count], axis=1).ravel()
+    return np.bitwise_or.reduceat(np.concatenate([sets, sets[:1]]), ends, axis=0)[::2]
+
+
+def packed(table: np.ndarray) -> np.ndarray:
+    """Return the rows of a bool [rows, columns] as bit sets, uint64 [rows, words]."""
+    octets = np.packbits(table, axis=1)
+    return np.pad(octets, ((0, 0), (0, -octets.shape[1] % 8))).view(np.uint64)
+
+
+def unpacked(sets: np.ndarray, columns: int) -> np.ndarray:
+    """Return bit sets as a bool [rows, columns]."""
+    octets = np.ascontiguousarray(sets).view(np.uint8)
+    return np.unpackbits(octets, axis=1, count=columns).view(bool)

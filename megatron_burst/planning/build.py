@@ -29,7 +29,7 @@ from ..schedule.bundles import spans_in
 from ..schedule.program import parts_of
 from ..schedule.rings import Schedule, totals_of
 from ..schedule.sizes import Sizes
-from ..schedule.tables import ALL, Boundary, Chunk, Hop, Pair, Tables
+from ..schedule.tables import Boundary, Chunk, Hop, Pair, Tables
 
 OWN = "kv", "query"
 
@@ -275,18 +275,21 @@ class RowMaps:
     def __init__(self, tables: Tables):
         self._tables = tables
         self._places: dict[Any, RowPlace] = {}
-        self._sorted: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
 
     def place(self, chunk: Chunk, rows: int) -> RowPlace:
         """Return where some rows of a chunk are in its buffer; `rows` is a bit set of bundles."""
         # Families "kv" and "dkv" share positions, and so do "query", "out" and "dquery".
         key = chunk.family in ("kv", "dkv"), chunk.owner, chunk.rows, rows
         if key not in self._places:
-            if rows == chunk.rows:  # the usual case
-                count = self._tables.bundles(chunk.family).count(chunk.owner, rows)
-                at = slice(0, count)
-            else:
-                at, count = self._among(chunk, rows, key[:3])
+            bundles = self._tables.bundles(chunk.family)
+            count = bundles.count(chunk.owner, rows)
+            at = slice(0, count)
+            if rows != chunk.rows:
+                first, stop = bundles.places(chunk.owner, chunk.rows, rows).T
+                start = int(first[0]) if len(first) else 0
+                at = slice(start, start + count)
+                if len(first) > 1:
+                    at = counted(first, stop - first)
             self._places[key] = RowPlace(count, at, rows == chunk.rows)
         return self._places[key]
 
@@ -298,31 +301,3 @@ class RowMaps:
             parts = together.split([place.count for place in index_places])
             for place, index in zip(index_places, parts, strict=True):
                 place.at = index
-
-    def _among(self, chunk: Chunk, rows: int, key: Any) -> tuple[slice | np.ndarray, int]:
-        """Return the indices of the selected rows in a buffer of the chunk, and their number.
-
-        The indices are a slice if they are consecutive, otherwise an array.
-
-        Args:
-            chunk: Chunk that the buffer contains.
-            rows: Bit set of the selected bundles, a subset of `chunk.rows`.
-            key: Key of the chunk in `_sorted`, the cache of sorted rows.
-        """
-        at = wanted_rows = self._row_numbers(chunk._replace(rows=rows))
-        if chunk.rows != ALL:
-            if key not in self._sorted:
-                chunk_rows = self._row_numbers(chunk)
-                order = np.argsort(chunk_rows, kind="stable")
-                self._sorted[key] = chunk_rows[order], order
-            chunk_rows, order = self._sorted[key]
-            at = order[np.searchsorted(chunk_rows, wanted_rows)]
-        first = int(at[0]) if len(at) else 0
-        consecutive = np.array_equal(at, np.arange(first, first + len(at)))
-        return (slice(first, first + len(at)) if consecutive else at), len(at)
-
-    def _row_numbers(self, chunk: Chunk) -> np.ndarray:
-        """Return the indices of a chunk's rows in the shard of its owner, in buffer order."""
-        ranges = self._tables.bundles(chunk.family).ranges(chunk.owner, chunk.rows)
-        first, stop = ranges.T
-        return counted(first, stop - first)

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..layout import Spans
 from ..layout.layouts import SpanArray, counted
-from ..masks.seen import united
+from ..masks.seen import packed, united, unpacked
 
 MOST = 62  # largest number of bundles of one owner: bit sets are int64
 CELLS = 1 << 23  # largest number of bundles times ranks; large grids have fewer bundles per owner
@@ -162,6 +162,29 @@ class Bundles:
             index, first, stop = index[order], first[order], stop[order]
         return index, np.stack([first, stop], axis=1)
 
+    def places(self, owner: int, held: int, bits: int) -> np.ndarray:
+        """Return where the rows of some bundles are in a buffer, as ranges (first, stop), [n, 2].
+
+        The ranges are in the order of messages.
+
+        Args:
+            owner: Owner of the rows.
+            held: Bit set of the bundles in the buffer; `ALL` for the owner's shard.
+            bits: Bit set of the bundles, a subset of `held`.
+        """
+        low, high = np.searchsorted(self.owner, (owner, owner + 1))
+        own = slice(*np.searchsorted(self.runs.bundle, (low, high)))
+        bundle, first, rows = (column[own] for column in self.runs)
+        number = self.number[bundle]
+        if held >= 0:
+            held_rows = rows * (np.right_shift(held, number) & 1)
+            first = np.cumsum(held_rows) - held_rows
+        (taken,) = np.nonzero(np.right_shift(bits, number) & 1)
+        first, stop = first[taken], (first + rows)[taken]
+        apart = np.ones(len(taken) + 1, dtype=bool)  # consecutive rows are one range
+        apart[1:-1] = first[1:] != stop[:-1]
+        return np.stack([first[apart[:-1]], stop[apart[1:]]], axis=1)
+
     def whole(self) -> Bundles:
         """Join the bundles of each owner to one bundle.
 
@@ -169,7 +192,7 @@ class Bundles:
         """
         users = np.zeros((self.size, self.size), dtype=bool)
         owners, begin, count = np.unique(self.owner, return_index=True, return_counts=True)
-        users[owners] = united(self.users, begin, count)
+        users[owners] = unpacked(united(packed(self.users), begin, count), self.size)
         owner = self.owner[self.runs.bundle]
         order = np.lexsort((self.runs.first, owner))
         first, rows = (column[order] for column in self.runs[1:])
@@ -254,7 +277,7 @@ def bundled(
         _, begin, index, count = np.unique(
             joined[order], return_index=True, return_inverse=True, return_counts=True
         )
-        users[order] = united(users[order], begin, count)[index]
+        users[order] = unpacked(united(packed(users[order]), begin, count), size)[index]
         bundle, number, start = _numbered(owner, users)
     order = np.lexsort((first, bundle))
     runs = Runs(bundle[order], first[order], rows[order])
@@ -278,8 +301,7 @@ def _numbered(owner: np.ndarray, users: np.ndarray) -> tuple[np.ndarray, np.ndar
         Index of the bundle (group) of each range; number of each bundle among the bundles of its
         owner; index of the first range of each bundle.
     """
-    words = np.packbits(users, axis=1)
-    words = np.pad(words, ((0, 0), (0, -words.shape[1] % 8))).view(np.uint64)
+    words = packed(users)
     # A hash sorts equal patterns next to each other. The patterns themselves decide equality.
     factors = np.random.default_rng(0).integers(1 << 63, size=words.shape[1], dtype=np.uint64)
     hashes = (words * (2 * factors + 1)).sum(axis=1, dtype=np.uint64)

@@ -18,7 +18,7 @@ from ..layout import Layout, Span, Spans
 from ..layout.layouts import Shards, counted
 from ..layout.row_chunks import chunk_runs
 from ..masks import Mask
-from ..masks.seen import VisibleRows, rows_seen, united
+from ..masks.seen import VisibleRows, packed, rows_seen, united, unpacked
 from .bundles import Bundles, bundled, spans_of
 from .head_shares import shared_spans
 from .tables import ALL, Grid, Pairs, Side, Tables, Transfers
@@ -278,8 +278,9 @@ def _bundles(seen: VisibleRows, size: int) -> Bundles:
     piece, rank, *limits = seen.partial
     owner = seen.owner[piece]
     begin, end = (owner * cells + column for column in (limits[0] // grain, -(-limits[1] // grain)))
-    covers_piece, covers = seen.full.copy(), (begin == low[piece]) & (end == stop[piece])
-    covers_piece[piece[covers], rank[covers]] = True
+    covers = (begin == low[piece]) & (end == stop[piece])
+    whole = np.zeros((len(seen.owner), seen.size), dtype=bool)
+    whole.reshape(-1)[(piece * seen.size + rank)[covers]] = True
     begin, end, rank = (column[~covers] for column in (begin, end, rank))
     # A run of rows is between two edges. No run begins at the end of a shard.
     edge = np.zeros(len(rows) * cells, dtype=bool)
@@ -289,7 +290,8 @@ def _bundles(seen: VisibleRows, size: int) -> Bundles:
     owner, first = np.divmod(np.flatnonzero(edge), cells)
     run = np.arange(len(owner))
     piece = np.searchsorted(before[stop], run, side="right")
-    covered = united(covers_piece, piece, np.searchsorted(before[low], run, side="right") - piece)
+    pieces = np.searchsorted(before[low], run, side="right") - piece
+    covered = unpacked(united(seen.full | packed(whole), piece, pieces), seen.size)
     count = before[end] - before[begin]
     covered[counted(before[begin], count), np.repeat(rank, count)] = True
     first *= grain

@@ -24,7 +24,7 @@ from megatron_burst.masks import (
     Window,
     check,
 )
-from megatron_burst.masks.seen import rows_seen
+from megatron_burst.masks.seen import rows_seen, unpacked
 from megatron_burst.masks.tiling import Cutter
 
 TABLE = np.random.default_rng(0).integers(0, 2, (7, 11))
@@ -124,7 +124,8 @@ def test_tiles_have_the_visible_pairs(name):
 def marked(seen, sizes, ranks):
     """Return a bool [ranks, ranks, rows]: rows of each owner that each rank uses."""
     used = np.zeros((ranks, ranks, sizes), dtype=bool)
-    for owner, first, stop, full in zip(seen.owner, seen.first, seen.stop, seen.full, strict=True):
+    full_ranks = unpacked(seen.full, seen.size)
+    for owner, first, stop, full in zip(seen.owner, seen.first, seen.stop, full_ranks, strict=True):
         used[owner, full, first:stop] = True
     for piece, rank, first, stop in zip(*seen.partial, strict=True):
         used[seen.owner[piece], rank, first:stop] = True

@@ -25,7 +25,7 @@ from megatron_burst.masks import (
     Window,
     seen,
 )
-from megatron_burst.masks.seen import rows_seen
+from megatron_burst.masks.seen import rows_seen, unpacked
 from megatron_burst.schedule import demand
 
 S = 96
@@ -131,9 +131,10 @@ def sees(mask, q_shards, k_shards):
 
 def told(found, rows):
     """The same as `rows_seen` tells it; the pieces must have every row once."""
-    tables = [np.zeros((n, found.full.shape[1]), dtype=bool) for n in rows]
+    tables = [np.zeros((n, found.size), dtype=bool) for n in rows]
     pieces = [np.zeros(n, dtype=int) for n in rows]
-    for o, first, stop, whole in zip(*found[:4], strict=True):
+    full = unpacked(found.full, found.size)
+    for o, first, stop, whole in zip(*found[:3], full, strict=True):
         tables[o][first:stop] |= whole
         pieces[o][first:stop] += 1
     assert all((each == 1).all() for each in pieces)

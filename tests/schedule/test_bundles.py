@@ -13,7 +13,7 @@ from megatron_burst import layout
 from megatron_burst.layout import Span, Spans
 from megatron_burst.masks import Causal, Documents, Full, Window
 from megatron_burst.masks import seen as seen_module
-from megatron_burst.masks.seen import rows_seen
+from megatron_burst.masks.seen import rows_seen, unpacked
 from megatron_burst.schedule import bundles as module
 from megatron_burst.schedule.bundles import bundled, spans_of
 from megatron_burst.schedule.demand import GRAIN, all_visible, row_chunk_spans, visibility_of
@@ -176,7 +176,7 @@ def of_others(seen):
     """{(owner, another rank): the rows it has to do with}."""
     found = {}
     lines = [(piece, rank, seen.first[piece], seen.stop[piece])
-             for piece, rank in np.argwhere(seen.full)]  # fmt: skip
+             for piece, rank in np.argwhere(unpacked(seen.full, seen.size))]  # fmt: skip
     lines += zip(*seen.partial, strict=True)
     for piece, rank, first, stop in lines:
         assert seen.first[piece] <= first < stop <= seen.stop[piece]
