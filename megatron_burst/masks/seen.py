@@ -384,7 +384,7 @@ def _among(ranks: np.ndarray, begin: np.ndarray, end: np.ndarray, size: int) -> 
     Returns:
         Bit sets of `size` ranks, as from `packed`, [n, words].
     """
-    words, level = _one_each(ranks, size), _level(begin, end)
+    words, level = one_each(ranks, size), _level(begin, end)
     sets = np.zeros((len(begin), words.shape[1]), dtype=np.uint64)
     for power in range(level.max(initial=-1) + 1):
         # Entry i of `words` has the ranks from index i to i + 2**power. Two entries with these
@@ -411,7 +411,7 @@ def _within(
         Bit sets of `size` ranks, as from `packed`, [count, words]: set i has rank r if some j has
         ranks[j] = r and begin[j] <= i < end[j].
     """
-    words, level = _one_each(ranks, size), _level(begin, end)
+    words, level = one_each(ranks, size), _level(begin, end)
     sets = np.zeros((count, words.shape[1]), dtype=np.uint64)
     for power in range(level.max(initial=-1), -1, -1):
         # The reverse of `_among`: entry i has the ranks of rows i to i + 2**power.
@@ -429,9 +429,28 @@ def _level(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
     return np.frexp(np.maximum(end - begin, 0))[1] - 1
 
 
-def _one_each(ranks: np.ndarray, size: int) -> np.ndarray:
+def one_each(ranks: np.ndarray, size: int) -> np.ndarray:
     """Return one bit set of `size` ranks for each entry of `ranks`, which has only this rank."""
     return packed(np.eye(size, dtype=bool))[ranks]
+
+
+def with_ranks(sets: np.ndarray, index: np.ndarray, rank: np.ndarray, size: int) -> np.ndarray:
+    """Return bit sets with further ranks.
+
+    Args:
+        sets: Bit sets of `size` ranks, as from `packed`, [rows, words].
+        index: Index of the set to which each rank is added.
+        rank: Ranks.
+        size: Number of ranks.
+    """
+    changed = np.zeros(len(sets), dtype=bool)
+    changed[index] = True
+    row = np.cumsum(changed) - 1
+    table = np.zeros((np.count_nonzero(changed), size), dtype=bool)
+    table.reshape(-1)[row[index] * size + rank] = True
+    sets = sets.copy()
+    sets[changed] |= packed(table)
+    return sets
 
 
 def united(sets: np.ndarray, first: np.ndarray, count: np.ndarray) -> np.ndarray:

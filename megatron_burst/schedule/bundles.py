@@ -17,7 +17,7 @@ import numpy as np
 
 from ..layout import Spans
 from ..layout.layouts import SpanArray, counted
-from ..masks.seen import packed, united, unpacked
+from ..masks.seen import one_each, packed, united, unpacked
 
 MOST = 62  # largest number of bundles of one owner: bit sets are int64
 CELLS = 1 << 23  # largest number of bundles times ranks; large grids have fewer bundles per owner
@@ -264,11 +264,21 @@ def bundled(
         users: bool [ranges, G], true for ranks that use the rows.
         most: Largest number of bundles of an owner; default: computed from `MOST` and `CELLS`.
     """
-    size = users.shape[1]
-    users = users.copy()
+    return bundles_of_sets(owner, first, rows, packed(users), users.shape[1], most)
+
+
+def bundles_of_sets(
+    owner: np.ndarray,
+    first: np.ndarray,
+    rows: np.ndarray,
+    users: np.ndarray,
+    size: int,
+    most: int | None = None,
+) -> Bundles:
+    """Return the same as `bundled`; `users` are bit sets of `size` ranks, as from `packed`."""
     # Rows are never sent to their owner, so its use must not separate rows into bundles.
-    users[np.arange(len(owner)), owner] = False
-    bundle, number, start = _numbered(owner, users)
+    users = users & ~one_each(owner, size)
+    bundle, number, start = _numbered(owner, users, size)
     most = most or _most(size)
     if number.max(initial=0) >= most:
         # Join the last bundles, which few ranks use, into one bundle used by all of these ranks.
@@ -277,11 +287,11 @@ def bundled(
         _, begin, index, count = np.unique(
             joined[order], return_index=True, return_inverse=True, return_counts=True
         )
-        users[order] = unpacked(united(packed(users[order]), begin, count), size)[index]
-        bundle, number, start = _numbered(owner, users)
+        users[order] = united(users[order], begin, count)[index]
+        bundle, number, start = _numbered(owner, users, size)
     order = np.lexsort((first, bundle))
     runs = Runs(bundle[order], first[order], rows[order])
-    return Bundles(owner[start], number, users[start], runs)
+    return Bundles(owner[start], number, unpacked(users[start], size), runs)
 
 
 def _most(size: int) -> int:
@@ -290,18 +300,20 @@ def _most(size: int) -> int:
     return int(np.clip(CELLS // size**2, 1, MOST))
 
 
-def _numbered(owner: np.ndarray, users: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _numbered(
+    owner: np.ndarray, words: np.ndarray, size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Group ranges of rows by owner and users.
 
     Args:
         owner: Owner of each range.
-        users: bool [ranges, G], ranks that use the rows.
+        words: Bit sets of the ranks that use the rows.
+        size: Number of ranks.
 
     Returns:
         Index of the bundle (group) of each range; number of each bundle among the bundles of its
         owner; index of the first range of each bundle.
     """
-    words = packed(users)
     # A hash sorts equal patterns next to each other. The patterns themselves decide equality.
     factors = np.random.default_rng(0).integers(1 << 63, size=words.shape[1], dtype=np.uint64)
     hashes = (words * (2 * factors + 1)).sum(axis=1, dtype=np.uint64)
@@ -313,8 +325,8 @@ def _numbered(owner: np.ndarray, users: np.ndarray) -> tuple[np.ndarray, np.ndar
         words[order][1:] != words[order][:-1]
     ).any(axis=1)
     start = order[fresh]  # the first run of each bundle: the sort is stable
-    unused = users.shape[1] - np.count_nonzero(users[start], axis=1)
-    place = np.argsort((owner[start] * (users.shape[1] + 1) + unused) * len(owner) + start)
+    unused = size - np.count_nonzero(unpacked(words[start], size), axis=1)
+    place = np.argsort((owner[start] * (size + 1) + unused) * len(owner) + start)
     numbers = np.empty_like(place)
     numbers[place] = np.arange(len(place))
     bundle = np.empty_like(order)

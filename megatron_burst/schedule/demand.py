@@ -18,8 +18,8 @@ from ..layout import Layout, Span, Spans
 from ..layout.layouts import Shards, counted
 from ..layout.row_chunks import chunk_runs
 from ..masks import Mask
-from ..masks.seen import VisibleRows, packed, rows_seen, united, unpacked
-from .bundles import Bundles, bundled, spans_of
+from ..masks.seen import VisibleRows, rows_seen, united, with_ranks
+from .bundles import Bundles, bundled, bundles_of_sets, spans_of
 from .head_shares import shared_spans
 from .tables import ALL, Grid, Pairs, Side, Tables, Transfers
 from .topology import Topology
@@ -279,8 +279,8 @@ def _bundles(seen: VisibleRows, size: int) -> Bundles:
     owner = seen.owner[piece]
     begin, end = (owner * cells + column for column in (limits[0] // grain, -(-limits[1] // grain)))
     covers = (begin == low[piece]) & (end == stop[piece])
-    whole = np.zeros((len(seen.owner), seen.size), dtype=bool)
-    whole.reshape(-1)[(piece * seen.size + rank)[covers]] = True
+    used = np.flatnonzero(covers & (rank != owner))  # rows are not sent to their owner
+    whole = with_ranks(seen.full, piece[used], rank[used], seen.size)
     begin, end, rank = (column[~covers] for column in (begin, end, rank))
     # A run of rows is between two edges. No run begins at the end of a shard.
     edge = np.zeros(len(rows) * cells, dtype=bool)
@@ -291,14 +291,13 @@ def _bundles(seen: VisibleRows, size: int) -> Bundles:
     run = np.arange(len(owner))
     piece = np.searchsorted(before[stop], run, side="right")
     pieces = np.searchsorted(before[low], run, side="right") - piece
-    covered = unpacked(united(seen.full | packed(whole), piece, pieces), seen.size)
-    count = before[end] - before[begin]
-    covered[counted(before[begin], count), np.repeat(rank, count)] = True
+    covered, count = united(whole, piece, pieces), before[end] - before[begin]
+    at, rank = counted(before[begin], count), np.repeat(rank, count)
+    covered = with_ranks(covered, at, rank, seen.size)
     first *= grain
     last = np.append(owner[1:] != owner[:-1], True)
-    return bundled(
-        owner, first, np.where(last, rows[owner], np.append(first[1:], 0)) - first, covered
-    )
+    length = np.where(last, rows[owner], np.append(first[1:], 0)) - first
+    return bundles_of_sets(owner, first, length, covered, seen.size)
 
 
 class RowChunkSpans(NamedTuple):
