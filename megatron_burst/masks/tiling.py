@@ -110,7 +110,7 @@ def seen_pairs(mask: Mask, q: Slices, k: Slices) -> SeenPairs | None:
     if count.sum() > AT_ONCE and q.owner[0] != q.owner[-1]:
         return None
     i, j = order[counted(begin, count)], np.repeat(np.arange(len(count)), count)
-    order = np.lexsort((j, i))
+    order = np.argsort(i, kind="stable")  # equal ones stay in the order of keys
     i, j = i[order], j[order]
     covers = mask.covers(q.span.at(i), k.span.at(j))
     seen = np.flatnonzero(covers != EMPTY)
@@ -285,8 +285,8 @@ class _Tiling:
         owner, number = q.owner[seen.query], np.arange(len(seen.query))
         q, k = (x.at(i)._replace(owner=number) for x, i in ((q, seen.query), (k, seen.key)))
         full, partly = (np.flatnonzero(seen.cover == cover) for cover in (FULL, PARTIAL))
-        all_rows = (x.at(full).rows(0, x.span.length[full]) for x in (q, k))
-        parts = [_CutTiles.of(full, *all_rows, ALL_VISIBLE)]
+        rows, columns = (x.at(full).rows(0, x.span.length[full]) for x in (q, k))
+        parts = [_CutTiles.of(full, rows, columns, ALL_VISIBLE)]
         if len(partly):
             left, right, known = self.mask.bands(q.span.at(partly), k.span.at(partly))
             (band,), (other,) = np.nonzero(known), np.nonzero(~known)
@@ -327,19 +327,16 @@ class _Tiling:
         if size is None and tables.any():
             self._no_table(q, k, int(tables.argmax()))
         halves = uncut & ~classes & ~tables
-        parts = []
-        for x, (index, cut), longer in (
-            (q, q_cuts, rows >= columns), (k, k_cuts, rows < columns)
-        ):  # fmt: skip
-            (at,) = np.nonzero(halves & longer)
-            index, cut = np.append(index, at), np.append(cut, x.span.length[at] // 2)
-            order = np.argsort(index, kind="stable")
-            part = _parts(x, index[order], cut[order], np.flatnonzero(classes), mask.modulus)
-            parts.append(part.at(np.flatnonzero(~tables[part.owner])))
+        middles = (np.flatnonzero(halves & longer) for longer in (rows >= columns, rows < columns))
+        q_parts, k_parts = (
+            _parts(x, *x_cuts, at, np.flatnonzero(classes), mask.modulus)
+            for x, x_cuts, at in zip((q, k), (q_cuts, k_cuts), middles, strict=True)
+        )
+        q_parts, k_parts = (x.at(~tables[x.owner]) for x in (q_parts, k_parts))
         # If both a table and tiles are possible, use whichever computes fewer pairs, including
         # tile_cost.
         most = np.where(within, rows * columns + self.cutter.tile_cost, FAR)
-        tiles = self.cut(*parts, most) if not tables.all() else None
+        tiles = self.cut(q_parts, k_parts, most) if not tables.all() else None
         if tiles is not None and size is not None:
             height, width = (-((a - b) // c) for a, b, c in (tiles.bounds[:3], tiles.bounds[3:]))
             cost = np.bincount(tiles.owner, height * width + self.cutter.tile_cost, len(number))
@@ -547,7 +544,12 @@ def _mixed(x: Slices, modulus: int) -> np.ndarray:
 
 
 def _parts(
-    x: Slices, index: np.ndarray, cut: np.ndarray, classes: np.ndarray, modulus: int
+    x: Slices,
+    index: np.ndarray,
+    cut: np.ndarray,
+    halved: np.ndarray,
+    classes: np.ndarray,
+    modulus: int,
 ) -> Slices:
     """Cut slices; the owner of a part is the index of its slice.
 
@@ -558,9 +560,14 @@ def _parts(
         x: The slices.
         index: Index of the slice of each cut.
         cut: Index in the slice before which it is cut.
+        halved: Indices of slices that are cut in the middle instead.
         classes: Indices of slices that are split into residue classes instead.
         modulus: Modulus of the residue classes.
     """
+    if len(halved):
+        index, cut = np.append(index, halved), np.append(cut, x.span.length[halved] // 2)
+        order = np.argsort(index, kind="stable")
+        index, cut = index[order], cut[order]
     of, first, count = divided(x.span.length, index, cut)
     every = np.ones_like(of)
     if len(classes):

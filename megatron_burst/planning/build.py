@@ -22,10 +22,10 @@ from ..comm.transport import Channel
 from ..execution import joined
 from ..execution.rank_plan import Exchange, KernelCall, Payload, RankPass, RowPlace, Step, Target
 from ..kernels.base import Kernel
-from ..layout.layouts import Pieces, Shards, SpanArray, Spans, counted, pieces_of
+from ..layout.layouts import Pieces, Shards, SpanArray, counted, pieces_of
 from ..layout.sharding import to_device
 from ..masks import Mask
-from ..schedule.bundles import spans_in
+from ..schedule.bundles import Bundles, spans_in
 from ..schedule.program import parts_of
 from ..schedule.rings import Schedule, totals_of
 from ..schedule.sizes import Sizes
@@ -49,6 +49,7 @@ class KernelWorkCache:
         self.kernel, self.mask, self.sizes = kernel, mask, sizes
         self._shards: dict[str, Shards] = {"query": queries, "kv": keys}
         self._pieces: dict[str, Pieces] = {}
+        self._spans: dict[tuple[Bundles, Chunk], SpanArray] = {}
         self._planned: dict[tuple[bytes, bytes], Any] = {}
 
     def of(self, pairs: Sequence[tuple[SpanArray, SpanArray]]) -> list[Any]:
@@ -66,24 +67,26 @@ class KernelWorkCache:
 
     def spans(self, schedule: Schedule, chunks: Sequence[Chunk]) -> list[SpanArray]:
         """Return the positions of the rows of each chunk, as spans."""
-        spans: list[SpanArray] = [SpanArray(Spans.of(()))] * len(chunks)
+        bundles_of = schedule.tables.bundles
+        keys = [(bundles_of(chunk.family), chunk) for chunk in chunks]
         for family in OWN:
-            at = [index for index, chunk in enumerate(chunks) if chunk.family == family]
-            if not at:
+            new = [chunk for key, chunk in zip(keys, chunks, strict=True)
+                   if chunk.family == family and key not in self._spans]  # fmt: skip
+            if not new:
                 continue
             if family not in self._pieces:
                 self._pieces[family] = pieces_of(self._shards[family])
             pieces = self._pieces[family]
-            owner, bits = np.array([chunks[index][1:] for index in at]).T
-            of_chunk, ranges = schedule.tables.bundles(family).all_ranges(owner, bits)
+            owner, bits = np.array([chunk[1:] for chunk in new]).T
+            of_chunk, ranges = bundles_of(family).all_ranges(owner, bits)
             # Rows are counted over all shards, so that all shards are one.
             before = np.append(0, np.cumsum(pieces.span.length))
             before = before[np.searchsorted(pieces.owner, owner)]
-            of_range, arrays = spans_in(ranges + before[of_chunk][:, None], pieces.span)
-            ends = np.searchsorted(of_chunk[of_range], np.arange(len(at) + 1)).tolist()
-            for index, part in zip(at, pairwise(ends), strict=True):
-                spans[index] = SpanArray(arrays.at(slice(*part)))
-        return spans
+            of_range, spans = spans_in(ranges + before[of_chunk][:, None], pieces.span)
+            ends = np.searchsorted(of_chunk[of_range], np.arange(len(new) + 1)).tolist()
+            for chunk, part in zip(new, pairwise(ends), strict=True):
+                self._spans[bundles_of(family), chunk] = SpanArray(spans.at(slice(*part)))
+        return [self._spans[key] for key in keys]
 
 
 def make_pass(
