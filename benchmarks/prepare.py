@@ -42,7 +42,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="seconds, small")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--grids", type=int, nargs="+", default=[8, 64, 256])
+    parser.add_argument("--grids", type=int, nargs="+", default=[8, 64, 1024])
     parser.add_argument("--per-node", type=int, default=8, help="ranks of a node, local part")
     parser.add_argument("--local-tokens", type=int, default=16384)
     parser.add_argument("--layouts", nargs="+", default=["zigzag", PADDED, "striped", "balanced"])
