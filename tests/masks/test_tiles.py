@@ -222,6 +222,17 @@ def test_zigzag_makes_few_calls():
     assert rectangles == [(slice(0, 8, 1), first, False), (last, slice(0, 8, 1), False)]
 
 
+def test_triangles_are_joined_only_around_a_square_as_wide_as_the_first():
+    """Later rows do not see the first four keys, so their square is narrower than the triangle."""
+    blocks = np.ones((4, 4))
+    blocks[2:, 0] = 0
+    halves = [Span(0, 1, 8), Span(8, 1, 8)]
+    tiles = WHOLE.tiles(BlockSparse(blocks, 4) & Causal(), halves, halves)
+    assert [tile.triangle for tile in tiles] == [True, False, True]
+    expected = [[int(k <= q and (q < 8 or k >= 4)) for k in range(16)] for q in range(16)]
+    assert painted(tiles, 16, 16).tolist() == expected
+
+
 def test_a_full_pair_is_one_call():
     spans_of = mb.layout.make("zigzag", cp_size=2).spans(0, 16)
     (tile,) = WHOLE.tiles(Full(), spans_of, spans_of)
