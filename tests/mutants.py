@@ -386,7 +386,7 @@ MUTANTS = [
            "queries are given up before they are computed with"),
     Mutant("schedule/program.py", "max(last_use[part], until)", "until",
            "the last use that is looked at decides"),
-    Mutant("schedule/program.py", "if chunk.rows & wanted.rows", "if chunk.rows == wanted.rows",
+    Mutant("schedule/program.py", "if chunk.rows & selected.rows", "if chunk.rows == selected.rows",
            "a message of which a part is passed on is given up"),
     Mutant("schedule/program.py", "(moved.src == rank) | (moved.dst == rank)", "moved.src == rank",
            "nobody makes room for what is to come"),

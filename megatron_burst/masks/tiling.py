@@ -60,11 +60,6 @@ class Slices(NamedTuple):
         owner, first, span = pieces_of(shards)
         return cls(owner, first, np.ones_like(first), span)
 
-    @property
-    def pieces(self) -> Pieces:
-        """The positions of the slices."""
-        return Pieces(self.owner, self.start, self.span)
-
     def at(self, index: np.ndarray) -> Slices:
         """Return the slices at `index`."""
         return Slices(self.owner[index], self.start[index], self.step[index], self.span.at(index))
@@ -106,7 +101,8 @@ def seen_pairs(mask: Mask, q: Slices, k: Slices) -> SeenPairs | None:
     pairs of several owners to compare them at once.
     """
     order = np.lexsort((q.span.start, q.owner))
-    begin, count = nearby(mask, q.at(order).pieces, k.pieces)
+    by_position = Pieces(q.owner[order], q.start[order], q.span.at(order))
+    begin, count = nearby(mask, by_position, Pieces(k.owner, k.start, k.span))
     if count.sum() > AT_ONCE and q.owner[0] != q.owner[-1]:
         return None
     i, j = order[counted(begin, count)], np.repeat(np.arange(len(count)), count)
@@ -163,7 +159,7 @@ class Cutter:
         if not pairs:
             return []
         q, k = (Slices.of([pair[side] for pair in pairs]) for side in (0, 1))
-        tiling = _Tiling(self, mask)
+        tiling = _MaskTiles(self, mask)
         tiles = tiling.cut(q, k, np.full(len(pairs), FAR))
         if self.band_rows is None:  # otherwise the kernel needs the small triangles
             tiles = tiles.joined_triangles()
@@ -208,25 +204,17 @@ class _CutTiles(NamedTuple):
 
     def joined(self) -> _CutTiles:
         """Join adjacent fully visible tiles of an owner, because one large call is faster."""
+        tiles = self
         # Join along rows first, because tiles are in row order; then join tiles of equal width.
-        return self._joined_along(_COLUMNS)._joined_along(_ROWS)
-
-    def _joined_along(self, along: int) -> _CutTiles:
-        """Join consecutive, fully visible tiles that are adjacent along one axis.
-
-        Args:
-            along: `_ROWS` or `_COLUMNS`; joined tiles are equal along the other axis.
-        """
-        start, stop, step = self.bounds[along : along + 3]
-        square = (self.pattern == ALL_VISIBLE) & (step == 1)
-        touch = square[1:] & square[:-1] & (start[1:] == stop[:-1])
-        other = _ROWS + _COLUMNS - along
-        for same in (self.owner, *self.bounds[other : other + 3]):
-            touch &= same[1:] == same[:-1]
-        if not touch.any():
-            return self
-        tiles = self.at(np.append(True, ~touch))
-        tiles.bounds[along + 1] = stop[np.append(~touch, True)]
+        for along, other in ((_COLUMNS, _ROWS), (_ROWS, _COLUMNS)):
+            start, stop, step = tiles.bounds[along : along + 3]
+            square = (tiles.pattern == ALL_VISIBLE) & (step == 1)
+            touch = square[1:] & square[:-1] & (start[1:] == stop[:-1])
+            for same in (tiles.owner, *tiles.bounds[other : other + 3]):
+                touch &= same[1:] == same[:-1]
+            if touch.any():
+                tiles = tiles.at(np.append(True, ~touch))
+                tiles.bounds[along + 1] = stop[np.append(~touch, True)]
         return tiles
 
     def joined_triangles(self) -> _CutTiles:
@@ -255,7 +243,7 @@ class _CutTiles(NamedTuple):
 _ROWS, _COLUMNS = 0, 3  # indices into the columns of `Tiles.bounds`
 
 
-class _Tiling:
+class _MaskTiles:
     """The tiles of a mask, cut level by level for all rectangles of a level at once.
 
     Args:
@@ -388,7 +376,10 @@ class _Tiling:
         q, k, far = q.at(some), k.at(some), 2 * (q.span.length + k.span.length)[some]
         left, right = (np.clip(x[some], -far, far) for x in (left, right))
         if self.cutter.table_rows is None:
-            edge = left_edge(q.span.length, k.span.length, left, right)
+            # Some row sees a column but does not see the first column. If there is no such row, the
+            # band is a lower triangle and rectangles, which every kernel supports.
+            bottom = np.minimum(q.span.length, k.span.length + left)
+            edge = bottom > np.maximum(0, np.maximum(-right, left + 1))
             if edge.any():
                 (at,), (rest,) = np.nonzero(edge), np.nonzero(~edge)
                 windows = self._windows(q.at(at), k.at(at), left[at], right[at])
@@ -612,17 +603,6 @@ class _BandTiles(NamedTuple):
     first: np.ndarray
     stop: np.ndarray
     pattern: np.ndarray
-
-
-def left_edge(
-    rows: np.ndarray, columns: np.ndarray, left: np.ndarray, right: np.ndarray
-) -> np.ndarray:
-    """Return whether some row of each band sees a column but does not see the first column.
-
-    If there is no such row, the band is a lower triangle and rectangles, which every kernel
-    supports.
-    """
-    return np.minimum(rows, columns + left) > np.maximum(0, np.maximum(-right, left + 1))
 
 
 def _triangles(

@@ -63,14 +63,14 @@ def pairs_of(tables: Tables, rank: int) -> dict[Pair, int]:
     return {Pair(*pair): step for step, *pair in zip(steps, *columns, strict=True)}
 
 
-def parts_of(chunks: Mapping[tuple[str, int], Sequence[Chunk]], wanted: Chunk) -> list[Chunk]:
+def parts_of(chunks: Mapping[tuple[str, int], Sequence[Chunk]], selected: Chunk) -> list[Chunk]:
     """Return the chunks that have some rows of another chunk.
 
     Args:
         chunks: (family, owner) -> chunks to select from.
-        wanted: Chunk whose family, owner and rows are compared.
+        selected: Chunk whose family, owner and rows are compared.
     """
-    return [chunk for chunk in chunks.get(wanted[:2], ()) if chunk.rows & wanted.rows]
+    return [chunk for chunk in chunks.get(selected[:2], ()) if chunk.rows & selected.rows]
 
 
 def _last_use(rank: int, hops: list[Hop], pairs: dict[Pair, int]) -> dict[Chunk, int]:
@@ -80,8 +80,8 @@ def _last_use(rank: int, hops: list[Hop], pairs: dict[Pair, int]) -> dict[Chunk,
     for chunk in last_use:
         by_owner.setdefault(chunk[:2], []).append(chunk)
 
-    def use(wanted: Chunk, until: int) -> None:
-        for part in parts_of(by_owner, wanted):
+    def use(selected: Chunk, until: int) -> None:
+        for part in parts_of(by_owner, selected):
             last_use[part] = max(last_use[part], until)
 
     for hop in hops:

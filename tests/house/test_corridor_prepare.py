@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-FUNCTIONS, PREPARE_FILES = 264, 38
+FUNCTIONS, PREPARE_FILES = 270, 38
 
 COUNTED = """
 import json, sys
