@@ -255,8 +255,6 @@ MUTANTS = [
            "number = np.minimum(1, length)", "only one residue class is computed"),
     Mutant("masks/tiling.py", "tables |= cost > most", "tables |= cost > FAR",
            "tiny tiles are never replaced by a table"),
-    Mutant("masks/tiling.py", "edge[:-1] | edge[1:] |", "edge[:-1] |",
-           "the last cut of a group of rows is lost"),
     # schedule: the rings
     Mutant(_BURST, "(owner // width + self.ways[1] * node)",
            "(owner // width + 2 * self.ways[1] * node)",
