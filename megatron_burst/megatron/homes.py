@@ -15,8 +15,8 @@ PACKAGES = (
     "megatron.core.ssm",
     "megatron.core.transformer.experimental_attention_variant",
 )
-# Megatron-LM pull requests 7239 and 7380 (September 2026); the second tests a table of deprecated
-# paths. Kernels moved to `core/ops` earlier than the classes that call them.
+# Megatron-LM pull requests 7239 and 7380 (September 2026). Pull request 7380 has a test with a
+# table of deprecated paths. Kernels moved to `core/ops` earlier than the classes that call them.
 _SSM, _ATTENTION = "megatron.core.ops.ssm", "megatron.core.ops.attention"
 MOVED = {
     "absorbed_mla": f"{_ATTENTION}.mla",

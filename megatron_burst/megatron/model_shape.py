@@ -5,7 +5,7 @@
 the same names. A configuration specifies its layers in one of these ways:
 
 - A pattern of a hybrid model (`hybrid_layer_pattern`), with one symbol per layer. A
-`TransformerConfig` contains only the information that a model is hybrid.
+`TransformerConfig` states only that a model is hybrid.
 - An attention variant (`experimental_attention_variant`) and a frequency or list of its layers.
 - The numbers of Kimi K3's layers with Kimi delta attention (`kimi_kda_layers`).
 - A window: Megatron has `window_size` (left, right) and `window_attn_skip_freq`. Providers of

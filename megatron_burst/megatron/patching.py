@@ -336,8 +336,8 @@ def opened(patches: PatchSet, purpose: str | None = None) -> Iterator[None]:
 
     Args:
         patches: the set of patches.
-        purpose: limits this to the seams that one patch in `patches/` adds
-            (`SeamPlace.purpose`); None for all seams.
+        purpose: `SeamPlace.purpose` of the seams to replace, which one patch in `patches/` adds;
+            None for all seams.
     """
     seams = [located for place, located in _seams() if purpose in (None, place.purpose)]
     patches.on_undo(lambda: _close(seams, empty=True))

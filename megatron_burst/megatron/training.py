@@ -108,7 +108,7 @@ class TrainingHooks:
         return parser
 
     def validate_args(self, original: Callable, args: Any, *extra: Any, **named: Any) -> Any:
-        """Check our flags before Megatron checks its own: few of its assertions name a flag."""
+        """Check our flags before Megatron's flags: few of Megatron's assertions name a flag."""
         show_log(self.patches)
         layout_choice.complete_arguments(args)
         check_flags(args, sys.argv[1:])
@@ -130,7 +130,7 @@ class TrainingHooks:
     def core_transformer_config_from_args(
         self, original: Callable, args: Any, *extra: Any, **named: Any
     ) -> Any:
-        """Configure BurstAttention in the configuration that Megatron makes of arguments."""
+        """Configure BurstAttention in the configuration that Megatron makes from arguments."""
         algorithm = getattr(args, "context_parallel_algo", None)
         with patching.selecting_burst(algorithm not in (None, flags.OFF)):
             config = original(args, *extra, **named)

@@ -134,8 +134,8 @@ def node_warning(hosts: Sequence[Hashable], per_node: int) -> str | None:
 
 
 def _hierarchical(pg_collection: Any) -> list[Any]:
-    # Called only if the configuration names sizes: destroy_model_parallel does not remove the
-    # groups of an earlier initialize_model_parallel.
+    # Called only if the configuration names sizes, because destroy_model_parallel does not remove
+    # the groups of an earlier initialize_model_parallel.
     levels = getattr(pg_collection, "hcp", None)
     if levels is None and pg_collection.cp is parallel_state.get_context_parallel_group(
         check_initialized=False

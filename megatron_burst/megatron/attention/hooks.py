@@ -66,9 +66,9 @@ def _hybrid_model() -> Any:
 def refuse_other_attention(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Call HybridModel.forward, unless its arguments change what attention computes.
 
-    Megatron-LM after 0.20 (September 2026): with `shared_prefix_layout` the model runs its own
-    attention over a tree, and `cp_batch` may have two layouts, between which it exchanges rows.
-    Other arguments are passed on.
+    In Megatron-LM after 0.20 (September 2026), `shared_prefix_layout` selects the model's own
+    attention over a tree. `cp_batch` may have two layouts, and the model then exchanges rows
+    between them. Other arguments are passed on.
 
     Args:
         original: HybridModel.forward.

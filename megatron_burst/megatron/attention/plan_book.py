@@ -8,15 +8,16 @@ These rules ensure that either all ranks take part or none does:
 layer is built and is the same on all ranks. The leader of a kind, the layer with the lowest number
 on this rank, makes the plan.
 - The leader communicates in every forward, so that all ranks raise the same error if their calls
-differ. If this rank has the plan already, the leader only compares the plan's facts, in the same
-exchange as ranks that make their plan. Other layers only look the plan up. Layers that are
-recomputed in backward also only look it up, because the forward of their micro-batch has compared
-the plan.
-- With a mask of the user (`--burst-mask`) every layer is its own kind: its mask is known only when
-it is called with a batch.
-- Every plan assumes that q, k and v need gradients. One plan then serves forward and recomputation,
-in which layers run in another order, also with several micro-batches in flight. This assumption
-costs little: one projection usually computes q, k and v, so they need gradients together.
+differ. If this rank already has the plan, the leader only compares the plan's facts. It does so in
+the exchange in which other ranks make their plan. Other layers only look the plan up. Layers that
+are recomputed in backward also only look it up, because the forward of their micro-batch has
+compared the plan.
+- With a mask of the user (`--burst-mask`) every layer is a separate kind, because its mask is known
+only when the layer is called with a batch.
+- Every plan assumes that q, k and v need gradients. One plan then serves both forward and
+recomputation, although recomputation runs layers in another order. This also holds with several
+micro-batches in flight. This assumption costs little: one projection usually computes q, k and v,
+so they need gradients together.
 - Packed batches have one plan per pack. The `PLANS_KEPT` most recently used plans are kept; the
 order of use is the same on all ranks. A thread makes the plans of the next micro-batch while the
 device computes (`plans_ahead`). Ranks compare them in the forward, like any other plan.
@@ -24,8 +25,8 @@ device computes (`plans_ahead`). Ranks compare them in the forward, like any oth
 forward made and compared the plan, which is the same for every micro-batch.
 - A micro-batch may have its own context-parallel group (hybrid context parallelism). Every set of
 ranks has its own book, with groups and plans that only its members make.
-- "auto" selects an algorithm for the first plan of a kind and of shapes of q, k and v. Later plans
-of the same kind and shapes use this algorithm too, with any documents.
+- "auto" selects an algorithm for the first plan with a kind and with shapes of q, k and v. Later
+plans with the same kind and shapes use this algorithm too, whatever their documents.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class Kind(Protocol):
         ...
 
     def log(self, book: PlanBook, plan: Any, tensors: Tensors, pack: Pack | None, own: Any) -> None:
-        """Log a plan that was made, if its line was not logged before.
+        """Log a new plan, unless its line was logged before.
 
         Args:
             book: the plan book of the layer's group.
@@ -142,7 +143,7 @@ class LayerKind:
         selects: Whether the layer has sparse attention over selected keys. Its operations then
             choose and log their algorithm themselves.
         number: The number of the layer, from 1; 0 if the mask does not depend on the number.
-        cut: How attention cuts packed batches; None for a cut by `burst.layout` alone.
+        cut: How attention cuts packed batches; None if `burst.layout` alone determines the cut.
         stream: How the run cuts batches if attention has another layout, otherwise None.
     """
 
@@ -368,7 +369,7 @@ class PlanBook:
     def shared_errors(self, leads: bool) -> Iterator[None]:
         """Raise an error of one rank as a `ValueError` on all ranks, if the layer is a leader.
 
-        A layer that is recomputed in backward does not communicate, so it raises only its error.
+        A layer that is recomputed in backward does not communicate: its error stays on this rank.
 
         Args:
             leads: whether the layer is the leader of its kind.
@@ -390,8 +391,7 @@ class PlanBook:
     ) -> Any:
         """Return the plan for these tensors.
 
-        A collective if `leads`, except for layers that are recomputed in backward; otherwise a
-        look-up.
+        A collective if `leads` and the layer is not recomputed in backward; otherwise a look-up.
 
         Args:
             kind: the kind of the layer.
@@ -522,7 +522,7 @@ class PlanBook:
 
         Args:
             line: the line.
-            subject: the layers that the line is about; default: the line itself.
+            subject: the layers that the line describes; default: the line itself.
         """
         # Imported here: tools read plans without Megatron-Core.
         from megatron.core.parallel_state import get_pipeline_model_parallel_group
@@ -552,7 +552,7 @@ def rings_of_normal_priority(groups: Groups) -> list[str]:
 def priority_line(rings: Sequence[str]) -> str:
     """Return the part of the start-up line about rings whose streams have normal priority.
 
-    Empty without such rings, or if CUDA has only one queue, which keeps the order of launches.
+    Empty without such rings, or if CUDA has only one queue: it keeps the order of launches.
 
     Args:
         rings: names of the rings.

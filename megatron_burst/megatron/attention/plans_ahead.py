@@ -5,10 +5,9 @@ With packed documents every micro-batch has other lengths, so it needs a new pla
 reads one batch ahead (`data.loader`) and passes its documents to `PlanBook.plan_ahead`. One thread
 per process then checks and builds the plans. It does not communicate, and it does not change the
 order in which ranks communicate: the forward compares the plan between ranks, as it does with a
-plan that it makes itself. A thread's plan is used only if its facts equal the facts of the forward,
-so a rank without such a plan (because its lengths are not on the host) makes the same plan itself.
-The forward also makes the plan if the thread raised an error, and then raises the error on all
-ranks.
+plan that it makes itself. A thread's plan is used only if its facts equal the facts of the forward.
+A rank whose lengths are not on the host has no such plan, and its forward makes the same plan. The
+forward also makes the plan if the thread raised an error, and then raises the error on all ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .. import patching
 from ..data.packed import Pack
 
 CALLS_EXPECTED = 16  # kinds of layers x shapes of their tensors
-PLANS_AHEAD = 64  # plans that a thread made and no forward has used yet
+PLANS_AHEAD = 64  # limit of plans that the thread made and no forward has used yet
 UNUSED = 32  # if a forward uses none of the first plans, the thread makes no more
 
 

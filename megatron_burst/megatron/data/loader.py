@@ -123,7 +123,7 @@ class BatchIterator:
 
 
 def plan_ahead(batch: dict[str, Any]) -> None:
-    """Start the plans of attention for a packed batch on the host that a later forward uses.
+    """Start to make the plans of attention for a packed batch on the host, for a later forward.
 
     A batch with its own context-parallel group is skipped.
 

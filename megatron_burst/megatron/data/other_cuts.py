@@ -59,7 +59,7 @@ def guard_other_cuts(patches: patching.PatchSet, layout: str) -> None:
 
 
 def check_cut(params: Any, pack: Pack, cut: BatchCut, size: int, cuts: bool) -> None:
-    """Raise an error if ranks hold other tokens of a pack than the run's layout gives them.
+    """Raise an error if ranks hold other tokens of a pack than the run's layout requires.
 
     Other code than this package may have distributed ("cut") the pack over the ranks.
 

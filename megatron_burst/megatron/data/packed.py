@@ -164,7 +164,7 @@ class Pack:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `mb.layout.successors` as tensors; cached on the device.
 
-        The tensors locate the next token in the document, for each token of the rank.
+        For each token of the rank, the tensors locate the next token of its document.
 
         Args:
             cut: how the run cuts batches.
@@ -201,8 +201,8 @@ class Packs:
     def note(self, cu_seqlens: torch.Tensor, pack: Pack) -> None:
         """Register `pack` for this tensor object.
 
-        Needed for packs that the values of `cu_seqlens` do not define: a prefix tree, or documents
-        with spans of images.
+        Needed if the values of `cu_seqlens` do not define the pack completely: for a prefix tree,
+        or documents with spans of images.
 
         Args:
             cu_seqlens: the tensor.
@@ -269,7 +269,7 @@ class Packs:
         entries: Any = self._packs.setdefault(cu_seqlens, {})
         with_padding = padded is not None
         entry = entries.get(with_padding)
-        # A weak reference: it may be `cu_seqlens` itself, whose entry would then never be removed.
+        # Weak: `padded` may be `cu_seqlens`, the key; a strong reference would keep its entry.
         if entry is None or entry[1] != state or (with_padding and entry[0]() is not padded):
             reference = TensorWeakRef(padded) if with_padding else None
             pack = pack_of(total, cu_seqlens, padded)

@@ -12,10 +12,10 @@ The rows of a packed batch are known only in the function that applies the angle
 A blank is identified by the address of its storage, because the tensor is the only object that
 Megatron passes from the rotary embedding to the function that applies the angles: this function
 gets no `PackedSeqParams`, and a model may have several rotary embeddings. Views, `detach` and
-recomputation keep the address; they would lose an attribute or a subclass of the tensor. A number
-stored in the tensor would have to be read from the GPU in every layer. `RotaryTables` keeps the
-storage until `uninstall`, so no other tensor can have the same address. A copy of a blank raises
-`ValueError`, and code that uses a blank as a table gets NaN, not wrong angles.
+recomputation keep the address, but not attributes or the subclass of the tensor. A number stored in
+the tensor would have to be read from the GPU in every layer. `RotaryTables` keeps the storage until
+`uninstall`, so no other tensor can have the same address. A copy of a blank raises `ValueError`,
+and code that uses a blank as a table gets NaN, not wrong angles.
 
 Shape letters: S tokens of the whole sequence, d rotary width.
 """

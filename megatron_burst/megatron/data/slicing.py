@@ -96,8 +96,8 @@ def _of_own_group(
 ) -> dict[str, Any] | None:
     """Cut a micro-batch over its own group of `local_cp_size` ranks.
 
-    The original would cut the whole pack in zigzag order, but attention expects that each document
-    is cut separately.
+    The original would cut the whole pack in zigzag order, but attention requires a separate cut of
+    each document.
 
     Returns:
         The entries of this rank. None if the group has one rank: the caller then calls the

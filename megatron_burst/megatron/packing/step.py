@@ -179,7 +179,7 @@ def _agreed(number: int) -> int:
     group: Any = parallel_state.get_model_parallel_group()
     if group.size() == 1:
         return number
-    # The largest number and the negated smallest. A rank without data (0) changes neither.
+    # The largest number and the negated smallest number. A rank without data (0) changes neither.
     bounds = torch.tensor([number, -number or -_NO_BOUND], device=documents.device_of(group))
     torch.distributed.all_reduce(bounds, torch.distributed.ReduceOp.MAX, group=group)
     if int(bounds[0]) == -int(bounds[1]):
