@@ -4,8 +4,8 @@
 Buffers of a kind have few sizes: the length of the longest message, and 1/4, 1/16, ... of that
 length. So messages of similar length share buffers, and short messages use little memory. Partial
 results are gradients, which are added, and outputs, which are merged by online softmax. Results for
-a rank's own rows stay on the rank. Results for rows of other ranks are sent, each time for some of
-the rows.
+a rank's own rows stay on the rank. Results for rows of other ranks are sent, in messages that may
+contain only some of the rows.
 """
 
 from __future__ import annotations

@@ -137,10 +137,10 @@ class _OffloadingChunks:
 
 
 class _PrefetchingChunks:
-    """Chunks of keys for the second and later row chunks, which fetch them from host memory.
+    """Chunks of keys that are fetched from host memory, for the second and later row chunks.
 
-    The forward of the first row chunk stored the keys of other ranks there. Each chunk is fetched
-    while the kernel computes with the chunk before it.
+    The forward of the first row chunk stored the keys of other ranks in host memory. Each chunk is
+    fetched while the kernel computes with the chunk before it.
     """
 
     def __init__(self, own: ChunkTable, visitors: list[Chunk], stash: HostChunks):

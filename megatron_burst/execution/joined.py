@@ -111,8 +111,8 @@ def joined(run: RankPass, schedule: Schedule, works: WorkSource, device: torch.d
         return joined_calls[key]
 
     def joined_steps(steps: Sequence[Step]) -> tuple[Step, ...]:
-        # Last boundary that posts the receive of a chunk. Map from a chunk to the boundary where
-        # its sends end.
+        # `arriving`: last boundary that posts the receive of a chunk. `leaving`: boundary at which
+        # the sends of each chunk end.
         arriving, leaving = -1, dict[Chunk, int]()
         posted = ((step.index, exchange) for step in steps for exchange in step.exchanges)
         for index, exchange in posted:

@@ -31,8 +31,8 @@ def keys_to_owners(
 ) -> Sequence[torch.Tensor | None]:
     """Return dk and dv of this rank's own keys, from the gradients that its ring computed.
 
-    Ranks that share heads exchange them back. Ranks that all hold all keys sum their gradients, if
-    the plan requires it; they share no heads.
+    Ranks that share heads exchange the gradients back. If every rank holds all keys, ranks share no
+    heads, and sum their gradients if the plan requires it.
 
     Args:
         rank_plan: Plan of this rank.

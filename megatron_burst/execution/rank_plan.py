@@ -192,7 +192,7 @@ class RowChunk:
 
     Attributes:
         rows: int64 row numbers in this rank's shard; None for all rows.
-        order: int64, for each of these rows of this rank in the ring, its index in the concatenated
+        order: int64, one entry per row of this row chunk in the ring: its index in the concatenated
             row chunks of the ranks that share heads. None if the two orders are equal.
         forward: Forward pass.
         backward: Backward pass.
@@ -240,7 +240,7 @@ class RankPlan:
         kv_heads: Key/value heads of the call's tensors, before ranks share them.
         head_chunks: Number of head chunks.
         chunks: One row chunk with all rows, or several that run one after the other.
-        key_order: int64, for each key of this rank in the ring, its index in the concatenated
+        key_order: int64, one entry per key of this rank in the ring: its index in the concatenated
             shards of the ranks that share heads. None if the two orders are equal.
         key_sum: How the gradients of keys that every rank holds are summed; None if every rank has
             its own keys or keeps its own contributions.

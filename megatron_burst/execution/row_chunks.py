@@ -187,8 +187,8 @@ class RowChunkState:
 
         Returns:
             dk [s, b, k, d], dv [s, b, k, w] and dsink [h]; None for a gradient that is not needed.
-            dsink is in the accumulation dtype; dk and dv too, or in the wire dtype if ranks share
-            heads.
+            dsink has the accumulation dtype. dk and dv have the wire dtype if ranks share heads,
+            otherwise the accumulation dtype.
         """
         rank_plan = self.rank_plan
         sums, self._sums = self._sums or self._zeros(), []
@@ -203,7 +203,7 @@ class RowChunkState:
         return dk, dv, dsink
 
     def _zeros(self) -> list[Tensors]:
-        """Return zeros to sum dk and dv in, as one tuple per head chunk.
+        """Return buffers of zeros for the sums of dk and dv, one tuple per head chunk.
 
         A gradient that is not needed is omitted.
         """
