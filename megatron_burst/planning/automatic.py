@@ -72,7 +72,7 @@ def _choice(request: Request, groups: Groups, rates: Rates) -> Choice:
         narrow = _fastest(request, sizes, groups, rates)
         if narrow.seconds < choice.seconds * (1 - TIE):
             return replace(narrow, wire="bf16")
-    return replace(choice, wire="fp32")  # explicit, so that `call` can be passed again
+    return replace(choice, wire="fp32")  # explicit, so that `Choice.call` selects it
 
 
 def _fastest(request: Request, sizes: Sizes, groups: Groups, rates: Rates) -> Choice:

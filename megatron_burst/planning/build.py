@@ -79,7 +79,7 @@ class KernelWorkCache:
             pieces = self._pieces[family]
             owner, bits = np.array([chunk[1:] for chunk in new]).T
             of_chunk, ranges = bundles_of(family).all_ranges(owner, bits)
-            # Rows are counted over all shards, so that all shards are one.
+            # Rows are numbered over all shards, as if they were one shard.
             before = np.append(0, np.cumsum(pieces.span.length))
             before = before[np.searchsorted(pieces.owner, owner)]
             of_range, spans = spans_in(ranges + before[of_chunk][:, None], pieces.span)
@@ -186,7 +186,7 @@ class _PassRows:
     def payload(self, hop: Hop) -> Payload:
         """Return which rows a transfer (hop) sends, and where they are in the buffers of this rank.
 
-        They are rows of a sum of partial results, or of a chunk of queries or keys.
+        The rows belong to a sum of partial results, or to a chunk of queries or keys.
         """
         chunk = hop.chunk
         target = source = None

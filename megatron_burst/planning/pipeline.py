@@ -63,7 +63,7 @@ class PlannedPasses(NamedTuple):
 
 @dataclass(frozen=True)
 class RingPlace:
-    """The ring of this rank, and the ranks with which it shares heads.
+    """The ring of this rank, and the ranks with which this rank shares heads.
 
     Attributes:
         topology: Placement of the ranks.
@@ -167,7 +167,7 @@ class RecomputeDemand(NamedTuple):
         queries: Rows to recompute, for each rank of the ring.
         kept: int64 indices of the kept rows in this rank's shard of the ring, after the all-to-all.
         own_kept: int64 indices of the kept rows in this rank's own shard, before the all-to-all.
-        visibility: Rows of these queries and of all keys that attend to each other.
+        visibility: Which of these queries attend to which keys, and their rows.
     """
 
     queries: tuple[ShardRows, ...]

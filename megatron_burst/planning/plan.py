@@ -101,7 +101,7 @@ class Plan:
         for t, made_for, planned in zip(
             tensors, self.signature, self.rank_plan.needs_grad, strict=v is not None
         ):
-            # Same test as comparing `signature`, but cheaper: it runs before every call.
+            # Same result as comparing `signature`, but faster: it runs before every call.
             if (tuple(t.shape), t.dtype, str(t.device)) != made_for:
                 return False
             if graph and t.requires_grad and not planned:
@@ -403,8 +403,8 @@ class Plan:
     def describe(self) -> str:
         """Return one line with the settings of the plan and the bytes that a rank sends per layer.
 
-        The line also has the bytes of backward if it sent the other tensors: queries instead of
-        keys and values, or vice versa.
+        The line also has the bytes that backward would send if it sent the other tensors: queries
+        instead of keys and values, or vice versa.
         """
         return described(self)
 

@@ -151,7 +151,7 @@ class AttentionOperation(RingOperation):
 
     Attributes:
         groups: Argument of `prepare`.
-        tensors: q, k and v; v is None if values are the keys. Three times None if `shapes` is
+        tensors: q, k and v; v is None if values are the keys. All three are None if `shapes` is
             set.
         shapes: Shapes that replace q, k and v; None if tensors are set.
         options: Options of the call.

@@ -223,7 +223,7 @@ def _wire_dtype(options: AttentionOptions, q: torch.Tensor) -> torch.dtype:
 
 
 def _needs_grad(needs_grad: object, tensors: QKV) -> NeedsGrad:
-    """Return three booleans: whether q, k and v need a gradient; for None, `requires_grad`."""
+    """Return whether q, k and v need a gradient. Default: `requires_grad` of the tensors."""
     if needs_grad is None:
         q, k, v = (t.requires_grad for t in tensors)
         return q, k, v
@@ -291,7 +291,7 @@ def _without_choice(options: AttentionOptions) -> AttentionOptions:
 
 
 def _check_custom(mask: Mask, lengths: tuple[int, int], groups: Groups) -> None:
-    """Check the user-defined parts of a mask, once per part and lengths of queries and keys."""
+    """Check each user-defined part of a mask, once per pair of query length and key length."""
     parts = custom_parts(mask)
     if not parts:
         return
@@ -386,7 +386,7 @@ def _layout(name: str, layout: object, groups: Groups, rows: int) -> Layout:
 
 
 def signature(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None) -> Signature:
-    """Return (shape, dtype, device) of q, of k and of v, or of k twice if v is None."""
+    """Return (shape, dtype, device) of q, k and v; if v is None, the entry of k is repeated."""
     return tuple(map(_described, (q, k, k if v is None else v)))
 
 
@@ -403,7 +403,7 @@ def check_shapes(
         q: Queries of this rank.
         k: Keys of this rank.
         v: Values of this rank.
-        other_keys: True if keys may have another number of rows than queries, or none.
+        other_keys: True if k and v may have more or fewer rows than q, or no rows.
 
     Raises:
         ValueError: A shape, dtype or device is not supported, or does not match the other tensors.
