@@ -275,9 +275,9 @@ def visible_pairs(mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) 
 def ring_spans(layout: Layout, topology: Topology, seq_len: int) -> list[Sequence[Span]]:
     """Return the spans of the rows with which each rank of a ring computes; none without positions.
 
-    A span is regularly spaced positions. If ranks share heads (ulysses), an all-to-all gives each
-    rank the rows of all ranks of its ulysses group, in the order of `shared_spans`. All rings of a
-    grid have the same spans, so rank 0's ring represents all.
+    A span is a run of regularly spaced positions. If ranks share heads (ulysses), an all-to-all
+    gives each rank the rows of all ranks of its ulysses group, in the order of `shared_spans`. All
+    rings of a grid have the same spans, so rank 0's ring represents all.
     """
     if not seq_len:
         return [()] * topology.ring_size

@@ -46,7 +46,7 @@ FORWARD, BACKWARD = RowBytes(dkv=0, dquery=0, out=1), RowBytes()
 
 @dataclass(frozen=True, eq=False)
 class Visibility:
-    """The ranks of a ring that attend to each other's chunks, and the rows of these chunks in use.
+    """The ranks of a ring that attend to each other's chunks, and the rows that they use.
 
     Attributes:
         visible: bool [G, G], true if some query of rank i attends to some key of rank j.
@@ -119,7 +119,7 @@ class Demand:
         rank, step, source, rows = messages
         bundles, steps = self.travelling, int(step.max(initial=0)) + 1
         room = chunks * np.bincount(bundles.owner, bundles.rows, 1).max()
-        # For each end of the messages: sorted times of use, with a gap of `steps` between ranks,
+        # For receivers, then for senders: sorted times of use, with a gap of `steps` between ranks,
         # and the cumulative rows.
         used_rows = []
         for end in (rank, source) if self.gradients else (rank,):

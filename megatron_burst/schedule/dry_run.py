@@ -32,9 +32,9 @@ class HeldBuffers:
     of keys.
 
     Attributes:
-        moments: Rows of every existing buffer by kind, at several times of the pass. For any bytes
-            per row of each kind, the time with the largest memory is included. The rank's own sums
-            of gradients are always counted.
+        moments: Rows of every existing buffer by kind, at several times of the pass. Whatever the
+            bytes per row of each kind, the time with the largest memory is included. The rank's own
+            sums of gradients are always counted.
         longest: Kind of tensors, such as "kv" -> number of rows of the longest message.
         in_use: Number of rows in use by kind, at several times of the pass: rows of received
             chunks, of messages and of partial results for other ranks. A buffer may have room for

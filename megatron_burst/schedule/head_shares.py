@@ -134,6 +134,7 @@ def deferred_chunks(count: int) -> int:
     """Return how many of the last head chunks compute the pair of the rank's own chunks at the end.
 
     A head chunk is a group of heads with its own transfers. Pairs of earlier head chunks hide the
-    first transfers of these head chunks. Their own pairs hide their last transfers of gradients.
+    first transfers of these head chunks. The pairs of the rank's own chunks hide their last
+    transfers of gradients.
     """
     return min(2, count // 2)

@@ -33,7 +33,7 @@ def program(tables: Tables, grid: Grid, rank: int, own_last: bool = False) -> tu
     # Gradients land after the last step: boundaries without pairs drain them.
     end = max([tables.steps, *(hop.land for hop in hops), *(pairs.values())])
     if own_last and own in pairs and tables.transfers.accumulated.any():
-        # The last boundary that posts a partial result: the own pair runs during that hop.
+        # The last boundary that posts a partial result: the rank's own pair runs during that hop.
         pairs[own] = max([tables.steps, *posted])
         end = max(end, pairs[own] + 1)
     posts: list[list[Hop]] = [[] for _ in range(end + 1)]

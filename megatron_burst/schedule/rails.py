@@ -21,7 +21,7 @@ from .tables import Grid
 
 ROOM = 1.05  # largest load of a rail, relative to the load that the busiest node requires
 PARTS = 64  # rows move to another rail only in parts of at least a mean shard / PARTS
-HOT = 1.5  # an owner's node relays its rows if it sends this many times what a rank receives
+HOT = 1.5  # a carrier replaces an owner that sends more than HOT times what any rank receives
 SWEEPS = 2  # number of sweeps over all bundles on busy rails
 GROUPS = 4  # bundles with the same target node move to other rails in this many groups
 FANOUT = 2  # number of receivers of a node that relays
@@ -111,8 +111,8 @@ def _crossing(bundles: Bundles, grid: Grid) -> tuple[_Crossing, float]:
 def _handed(bundles: Bundles, grid: Grid) -> np.ndarray:
     """Return the field `handed` of `Routes`: whether a bundle's carrier replaces its owner.
 
-    The carrier then sends the bundle to the other ranks of the owner's node. It is true for owners
-    that would otherwise send many more rows within their node than any rank receives.
+    The carrier then sends the bundle to the other ranks of the owner's node. The field is true for
+    owners that would otherwise send many more rows within their node than any rank receives.
     """
     users = bundles.users.reshape(-1, *grid)
     home = users[np.arange(len(users)), bundles.owner // grid.intra].sum(axis=1)

@@ -68,7 +68,7 @@ class Schedule(Demand):
         return ("out",) if self.row_bytes.out else ("dquery", "dkv")
 
     def travels(self, cache: dict[Any, Any]) -> tuple[list[tuple[str, bool]], set[str]]:
-        """Return which process groups this pass uses for which transfers, with any mask.
+        """Return which process groups this pass may use, with any mask, and for which transfers.
 
         The result is computed on the smallest grid with the same levels, which needs the same
         rings. It combines the transfers for large rows of keys and for large rows of queries,
@@ -98,7 +98,8 @@ class Schedule(Demand):
         return cache[key]
 
     def _typical(self) -> Iterator[Transfers]:
-        """Yield the transfers on the smallest grid: if key rows are large, then if queries are."""
+        """Yield the transfers on the smallest grid for large key rows, then for large query
+        rows."""
         grid = Grid(*(min(2, ranks) for ranks in self.grid))
         small = replace(self, grid=grid, visibility=all_visible(grid.size))
         for side in SIDES:

@@ -105,7 +105,7 @@ class Sizes:
 
     @property
     def _elements(self) -> tuple[int, int, int, int]:
-        """Number of elements of q, k, v and out in one row; of v, 0 if values are the keys."""
+        """Number of elements of q, k, v and out in one row; 0 for v if values are the keys."""
         heads, kv_heads = self.batch * self.heads, self.batch * self.kv_heads
         return (
             heads * self.width,

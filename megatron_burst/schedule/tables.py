@@ -58,8 +58,9 @@ class Chunk(NamedTuple):
             "dquery" are gradients, to which ranks add. "out" is a partial output with its lse,
             which ranks merge by online softmax.
         owner: Rank that owns the rows.
-        rows: Bit set with one bit per bundle of the owner. A bundle is rows that the same ranks
-            use. The bundles are of keys for "kv" and "dkv", and of queries for other families.
+        rows: Bit set with one bit per bundle of the owner. A bundle is the set of rows that the
+            same ranks use. The bundles are of keys for "kv" and "dkv", and of queries for other
+            families.
     """
 
     family: str

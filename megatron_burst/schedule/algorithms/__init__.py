@@ -30,10 +30,10 @@ class Algorithm:
         sided: True if the result of `tables` depends on `demand.side`.
         holds_more: True if a rank holds several received chunks, or chunks that it does not use
             yet, to save time.
-        holds_all: True if a rank holds all chunks that it uses at the same time. `auto` then does
-            not try the algorithm if ranks share heads, because chunks then have the rows of a whole
+        holds_all: True if a rank holds, at one time, all chunks that it uses. `auto` then does not
+            try the algorithm if ranks share heads, because chunks then have the rows of a whole
             ulysses group.
-        few_rows: True if a rank holds all rows that it uses at the same time, and `auto` tries the
+        few_rows: True if a rank holds, at one time, all rows that it uses. `auto` then tries the
             algorithm only if these are few rows.
         joins: True if, by default, one kernel call computes all pairs of a step.
         two_levels: True if `auto` tries the algorithm only on several nodes with several ranks

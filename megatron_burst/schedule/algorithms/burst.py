@@ -8,9 +8,9 @@ on their rank. Gradients of the sent chunks follow one step behind and end at th
 
 This module differs from the paper in three ways. A rank's contribution to its own gradient stays on
 the rank, and a node's contribution to its own gradients stays in the node. So copies and gradients
-both make G - 1 hops on one ring, or M (L - 1) hops within and M - 1 hops between M nodes of L
-ranks. A hop carries only the rows that a rank further along the ring uses, and is omitted if there
-are none. Rings run in the direction that sends fewer bytes.
+both make G - 1 hops on one ring of G ranks. With M nodes of L ranks, they make M (L - 1) hops
+within nodes and M - 1 hops between nodes. A hop carries only the rows that a rank further along the
+ring uses, and is omitted if there are none. Rings run in the direction that sends fewer bytes.
 
 Steps are counted as in LoongTrain's double ring: an outer step per node, an inner step per rank of
 the node.
@@ -98,9 +98,9 @@ class _Path:
     def moves(self, axis: int, gradient: bool) -> np.ndarray:
         """Return whether a bundle is sent on to the next rank or node after a step.
 
-        A bundle is rows of one owner that the same ranks use. No gradient is sent within a node at
-        inner step 0. The rank that has the bundle at that step collects the sum of its node and
-        sends it to the next node. At outer step 0 this rank is the owner, which keeps the sum.
+        A bundle is the set of an owner's rows that the same ranks use. No gradient is sent within a
+        node at inner step 0. The rank that has the bundle at that step collects the sum of its node
+        and sends it to the next node. At outer step 0 this rank is the owner, which keeps the sum.
 
         Args:
             axis: 1 for sends between nodes, 2 for sends within nodes.
@@ -125,7 +125,7 @@ class _Path:
         users = self.users
         if axis == 1:  # loop over columns: NumPy's reductions of a short axis are far slower
             users = reduce(np.logical_or, np.moveaxis(users, 2, 0))
-        # The reversed ring counts from its end, so the farthest rank is the first one that adds.
+        # On the reversed ring, the farthest user is the first rank that adds to the gradient.
         return _farthest(users), _farthest(_turned(users, axis))
 
     def _choose_way(self, axis: int) -> None:

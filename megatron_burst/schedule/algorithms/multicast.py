@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multicast: rows cross once to every node that uses them, and are relayed within the node.
 
-Rows that ranks of another node use are sent to that node's gateway: the rank that has the owner's
-index in its node. The gateway sends every peer the rows that the peer uses. If too many rows would
-cross on an owner's rail (the ranks with its index in their nodes), it first sends rows to other
-ranks of its node, which send them on. For busy nodes, other nodes relay rows (`rails`). Gradients
-take the same routes back: a node's gradients are summed at its gateway before they cross. Traffic
-between nodes is minimal for a given layout: every row that a node uses crosses to this node once,
-and one gradient of the row crosses back.
+Rows that ranks of another node use are sent to that node's gateway: the rank with the same index in
+its node as the owner. The gateway sends every peer the rows that the peer uses. If too many rows
+would cross on an owner's rail (the ranks with its index in their nodes), the owner first sends rows
+to other ranks of its node, which send them on. For busy nodes, other nodes relay rows (`rails`).
+Gradients take the same routes back: a node's gradients are summed at its gateway before they cross.
+Traffic between nodes is minimal for a given layout: every row that a node uses crosses to this node
+once, and one gradient of the row crosses back.
 
 A rank computes with its own chunk, then with the chunks of its node, then with the chunks of the
 other nodes in rotation. So at any step all ranks receive from different ranks. If gradients are
 sent, half of the chunks of the rank's node come last. While the rank computes with these last
 chunks, the gradients of all other chunks cross. All ranks of a node begin with the chunks of the
-next node at the same step, so a gateway holds relayed rows no longer than one turn.
+next node at the same step, so a gateway holds relayed rows no longer than one turn (the steps with
+the chunks of one node).
 
-Copies land at the step that uses them. A hop is posted at most WITHIN steps earlier within a node,
-and as many steps earlier between nodes as a node has ranks (at least 2). During that time a rank
-holds the chunks that it uses. A gateway also holds the chunks that it relays in this turn, and in
-the turn that begins when these hops end. Gradients are posted at the boundary after their step.
+Copies land at the step that uses them. A hop within a node is posted at most WITHIN steps earlier.
+A hop between nodes is posted at most as many steps earlier as a node has ranks (at least 2). During
+that time a rank holds the chunks that it uses. A gateway also holds the chunks that it relays in
+this turn, and in the turn that begins when these hops end. Gradients are posted at the boundary
+after their step.
 
 If ranks use few rows of a chunk, as with packed documents, hops of copies and of gradients may take
 more steps, within the memory that whole chunks would need. Ranks are then unequally busy at a step,
@@ -37,7 +39,7 @@ from ..demand import Demand
 from ..rails import routes
 from ..tables import RINGS, Grid, Pairs, Tables, Transfers, transfers
 
-WITHIN = 2  # smallest number of steps that a hop within a node may take
+WITHIN = 2  # number of steps that a hop within a node may take, before `loosen`
 NEVER = 1 << 30
 
 
@@ -49,7 +51,7 @@ class _CopyHops(NamedTuple):
 
     Attributes:
         way: Route of the rows, an index into the arrays [ways, ...] of `MulticastPaths`.
-        above: Node whose gate sends, if the owner does not.
+        above: Node whose gate sends, if the owner does not send.
         rows: Bit set of the rows: one bit per bundle of the owner.
         from_owner: True if the owner sends.
         src: Rank that sends.

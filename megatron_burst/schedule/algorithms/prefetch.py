@@ -2,7 +2,7 @@
 """Prefetch: a multicast that sends all rows before ranks use them, and all gradients at the end.
 
 With packed documents, ranks compute unequally much at each step, even if all compute equally much
-in total. An exchange at every step then waits for the slowest rank of every step. With this
+in total. With an exchange at every step, ranks wait at each step for the slowest rank. With this
 algorithm, ranks synchronize only twice. Copies are sent at the first boundaries, and are relayed as
 soon as they arrive. A rank that relays rows computes nothing before it has relayed them. Then it
 computes with its own chunk and, when all copies have arrived, with the chunks of other ranks. If

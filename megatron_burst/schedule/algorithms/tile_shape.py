@@ -61,11 +61,11 @@ def memory(shape: Shape, row_bytes: RowBytes, rows: int = 1) -> int:
 
     In backward, a rank holds at most `keys` chunks of (K, V, dK, dV) and `queries` chunks of (Q,
     dO, D, lse, dQ). In forward, it holds (K, V) and (Q, O). Keys or queries are gathered
-    (`gathers_keys`): they stay on the rank. A rank holds fewer chunks of the other family, because
-    chunks from other nodes are released node by node: the chunks of its own node and of one other
-    node, and the next chunk that crosses. If all chunks of the other family are from one node,
-    chunks of the gathered family are also released node by node. Partial results in flight for
-    other ranks are not counted.
+    (`gathers_keys`): they stay on the rank. Chunks of the other family from other nodes are
+    released node by node. So of this family, a rank holds only the chunks of its own node and of
+    one other node, and the next chunk that crosses. If all chunks of the other family are from one
+    node, chunks of the gathered family are also released node by node. Partial results in flight
+    for other ranks are not counted.
 
     Args:
         shape: The shape.
@@ -80,10 +80,10 @@ def memory(shape: Shape, row_bytes: RowBytes, rows: int = 1) -> int:
 def gathers_keys(row_bytes: RowBytes) -> bool:
     """Return True if keys are gathered and stay on the rank; False if queries are gathered.
 
-    Keys or queries are gathered, whichever have fewer bytes per row, because less computation
-    overlaps with its transfers. A gathered chunk is received while the rank computes the pair of
-    the previous gathered chunk. A chunk that is not gathered is received while the rank computes
-    the pairs of the previous chunk with all gathered chunks.
+    The family with fewer bytes per row is gathered, because less computation overlaps with its
+    transfers. A gathered chunk is received while the rank computes the pair of the previous
+    gathered chunk. A chunk that is not gathered is received while the rank computes the pairs of
+    the previous chunk with all gathered chunks.
     """
     return row_bytes.kv < row_bytes.query
 

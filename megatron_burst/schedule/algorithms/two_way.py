@@ -37,8 +37,8 @@ class OneWay(FlatRing):
     def moves(self, family: str) -> np.ndarray:
         """Return whether each bundle is sent on to the next rank after each step, [bundle, step].
 
-        A bundle is rows of one owner that the same ranks use. A copy is sent on as long as a later
-        rank uses it. A gradient is sent on from the first rank that contributes to it.
+        A bundle is the set of an owner's rows that the same ranks use. A copy is sent on as long as
+        a later rank uses it. A gradient is sent on from the first rank that contributes to it.
 
         Args:
             family: Name of the sent tensors ("kv" or "query"), or of their gradients.

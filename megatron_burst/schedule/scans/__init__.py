@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of scan algorithms, which send states of linear attention from piece to piece.
 
-A piece is consecutive positions of a document on one rank. Each algorithm is in its own file. This
-package needs no torch.
+A piece is a run of consecutive positions of a document on one rank. Each algorithm is in its own
+file. This package needs no torch.
 """
 
 from __future__ import annotations

@@ -22,8 +22,7 @@ def all_gather(task: Task) -> Hops:
     run, rank = np.divmod(np.sort(run * task.topology.size + rank), task.topology.size)
     source = runs.rank[run]
     node, home = rank // intra, source // intra
-    # In each other node, one of the ranks that need a map receives it first; the source's index
-    # selects that rank.
+    # In each other node, the source's index selects the rank that receives a map first.
     opens = np.append(True, (run[1:] != run[:-1]) | (node[1:] != node[:-1]))[: len(run)]
     begin = np.flatnonzero(opens)
     group = np.cumsum(opens) - 1
@@ -38,8 +37,9 @@ def all_gather(task: Task) -> Hops:
 def users_of_maps(runs: PieceRuns) -> tuple[np.ndarray, np.ndarray]:
     """Return which ranks need the map of which run of pieces, as two parallel arrays (run, rank).
 
-    A run is consecutive pieces of a document on one rank. Its map is its effect on a state. A rank
-    needs the maps of all earlier runs of other ranks, up to its own last run of the document.
+    A run is a sequence of consecutive pieces of a document on one rank. Its map is its effect on a
+    state. A rank needs the maps of all earlier runs of other ranks, up to its own last run of the
+    document.
     """
     rank, begin, count = _lasts(runs)
     run, rank = counted(begin, count), np.repeat(rank, count)
@@ -79,9 +79,10 @@ def carried(
 ) -> tuple:
     """Return hops that send the effect of runs of pieces on a state, as an argument of `table`.
 
-    A run is consecutive pieces of a document on one rank. A hop carries the map of the run. For the
-    first run of a document, it carries the state after the run instead. The rank that holds the run
-    can compute this state, because the state before the run is zero or is available on all ranks.
+    A run is a sequence of consecutive pieces of a document on one rank. A hop carries its map. For
+    the first run of a document, it carries the state after the run instead. The rank that holds the
+    run can compute this state, because the state before the run is zero or is available on all
+    ranks.
     """
     head = runs.nth[run] == 0
     after = runs.last[run] + 1
