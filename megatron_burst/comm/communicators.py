@@ -9,7 +9,7 @@ Process groups are referenced weakly. `torch.distributed` owns them until `destr
 which joins the threads of a group only if nothing else references the group. gloo's threads need
 the interpreter lock to free the tensors of their last collective. If they do this while the
 interpreter exits, they abort the process (pytorch issue 190489). Strong references from plans and
-autograd graphs often live until then.
+autograd graphs often live until the exit.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Communicators:
     Attributes:
         groups: Process group by (channel, device type).
         backend: Backend of the parent, in torch's notation.
-        moves: Backend that sends tensors of a device type, by device type.
+        moves: Device type -> backend that sends its tensors.
         used: Weak references to the process groups that are in use.
     """
 

@@ -49,7 +49,7 @@ def agree(facts: Facts | ValueError, gather: Callable[[torch.Tensor], list[torch
 
     Args:
         facts: Values by name, with the same names in the same order on all ranks; or the
-            ValueError of this rank. Above 31 facts, errors quote several facts together.
+            ValueError of this rank. With more than 31 facts, errors quote several facts together.
         gather: Function that all-gathers a uint8 tensor [HEADER_BYTES] of this rank and returns the
             tensors of all ranks. The tensor has a digest of each fact, and the start of its text.
 

@@ -4,8 +4,8 @@
 Creating a group is a collective call. Ranks with different grids would wait for each other until
 the timeout. So ranks first compare their arguments over an existing group, and all ranks raise an
 error that names the differing rank. Only members take part in the creation of a group, under a name
-on which they agreed. Other ranks of the job may create another number of groups, for example if
-every micro-batch has its own context-parallel groups.
+on which they agreed. The number of created groups may differ between ranks of the job, for example
+if every micro-batch has its own context-parallel groups.
 """
 
 from __future__ import annotations
