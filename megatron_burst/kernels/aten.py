@@ -34,7 +34,7 @@ from .rounded import rounded
 if TYPE_CHECKING:
     from .block_lists import PairBlocks
 
-_KEPT_TILES = 16  # plans of more tiles are made in each call, which needs about 3 us per tile
+_KEPT_TILES = 16  # for more tiles, plans are made in each call, which needs about 3 us per tile
 
 
 class AtenKernel:

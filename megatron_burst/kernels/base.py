@@ -48,8 +48,8 @@ class Kernel(Protocol):
 
     Attributes:
         name: Name in `registry.KERNELS`.
-        passed_over: One reason per kernel that "auto" would prefer to this one but cannot use, and
-            per faster way to call this kernel that cannot be used.
+        passed_over: Reasons why "auto" cannot use a kernel that it would prefer, or a faster way to
+            call this kernel.
         softcaps: True if the kernel supports a softcap.
         maximum: True if `forward` can return the largest score of each head.
         deterministic: True if results are bitwise reproducible with

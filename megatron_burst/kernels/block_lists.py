@@ -119,7 +119,7 @@ class PairBlocks(NamedTuple):
 
 
 def compact_lists(grid: TileGrid, by: str, rows: int, columns: int, size: BlockSize) -> BlockLists:
-    """Return the lists of a pair of shards, whose indices have as many columns as the longest list.
+    """Return the lists of a pair of shards, as arrays that are as wide as the longest list.
 
     Args:
         grid: Tiles of the size `size`.

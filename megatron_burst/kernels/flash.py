@@ -16,8 +16,8 @@ out = 0 and dlse = -delta it uses delta, so no stand-in is needed. Windows are a
 row and column, as in `operators`.
 
 Version 4 also accepts a mask function and lists of visible blocks (`block_lists`). For row blocks
-without visible blocks, and rows that a mask function hides, it writes out 0 and lse -inf. It takes
-lse -inf in backward as 0. So rows that see nothing need no further operators.
+without visible blocks, and rows that a mask function hides, it writes out 0 and lse -inf. In
+backward it treats lse -inf as 0. So rows that see nothing need no further operators.
 
 Both versions accept many concatenated sequences in one call: tensors [s, h, d], lse [h, s], and the
 bounds of the sequences. For rows without columns, version 3 writes out 0 and lse -inf. Version 4
@@ -62,7 +62,7 @@ from .operators_cuda import heads_first, rows_first, stats_of
 # This behaviour is from the sources and was not measured.
 RING_MULTIPROCESSORS = 16
 MLA = (192, 128)  # widths of keys and values
-CALLS = 4  # maximum calls of tiles per pair of shards; above, one call with lists of blocks
+CALLS = 4  # maximum calls of tiles per pair of shards; otherwise one call with lists of blocks
 
 
 class Flash:
@@ -171,7 +171,7 @@ class Flash:
 class FlashKernel(AtenKernel):
     """Kernel that calls a FlashAttention package, for any mask if the package has lists of blocks.
 
-    Masks that a few calls of tiles compute use no lists, because tiles need no mask function.
+    If a few calls of tiles compute a mask, no lists are used, because tiles need no mask function.
 
     Args:
         name: Name of the kernel in `registry.KERNELS`.

@@ -27,8 +27,8 @@ ALIASES = {"causal": "is_causal", "lse": "softmax_lse"}  # names in some release
 
 MARGIN = "sm_margin"  # multiprocessors that a kernel leaves free
 PACKED_HEADS = "pack_gqa"  # True: a block has rows of all query heads that share a key head
-# Type of lists of blocks, its fields that are used, and a function of releases that support blocks
-# of 256 columns on sm_100, which gradients of keys of width 192 need.
+# LISTS is the type of lists of blocks. Releases with the function SUBTILES support blocks of 256
+# columns on sm_100, which gradients of keys of width 192 need.
 LISTS, SUBTILES = "BlockSparseTensorsTorch", "get_kv_subtile_factor"
 LIST_FIELDS = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx", "block_size")
 MASKS = ".flash4_masks"
@@ -207,8 +207,8 @@ def fit(
 ) -> FittedFunction:
     """Check the parameters of a function, and return it with a map of argument names.
 
-    The map has the function's name of each argument, by this project's name. It includes the names
-    in `WINDOW`, `LENGTHS` and `BLOCKS` if the function has these parameters.
+    The map has this project's argument names as keys, and the function's names as values. It
+    includes the names in `WINDOW`, `LENGTHS` and `BLOCKS` if the function has these parameters.
 
     Args:
         place: Name of the function's module, for messages.

@@ -2,8 +2,8 @@
 """The attention kernel "flex", for any mask: torch's FlexAttention, compiled by Inductor.
 
 `flex_tables` makes block lists and mask arrays from tile grids, and `flex_programs` calls the
-operators. The number of rows and columns is rounded up to few different numbers, so that programs
-are used again; shards of other lengths are copied with zeros at the end.
+operators. Numbers of rows and columns are rounded up to a few values, so that programs are reused.
+Shards of other lengths are copied with zeros at the end.
 
 Shape letters as in `kernels.base`. The kernel never ran on a GPU.
 """

@@ -94,7 +94,7 @@ def block_lists(grid: TileGrid, lengths: tuple[int, int], side: int) -> BlockLis
 def listed(
     tiles: np.ndarray, side: int, blocks: int, others: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the number of tiles of each block, and the other block of each of its tiles.
+    """Return the number of tiles of each block, and the blocks of these tiles on the other side.
 
     Args:
         tiles: Tiles as in `TileGrid`, sorted by rows and then by columns.

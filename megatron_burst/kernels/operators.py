@@ -115,8 +115,8 @@ class Operator(Protocol):
             pairs are passed as a bias.
         windows: True if the operator supports a window.
         joins: True if the operator computes many sequences of different lengths in one call.
-        rounds: True if the operator compiles for every shape, so that calls with many sequences
-            must have a few shapes (`rounded`).
+        rounds: True if the operator compiles for every shape, so that calls with many sequences may
+            have only a few shapes (`rounded`).
         deterministic: True if results are reproducible with torch.use_deterministic_algorithms.
         takes_delta: True if the argument `out` of backward is delta [b, h, s].
     """

@@ -19,7 +19,7 @@ from .rounded import SMALLEST
 aten = torch.ops.aten
 
 CUDNN_FIRST = (9, 0), (10, 0), (10, 3)  # compute capabilities on which torch prefers cuDNN
-EMPTY_SEQUENCES = 92500  # cuDNN from which on sequences may have no rows or columns
+EMPTY_SEQUENCES = 92500  # first cuDNN version in which sequences may have no rows or columns
 
 
 class CudaFlash:
@@ -221,7 +221,7 @@ def _sequences(x: torch.Tensor, lengths: Lengths) -> torch.Tensor:
 def _cudnn_lengths(
     device: torch.device, lengths: Lengths
 ) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Return cumulative rows, cumulative columns, and their maxima, which torch wants above 128."""
+    """Return cumulative rows and columns, and their largest lengths (torch requires > 128)."""
     rows, columns, _ = lengths.on(device)
     most_rows, most_columns = (max(n, SMALLEST) for n in lengths.longest)
     return rows, columns, most_rows, most_columns
@@ -259,7 +259,7 @@ def heads_first(x: torch.Tensor) -> torch.Tensor:
 
 
 def stats_of(x: torch.Tensor, lengths: Lengths | None) -> torch.Tensor:
-    """Return x, lse or delta [b, h, s], contiguous for FlashAttention; [h, s] with `lengths`."""
+    """Return x (lse or delta [b, h, s]), contiguous for FlashAttention; [h, s] with `lengths`."""
     return (x if lengths is None else x.squeeze(0)).contiguous()
 
 

@@ -125,7 +125,7 @@ class FittedFunction(NamedTuple):
 
     Attributes:
         function: The function.
-        names: The function's name of each argument, by this project's name.
+        names: This project's name of each argument -> the function's name.
         constants: Value of each constant argument, by the function's name.
     """
 

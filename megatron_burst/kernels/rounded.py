@@ -6,9 +6,9 @@ of the tensors. Each pack of documents has other numbers. So this module splits 
 calls of a few shapes. Shape i has 2 * 4^i sequences of at most T / 4^i rows and columns, where T is
 the number of rows of the larger shard, rounded up. Sequences without rows and columns fill a call.
 
-cuDNN reserves memory for sequences times the largest length in backward, so that every shape needs
-twice the memory of one call for T rows. The forward of cuDNN 9.4 and newer takes time for actual
-lengths, not for the largest length (release notes).
+In backward, cuDNN reserves memory for the number of sequences times the largest length, so every
+shape needs twice the memory of one call for T rows. In cuDNN 9.4 and newer, the time of forward
+depends on the actual lengths, not on the largest length (release notes).
 
 Operators get whole shards, padded to T rows. The first sequence begins at the first row of the
 call. Rows before and after the sequences are not computed.
@@ -27,7 +27,7 @@ from .joined import JoinedTiles
 from .operators import Lengths
 
 SMALLEST = 256  # torch refuses calls whose largest length is 128 or less
-RATIO = 4  # of the largest lengths of two shapes
+RATIO = 4  # ratio of the largest lengths of two successive shapes
 FILL = 2  # rows of all sequences of a shape, in multiples of T
 WIDEST = 128  # width of keys and values of joined calls
 OFFSETS = 2**31  # torch computes the first element of a sequence in int32
@@ -102,7 +102,7 @@ def rounded(
 
 
 def rounded_up(rows: int) -> int:
-    """Return the next number with at most four binary digits before its zeros, at least 256."""
+    """Round up to a number with at most four significant binary digits, at least 256."""
     rows = max(rows, SMALLEST)
     step = 1 << (rows.bit_length() - 4)
     return -(-rows // step) * step

@@ -125,8 +125,8 @@ class TileCandidates(NamedTuple):
         k: Pieces of keys; `owner` is the index of the pair of shards.
         begin: Index of the first piece of queries that may see the piece of keys, one entry per
             piece of keys.
-        met: Number of consecutive pieces of queries that may see the piece of keys, one entry per
-            piece of keys.
+        met: Number of consecutive pieces of queries, from `begin` on, that may see the piece of
+            keys; one entry per piece of keys.
         many: True if there are too many such combinations to compare at once.
     """
 
@@ -205,7 +205,7 @@ def _bands_of(mask: Mask, q: Pieces, k: Pieces) -> tuple[_Bands, Pieces, Pieces]
 def _cells(q: Pieces, k: Pieces, size: tuple[int, int]) -> tuple[Pieces, Pieces]:
     """Split pairs of pieces at tile boundaries; return all combinations of the parts of each pair.
 
-    A piece is consecutive entries of a span of positions. Pair i is (q[i], k[i]).
+    A piece is a run of consecutive entries of a span. Pair i is (q[i], k[i]).
     """
     parts = [_blocks(side, rows) for side, rows in zip((q, k), size, strict=True)]
     (rows, high, top), (columns, wide, left) = parts

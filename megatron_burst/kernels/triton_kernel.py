@@ -264,7 +264,7 @@ def _inputs(rows: Rows, k: torch.Tensor, v: torch.Tensor, size: BlockSizes) -> I
 
 
 def _statistics(x: torch.Tensor, rows: int) -> Any:
-    """Return a descriptor of x, lse or delta [s, b, h]; a block is `rows` rows of one head.
+    """Return a descriptor of x (lse or delta [s, b, h]); a block is `rows` rows of one head.
 
     The descriptor refers to a copy in which the rows of a head are contiguous. Without a
     descriptor, every thread would load all rows that it needs.
