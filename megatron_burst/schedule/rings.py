@@ -98,8 +98,7 @@ class Schedule(Demand):
         return cache[key]
 
     def _typical(self) -> Iterator[Transfers]:
-        """Yield the transfers on the smallest grid for large key rows, then for large query
-        rows."""
+        """Yield transfers on the smallest grid, for large key rows, then for large query rows."""
         grid = Grid(*(min(2, ranks) for ranks in self.grid))
         small = replace(self, grid=grid, visibility=all_visible(grid.size))
         for side in SIDES:
