@@ -162,8 +162,8 @@ def _run(
     run = registry.run(local.form, local.kernel, inputs, plan.cut(final))
     maps: Maps = run.maps
     # In backward every rank must take part in the scan before its inputs get their gradients. This
-    # includes a rank whose pieces all end documents: nothing uses their final states, so their maps
-    # are constant zeros.
+    # also holds for a rank whose pieces all end documents. Nothing uses the final states of these
+    # pieces, so their maps are constant zeros.
     increment = scan_before(maps.increment, *(t for t in tensors.values() if t is not None))
     entering, finals = scanned(plan, maps.transition, increment, initial, final, label)
     return _in_row_order(reverse, run.outputs(entering)), finals

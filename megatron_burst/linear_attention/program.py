@@ -73,8 +73,8 @@ class Directions(NamedTuple):
 class ConvolutionWindow(NamedTuple):
     """Exchange of rows for a convolution: each piece needs the rows before it.
 
-    A piece is consecutive positions of one document on one rank. A window is the rows that one
-    output of the convolution reads.
+    A piece is a run of consecutive positions of one document on one rank. A window is the set of
+    rows that one output of the convolution reads.
 
     Attributes:
         paths: Sends and receives of the preceding rows, for x [s, ...].

@@ -77,7 +77,7 @@ def _fits(shape: tuple[int, ...], sizes: tuple[int | None, ...]) -> bool:
 def sequence_of_rows(groups: Groups, x: torch.Tensor, options: Options) -> PackedSequence:
     """Return the sequence of `sequence_of` for a shard x [s, b, ...] of this rank.
 
-    If the sizes would be valid with rows and batch swapped, the error message mentions this.
+    If the sizes are valid after a swap of rows and batch, the error message mentions this.
     """
     try:
         return sequence_of(groups, options, x.shape[0] * groups.size)

@@ -52,8 +52,8 @@ def short_convolution(
     """Compute a causal depthwise convolution over a sequence that is split over ranks.
 
     The rows before a document are zeros. The width - 1 rows before a piece are received from the
-    ranks that hold them. The gradients of weight and bias are from this rank's rows only; the
-    gradient of the whole sequence is their sum over ranks.
+    ranks that hold them. The gradients of weight and bias are from this rank's rows only. Their sum
+    over ranks is the gradient of the whole sequence.
 
     Args:
         x: Rows of this rank [s, b, c].

@@ -56,12 +56,12 @@ def state_scan(
 ) -> Any:
     """Return the state that enters each piece of this rank.
 
-    Each piece maps a state S to decay S + increment. A piece is the rows of one rank with
+    Each piece maps a state S to decay S + increment. A piece is a run of rows of one rank with
     consecutive positions of one document (see `mb.layout.chains`).
 
-    Gradients are those of the sum of all ranks' losses. The rank with the first piece of a document
-    has the complete gradient of its initial_state, and the other ranks have zero. The result cannot
-    be differentiated twice. Either all ranks run backward, or none does.
+    Gradients are computed for the sum of the losses of all ranks. The rank with the first piece of
+    a document has the complete gradient of its initial_state, and the other ranks have zero. The
+    result cannot be differentiated twice. Either all ranks run backward, or none does.
 
     Args:
         decay: Decays of this rank's pieces in the order of its rows: factors of the state [p, b,

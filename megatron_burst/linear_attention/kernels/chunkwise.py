@@ -51,7 +51,7 @@ FLOORS = {torch.float32: -1e4, torch.float64: -1500.0}
 class DecayedKeys(NamedTuple):
     """Keys with their decay relative to the beginning and the end of a chunk.
 
-    With one decay per head the keys stay unchanged and shared by the heads. The factors [n, p, b,
+    With one decay per head, the keys stay unchanged and the heads share them. The factors [n, p, b,
     g, r, c, 1] are then applied to the values.
 
     Attributes:

@@ -62,7 +62,8 @@ def run(form: Form, kernel: str, inputs: LinearInputs, cut: RankPieces) -> Piece
     """Run the kernel called `kernel` on the rows of one rank.
 
     The maps and outputs of the result are differentiable once, with respect to every tensor of
-    `inputs` and to the entering states. A decay on the CPU that makes states grow causes a warning.
+    `inputs` and to the entering states. On the CPU, a decay that makes states grow causes a
+    warning.
 
     Args:
         form: Form of linear attention.

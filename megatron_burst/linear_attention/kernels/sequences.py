@@ -8,8 +8,8 @@ it starts from the state [I | 0] with the values [0 | V]. The outputs for I are 
 transformed back to the beginning of the piece. When the entering state is known, its product with
 these queries is added to the outputs.
 
-Other pieces are swept over when their entering states are known. Transitions of additive forms are
-sums of decays. The autograd of the package computes the gradients.
+Pieces without a map are computed when their entering states are known. Transitions of additive
+forms are sums of decays. The autograd of the package computes the gradients.
 """
 
 from __future__ import annotations
