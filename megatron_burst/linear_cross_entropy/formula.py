@@ -65,8 +65,8 @@ class Stats(NamedTuple):
         best: Largest logit, or None if not requested.
         winner: Lowest vocabulary row with the largest logit, as a float (exact up to 2^24), or None
             if not requested.
-        peak: If not None, `row_stats` replaced the logits by exp(logit - peak). It belongs to the
-            columns of one rank; `merge` ignores it.
+        peak: If not None, `row_stats` replaced the logits by exp(logit - peak). The peak belongs to
+            the columns of one rank, and `merge` ignores it.
         entropy: Entropy of the softmax over the subset, or None if not requested.
     """
 

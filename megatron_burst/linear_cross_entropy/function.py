@@ -97,7 +97,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 "linear_cross_entropy: the incoming gradient is not a multiple of loss_mask, so "
                 "backward computes the logits again; pass the weights of the tokens as "
                 "loss_mask, or mode='recompute' if they are unknown in forward",
-                stacklevel=1,  # the caller is torch's engine, whose warnings are often filtered
+                stacklevel=1,  # 2 would name torch's engine, whose warnings are often filtered
             )
         return *_recomputed(ctx, tokens, dloss, lse, needs_dh, needs_dw), *(None,) * 5
 
@@ -105,9 +105,9 @@ class LinearCrossEntropy(torch.autograd.Function):
 def _needs_weight_gradient(ctx: Any) -> bool:
     """Return whether this backward must compute the weight gradient.
 
-    torch.autograd.grad(loss, hidden) does not need it, but `needs_input_grad` is True then, and an
-    addition to a sink cannot be undone. The engine gives no information about leaves, so the weight
-    is passed as a view.
+    torch.autograd.grad(loss, hidden) does not need this gradient, but sets `needs_input_grad` to
+    True. An addition to a sink cannot be undone. The engine has no information about leaves, so the
+    weight is passed as a view.
     """
     if not ctx.needs_input_grad[1]:
         return False

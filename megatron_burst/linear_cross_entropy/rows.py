@@ -419,7 +419,7 @@ def _locate(index: torch.Tensor, real: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _first_equal(x: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-    """Return for each row of x [n, v] the lowest column whose value equals best [n].
+    """Return the lowest column of each row of x [n, v] whose value equals best [n].
 
     Rows with a NaN get the first column.
     """

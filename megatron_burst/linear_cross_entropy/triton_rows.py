@@ -151,7 +151,7 @@ def row_stats(
 
     Args:
         z: Products h.w [n, v].
-        index: Column of each label [n]; outside 0 to real - 1 for labels of other ranks.
+        index: Column of each label [n]; labels of other ranks are outside the range 0 to real - 1.
         first: Index of the first vocabulary row of this rank.
         real: Number of columns without padding.
         scale: Factor of the logits.
