@@ -15,8 +15,8 @@ document is cut only where a run ends. Nodes are filled first, then the ranks of
 cut by integer arithmetic, so every process computes the same layout.
 
 If ranks have equal work, nearly every boundary between ranks cuts a document, and ranks exchange
-its rows. If links are slow, ranks with unequal work and whole documents are faster. Such
-assignments are tried if the caller passes `row_cost`, the cost of sending a row.
+rows of this document. If links are slow, ranks with unequal work and whole documents are faster.
+Such assignments are tried if the caller passes `row_cost`, the cost of sending a row.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ class _Pool:
         )
 
     def _whole(self, room: int, dense: int, excess: Callable[[int], int], tolerance: int) -> int:
-        """Return `dense`, or a close number with which no document is cut at one end.
+        """Return `dense`, or a number close to it with which no document is cut at one of the ends.
 
         Args:
             room: Number of tokens to remove from both ends together.
@@ -358,8 +358,8 @@ class Balanced(Layout):
             ancestors of its segment. Windows must be (left, 0).
         row_cost: Two costs of sending a row to a rank: from its node, and from another node. The
             unit is the number of visible pairs that the rank computes in the same time. If given,
-            ranks have unequal work if whole documents are estimated to be faster. Not supported for
-            trees.
+            the layout uses whole documents and unequal work if this is estimated to be faster. Not
+            supported for trees.
 
     Raises:
         ValueError: An argument is invalid.

@@ -23,11 +23,11 @@ Run = tuple[int, int]  # first row, stop
 def row_chunks(layout: Layout, rows: int, count: int, blocks: int = 1) -> tuple[np.ndarray, ...]:
     """Divide the rows of a shard into row chunks; return the ascending int64 row numbers of each.
 
-    The shard has `blocks` equal runs of rows, one per rank of sequence parallelism. A run is
-    consecutive rows. A chunk has equally many rows of each run. The sizes of two chunks differ by
-    at most one row per run. If there are more chunks than rows, some are empty. With a zigzag
-    layout, chunk c contains the c-th part of the early half of a shard, and the c-th part from the
-    end of the late half.
+    The shard has `blocks` equal runs of rows, one per rank of sequence parallelism. A run is a
+    range of consecutive rows. A chunk has equally many rows of each run. The sizes of two chunks
+    differ by at most one row per run. If there are more chunks than rows, some are empty. With a
+    zigzag layout, chunk c contains the c-th part of the early half of a shard, and the c-th part
+    from the end of the late half.
 
     Args:
         layout: The layout.
@@ -67,8 +67,8 @@ def chunk_runs(layout: Layout, rows: int, count: int, blocks: int = 1) -> list[l
 def _mirrored(layout: Layout, rows: int) -> list[int]:
     """Return the number of rows of each mirrored part of a shard; [] if the layout has none.
 
-    A part is the rows of a document, or the whole shard. It is mirrored if row i from its start is
-    as early in the document as row i from its end is late.
+    A part is the rows of a document, or the whole shard. It is mirrored if the i-th row from its
+    start is as close to the document's start as the i-th row from its end is to the document's end.
     """
     if isinstance(layout, DocumentZigzag):
         return [2 * n for n in (np.diff(layout.bounds) // (2 * layout.cp_size)).tolist() if n]
@@ -81,8 +81,8 @@ class _BlockProgress(NamedTuple):
     Attributes:
         part: Index of the mirrored part (`_mirrored`) from which the next rows are used.
         early: First row that earlier chunks do not contain.
-        late: Row from which on earlier chunks contain the last rows of the part.
-        end: Row after the part's last row in this block.
+        late: First of the rows at the end of the part that earlier chunks contain.
+        end: Row after the last row of the part in this block.
     """
 
     part: int
@@ -112,8 +112,8 @@ def _progress(parts: Sequence[int], first: int, end: int, turns: int) -> _BlockP
     middle = (begin + stop) // 2
     left, right = max(first, begin), min(end, stop)  # the part's rows in this block
     early, late = max(0, min(end, middle) - left), max(0, right - max(first, middle))
-    # If the block has rows of both halves: number of rows by which the late half starts farther
-    # inwards.
+    # If the block has rows of both halves: number of rows by which the late half starts nearer to
+    # the middle of the part.
     inwards = (stop - right) - (left - begin)
     taken = row - left
     of_early = min(max((taken + inwards + 1) // 2, taken - late, 0), early, taken)
