@@ -105,9 +105,9 @@ class LinearCrossEntropy(torch.autograd.Function):
 def _needs_weight_gradient(ctx: Any) -> bool:
     """Return whether this backward must compute the weight gradient.
 
-    torch.autograd.grad(loss, hidden) does not need this gradient, but sets `needs_input_grad` to
-    True. An addition to a sink cannot be undone. The engine has no information about leaves, so the
-    weight is passed as a view.
+    `needs_input_grad` is True even for torch.autograd.grad(loss, hidden), which does not need this
+    gradient. An addition to a sink cannot be undone. The engine has no information about leaves, so
+    the weight is passed as a view.
     """
     if not ctx.needs_input_grad[1]:
         return False
