@@ -12,7 +12,7 @@ attention benchmark (14 calls), EasyContext's README (5 steps). H100: runs with 
 of NVIDIA's NeMo (6), of torchtitan (6, at the rate of FlashAttention 2, the only kernel that these
 runs can use) and of TRL (1). B200: runs of NVIDIA's NeMo (6). The runs of NVIDIA and torchtitan
 have linear layers in FP8, which forecasts do not include, so steps in bf16 deviate more if these
-layers need much of the time. Torchtitan's H100 also have slower memory and a limit of 500 W.
+layers need much of the time. Torchtitan's H100 GPUs also have slower memory and a limit of 500 W.
 
 MEASURED is the band of forecasts from rates fitted to the same clusters (LoongTrain's tables 2 and
 4, BurstEngine's tables 2 and 5). No run with rates of `megatron-burst calibrate` is published.

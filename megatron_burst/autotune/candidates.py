@@ -54,8 +54,8 @@ class Workload:
         attended: Largest number of keys that sparse attention selects per query. Only the query's
             rank has the selection, so keys are sent and queries stay. None for dense attention.
         key_layout: Layout of keys that are another sequence; None for `layout`.
-        latent: True if values are columns of the keys, which are then wider than `sizes.width` by
-            `sizes.value_width`.
+        latent: True if values are columns of the keys. The width of the keys is then `sizes.width`
+            + `sizes.value_width`.
     """
 
     sizes: Sizes
@@ -480,8 +480,8 @@ class AlgorithmOnGrid:
             times = [candidate.seconds for candidate in candidates]
             # More head chunks hide more of the first hops and cost more messages. If the messages
             # cost more than WORSE of the hidden time, still more chunks are rarely faster. But with
-            # joined calls, eight head chunks can be 1.3 times as fast as one if two are slower than
-            # one.
+            # joined calls, eight head chunks can be 1.3 times as fast as one, even if two are
+            # slower than one.
             worse = all(
                 new > previous * (1 + WORSE) for new, previous in zip(times, before, strict=True)
             )
@@ -517,7 +517,7 @@ def _algorithms(workload: Workload, topology: Topology, fixed: FixedSettings) ->
 
 
 def _few_rows(visibility: Visibility, own: Sizes, shared: Sizes, room: float) -> bool:
-    """Return True if every rank can hold all rows of other ranks that it uses at the same time.
+    """Return True if every rank can hold, at one time, all rows of other ranks that it uses.
 
     A rank must use at most half of the rows of other ranks, unless the keys are a sequence of their
     own with fewer rows than the queries. The memory of these rows (`held_of_row`) must be at most

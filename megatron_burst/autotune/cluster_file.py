@@ -230,7 +230,7 @@ def _needed(key: FileKey, named: bool, measured: bool) -> bool:
     """Return True if a cluster file must have this key.
 
     A key with a default is optional. The keys of a GPU in `GPUS` are optional, except its name.
-    Rates are required only if the file states some.
+    If the file states one rate, all rates are required.
     """
     field = next(field for field in fields(key.of) if field.name == key.field)
     if field.default is not MISSING:

@@ -29,10 +29,10 @@ from .host_time import ASSUMED, HostTime
 from .places import NIC_OF, Nodes
 from .rates import BACKWARD, Rates
 
-# Ratios of rates in a run to published rates, used if nothing is measured. NVLINK: nccl-tests
-# report a bus bandwidth of 230 to 250 of 300 GB/s on eight A100. NIC and SHARED: fraction of a
-# NIC's rate that one rank and several ranks reach. NIC, SHARED, HALF_ROWS and SLOWDOWN fit
-# LoongTrain's table 4 (64 A100).
+# Rates in a run over published rates, used if nothing is measured. NVLINK: nccl-tests report a bus
+# bandwidth of 230 to 250 of 300 GB/s on eight A100. NIC and SHARED: fraction of a NIC's rate that
+# one rank and several ranks reach. NIC, SHARED, HALF_ROWS and SLOWDOWN fit LoongTrain's table 4 (64
+# A100).
 NVLINK, NIC, SHARED, HALF_ROWS, SLOWDOWN = 0.8, 0.82, 0.91, 488.0, 0.088
 # Assumed values, which `megatron-burst calibrate` measures: seconds, seconds, fraction.
 LATENCY, LAUNCH, EXCHANGE = 15e-6, 30e-6, 0.8

@@ -3,7 +3,7 @@
 
 An exchange has the messages that start and land together. A wave has messages of one exchange that
 have no sender and no receiver in common. Waves follow one another, messages to the nearest rank
-first. So two ranks do not wait for the same third rank while other ranks are free.
+first. So two ranks do not both wait for a third rank while other ranks are free.
 """
 
 from __future__ import annotations

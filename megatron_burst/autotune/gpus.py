@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPUs by name: values that vendors publish, and published rates of kernels.
 
-Memory is the total capacity that torch reports, which is less than the number in the name. Rates
-are dense peaks. Rates of links are for one direction; a datasheet's NVLink rate is for both. Host
-links have the rate of pinned copies, not of the bus. The table excludes GPUs whose node has a
-direct link between every two GPUs instead of a switch, because one rate does not describe a ring on
-these GPUs.
+Memory is the total capacity that torch reports. It is less than the number in the name. Rates are
+dense peaks. Rates of links are for one direction; a datasheet's NVLink rate is for both. Host links
+have the rate of pinned copies, not of the bus. The table excludes GPUs whose node has a direct link
+between every two GPUs instead of a switch, because one rate does not describe a ring on these GPUs.
 
 `attention` and `linear` are fractions of the peak. `attention` is for long calls with head width
 128 in bf16. Published values are up to 230 of 312 TFLOP/s on A100 (FlashAttention-2, 0.73), 648 of

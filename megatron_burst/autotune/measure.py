@@ -32,7 +32,7 @@ from .rates import BACKWARD, Rates
 
 SMALL = 64  # bytes of a message whose time is latency
 FIRST = 2**18  # bytes of the first message of a search
-LONG = 0.2  # seconds of a transfer: long, so that bursts and latency do not change its rate
+LONG = 0.2  # seconds of a transfer, long enough that bursts and latency do not change its rate
 LARGEST = 2**27  # bytes of the largest message
 POSTS = 9  # exchanges whose start is timed
 TILE = 0.01  # seconds that a kernel should run

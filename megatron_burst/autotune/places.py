@@ -3,7 +3,7 @@
 
 Several rings run the same schedule at the same time: one ring per member of a ulysses group and per
 rank of a tensor-parallel group. The simulator runs only one of these rings. This module counts how
-many messages of all rings share a NIC with its messages.
+many messages of all rings share a NIC with the messages of that ring.
 """
 
 from __future__ import annotations

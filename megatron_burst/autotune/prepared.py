@@ -163,8 +163,8 @@ def _rows_used(bundles: Bundles) -> np.ndarray:
 def pair_shares(tables: Tables) -> np.ndarray:
     """Return the fraction that each pair has of the attention between its two chunks, float.
 
-    The fraction is 1 if one pair computes all of the attention between the two chunks. If several
-    pairs do, it is in proportion to a pair's query rows times its key rows.
+    The fraction is 1 if one pair computes all of the attention between the two chunks. Otherwise it
+    is proportional to the pair's query rows times its key rows.
     """
     pairs = tables.pairs
     meeting = pairs.query.astype(np.int64) * tables.keys.size + pairs.key

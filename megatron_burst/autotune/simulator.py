@@ -91,7 +91,7 @@ class _Clocks:
     Attributes:
         free: Time until which each rank and each port is occupied.
         clock: [G], time until which each rank is occupied; a view of `free`.
-        busy: [2 G], time until which each rank sends, then until which each rank receives. Updated
+        busy: [2 G], end time of the sends of each rank, then of the receives of each rank. Updated
             only if the rates have a slowdown.
         taken: Seconds of each transfer.
         handled: Seconds of computation time that each transfer costs its sender; None for 0.
@@ -123,15 +123,15 @@ class _Clocks:
 
         Args:
             wave: The wave.
-            done: [2 G], time at which each rank has sent, then has received, all messages with the
-                landing boundary of the wave; updated in place.
+            done: [2 G], end time of each rank's sends, then of its receives, for all messages with
+                the landing boundary of the wave; updated in place.
         """
         end = self.free[wave.clocks].max(axis=0) + self.taken[wave.rows]
         self.free[wave.clocks[2:]] = end
         done[wave.ends] = np.maximum(done[wave.ends], end)
 
     def share(self, exchanges: Sequence[TimedExchange], landing: dict[int, np.ndarray]) -> None:
-        """Let messages that started at one boundary end when all of their ports are free."""
+        """Let each message that started at one boundary end when both of its ports are free."""
         for exchange in exchanges:
             done = landing[exchange.land]
             for wave in exchange.waves:
