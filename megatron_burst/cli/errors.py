@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """User errors, as opposed to errors of the script or recipe that a command runs.
 
-An error that this package raises is about flags or settings. It becomes a `ValueError`, which the
+Errors that this package raises are about flags or settings. They become a `ValueError`, which the
 command line prints as one line. For any other error, the traceback is printed, with exit status 1.
 """
 

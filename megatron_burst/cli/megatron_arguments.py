@@ -3,8 +3,8 @@
 
 `doctor` looks for problems in these flags. `advise` and `memory` derive the model and the parallel
 sizes from them. Names, types and defaults are the same as in Megatron. All other flags are accepted
-and ignored. Values of this package's own flags stay strings, so that a caller can choose to report
-all wrong values or only the first.
+and ignored. Values of this package's own flags stay strings, so that a caller can report all wrong
+values or only the first.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def _try(tree: Path, patch: Path) -> PatchAttempt:
                 shutil.copyfile(tree / file, copy / file)
         refusal = _apply(patch, copy)
         left = _without_seam(copy, places)
-    if refusal is None and left:  # git matched the hunk's context in another function
+    if refusal is None and left:  # git found the context of the hunk in another function
         refusal = f"{left[0].file}: the hunk for {left[0].name} fits another function"
     return PatchAttempt(patch, False, refusal)
 

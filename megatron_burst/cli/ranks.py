@@ -104,8 +104,8 @@ def _destroy_groups() -> None:
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return
     # The threads of a group end only when the last reference to the group is dropped. Models have
-    # reference cycles, and Megatron references groups in module variables, of which
-    # destroy_model_parallel resets most.
+    # reference cycles. Megatron references groups in module variables; destroy_model_parallel
+    # resets most of them.
     megatron = sys.modules.get("megatron.core.parallel_state")
     if megatron is not None:
         megatron.destroy_model_parallel()

@@ -109,8 +109,8 @@ def _megatron(needed: bool) -> Finding:
 def megatron_version() -> str | None:
     """Return the version of the Megatron-Core that would be imported, or None.
 
-    The version is read from the source files, because on `sys.path` a checkout may precede an
-    installed wheel.
+    The version is read from the source files, because a checkout may precede an installed wheel on
+    `sys.path`.
     """
     try:
         spec = util.find_spec("megatron.core")

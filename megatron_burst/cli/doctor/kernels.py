@@ -121,8 +121,7 @@ def error(result: torch.Tensor, exact: torch.Tensor, whole: torch.Tensor | None 
     Args:
         result: Computed values.
         exact: Exact values.
-        whole: Tensor of which `exact` is a part; its largest value is the divisor. Default:
-            `exact`.
+        whole: Tensor that contains `exact`; its largest value is the divisor. Default: `exact`.
     """
     largest = (exact if whole is None else whole).double().abs().max()
     off = ((result.double() - exact.double()).abs().max() / largest).item()
@@ -140,7 +139,7 @@ def by_pairs(
         name: Kernel, as in `mb.prepare`.
         mask: Mask of the whole sequence.
         side: Tensors that ranks would send in backward, "kv" or "query". With "query", backward of
-            one rank's queries with the other rank's keys does not get the queries' out.
+            one rank's queries and the other rank's keys runs without out.
         inputs: q, k, v and the gradient of out, [s, 1, heads, d], s divisible by four.
 
     Raises:
