@@ -48,7 +48,7 @@ __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 class _PackageModule(ModuleType):
-    """Module type that keeps a public function when its module of the same name is imported.
+    """Module type that keeps a public function when the module of the same name is imported.
 
     For example, `mb.attention` is defined in the module `megatron_burst.attention`. Importing this
     module must not replace the function.

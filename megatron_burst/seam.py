@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seams: decorators in a patched Megatron tree that make functions replaceable.
 
-A patched tree (`patches/`) decorates each function that this package changes with `@seam`, so
+In a patched tree (`patches/`), `@seam` decorates each function that this package changes, so
 nothing is monkey-patched at run time. A seam calls the original function until
 `megatron_burst.megatron.install` sets a replacement, and again after `uninstall`. This module
 imports nothing else of the package and nothing of Megatron, because Megatron imports this module.
