@@ -10,7 +10,7 @@ longest message of the grid, because gloo aborts the process if a message is lon
 On other devices there is no envelope, because reading it would block the device at every hop. On
 these devices, ranks compare calls only when they make a plan, or in `Groups.compare_calls`. A rank
 sends its own tensors without a copy, as separate operations of one batch. It sends forwarded
-tensors, and sums, as one message, which halves the time on the host.
+tensors and sums as one message, which halves the time on the host.
 """
 
 from __future__ import annotations

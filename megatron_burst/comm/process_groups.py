@@ -225,8 +225,8 @@ def _named(name: str) -> Iterator[None]:
     """Give the name `name` to a process group that is made in this context.
 
     By default, torch derives the name from a count of groups on the rank. Members with different
-    counts would wait for each other until the timeout. If ranks outside the group later made a
-    group together with its members, their counts would differ.
+    counts would wait for each other until the timeout, for example if ranks outside this group
+    later made a group together with its members.
     """
     home = dist.distributed_c10d
     stock = home._process_group_name

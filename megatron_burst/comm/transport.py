@@ -96,8 +96,8 @@ class Pending(Protocol):
     """A started exchange.
 
     `wait` returns when all tensors were received and all sent tensors may be reused. With NCCL, the
-    host does not block: the guarantee is for later operations on the current stream. torch up to
-    2.7 frees the buffers later.
+    host does not block: the guarantee is for later operations on the current stream. With torch up
+    to 2.7, the memory of the buffers is freed later.
     """
 
     def wait(self) -> None: ...

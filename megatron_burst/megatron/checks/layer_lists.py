@@ -37,8 +37,8 @@ def frequency_problems(config: Any) -> Iterator[Problem]:
 def exchange_problems(config: Any) -> Iterator[Problem]:
     """Yield a problem if `cp_comm_type` names several exchanges.
 
-    A single exchange, such as the default, is ignored. A list of different exchanges per layer is
-    an explicit choice, so it is reported.
+    A single exchange, such as the default, is ignored. A list of different exchanges is an explicit
+    choice for each layer, so it is reported.
     """
     kinds: Any = getattr(config, "cp_comm_type", None)
     if mixed(kinds):
