@@ -122,8 +122,8 @@ def selected_plan(
         k: Keys of this rank's shard [t, b, k, d].
         v: Values of this rank's shard [t, b, k, w], or None if values are the keys.
         selection: Same as in `mb.sparse_attention`.
-        plan: Plan of `mb.prepare` for the keys of the selection. The result has the gradients of
-            this plan, also if these tensors need none, as under `torch.no_grad`.
+        plan: Plan of `mb.prepare` for the keys of the selection. The result computes the gradients
+            of this plan, even if these tensors need none (under `torch.no_grad`).
         scale: Same as in `mb.sparse_attention`.
         sink: Sink that the call will pass.
         kernel: Same as in `mb.sparse_attention`.

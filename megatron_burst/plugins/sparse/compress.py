@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`mb.compress`: compressed keys, each a weighted mean of the rows of a window, across ranks.
 
-Rows of a window that other ranks hold are sent to the rank that holds the window's key. If the
-layouts of rows and keys put a window and its key on one rank, nothing is sent.
+Each rank sends its rows of a window to the rank that holds the window's key. Nothing is sent if the
+layouts of rows and keys put every window and its key on one rank.
 
 Shape letters: s local rows, t local keys, m rows of a window, b batch, c columns.
 """

@@ -298,8 +298,8 @@ def run_pass(
         tag: Tag of the messages.
         compute: Object with the method `pair`, called for each received chunk.
         rows: Index keys of this rank [u, b, k, n * d], one row per unit.
-        sums: "dkv" or another kind of partial results -> shapes of one row of the tensors that
-            ranks sum in this pass.
+        sums: Shapes of one row of the tensors that ranks sum in this pass, by kind of partial
+            results such as "dkv".
 
     Returns:
         The ring after the pass; its `partials` has the sums.

@@ -2,7 +2,7 @@
 """Torch kernels that compute attention of this rank's queries to the selected keys of a chunk.
 
 `SelectedReference` computes the scores of all keys. `SelectedAten` gathers the selected keys. The
-results of chunks are merged by online softmax, like those of every kernel in `kernels`.
+results of chunks are merged by online softmax, as for every kernel in `kernels`.
 
 Shape letters: s query rows, r rows of a tile, t key rows, b batch, h query heads, k key/value
 heads, d width, w value width; H selections of a row; m = max(H, k) heads of keys, each shared by g
@@ -38,8 +38,8 @@ def _bytes(device: torch.device) -> int:
 class GatheredKeys(NamedTuple):
     """Selected keys of some query rows (a tile), copied from a chunk of keys.
 
-    They are copied in units of `unit` consecutive positions: the block of the selection, or 1 if
-    the chunk has no whole blocks. Shape letters are explained in the module.
+    Keys are copied in units of `unit` consecutive positions. `unit` is the block of the selection,
+    or 1 if the chunk has no whole blocks. The module docstring explains the shape letters.
 
     Attributes:
         places: Index of each gathered unit in the row's list of selected units [r, b, H, n].

@@ -237,7 +237,7 @@ def rule_of(rule: str | SelectionRule) -> SelectionRule:
 
 
 def described(rule: SelectionRule) -> tuple[object, ...]:
-    """Return what ranks compare of a rule: its class name, block and attributes."""
+    """Return the values of a rule that ranks compare: class name, block and attributes."""
     return type(rule).__name__, rule.block, rule.own, tuple(sorted(vars(rule).items()))
 
 

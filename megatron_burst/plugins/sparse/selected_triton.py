@@ -175,8 +175,8 @@ class SelectedTriton(SelectedKernel):
         """Yield tiles (slices of query rows), each with its selected and visible keys.
 
         Yields:
-            tile: Slice of the r query rows of the tile. table: int32 [r, b, H, n], indices of the
-            chunk's keys that the query row selects and
+            tile: Slice of the r query rows of the tile.
+            table: int32 [r, b, H, n], indices of the chunk's keys that the query row selects and
                 sees. Only the first `counts` of the n entries are valid.
             counts: int32 [r, b, H], number of valid entries.
         """

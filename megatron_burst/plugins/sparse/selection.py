@@ -27,8 +27,8 @@ class Selection:
         layout: Layout of the queries, and of the keys unless `key_layout` is set.
         mask: Mask of the queries and keys.
         block: Number of positions of a unit.
-        key_layout: Layout of keys that are another sequence, as in `AttentionOptions`. Units are
-            then positions of the keys.
+        key_layout: Layout of the keys if they are another sequence, as in `AttentionOptions`. Units
+            then count positions of the keys.
         checked: True for a result of `mb.select`: its ids need no check. False for your own
             selections and for copies (`dataclasses.replace`).
     """

@@ -56,8 +56,8 @@ def by_units(
 ) -> AttentionOptions:
     """Return options for a ring that sends one row per unit (consecutive positions).
 
-    Their layout and mask apply to units. If the layout or mask is invalid, return `options`
-    unchanged; the checks of every plan then raise the error.
+    The layout and mask of the result apply to units. If the layout or mask is invalid, return
+    `options` unchanged; the checks of every plan then raise the error.
 
     Args:
         options: Options with the layout and mask of positions.

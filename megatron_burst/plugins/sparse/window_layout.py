@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layout of compressed keys: each key is on the rank that holds the last row of its window.
 
-With such a layout `mb.compress` sends only the rows of windows that a layout of the rows cuts.
+With this layout `mb.compress` sends rows only for windows that the layout of the rows cuts.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class _KeyShards(NamedTuple):
 class WindowLayout(Layout):
     """Layout of compressed keys that puts a key on the rank with the last row of its window.
 
-    Every rank has the same number of key rows. Further key positions after the keys of `mask` fill
-    the ranks with fewer keys; they are padding.
+    Every rank has the same number of key rows. Padding positions after the keys of `mask` fill
+    the ranks with fewer keys.
 
     Args:
         queries: Layout of the rows.
@@ -103,12 +103,12 @@ class WindowLayout(Layout):
         positions = self._shards.positions[rank]
         steps, spans, start = np.diff(positions), [], 0
         changes = np.flatnonzero(np.diff(steps)) + 1  # each the index of a step
-        for last in (*changes.tolist(), len(positions) - 1):  # of a run of equal steps
+        for last in (*changes.tolist(), len(positions) - 1):  # last entry of equal steps
             if start < last or last == len(positions) - 1 == start:
                 length = last + 1 - start
                 stride = int(steps[start]) if length > 1 else 1
                 spans.append(Span(int(positions[start]), stride, length))
-                start = last + 1  # the step to the next run is in no span
+                start = last + 1  # no span has the step to the next run
         return SpanArray(Spans.of(spans))
 
 

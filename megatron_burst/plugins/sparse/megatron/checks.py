@@ -183,7 +183,7 @@ def _megatron_problems(config: Any, burst: SparseOptions, setting: str) -> Itera
             add=(f"{COEFFICIENT} 0.001",),
             remove=("--overlap-grad-reduce",),
         )
-    # Our patches skip Megatron's own assertion of this when the configuration is built.
+    # Our patches skip Megatron's assertion of all-gather when the configuration is built.
     if burst.algorithm == OFF and view.has("cp_comm_type") and not gathers(config):
         yield Problem(
             f"{setting} with --context-parallel-algo {OFF}: Megatron's own exchange must be an "

@@ -131,8 +131,8 @@ class BurstDSAttention(dsa.DSAttention):
         tensor, over = self.pg_collection.tp, selection
         if not self.config.dsa_indexer_use_sparse_loss:
             over, lse = self._all_visible_keys(call["plan"]), None
-        # Without gradients, as in the first run of Megatron's checkpoints, this call is not made,
-        # so the attention store has no entry for it. Therefore the call runs without the store.
+        # The first run of Megatron's checkpoints has no gradients and skips this call, so the
+        # attention store has no entry for it. Therefore the call runs without the store.
         loss_of: Any = partial(
             indexer_loss, *index, query.detach(), key.detach(), over, rule=self.rule, lse=lse,
             scale=self.softmax_scale, tp_group=tensor if tensor.size() > 1 else None, **call,

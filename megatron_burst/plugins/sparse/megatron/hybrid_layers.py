@@ -150,8 +150,8 @@ class CompressedIndexer(MegatronModule):
     """Index queries, index keys and head weights, which select compressed keys.
 
     Names in checkpoints: `linear_wq_b.weight` [i * d, q rank], `linear_weights_proj.weight` [i, w],
-    and those of `compressor`. Index queries and keys are not multiplied by a Hadamard matrix, which
-    does not change their products.
+    and the names of `compressor`. Index queries and keys are not multiplied by a Hadamard matrix,
+    because this multiplication would not change their products.
 
     Args:
         config: `MLATransformerConfig` of the model.
@@ -216,7 +216,7 @@ def hybrid_submodules(row_linear: Any) -> HybridSubmodules:
 class HybridCoreAttention(MegatronModule):
     """Attention to a window, to compressed keys and to a sink, in one softmax.
 
-    Names in checkpoints: `attn_sink` [h], and those of `compressor` and `indexer`.
+    Names in checkpoints: `attn_sink` [h], and the names of `compressor` and `indexer`.
 
     Args:
         config: `MLATransformerConfig` of the model.
@@ -310,7 +310,7 @@ class HybridCoreAttention(MegatronModule):
         return turn(out, positions, -1)
 
     def _with_lists(self, query: torch.Tensor, keys: torch.Tensor, plan: Plan) -> Plan:
-        """Return the plan, or one with a list of all visible keys if `needs_lists`."""
+        """Return the plan; if `needs_lists`, return a plan with a list of all visible keys."""
         if not needs_lists(query):
             return plan
         visible = all_visible(plan, self.settings.csa_window_size)
@@ -362,8 +362,8 @@ class HybridSelfAttention(MegatronModule):
 
     Names in checkpoints: `linear_q_down_proj.weight`, `q_layernorm.weight`,
     `linear_q_up_proj.weight`, `linear_kv_proj.weight`, `kv_layernorm.weight`,
-    `linear_o_group_proj` [g * r, heads of a group * d], `linear_proj.weight`, and those of
-    `core_attention`.
+    `linear_o_group_proj` [g * r, heads of a group * d], `linear_proj.weight`, and the names
+    of `core_attention`.
 
     Args:
         config: `MLATransformerConfig`, after `configure`. If layers differ, its
@@ -372,7 +372,7 @@ class HybridSelfAttention(MegatronModule):
         layer_number: Layer number, from 1.
         rule: Arguments of `mb.sparse_layer_spec`.
         pg_collection: Process groups of Megatron; None for Megatron's global groups.
-        compress_ratio: Ratio of this layer, as specs of Megatron's hybrid models pass it; None for
+        compress_ratio: Ratio of this layer, as specs of Megatron's hybrid models pass it; None uses
             the entry of `csa_compress_ratios`.
         unused: Further arguments of Megatron.
 
@@ -414,8 +414,8 @@ class HybridSelfAttention(MegatronModule):
         )
         self.linear_q_down_proj = replicated_linear(config, config.hidden_size, config.q_lora_rank)
         self.q_layernorm = RowNorm(config, config.q_lora_rank)
-        # Its gradient is complete on every tensor-parallel rank. Otherwise Megatron would sum it
-        # over these ranks, because of its name.
+        # The gradient of this weight is complete on every tensor-parallel rank. Without the
+        # attribute Megatron would sum it over these ranks, because of the weight's name.
         self.q_layernorm.weight.average_gradients_across_tp_domain = True  # pyright: ignore[reportAttributeAccessIssue]
         whole_rows = copy.copy(config)  # the input has all rows, also with sequence parallelism
         whole_rows.sequence_parallel = False
@@ -496,7 +496,7 @@ class HybridSelfAttention(MegatronModule):
 
 
 def _initialized(config: Any, rows: int, columns: int, tp_group: Any) -> torch.Tensor:
-    """Return the weight [rows, columns] of a tensor-parallel rank, as Megatron initializes one."""
+    """Return the weight [rows, columns] of a tensor-parallel rank, initialized as in Megatron."""
     dtype = config.params_dtype
     weight = torch.empty(rows, columns, device=device_of(config), dtype=dtype)
     if not config.perform_initialization:

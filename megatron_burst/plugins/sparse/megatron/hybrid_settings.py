@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of DeepSeek-V4's hybrid attention, and the settings of Megatron that exclude it.
 
-The names are those of Megatron's branch for DeepSeek-V4. A setting that is not passed to
+The names are from Megatron's branch for DeepSeek-V4. A setting that is not passed to
 `mb.sparse_layer_spec` is read from the configuration, if this Megatron has it; otherwise the
 default applies.
 """

@@ -460,9 +460,9 @@ class RuleCoreAttention(BurstCoreAttention):
     choice: LayerRule
 
     def _layer_kind(self, mask_type: Any) -> LayerKind:
-        """Return the kind of the layer, by which layers share plans.
+        """Return the kind of the layer; layers of equal kinds share plans.
 
-        Its options have the algorithm of sparse attention, which sends keys.
+        The options of the kind have the algorithm that sends the keys of sparse attention.
         """
         config: Any = self.config
         options: SparseOptions = config.burst

@@ -5,7 +5,7 @@ Each layer has a `PlannedLayer`. The plan of a `SelectingKind` is a plan of caus
 the layer's queries and keys. Plans are shared as in `attention.plan_book`: in every forward, the
 first layer of each kind makes or compares the plan, which is a collective. `mb.select`,
 `mb.sparse_attention` and `mb.indexer_loss` derive their plans from this plan without a collective.
-This module also makes the start-up line about the exchange of index keys and keys.
+This module also makes the start-up log line about the exchange of keys and index keys.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .checks import sparse_algorithm
 
 @dataclass(frozen=True)
 class SelectingKind:
-    """Properties of a sparse attention layer that are fixed when it is built, equal on all ranks.
+    """Properties of a sparse attention layer, fixed when it is built and equal on all ranks.
 
     Layers with equal properties share plans.
 
@@ -172,8 +172,8 @@ class PlannedLayer:
     ) -> list[Plan]:
         """Return the plan of each kind for one forward of the layer.
 
-        In the first of all layers with an equal kind, this is a collective call. Only shapes,
-        dtypes and device of the tensors are read.
+        This is a collective call in the first layer of each kind. Only shapes, dtypes and device of
+        the tensors are read.
 
         Args:
             tensors: Tensors of the call by name; "q" is the queries [s, b, h, d].
