@@ -263,7 +263,7 @@ class ArrowLook(NamedTuple):
 def arrow(
     axes: Axes, place: Bbox, look: ArrowLook, shares: Iterable[tuple[float, float]]
 ) -> list[Bbox]:
-    """Draw an arrow of which some ranges along its length are filled.
+    """Draw an arrow with filled ranges along its length.
 
     Args:
         axes: Axes to draw on.

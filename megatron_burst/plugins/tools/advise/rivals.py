@@ -72,7 +72,7 @@ from .shapes.model import Model
 Kind = Literal["p2p", "a2a", "a2a+p2p", "all_gather"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 # Recomputation in Megatron: none, all except attention (`--recompute-modules mlp layernorm`), or
-# full. The second is predicted like full recomputation with stored attention results.
+# full. "selective" is predicted like full recomputation with stored attention results.
 RECOMPUTE = ("none", "selective", "full")
 # Fixed settings that also apply to Megatron's own context parallelism.
 _OPTIMIZER = "optimizer_offload", "optimizer_bytes", "distributed_optimizer", "gradients"

@@ -38,7 +38,7 @@ def dtype(ranks: Ranks) -> torch.dtype:
 def heads(model: Model, ranks: Ranks) -> tuple[int, int]:
     """Return the numbers of query heads and key/value heads to measure.
 
-    They are those of the model; on a CPU there are at most `HEADS` query heads.
+    The numbers are from the model; on a CPU there are at most `HEADS` query heads.
     """
     group = model.heads // model.kv_heads
     kv = max(1, min(model.kv_heads, HEADS[ranks.device.type] // group))
@@ -177,7 +177,7 @@ def products(ranks: Ranks, model: Model) -> tuple[Measurement, Measurement]:
     """Measure matrix products with the sizes of the model's MLP.
 
     Returns:
-        The FLOP/s of large products, and `Gpu.small`, the constant of the slowdown of small ones.
+        The FLOP/s of large products, and `Gpu.small`, the slowdown constant of small products.
     """
     kind = ranks.device.type
     inner, outer = (min(WIDEST[kind], size) for size in (model.hidden, model.ffn))

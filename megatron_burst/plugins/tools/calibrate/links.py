@@ -101,7 +101,7 @@ def _add_exchange(figures: Figures, shared: tuple[Measurement, Measurement]) -> 
 
 
 def _between(ranks: Ranks, figures: Figures) -> LinkMeasurement:
-    """Measure links between nodes, and add their figures and those of the NICs."""
+    """Measure links between nodes, and add the figures of these links and of the NICs."""
     ring = around(ranks, "inter")
     latency, size = _sized(ranks, ring)
     alone = _rate(ranks, "one rank of each node", around(ranks, "inter", [0]), size, latency)

@@ -119,8 +119,8 @@ def _errors(got: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> Recor
 def _problem(case: Case, device: torch.device) -> tuple[list[torch.Tensor], Any, Record]:
     """Return a test problem for a mask: its inputs, its exact results, and torch's errors.
 
-    Inputs are q, k, v, dout. Exact results are out, dq, dk, dv in float64. The errors are those of
-    torch's attention. All are [positions, 1, heads, width].
+    Inputs are q, k, v, dout. Exact results are out, dq, dk, dv in float64. Inputs and results are
+    [positions, 1, heads, width]. Errors are the result of `_errors` for torch's attention.
     """
     draw, length = torch.Generator().manual_seed(2), LENGTH[device.type]
     heads = (HEADS[0], HEADS[1], HEADS[1], HEADS[0])

@@ -87,7 +87,7 @@ def impersonal(value: Any, private: Iterable[str]) -> Any:
 
     Args:
         value: String, or nested lists and dictionaries of strings and other values.
-        private: Private names. "..." replaces them, and addresses.
+        private: Private names. Names and addresses are replaced by "...".
     """
     if isinstance(value, dict):
         return {key: impersonal(entry, private) for key, entry in value.items()}

@@ -184,7 +184,7 @@ class Cell(NamedTuple):
 
     Attributes:
         pair: Chunk of queries and chunk of keys.
-        cover: FULL, PARTIAL or EMPTY: are all, some or no (query, key) pairs visible?
+        cover: FULL, PARTIAL or EMPTY: all, some or no (query, key) pairs are visible.
         share: Number of visible pairs, divided by the largest number that any rank computes at any
             step.
     """

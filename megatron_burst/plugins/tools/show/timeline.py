@@ -261,7 +261,7 @@ def _look(colour: str, family: str, blocks: bool) -> ArrowLook:
 def _hop(axes: Axes, scene: ScheduleScene, hop: Hop, y: float, inch: float, made: bool) -> None:
     """Draw a transfer: dashed if the schedule omits it, with a red edge if it blocks compute.
 
-    A transfer blocks if it arrives before the same step before which it starts.
+    A transfer blocks compute if it starts and arrives at the same boundary.
 
     Args:
         axes: Axes to draw on.

@@ -22,7 +22,7 @@ from .. import call_flags
 from . import inputs
 from .scene import Shards, runs_of
 
-ROWS = 1 << 20  # maximum rows of a tree, of which only ranges are drawn
+ROWS = 1 << 20  # maximum rows of a tree; only ranges of rows are drawn
 SEGMENTS = 512  # maximum number of segments of a readable picture
 SAMPLED = 512  # maximum rows and columns of the drawn mask; larger masks are sampled
 BYTES = 2  # bytes of a bf16 number

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention half of a layer with DeepSeek-V4's hybrid attention, as a list of operators.
 
-The operators are those of `plugins.sparse.megatron.hybrid_layers`. Queries and outputs are split
+The operators match `plugins.sparse.megatron.hybrid_layers`. Queries and outputs are split
 over tensor-parallel ranks. Keys, latents and the indexer are computed for all rows on each of these
 ranks. The indexer's loss is not counted.
 """

@@ -211,9 +211,9 @@ def _with_all_to_all(x: LayerSizes, rows: int, core: Core) -> list[Op]:
     """Return the operators of core attention if ranks share heads (`execution.ulysses`).
 
     Ranks send copies of q, k and v to the ranks that compute their heads and receive out. Backward
-    sends the gradient of out and receives the gradients of q, k and v. Saved for backward are the
-    tensors after the all-to-all: q, k, v, out and lse of this rank's heads, with the rows of all
-    ranks that share heads. Keys are copied if there are fewer heads than ranks.
+    sends the gradient of out and receives the gradients of q, k and v. The tensors after the
+    all-to-all are saved for backward: q, k, v, out and lse of this rank's heads, with the rows of
+    all ranks that share heads. Keys are copied if there are fewer heads than ranks.
 
     An all-to-all needs the sent and the received tensors, and on a CPU also packed messages of
     both. If rows are reordered, the result is another copy. Tensors of the ring exist until

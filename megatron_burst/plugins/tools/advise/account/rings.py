@@ -91,9 +91,9 @@ def core_of(
 def _hybrid_core(x: LayerSizes, run: Settings, buffers_of: RingBuffersOf, kind: str) -> Core:
     """Return the memory of one layer's hybrid attention.
 
-    The rings of window keys, compressed keys and index keys run one after the other. Compressed
-    keys are scaled to a causal ring with as many rows. With algorithm "auto", they are assumed to
-    be in memory at the same time (`prefetch`), which needs the most memory.
+    The rings of window keys, compressed keys and index keys run one after the other. Buffers of
+    compressed keys are computed for a causal ring and scaled to the number of these keys. With
+    algorithm "auto", all these keys are assumed to be in memory at once (`prefetch`), the maximum.
     """
     assert x.hybrid is not None
     ratio, rows = x.hybrid.ratio_of(kind), run.rows
@@ -142,8 +142,8 @@ def key_algorithm(algorithm: str, kind: str) -> tuple[str | None, bool | None]:
 def cached_core_of() -> CoreOf:
     """Return the function `core_of`, the memory of core attention, with a cache.
 
-    The cache keeps the buffers that a ring holds for received chunks, as fractions of a shard. So
-    many sequence lengths share one entry.
+    The cache keeps the buffers that a ring holds for received chunks, as fractions of a shard.
+    Therefore many sequence lengths share one entry.
     """
     return partial(core_of, buffers_of=cache(ring_held))
 

@@ -180,8 +180,8 @@ class LayerWalk:
 
         All chunks or tiles have equal sizes, so one suffices. Tensors that exist during all of them
         are allocated first. In forward these are keys and values of all rows, and results of all
-        chunks. In backward these are also sums of gradients. `made` is the name of the result, or
-        with `grad` of the gradient of the input.
+        chunks. In backward these are also sums of gradients. `made` is the name of the result;
+        with `grad` it is the name of the gradient of the input.
         """
         tape, run, chunks = self.tape, self.run, kind == ATTENTION
         beside = [("keys", ATTENTION, self.keys * B * self.on_device)] if chunks else []
@@ -273,8 +273,8 @@ class TrainingStep:
 
     Attributes:
         host: Bytes of activations in host memory.
-        keys_on_host: Bytes of other ranks' keys and values in host memory, which are there for one
-            layer at a time.
+        keys_on_host: Bytes of other ranks' keys and values in host memory, kept for one layer at
+            a time.
     """
 
     def __init__(
@@ -387,7 +387,7 @@ class TrainingStep:
         tape.drop("kept", "normed", hidden, "whole")
         tape.make("whole", GATHERED, self._gathered())
 
-    # --- a layer, and what it leaves ---------------------------------------------------------
+    # --- a layer, and its memory afterwards --------------------------------------------------
 
     def _forward(self, layer: int, shown: bool) -> None:
         tape, made, part = self.tape, f"input {layer + 1}", self.parts[layer]

@@ -46,7 +46,7 @@ def key_sets(model: Model, run: Settings, kind: str) -> Iterator[tuple[str, Work
         return
     keys, mask = rows // ratio, Compressed(ratio)
     attended = index.top_k if index else None
-    # Windows begin and end with pieces of the layout, which therefore also cuts the keys.
+    # Each piece of the layout contains whole windows, so the layout also cuts the keys.
     yield (
         kind,
         Workload(

@@ -3,7 +3,7 @@
 
 The times of these operations are added: matrix products, memory-bound operators, core attention
 (`attention_time`), linear attention (`scan_time`), and collectives of tensor- and expert-parallel
-ranks. Copies to the host overlap with these operations, so that only the time by which they are
+ranks. Copies to the host overlap with these operations; only the time by which the copies are
 longer is added. Kernel launches overlap in the same way within a layer, because the launch queue of
 a GPU holds about one layer.
 
@@ -163,8 +163,8 @@ def _mlp(model: Model, x: LayerSizes, run: Settings, sparse: bool) -> Iterator[P
 def product_seconds(gpu: Gpu, product: Product) -> float:
     """Return the seconds of one matrix product on a GPU.
 
-    The rate is that of large products, and lower if a dimension is small. The time is at least the
-    time for reading and writing the three matrices.
+    The rate is the rate of large products, reduced if a dimension is small. The time is at least
+    the time for reading and writing the three matrices.
     """
     m, k, n = product.rows, product.inner, product.columns
     lost = gpu.small * (1 / m + 1 / k + 1 / n)
@@ -178,9 +178,9 @@ def memory_bytes(model: Model, run: Settings, part: LayerPart) -> tuple[float, f
     The result is the pair (forward, backward).
 
     Norms read and write rows in each half, and residuals read two rows and write one. Rope reads
-    and writes queries and keys. The activation reads its input and writes half as much (gated) or
-    as much. In backward the norm also reads its input, and the activation reads its input and a
-    gradient and writes one. Rows are copied to experts and back. Around linear attention, the
+    and writes queries and keys. The activation reads its input and writes half as much (if gated)
+    or equally much. In backward the norm also reads its input, and the activation reads its input
+    and a gradient and writes one. Rows are copied to experts and back. Around linear attention, the
     convolution and the norm of keys read and write rows, and the gated norm reads results and a
     gate. Their backward also reads gradients and writes a gradient for each input.
     """

@@ -125,7 +125,7 @@ def job_of(
         time="".join(f"{line}\n" for line in _time(step[1], train_iters)),
         directives=DIRECTIVES,
         script=script_of(model),
-        # Megatron refuses it with FSDP.
+        # Megatron refuses this variable with FSDP.
         connections=""
         if run.fsdp
         else "export CUDA_DEVICE_MAX_CONNECTIONS=1 # required before Blackwell\n",

@@ -129,13 +129,13 @@ def best(
 
 
 def _unit(model: Model, run: Settings) -> int:
-    """Return the number of tokens of which each tried sequence length is a multiple."""
+    """Return the number of tokens that divides each tried sequence length."""
     even = evenly(model, run)
     return even * -(-GRANULE // even)
 
 
 def evenly(model: Model, run: Settings) -> int:
-    """Return the number of which a sequence length must be a multiple.
+    """Return the number that must divide a sequence length.
 
     All ranks, row chunks and MLP tiles then have equally many rows, and no rank cuts the rows of a
     compressed key.
@@ -181,7 +181,7 @@ def layouts_of(
     return list(by_tp.values())
 
 
-# --- over all ways to share the GPUs out --------------------------------------------------------
+# --- over all choices of parallel sizes ---------------------------------------------------------
 
 
 def longest(

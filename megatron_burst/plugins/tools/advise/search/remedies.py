@@ -19,7 +19,7 @@ from ..settings import Settings, flag_of
 from ..shapes.model import Model
 from .search_space import TrainingGoal, groups_of
 
-MOST = 3  # maximum of changes in a message
+MOST = 3  # maximum number of changes in a message
 DOUBLINGS = 6  # maximum number of times that the number of GPUs is doubled
 TRIALS = 12  # parallel sizes to try per number of GPUs, with the fewest changes first
 BUSY = 64  # micro-batches per GPU; the total is divisible by all data-parallel sizes

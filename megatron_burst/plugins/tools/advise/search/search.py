@@ -114,8 +114,8 @@ class SearchResult:
             the others are ordered by time.
         ways: Number of ways (choices of parallel sizes).
         tried: Number of ways that were not skipped.
-        closest: Of the configurations that do not fit, the one that exceeds memory the least; None
-            if all computed configurations fit.
+        closest: Configuration that exceeds memory the least; None if all computed configurations
+            fit.
     """
 
     ranked: tuple[Configuration, ...]
@@ -342,7 +342,7 @@ class Search:
         return [x for x in self.timed(possible) if x.time.seconds * (1 + TIE) < limit]
 
     def _taken(self, timed: Sequence[TimedRun]) -> Configuration | None:
-        """Return the simplest run that fits within TIE of the fastest that fits, if any."""
+        """Return the simplest fitting run within TIE of the fastest fitting run, if any."""
         ordered = sorted(timed, key=attrgetter("order"))
         first = next(self._fitting(ordered), None)
         if first is None:

@@ -202,7 +202,7 @@ class Model:
                 f"{self.mlps} layers with an MLP, with {self.moe_layers} ones (moe_layers)"
             )
 
-    # --- which layers there are --------------------------------------------------------------
+    # --- kinds of layers ---------------------------------------------------------------------
 
     @property
     def letters(self) -> str:
@@ -308,7 +308,7 @@ class Model:
     def attention_parameters(self) -> int:
         """Number of parameters of attention in one layer, with the norms of both halves.
 
-        Hybrid attention counts as without compressed keys; see `hybrid_parameters`.
+        Hybrid attention is counted without compressed keys; see `hybrid_parameters`.
         """
         if self.hybrid is not None:
             return self.hybrid_parameters(None) + 2 * self.hidden

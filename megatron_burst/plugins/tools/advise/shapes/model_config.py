@@ -132,7 +132,7 @@ def from_config(config: dict[str, Any], name: str = "config.json") -> Model:
     return replace(model, family=family, sinks=sinks)
 
 
-# --- which fields ----------------------------------------------------------------------------
+# --- selected fields -------------------------------------------------------------------------
 
 
 def _source(config: dict[str, Any], name: str, nested: bool = False) -> Source:
