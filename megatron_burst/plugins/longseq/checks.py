@@ -4,7 +4,7 @@
 Megatron's layer code runs at least twice for each row chunk or tile: in forward, and in backward
 for the recomputation. Settings are refused if recomputed results would differ: random numbers,
 state kept between calls, deferred work. Other features that move or free activations are refused
-too, and so are untested combinations.
+too, as are untested combinations.
 
 The argument `config` of each function is a `TransformerConfig`, or parsed arguments with the same
 names.

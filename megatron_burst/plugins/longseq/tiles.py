@@ -5,7 +5,7 @@ Each tile has a fate between forward and backward: "recompute" (keep only its in
 again), "keep" (keep its graph) or "move" (keep its graph, with the saved tensors in host memory).
 Sources: ALST (TiledMLP), MEMO (a fate per tile of tokens).
 
-Autograd must see one gradient per parameter and backward, whatever the number of tiles, because
+Autograd must see one gradient per parameter in each backward, for any number of tiles, because
 Megatron's data-parallel hook counts gradients to start its reduction. `torch.autograd.grad` runs no
 such hook. So `torch.autograd.grad` computes the gradients of a tile, and `ParameterSums` adds them.
 """

@@ -74,9 +74,9 @@ class HostTraffic:
 
 
 class HostCopy:
-    """Copy of a contiguous device tensor `flat` [n], of which flat[cut:] is on the host.
+    """Copy of a contiguous device tensor `flat` [n].
 
-    flat[:cut] is copied to other device memory.
+    flat[cut:] is copied to the host, and flat[:cut] to other device memory.
     """
 
     def __init__(self, traffic: HostTraffic, flat: torch.Tensor, cut: int):
@@ -299,7 +299,7 @@ class PendingCopies:
         self._groups[-1][1].append(weakref.ref(copy))
 
     def settle(self) -> None:
-        """Drop the source tensors of copies, as far as that needs no wait for the newest copies.
+        """Drop the source tensors of copies, without waiting for the newest copies.
 
         For earlier frames (layers), the current stream waits for the copies. For the last frame,
         only complete copies drop their source tensors. Backward calls this when it fetches a frame.

@@ -230,7 +230,7 @@ class HostMemory:
         shared: bool,
         frame: HostFrame | None,
     ) -> MovedTensor:
-        """Return a handle to a tensor that is copied to the host, or of which a copy exists.
+        """Return a handle to the host copy of a tensor; make the copy if there is none.
 
         The tensor occupies the elements `span` (first, end) of its storage. The first `cut`
         elements stay on the device. An earlier copy is reused only if `shared`.

@@ -26,7 +26,7 @@ _FLOAT8 = "float8"
 def movable(tensor: torch.Tensor, device: str) -> bool:
     """Return whether a tensor is a plain activation on a device of type `device`.
 
-    The module's docstring lists the tensors that are not.
+    The module's docstring lists all other tensors.
     """
     if type(tensor) is not torch.Tensor or isinstance(tensor._base, torch.nn.Parameter):
         return False

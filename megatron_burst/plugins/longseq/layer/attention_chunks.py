@@ -243,8 +243,8 @@ class _BackwardAttention:
     Its backward computes the gradients with other ranks.
 
     Attributes:
-        leaves: Detached queries, if the queries need no gradient. With them, backward runs anyway,
-            because keys may need gradients and other ranks take part.
+        leaves: Detached queries, if the queries need no gradient. They make backward run, because
+            keys may need gradients and other ranks take part.
     """
 
     def __init__(self, ring: RowChunkedCall, index: int, result: ChunkResult):

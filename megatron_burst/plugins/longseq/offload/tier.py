@@ -323,7 +323,7 @@ class ReceivedInputs:
     def free(self) -> None:
         """Free the device memory of inputs that layers saved, after the copies to the host.
 
-        An input that a layer keeps in another way stays.
+        An input that a layer keeps in another way stays on the device.
         """
         for tensor, moved in self._moved:
             storage = tensor.untyped_storage()
