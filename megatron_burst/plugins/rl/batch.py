@@ -168,7 +168,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def rows_multiple(config: Any, cp_size: int, merged: bool) -> int:
-    """Return the number of which the rows of a pack must be a multiple.
+    """Return the number that must divide the rows of a pack.
 
     Context-parallel ranks get equal numbers of rows. With sequence parallelism, tensor-parallel
     ranks also get equal numbers of rows. For documents, some layouts require two pieces per rank.

@@ -52,7 +52,7 @@ def linear_kl(
 
     The result is [...] in float32 (float64 for float64 tensors). Gradients reach hidden and weight;
     the teacher gets no gradients. The result cannot be differentiated twice. Student and teacher
-    may have different dtypes and widths, each one of float64, float32 and bfloat16.
+    may have different widths and dtypes; each dtype is float64, float32 or bfloat16.
 
     Args:
         hidden: Hidden states of the student [..., d].

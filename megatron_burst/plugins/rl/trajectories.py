@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Assignment of trajectories to micro-batches that keeps shared prefixes together.
 
-Trajectories are ordered so that those with a shared prefix are neighbours (`mb.trees.neighbours`).
+Trajectories with a shared prefix become neighbours in the order (`mb.trees.neighbours`).
 A micro-batch is a range of consecutive trajectories. A prefix is computed twice only if two
 micro-batches contain it. A bisection over the maximum work computes the cut: for a given number of
 ranges, the busiest micro-batch has the least work. All values are integers, so that ranks that pack
