@@ -142,9 +142,10 @@ def head_problems(name: str, burst: BurstConfig) -> Iterator[Problem]:
 
 
 def mean_problems(name: str, transformer: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Yield a problem for means per rank, in a model whose ranks differ in tokens with a loss.
+    """Yield a problem if losses are averaged per rank before they are averaged over ranks.
 
-    Layout balanced is refused by `checks.config`.
+    In this model, ranks have different numbers of tokens with a loss. `checks.config` refuses
+    layout balanced.
 
     Args:
         name: The name of the provider.

@@ -4,7 +4,7 @@
 The sequence of n tokens enters the model twice: a noised copy, then the clean copy. The mask is
 `masks.BlockDiffusion`. Each copy is cut over ranks in the layout of the run, so that a rank holds
 the same tokens of both copies, and the ranks have equal work. Bridge's training step cuts the
-tokens before it makes the noised copy, so it needs no change for that.
+tokens before it makes the noised copy, so the cut needs no patch.
 
 The noise is drawn for the whole sequence on every rank, with the seed of one rank. So a sequence
 has one masking ratio, and the noise does not depend on the number of ranks.
@@ -117,8 +117,8 @@ class BlockDiffusionCoreAttention(BurstCoreAttention):
         self._block = getattr(config, "block_size", 16)  # Bridge's default
         super().__init__(config, layer_number, AttnMaskType.no_mask, attention_type, **named)
         home, single_rank = bridge.module(_ATTENTION), copy.copy(config)
-        single_rank.context_parallel_size = 1  # the class asserts it
-        # Bridge's mask has a cost that is quadratic in the sequence.
+        single_rank.context_parallel_size = 1  # the class requires 1
+        # The cost of Bridge's mask is quadratic in the sequence length.
         with patching.instead(home, _BLOCK_MASK, lambda **_: None):
             source = getattr(home, _CLASS)(
                 single_rank, layer_number, attn_mask_type, attention_type
@@ -144,7 +144,7 @@ class BlockDiffusionCoreAttention(BurstCoreAttention):
         """Compute attention over this rank's rows of both copies.
 
         Args:
-            query: [s, b, h, d], first the rows of the noised copy, then as many of the clean copy.
+            query: [s, b, h, d], first rows of the noised copy, then equally many of the clean copy.
             key: [s, b, g, d].
             value: [s, b, g, w].
             attention_mask: Ignored, as in Bridge.
@@ -313,7 +313,7 @@ def _masked(
     loss_mask: torch.Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Replace tokens of this rank by the mask token, as in the whole sequence on one rank.
+    """Replace tokens of this rank by the mask token, as one rank would in the whole sequence.
 
     Args:
         original: Bridge's function, which draws the noise.
@@ -324,7 +324,8 @@ def _masked(
         generator: The generator; None for the default generator of the device.
 
     Returns:
-        The noised tokens, bool [b, s] (which are masked), and the probability of masking [b, s].
+        The noised tokens, a bool that is True for masked tokens, and the probability of masking;
+        all [b, s].
     """
     batch, rows = input_ids.shape
     tokens = input_ids.new_zeros(batch, rows * context_group().size())

@@ -3,7 +3,8 @@
 
 Every rank reads the batch and draws the noise of whole sequences, then selects its rows. The result
 is correct only if all ranks have the same values. Bridge seeds the ranks of a sequence with the
-same number, but code that draws random numbers on one rank only would change its noise.
+same number, but code that draws random numbers on only one rank would change the noise of that
+rank.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def forward_step(recipe: Any) -> Any:
 
 
 class _OneRankState:
-    """Stand-in for Megatron's `parallel_state` in Bridge's data, which pads clips to it."""
+    """Replacement for Megatron's `parallel_state`: Bridge pads clips for this number of ranks."""
 
     @staticmethod
     def get_context_parallel_world_size() -> int:
@@ -153,7 +153,7 @@ class _OneRankState:
 
 
 def _encoded(original: Callable, self: Any, *args: Any, **named: Any) -> Any:
-    """Run `WanTaskEncoder.encode_sample`; only zigzag requires that clips are padded."""
+    """Run `WanTaskEncoder.encode_sample`; only layout zigzag requires padded clips."""
     if installed_layout() in (None, "zigzag"):
         return original(self, *args, **named)
     data = sys.modules[f"megatron.bridge.diffusion.{_DATA}"]
