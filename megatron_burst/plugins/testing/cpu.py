@@ -217,7 +217,7 @@ def _patch_megatron(patches: patching.PatchSet) -> None:
     original = WrappedTorchNorm.__new__
 
     def norm_with_sequence_parallel(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Create the norm also with sequence parallelism, which Megatron's local norm refuses."""
+        """Create Megatron's local norm, which otherwise refuses sequence parallelism."""
         plain = copy.copy(config)
         plain.sequence_parallel = False
         norm = original(cls, plain, *args, **kwargs)

@@ -174,7 +174,7 @@ class Turns:
             raise Stopped
 
     def _pass_on(self) -> None:
-        """Let the next rank run that is ready to continue.
+        """Start the next rank that is ready to continue.
 
         If no rank is ready, the call of all ranks ends: they have finished, or they wait for one
         another.
