@@ -159,9 +159,9 @@ def encode_shared(
     image, no rank calls `encode`. The caller must then run the encoder if collectives on its
     parameters include ranks of other micro-batches.
 
-    An all-to-all sends the rows to the ranks that hold their tokens; in backward, another returns
-    the gradients. Each rank computes the gradients of the images that it encodes, and Megatron's
-    sum of weight gradients over context-parallel ranks completes them.
+    An all-to-all sends the rows to the ranks that hold their tokens; in backward, an all-to-all
+    returns the gradients. Each rank computes the gradients of the images that it encodes, and
+    Megatron's sum of weight gradients over context-parallel ranks completes them.
 
     Args:
         embeddings: same as in `place_images`.

@@ -5,8 +5,8 @@ Qwen2.5-VL and Qwen3-VL compute embeddings (text and images) and position ids (t
 the whole sequence, and pass them to the language model. Bridge does not cut them over ranks, so
 without this module these models support only one context-parallel rank. This module cuts
 embeddings, labels and loss mask in the layout of the run when the language model gets them.
-Megatron's rotary embedding cuts the position ids of Qwen2.5-VL. This module cuts those of Qwen3-VL,
-which uses Hugging Face's rotary embedding.
+Megatron's rotary embedding cuts the position ids of Qwen2.5-VL. Qwen3-VL uses Hugging Face's rotary
+embedding, so this module cuts its position ids.
 
 Gemma 3 VL cuts its sequences with a function of Megatron, which our patches adapt to the layout of
 the run. The mask `plugins.vision.images.gemma3` replaces its dense masks of the whole sequence.
