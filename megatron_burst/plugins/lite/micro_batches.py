@@ -103,7 +103,7 @@ class MicroBatches:
         ends: Mapping[str, torch.Tensor | None],
         make: Callable[[tuple[int, ...] | None], Any],
     ) -> Any:
-        """Return the plan for these tensors. If `leads`, a collective call, except in backward.
+        """Return the plan for these tensors; if `leads`, a collective call except in backward.
 
         Args:
             kind: the kind of the layer.
