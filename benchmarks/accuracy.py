@@ -1,10 +1,10 @@
 """Error of distributed attention, of torch's operator and of a 16-bit ring against float64.
 
 Causal attention of 16-bit inputs over 2 to 16 ranks (all in this process, layout zigzag): out, dq,
-dk and dv against dense float64 attention of the same inputs. Compared are our ring with gradients
-on the wire in fp32 and in 16 bits, on both sides; torch's own operator on one device; and a ring
-that adds in 16 bits from hop to hop, as Transformer Engine's. The last is an emulation
-(`accuracy_emulated`), no run of that library.
+dk and dv against dense float64 attention of the same inputs. The benchmark compares our ring with
+gradients on the wire in fp32 and in 16 bits, on both sides; torch's own operator on one device; and
+a ring that adds in 16 bits from hop to hop, as in Transformer Engine. That ring is emulated
+(`accuracy_emulated`); the library does not run.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def variants(dtype: torch.dtype, name: str) -> dict[str, Callable[..., Tensors]]
 
 
 def distance(got: Tensors, exact: Tensors) -> list[float]:
-    """Return |error| / |exact| of each tensor in root mean square, then largest over largest."""
+    """Return RMS error / RMS of each tensor, then largest error / largest entry of each tensor."""
     pairs = [(a.double() - b, b) for a, b in zip(got, exact, strict=True)]
     rms = [(e.norm() / b.norm()).item() for e, b in pairs]
     return rms + [(e.abs().max() / b.abs().max()).item() for e, b in pairs]
@@ -140,7 +140,7 @@ def ring(
     v: torch.Tensor,
     dout: torch.Tensor,
 ) -> Tensors:
-    """Return our attention over `ranks` ranks in this process, on two nodes from four ranks on."""
+    """Return our attention over `ranks` ranks in this process; four or more form two nodes."""
     nodes = 2 if ranks > 2 else 1
     groups = in_process.groups(inter=nodes, intra=ranks // nodes)
     layout = mb.layout.make("zigzag", cp_size=ranks)

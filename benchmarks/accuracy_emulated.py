@@ -1,9 +1,9 @@
 """Ring that adds in 16 bits, for `accuracy.py`: an emulation, no run of another library.
 
-Our CPU kernel's result of each pair of shards is rounded once to 16 bits, as a kernel call would
-return it. These are added with 16-bit additions in the order of Transformer Engine's p2p context
-parallelism (class AttnFuncWithCPAndKVP2P, without fp8): out and dq on their rank, dk and dv along
-the ring, ending at their owner.
+The result of our CPU kernel for each pair of shards is rounded once to 16 bits, like the result of
+a kernel call. The results are added with 16-bit additions in the order of Transformer Engine's p2p
+context parallelism (class AttnFuncWithCPAndKVP2P, without fp8): out and dq on their rank, dk and dv
+along the ring, ending at their owner.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def emulated(
     results = [steps.forward(rank) for rank in range(ranks)]
     dq: list[torch.Tensor | None] = [None] * ranks
     dkv: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * ranks
-    for step in range(ranks):  # the own keys come last, and bring the gradient home
+    for step in range(ranks):  # a rank computes with its own keys last
         for rank in range(ranks):
             owner = (rank + step + 1) % ranks
             one_q, one_k, one_v = steps.gradients(rank, owner, *results[rank])

@@ -2,12 +2,12 @@
 
     python benchmarks/checkpoint.py          # 2 ranks, 4K to 16K tokens
 
-A stack of pre-norm attention and MLP layers, its sequence striped over gloo ranks. Every cell runs
-in its own processes. Measured are the highest resident set over the ranks, minus the one before
-the first step, and the medians of a step's wall time and of its processor time on the slowest rank.
-Ratios are of processor time, because other programs may share the machine. "none" saves every
-activation, "full" recomputes everything, a number is the fraction of attention outputs in the
-store. It runs the layers of `store_layers`.
+The benchmark runs pre-norm attention and MLP layers (`store_layers`) on a sequence that is striped
+over gloo ranks. Every cell runs in its own processes. It measures the highest resident set over the
+ranks, minus the resident set before the first step, and the medians of wall time and processor time
+of a step on the slowest rank. Ratios compare processor time, because other programs may share the
+machine. "none" saves every activation, "full" recomputes everything, and a number is the fraction
+of attention outputs in the store.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def measure(cell: dict[str, Any]) -> Found:
 
 
 def table(cells: dict[tuple[int, str], Found], args: argparse.Namespace) -> str:
-    """Return a table with ratios to "full", full recompute."""
+    """Return a table with ratios to "full" (full recomputation)."""
     rows = []
     for tokens in args.tokens:
         full = cells[tokens, "full"]

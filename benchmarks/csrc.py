@@ -1,6 +1,6 @@
 """Operators of `csrc/` and the torch code that replaces them, on the CPU.
 
-Both run in turns, so that other load slows both. Printed are medians of the times, and of the
+Both run in turns, so that other load slows both. The script prints medians of the times, and of the
 ratios within a pair. The library is required: `python setup.py build_csrc`.
 """
 
@@ -92,7 +92,7 @@ def gradients(rows: int, vocabulary: int) -> Iterator[Case]:
 
 
 def pairs(case: Case, repeats: int) -> dict[str, list[float]]:
-    """Return seconds with and without the library, in turns, after a round that does not count."""
+    """Return seconds with and without the library, in turns, after a warm-up round."""
     file, times = native.FILE, {"torch": [], "csrc": []}
     for repeat in range(1 + repeats):
         for name, library in (("torch", "none"), ("csrc", file)):

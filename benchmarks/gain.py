@@ -3,10 +3,10 @@
     make gain                        # docs/gain.md, its chart and docs/data/gain.json, a minute
     make gain ARGS="--emulated runs/cluster/compared.json"    # records of the emulated cluster
 
-Every kind of `--cp-comm-type` runs with the parallel sizes with which it is fastest and fits
-(`plugins.tools.advise.rivals`), ours with the sizes of `megatron-burst advise`. Attention is also
-compared at the sizes of Megatron's fastest kind. Losses of ours are listed with
-the reason; a loss without a reason in `REASONS` is an error.
+Every kind of `--cp-comm-type` runs with the fastest parallel sizes that fit
+(`plugins.tools.advise.rivals`), and ours with the sizes from `megatron-burst advise`. Attention is
+also compared at the sizes of Megatron's fastest kind. Workloads in which ours is slower are listed
+with the reason; a missing reason in `REASONS` is an error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron_burst.plugins.tools.advise.settings import Settings
 from megatron_burst.units import byte_size, duration
 
 GPU = "h100"
-LOST = 0.005  # of a time: less is a tie
+LOST = 0.005  # fraction of a time; a smaller difference is a tie
 
 
 class Workload(NamedTuple):
@@ -52,7 +52,7 @@ class Workload(NamedTuple):
 
     @property
     def command(self) -> str:
-        """Return the command that prints ours and Megatron's fastest kind."""
+        """Return the command that prints predictions for ours and for Megatron's fastest kind."""
         words = f"megatron-burst advise --model {self.model} --gpus {self.gpus} --gpu {GPU}"
         return f"{words} --seq {self.seq}" + (f" --packed {self.packed}" if self.packed else "")
 
@@ -72,8 +72,8 @@ SLOWER = (
     "cause is gradients in\nfp32, ours is not slower with gradients in bf16, as in Megatron."
 )
 OURS, EQUAL = "ours", "ours, sizes of Megatron's fastest"
-# Why ours loses, by workload and kind, where gradients in fp32 are not the reason; a loss that is
-# not here is an error.
+# (workload, kind) -> reason why ours is slower, if gradients in fp32 are not the reason. A missing
+# entry is an error.
 REASONS: dict[tuple[str, str], str] = {
     ("dense, 128K on 8", "a2a"): "`auto` treats differences below 1.5 % as ties and picks the "
     "simplest algorithm, a ring. With `--burst-ulysses-size 4` ranks exchange heads, as in "
@@ -93,12 +93,12 @@ class Row(NamedTuple):
     """One kind of context parallelism for one workload.
 
     Attributes:
-        run: The parallel sizes at which it is fastest.
+        run: Parallel sizes at which the kind is fastest.
         step: Seconds of a step at `run`.
         attention: Seconds of one call of a layer at equal sizes.
-        alone: The same if compute takes no time.
-        refused: Why it does not run at the equal sizes.
-        narrow: `attention` and `alone` of ours if gradients are sent in bf16, as Megatron does.
+        alone: Same as `attention`, if compute takes no time.
+        refused: Reason why the kind does not run at equal sizes.
+        narrow: `attention` and `alone` of ours if gradients are sent in bf16, as in Megatron.
     """
 
     workload: Workload
@@ -114,7 +114,7 @@ class Row(NamedTuple):
 
 
 def rows(workload: Workload) -> list[Row]:
-    """Return Megatron's kinds, ours at the sizes of the fastest of them, and ours at its own."""
+    """Return Megatron's kinds, ours at the sizes of the fastest kind, and ours at its own sizes."""
     advice = mb.advise(workload.model, GPU, gpus=workload.gpus, seq=workload.seq,
                       packed=workload.packed, top=1)  # fmt: skip
     model, cluster, lengths = advice.model, advice.cluster, advice.lengths
@@ -213,7 +213,7 @@ def of_workload(rows: Sequence[Row], workload: Workload) -> dict[str, Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return step times over ours, one line per workload."""
+    """Return step times relative to ours, one line per workload."""
     lines = []
     for workload in dict.fromkeys(row.workload for row in rows):
         named = of_workload(rows, workload)
@@ -265,7 +265,7 @@ def losses(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def same_sizes(row: Row, other: Row) -> bool:
-    """Return true if both run with the same parallel sizes."""
+    """Return True if both run with the same parallel sizes."""
     return row.run is not None and all(
         getattr(row.run, name) == getattr(other.run, name)
         for name in ("tp", "pp", "cp", "dp", "ep")
@@ -273,7 +273,7 @@ def same_sizes(row: Row, other: Row) -> bool:
 
 
 def slower(ours: float, theirs: float) -> bool:
-    """Return true if ours is slower by more than a tie; false if one of them did not run."""
+    """Return True if ours is slower and it is no tie; False if one of them did not run."""
     return ours > theirs * (1 + LOST)
 
 
@@ -299,7 +299,7 @@ def write(rows: Sequence[Row], folder: Path) -> None:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draw step times over ours, a group of bars per workload."""
+    """Draw step times relative to ours, a group of bars per workload."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -356,8 +356,8 @@ MEASURED = ("setting", "algorithm", "without compute", "over ours", "with comput
 def measured(records: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Return the records of the suites `megatron` and `megatron_documents` as lines of text.
 
-    Times are seconds of a forward and a backward, medians over batches of documents. Bytes are
-    those that a rank sends in a run without compute.
+    Times are seconds of a forward and a backward, medians over batches of documents. Bytes are sent
+    by a rank in a run without compute.
     """
     cells: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
     for record in records:
@@ -378,7 +378,7 @@ def measured(records: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def measured_table(lines: Sequence[Sequence[str]]) -> str:
-    """Return times over ours without / with compute, one line per setting."""
+    """Return times relative to ours, without and with compute, one line per setting."""
     by_setting: dict[str, dict[str, str]] = {}
     for setting, name, _, alone, _, computing, *_ in lines:
         ratios = f"{alone.split(' ')[0]} / {computing.split(' ')[0]}"

@@ -2,17 +2,17 @@
 
 Run it with `make bench-host`.
 
-A GPU that waits for its host computes nothing, and a pair of 4K rows takes an H100 a quarter of a
-millisecond. So everything but the launches is timed: one rank of a large grid, on torch's fake
-process group and meta tensors, with an operator that returns earlier results and a merge that does
-nothing. The plain loop (`plain_forward`, `plain_backward`) has the same operator, tensors and
-process group, and only what such a loop needs: buffers for the next keys, one batch of sends and
-receives of k and v, one call, one merge, and in backward a second ring for dk and dv. The plain
-loop is dense in all rows, so a ratio also contains what documents or windows add.
+A GPU that waits for its host computes nothing, and an H100 needs only a quarter of a millisecond
+for a pair of 4K rows. So everything except the launches is timed: one rank of a large grid, on
+torch's fake process group and meta tensors, with an operator that returns earlier results and a
+merge that does nothing. The plain loop (`Plain`) has the same operator, tensors and process group.
+It does only the necessary work: buffers for the next keys, one batch of sends and receives of k and
+v, one call, one merge, and in backward a second ring for dk and dv. The plain loop is always dense,
+so a ratio also includes the overhead of documents or windows.
 
-Processor time of this thread, rounds in turn (A B A B ...), medians with quartiles. Other jobs
-disturb it little, but numbers of different machines are not comparable. `--profile` prints where
-one case spends its time.
+Processor time of this thread, rounds in turn (A B A B ...), medians with quartiles. Other jobs have
+little influence, but numbers of different machines are not comparable. `--profile` prints a profile
+of one case.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from megatron_burst.kernels.operators_cuda import CudaFlash
 from megatron_burst.schedule.topology import Topology
 
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
-ROWS = 4096  # of each rank, where documents do not say otherwise
+ROWS = 4096  # of each rank, unless documents set another number
 
 
 # --- no device ----------------------------------------------------------------------------------
@@ -104,13 +104,13 @@ class OneRank(mb.Groups):
         return super().running("cpu")  # autocast does not know "meta"
 
 
-# On meta tensors these run long Python functions of torch's; on a device each is one launch.
+# For meta tensors torch runs long Python functions; on a device each of these is one launch.
 LAUNCHED = "__eq__", "__iadd__", "add_", "copy_", "fill_", "masked_fill", "zero_"
 
 
 @contextmanager
 def without_launches() -> Iterator[None]:
-    """Replace operators that compute by ones that return their arguments, and merges by nothing."""
+    """Replace operators by functions that return their arguments, and skip merges."""
 
     def returned(tensor: torch.Tensor, *_: object) -> torch.Tensor:
         return tensor
@@ -123,9 +123,9 @@ def without_launches() -> Iterator[None]:
             stack.enter_context(mock.patch.object(torch.Tensor, name, returned))
         stack.enter_context(mock.patch.object(aten, "merge_", returned))
         stack.enter_context(mock.patch.object(function, "row_delta", delta))
-        # Rows' numbers go to a device that does not exist, and nothing is pinned for it.
+        # Row indices are copied to a device that does not exist, so nothing is pinned.
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", returned))
-        # torch draws the number of a fake work until it finds one that is new.
+        # torch draws the id of a fake work repeatedly until the id is new.
         fresh = count().__next__
         stack.enter_context(mock.patch.object(_meta_registrations, "generate_unique_id", fresh))
         yield
@@ -144,7 +144,7 @@ class Plain:
     size: int
 
     def shift(self, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], list[dist.Work]]:
-        """Send these to the next rank; return buffers for the previous rank's, and the works."""
+        """Send tensors to the next rank; return receive buffers for the same tensors, and works."""
         arriving, ops = [t.new_empty(t.shape) for t in tensors], []
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         for t, room in zip(tensors, arriving, strict=True):
@@ -153,9 +153,9 @@ class Plain:
         return arriving, dist.batch_isend_irecv(ops)
 
     def parts(self, step: int, rows: int) -> tuple[slice, slice, bool]:
-        """Return queries, keys and triangle of a pair.
+        """Return the queries and the keys of a pair, and True if the pair is causal.
 
-        After the own pair it is the first half of the keys, or the second half of the queries.
+        Pairs after the own pair have the first half of the keys, or the second half of the queries.
         """
         if step == 0:
             return slice(0, rows), slice(0, rows), True
@@ -187,7 +187,7 @@ class Plain:
         return out.to(q.dtype), lse
 
     def backward(self, dout, q, k, v, out, lse):
-        """Return dq, dk, dv; keys are sent on, and their gradients one rank later."""
+        """Return dq, dk, dv; gradients of keys are sent one step after the keys."""
         rows, scale = len(q), q.shape[-1] ** -0.5
         dq, dk, dv = (
             torch.empty(x.shape, dtype=torch.float32, device=x.device).zero_() for x in (q, k, v)
@@ -202,7 +202,7 @@ class Plain:
                 *(x.permute(1, 2, 0, 3) for x in given), lse[r].permute(1, 2, 0),
                 causal, scale,
             )  # fmt: skip
-            for work in sent:  # the gradients of these keys, from the rank before
+            for work in sent:  # gradients of these keys from the previous rank
                 work.wait()
             for total, grad in zip((dq[r], sums[0][c], sums[1][c]), grads, strict=True):
                 total += grad.permute(2, 0, 1, 3)
@@ -353,7 +353,7 @@ class Timed:
 
 
 Terms = list[tuple[float, ...]]  # head chunks, calls, exchanges, seconds of a pass
-BACKWARD = 2  # of a backward call over a forward one's, as `HostTime` has it
+BACKWARD = 2  # time of a backward call / forward call, as in `HostTime`
 
 
 def row(case: Case, repeats: int, terms: Terms) -> list[str]:
@@ -379,7 +379,7 @@ def row(case: Case, repeats: int, terms: Terms) -> list[str]:
 
 
 def figures(terms: Terms) -> str:
-    """Return `HostTime`'s figures of a pass, fitted to all passes by relative errors."""
+    """Return the figures of `HostTime` for a pass, fitted to all passes by relative error."""
     *counts, took = np.array(terms).T
     fit = np.linalg.lstsq(np.array(counts).T / took[:, None], np.ones(len(took)), rcond=None)[0]
     off = np.abs(fit @ np.array(counts) / took - 1)
@@ -414,7 +414,7 @@ def main() -> int:
     if args.quick:
         args.ranks, args.repeats = [8], 3
     torch.set_num_threads(1)
-    gc.disable()  # as timeit does: it would run in whatever is timed when it is due
+    gc.disable()  # as in timeit: a collection would run within a measurement
     world, me = max(args.ranks), min(args.ranks) // 2
     dist.init_process_group("meta:fake,cpu:fake", rank=me, world_size=world, store=FakeStore())
     chosen = [case for case in cases(args.ranks) if case.name.startswith(args.only)]

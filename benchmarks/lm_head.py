@@ -2,11 +2,11 @@
 
 It measures the loss and, with `--parts logprobs`, log-probabilities and entropies with gradients.
 Every figure is measured in its own process (`lm_head_case`), in alternating order. Times are wall
-time and processor time, because other programs may share the machine. Ratios are taken to ours
-of the same round: median, lowest and highest. Extra memory is what a call needs beyond its inputs,
-their gradients and a float32 gradient of the weight. It is compared with the tile, which it should
-follow byte for byte, and with the tokens, which it should not follow. What cannot run here is
-listed with its reason. `--device cuda` measures the same there.
+time and processor time, because other programs may share the machine. Ratios compare with ours in
+the same round: median, lowest and highest. Extra memory is what a call needs beyond its inputs,
+their gradients and a float32 gradient of the weight. It should grow with the tile, byte for byte,
+and should not grow with the tokens. Implementations that cannot run are listed with the reason.
+`--device cuda` measures on a GPU.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def times(args: argparse.Namespace, dtype: str, every: Sequence[str]) -> str:
         for number in range(args.rounds):
             for name in names if number % 2 else reversed(names):
                 step(name)
-                if name in failed:  # it would again
+                if name in failed:  # it would fail again
                     continue
                 result = ask(args, name, dtype)
                 if "failed" in result:
@@ -132,7 +132,7 @@ def row(name: str, mine: dict[int, dict], ours: dict[int, dict]) -> list[str]:
 
 
 def memory(args: argparse.Namespace, dtype: str, part: str) -> str:
-    """Return extra memory by tile, which it should follow, or by tokens, which it should not."""
+    """Return extra memory by tile, with which it should grow, or by tokens."""
     size = {"width": args.memory_width, "vocabulary": args.memory_vocabulary}
     if part == "tile":
         cells = [(tile * MIB, args.lengths[0]) for tile in args.tiles]

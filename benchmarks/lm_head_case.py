@@ -56,7 +56,7 @@ def torch_chunked(hidden, weight, labels, case):
 
 
 def torch_chunked_1024(hidden, weight, labels, case):
-    """Return torch's loss in pieces of 1024 rows, as many as our tiles have by default."""
+    """Return torch's loss in pieces of 1024 rows, like our default tiles."""
     return torch_chunked(hidden, weight, labels, case | {"chunk": 1024})
 
 
@@ -89,7 +89,7 @@ def recompute(hidden, weight, labels, case):
 
 
 def objective(logprobs, entropy):
-    """Return a replacement of a policy loss: a weight for each token, and a bonus for entropy."""
+    """Return a replacement for a policy loss: a weight for each token, and a bonus for entropy."""
     import torch
 
     weights = torch.linspace(-1, 1, logprobs.numel(), device=logprobs.device)
@@ -114,7 +114,7 @@ def logprobs_eager(hidden, weight, labels, case):
 
 
 def logprobs_checkpointed(hidden, weight, labels, case):
-    """Return `of_logits` in checkpointed pieces of 1024 rows, as our tiles have by default."""
+    """Return `of_logits` in checkpointed pieces of 1024 rows, like our default tiles."""
     import torch
     from torch.utils.checkpoint import checkpoint
 
@@ -124,7 +124,7 @@ def logprobs_checkpointed(hidden, weight, labels, case):
 
 
 def verl_file(name):
-    """Return one file of verl; importing the package would need all that it trains with."""
+    """Import one file of verl; the whole package would need all its training dependencies."""
     import importlib.util
     from pathlib import Path
 
@@ -157,7 +157,7 @@ def liger_scaled(hidden, weight, labels, case):
 
 
 def three_products(hidden, weight, labels, case):
-    """Return the matrix products alone, on tiles of ours: a bound for the time."""
+    """Compute only the three matrix products, on our tiles: a lower bound for the time."""
     import torch
 
     rows = max(1, len(hidden) * len(weight) * hidden.element_size() // 2**30)
@@ -173,7 +173,7 @@ def three_products(hidden, weight, labels, case):
 
 
 def four_products(hidden, weight, labels, case):
-    """Return the products if backward recomputes the logits."""
+    """Compute only the four matrix products of a backward that recomputes the logits."""
     import torch
 
     rows = max(1, 2**27 // (len(weight) * hidden.element_size()))

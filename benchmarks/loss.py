@@ -3,8 +3,8 @@
     python benchmarks/loss.py            # 20 steps each, fp32 and bf16, plain and packed
 
 It trains `examples/pretrain_gpt.py` from one seed on the quickstart's text. CP 1 is Megatron's own
-attention on one rank. It prints the largest relative difference in loss, and in bf16 also the
-difference of one rank in bf16 from one rank in fp32, the cost of the number format.
+attention on one rank. It prints the largest relative difference in loss. For bf16 it also prints
+the difference between bf16 and fp32 on one rank, which is the effect of the number format.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[tuple[str, int], dic
 
 
 def table(losses: dict[tuple[str, int], dict[int, float]], args: argparse.Namespace) -> str:
-    """Return a row per mode: every size against one rank, and bf16 against fp32 on one rank."""
+    """Return a row per mode: every size compared with one rank, and bf16 with fp32 on one rank."""
     rows = []
     for mode in args.modes:
         alone = losses[mode, args.sizes[0]]

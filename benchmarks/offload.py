@@ -3,13 +3,15 @@
     python benchmarks/offload.py            # 8 and 16 layers, links of 0.9 and 2.0 of a forward
 
 Compute and link are emulated, so the ratios follow from the order of copies and waits. They include
-the tail of a step, where the last layer's copies overlap nothing. Time is counted and not measured:
-a layer adds its seconds; a copy begins when it is requested, its link is free and its predecessors
-are over; a waiter continues when the copy ends. The figures are exact and equal on every machine.
+the tail of a step, where the last layer's copies overlap nothing. Time is counted and not measured.
+A layer adds its seconds. A copy begins when it is requested, its link is free and earlier copies
+have ended. A waiting layer continues when the copy ends. The figures are exact and equal on every
+machine.
 
-A layer's forward takes `--seconds`, its backward twice that, and recomputing what is not offloaded
-another forward for all of it. The link's rate is the time for one layer's output in one direction,
-in layer forwards. The step "without" keeps everything on the device and recomputes nothing.
+The forward of a layer takes `--seconds`, and backward takes twice that time. Recomputation of the
+part that is not offloaded takes the same part of a forward. The rate of a link is stated as the
+time for one layer's output in one direction, in layer forwards. The step "without" keeps everything
+on the device and recomputes nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import torch
 import megatron_burst as mb
 from megatron_burst.recompute.host_limits import choose_fraction
 
-ROWS = 1000  # of what a layer leaves
+ROWS = 1000  # rows of the output of a layer
 FIXED = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -83,7 +85,7 @@ def memory(limit: int, rate: float, clock: Counted) -> mb.HostMemory:
 
 
 class Stack:
-    """Layers that compute for stated times and leave a tensor [rows, width] each."""
+    """Layers that compute for stated times; each returns a tensor [rows, width]."""
 
     def __init__(self, layers: int, seconds: float, rate: float, width: int):
         self.layers, self.seconds, self.width = layers, seconds, width
@@ -110,7 +112,7 @@ class Stack:
 
 
 def ratio(stack: Stack, one: float | None, other: float | None) -> float:
-    """Return the time of a step with fraction `one` over the time with `other`."""
+    """Return (time of a step with fraction `one`) / (time with fraction `other`)."""
     return stack.step(one) / stack.step(other)
 
 

@@ -1,13 +1,13 @@
 """Balance of micro-batches: `--burst-pack documents` against Megatron's default scheduler.
 
 `python -m benchmarks.packing` draws batches of documents and packs each in two ways: like
-`DpBalancedScheduler` of Megatron-Core, in document order until a micro-batch is full, with the last
-ones split until the data-parallel ranks have equally many; and by `megatron_burst.packing`. Work is
-counted for Llama 3 8B (32 layers) without the LM head. Padding counts, and only ours pads. Nothing
-runs: these are counts of work.
+`DpBalancedScheduler` of Megatron-Core, in document order until a micro-batch is full, splitting the
+last micro-batches until data-parallel ranks have equal numbers; and by `megatron_burst.packing`.
+Work is counted for Llama 3 8B (32 layers) without the LM head. Padding counts, and only ours pads.
+The script counts work and runs no model.
 
-Imbalance: the busiest micro-batch over their mean. Step: the busiest rank's work over an equal
-share of the documents' own.
+Imbalance: work of the busiest micro-batch / mean. Step: work of the busiest rank / equal share of
+the work of the documents without padding.
 """
 
 from __future__ import annotations

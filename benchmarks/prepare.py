@@ -2,9 +2,9 @@
 
 It runs once per micro-batch, so it must be short compared with a layer. *Exchange*: real gloo
 processes on this machine, wall time of the slowest rank, and of `consensus` alone. *Local*: one
-process that acts as rank 0 of a large grid and answers the exchange itself; the processor time of
-its thread is taken, which other jobs disturb least. `--profile` also prints where the local part
-spends its time.
+process that acts as rank 0 of a large grid and answers the exchange itself. It measures the
+processor time of its thread, which other jobs disturb least. `--profile` also prints a profile of
+the local part.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def planned(
 def seconds(
     run: Callable[[], object], repeats: int, clock: Callable[[], float] = time.perf_counter
 ) -> list[float]:
-    """Return seconds of each repeat after two that do not count."""
+    """Return seconds of each repeat, after two warm-up repeats."""
     times = []
     for _ in range(repeats + 2):
         start = clock()
@@ -158,7 +158,7 @@ def exchanged(local_tokens: int, repeats: int) -> dict[str, list[float]]:
 
 
 def alone(size: int, per_node: int) -> mb.Groups:
-    """Return groups in which this process is rank 0 and every rank gives its answer."""
+    """Return groups in which this process is rank 0, and all ranks send the header of rank 0."""
     groups = in_process.groups(inter=size // per_node, intra=per_node).ranks[0]
 
     def gather(header: torch.Tensor) -> list[torch.Tensor]:

@@ -24,7 +24,7 @@ def _rank(
     rank: int, size: int, port: int, results: Any, function: Callable[..., Any], args: Any
 ) -> None:
     torch.set_num_threads(1)
-    # Megatron reads them, and its CPU stand-ins are not for compiled functions.
+    # Megatron reads these variables, and its CPU replacements do not support compiled functions.
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
     os.environ |= {"TORCHDYNAMO_DISABLE": "1"} | {name: str(x) for name, x in ranks.items()}
     store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0)

@@ -76,7 +76,7 @@ def interleaved(
     """Return seconds of each run, wall time and processor time, after a warm-up round.
 
     Runs are ordered A B C A B C ..., so that other load slows all of them; ratios are taken within
-    a round (`ratio`). Processor time is this thread's, without turns of other jobs.
+    a round (`ratio`). Processor time is the time of this thread, without other jobs.
 
     Args:
         patience: Seconds after which three rounds are enough.
@@ -99,7 +99,7 @@ def interleaved(
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return lower quartile, median, upper quartile; three times the value if there is one."""
+    """Return lower quartile, median, upper quartile; a single value three times."""
     if len(values) < 2:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -143,7 +143,7 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def json_record(record: Mapping[str, object]) -> str:
-    """Return a record as JSON, each entry of a list on a line of its own."""
+    """Return a record as JSON, with one line per list entry."""
     entries = []
     for name, value in record.items():
         text = json.dumps(value, ensure_ascii=False)

@@ -14,11 +14,11 @@ from torch import nn
 
 import megatron_burst as mb
 
-MODES = ("none", "full", "0.25", "0.5", "1.0")  # no checkpoint; all is recomputed; fractions
+MODES = ("none", "full", "0.25", "0.5", "1.0")  # no checkpoint; full recomputation; fractions
 
 
 class Layer(nn.Module):
-    """Attention and an MLP four times as wide, each behind a norm and with a residual."""
+    """Attention and an MLP of four times the width, each after a norm and with a residual."""
 
     def __init__(self, heads: tuple[int, int], width: int, plan: mb.Plan, **kind: Any):
         """Create the layer.

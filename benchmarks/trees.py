@@ -5,9 +5,9 @@
     make bench-trees ARGS="--parts counts"        # seconds
 
 `counts` counts tokens and pairs. `emulated` measures attention of one layer on
-`benchmarks.cluster`, merged and separate at the same emulated speed. `simulated` times a training
-step by the forecast of `megatron-burst advise`, ours on trees and Megatron's kinds on packs of
-separate trajectories, each with the parallel sizes at which it is fastest and fits.
+`benchmarks.cluster`, merged and separate at the same emulated speed. `simulated` predicts a
+training step with the forecast of `megatron-burst advise`: ours on trees, and Megatron's kinds on
+packs of separate trajectories. Each has the fastest parallel sizes that fit.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ QUANTILES = ((0.0, 8 * K), (0.30, 32 * K), (0.50, 38 * K), (0.76, 49 * K), (0.92
 
 
 def lengths(count: int, seed: int) -> tuple[int, ...]:
-    """Return lengths of agent trajectories, linear between `QUANTILES`.
+    """Return lengths of agent trajectories, interpolated between `QUANTILES`.
 
-    One is drawn from each of `count` equal parts, so that few of them have the median and the tail
-    of all.
+    One length is drawn from each of `count` equal parts of the distribution, so that a few lengths
+    have the median and the tail of the distribution.
     """
     random = np.random.default_rng(seed)
     places = (np.arange(count) + random.random(count)) / count
@@ -71,7 +71,7 @@ COUNTED = {
 
 
 class Saved(NamedTuple):
-    """Savings of merging: tokens and visible pairs, separate over merged."""
+    """Savings of merging: tokens and visible pairs, separate / merged."""
 
     tree: mb.trees.PrefixTree
     tokens: float
@@ -130,7 +130,8 @@ def emulated(repeats: int, seconds: float) -> str:
     """Return the time of attention, forward and backward, merged and separate in turn.
 
     Args:
-        seconds: Compute of the busiest rank for separate trajectories; the tree has the same speed.
+        seconds: Compute of the busiest rank for separate trajectories; trees are computed at the
+            same speed.
     """
     from benchmarks.cluster import measure, record
     from benchmarks.cluster.__main__ import say
@@ -138,7 +139,7 @@ def emulated(repeats: int, seconds: float) -> str:
     from benchmarks.cluster.ranks import Ranks
 
     def run(ranks: Ranks, cell: Cell, speed: float | None) -> tuple[dict[str, list[float]], float]:
-        """Return seconds of each rival, and the speed at which the first takes `seconds`."""
+        """Return seconds of each rival, and the speed at which the first rival takes `seconds`."""
         with tempfile.TemporaryDirectory(prefix="trees-") as folder:
             measure.write_problem(cell.problem(), ranks.network, Path(folder))
             ranks.run(measure.load, cell.problem(), Path(folder))
@@ -222,7 +223,7 @@ class Step(NamedTuple):
 
 
 def groups(shared: bool, seed: int = 0) -> list[list[np.ndarray]]:
-    """Return trajectories of every prompt; `shared` samples share turns, else the system prompt."""
+    """Return trajectories of every prompt; samples share turns (`shared`) or the system prompt."""
     every = lengths(GROUPS * SAMPLES, seed)
     return [
         Rollouts(every[i::GROUPS], SYSTEM, TURNS * shared, seed * GROUPS + i).drawn()

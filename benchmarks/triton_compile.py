@@ -2,10 +2,11 @@
 
 It needs Triton, whose package contains the assembler, and no GPU. For every entry of
 `megatron_burst.kernels.blocks.BLOCKS` (or one device, one width) it records the launches of
-`TritonKernel` for a causal pair, with and without masks. Triton's own JIT compiles them as for a
-GPU of this kind, with its hints about pointers and strides that 16 divides, and ptxas reports the
-result. The status is 1 if a kernel does not compile, needs more shared memory than the device has,
-loads more of a mask than its bits, or keeps a factor of products in registers over a loop (`held`).
+`TritonKernel` for a causal pair, with and without masks. Triton's JIT compiles them for a GPU of
+this kind, with hints about pointers and strides that are multiples of 16, and ptxas reports the
+result. The exit status is 1 if a kernel does not compile, needs more shared memory than the device
+has, loads more of a mask than its bits, or keeps a factor of products in registers during a loop
+(`held`).
 
     python -m benchmarks.triton_compile --devices 90 --widths 128
 """
@@ -34,16 +35,16 @@ from megatron_burst.kernels.blocks import BlockSizes, blocks
 from megatron_burst.layout import Span
 from megatron_burst.masks import Causal
 
-# bytes a block of threads may have
+# maximum shared memory of a thread block in bytes, by device
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 DEVICES = (80, 90, 100)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 KERNELS = "forward", "forward_maximum", "backward_keys", "backward_queries"
-HEADS = 32, 8  # of queries, of keys
-# Largest bytes that a thread loads of a tile's mask: its share of the bits, twice if that is small,
-# and the index of the table. One word per row and column would be 64 to 256.
+HEADS = 32, 8  # query heads, key heads
+# Largest bytes that a thread loads of a tile's mask: its share of the bits (twice, if the share is
+# small), and the index of the table. One word per row and column would need 64 to 256.
 MASK_LOADS = 24
-WAITING = 100  # lines of a loop that only waits, at most
+WAITING = 100  # maximum lines of a loop that only waits
 
 
 class Launch(NamedTuple):
@@ -82,7 +83,7 @@ def main() -> int:
         shown = f"sm_{launch.device}", launch.kernel, launch.dtype, str(launch.width)
         try:
             made = build(launch)
-        except Exception as error:  # the compiler's own kinds
+        except Exception as error:  # the compiler has its own error classes
             failed += 1
             table.add_row(*shown, "", shape, f"{type(error).__name__}: {error}"[:60])
             continue
@@ -98,7 +99,7 @@ def main() -> int:
 def most(size: BlockSizes) -> int:
     """Return `MASK_LOADS` if loads run ahead of their use.
 
-    Otherwise the compiler may place each word at its use, once for every pair.
+    Otherwise the compiler may load each word at its use, once for every pair.
     """
     return MASK_LOADS if size.stages > 1 else 4 + size.rows * size.columns // (8 * size.warps)
 
@@ -125,7 +126,7 @@ def _launches(args: argparse.Namespace) -> Iterator[Launch]:
 
 
 def build(launch: Launch) -> dict[bool, Made]:
-    """Compile a kernel as launched for wholly visible tiles, and for masked ones."""
+    """Compile a kernel as launched for fully visible tiles, and as launched for masked tiles."""
     from triton.runtime import driver
 
     driver.set_active(Device(launch.device))  # nothing is launched from this process
@@ -148,7 +149,7 @@ class Device:
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return self.capability  # what was compiled for one serves no other
+        return self.capability  # code that is compiled for one device fits no other
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -157,7 +158,7 @@ class Device:
 def _recorded(launch: Launch) -> list[tuple[Any, tuple, dict[str, Any]]]:
     """Return kernel, arguments, constants and options of each launch of a pair on itself."""
     size, found = launch.size, []
-    rows = 2 * size.rows * size.columns  # several blocks of both sides, and 16 divides it
+    rows = 2 * size.rows * size.columns  # several blocks of both sides; a multiple of 16
 
     def recording(code: Any, q: torch.Tensor, programs: int, heads: int, size: BlockSizes) -> Any:
         options = {"num_warps": size.warps, "num_stages": size.stages}
@@ -176,7 +177,7 @@ def _recorded(launch: Launch) -> list[tuple[Any, tuple, dict[str, Any]]]:
             largest = torch.empty(h) if launch.kernel == "forward_maximum" else None
             kernel.forward(q, keys, values, work, scoring, tensor(h, d), tensor(h), largest)
         else:
-            by_queries = launch.kernel == "backward_queries"  # alone if only dq is required
+            by_queries = launch.kernel == "backward_queries"  # alone, for dq only
             sums = None if by_queries else tensor(k, d)
             given = Rows(q, dout, tensor(h), tensor(h)), keys, values, work, scoring
             kernel.backward(*given, tensor(h, d), sums, sums)
@@ -184,7 +185,7 @@ def _recorded(launch: Launch) -> list[tuple[Any, tuple, dict[str, Any]]]:
 
 
 def compiled(source: Any, device: int, options: dict[str, Any]) -> Made:
-    """Compile a source of Triton for a device such as 90 and ask the assembler."""
+    """Compile a Triton source for a device such as 90; return the report of the assembler."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -197,7 +198,7 @@ def assembled(kernel: Any, device: int) -> Made:
     from triton.backends.nvidia.compiler import get_ptxas
 
     ptx = kernel.asm["ptx"]
-    assembler = get_ptxas(device).path  # there is one for older devices and one for newer
+    assembler = get_ptxas(device).path  # older and newer devices have different assemblers
     target = re.search(r"\.target (sm_\w+)", ptx)
     assert target is not None
     with tempfile.TemporaryDirectory() as folder:
@@ -216,10 +217,10 @@ def assembled(kernel: Any, device: int) -> Made:
 
 
 def held(ptx: str) -> int:
-    """Count products of warp groups in a loop whose first factor is in registers from before it.
+    """Count warp-group products in loops whose first factor is in registers from before the loop.
 
-    ptxas 12.8 to 13.0 gives such registers to other values too, and results are wrong from the
-    second round of the loop on (seen on an H100, with Triton 3.6).
+    ptxas 12.8 to 13.0 also uses such registers for other values. Results are then wrong from the
+    second round of the loop on (observed on an H100 with Triton 3.6).
     """
     found = 0
     for loop in loops(ptx):

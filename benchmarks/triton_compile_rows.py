@@ -1,8 +1,8 @@
 """Compile the Triton kernels of the LM head for devices that are not here; print registers, spills.
 
 Like `triton_compile`, for `megatron_burst.linear_cross_entropy.triton_rows`: it needs Triton and no
-GPU. Arguments are those of a launch over a vocabulary that 16 divides. The status is 1 if a kernel
-does not compile or spills.
+GPU. Arguments are the arguments of a launch over a vocabulary whose size is a multiple of 16. The
+exit status is 1 if a kernel does not compile or spills.
 
     python -m benchmarks.triton_compile_rows --devices 90 --warps 4 8
 """
@@ -49,7 +49,7 @@ def main() -> int:
             made = build(launch)
             words = [str(made.registers), str(made.spills)]
             failed += made.spills > 0
-        except Exception as error:  # the compiler's own kinds
+        except Exception as error:  # the compiler has its own error classes
             words, failed = [f"{type(error).__name__}: {error}"[:60], ""], failed + 1
         table.add_row(f"sm_{launch.device}", *map(str, launch[1:]), *words)
     Console(width=120).print(table)
@@ -72,7 +72,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def build(launch: Launch) -> Made:
-    """Compile one launch and ask the assembler."""
+    """Compile one launch; return the report of the assembler."""
     import triton.language as tl
     from triton.compiler import ASTSource
 

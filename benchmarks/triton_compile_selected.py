@@ -2,7 +2,7 @@
 
 Like `triton_compile`, for `plugins/sparse/selected_triton`: it needs Triton and no GPU. For each
 kind of model, with the heads of one tensor-parallel rank, it records the launches of
-`SelectedTriton`, and Triton's JIT compiles them. The status is 1 if a kernel does not compile,
+`SelectedTriton`, and Triton's JIT compiles them. The exit status is 1 if a kernel does not compile,
 spills, or needs more shared memory than the device has.
 
     python -m benchmarks.triton_compile_selected --devices 90 --models dsa
@@ -37,8 +37,16 @@ KERNELS = "find", "forward", "backward_queries", "backward_keys"
 
 
 class Model(NamedTuple):
-    """A unit of keys, how many a row selects, selections of a row, query and key heads, columns of
-    keys as they travel and of values; latent: are values a part of the keys?"""
+    """Shape of the sparse attention of a model.
+
+    Attributes:
+        block: Number of keys of a unit.
+        top_k: Number of units that a row selects.
+        selections: Number of selections of a row.
+        width: Columns of keys that are sent.
+        value_width: Columns of values.
+        latent: True if values are a part of the keys.
+    """
 
     block: int
     top_k: int
@@ -77,7 +85,7 @@ def main() -> int:
         words = f"sm_{launch.device}", launch.model, launch.kernel, launch.dtype
         try:
             blocks, made = build(launch)
-        except Exception as error:  # the compiler's own kinds
+        except Exception as error:  # the compiler has its own error classes
             failed += 1
             table.add_row(*words, "", f"{type(error).__name__}: {error}"[:60])
             continue

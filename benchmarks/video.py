@@ -1,10 +1,11 @@
-"""Attention of Wan's shapes on H100, simulated: ours beside Ulysses, an all-gather and TE's ring.
+"""Attention of Wan's shapes on H100, simulated: ours, Ulysses, an all-gather and TE's ring.
 
     make bench-video
 
 One call of attention without a mask, forward and backward, with bf16 tensors and fp32 gradients on
-the wire. Ulysses shares heads over as many ranks of a node as divide the heads, with a ring around.
-`make bench-cluster SUITES="video noised"` measures such calls on the emulated cluster.
+the wire. Ulysses shares heads over as many ranks of a node as divide the heads; a ring connects
+these groups. `make bench-cluster SUITES="video noised"` measures such calls on the emulated
+cluster.
 """
 
 from __future__ import annotations

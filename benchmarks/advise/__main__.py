@@ -1,8 +1,8 @@
 """Compare published and measured tables with the predictions of `advise`.
 
 `python -m benchmarks.advise` prints every table with its errors. It writes all rows to
-docs/data/advise-accuracy.json and the table of targets to docs/advise-accuracy.md. `--fit` fits
-the constants again; without it the stored ones are used.
+docs/data/advise-accuracy.json and the table of targets to docs/advise-accuracy.md. `--fit` fits the
+constants again; otherwise the stored constants are used.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """LoongTrain's table 4: one attention call on 64 GPUs, fitted with ten constants.
 
 Published: "LoongTrain", arXiv 2406.18485, table 4: 96 rows; the eight with 64 ranks in one ring
-appear twice. 64 A100, 8 per node, NVLink, 4 HDR NICs of 25 GB/s per node, one per two GPUs. Flat
-rings fit: on one ring of 64 ranks 190 hops of 33.5 MB in 296 ms are 21.5 GB/s of the one GPU that
-sends to the next node. The paper's double ring would use all NICs and take 120 ms. Gradients are
-sent in bf16; whole chunks of keys and values are sent.
+appear twice. 64 A100, 8 per node, NVLink, 4 HDR NICs of 25 GB/s per node, one per two GPUs. The
+times match flat rings: on one ring of 64 ranks, 190 hops of 33.5 MB take 296 ms, which is 21.5 GB/s
+for the one GPU that sends to the next node. The paper's double ring would use all NICs and take 120
+ms. Gradients are sent in bf16; whole chunks of keys and values are sent.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from megatron_burst.plugins.tools.advise.settings import Settings
 from megatron_burst.plugins.tools.advise.shapes.models import Model, named
 
 GPUS = 64
-BACKWARD = 3.0  # time of a backward over a forward's: LoongTrain's own model of time has it
-NVLINK = 240 * GB  # four fifths of the datasheet's 300, as nccl-tests report; never what binds
-WEIGHT = 0.1  # of the all-to-all's column, whose times are a few percent of the whole
+BACKWARD = 3.0  # time of backward / time of forward, as in LoongTrain's own time model
+NVLINK = 240 * GB  # four fifths of the datasheet's 300, as nccl-tests report; never the bottleneck
+WEIGHT = 0.1  # weight of the all-to-all column; its times are a few percent of the total
 
 MODELS = {"mha": named("llama2-7b"), "gqa8": replace(named("llama2-7b"), kv_heads=8)}
 
@@ -44,10 +44,10 @@ class Constants:
 
     Attributes:
         compute: FLOP/s of a long forward.
-        half_rows: Rows with which a call reaches half of it.
+        half_rows: Rows with which a call reaches half of `compute`.
         launch: Additional seconds of each call.
         start: Seconds before each pass.
-        inter: Bytes per second to another node of a GPU that has its NIC alone.
+        inter: Bytes per second to another node, for a GPU that does not share its NIC.
         nic: Bytes per second of a NIC that two GPUs share.
         latency: Seconds of each message.
         slowdown: Slowdown of computing during transfers, a fraction.
@@ -146,7 +146,7 @@ class Choice(NamedTuple):
     """Cell with the shortest predicted time for some heads and a length.
 
     Attributes:
-        loss: Its published time over the published best, minus one.
+        loss: Published time of the cell / shortest published time, minus one.
     """
 
     cell: Cell
@@ -172,7 +172,7 @@ LEFT_OUT: dict[str, Callable[[Cell], bool]] = {
 }
 
 
-# Found by `python -m benchmarks.advise --fit`: median, p90 and worst of the cells left out.
+# Errors of the cells left out: median, p90 and largest (`python -m benchmarks.advise --fit`).
 LEAVE_OUT = {
     "error on GQA, fitted to MHA": Errors(0.0138, 0.083, 0.224),
     "error on 1M, fitted to 128K to 512K": Errors(0.0037, 0.012, 0.014),

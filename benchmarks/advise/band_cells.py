@@ -6,9 +6,9 @@ count all of attention, not its causal half, as `flops_formulas.py` of the same 
 runs recompute nothing outside kernels, and a ring sends keys and values. Torchtitan recomputes
 everything and gathers keys and values. Its context parallelism allows FlashAttention 2 and a slower
 kernel (the SDPBackend list of its `get_train_context`), so it is forecast at FlashAttention 2's
-rate. Llama 3.1 405B is counted with 128 layers for 126, which eight stages do not divide, and its
-time is scaled by 126 / 128. MagiAttention's charts are attention calls and not part of any band: 20
-calls of one benchmark would outweigh the steps.
+rate. Llama 3.1 405B is counted with 128 layers instead of 126, because eight stages do not divide
+126, and its time is scaled by 126 / 128. MagiAttention's charts are attention calls and not part of
+any band: 20 calls of one benchmark would outweigh the steps.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ RING: dict[str, Any] = {"algorithm": "ring", "side": "kv", "wire": "bf16", "rout
 
 
 def nemo_h100(recompute: Any = "none", gpu: Gpu = GPUS["h100"]) -> Iterator[BandCell]:
-    """Yield Llama-2-7B, 4K to 1M tokens; four micro-batches are assumed, none are published."""
+    """Yield Llama-2-7B, 4K to 1M tokens. Four micro-batches are assumed; no number is published."""
     return _nemo("nemo_llama2_7b_h100", named("llama2-7b"), gpu, recompute)
 
 

@@ -1,8 +1,8 @@
 """BurstEngine's memory, in its tables 2 (ablation) and 5 (8 GPUs). No constant is fitted.
 
 Published: "BurstEngine", arXiv 2509.19836. The account has unfused modules (norms in fp32, rope,
-SwiGLU and weight gradients as separate operators), as in their code. Parameters, gradients in fp32
-and optimizer states are sharded over all GPUs; two layers of parameters are whole.
+SwiGLU and weight gradients as separate operators), as in the authors' code. Parameters, gradients
+in fp32 and optimizer states are sharded over all GPUs; the parameters of two layers are gathered.
 
     python -m benchmarks.advise.burstengine_memory
 """
@@ -25,7 +25,7 @@ from megatron_burst.plugins.tools.advise.settings import Settings
 from megatron_burst.plugins.tools.advise.shapes.models import Model
 
 MODEL = Model("BurstEngine 14B", 40, 5120, 40, 40, 13824, 120_000)
-# Logits, their softmax and its gradient in bf16, where the loss is not fused with the LM head.
+# If the loss is not fused with the LM head: logits, their softmax and its gradient in bf16.
 COMMON: Mapping[str, Any] = {"intra": 8, "fsdp": True, "path": "cpu", "logits_bytes": 6}
 STEPS: Mapping[str, Mapping[str, Any]] = {
     "baseline": {"algorithm": "ring", "side": "kv", "lm_head_loss": "off"},
@@ -52,8 +52,8 @@ class Row(NamedTuple):
 def runs() -> dict[str, tuple[Settings, float]]:
     """Map each label to the run and the published bytes of its row. A GB is 10^9 bytes.
 
-    Table 5 does not state how many attention outputs its runs keep. All are assumed (selective
-    checkpoint++): at CP 8 memory and states equal table 2's last row within 1 %.
+    Table 5 does not state how many attention outputs its runs keep. The account assumes all
+    (selective checkpoint++): at CP 8 memory and states then equal table 2's last row within 1 %.
     """
     by_label, run = {}, Settings(seq=32 * PER_GPU, cp=32, **COMMON)
     for row in table("burstengine_table2_ablation"):

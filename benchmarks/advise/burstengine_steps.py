@@ -1,14 +1,14 @@
 """BurstEngine's steps: its tables 2 (ablation) and 5 (8 GPUs) with five constants; table 3 (masks).
 
-Published: "BurstEngine", arXiv 2509.19836: 14B, A800 with 8 GPUs per node, FSDP, all recomputed but
-for what a row stores. A row's time is taken from its MFU. Its definition is
-`step_time.model_operations`: 13.3e9 parameters without the embedding and the causal half of
-attention give the MFU of all ten rows from their token rates to 0.2 %, if table 5's rates count
-32,000 tokens where lengths are multiples of 32,768.
+Published: "BurstEngine", arXiv 2509.19836: 14B, A800 with 8 GPUs per node, FSDP. Everything is
+recomputed except what a row stores. The time of a row is computed from its MFU, as defined in
+`step_time.model_operations`. With this definition (13.3e9 parameters without the embedding, and the
+causal half of attention) the token rates of all ten rows give their MFU within 0.2 %, if table 5
+counts 32,000 tokens per 32,768.
 
-Taken: zigzag, as table 3 names it; gradients that travel in fp32; before the topology-aware ring a
-flat one; stored results of half the sequence as in the authors' code, and of all of it in table 5,
-whose memory has room for them and whose times have no recomputed attention in them.
+Assumptions: zigzag (named in table 3); gradients are sent in fp32; rows before the topology-aware
+ring have a flat ring. Results of half the sequence are stored, as in the authors' code; in table 5
+all results are stored, because they fit into memory and the times include no recomputed attention.
 """
 
 from __future__ import annotations
@@ -45,16 +45,21 @@ from megatron_burst.plugins.tools.advise.shapes.models import Model
 
 MODEL = Model("BurstEngine 14B", 40, 5120, 40, 40, 13824, 120_000)
 PER_GPU = 32 << 10  # tokens of table 5
-NVLINK = 160 * GB  # four fifths of the datasheet's 200 one way
-KERNELS = attention_fit.Constants()  # what small chunks lose is taken from LoongTrain's table 4
+NVLINK = 160 * GB  # four fifths of the 200 per direction in the datasheet
+KERNELS = attention_fit.Constants()  # the slowdown of small chunks is from LoongTrain's table 4
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What was fitted to the ten rows. attention: fraction of the peak of a long forward; backward:
-    its time over a forward's; linear: fraction of the peak of large products; inter: bytes per
-    second of one GPU between nodes; slowdown: by which fraction computing is slower while links
-    carry something."""
+    """Constants that were fitted to the ten rows.
+
+    Attributes:
+        attention: Fraction of the peak that a long forward reaches.
+        backward: Time of backward / time of forward.
+        linear: Fraction of the peak that large products reach.
+        inter: Bytes per second of one GPU between nodes.
+        slowdown: Slowdown of compute during transfers, a fraction.
+    """
 
     attention: float = 0.6628
     backward: float = 2.573
@@ -96,7 +101,7 @@ ABLATION: Mapping[str, dict[str, Any]] = {
 
 
 def published() -> list[Row]:
-    """The six rows of table 2 and the four of table 5."""
+    """Return the six rows of table 2 and the four rows of table 5."""
     rows, run = [], BASE
     for row in table("burstengine_table2_ablation"):
         run = replace(run, **ABLATION[row["configuration"]])
@@ -109,7 +114,7 @@ def published() -> list[Row]:
 
 
 def cluster(gpus: int, constants: Constants) -> Cluster:
-    """Nodes of eight A800."""
+    """Return a cluster with nodes of eight A800."""
     gpu = replace(GPUS["a800"], linear=constants.linear, attention=constants.attention)
     rates = Rates(NVLINK, constants.inter, KERNELS.latency, gpu.peak * gpu.attention,
                   KERNELS.launch, backward=constants.backward, slowdown=constants.slowdown,
@@ -128,7 +133,7 @@ def predicted(
 def fitted(
     rows: Sequence[Row], start: Constants = Constants(), rings: RingsOf | None = None
 ) -> Constants:
-    """The constants that fit these rows."""
+    """Return the constants that fit these rows."""
     there, rings = np.array([row.seconds for row in rows]), rings or cached_ring_passes()
 
     def residuals(values: np.ndarray) -> np.ndarray:
@@ -172,7 +177,7 @@ def masked(mask: str, constants: Constants = Constants()) -> float:
     share = pairs_of(mask, row.run.seq)
 
     def attention(model: Model, where: Cluster, run: Settings, *_: Any, **__: Any) -> AttentionTime:
-        core = attention_time(model, where, run)  # on one node computing is all that takes time
+        core = attention_time(model, where, run)  # on one node only compute takes time
         return replace(core, forward=core.forward * share, backward=core.backward * share)
 
     return step_time(MODEL, cluster(8, constants), row.run, attention=attention).seconds

@@ -1,8 +1,8 @@
 """Emulated cluster: every cell of docs/cluster.md predicted by the current simulator.
 
-The host of that cluster has two cores, on which all ranks copy and wait. Ten constants, one set for
-all cells, describe its costs; links are as shaped. The cells were measured when whole chunks were
-sent, so the schedules here send every chunk to every rank.
+The host of that cluster has two cores, on which all ranks copy and wait. Ten constants, equal for
+all cells, describe its costs; links have their shaped rates. The cells were measured with a version
+that sent whole chunks, so the schedules here send every chunk to every rank.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from .section import Figure, Point, Section, spread
 
 CORES = 2
 CLEAR = 1.03  # measured times whose ratio is larger must be ranked right
-AMID = "all_gather"  # awaited each gradient a step later when it was measured
+AMID = "all_gather"  # the measured version waited for each gradient a step later
 WAYS = {rival.name: rival for rival in RIVALS}
-WIRED = Wires(together=True)  # each message is a stream of TCP
+WIRED = Wires(together=True)  # each message is a TCP stream
 
 
 @dataclass(frozen=True)
 class Host:
-    """Costs of the machine. If ranks share its cores, a rank's own time counts ranks / cores times.
+    """Costs of the machine. If ranks share cores, times of a rank are multiplied by ranks / cores.
 
     Attributes:
         intra, inter: Fraction of a shaped link's rate that payload reaches.
         latency: Seconds of a link per message.
         posting: Seconds of a rank per exchange that it starts.
-        handling: Seconds of a rank per byte that it sends round a ring.
+        handling: Seconds of a rank per byte that it sends along a ring.
         exchanging: Seconds of a rank per byte that it packs, sends and unpacks in an all-to-all.
         call: Seconds of a rank per kernel call in addition to its compute.
-        merging: Seconds of a rank per byte of a call's output, which is merged or added.
-        oversleep: Seconds that a call with emulated time oversleeps.
+        merging: Seconds of a rank per byte of a call's output, to merge or add it.
+        oversleep: Seconds by which a call with emulated compute sleeps too long.
         real: FLOP/s of real attention.
     """
 
@@ -157,7 +157,7 @@ def predict(host: Host, cell: Cell, rival: Rival, gflops: float | None) -> tuple
     Args:
         gflops: Speed of emulated compute, 0 if it takes no time, None for real attention.
     """
-    still = cell._replace(rates=Links(1, 1), regime="")  # neither changes what runs
+    still = cell._replace(rates=Links(1, 1), regime="")  # neither affects the schedule
     ring, crowd = _ring(still, rival), cell.nodes * cell.per_node / CORES
     links = {link: getattr(host, link) * cell.rates.of(link) / 8 for link in ("intra", "inter")}
     speed = host.real if gflops is None else 1e9 * gflops
@@ -167,7 +167,7 @@ def predict(host: Host, cell: Cell, rival: Rival, gflops: float | None) -> tuple
     )  # fmt: skip
     passes = []
     for plan, share, factor in zip(ring.passes, ring.share, (1.0, BACKWARD), strict=True):
-        # Emulated time includes a call's work in addition to compute.
+        # The emulated time of a call includes its own work, not only compute.
         own = crowd * (host.call * rival.head_chunks + host.merging * ring.output)
         seconds = np.maximum(factor * ring.flops / (speed or math.inf), own * (ring.flops > 0))
         taken = pass_time(plan, ring.sizes, seconds, rates, rival.head_chunks).seconds
@@ -228,7 +228,7 @@ class Ranking(NamedTuple):
 
 
 def ranking(rows: list[Measured]) -> Ranking:
-    """Compare the predicted order of rivals with the measured one."""
+    """Compare the predicted order of rivals with the measured order."""
     count, wrong = 0, []
     for _, group in groupby(rows, key=lambda row: row.place):
         for one, other in combinations(list(group), 2):

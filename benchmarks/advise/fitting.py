@@ -33,7 +33,7 @@ def fit(
 ) -> np.ndarray:  # fmt: skip
     """Return the constants between `low` and `high`, all above 0, that minimize the residuals.
 
-    Levenberg and Marquardt on logarithms. A residual's weight falls beyond `tight` (soft L1), so
+    Levenberg and Marquardt on logarithms. Residuals above `tight` have less weight (soft L1), so
     that one contradicting row does not dominate the fit.
     """
     below, above = np.log(low), np.log(high)

@@ -1,9 +1,9 @@
 """FPDT's longest contexts (its table 1) and the account's. No constant is fitted.
 
-Published: "Fully Pipelined Distributed Transformer", arXiv 2408.16978, table 1. In all cells heads
-are shared by as many ranks as divide them (Ulysses), ZeRO-3 covers all ranks, chunks have 64K
-tokens (two on the device, the others on the host), MLP chunks half as many, and layer inputs are
-on the host.
+Published: "Fully Pipelined Distributed Transformer", arXiv 2408.16978, table 1. In all cells, as
+many ranks as divide the heads share them (Ulysses), and ZeRO-3 covers all ranks. Chunks have 64K
+tokens (two on the device, the others on the host), MLP chunks have 32K, and layer inputs are on the
+host.
 
     python -m benchmarks.advise.fpdt
 """
@@ -23,10 +23,10 @@ from megatron_burst.schedule.head_shares import shareable
 K = 1024
 CHUNK = 64 * K  # tokens, over all ranks (FPDT, section 5)
 TRIED = (64 * K, 128 * K, 256 * K, 512 * K, 1024 * K, 2048 * K, 3072 * K, 4096 * K, 8192 * K)
-LEAST = TRIED[0]  # what fits less counts as "-"
+LEAST = TRIED[0]  # a shorter length counts as "-"
 OPEN = 4096 * K  # meets "8M+"
-# Assumed, the same everywhere: nodes of 4 A100 with 1 TB of host memory, all of which may be taken;
-# of a GPU 3 GiB that are not for tensors (the states of 70B on 16 GPUs leave little more).
+# Assumed for all cells: nodes of 4 A100 with 1 TB of usable host memory; 3 GiB of each GPU are not
+# available for tensors (the states of 70B on 16 GPUs leave little more).
 PER_NODE, HOST, RESERVE = 4, 10**12, 3 * GIB
 # Bytes of each parameter: bf16 weight and gradient, fp32 weight and two moments, all sharded.
 PER_PARAMETER = 2 + 2 + 12
@@ -36,7 +36,7 @@ def _gpt(name: str, layers: int, hidden: int, heads: int) -> Model:
     return Model(name, layers, hidden, heads, heads, 4 * hidden, 50304, gated=False, tied=True)
 
 
-# GPT-3's shapes for 2.7B and 13B; 30B as OPT's, with 64 heads, which 32 ranks can share.
+# 2.7B and 13B have GPT-3's shapes. 30B has OPT's shape with 64 heads, which 32 ranks can share.
 MODELS = {
     model.name: model
     for model in (
@@ -53,8 +53,8 @@ class Cell(NamedTuple):
     """One cell of the table.
 
     Attributes:
-        published: "-", "512K", "8M+".
-        found: The longest of `TRIED` that fits, 0 if none does.
+        published: Published length, such as "-", "512K" or "8M+".
+        found: The longest of `TRIED` that fits; 0 if none fits.
         lacks: The memory that the next length lacks.
     """
 
@@ -66,7 +66,7 @@ class Cell(NamedTuple):
 
     @property
     def right(self) -> bool:
-        """Return true within one doubling; "8M+" needs 4M or more, "-" less than 64K."""
+        """Return True if `found` is right within factor 2; "8M+" is at least 4M, "-" below 64K."""
         if self.published == "-":
             return self.found < LEAST
         if self.published.endswith("+"):

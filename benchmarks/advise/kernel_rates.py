@@ -1,8 +1,8 @@
 """Attention calls and runs on Hopper at the published rate of each kernel.
 
-`ring-flash-attention` calls FlashAttention 2. Its results were read after its settings, and after
-forecasts at the rate of `--gpu h800` (32.6 calls per second of the zigzag ring, published 17.4).
-The rates by kernel are from other publications.
+`ring-flash-attention` calls FlashAttention 2. Its settings were read first, then forecasts at the
+rate of `--gpu h800` were made, then its results were read (zigzag ring: 32.6 calls per second
+predicted, 17.4 published). The rates by kernel are from other publications.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_burst.plugins.tools.advise.shapes.model import Model
 RANKS, ROWS = 8, 8192  # GPUs of a node, rows of each
 MODEL = Model("attention of Llama-3.1-8B", 1, 4096, 32, 8, 14336, 128256)
 LAYOUTS = {"ring": "contiguous", "zigzag": "zigzag", "striped": "striped"}
-APART = "striped"  # shown, and not among the figures
+APART = "striped"  # in the table, but not in the figures
 
 
 class RingCall(NamedTuple):

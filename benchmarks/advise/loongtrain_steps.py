@@ -1,12 +1,12 @@
 """LoongTrain's table 2: whole steps on 32 GPUs, with table 4's constants and four more.
 
-Published: "LoongTrain", arXiv 2406.18485, table 2: LLaMA2-7B, ZeRO-1, everything recomputed, the 48
-rows that share heads over `hp` ranks and run a ring over `cp`. Assumed: one sequence per step, flat
-rings and gradients as in table 4 (`attention_fit`), an LM head without fused loss.
+Published: "LoongTrain", arXiv 2406.18485, table 2: LLaMA2-7B, ZeRO-1, everything recomputed. The 48
+rows share heads over `hp` ranks and run a ring over `cp` ranks. Assumed: one sequence per step,
+flat rings and gradients as in table 4 (`attention_fit`), an LM head without fused loss.
 
-Their MFU counts 48.0e9 operations per token in addition to the causal half of attention, as for
-8.0e9 parameters. LLaMA2-7B has 6.6e9 without the embedding; with 8.0e9, `linear` would be 1.2 times
-as large.
+The published MFU counts 48.0e9 operations per token in addition to the causal half of attention, as
+for 8.0e9 parameters. LLaMA2-7B has 6.6e9 without the embedding; with 8.0e9, `linear` would be 1.2
+times as large.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megatron_burst.plugins.tools.advise.settings import Settings
 from megatron_burst.plugins.tools.advise.shapes.models import Model
 
 RANKS = 32
-APART = 0.03  # cells that differ by less are in no order
+APART = 0.03  # cells that differ by less are not ranked
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Constants:
 
     Attributes:
         linear: Fraction of the peak that large products reach.
-        network: Rate of NICs over their rate in table 4.
-        half_rows: Same as in table 4, of these kernels.
+        network: Rate of NICs / rate of NICs in table 4.
+        half_rows: Same as in table 4, but for the kernels of table 2.
         exchange: Fraction of a link's rate that an all-to-all reaches.
     """
 
@@ -60,7 +60,7 @@ LOW, HIGH = Constants(0.4, 0.7, 50.0, 0.3), Constants(0.85, 1.2, 2000.0, 1.0)
 
 
 class Row(NamedTuple):
-    """A published configuration and its tokens per second and GPU."""
+    """A published configuration, and its tokens per second per GPU."""
 
     heads: str
     run: Settings
@@ -138,7 +138,7 @@ class Ranking(NamedTuple):
 
 
 def ranking(rows: Sequence[Row], found: Sequence[float]) -> Ranking:
-    """Compare the predicted order of runs with the published one."""
+    """Compare the predicted order of runs with the published order."""
     pairs, wrong = 0, []
     for (a, x), (b, y) in combinations(zip(rows, found, strict=True), 2):
         same = a.heads == b.heads and a.run.seq == b.run.seq

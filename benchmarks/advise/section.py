@@ -1,8 +1,8 @@
 """Result of one module of this benchmark: predictions for one published or measured table.
 
 Every module that owns a table has `run(fit: bool) -> Section`. With `fit` it fits its constants
-again, otherwise it takes the stored ones. This module decides how errors are summed up and how a
-section is printed.
+again, otherwise it uses the stored constants. This module decides how errors are summarized and how
+a section is printed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.report import markdown
 
 
 class Point(NamedTuple):
-    """One cell of a table: the published or measured number and the predicted one, in one unit."""
+    """One cell of a table: published or measured number, and predicted number, in the same unit."""
 
     label: str
     published: float
@@ -29,7 +29,7 @@ class Point(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """One number that sums up a section.
+    """One number that summarizes a section.
 
     Attributes:
         what: Name of the number.
@@ -59,7 +59,7 @@ class Section:
         intro: Units, shapes and assumptions, as sentences.
         columns: Column names of `rows`.
         rows: One row of text per prediction.
-        figures: Numbers that sum up the section.
+        figures: Numbers that summarize the section.
         constants: Fitted or stated constants with units.
         notes: Causes of large errors, as sentences.
     """

@@ -14,7 +14,7 @@ CASES = {64: (("llama3-8b", "1M"), ("llama3-70b", "128K")), 1024: (("llama3-8b",
 
 
 def run(fit: bool = False) -> Section:
-    """Return the section; nothing is fitted. Seconds are processor time of this process."""
+    """Return the section; nothing is fitted. Seconds are processor seconds of this process."""
     rows, figures = [], []
     for gpus, limit in LIMITS.items():
         most = 0.0

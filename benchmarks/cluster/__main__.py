@@ -23,8 +23,8 @@ from .suites import EVERY, FULL, SUITES, Suite, cells
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "runs" / "cluster"
-SETTINGS = ("grids", "rates", "heads", "regimes", "tokens")  # of a suite, by the command line
-NARROWED = ("rivals", "masks", "wirings", "wires")  # only those whose name contains one of A,B,...
+SETTINGS = ("grids", "rates", "heads", "regimes", "tokens")  # set by the command line
+NARROWED = ("rivals", "masks", "wirings", "wires")  # only names that contain one of A,B,...
 Arguments = argparse.Namespace
 
 
@@ -36,13 +36,13 @@ def main() -> int:
 
 def quiet() -> None:
     """Silence warnings of all processes that start after this call."""
-    # torch warns about every address that has no host name, and here none has
+    # torch warns about every address without a host name; here no address has one
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def where_there_is_a_cluster(run: Callable[[], int]) -> int:
-    """Return the exit status of `run`; 2, with the reason, if there can be no cluster here."""
+    """Return the exit status of `run`; print the reason and return 2 if no cluster is possible."""
     try:
         return run()
     except Unavailable as error:
@@ -111,7 +111,7 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
 
 
 def settings(suite: Suite, arguments: Arguments) -> tuple[Suite, list[Cell]]:
-    """Return a suite as the arguments change it, and its cells."""
+    """Return a suite with the changes of the arguments, and its cells."""
     given = {name: value for name in SETTINGS if (value := getattr(arguments, name)) is not None}
     for name in NARROWED:
         words, every = getattr(arguments, name, None), getattr(suite, name)
@@ -189,7 +189,7 @@ def _verdict(records: list[dict[str, Any]]) -> int:
     """Print the refused rivals and return the exit status.
 
     The status is 1 if results or bytes of a rival were wrong. A rival that cannot run in a setting
-    is no failure.
+    does not count as a failure.
     """
     from . import table
 
@@ -209,7 +209,7 @@ def _measured(
     from .bench import run_cells
     from .ranks import RankError
 
-    whole.register()  # for what is predicted
+    whole.register()  # for predictions
     out, here = arguments.out, {"command": shlex.join(sys.argv[1:]), "machine": machine()}
     records = json.loads(out.read_text())["cells"] if arguments.append else []
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -231,7 +231,7 @@ def _steps(arguments: Arguments) -> int:
     if unknown := [kind for kind in kinds if kind not in DOCUMENTS]:
         raise ValueError(f"--documents: there is {', '.join(DOCUMENTS)}, got {unknown[0]!r}")
 
-    os.environ["PYTHONWARNINGS"] = "ignore"  # every rank would repeat Megatron's
+    os.environ["PYTHONWARNINGS"] = "ignore"  # every rank would repeat Megatron's warnings
 
     def inside() -> int:
         from . import steps

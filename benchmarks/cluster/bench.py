@@ -1,8 +1,8 @@
 """Runs of all cells: every rival in turn, several times, and plain transfers between them.
 
 This module decides the order (rivals are interleaved, so that other load affects all of them) and
-which rivals continue after the first round. `record` decides what is stored, `table` what a time
-means.
+which rivals continue after the first round. `record` decides what is stored, and `table` how times
+are evaluated.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from .record import Record, Run, Work
 from .suites import Suite
 
 TRANSFER = 0.2  # seconds that a plain transfer takes at the nominal rate
-TIMEOUT = 240.0  # seconds for which a rank waits for others: a busy machine computes unevenly
-CLEARLY = 1.1  # times as slow as another one of its algorithm
+TIMEOUT = 240.0  # seconds that a rank waits for others; ranks of a busy machine differ in speed
+CLEARLY = 1.1  # slowdown relative to another rival of the same algorithm
 Say = Callable[[str], None]
 Runs = dict[str, list[list[Run]]]  # rival -> its runs, each on all ranks
 
 
 @contextmanager
 def cluster(network: Network, preload: Sequence[str] = ()) -> Iterator[Ranks]:
-    """Yield the ranks of a network, which is built before and destroyed after."""
+    """Build a network, yield its ranks, and destroy the network."""
     with built(network), Ranks(network, TIMEOUT, preload) as ranks:
         yield ranks
 
@@ -54,7 +54,7 @@ def in_turn(
     ranks: Ranks, names: Iterable[str], repeats: int, call: Sequence[Any], say: Say,
     slow: Callable[[Runs], Iterable[str]] = lambda _: (),
 ) -> tuple[Runs, Record]:  # fmt: skip
-    """Return the runs of every rival, and "plain" rates and "load" of each round.
+    """Return the runs of every rival, and the "plain" rates and the "load" of each round.
 
     Args:
         call: Function of a rank and its arguments after the rival's name.
@@ -78,7 +78,7 @@ def in_turn(
 def plain_rates(ranks: Ranks) -> dict[str, float]:
     """Return payload bits per second of each link class, from first start to last end.
 
-    The best of three counts, because other load can only slow transfers.
+    The result is the best of three, because other load can only slow transfers.
     """
     best: dict[str, float] = {}
     sizes = {link: int(TRANSFER * ranks.network.rates.of(link) / 8) for link in LINKS}
@@ -115,7 +115,7 @@ def _prepared(
 ) -> tuple[dict[Rival, list[Work]], list[Record]]:
     """Warm up and check every rival whose settings do not depend on the cell.
 
-    Return the rivals that can run, and name, reason and `wrong` of each refused one.
+    Return the rivals that can run, and name, reason and `wrong` of each refused rival.
     """
     problem = cell.problem()
     works: dict[Rival, list[Work]] = {}
@@ -133,7 +133,7 @@ def _prepared(
     return works, refused
 
 
-REFUSALS = {"ValueError": False, "Inaccurate": True}  # raised on ranks -> are results wrong?
+REFUSALS = {"ValueError": False, "Inaccurate": True}  # error of a rank -> True if results are wrong
 
 
 @contextmanager
@@ -161,10 +161,10 @@ def _one_cell(
     where = f"{cell.grid} {cell.heads} {cell.mask} {cell.regime}"
     autos = [rival for rival in suite.rivals if _chosen(rival)]
     speed, rates, refused = None, None, []
-    if works:  # all rivals of a layout compute the same
+    if works:  # equal for all rivals of a layout
         speed = _speed(cell, *next(iter(works.items())))
     if forecast or autos:
-        found = ranks.run(measure.rates, speed)  # all but the oversleep is equal on all ranks
+        found = ranks.run(measure.rates, speed)  # only the oversleep differs between ranks
         rates = dataclasses.replace(found[0], launch=median(each.launch for each in found))
     for rival in autos:
         say(f"{where}: {rival.name}, choosing")
@@ -200,7 +200,7 @@ def _one_cell(
 
 
 def _chosen(rival: Rival) -> bool:
-    """Return true if the rival's settings are chosen in each cell."""
+    """Return True if the rival's settings are chosen in each cell."""
     return rival.algorithm == "auto" or rival.layout in (CHOSEN, *groups.PLANNERS)
 
 
@@ -222,9 +222,9 @@ def _late(ranks: Ranks, cell: Cell, rival: Rival, rates: Rates | None) -> list[W
 
 
 def slower(runs: Mapping[Rival, list[list[Run]]]) -> dict[str, tuple[float, str]]:
-    """Return rivals that are clearly slower than another one of the same algorithm and layout.
+    """Return rivals that are clearly slower than another rival of the same algorithm and layout.
 
-    Each maps to its time over the other's and the other's name.
+    Each maps to its time relative to the faster rival, and the name of the faster rival.
     """
     times = {r: median(sum(x.values()) for x in record.seconds(done)) for r, done in runs.items()}
     slow_rivals = {}
@@ -245,7 +245,7 @@ def _predicted(cell: Cell, rival: Rival, rates: Rates) -> float | None:
 def _speed(cell: Cell, rival: Rival, works: Sequence[Work]) -> float | None:
     """Return the FLOP/s at which burst's compute time is REGIMES[regime] times its link time.
 
-    The layout is the rival's. 0.0 means compute that takes no time, None real compute.
+    The layout is the layout of the rival. 0.0 is compute that takes no time, None is real compute.
     """
     if cell.regime == "real":
         return None

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from .network import Network, Rates
 
-# Emulated compute over the time that burst's links are busy; "hidden": the flat ring's hops, too.
+# Emulated compute / time in which burst's links are busy. "hidden" also hides a flat ring's hops.
 REGIMES = {"communication": 0.0, "balanced": 1.0, "compute": 3.0, "hidden": 6.0}
-# Query and key/value heads; twelve are the heads of Wan 1.3B. One head is
-# for long sequences, whose attention a CPU has to compute once.
+# Query and key/value heads; Wan 1.3B has 12. One head is for long sequences, because a CPU computes
+# their attention once.
 HEADS = {
     "MHA": (16, 16), "GQA 4:1": (16, 4), "GQA 32:8": (32, 8), "MHA 12": (12, 12), "MHA 8": (8, 8),
     "MHA 4": (4, 4), "MHA 1": (1, 1),
@@ -49,7 +49,7 @@ class Rival(NamedTuple):
 
     Attributes:
         algorithm: Name of the algorithm; "auto" is chosen in each cell from its rates.
-        layout: Key of `cuts.LAYOUTS` or `groups.PLANNERS`, or CHOSEN: by forecast in each cell.
+        layout: Key of `cuts.LAYOUTS` or `groups.PLANNERS`, or CHOSEN for a forecast in each cell.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """Distribution of a problem's tokens over ranks, by the layout of a rival.
 
-All rivals compute the same attention of the same tokens; a rank holds other tokens in each layout.
-"documents" is Megatron's layout of packed documents. It needs lengths that are multiples of
-2 x ranks, so every document gets padding behind its last token.
+All rivals compute the same attention of the same tokens; the layout sets the tokens of a rank.
+"documents" is Megatron's layout of packed documents. It needs lengths that are multiples of 2 x
+ranks, so every document gets padding behind its last token.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ LAYOUTS = {
     "balanced": "tokens and visible pairs alike on all ranks",
     "copies": "zigzag of the noised copy and of the clean copy of block diffusion",
 }
-UNKNOWN = float("nan")  # in a truth: nothing is known of this entry
+UNKNOWN = float("nan")  # in a truth: this entry is not compared
 
 
 class Cut(NamedTuple):
     """A layout, the mask over its rows, and the token of each row, -1 for padding.
 
-    Padding follows the tokens of its document, which never see it.
+    Padding follows the tokens of its document, which do not attend to it.
     """
 
     layout: Layout

@@ -1,9 +1,9 @@
 """Compute that takes as long as on a device of a stated speed, with correct results.
 
 Eight ranks on two cores cannot overlap compute. A kernel computes every pair of chunks once and
-keeps the result. Later calls return the kept result and sleep for FLOPs / speed. A result is found
-by the content of its tensors (samples of every head), so a chunk that did not arrive is an error
-and not a timing. Such times are labelled "emulated". Only the local attention is replaced.
+keeps the result. Later calls return the kept result and sleep for FLOPs / speed. Results are looked
+up by the content of the input tensors (samples of every head), so a missing chunk raises an error.
+Such times are labelled "emulated". Only the local attention is replaced.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 from megatron_burst.kernels.base import Kernel, Rows, Scoring
 from megatron_burst.kernels.online_softmax import empty_result, merge_
 
-BACKWARD = 2.5  # FLOPs of a flash backward over its forward's: five products for two
-ROWS, COLUMNS = 16, 4  # what is sampled of each head of a tensor
+BACKWARD = 2.5  # FLOPs of flash backward / forward: five products instead of two
+ROWS, COLUMNS = 16, 4  # size of the sample of each head of a tensor
 Key = tuple[Any, ...]
 
 
@@ -44,7 +44,7 @@ class Memory:
 
 @dataclass
 class EmulatedKernel:
-    """A kernel around a real one.
+    """Kernel that wraps a real kernel and emulates its time.
 
     Attributes:
         speed: FLOP/s, None for compute that takes no time.
@@ -92,7 +92,8 @@ class EmulatedKernel:
             return stats, grads
 
         remembered, grads = self.memory.get(key, compute)
-        # The order of merging changes the last bits of lse, so these are compared, not looked up.
+        # The order of merging changes the last bits of lse. So lse and delta are compared, not
+        # looked up.
         if not torch.allclose(stats, remembered, rtol=1e-3, atol=self.slack):
             raise RuntimeError(f"emulated compute: lse and delta sum to {stats}, not {remembered}")
         for total, grad in zip(sums, grads, strict=True):
@@ -129,7 +130,7 @@ def _schedule(threads: Sequence[int], policy: int, priority: int) -> None:
 
 
 def oversleep() -> float:
-    """Return seconds that this process oversleeps; every emulated call takes them too."""
+    """Return seconds by which this process sleeps too long, as in every emulated call."""
     extra = []
     for _ in range(20):
         begin = time.perf_counter()
@@ -144,6 +145,6 @@ def visible(work: Sequence[Any]) -> int:
 
 
 def _samples(x: torch.Tensor) -> tuple[torch.Size, bytes]:
-    """Return shape and ROWS x COLUMNS entries of every head, without a copy of the whole."""
+    """Return shape and ROWS x COLUMNS entries of every head, without a copy of the tensor."""
     rows, columns = x.shape[0] // ROWS | 1, x.shape[-1] // COLUMNS | 1
     return x.shape, x[::rows, ..., ::columns].contiguous().view(torch.uint8).numpy().tobytes()

@@ -1,8 +1,8 @@
 """Kernel namespaces that hold a whole emulated cluster and remove it when they end.
 
 `enclosed(main)` runs `main` as process 1 of a PID namespace with its own network and mounts. When
-that process ends, the kernel kills every rank and removes every link. It ends with the process
-outside, even if that one is killed. It needs no root where users may create user namespaces.
+that process ends, the kernel kills every rank and removes every link. It also ends if the process
+outside ends or is killed. It needs no root if users may create user namespaces.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _become_outer(tell: int, main: Callable[[], int]) -> None:
 
 
 def _be_first(tell: int, main: Callable[[], int]) -> None:
-    """Run as process 1 of the PID namespace: try what will be needed, then call `main`."""
+    """Run as process 1 of the PID namespace: check the required features, then call `main`."""
     code = 1
     try:
         _die_with_parent()
@@ -111,9 +111,9 @@ def _be_first(tell: int, main: Callable[[], int]) -> None:
             os.write(tell, _refusal(error).encode())
             os._exit(1)
         os.close(tell)
-        tempfile.tempdir = "/run"  # files go with the namespaces, too
+        tempfile.tempdir = "/run"  # files are removed with the namespaces
         code = main()
-    except Unavailable as error:  # something that `_prepare` did not try
+    except Unavailable as error:  # a feature that `_prepare` did not check
         print(_refusal(error), file=sys.stderr)
         code = 2
     except KeyboardInterrupt as stop:
@@ -147,7 +147,7 @@ def _enter() -> None:
 def _prepare() -> None:
     """Mount our own folders, and create one link to check the kernel's features."""
     run("mount", "--make-rprivate", "/")
-    run("mount", "-t", "tmpfs", "none", "/run")  # where `ip netns` keeps its names
+    run("mount", "-t", "tmpfs", "none", "/run")  # `ip netns` keeps its names here
     run("ip", "link", "set", "lo", "up")
     run("ip", "-batch", "-", given=TRIAL)
     run(
@@ -196,7 +196,7 @@ def _die_with_parent() -> None:
 
 
 def _stop(number: int, _: object) -> None:
-    for other in FORWARDED:  # a second one must not interrupt the farewell
+    for other in FORWARDED:  # a second signal must not interrupt the cleanup
         signal.signal(other, signal.SIG_IGN)
     raise KeyboardInterrupt(number)
 

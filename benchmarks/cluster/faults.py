@@ -27,7 +27,7 @@ from .network import Network, Rates
 from .ranks import Answer, Ranks
 
 TIMEOUT = 5.0  # seconds, of the process groups
-SLACK = 5.0  # additional seconds of a survivor: a timeout ends what it waited for last
+SLACK = 5.0  # additional seconds for a survivor, whose last wait ends by a timeout
 RIVALS = (
     Rival("ring", "ring"),
     Rival("burst query", "burst", "query"),
@@ -37,7 +37,7 @@ RIVALS = (
 )
 PROBLEM = Problem(tokens=256, heads=8, kv_heads=8, width=64)
 VICTIM = 1
-DELAY = 0.7  # seconds into the calls at which the fault strikes: in the middle of a ring
+DELAY = 0.7  # seconds from the first call to the fault, which occurs in the middle of a ring
 NAMED = r"exchange failed: attention (forward|backward).*(receiving from|sending to) rank \d"
 
 
@@ -47,7 +47,7 @@ class Fault:
 
     Attributes:
         strike: Function that causes it.
-        survives: True if calls may end well.
+        survives: True if calls may succeed.
         kills: True if the victim dies.
     """
 
@@ -96,7 +96,7 @@ def strike(rival: Rival, fault: Fault) -> tuple[list[str], list[str]]:
             )
         with built(network), Ranks(network, timeout=TIMEOUT) as fresh:
             fresh.run(measure.load, PROBLEM, Path(folder))
-            fresh.run(measure.prepare, rival)  # the next cluster works: it checks its result
+            fresh.run(measure.prepare, rival)  # a new cluster works; `prepare` checks its result
     survivors = dict(enumerate(answers))
     if fault.kills:
         del survivors[VICTIM]

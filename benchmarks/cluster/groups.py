@@ -1,8 +1,8 @@
 """Rivals that give whole documents to groups of neighbouring ranks, in micro-batches.
 
 Groups follow Megatron's rule or FlexSP's search. `benchmarks.packed` plans them; this module
-assigns ranks. A rank holds at most as many tokens as with ours, so a plan that does not fit has a
-second micro-batch, whose ranks only wait for transfers of their own group.
+assigns ranks. A rank holds at most as many tokens as in our layouts. A plan that does not fit
+therefore has a second micro-batch. Its ranks wait only for transfers of their own group.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_burst.autotune.rates import Rates
 from .cells import Cell
 from .problems import bounds_of
 
-MOVES = 1000  # of each annealing
+MOVES = 1000  # moves of each annealing run
 
 
 class Part(NamedTuple):
@@ -59,7 +59,8 @@ def planned(name: str, cell: Cell, rates: Rates) -> Planned:
 def placed(plan: Sequence[MicroBatch], lengths: Sequence[int]) -> Planned:
     """Assign ranks to the groups of a plan, large groups first.
 
-    So no group crosses a node that could hold it. Documents of one length keep their order.
+    So no group that fits on a node is spread over several nodes. Documents of one length keep their
+    order.
     """
     left: dict[int, list[int]] = {}
     for number in reversed(range(len(lengths))):

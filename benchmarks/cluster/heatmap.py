@@ -1,7 +1,7 @@
 """Figure of docs/cluster.md: one row per cell, one column per rival, colour by relative time.
 
-Every label is a number of the tables: a rival's time over the time of its row's fastest
-fixed rival. The right column is the fastest of burst and `auto` over its own limit.
+Every label is a number of the tables: time of a rival / time of the fastest fixed rival in the row.
+The right column is the faster of burst and `auto`, relative to its own limit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from .cells import REGIMES, RIVALS
 from .results import Kept, Setting
 
-OURS = ("burst", "double_ring, overlapped", "auto")  # double_ring, overlapped is burst, side kv
+OURS = ("burst", "double_ring, overlapped", "auto")  # the second is burst with side kv
 COLUMNS = tuple(rival.name for rival in RIVALS)
 BANDS = {
     "communication": "communication: compute takes no time",
@@ -27,7 +27,7 @@ BANDS = {
     "hidden": "hidden: compute takes 6 times as long as burst's busiest links",
     "real": "real: compute is real, on the cores that also carry the links",
 }
-SLOWEST, DARK = 6.0, 2.8  # ratios: of the darkest colour, and from which on labels are white
+SLOWEST, DARK = 6.0, 2.8  # ratios: of the darkest colour; smallest with white labels
 
 
 class Line(NamedTuple):
@@ -69,7 +69,7 @@ def fastest(setting: Setting) -> Kept | None:
 
 
 def digest(settings: Iterable[Setting]) -> str:
-    """Return a hash of all that the figure shows; `draw` stores it in the file for a test."""
+    """Return a hash of the content of the figure; `draw` stores it in the file for a test."""
     return hashlib.sha256(json.dumps([lines(settings), COLUMNS, BANDS]).encode()).hexdigest()
 
 

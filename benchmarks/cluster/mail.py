@@ -15,8 +15,9 @@ LINKS = ("intra", "inter")
 def of(plan: mb.Plan) -> dict[str, dict]:
     """Return bytes and messages by pass.
 
-    "sent" are payload bytes of this rank to every global rank, "messages" its messages by link, and
-    "least" the bytes that all ranks together must send between nodes, for the first rank.
+    "sent" is the payload bytes of this rank to every global rank, and "messages" its messages by
+    link. "least", only on the first rank, is the bytes that all ranks together must send between
+    nodes.
     """
     topology, me = plan.groups.topology, plan.groups.rank
     ring, sharing = topology.ring(me), topology.ulysses_group(me)

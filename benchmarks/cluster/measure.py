@@ -45,11 +45,11 @@ class Inaccurate(ArithmeticError):
 class Share(NamedTuple):
     """Tensors of a rank for a problem, or for some of its documents, in one layout.
 
-    They are q, k, v and dout, and the true out, dq, dk and dv. The mask covers all rows of the
-    layout.
+    The tensors are q, k, v and dout, and the true out, dq, dk and dv. The mask covers all rows of
+    the layout.
 
     Attributes:
-        ranks: First of the ranks that hold the rows, and their number.
+        ranks: First rank that holds the rows, and number of these ranks.
         sums: Sums of absolute terms, None without bf16.
         bounds: Bounds of the error of each entry, once a rival is known (`rounding`).
     """
@@ -127,7 +127,7 @@ def shares(state: State, layout: str, plan: Planned | None = None) -> list[Share
 
 
 def rates(state: State, speed: float | None) -> mb.Rates:
-    """Return the rates that `mb.measure_rates` finds.
+    """Return the rates that `mb.measure_rates` measures.
 
     Args:
         speed: FLOP/s of emulated compute (0.0: no time), None to measure real compute. An emulated
@@ -189,7 +189,7 @@ def _roundings(state: State, plans: Sequence[mb.Plan]) -> Roundings:
 
 
 def _work(problem: Problem, plan: mb.Plan, chosen: bool) -> Work:
-    flops = problem.flops_per_pair / plan.groups.topology.ulysses  # of a share of the heads
+    flops = problem.flops_per_pair / plan.groups.topology.ulysses  # for a share of the heads
     runs = (plan.rank_plan.forward, flops), (plan.rank_plan.backward, flops * BACKWARD)
     return Work(
         {p: {link: getattr(sent, link) for link in LINKS}
@@ -201,7 +201,7 @@ def _work(problem: Problem, plan: mb.Plan, chosen: bool) -> Work:
 
 
 def total_work(size: int, works: Sequence[tuple[Work, tuple[int, int]]]) -> Work:
-    """Add up the work of one rank of `size`, over the groups that it is part of."""
+    """Add the work of one rank (of `size` ranks) over its groups."""
     sent = {p: [0] * size for p in PASSES}
     for work, (first, many) in works:
         for p in PASSES:
@@ -258,7 +258,7 @@ def timed(state: State, name: str, speed: float | None) -> Run:
         worst_error((out, *grads), share.truth, share.bounds)
         for out, grads, (_, share) in zip(outs, each_grads, parts, strict=True)
     ]
-    error = torch.tensor([0.0, *errors]).max().item()  # of no number, too
+    error = torch.tensor([0.0, *errors]).max().item()  # NaN if an error is NaN
     counted = {link: sum(getattr(x, link) for x in all_counters) for link in LINKS}
     return Run({"forward": forward, "backward": backward}, sent, counted, error, most=1.0)
 
@@ -361,7 +361,7 @@ def _groups(
     if key not in made:
         group, members = process_group(dist.group.WORLD), range(first, first + size)
         if size < network.size:
-            # torch names a group by how many its ranks have, which here are not equally many
+            # torch names a group by the number of groups of a rank, which differs between ranks
             name = f"ranks {first} to {first + size - 1} of the benchmark"
             group = new_group(members, "gloo", timeout_of(group), name)
         made[key] = mb.Groups.from_topology(

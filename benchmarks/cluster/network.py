@@ -1,10 +1,10 @@
 """Links of the emulated cluster: a NIC per rank on the fabric, and one inside its node.
 
-Every rank is a network namespace "r<rank>" with two interfaces: `ib` goes to the spine that joins
-all ranks, `nv` to the switch of its node. Both ends are shaped to the rate of their class, so a NIC
-is full duplex and receives at the rate at which it sends. Host routes send traffic for a peer of
-the same node over `nv` and all else over `ib`, so one gloo group over `ib` addresses gets the
-topology. Other wirings give pairs of ranks their own links. Used inside an `enclosure`.
+Every rank is a network namespace "r<rank>" with two interfaces: `ib` is connected to the spine of
+all ranks, `nv` to the switch of the node. Both ends are shaped to the rate of their class, so a NIC
+is full duplex and receives at the rate at which it sends. Host routes send traffic for a peer on
+the same node over `nv` and all other traffic over `ib`, so one gloo group with `ib` addresses uses
+both kinds of links. Other wirings give pairs of ranks their own links. Used inside an `enclosure`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ WIRINGS = {
     "node": "a direct link for every pair of ranks of a node, NICs between nodes",
     "mesh": "a direct link for every pair of ranks",
 }
-PACKET = 65536  # bytes handed from hop to hop at once: smaller ones cost more CPU than 2 cores have
-AHEAD = 1e-3  # seconds of a link that a socket takes at once
+PACKET = 65536  # bytes per packet; smaller packets need more CPU time than 2 cores have
+AHEAD = 1e-3  # seconds of a link that fit into the buffer of a socket
 SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
@@ -162,12 +162,12 @@ class Network:
         run("ip", "link", "set", f"{INTERFACES[link]}{rank}", "up")
 
     def counted(self, rank: int) -> dict[str, int]:
-        """Return bytes that left each interface of a rank, by the kernel's counters."""
+        """Return bytes sent by each interface of a rank, from the counters of the kernel."""
         links = json.loads(run("ip", "-n", f"r{rank}", "-s", "-j", "link", "show"))
         return {entry["ifname"]: entry["stats64"]["tx"]["bytes"] for entry in links}
 
     def sent_bytes(self, rank: int) -> dict[str, int]:
-        """Return bytes that left a rank, by link class."""
+        """Return bytes sent by a rank, by link class."""
         return self._by_class(rank, self.counted(rank))
 
     def sent_from_here(self, rank: int) -> dict[str, int]:
@@ -199,10 +199,10 @@ class Network:
             elif peer != rank and self.link(rank, peer) == "intra":
                 lines.append(f"route add {self.address(peer)}/32 dev nv src {mine}")
         run("ip", "-n", f"r{rank}", "-batch", "-", given="\n".join(lines) + "\n")
-        # BBR paces two-level rings badly; every kernel has Reno. No slow start after idle times. A
+        # BBR is slow for two-level rings; every kernel has Reno. No slow start after idle times. A
         # rank's own thread copies all data that fit into the socket's buffer, up to the receiver's
-        # socket. For half a megabyte this takes half a millisecond, which a NIC would not take from
-        # a rank. So the buffer is small, and gloo's thread copies the remaining data.
+        # socket. For half a megabyte this takes half a millisecond, which a real NIC would not need
+        # from a rank. So the buffer is small, and gloo's thread copies the remaining data.
         ahead = max(2 * PACKET, int(AHEAD * self.rates.intra / 8))
         settings = {
             "tcp_congestion_control": "reno",

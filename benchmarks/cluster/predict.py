@@ -15,9 +15,9 @@ from .cells import REGIMES, WIRES, Cell, Rival
 from .cuts import LAYOUTS, cut
 
 RINGS = {"ulysses": "ring", "hybrid": "burst"}
-REACHED = 0.94  # of the rate a link is shaped to: the rest are headers
-# Seconds in addition to the runs, on 2 cores: for each rival of a problem its plan and its one
-# real computation, and for each run its check and the ranks' waiting for each other.
+REACHED = 0.94  # fraction of the shaped rate that payload reaches; the rest is headers
+# Seconds in addition to the runs, on 2 cores: per rival and problem for the plan and one real
+# computation; per run for the check and for waiting.
 PER_RIVAL, PER_RUN = 4.0, 0.35
 
 
@@ -78,9 +78,9 @@ def estimate(cells: Sequence[Cell], rivals: Sequence[Rival], repeats: int) -> fl
 
 
 def busy(cell: Cell, layout: str = "zigzag") -> float:
-    """Return seconds for which burst's busiest links are in use at nominal rates, in both passes.
+    """Return seconds in which burst's busiest links are in use at nominal rates, in both passes.
 
-    The side is the one that sends less.
+    The side is the side with fewer bytes.
     """
     links = Rates(*(cell.rates.of(link) / 8 for link in ("intra", "inter")), compute=math.inf)
     sides = [predict(cell, Rival("burst", "burst", side, layout=layout), links)

@@ -51,8 +51,8 @@ class Rollouts(NamedTuple):
     Attributes:
         lengths: Length of each trajectory.
         prompt: Tokens that all share.
-        turns: Turns of a trajectory. Each but the first shares a random number of them with an
-            earlier one; 0 for none.
+        turns: Turns of a trajectory; 0 for none. Every trajectory except the first shares a random
+            number of turns with an earlier trajectory.
     """
 
     lengths: tuple[int, ...]
@@ -76,7 +76,7 @@ class Rollouts(NamedTuple):
         return made
 
 
-# Small enough for one core: a tenth, or an eighth, of the size of real rollouts.
+# Small enough for one core: a tenth or an eighth of the size of real rollouts.
 TREES = {"samples": Rollouts((1600,) * 8, 1200), "agents": Rollouts((1600,) * 8, 200, 16)}
 
 
@@ -124,7 +124,7 @@ def mask_of(text: str, length: int) -> Mask:
 
 
 class _Piece(NamedTuple):
-    """Consecutive queries and all keys that they see: first and stop of both."""
+    """Consecutive queries and all keys that they see, as ranges (first, stop)."""
 
     rows: tuple[int, int]
     keys: tuple[int, int]
@@ -143,7 +143,7 @@ def pieces(text: str, length: int) -> Iterator[_Piece]:
     elif text.startswith(("blocks", "noised")):
         for first in range(0, length, ROWS):
             yield _Piece((first, min(first + ROWS, length)), whole, "table")
-    elif text.startswith("tree"):  # padding sees nothing, and is no piece
+    elif text.startswith("tree"):  # padding sees nothing and has no piece
         rows = padded_tree(text.split()[1]).rows
         for first in range(0, rows, ROWS):
             stop = min(first + ROWS, rows)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from .network import Network
 
-PORT = 29500  # of rank 0's store, in a namespace that is ours alone
+PORT = 29500  # port of rank 0's store, in a namespace of its own
 NEW_NETWORK = 0x40000000
 State = dict[str, Any]
 
@@ -162,7 +162,7 @@ def _ready(_: State) -> None:
 def _serve(rank: int, network: Network, timeout: float, pipe: Connection, trace: Path) -> None:
     """Run one rank: enter its namespace, join the group, answer calls."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it ends when the enclosure does
+        signal.signal(number, signal.SIG_IGN)  # the rank ends with the enclosure
     _enter_namespace(rank)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "ib"
@@ -170,8 +170,8 @@ def _serve(rank: int, network: Network, timeout: float, pipe: Connection, trace:
     store = dist.TCPStore(network.address(0), PORT, is_master=rank == 0, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=network.size, timeout=limit)
     state: State = {"rank": rank, "network": network}
-    gc.disable()  # pauses of one rank would show as waits of all
-    gc.freeze()  # what was imported need not be looked through after every call
+    gc.disable()  # a pause of one rank would delay all ranks
+    gc.freeze()  # collections after each call skip imported modules
     with trace.open("w") as file:
         while True:
             try:

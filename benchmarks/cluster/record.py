@@ -1,6 +1,7 @@
 """Costs and runs of a rival, compared with each other and then stored.
 
-A run only counts if its results and bytes are right. Every benchmark on these links uses it.
+A run counts only if its results and bytes are right. All benchmarks on the emulated cluster use
+this module.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from .mail import LINKS, PASSES
 from .network import Network
 from .ranks import RankError
 
-BYTES_WITHIN = 0.03  # of the formula: the kernel also counts headers and acknowledgements
-LARGE = 64 * 1024  # bytes of a message: where they are smaller on average, headers weigh more
+BYTES_WITHIN = 0.03  # relative to the formula; the kernel also counts headers and acknowledgements
+LARGE = 64 * 1024  # bytes of a message; headers are a larger share of smaller messages
 MIB = 1 << 20
 Record = dict[str, Any]
 ByLink = dict[str, dict[str, int]]  # pass -> link class -> number
@@ -99,7 +100,7 @@ def of(network: Network, name: str, works: list[Work], done: list[list[Run]]) ->
 
 
 def seconds(done: Sequence[Sequence[Run]]) -> list[dict[str, float]]:
-    """Return seconds of every run by pass, from the first rank's start to the last one's end."""
+    """Return seconds of every run by pass, from the first start to the last end over ranks."""
     return [{p: span([run.clock[p] for run in runs]) for p in PASSES} for runs in done]
 
 

@@ -1,4 +1,4 @@
-"""Stored results: a line of CSV per rival and setting, such as `measured.csv`.
+"""Stored results, such as `measured.csv`: a line of CSV per rival and setting.
 
 The figure is drawn from it, and `benchmarks.advise.emulated` predicts it. `measured.csv` holds the
 35 settings of docs/cluster.md, measured on 2026-11-21 by `python -m benchmarks.cluster bench`.
@@ -24,7 +24,8 @@ CELL = ("nodes", "per_node", "rates", "heads", "regime", "tokens")
 class Kept(NamedTuple):
     """One rival in one setting: median seconds of runs and passes, and two ratios.
 
-    The ratios are its time over its own limit, and over the fastest rival that is not "auto".
+    The ratios are its time relative to its own limit, and relative to the fastest rival that is not
+    "auto".
     """
 
     rival: str

@@ -44,7 +44,7 @@ from .cells import Problem
 from .problems import ROWS, mask_of, pieces
 
 UNIT = 2.0**-8  # unit roundoff of bf16, whose significand has 8 bits
-FP32 = 2e-5  # of the largest entry: the order of fp32 sums differs
+FP32 = 2e-5  # relative to the largest entry; the order of fp32 sums differs
 
 
 class Roundings(NamedTuple):

@@ -1,9 +1,10 @@
 """Whole training steps over shaped links: packed documents, a small Llama of Megatron-Core.
 
 Every method trains the same model on the same documents: forward, backward, reduction of gradients
-and optimizer, all computed on the cores that the ranks share. So it shows the cost of links, not
-of imbalance. Megatron's own attention over several ranks needs Transformer Engine and a GPU, so
-its schedules run on our code. Dynamic context parallelism follows its scheduler's rule.
+and optimizer, all computed on the cores that the ranks share. So the benchmark shows the cost of
+links, not the cost of imbalance. Megatron's own attention over several ranks needs Transformer
+Engine and a GPU, so its schedules run on our code. Dynamic context parallelism follows its
+scheduler's rule.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ MODEL = (
     "--num-layers 4 --hidden-size 256 --ffn-hidden-size 704 --num-attention-heads 8 "
     "--num-query-groups 4 --data-path none --init-method-std 0.06 --lr 1e-3 --min-lr 1e-4"
 )
-SAME = 1e-4  # relative difference of the losses of two ways
+SAME = 1e-4  # relative difference between losses of two methods
 
 
 class Way(NamedTuple):
     """Method of context parallelism to split a pack.
 
     Attributes:
-        padded: Pad each document to a multiple of 2 x ranks, in zigzag order, as Megatron needs it.
+        padded: Pad each document to a multiple of 2 x ranks, in zigzag order, as Megatron requires.
         dynamic: Put documents into micro-batches of groups of ranks by Megatron's rule. Otherwise
             each pack is a micro-batch of all ranks.
     """
@@ -74,7 +75,7 @@ class Pack(NamedTuple):
     tokens: np.ndarray
     labels: np.ndarray
     positions: np.ndarray
-    counts: np.ndarray  # 1 where the label is one of the same document
+    counts: np.ndarray  # 1 if the label belongs to the same document
     ends: list[int]
     padded: list[int]
 
@@ -103,7 +104,7 @@ class Share(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One step: seconds from the first rank's begin to the last one's end, and the loss."""
+    """One step: seconds from the first rank's begin to the last rank's end, and the loss."""
 
     seconds: float
     loss: float
@@ -253,7 +254,7 @@ def pretrain_step(data: Iterator[dict[str, Any]], model: torch.nn.Module) -> Any
 def measured(
     rates: str, documents: Sequence[str], tokens: int, packs: int, rounds: int, steps: int, say: Any
 ) -> str:
-    """Run all methods in turn, `rounds` times, each with one warm-up step and `steps` timed ones.
+    """Run all methods in turn, `rounds` times, each with one warm-up step and `steps` timed steps.
 
     Args:
         packs: Packs per step.

@@ -1,4 +1,4 @@
-"""Suites: settings, rivals and the base of one question each.
+"""Suites; each has settings, rivals and a base for one question.
 
 Every setting runs all rivals of a suite in turn, several times, in the order of the suite; ratios
 are of consecutive runs. `bench` runs `EVERY`, `compare` the others.
@@ -22,14 +22,16 @@ Targets = Mapping[tuple[str, str], tuple[float, float]]
 class Suite(NamedTuple):
     """Settings and rivals of one question.
 
-    A field that is a text is a list with commas, as on the command line.
+    Text fields are lists with commas, as on the command line.
 
     Attributes:
-        base: Names of rivals, the fastest of which the others are compared with; empty for all.
+        base: Names of rivals; the others are compared with the fastest of these. Empty for all.
         best: After a first round, keep only the fastest rival of each algorithm (its head chunks).
         masks: Names without seed for batches, one batch per seed.
-        ours: Rival that the summary divides by each other one, instead of each by the base.
-        targets: Targets of its time over the base and over its limit, by documents and regime.
+        ours: Rival whose time the summary divides by the times of all others. Otherwise each time
+            is divided by the base.
+        targets: Targets of the time of `ours` relative to the base and to its limit, by documents
+            and regime.
     """
 
     what: str
@@ -80,7 +82,7 @@ def _megatron(layout: str) -> tuple[Rival, ...]:
 
 OURS, MIXED = "ours", "balanced"
 EACH = "zigzag per document, whole chunks"
-# Of the time of zigzag per document, and of the limit.
+# Fractions of the time of zigzag per document, and of the limit.
 TARGETS = {
     (documents, regime): (share, over)
     for documents, shares in (

@@ -2,8 +2,8 @@
 
 The limit of a pass is max(compute, intra bytes / rate, inter bytes / rate) of the busiest rank and
 interface, with the highest rates that a plain transfer or a rival reached in the same cell. The
-limit of a call is the sum of both passes. *Gain* is the time of a base over the rival's, run by
-run; *permitted* is the base's limit over the rival's. This module runs nothing.
+limit of a call is the sum of both passes. *Gain* is the time of a base / time of the rival, run by
+run; *permitted* is the limit of the base / limit of the rival. This module runs nothing.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Row(NamedTuple):
     """One rival in one cell; times in seconds.
 
     Attributes:
-        gain: The base's time over its own.
+        gain: Time of the base / time of the rival.
         between, within: MiB that a rank sends in both passes, mean and busiest.
         least: Mean between nodes if every row crossed once to each node that needs it.
-        extra: Kernel bytes over the formula's, minus one, in per cent.
-        imbalance: FLOPs of the busiest rank over their mean.
+        extra: Bytes by the kernel / bytes by the formula, minus one, in percent.
+        imbalance: FLOPs of the busiest rank / mean over ranks.
     """
 
     name: str
@@ -106,7 +106,7 @@ def extra_bytes(sent: Record) -> dict[str, float]:
 
 
 def limit(record: Record, rival: Record) -> float:
-    """Return the minimum of seconds for these bytes and FLOPs."""
+    """Return the minimum seconds for the rival's bytes and FLOPs."""
     rates, speed, total = reached(record), record["speed"], 0.0
     for p in PASSES:
         bounds = [8 * n / rates[link] for link, n in rival["busiest"][p].items() if n]
@@ -196,8 +196,8 @@ def refusals(records: Sequence[Record]) -> str:
 def summary(records: Sequence[Record], base: Sequence[str]) -> str:
     """Return a table with a row per setting and a column per rival.
 
-    Of several head chunks the fastest counts. Batches that differ only by their seed are one row of
-    medians.
+    If a rival ran with several numbers of head chunks, the fastest counts. Batches that differ only
+    in the seed are one row of medians.
     """
     ran = [record for record in records if record["rivals"]]
     entries = [(_setting(r), first, rows(r, first)) for r in ran for first in [fastest(r, base)]]
@@ -219,9 +219,8 @@ def summary(records: Sequence[Record], base: Sequence[str]) -> str:
 def beside(records: Sequence[Record], ours: str, base: Sequence[str], targets: Targets) -> str:
     """Return a table of `ours` over each other rival and over its limit, with targets and settings.
 
-    Ratios are of consecutive runs: median, smallest and largest; ratios to the limit are of
-    batches.
-    The base of a batch is the fastest of `base`. Batches that refused `ours` are omitted.
+    Ratios compare consecutive runs: median, smallest and largest. Ratios to the limit compare
+    batches. The base of a batch is the fastest of `base`. Batches that refused `ours` are omitted.
     """
     ran = [record for record in records if ours in totals(record)]
     rivals = dict.fromkeys(r["name"] for x in ran for r in x["rivals"] if r["name"] != ours)

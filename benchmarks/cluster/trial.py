@@ -1,7 +1,7 @@
 """Smallest cluster, to check if this machine can emulate one: 2 nodes of 2 ranks.
 
-It prints measured and shaped rates of its links, also of direct links if the wiring has
-them. `check` and the tests run it.
+It prints measured and shaped rates of its links, including direct links if the wiring has them.
+`check` and the tests run it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from .bench import built
 from .network import Network, Rates
 
-SIZE = 2**24  # many times what the shapers let through at once
+SIZE = 2**24  # bytes; much more than the shapers send at once
 
 
 def main(wiring: str = "nic") -> int:
@@ -21,7 +21,7 @@ def main(wiring: str = "nic") -> int:
     network = Network(2, 2, Rates.parse("50M/200M"), wiring)
     with built(network), Ranks(network) as ranks:
         print("namespace", os.readlink("/proc/self/ns/net"), flush=True)
-        for _ in range(2):  # the first one makes the connections
+        for _ in range(2):  # the first round opens the connections
             before = [network.sent_bytes(rank) for rank in range(network.size)]
             clocks = ranks.run(measure.transfer, dict.fromkeys(("inter", "intra"), SIZE))
             after = [network.sent_bytes(rank) for rank in range(network.size)]

@@ -1,8 +1,8 @@
 """Rivals that send whole chunks for any mask: burst, one ring over all ranks, an all-gather.
 
-`burst_whole` sends all of a chunk to a rank that sees any of its rows, by the ring or from its
-owner, whichever sends fewer bytes between nodes. The ring is Megatron's `p2p`. The all-gather
-sends every chunk from its owner straight to every rank.
+`burst_whole` sends all of a chunk to a rank that sees any of its rows, along the ring or from its
+owner, whichever sends fewer bytes between nodes. The ring is Megatron's `p2p`. The all-gather sends
+every chunk from its owner straight to every rank.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ NEEDED = ("torch", "numpy", "rich", "matplotlib", "pytest", "hypothesis")
 
 def main() -> int:
     args = _parser().parse_args()
-    budget = Budget(args.seconds)  # what follows imports torch, which takes its time
+    budget = Budget(args.seconds)  # imports of torch count, too
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if "torch" not in missing and args.device == "cuda":
         import torch
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", type=Path, default=ROOT / "runs" / "gpu", metavar="FOLDER",
         help="results.jsonl and tables.md, kept up to date, and log.txt")  # fmt: skip
     add("--fresh", action="store_true", help="forget what FOLDER has, instead of going on with it")
-    # of a child: which stage it does, in how many seconds
+    # arguments of a child: its stage, and its seconds
     add("--stage", help=argparse.SUPPRESS)
     add("--left", type=float, help=argparse.SUPPRESS)
     return parser

@@ -2,8 +2,8 @@
 
 A kernel's forward merges into float32 sums and its backward adds to them, as in a step of the ring;
 both are measured. Backward is measured with the output (side "kv") and without it (side "query").
-Each result is checked before its time counts. This module decides the content of a record,
-`tables` its form.
+Each result is checked before its time counts. This module decides the content of a record, and
+`tables` the form.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Cell(NamedTuple):
     case: Case
     heads: tuple[int, int]
     tokens: int
-    compiled: bool = False  # with kernels and rivals that compile, instead of the other rivals
+    compiled: bool = False  # True: kernels and rivals that compile, instead of the other rivals
 
     @property
     def name(self) -> str:
@@ -71,14 +71,14 @@ class Bench:
         self.statistics: Statistics | None = None
 
     def admit(self, who: str, prepare: Callable[[], None]) -> None:
-        """Let a kernel or rival compute the case once; note a refusal or an error."""
+        """Let a kernel or rival compute the case once; record a refusal or an error."""
         try:
             prepare()
         except (Cannot, ValueError) as reason:
             self.refused[who] = str(reason)
         except torch.OutOfMemoryError:
             self.refused[who] = "out of memory"
-        except Exception as error:  # whatever it is, the others are measured
+        except Exception as error:  # after any error the others are measured
             self.failed[who] = f"{type(error).__name__}: {str(error).splitlines()[0]:.200}"
         if who in self.failed or who in self.refused:
             for key in [key for key in self.runs if key[0] == who]:
@@ -86,7 +86,7 @@ class Bench:
             forget(self.clock.device)
 
     def add(self, who: str, name: str, run: Run, check: Callable[[], float]) -> None:
-        """Run it once, check its results, and keep it for timing."""
+        """Run a call once, check its results, and keep the call for timing."""
         memory = extra(run, self.clock)
         error = check()
         if not error <= TOLERANCE:
@@ -155,7 +155,7 @@ class Bench:
 
 def measure(cell: Cell, sizes: Sizes, clock: Clock) -> Record:
     """Return the record of one cell: seconds of every round, FLOPs, memory, refusals."""
-    forget(clock.device)  # the cell before this one
+    forget(clock.device)  # memory of the previous cell
     bench = Bench(cell, sizes.width, clock)
     for who in kernels(clock.device, cell.compiled):
         bench.admit(who, lambda who=who: bench.kernel(who, make(who, *bench.inputs[:3])))

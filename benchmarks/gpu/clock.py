@@ -15,7 +15,7 @@ import torch
 
 
 class Clock:
-    """Marks on a device's own time line; the time between two is known after `finish`."""
+    """Marks on the time line of a device; times between marks are known after `finish`."""
 
     def __init__(self, device: torch.device):
         self.device, self.cuda = device, device.type == "cuda"
@@ -49,7 +49,7 @@ def interleaved(
     patience: float = float("inf"),
     ahead: Callable[[], object] | None = None,
 ) -> dict[str, list[float]]:
-    """Return seconds of each run, round by round, after one round that does not count.
+    """Return seconds of each run, round by round, after a warm-up round.
 
     Args:
         patience: Seconds after which three rounds are enough.
@@ -82,7 +82,7 @@ def timed(run: Run, clock: Clock, ahead: Callable[[], object] | None = None) -> 
 
 
 def extra(run: Run, clock: Clock) -> int | None:
-    """Return bytes of the device that one call needs at its peak in addition; None on a CPU."""
+    """Return the additional device bytes at the peak of one call; None on a CPU."""
     run.before()
     if not clock.cuda:
         run.call()

@@ -23,7 +23,7 @@ from .sizes import CPU, GPU, Sizes
 from .supervise import ROOT, Budget, follow, signals_raise
 
 Record = dict[str, Any]
-FILES = ("--out",)  # does not affect measurements
+FILES = ("--out",)  # flags that do not affect measurements
 CLOSING = 12.0  # seconds, at most a tenth of the time, for the tables
 NO_TEST_LEFT = (0, 1, 5)  # pytest: all passed, some failed, none chosen
 
@@ -69,7 +69,7 @@ def watch(args: argparse.Namespace, every: list[Stage], journal: Journal, budget
         if stage.marks:
             command, fine = _pytest(args, stage, journal), NO_TEST_LEFT
         follow(stage.name, command, journal, mine, args.limit, on_end, fine)
-    # what was left out since
+    # with the items that were left out
     (args.out / "tables.md").write_text(tables.markdown(journal.results()) + "\n")
 
 
@@ -82,7 +82,7 @@ def _worker(args: argparse.Namespace, stage: Stage, budget: Budget) -> list[str]
 def _pytest(args: argparse.Namespace, stage: Stage, journal: Journal) -> list[str]:
     command = [sys.executable, "-m", "pytest", "--tb=short", "-p", "no:cacheprovider"]
     command += ["-p", "benchmarks.gpu.outcomes", "--journal", str(journal.path.resolve())]
-    # what other packages of this machine warn of is not what is tested
+    # warnings of other packages on this machine are not tested
     command += ["--stage", stage.name, "-W", "default", "-m", stage.marks]
     return command + args.tests
 
@@ -114,7 +114,7 @@ def _heads(text: str) -> tuple[int, int]:
 def begin(
     args: argparse.Namespace, device: torch.device, every: list[Stage], journal: Journal
 ) -> None:
-    """Write the head of the results, or check that earlier ones are of this machine and code."""
+    """Write the head of the results, or check that earlier results have this machine and code."""
     head = {
         "device": args.device,
         "machine": machine(device),

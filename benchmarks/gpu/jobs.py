@@ -1,7 +1,7 @@
 """Stages of tests and cells, the most important first.
 
-First some tests of every kernel, then the figures that the documentation leads with, then cells
-that compile long or repeat at other sizes. This module decides the order.
+The order is: some tests of every kernel, the main figures of the documentation, then cells that
+compile long or repeat at other sizes. This module decides the order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Stage(NamedTuple):
     name: str
     jobs: list[Job] = []  # noqa: RUF012  never modified
     marks: str = ""
-    share: float = 1.0  # of all the time, at most
+    share: float = 1.0  # maximum fraction of the whole time
 
 
 def stages(args: Any, sizes: Sizes, device: torch.device) -> list[Stage]:
@@ -48,7 +48,8 @@ def stages(args: Any, sizes: Sizes, device: torch.device) -> list[Stage]:
     rings = list(_rings(sizes, clock))
     packed = [Job(kind, lambda results, budget, kind=kind: packs.measure(kind, sizes, clock))
               for kind in packs.KINDS]  # fmt: skip
-    # One size and one ratio of heads first: two masks, then one of everything else, then the rest.
+    # The first size and ratio of heads: two masks, then one cell of every other table, then the
+    # rest.
     first, lead = len(_masks(args, sizes, sizes.tokens[0])), sizes.lead
     chosen = {
         "attention": [*grid, *compiled, *packed],
@@ -112,7 +113,7 @@ def _masks(args: Any, sizes: Sizes, tokens: int) -> list[Case]:
 
 
 def _by_importance(sizes: Sizes) -> list[tuple[int, tuple[int, int]]]:
-    """Order (tokens, heads): the first of each first, then by both orders together."""
+    """Sort pairs (tokens, heads) by the sum of their indices, then by the index of tokens."""
     every = [
         (i + j, i, tokens, heads)
         for i, tokens in enumerate(sizes.tokens)

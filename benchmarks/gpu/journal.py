@@ -1,8 +1,8 @@
 """File of a run: JSON lines, each written to disk at once, so that a kill loses none.
 
-Lines are a head (machine, versions), the commands, the items of each stage, and for each item its
-begin, its end, or that its end is dropped. An item is a test or a cell of a table. Runs and
-children append to the same file, one at a time. Whole lines count; a torn last line is ignored.
+Lines are a head (machine, versions), the commands, the items of each stage, and the begin, the end
+or the dropped end of each item. An item is a test or a cell of a table. Runs and children append to
+the same file, one at a time. Only complete lines count; an incomplete last line is ignored.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Journal:
         self.write(drop=name)
 
     def mend(self) -> None:
-        """Cut off an unfinished last line of a killed writer; no other process may write."""
+        """Remove the incomplete last line of a killed writer; no other process may write."""
         if self.path.exists():
             whole = self.path.read_bytes()
             if not whole.endswith(b"\n"):
@@ -51,7 +51,7 @@ class Journal:
         return self.path.stat().st_size if self.path.exists() else 0
 
     def lines(self) -> list[Record]:
-        """Return every whole line."""
+        """Return every complete line."""
         if not self.path.exists():
             return []
         text = self.path.read_bytes()

@@ -1,6 +1,6 @@
 """LM head and loss, forward and backward, and its three bare matrix products.
 
-`benchmarks/lm_head_case.py` defines what runs; here it runs in turns, in one process.
+`benchmarks/lm_head_case.py` defines the implementations; here they run in turns, in one process.
 """
 
 from __future__ import annotations

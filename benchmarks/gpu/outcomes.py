@@ -1,7 +1,7 @@
 """Plugin of pytest: each test is an item of the journal, and ended items are not run again.
 
-`python -m pytest -p benchmarks.gpu.outcomes --journal FILE --stage NAME ...`. It keeps how a test
-ended, and the first line of a failure.
+`python -m pytest -p benchmarks.gpu.outcomes --journal FILE --stage NAME ...`. It records the
+outcome of a test, and the first line of a failure.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Outcomes:
         self.record: Record = {}
         self.begun = 0.0
 
-    @pytest.hookimpl(trylast=True)  # after -m has chosen
+    @pytest.hookimpl(trylast=True)  # after the selection by -m
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         self.journal.write(stage=self.stage, items=[item.nodeid for item in items])
         ended = self.journal.ended()

@@ -54,7 +54,7 @@ def measure(kind: str, sizes: Sizes, clock: Clock) -> Record:
             record["runs"].append({"who": who, **_steps(kernel, kind, inputs, clock)})
         except ValueError as reason:
             record["refused"][who] = str(reason)
-        except Exception as error:  # whatever it is, the others are measured
+        except Exception as error:  # after any error the others are measured
             record["failed"][who] = f"{type(error).__name__}: {str(error).splitlines()[0]:.200}"
     return record
 
@@ -87,7 +87,7 @@ def _steps(kernel: Kernel, kind: str, inputs: Inputs, clock: Clock) -> Record:
 
 
 def _compilations(kernel: Kernel) -> int | None:
-    """Return the number of programs or graphs that were compiled so far; None if not counted."""
+    """Return the number of programs or graphs that were compiled so far; None if unknown."""
     if kernel.name == "flex":
         return program.cache_info().misses
     if isinstance(kernel, FlashKernel) and kernel.name == "flash4":

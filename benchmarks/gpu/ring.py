@@ -76,8 +76,7 @@ class Ring:
     def measure(self, kernel: str, side: str, rounds: int) -> Record:
         """Return seconds of both passes, of kernel calls and of operators, by round.
 
-        Also return wall seconds of "prepare" and of a first round, which creates what is created
-        once.
+        Also return wall seconds of "prepare" and of a first round, which includes one-time work.
         """
         q, k, v, douts = self.shards
         begun = time.perf_counter()
@@ -184,8 +183,8 @@ def next_size(
 ) -> tuple[int, list[str] | None]:
     """Return (tokens per rank, kernels) for a larger grid after a smaller one.
 
-    The kernel is the smaller grid's fastest. The tokens are the most with which both sides are
-    predicted to end in time; time grows with their square.
+    The kernel is the smaller grid's fastest. The number of tokens is the largest with which both
+    sides are predicted to end in time; time grows with its square.
     """
     runs = earlier["runs"] if earlier else []
     if not earlier or not runs:

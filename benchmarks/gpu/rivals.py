@@ -1,8 +1,8 @@
 """Rivals that compute the same pair: torch's flash, cuDNN, FlexAttention, FlashAttention 3 and 4.
 
-Each runs at its best, the FlashAttention packages if installed. For a case a rival returns its
-calls, or raises `Cannot` with the reason. Stock operators get one call per pair if one call can
-compute it: no merging, no stand-in, results in 16 bits.
+Each runs in its fastest form, and the FlashAttention packages only if installed. For a case a rival
+returns its calls, or raises `Cannot` with the reason. Stock operators get one call per pair if one
+call can compute it: no merging, no stand-in, results in 16 bits.
 
 Tensors are [s, b, h, d] with b = 1; operators with other orders get views, FlexAttention copies.
 """
@@ -117,7 +117,7 @@ def flex(inputs: Inputs, case: Case) -> Calls:
             lambda batch, head, row, column: seen(row, column),
             None, None, q.shape[2], k.shape[2], device=str(q.device),
         )  # fmt: skip
-    torch.compiler.reset()  # what was compiled for other cases counts against a limit
+    torch.compiler.reset()  # torch limits the number of compiled cases
     compiled = torch.compile(flex_attention, dynamic=False)
     options = {"scale": inputs.scale, "enable_gqa": q.shape[1] != k.shape[1]}
 

@@ -1,6 +1,6 @@
 """Check of a result: some rows and columns, computed in float64 from the mask itself.
 
-A time only counts if its result passed. The tests check thoroughly; this check ensures that a
+A time counts only if its result passed. The tests check thoroughly; this check ensures that a
 kernel or rival computed the case of its row in the table. Rows of out and dq are computed from the
 inputs alone, columns of dk and dv from the statistics of all rows of a forward whose sampled rows
 were right (without such a forward they are not checked).
@@ -17,7 +17,7 @@ from .cases import Case
 from .rivals import Inputs
 
 COUNT = 16
-TOLERANCE = 0.02  # of the largest value: several roundings of bf16, far from a wrong mask
+TOLERANCE = 0.02  # relative to the largest value; allows bf16 roundings, but no wrong mask
 
 
 class Sample:
@@ -33,7 +33,7 @@ class Sample:
         self.out, self.dq = self._of_rows()
 
     def forward_error(self, out: torch.Tensor, rows: slice) -> float:
-        """Return the error of out [.., b, h, w] of `rows`; all other rows must see nothing."""
+        """Return the error of out [.., b, h, w] in `rows`; all other rows must see nothing."""
         mine, local, others = _inside(self.rows, rows, len(self.inputs.q))
         if self.out[others].any():
             return float("inf")
@@ -46,8 +46,9 @@ class Sample:
         rows: slice,
         columns: slice,
     ) -> float:
-        """Return the error of dq, dk, dv of `rows` and `columns`; `known` is lse and delta [s, b,
-        h].
+        """Return the error of dq, dk, dv in `rows` and `columns`.
+
+        `known` is lse and delta, each [s, b, h]; None if dk and dv are not checked.
         """
         dq, *others = grads
         mine, local, _ = _inside(self.rows, rows, len(self.inputs.q))
@@ -99,7 +100,7 @@ class Sample:
 
 
 def _inside(chosen: np.ndarray, part: slice, length: int) -> tuple[list[int], list[int], list[int]]:
-    """Split the chosen indices into those inside a slice, their places in it, and the others."""
+    """Return the chosen indices in a slice, their places in the slice, and the other indices."""
     places = {row: i for i, row in enumerate(range(length)[part])}
     mine = [i for i, row in enumerate(chosen.tolist()) if row in places]
     local = [places[row] for row in chosen[mine].tolist()]
@@ -107,7 +108,7 @@ def _inside(chosen: np.ndarray, part: slice, length: int) -> tuple[list[int], li
 
 
 def _error(got: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the largest difference over the largest value, infinite if one is not finite."""
+    """Return largest difference / largest value; infinite if a value is not finite."""
     if not exact.numel():
         return 0.0
     difference = (got.double() - exact).abs()

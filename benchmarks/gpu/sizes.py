@@ -1,4 +1,4 @@
-"""Measured sizes: on a GPU the documentation's sizes, on a CPU tiny ones.
+"""Measured sizes: the sizes of the documentation on a GPU, tiny sizes on a CPU.
 
 Every tuple is in order of importance: a budget cuts it from its end.
 """
@@ -26,7 +26,7 @@ class Stack(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    lead: int  # masks that come before everything but a few tests
+    lead: int  # number of masks that run first, after a few tests
     tokens: tuple[int, ...]  # rows of a shard
     heads: tuple[tuple[int, int], ...]  # (query heads, key/value heads)
     width: int
@@ -34,12 +34,12 @@ class Sizes(NamedTuple):
     block: int  # of the block-sparse mask
     matmul: int  # side of the square product that all rates are compared with
     repeats: int
-    patience: float  # seconds for one cell; beyond them three rounds do
+    patience: float  # seconds for one cell; after that, three rounds are enough
     rings: tuple[tuple[int, int], ...]  # nodes x ranks per node
     ring_tokens: int  # per rank
     ring_least: int  # per rank, if memory or time allow no more
     ring_rounds: int
-    ring_patience: float  # seconds that one ring may be predicted to take
+    ring_patience: float  # maximum predicted seconds of one ring
     lm_head: Head
     stack: Stack
 

@@ -1,8 +1,8 @@
-"""Supervision of child processes: no item runs for ever, no fault affects other items.
+"""Supervision of child processes: no item runs forever, and no fault affects other items.
 
 A child runs items in turn and writes to the journal when each begins and ends. An item that exceeds
-its limit, crashes, or leaves a device that does not answer is lost; a new child does the rest. This
-module decides when a child is ended.
+its limit, crashes, or makes the device unresponsive is lost; a new child runs the remaining items.
+This module decides when a child is ended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .journal import Journal
 ROOT = Path(__file__).resolve().parents[2]
 RESTART = 75  # exit status of a child that requests a new child for the remaining items
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-PAUSE = 0.1  # seconds between two looks at a child
+PAUSE = 0.1  # seconds between two checks of a child
 Record = dict[str, Any]
 
 
@@ -40,12 +40,12 @@ class Budget:
         return self.total - self.spent
 
     def part(self, seconds: float) -> Budget:
-        """Return `seconds`, at most the seconds that are left."""
+        """Return a budget of `seconds`, at most the seconds that are left."""
         return Budget(min(self.left, seconds), self.now)
 
 
 class Watch:
-    """State of a child by the lines of the journal: its open item and that item's duration."""
+    """State of a child according to the journal: its open item and the duration of the item."""
 
     def __init__(self, journal: Journal, budget: Budget, on_end: Callable[[str, Record], None]):
         self.journal, self.budget, self.on_end = journal, budget, on_end
@@ -70,7 +70,7 @@ class Watch:
 
     @property
     def lasted(self) -> float:
-        """Return seconds of the open item, or since the last one or the child's begin."""
+        """Return seconds since the open item began, or else since the last end or the start."""
         return self.budget.spent - self.since
 
 
@@ -116,7 +116,7 @@ def follow(
     log = journal.path.with_name("log.txt")
     outside = f"{name}, outside its items"
     if budget.left > 0 and outside in journal.ended():
-        journal.drop(outside)  # of an earlier call: it is tried again
+        journal.drop(outside)  # from an earlier call; it is tried again
     while budget.left > 0:
         watch = Watch(journal, budget, on_end)
         with log.open("ab") as output:
@@ -140,7 +140,7 @@ def follow(
         journal.end(item, {"kind": "broken", "took": watch.lasted, "failed": {"all": why}})
         watch.look()
         if useless:
-            return  # another child would do no better
+            return  # another child would fail in the same way
 
 
 def _status(child: subprocess.Popen[bytes], watch: Watch, limit: float) -> int | None:

@@ -40,7 +40,7 @@ def rate(run: Record) -> list[float]:
 
 
 def of_matmul(run: Record, record: Record) -> float:
-    """Return the median over rounds of this rate over the product's rate in the same round."""
+    """Return the median over rounds of (rate of the run / rate of the matrix product)."""
     pairs = zip(rate(run), rate(record["matmul"]), strict=True)
     return quartiles([mine / product for mine, product in pairs])[1]
 
@@ -201,9 +201,7 @@ def _rings(records: Sequence[Record]) -> Iterator[str]:
 
 
 def _outside(found: Record, inner: str) -> str:
-    """Return the share of a pass outside its `inner` calls, from the medians; "" without such
-    calls.
-    """
+    """Return the median share of a pass outside its `inner` calls; "-" without such calls."""
     if not found[inner]:
         return "-"
     shares = [1 - a / b for a, b in zip(found[inner], found["seconds"], strict=True)]

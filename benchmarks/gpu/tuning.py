@@ -2,8 +2,8 @@
 
 It is not part of the standard run: every candidate is compiled, which takes longer than all else.
 `benchmarks/gpu.sh --parts blocks` times them and prints entries for
-`megatron_burst/kernels/blocks.py`. A candidate with a wrong result, or one that the device cannot
-hold, has no time.
+`megatron_burst/kernels/blocks.py`. A candidate with a wrong result, or with too large blocks for
+the device, has no time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Record = dict[str, Any]
 
 
 class Candidate(TritonKernel):
-    """The kernel with other blocks in one direction and the stored ones in the other."""
+    """The kernel with other blocks in one direction and the stored blocks in the other."""
 
     def __init__(self, direction: str, size: BlockSizes):
         super().__init__()

@@ -1,6 +1,6 @@
 """Child process that measures the cells of one stage, each an item of the journal.
 
-It ends for a new child if the device does not answer after a fault.
+It exits, to be replaced by a new child, if the device does not answer after a fault.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def work(stage: Stage, journal: Journal, budget: Budget) -> int:
 def _outcome(job: Job, results: Record, budget: Budget) -> Record:
     try:
         return job.run(results, budget)
-    except Exception as error:  # the other jobs are done
+    except Exception as error:  # the other jobs still run
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return {"kind": "broken", "failed": {"all": text[:300]}}
 
@@ -45,7 +45,7 @@ def _outcome(job: Job, results: Record, budget: Budget) -> Record:
 def _answers() -> bool:
     """Return true if the device still answers.
 
-    Some faults (such as an illegal access) end all use of a device by this process.
+    After some faults (such as an illegal access) this process cannot use the device any more.
     """
     if torch.cuda.is_available():
         try:

@@ -1,10 +1,10 @@
-"""Rival that shares heads: an all-to-all before the layer and one behind it.
+"""Rival that shares heads: an all-to-all before the layer and an all-to-all after it.
 
 It is Megatron-Core's own code if that can be imported: `tensor_a2a_cp2hp` and `tensor_a2a_hp2cp` of
-its gated delta net, in one piece as that layer calls them or in sections as its Mamba layer does.
-Otherwise it is torch's `all_to_all_single` with the same messages. With zigzag it reorders the rows
-and back. The exchanged numbers encode position and channel, so every rank knows what it must
-receive.
+its gated delta net, in one piece as in that layer, or in sections as in its Mamba layer. Otherwise
+it is torch's `all_to_all_single` with the same messages. With zigzag it also reorders the rows
+before the layer and restores their order afterwards. The exchanged numbers encode position and
+channel, so every rank can check what it receives.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def exchanges(setting: Setting, module: Any | None) -> tuple[Exchange, Exchange]
             lambda x: _undone(_sections(_ToHeads.apply, x, sections), zigzag),
             lambda x: _FromHeads.apply(_redone(x, zigzag)),
         )
-    # The channels of the output are one section.
+    # The output has one section of channels.
     return (
         lambda x: module.tensor_a2a_cp2hp(
             x, seq_dim=0, head_dim=-1, cp_group=group, split_sections=sections,

@@ -1,7 +1,8 @@
-"""Rival that gathers states: torch's all-gather of all maps, then each rank goes through them.
+"""Rival that gathers states: torch's all-gather of all maps, which each rank then applies in order.
 
 It follows LASP-2: one all-gather of the increments and one of the transitions in forward, one of
-the gradients in backward. Ranks with fewer pieces send padding, because all must send equally.
+the gradients in backward. Ranks with fewer pieces send padding, because all ranks must send the
+same number.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Attention of a hybrid stack: gathered keys and values (LASP-2H), or burst, in the same stack.
 
 Three layers of gated delta rule and one of softmax attention, in Qwen3-Next's shapes. Linear layers
-run the scan of their states by "auto"; attention is `mb.attention` by different algorithms.
-Compute is a sleep of FLOPs / speed, so only bytes are checked, against the plan.
+scan their states with algorithm "auto"; attention is `mb.attention` with different algorithms.
+Compute is a sleep of FLOPs / speed, so only bytes are checked, by comparison with the plan.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Sleeping:
 
 
 def load(state: State, stack: Stack, measured: mb.Rates) -> None:
-    """Create the linear layers of a stack and drop the previous ones. Collective."""
+    """Create the linear layers of a stack and drop the previous layers. Collective."""
     grid = measure.groups(state)
     way = ours.way(stack.setting, "auto", grid, measured)
     state["stack"], state["linear"], state["attentions"] = stack, way, {}
@@ -62,7 +62,7 @@ def load(state: State, stack: Stack, measured: mb.Rates) -> None:
 def prepare(state: State, attention: Attention, measured: mb.Rates) -> Work:
     """Make the plan of the attention and run the stack once. Collective.
 
-    "auto" chooses by these rates and the compute's speed.
+    "auto" chooses by these rates and the speed of compute.
     """
     stack: Stack = state["stack"]
     heads = stack.heads, stack.kv_heads, stack.kv_heads

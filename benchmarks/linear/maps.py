@@ -1,7 +1,7 @@
 """Maps of all pieces of a setting, and the correct states and gradients.
 
 Every rank makes all maps from one seed, so that it can check its own results. The truth is the
-recurrence in float64, written out here; it shares only the chains with the measured code.
+recurrence in float64, computed here; it shares only the chains with the measured code.
 """
 
 from __future__ import annotations

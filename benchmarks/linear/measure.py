@@ -1,8 +1,8 @@
 """Work of one rank: load a setting, prepare a rival, run it timed, check its results.
 
 `load`, `rates`, `prepare` and `timed` are called on all ranks (`benchmarks.cluster.ranks`). A run
-is a forward and a backward, each after a barrier. Only work of the communication is computed: sums
-of states, the order of rows.
+is a forward and a backward, each after a barrier. Only work that belongs to communication is
+computed: sums of states, and reordering of rows.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from benchmarks.cluster.record import Run, Work
 from . import exchange, ours, ways
 from .settings import ALL_TO_ALL, CONVOLUTION, GATHER, Setting
 
-TOLERANCE = 1e-4  # of the largest entry: fp32 states after 15 products of maps
+TOLERANCE = 1e-4  # relative to the largest entry: fp32 states after 15 products of maps
 LONG, SOME = 1000, 61  # rows
-LATER = 0.02  # seconds from a barrier to the start of what is timed
+LATER = 0.02  # seconds from a barrier to the start of the timed call
 State = dict[str, Any]
 
 
 def load(state: State, setting: Setting) -> None:
-    """Load a setting and drop the previous one."""
+    """Load a setting and drop the previous setting."""
     state["setting"], state["ways"] = setting, {}
     if "module" not in state:
         state["module"] = exchange.megatron()
@@ -37,7 +37,7 @@ def load(state: State, setting: Setting) -> None:
 
 def rates(state: State) -> mb.Rates:
     """Return the rates of `mb.measure_rates` for the choice of `auto`."""
-    with emulated.urgent(True):  # as all that is timed
+    with emulated.urgent(True):  # as in all timed calls
         return mb.measure_rates(groups(state))
 
 
@@ -72,7 +72,7 @@ def prepare(state: State, rival: str, measured: mb.Rates | None = None) -> Work:
 
 
 def timed(state: State, rival: str, every: int = SOME) -> Run:
-    """Run one forward and backward; of long results one row in `every` is compared."""
+    """Run one forward and backward; compare every `every`-th row of long results."""
     way, network, me = state["ways"][rival], state["network"], state["rank"]
     counters = state["grid"].counters if "grid" in state else None
     if counters is not None:
@@ -99,9 +99,9 @@ def timed(state: State, rival: str, every: int = SOME) -> Run:
 
 
 def together() -> float:
-    """Return at one time on all ranks, which share a clock, and return that time.
+    """Return at the same time on all ranks, which share a clock; the result is this time.
 
-    A barrier releases some ranks milliseconds earlier, which is the time of a small state.
+    A barrier releases some ranks milliseconds earlier, and a small state takes only milliseconds.
     """
     dist.barrier()
     begin = torch.tensor(time.perf_counter() + LATER, dtype=torch.float64)
@@ -113,10 +113,10 @@ def together() -> float:
 def worst_error(got: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float:
     """Return the largest difference relative to the largest entry of its tensor.
 
-    It is relative to 1 if all entries are 0: no state enters the first piece.
+    It is relative to 1 if all entries are 0, because no state enters the first piece.
     """
     worst = []
     for x, y in zip(got, truth, strict=True):
         largest = y.abs().max().item() or 1.0
         worst.append((x.detach() - y).abs().max() / largest)
-    return torch.stack(worst).max().item()  # what is no number is not skipped
+    return torch.stack(worst).max().item()  # NaN is not skipped

@@ -91,7 +91,7 @@ def says(plan: Any) -> str:
 
 
 def sent_by(plan: Any) -> Sent:
-    """Return bytes that this rank sends to each other one, by pass, by the plan's messages."""
+    """Return bytes that this rank sends to each other rank, by pass, from the plan's messages."""
     found: Sent = {}
     for name, scan in zip(PASSES, (plan.job.forward, plan.job.backward), strict=True):
         program = scan.program

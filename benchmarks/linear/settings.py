@@ -1,8 +1,8 @@
 """Layers, states and rivals that are measured, as plain data.
 
-A layer is what crosses between ranks in its forward and backward. If heads are shared, these are
-all outputs of its input projection, and its output before the output projection. If states are
-sent, these are the maps of its pieces and their gradients.
+A layer is described by the data that ranks exchange in forward and backward. If heads are shared,
+these are all outputs of its input projection, and its output before the output projection. If
+states are sent, these are the maps of its pieces and their gradients.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ GRID, RATES = (2, 4), "200M/800M"
 ALGORITHMS = ("ring", "all_gather", "scan", "two_level", "auto")
 ALL_TO_ALL, GATHER = "all-to-all of heads", "all-gather of torch"
 CONVOLUTION = "rows of the convolution"
-GROUPS = 8  # of B and C in Mamba-2
+GROUPS = 8  # groups of B and C in Mamba-2
 CHUNK = 64  # tokens that linear attention computes at once
 
 
@@ -97,7 +97,7 @@ class Setting(NamedTuple):
         return f"{self.form}, {self.layout}, {self.heads} heads of {self.width}"
 
     def exchanged(self, size: int) -> tuple[int, int]:
-        """Return bytes that each rank sends to each other one before and after the layer.
+        """Return bytes that each rank sends to each other rank before and after the layer.
 
         Heads are shared; backward sends the same bytes.
         """
@@ -107,7 +107,7 @@ class Setting(NamedTuple):
 
 
 def refusal(setting: Setting, rival: str, size: int) -> str | None:
-    """Return why a rival cannot run here, or None."""
+    """Return the reason why a rival cannot run here, or None."""
     if rival == ALL_TO_ALL and setting.heads % size:
         return f"{size} ranks cannot share {setting.heads} heads"
     if rival == CONVOLUTION and not setting.convolved:

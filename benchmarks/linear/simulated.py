@@ -1,7 +1,7 @@
 """Scans at 256 ranks and 8M tokens, the setting of ZeCO (arXiv 2507.01004), simulated.
 
-`schedule.scans.timing` plays the tables of hops. ZeCO names a GLA of 1B parameters and 32K tokens
-per GPU; the widths here are of the GLA of 1.3B parameters (arXiv 2312.06635).
+`schedule.scans.timing` simulates the tables of hops. ZeCO uses a GLA of 1B parameters and 32K
+tokens per GPU; the widths here are from the GLA of 1.3B parameters (arXiv 2312.06635).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NAMES = {"all_gather": "all_gather (LASP-2)", "scan": "scan (ZeCO)", "ring": "ri
 class HeadwiseRowBytes(NamedTuple):
     """Bytes of a row that the head-wise exchange sends, of all heads.
 
-    Before the recurrence queries, keys, values and gates, after it outputs.
+    Before the recurrence, queries, keys, values and gates are sent; after it, outputs.
     """
 
     there: int
@@ -37,7 +37,7 @@ class HeadwiseRowBytes(NamedTuple):
 
 
 def exchange_seconds(topology: Topology, rows: int, each: HeadwiseRowBytes, links: Links) -> float:
-    """Return seconds of the two all-to-alls of a pass that share heads, `rows` per rank before."""
+    """Return seconds of the two all-to-alls of a pass that share heads; `rows` is per rank."""
     return sum(_all_to_all(topology, rows * size, links) for size in each)
 
 
@@ -49,7 +49,7 @@ def exchange_sent(topology: Topology, rows: int, each: HeadwiseRowBytes) -> tupl
 
 
 def _all_to_all(topology: Topology, size: int, links: Links) -> float:
-    """Return seconds of an all-to-all of `size` bytes per rank, which keeps its own share."""
+    """Return seconds of an all-to-all; a rank has `size` bytes and keeps its own share."""
     near, ranks = topology.per_node, topology.size
     share = size / ranks
     within = (near - 1) * (links.intra_latency + share / links.intra)
@@ -72,12 +72,12 @@ def states() -> ScanSizes:
 
 
 def widths() -> HeadwiseRowBytes:
-    """Return bytes of a row: queries, keys and decays, values; the outputs."""
+    """Return bytes of a row: of queries, keys, decays and values, and of outputs."""
     return HeadwiseRowBytes(HEADS * (3 * KEYS + VALUES) * ITEMSIZE, HEADS * VALUES * ITEMSIZE)
 
 
 def within() -> float:
-    """Return seconds of a rank's work in one layer that needs no state of others.
+    """Return seconds of the work of a rank in one layer that needs no state of other ranks.
 
     It is the work within chunks, which reads and writes each row once.
     """
@@ -109,7 +109,7 @@ def scans() -> list[Row]:
 def collective() -> Row:
     """Return an all-gather of maps as a library runs it: rings over all NICs, each with a share.
 
-    Every NIC passes on the bytes of all ranks but one, divided by the NICs of its node. A ring's
+    Every NIC forwards the bytes of all ranks except one, divided by the NICs of its node. A ring's
     first message arrives after as many steps as there are ranks.
     """
     one, steps, nodes = states().map, RANKS - 1, RANKS // PER_NODE
@@ -123,7 +123,7 @@ def collective() -> Row:
 
 
 def heads_exchanged() -> Row:
-    """Return both all-to-alls for as many heads as ranks, which no such model has."""
+    """Return both all-to-alls, for as many heads as ranks; no such model has so many heads."""
     topology, rows = Topology(RANKS, PER_NODE), TOKENS // RANKS
     seconds = exchange_seconds(topology, rows, widths(), NOMINAL)
     name = f"all-to-all of heads (if there were {RANKS})"

@@ -24,13 +24,13 @@ from .hybrid import LINEAR_BACKWARD, LINEAR_LAYERS
 from .settings import ATTENTIONS, Stack
 
 Record = dict[str, Any]
-SPEED_OF = "burst"  # whose links say how fast compute is
+SPEED_OF = "burst"  # the links of this attention determine the speed of compute
 
 
 def run_stack(
     stack: Stack, regimes: Sequence[str], grid: tuple[int, int], rates: str, repeats: int, say: Say
 ) -> Iterator[Record]:
-    """One record per regime."""
+    """Yield one record per regime."""
     network = Network(*grid, Rates.parse(rates))
     with cluster(network, PRELOAD) as ranks:
         ranks.run(measure.load, stack.setting)

@@ -39,14 +39,14 @@ def setting_of(record: Record) -> Setting:
 
 
 def ratio(times: dict[str, list[float]], above: str, below: str) -> Ratio | None:
-    """Return the ratio of runs of the same rounds; None if one of them did not run."""
+    """Return ratios of runs in the same rounds; None if one of them did not run."""
     if above not in times or below not in times:
         return None
     return Ratio.of(times[above], times[below])
 
 
 def auto_over_best(record: Record) -> Ratio:
-    """Return the time of "auto" over the fastest of our algorithms, round by round."""
+    """Return the time of "auto" relative to the fastest of our algorithms, round by round."""
     times = totals(record)
     fixed = [name for name in ALGORITHMS if name != "auto" and name in times]
     return Ratio.of(times["auto"], times[min(fixed, key=lambda name: median(times[name]))])

@@ -1,7 +1,7 @@
 """Communication of a layer by different rivals: timed calls, correct results, bytes to send.
 
-`sent` is what a rank sends to each other one, by pass, from the rival's definition; the kernel's
-counters are compared with it.
+`sent` is the number of bytes that a rank sends to each other rank, by pass, from the rival's
+definition; the kernel's counters are compared with it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Way(NamedTuple):
     """One rival.
 
     Attributes:
-        forward: Function from leaves to outputs; backward is autograd's, at `upstream`.
+        forward: Function from leaves to outputs; autograd runs backward with the gradients
+            `upstream`.
         truth: Correct outputs, then correct gradients of the leaves.
         says: Description for the page.
     """
@@ -39,13 +40,13 @@ class Way(NamedTuple):
 
 
 def shared_heads(setting: Setting, size: int, rank: int, module: Any | None) -> Way:
-    """Return the all-to-all before and behind the layer, without the layer."""
+    """Return the all-to-all before and after the layer, without the layer."""
     there, back = exchange.exchanges(setting, module)
     before, after = exchange.sections_of(setting), (setting.heads * setting.width,)
     mine, everyone = maps.rows_of(setting, size, rank), torch.arange(setting.tokens * size)
 
     def tensors(sections: Sequence[int], salt: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A rank's rows of all channels, and all rows of its channels."""
+        """Return a rank's rows of all channels, and all rows of its channels."""
         channels = exchange.owned(setting, size, rank, sections)
         whole = torch.arange(sum(sections))
         return exchange.numbers(mine, whole, salt), exchange.numbers(everyone, channels, salt)
@@ -78,7 +79,7 @@ def all_gather(setting: Setting, size: int, rank: int) -> Way:
 
 
 def reach(way: Way) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
-    """New leaves, and what the forward makes of them."""
+    """Return new leaves, and the results of forward."""
     leaves = [x.detach().requires_grad_() for x in way.leaves]
     return leaves, tuple(way.forward(*leaves))
 

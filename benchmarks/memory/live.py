@@ -13,8 +13,8 @@ what a device would hold, not the size of the process, which keeps freed pages.
 
 Views share a storage and count once. A storage counts with its allocated size, from the first
 operator that reads or makes it: tensors made outside (`torch.frombuffer`, another thread) count
-from their first use. Not seen: scratch memory within an operator, and `untyped_storage().resize_`
-until the next operator on that storage.
+from their first use. It does not count scratch memory within an operator. It notices
+`untyped_storage().resize_` only at the next operator on that storage.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Peak(NamedTuple):
 
 
 class LiveTensors(TorchDispatchMode):
-    """Context that counts live tensors; it can be entered again and then continues.
+    """Context that counts live tensors; entering it again continues the count.
 
     Args:
         states: Tensors that count as "state": parameters, gradients, optimizer states.
         host: Function of a tensor, true if its storage is host memory (`HostMemory.owns`), which
-            counts as "host". All else counts as "device".
+            counts as "host". All other storages count as "device".
 
     Attributes:
         bytes: Present bytes of each kind.
@@ -102,7 +102,7 @@ class LiveTensors(TorchDispatchMode):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Run a phase within another one, which continues afterwards."""
+        """Run a phase within another phase, which continues afterwards."""
         before = self._phase
         self.begin(name)
         try:
@@ -117,7 +117,7 @@ class LiveTensors(TorchDispatchMode):
         self._note()
 
     def report(self, rows: int = 12) -> str:
-        """Return the peak of every phase, and the parts of the highest one, largest first."""
+        """Return the peak of every phase, and the parts of the highest peak, largest first."""
         lines = [f"{peak.bytes:>14,}  {phase}" for phase, peak in self.peaks.items()]
         total: Counter[tuple[Any, ...]] = Counter()
         count: Counter[tuple[Any, ...]] = Counter()

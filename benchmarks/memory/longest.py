@@ -1,4 +1,4 @@
-"""Longest sequences on three clusters by the account, and published ones."""
+"""Longest sequences on three clusters by the account, and published lengths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_burst.plugins.tools.advise.settings import Settings
 from megatron_burst.plugins.tools.advise.shapes import models
 
 MODEL = "llama3-8b"
-HOST = 2 * 10**12  # bytes per node, of which 80 % are taken
+HOST = 2 * 10**12  # bytes per node; 80 % of them are used
 CHUNKED = Settings(seq=1, sequence_chunks=32, mlp_tiles=64, offload=1.0)
 
 
@@ -31,8 +31,8 @@ class Published(NamedTuple):
     goal: float
 
 
-# FPDT: table 1 of arXiv 2408.16978, A100-80G, "+" is the longest that was tried. ALST and UPipe: as
-# their papers state them, H100-80G.
+# FPDT: table 1 of arXiv 2408.16978, A100-80G, "+" marks the longest length that was tried. ALST and
+# UPipe: from their papers, H100-80G.
 PUBLISHED = {
     4: Published("2M (A100)", "", "", 2.5e6),
     8: Published("4M (A100)", "3.7M", "5M", 5e6),
@@ -76,7 +76,7 @@ def _row(model: models.Model, cluster: clusters.Cluster, one: Longest, way: str)
 
 
 def _largest_store(model: models.Model, cluster: clusters.Cluster, run: Settings) -> float:
-    """Return the largest attention store that fits at 90 % of that length."""
+    """Return the largest attention store that fits at 90 % of the length `run.seq`."""
     for store in (1.0, 0.75, 0.5, 0.25):
         kept = replace(run, store=store)
         try:

@@ -1,6 +1,7 @@
 """One training step of a real Megatron-Core GPT on CPU ranks, with its live tensors counted.
 
-Every rank counts its own. The first step is not counted: it makes plans, buffers and gradients.
+Every rank counts its own tensors. The first step is not counted, because it makes plans, buffers
+and gradients.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Cell:
 class Found:
     """Results of one rank.
 
-    They are device bytes of states, the peak of each phase, the storages of the highest peak, bytes
-    that stayed after the step, and the maximum on the host.
+    The results are device bytes of states, the peak of each phase, the storages of the highest
+    peak, bytes that stayed after the step, and the maximum on the host.
     """
 
     states: int
@@ -66,7 +67,7 @@ def measure(cell: Cell) -> list[Found]:
 
 
 def _counted(cell: Cell) -> dict[str, Any]:
-    """Count on a rank, with Megatron's replacements for a CPU."""
+    """Count on a rank, with the replacements of Megatron's CUDA calls for a CPU."""
     warnings.filterwarnings("ignore")
     from megatron_burst.plugins.testing import cpu
 
@@ -108,7 +109,7 @@ def _step(cell: Cell) -> Found:
 
 
 class Phases:
-    """Reporter of the running phase to the counter, in the account's terms."""
+    """Reporter of the running phase to the counter, with the phase names of the account."""
 
     def __init__(self, live: LiveTensors):
         self.live, self.way = live, "forward"

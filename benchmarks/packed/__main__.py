@@ -36,7 +36,7 @@ def main(words: Sequence[str] | None = None) -> int:
     for size, seeds in zip(args.ranks, args.seeds, strict=False):
         steps(Forecast(setting, size, moves=args.moves), seeds, args.methods, known, store)
     store.write_text(json.dumps(known, indent=0))
-    from . import tables  # needs what the simulation does not
+    from . import tables  # needs packages that the simulation does not need
 
     print(f"\nSimulated, not measured. Assumed: {setting}\n\n{tables.shown(known)}")
     if known["steps"]:

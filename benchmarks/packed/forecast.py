@@ -24,7 +24,7 @@ METHODS = {
     "flexsp": "best groups of FlexSP's kind: multicast, rows",
     "balanced": "layout balanced, all ranks: `auto`",
 }
-LARGEST = 256  # ranks of a group of FlexSP's kind
+LARGEST = 256  # maximum ranks of a group of FlexSP
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Step:
 
 
 class Forecast:
-    """All methods on one number of ranks; results that do not depend on the batch are kept."""
+    """All methods on one number of ranks; results that do not depend on the batch are cached."""
 
     def __init__(self, setting: Setting, ranks: int, *, moves: int = 3000):
         self.setting, self.ranks, self.moves = setting, ranks, moves
@@ -81,9 +81,10 @@ class Forecast:
         return self._layout(method, lengths)
 
     def _largest(self, lengths: np.ndarray) -> int:
-        """Return the size of the largest useful group of FlexSP's kind.
+        """Return the size of the largest useful group of FlexSP.
 
-        On it, attention to the longest document takes a quarter of the ideal time of all documents.
+        In this group, attention to the longest document takes at most a quarter of the ideal time
+        of all documents.
         """
         most = int(lengths.max())
         size, pairs = megatron.needed(most, self.setting.tokens), most * most / 2

@@ -1,6 +1,6 @@
 """Groups that Megatron forms: its scheduler of dynamic context parallelism, and fixed groups.
 
-Written after Megatron-LM's dev branch, `--sequence-packing-scheduler default_dynamic_cp` and
+This module follows Megatron-LM's dev branch, `--sequence-packing-scheduler default_dynamic_cp` and
 `dp_balanced` (megatron/core/datasets/data_schedule_utils.py, 2026-08-21).
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from .plans import Group, MicroBatch
 
-SLACK = 1.05  # of the bound on a rank's work
+SLACK = 1.05  # factor of the bound on the work of a rank
 
 
 def needed(length: int, most: int) -> int:
@@ -47,9 +47,9 @@ def dynamic(lengths: Sequence[int], ranks: int, most: int) -> list[MicroBatch]:
 def _micro_batch(lengths: list[int], ranks: int, most: int) -> tuple[list[Group], list[int]]:
     """Return the groups of one micro-batch, and the remaining documents.
 
-    A document is added where the busiest rank's work stays smallest: on ties to the fewest ranks,
-    then to the oldest group, and to free ranks last. No rank's work may exceed the work of the
-    longest document on the fewest ranks that hold it.
+    A document is added to the group for which the work of the busiest rank stays smallest. Ties go
+    to the fewest ranks, then to the oldest group, and last to free ranks. No rank's work may exceed
+    the work of the longest document on the fewest ranks that hold it.
     """
     bound = SLACK * lengths[0] * most
     groups: list[_Open] = []
@@ -57,7 +57,7 @@ def _micro_batch(lengths: list[int], ranks: int, most: int) -> tuple[list[Group]
     left, free, busiest = [], ranks, 0.0
     for length in lengths:
         best, least, size = None, math.inf, needed(length, most)
-        most_ranks = ranks if groups else size  # the longest gets no more than it needs
+        most_ranks = ranks if groups else size  # the longest gets only the ranks that it needs
         while size <= most_ranks:
             work = length * length / size
             for group in by_size.get(size, ()):
@@ -96,7 +96,8 @@ def _fill(groups: list[_Open], free: int, ranks: int) -> None:
 def fixed(lengths: Sequence[int], ranks: int, size: int, most: int) -> list[MicroBatch]:
     """Return groups of `size` ranks: packs in document order, distributed in turn.
 
-    If some groups would be empty in the last turn, the last packs give up documents.
+    If some groups would be empty in the last turn, documents of the last packs are moved to new
+    packs.
     """
     packs: list[list[int]] = [[]]
     for length in map(int, lengths):

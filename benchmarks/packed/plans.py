@@ -59,7 +59,7 @@ class Rings:
 def together(plan: Sequence[MicroBatch], rings: Rings) -> float:
     """Return seconds of a layer if all ranks end every micro-batch together.
 
-    They must if groups change: the slowest group of each micro-batch counts.
+    This is required if groups change. The slowest group of each micro-batch counts.
     """
     total = 0.0
     for groups in plan:

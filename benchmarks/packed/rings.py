@@ -1,7 +1,8 @@
 """Zigzag within every document on a group of neighbouring ranks, by the package's simulator.
 
 All ranks of such a group do the same work. Time depends only on the tokens and on the sum of
-squared lengths: documents are treated as divisible, without their padding to 2 x ranks positions.
+squared lengths: documents are treated as divisible, so padding to multiples of 2 x ranks is not
+counted.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron_burst.schedule.rings import Schedule
 
 from .setting import Setting
 
-TOKENS = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)  # of what a rank holds at most
+TOKENS = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)  # fractions of the maximum tokens of a rank
 SQUARES = (0.0, 4.0**-5, 4.0**-4, 1 / 64, 1 / 16, 1 / 4, 1.0)
 
 
@@ -30,7 +31,8 @@ class Way(NamedTuple):
     """Exchange of a group: the fastest of `algorithms`.
 
     Attributes:
-        whole: Send whole chunks if any of their rows is seen, else only rows that are seen.
+        whole: True to send whole chunks if any of their rows is visible; False to send only visible
+            rows.
     """
 
     algorithms: tuple[str, ...]
@@ -51,8 +53,11 @@ class Ring:
         self._passes: dict[tuple[float, float], tuple[float, float]] = {}
 
     def passes(self, tokens: float, squares: float) -> tuple[float, float]:
-        """Return seconds of attention, forward and backward, by tokens per rank and squared
-        lengths.
+        """Return seconds of attention, forward and backward.
+
+        Args:
+            tokens: Tokens per rank.
+            squares: Sum of the squared document lengths.
         """
         key = (tokens, squares)
         if key not in self._passes:
@@ -61,12 +66,12 @@ class Ring:
 
     def _simulated(self, tokens: float, squares: float) -> tuple[float, float]:
         setting = self.setting
-        # Rank i has pieces i and 2n - 1 - i of each document: with every other rank it shares two
-        # squares of pieces, with itself a square and two triangles.
+        # Rank i has pieces i and 2n - 1 - i of each document: two squares of pieces with every
+        # other rank, and a square and two triangles with itself.
         each = squares / (2 * self.size) ** 2
         pairs = np.full((self.size, self.size), 2 * each)
         pairs += np.eye(self.size) * tokens / 2
-        share = tokens / setting.tokens  # of a chunk's bytes; the rates of links are divided by it
+        share = tokens / setting.tokens  # fraction of a chunk's bytes; link rates are divided by it
         links = {name: getattr(setting.rates, name) / share for name in ("intra", "inter")}
         rates = setting.rates.__class__(**{**vars(setting.rates), **links})
         forward, backward = (

@@ -1,10 +1,10 @@
-"""Best groups of FlexSP's kind: powers of two of neighbouring ranks, chosen for every batch.
+"""Best groups as in FlexSP: powers of two of neighbouring ranks, chosen for every batch.
 
 FlexSP (arXiv 2412.01523) gives every micro-batch groups of many sizes and every group whole
 documents, so that the slowest group is as fast as possible, by integer programming with a cost
 model. Here the cost model is the simulator. The search is greedy (longest document first) for
-several numbers of micro-batches and group sizes, then annealed. For few documents it finds the
-optimum; a test compares it with all plans.
+several numbers of micro-batches and group sizes, then annealed. For few documents the search
+returns the optimum; a test compares it with all plans.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from .plans import Group, MicroBatch, Rings, together
 
-TARGETS = (0.5, 0.7, 0.85, 1.0, 1.2, math.inf)  # of the mean: how long one document may take
+TARGETS = (0.5, 0.7, 0.85, 1.0, 1.2, math.inf)  # maximum time of one document, relative to the mean
 
 
 @dataclass
@@ -29,7 +29,7 @@ class _Open:
     lengths: list[int] = field(default_factory=list)
 
     def with_(self, rings: Rings, add: Sequence[int], drop: Sequence[int] = ()) -> _Open:
-        """A copy with other documents."""
+        """Return a copy with documents added and dropped."""
         lengths = [*self.lengths, *add]
         for length in drop:
             lengths.remove(length)
@@ -42,10 +42,10 @@ class _Open:
 def best(
     lengths: Sequence[int], ranks: int, rings: Rings, *, moves: int, seed: int = 0, largest: int
 ) -> list[MicroBatch]:
-    """Return the fastest plan that was found; a rank holds at most the setting's tokens.
+    """Return the fastest plan of the search; a rank holds at most the setting's tokens.
 
     Args:
-        moves: Moves of each annealing.
+        moves: Moves of each annealing run.
         largest: Ranks of the largest group.
     """
     documents = sorted(map(int, lengths), reverse=True)
@@ -84,7 +84,7 @@ def _sizes(largest: int) -> list[int]:
 def _greedy(
     documents: Sequence[int], ranks: int, count: int, rings: Rings, target: float, largest: int
 ) -> list[list[_Open]] | None:
-    """Add documents, longest first, to the group that ends first with it.
+    """Add documents, longest first, each to the group that then ends first.
 
     A new group has the fewest ranks on which the document takes at most `target`. None if a
     document does not fit.
@@ -178,18 +178,18 @@ def _neighbour(
     others = [group for group in batches[c] if group is not slow]
     new: dict[int, list[_Open]] = {i: list(batches[i]) for i in {b, c}}
     new[b].remove(slow)
-    if kind < 0.1:  # to ranks that are free
+    if kind < 0.1:  # move a document to free ranks
         size = 1 << int(random.integers(largest.bit_length()))
         if size > free[c] + (slow.size if b == c and len(slow.lengths) == 1 else 0):
             return None
         added = [_Open(size).with_(rings, [some]), slow.with_(rings, [], [some])]
         places = [c, b]
-    elif kind < 0.25:  # other ranks for the same documents
+    elif kind < 0.25:  # change the size of the group
         size = slow.size * 2 if random.random() < 0.5 else slow.size // 2
         if not 1 <= size <= min(largest, free[b] + slow.size):
             return None
         added, places = [_Open(size).with_(rings, slow.lengths)], [b]
-    elif kind < 0.35:  # two groups
+    elif kind < 0.35:  # split the group
         half = slow.size // 2
         if not half or len(slow.lengths) < 2:
             return None
@@ -204,7 +204,7 @@ def _neighbour(
     else:
         other = others[random.integers(len(others))]
         new[c].remove(other)
-        if kind < 0.45 and b == c:  # one group of two
+        if kind < 0.45 and b == c:  # join two groups
             if other.size != slow.size or 2 * slow.size > largest:
                 return None
             documents = [*slow.lengths, *other.lengths]

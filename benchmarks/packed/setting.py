@@ -24,7 +24,7 @@ class Setting:
         rates: Rates of attention in forward (`compute`) and of the links.
         backward, linear: FLOP/s of attention in backward and of matrix products with parameters.
         parameters: Parameters of one layer that multiply each token.
-        tokens: Maximum of tokens per rank.
+        tokens: Maximum number of tokens per rank.
     """
 
     rates: Rates = H100
@@ -66,7 +66,8 @@ class Setting:
     def sync(self) -> float:
         """Return seconds per step and layer to reduce gradients and gather parameters in bf16.
 
-        Each NIC of a node carries its share; nothing hides them. Equal for all methods.
+        Each NIC of a node carries its share, and no compute overlaps. The result is equal for all
+        methods.
         """
         return 4.0 * self.parameters / self.per_node / self.rates.inter
 
@@ -86,7 +87,7 @@ class Lengths:
     cap: int
 
     def draw(self, seed: int, total: int) -> np.ndarray:
-        """Draw int64 lengths that fill `total` tokens; the last one is cut off."""
+        """Draw int64 lengths that fill `total` tokens; the last length is cut."""
         random, lengths, have = np.random.default_rng(seed), [], 0
         while have < total:
             wanted = self.median * np.exp(self.sigma * random.standard_normal())
@@ -96,8 +97,8 @@ class Lengths:
         return np.array(lengths, dtype=np.int64)
 
 
-# Sigma is chosen so that two numbers are near the prototype's: the load of the busiest of 64 ranks
-# with zigzag of the whole pack, and the rows that are sent to other nodes.
+# Sigma is chosen so that two numbers are near the prototype's numbers: the load of the busiest of
+# 64 ranks with zigzag of the whole pack, and the rows that are sent to other nodes.
 LENGTHS = (
     Lengths("median 1K, cap 32K", 1 << 10, 1.0, 1 << 15),
     Lengths("median 2K, tail to 512K", 1 << 11, 1.8, 1 << 19),

@@ -59,7 +59,7 @@ def _seconds(done: Any) -> list[float]:
 
 
 def table(records: Sequence[Record]) -> str:
-    """Return seconds of each rival, their ratio to the gathering rival, and auto over the best."""
+    """Return seconds of each rival, ratios to the gathering rival, and of auto to the best."""
     rows = []
     for found in records:
         seconds, size = found["seconds"], GRID[0] * GRID[1]

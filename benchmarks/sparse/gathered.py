@@ -1,9 +1,9 @@
 """Rival: every rank gathers the keys of all ranks, and computes when all have arrived.
 
-As in Megatron, gathered keys stay for backward, whose gradients are summed by a reduce-scatter
-behind it. There are two ways of gathering: every rank sends its rows to every other one, or (the
-best case of NCCL) rows cross to a node once, to the rank with the sender's number there, which
-passes them on.
+As in Megatron, gathered keys are kept for backward, and a reduce-scatter after backward sums the
+gradients. There are two ways of gathering. Either every rank sends its rows to every other rank, or
+rows are sent to each other node once (the best case of NCCL): the rank with the sender's number on
+that node receives and forwards them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .settings import DIRECT
 
 
 class Gathering:
-    """Gathers and reduce-scatters over all ranks, in one of two ways, with sent bytes counted."""
+    """Gathers and reduce-scatters over all ranks, in one of two ways; it counts sent bytes."""
 
     def __init__(self, way: str, nodes: int, per_node: int):
         self.way, self.per_node, self.size = way, per_node, nodes * per_node
@@ -61,11 +61,12 @@ class Gathering:
         return found
 
     def scatter(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the sum over ranks of their parts for this rank's rows."""
+        """Return the gradients of this rank's rows, summed over ranks."""
         total = grads[self.rank].clone()
         if self.way == DIRECT:
             return self._sum(total, {r: grads[r] for r in range(self.size) if r != self.rank})
-        # Within the node first: this rank sums what is for the ranks with its number.
+        # First within the node: this rank sums gradients for the ranks with its number on all
+        # nodes.
         sums = {r: grads[r].clone() for r in self.alike}
         rooms, works = [], []
         for r in self.mine:

@@ -3,8 +3,8 @@
     python -m benchmarks.sparse --parts held --tokens 8192
 
 One layer with the latent of DeepSeek-V3.2 (576 columns, values the first 512) and fewer heads:
-selection, attention forward and backward. Held bytes are the messages among the live storages at
-the peak, in chunks (the keys of one rank).
+selection, attention forward and backward. Held bytes are the bytes of messages among the live
+storages at the peak, in chunks (keys of one rank).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def layer(groups: mb.Groups, rows: int, top_k: int, algorithm: str) -> dict[str,
             sent = groups.counters.intra
             live.begin(name)
             result = run()
-            # `comm.packing` makes the room of a message as a row of bytes
+            # `comm.packing` allocates a message as a 1D tensor of bytes
             rooms = [
                 block.bytes
                 for block in live.peaks[name].blocks

@@ -1,12 +1,12 @@
 """Hybrid attention of DeepSeek-V4-Flash: bytes of a rank and layer, and simulated time.
 
-Ours are the plans of Megatron layers (`plugins.sparse.megatron.hybrid_plans`): a window, compressed
-keys and, in CSA layers, index keys. There are two rivals with contiguous rows. One receives 128 kv
-rows of the previous rank and gathers compressed keys and index keys, as Megatron-LM-FL #57 and
-Automodel #3855. The other also gathers kv. Both sum gradients by a reduce-scatter in bf16. Our
-gradients are sent in fp32, because the layers refuse other dtypes. Nothing was measured on a GPU.
-Kernels are assumed to reach the rate of dense attention. Time excludes projections, `mb.compress`
-and the indexer's loss.
+Our attention uses the plans of Megatron layers (`plugins.sparse.megatron.hybrid_plans`): a window,
+compressed keys and, in CSA layers, index keys. There are two rivals with contiguous rows. One rival
+receives 128 kv rows of the previous rank and gathers compressed keys and index keys, as in
+Megatron-LM-FL #57 and Automodel #3855. The other rival also gathers kv. Both sum gradients by a
+reduce-scatter in bf16. Our gradients are sent in fp32, because the layers refuse other dtypes.
+Nothing was measured on a GPU. Kernels are assumed to reach the rate of dense attention. Time
+excludes projections, `mb.compress` and the indexer's loss.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Layer:
             backward = passes.backward(algorithm, work.sizes, "kv")
             bytes_ = (traffic(p[0].schedule, None, work.sizes).total for p in (forward, backward))
             found[name] = Sent(*(total / self.ranks for total in bytes_))
-        if "index" in found:  # both keys again; only the loss has gradients of index keys
+        if "index" in found:  # the loss sends both keys again; only it has gradients of index keys
             index, compressed = found["index"].forward, found["compressed"]
             grads = (compressed.backward - compressed.forward) * self.index_width / self.width
             found["index"] = Sent(index)
@@ -189,7 +189,7 @@ def gathering(layer: Layer, cluster: Cluster) -> float:
     topology, rates, total = Topology(layer.ranks, layer.per_node), cluster.rank_rates(), 0.0
     assert rates.host is not None
     for name, (_, work) in layer.keys.items():
-        window, sizes = name == "window", work.sizes  # the window's rows are sent as ours
+        window, sizes = name == "window", work.sizes  # window rows are sent as in ours
         taken = best(work, [topology], rates if window else without_links(rates)).taken
         every = 0 if window else sizes.key_rows * sizes.forward.kv * layer.ranks
         moved = ring_seconds(cluster, layer.ranks, 1, every)

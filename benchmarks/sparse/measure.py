@@ -1,8 +1,8 @@
-"""Work of one rank of the emulated cluster: unchanged operations whose pairs only sleep.
+"""Work of one rank of the emulated cluster: unchanged operations; computing a pair only sleeps.
 
-A pair sleeps for its FLOPs over the device's speed: for the indexer on the visible keys of a
-query, for attention on min(top_k, visible keys), spread evenly over the visible keys. Bytes
-are the plans' bytes. Tests check results.
+A pair sleeps for its FLOPs / speed of the device. The indexer has FLOPs for all visible keys of a
+query, and attention for min(top_k, visible keys), spread evenly over the visible keys. Bytes are
+from the plans. Tests check results.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KERNEL = "sleeping"
 
 
 class Device:
-    """Emulated device of this rank; speed in FLOP/s, math.inf for compute without time."""
+    """Emulated device of this rank; speed in FLOP/s, math.inf if compute takes no time."""
 
     def __init__(self, layer: Layer):
         self.layer, self.speed = layer, math.inf
@@ -86,7 +86,7 @@ def load(state: State, layer: Layer) -> None:
 
 
 def rates(state: State, speed: float) -> mb.Rates:
-    """Return measured rates of links with the emulated speed and this rank's oversleep."""
+    """Return measured rates of links, with the emulated speed and the excess sleep of this rank."""
     measured = mb.measure_rates(state["groups"])
     launch = emulated.oversleep() if speed != math.inf else 0.0
     return dataclasses.replace(measured, compute=speed, launch=launch)
@@ -110,7 +110,7 @@ def prepare(state: State, name: str, rates: mb.Rates | None = None) -> Work:
     run: Any = timed(state, name, math.inf)
     scores, attention = state["device"].flops(state["whole"])
     flops = {"forward": scores + attention, "backward": BACKWARD * attention}
-    if name in GATHERS:  # both passes together, as it counts them
+    if name in GATHERS:  # this rival counts both passes together
         return Work({"forward": run.counted, "backward": dict.fromkeys(LINKS, 0)}, {}, "", flops)
     mine = [p for p in groups.cache["sparse"].values() if p.facts["plan"] == plan.identity]
     sent = [[sum(getattr(p.traffic()[n], link) for p in mine if n == 0 or any(p.needs_grad))
@@ -121,7 +121,7 @@ def prepare(state: State, name: str, rates: mb.Rates | None = None) -> Work:
 
 
 def predicted(state: State, name: str) -> dict[str, float]:
-    """Return seconds of a selection and an attention by each algorithm, as "auto" compared them."""
+    """Return seconds of selection and attention for each algorithm, as compared by "auto"."""
     plan: Any = state["plans"][name]
     seconds: dict[str, float] = {}
     for each in state["groups"].cache["sparse"].values():

@@ -1,8 +1,8 @@
 """Settings: one layer with the proportions of DeepSeek-V3.2 at 128K tokens, and its rivals.
 
-128K tokens and 2,048 selected ones are divided by 16, 128 heads and 64 index heads by 64. This
-keeps the ratios of compute to compute and of bytes to bytes; the emulated device's speed decides
-the ratio between both. Links are so slow that a busy CPU's own work hardly counts.
+128K tokens and 2,048 selected tokens are divided by 16; 128 heads and 64 index heads are divided by
+64. This keeps the ratios within compute and within bytes; the speed of the emulated device sets the
+ratio of compute to bytes. Links are so slow that the work of a busy CPU hardly counts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ GRID, RATES = (2, 4), "50M/200M"
 DIRECT, BY_NODE = "gather, then compute", "gather by node, then compute"
 GATHERS = (DIRECT, BY_NODE)
 ALGORITHMS = ("burst", "multicast", "all_gather", "auto")
-# Compute over the time that the rival takes where compute takes none.
+# Compute time / time of the rival if compute takes no time.
 REGIMES = {"links": 0.0, "equal": 1.0, "compute": 4.0}
 
 
@@ -22,7 +22,7 @@ class Layer(NamedTuple):
 
     Attributes:
         rows: Rows per rank.
-        latent, values: Columns of keys, and the first of them that are values.
+        latent, values: Columns of keys, and number of the first columns that are values.
     """
 
     rows: int = 1024

@@ -1,7 +1,7 @@
 """DeepSeek-V3.2 on 512 H100 by the forecast of `megatron-burst advise`: ours and gathered keys.
 
-Nothing was measured on a GPU. Kernels are assumed to reach the rate of dense attention, or the
-memory's rate if queries and results take longer.
+Nothing was measured on a GPU. Kernels are assumed to reach the rate of dense attention, or the rate
+of memory if reading queries and writing results take longer.
 """
 
 from __future__ import annotations

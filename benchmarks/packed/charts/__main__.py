@@ -1,7 +1,7 @@
 """Compare packed documents with published speeds, simulated, and write docs/packed-published.md.
 
 `python -m benchmarks.packed.charts` writes record.json, the tables and the chart of the page.
-`--parts` names what to simulate again; `--parts` without a name only writes the page.
+`--parts` names the parts to simulate again; `--parts` without a name only writes the page.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Documents of MagiAttention's benchmark, drawn from its published distribution by its rule."""
+"""Documents of MagiAttention's benchmark, drawn by its rule from its published distribution."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import numpy as np
 
 from benchmarks.advise.published_tables import table
 
-CUT = 4  # no document is longer than the pack over this
+CUT = 4  # no document is longer than the pack / CUT
 PACKS = 20
 
 
 @cache
 def magi_packs(pack: int, count: int = PACKS, seed: int = 42) -> tuple[np.ndarray, ...]:
-    """Return int64 document lengths of the first `count` packs of `pack` tokens of its benchmark.
+    """Return int64 document lengths of the first `count` packs of `pack` tokens of the benchmark.
 
-    Its sampler gives a document the middle length of its bin. Documents longer than a quarter of
-    the pack are cut into quarters and a rest. All parts are shuffled and put into packs one after
-    another; a part that does not fit continues in the next pack. Packs are shuffled.
+    The sampler of the benchmark gives a document the middle length of its bin. Documents longer
+    than a quarter of the pack are cut into quarters and a remainder. All parts are shuffled and put
+    into packs one after another; a part that does not fit continues in the next pack. Packs are
+    shuffled.
     """
     rows = table("magi_document_lengths")
     middle = np.array([(int(row["first"]) + int(row["last"])) // 2 for row in rows])

@@ -1,7 +1,7 @@
 """Megatron-LM's example of dynamic context parallelism: micro-batches and calls, counted.
 
-Its model is so small that a step takes ten times its compute. Time depends on the number of
-micro-batches and calls, not on bytes. So a step is a + m * b + c * s for m micro-batches and c
+The model is so small that a step takes ten times as long as its compute. Time depends on the number
+of micro-batches and calls, not on bytes. So a step is a + m * b + c * s for m micro-batches and c
 consecutive attention calls per layer, summed over micro-batches. The three constants are fitted to
 four of the ten published times.
 """
@@ -19,7 +19,7 @@ from megatron_burst.autotune.pair_counts import pairs_seen
 from megatron_burst.layout import make
 from megatron_burst.masks import Causal, Documents
 
-# Ranks of a group, tokens of a rank at most, documents of a group in a step.
+# Ranks of a group, maximum tokens of a rank, documents of a group in a step.
 CP, TOKENS, DOCUMENTS = 4, 2048, 8
 MEAN, SIGMA, LEAST, MOST = 1024, 1.5, 128, 8192
 BATCHES = 40
@@ -37,7 +37,7 @@ class Count(NamedTuple):
 def lengths(gpus: int, seed: int) -> np.ndarray:
     """Return int64 document lengths of a step."""
     random = np.random.default_rng(seed)
-    middle = np.log(MEAN) - SIGMA**2 / 2  # of a log-normal of that mean
+    middle = np.log(MEAN) - SIGMA**2 / 2  # log of the median of a log-normal with this mean
     drawn = random.lognormal(middle, SIGMA, DOCUMENTS * gpus // CP)
     return np.clip(drawn, LEAST, MOST).astype(np.int64)
 
@@ -47,7 +47,7 @@ def counted(way: str, gpus: int, documents: np.ndarray) -> Count:
     if way == "dp_balanced":  # all micro-batches on rings of four
         plan = megatron.fixed(documents.tolist(), gpus, CP, TOKENS)
         return Count(len(plan), len(plan) * CP)
-    if way == "dynamic_cp":  # the largest group of each ends last
+    if way == "dynamic_cp":  # the largest group of a micro-batch ends last
         plan = megatron.dynamic(documents.tolist(), gpus, TOKENS)
         # A document is put into at most one group of context parallelism.
         return Count(len(plan), sum(min(CP, max(group.size for group in each)) for each in plan))
@@ -59,7 +59,7 @@ def counted(way: str, gpus: int, documents: np.ndarray) -> Count:
 
 
 def _packs(documents: np.ndarray, count: int, room: int) -> list[list[int]] | None:
-    """Distribute documents over `count` packs, longest first into the emptiest.
+    """Distribute documents over `count` packs, longest first, each into the emptiest pack.
 
     Packs of similar work follow one another. None if a document does not fit.
     """
@@ -73,7 +73,7 @@ def _packs(documents: np.ndarray, count: int, room: int) -> list[list[int]] | No
 
 
 def _calls(ranks: int, documents: Sequence[int]) -> int:
-    """Return the largest number of ranks whose keys one rank computes with, in layout balanced."""
+    """Return the largest number of ranks whose keys one rank uses, in layout balanced."""
     if not documents:
         return 0
     padding = -sum(documents) % ranks
@@ -106,13 +106,13 @@ def published() -> dict[tuple[str, int], float]:
 def constants(found: dict[tuple[str, int], Count]) -> np.ndarray:
     """Return milliseconds [3] of a step, of a micro-batch, and of a call in all layers.
 
-    Non-negative least squares of the published times at `FITTED_GPUS`.
+    They are fitted to the published times at `FITTED_GPUS` by non-negative least squares.
     """
     known = {key: ms for key, ms in published().items() if key[1] in FITTED_GPUS}
     rows = np.array([[1.0, *found[key]] for key in known])
     times = np.array(list(known.values()))
     best, least = np.zeros(3), np.inf
-    for kept in range(1, 8):  # of the subsets with no constant below 0, the one nearest to all
+    for kept in range(1, 8):  # the best fit of all subsets in which no constant is below 0
         which = [i for i in range(3) if kept >> i & 1]
         some = np.linalg.lstsq(rows[:, which], times, rcond=None)[0]
         full = np.zeros(3)

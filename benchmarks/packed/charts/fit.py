@@ -1,4 +1,4 @@
-"""Five constants for the rivals' rows of MagiAttention's charts; the other rows are predicted."""
+"""Five constants, fitted to rows of rivals in MagiAttention's charts; other rows are predicted."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ class Cell(NamedTuple):
 
     @property
     def fitted(self) -> bool:
-        """Return true if the constants were fitted to this cell."""
+        """Return True if the constants were fitted to this cell."""
         return (self.rival in FITTED_RIVALS and self.mask in FITTED_MASKS
                 and self.ranks in FITTED_RANKS and not self.odd)  # fmt: skip
 
     @property
     def odd(self) -> bool:
-        """Return true for backward of all-gather.
+        """Return True for backward of all-gather.
 
-        It makes gradients of all keys of the pack on every GPU. This time grows with the pack and
-        is not modelled.
+        All-gather computes gradients of all keys of the pack on every GPU. The time of this step
+        grows with the pack and is not modelled.
         """
         return self.rival == "allgather" and self.way == "bwd"
 
 
 def cells() -> list[Cell]:
-    """Return all cells of the charts, MagiAttention's own included."""
+    """Return all cells of the charts, including MagiAttention's own cells."""
     return [
         Cell(row["mask"], row["pass"], row["algo"], ranks, float(row[str(ranks)]))
         for row in table("magi_h100")

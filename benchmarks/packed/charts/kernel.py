@@ -1,6 +1,6 @@
 """Time of a local attention call, by its rectangles of queries and keys.
 
-Two constants per pass follow from published speeds of one GPU alone: the rate of a long causal
+Two constants per pass are derived from published speeds of a single GPU: the rate for a long causal
 sequence, and the cost of a row in keys. Rectangles are rounded up to tiles.
 """
 
@@ -14,8 +14,8 @@ import numpy as np
 from .documents import area, magi_packs
 
 HEADS, KV_HEADS, WIDTH, TOKENS = 64, 8, 128, 8192
-TILE = 128  # rows and columns of a tile of FlashAttention-3 at width 128, about
-FLOPS = (4.0 * HEADS * WIDTH, 2.5 * 4.0 * HEADS * WIDTH)  # of a visible pair, forward and backward
+TILE = 128  # approximate rows and columns of a tile of FlashAttention-3 at width 128
+FLOPS = (4.0 * HEADS * WIDTH, 2.5 * 4.0 * HEADS * WIDTH)  # per visible pair, forward and backward
 # One H100, 32K tokens, TFLOP/s forward and backward, read off MagiAttention's charts, +- 2 %:
 # (causal, packed causal) of each kernel.
 ALONE = {
@@ -36,7 +36,7 @@ class Kernel:
     """One pass of a kernel.
 
     Attributes:
-        rate: FLOP/s of pairs in its tiles.
+        rate: FLOP/s of pairs in tiles.
         edge: Additional cost of a row, in keys.
         flops: FLOPs of a pair.
         backward: True if rows of keys count like rows of queries.
@@ -62,12 +62,12 @@ class Kernel:
         return whole * (whole + TILE) / 2 * self.per_pair
 
     def besides(self, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Return additional seconds of the rows of a call; `keys` are the rows that they see."""
+        """Return additional seconds of the rows of a call; `keys` are the keys that they see."""
         each = (tiled(rows) + tiled(keys)) / 2 if self.backward else tiled(rows)
         return self.edge * each * self.per_pair
 
     def own(self, rows: np.ndarray, causal: bool) -> np.ndarray:
-        """Return seconds of documents on themselves, by their rows."""
+        """Return seconds of attention within each document; `rows` are lengths of documents."""
         pairs = self.triangle(rows) if causal else self.tiles(rows, rows)
         return pairs + self.besides(rows, rows)
 
@@ -85,7 +85,7 @@ def kernels(name: str) -> tuple[Kernel, Kernel]:
     for backward, (causal, packed) in enumerate(ALONE[name]):
         flops = FLOPS[backward]
         low, high = 0.0, 8192.0
-        for _ in range(50):  # the more a row costs in addition, the slower are short documents
+        for _ in range(50):  # bisection: a larger cost per row makes short documents slower
             edge = (low + high) / 2
             kernel = Kernel(1.0, edge, flops, bool(backward))
             ratio = np.mean([_speed(kernel, each) for each in packs]) / _speed(kernel, one)

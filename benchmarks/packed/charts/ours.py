@@ -26,19 +26,19 @@ from .kernel import FLOPS, HEADS, KV_HEADS, WIDTH, kernels, tiled
 from .rivals import NODE, Constants, sizes
 
 TRIED = ("ring", "burst", "all_gather", "multicast", "prefetch")
-AUTO = TRIED[1:]  # what `auto` tries
+AUTO = TRIED[1:]  # algorithms that `auto` tries
 HEAD_CHUNKS = (1, 2)
-WIRE = 4  # bytes of an element of travelling gradients: fp32, the default
-MEMORY = 0.8 * 3.35e12  # bytes per second of an H100's memory that a pass over it reaches
+WIRE = 4  # bytes of an element of gradients that are sent: fp32, the default
+MEMORY = 0.8 * 3.35e12  # bytes per second that a pass over an H100's memory reaches
 CALL, MESSAGE = 30e-6, 10e-6  # additional seconds of each call and of each message
-ELEMENT = 4 + 4 + 2  # bytes that adding a partial result in bf16 to one in fp32 moves
+ELEMENT = 4 + 4 + 2  # bytes read and written to add a bf16 element to an fp32 element
 # Additional bytes per element of keys, and of their gradients, in a call for several chunks. Keys:
 # two copies in bf16. Gradients in fp32: zeros, reordering and addition.
 COPY, GRADIENT = 4 * 2, 6 * 4
 
 
 class Pieces(NamedTuple):
-    """Runs of one document: the rank and the rows of each."""
+    """Runs of rows of one document on one rank: rank and rows of each run."""
 
     rank: np.ndarray
     rows: np.ndarray
@@ -51,7 +51,7 @@ class Pack:
 
     Attributes:
         mask: Visible pairs.
-        bounds: Begins and ends of documents or segments.
+        bounds: Boundaries of documents or segments.
         area: Number of visible pairs.
     """
 
@@ -118,7 +118,7 @@ class _Rows(NamedTuple):
         """Count the rows of these pieces.
 
         Args:
-            together: All other ranks count as one; their rows are spread over the pairs.
+            together: True to count all other ranks as one; their rows are spread over the pairs.
         """
         once = np.unique(piece * ranks + other)
         piece, other = once // ranks, once % ranks
@@ -137,7 +137,7 @@ class _Rows(NamedTuple):
         return cls(*found)
 
 
-ROW = HEADS * WIDTH * ELEMENT / MEMORY  # seconds of adding a row to what is there already
+ROW = HEADS * WIDTH * ELEMENT / MEMORY  # seconds to add a row to an existing sum
 
 
 def work(pack: Pack, row: float = ROW, together: bool = False) -> Work:
@@ -145,8 +145,8 @@ def work(pack: Pack, row: float = ROW, together: bool = False) -> Work:
 
     Args:
         row: Seconds for each row of a partial result that is added.
-        together: A rank computes in two calls, its own pair and all others, whose keys it copies
-            into one buffer.
+        together: True if a rank computes in two calls: its own pair, and all other pairs, whose
+            keys it copies into one buffer.
     """
     pieces, ranks = pack.pieces(), pack.ranks
     seen = pairs_seen(pack.mask, [(span,) for span in pieces.spans])
@@ -236,7 +236,7 @@ def runs(
                 (there, back), done.seconds, kernels("FA3"), FLOPS, heads, adds, strict=True
             ):
                 took.append(pass_time(each, own, seconds / share, rates, count) + exchange)
-                # `auto` knows pairs and a rate, and which rows are added.
+                # `auto` uses only pairs, a rate, and the rows that are added.
                 simple = done.pairs * (flops / kernel.rate / share)
                 known = pass_time(each, own, simple, rates, count, adding=of_sums)
                 plain += known.seconds + exchange.seconds

@@ -1,7 +1,7 @@
 """Times of the rivals of MagiAttention's benchmark, by the package's simulator and exchanges.
 
-They cut every document into 2 x ranks mirrored pieces, so all ranks do the same work. A pass is
-one rank's pairs, its ring's hops or its all-to-alls. Their kernel is FlashAttention 3.
+They cut every document into 2 x ranks mirrored pieces, so all ranks do the same work. A pass
+consists of one rank's pairs, and hops of its ring or all-to-alls. Their kernel is FlashAttention 3.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _ring(nodes: int, width: int, backward: bool, tokens: int) -> PreparedSchedu
 def _ring_seconds(
     kernel: Kernel, lengths: np.ndarray, causal: bool, size: int, share: int
 ) -> np.ndarray:
-    """Return seconds [size, size] of the pairs of each two ranks; `share` ranks split the heads."""
+    """Return seconds [size, size] of the pairs of two ranks; `share` ranks split the heads."""
     if size == 1:
         return np.array([[kernel.own(lengths, causal).sum() / share]])
     piece = lengths / size
@@ -96,14 +96,14 @@ def seconds(
     tokens, lengths = int(lengths.sum()) // ranks, lengths.astype(float)
     if rival == "allgather":
         return _gathered(kernel, ranks, lengths, causal, backward, fitted)
-    # Eight ranks of a node share heads (USP, LoongTrain), all (Ulysses), none (ring).
+    # Ranks that share heads: eight of a node (USP, LoongTrain), all (Ulysses), none (ring).
     ulysses = {"ulysses": ranks, "ring_p2p": 1}.get(rival, min(ranks, NODE))
     topology = Topology(ranks, NODE, ulysses)
     own = sizes(tokens=tokens).shared(ulysses)
     nodes, width = (ranks // ulysses, 1) if ulysses > 1 else (ranks // NODE, NODE)
     work = _ring_seconds(kernel, lengths, causal, nodes * width, ulysses)
     if nodes * width == 1:
-        rates = replace(rates, launch=0.0)  # one call, nothing to correct
+        rates = replace(rates, launch=0.0)  # one call needs no correction
     ring = pass_time(_ring(nodes, width, backward, own.tokens), own, work, rates)
     return ring.seconds + sharing(topology, own, rates)[backward].seconds
 
@@ -112,7 +112,7 @@ def _gathered(
     kernel: Kernel, ranks: int, lengths: np.ndarray, causal: bool, backward: bool,
     fitted: Constants,
 ) -> float:  # fmt: skip
-    """Return seconds if all keys are gathered first and gradients are summed last."""
+    """Return seconds if all keys are gathered before compute and gradients are summed after it."""
     family = sizes().backward.dkv if backward else sizes().forward.kv
     shard = float(lengths.sum()) / ranks * family
     nodes = max(1, ranks // NODE)

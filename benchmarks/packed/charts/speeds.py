@@ -23,8 +23,8 @@ def simulated(
 ) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
     """Return speeds by method, and the mean parts of the passes.
 
-    Speeds are TFLOP/s per GPU: mean, smallest and largest over packs. Of an algorithm the better
-    number of head chunks of each pack counts; shared heads use `prefetch`.
+    Speeds are TFLOP/s per GPU: mean, smallest and largest over packs. For each algorithm and pack,
+    the better number of head chunks counts. Shared heads use `prefetch`.
     """
     speeds: dict[str, list[tuple[float, float]]] = {}
     parts = []
@@ -71,8 +71,8 @@ def _seconds(run: ours.Run) -> float:
 def _parts(lengths: np.ndarray, pack: ours.Pack, run: ours.Run) -> dict[str, float]:
     """Return milliseconds of the parts of `auto`'s run.
 
-    Parts are the kernel on whole documents, smaller pieces, adding partial results, the busiest
-    rank over the mean, and the rest.
+    Parts are the kernel on whole documents, and the extra time of smaller pieces, of adding partial
+    results, of the busiest rank compared with the mean, and of all else.
     """
     together = ALGORITHMS[run.algorithm].joins
     bare, done = ours.work(pack, 0.0, together), ours.work(pack, together=together)
