@@ -1,7 +1,7 @@
 """Command line of `pretrain_gpt.py`: Megatron's flags and the flags of this package.
 
-Owns names and defaults of the Megatron flags that these examples use, and the checks that need only
-flags and the number of processes.
+It defines names and defaults of the Megatron flags that these examples use, and checks that need
+only flags and the number of processes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Distributed checkpoints that load under any context-, tensor- or pipeline-parallel size.
 
-Owns the content of a checkpoint of this example, and Megatron's directory convention
+The module defines the content of a checkpoint, and follows Megatron's directory convention
 (DIR/iter_0000010, DIR/latest_checkpointed_iteration.txt).
 """
 

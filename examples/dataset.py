@@ -1,6 +1,6 @@
 """Batches from a Megatron .bin/.idx dataset, equal for all parallel sizes.
 
-Owns the assignment of samples to data-parallel ranks and micro-batches. Every rank of a
+The module assigns samples to data-parallel ranks and micro-batches. Every rank of a
 context-parallel group reads whole sequences; Megatron's own function then selects its shard.
 """
 
@@ -43,7 +43,7 @@ def build(args: Namespace) -> GPTDataset:
     Raises:
         ValueError: The text is shorter than one sequence.
     """
-    text = IndexedDataset(args.data_path)  # a variable, because it closes the file of its arrays
+    text = IndexedDataset(args.data_path)  # keeps a reference, so that the file stays open
     tokens = int(text.sequence_lengths.sum())
     if tokens <= args.seq_length:
         raise ValueError(

@@ -3,10 +3,10 @@
     make grpo                         # about 3 minutes on 2 cores
     make grpo ARGS="--digits 6 --samples 16 --steps 400"
 
-Starts `grpo_train.py` on four ranks, two context-parallel by two data-parallel. Then it checks that
-the reward rises and that separate trajectories have the same gradients, and prints the rows and
-the time that merged prefixes save. It draws the reward and one tree. Owns the criteria for
-"learned" and "equal".
+The script starts `grpo_train.py` on four ranks, two context-parallel by two data-parallel. Then it
+checks that the reward rises and that separate trajectories have the same gradients, and prints the
+rows and the time that merged prefixes save. It draws the reward and one tree. It defines the
+criteria for "learned" and "equal".
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 Every sample begins with the same instructions, which are one example game. Each first answer to a
 question has several second answers, so samples form a tree. The reward is the share of correct
-digits in both answers. Owns the tokens, the rules and the generation of samples.
+digits in both answers. The module defines the tokens and the rules, and generates samples.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 A step samples (`grpo_task`), computes old log-probabilities (`mb.rl.logprobs`), and updates weights
 by the clipped ratio (`mb.rl.logprobs` with `loss`). Prefixes that samples share are computed once.
-Global rank 0 prints some of the rows and writes all to FILE. Owns the algorithm and the comparison
-with separate trajectories.
+Global rank 0 prints some of the rows and writes all rows to FILE. The module contains the algorithm
+and the comparison with separate trajectories.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Grpo:
     entropy: float = 0.0
 
     def __call__(self, part: mb.rl.TrajectoryLogProbs) -> torch.Tensor:
-        """Return the part of a micro-batch in the mean loss over all sampled tokens."""
+        """Return the contribution of a micro-batch to the mean loss over all sampled tokens."""
         gain: Any = 0.0
         for place, i in enumerate(part.index):
             written, advantage = self.samples[i].written, self.advantages[i]

@@ -1,7 +1,7 @@
 """Launcher of `pretrain_gpt.py`, or of a script with its flags, and reader of its metrics.
 
-Owns the start of processes on this machine (torchrun, threads per process, files of the error
-streams), and the search for the reason of a failure.
+It starts processes on this machine (torchrun, threads per process, files of the error streams), and
+searches for the reason of a failure.
 """
 
 from __future__ import annotations

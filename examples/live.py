@@ -1,6 +1,6 @@
 """Progress of a training run: a live table on a terminal, plain lines in other output.
 
-Owns the screen and the metrics file of global rank 0. On other ranks the object prints nothing.
+`Reporter` prints and writes the metrics file on global rank 0. On other ranks it prints nothing.
 """
 
 from __future__ import annotations

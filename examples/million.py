@@ -4,10 +4,11 @@
     make million ARGS="--tokens 256K"     # a shorter sequence
     make million ARGS="--ranks 2"         # on two ranks: the same loss and gradient norm
 
-Trains a small Llama-style GPT of Megatron-Core. Most of its layers have a sliding window, and a few
-have full attention. The example prints the predicted memory and the time of attention, and runs
-`million_step.py` on every rank. Then it compares the measured memory with the prediction, and the
-loss with earlier runs on other numbers of ranks. Owns the output and the tolerances.
+The script trains a small Llama-style GPT of Megatron-Core. Most of its layers have a sliding
+window, and a few have full attention. The script prints the predicted memory and the time of
+attention, and runs `million_step.py` on every rank. Then it compares the measured memory with the
+prediction, and the loss with earlier runs on other numbers of ranks. It defines the output and the
+tolerances.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Model of `million.py`: its sizes, its command line, and its predicted memory.
 
-Owns the model and its sizes. The module does not import torch.
+The module does not import torch.
 """
 
 from __future__ import annotations

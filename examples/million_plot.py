@@ -1,6 +1,6 @@
 """Picture and page of `million.py`: memory of a rank over the step, and a table of runs.
 
-Owns the form of the picture and of the table. The data are arguments.
+The module defines the form of the picture and of the table. The data are arguments.
 """
 
 from __future__ import annotations

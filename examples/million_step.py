@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 4 examples/million_step.py --report FILE [flags of pretrain_gpt.py]
 
-Trains as `pretrain_gpt.py` does, inside a counter of live tensors. Rank N writes FILE.N with the
-bytes at the peak of each phase and over time, seconds and processor seconds. Global rank 0 shows
-the progress. Owns the measurements and the screen.
+The script trains like `pretrain_gpt.py`, inside a counter of live tensors. Rank N writes FILE.N
+with the bytes at the peak of each phase and over time, seconds and processor seconds. Global rank 0
+shows the progress. The module contains the measurements and the screen output.
 """
 
 from __future__ import annotations

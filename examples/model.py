@@ -1,6 +1,6 @@
 """Model and optimizer of `pretrain_gpt.py`, from parts of Megatron-Core.
 
-Owns the assignment of flags to fields of Megatron's configurations.
+The module assigns flags to fields of Megatron's configurations.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def model_config(args: Namespace) -> TransformerConfig:
         recompute_method=args.recompute_method,
         recompute_num_layers=args.recompute_num_layers,
         recompute_modules=args.recompute_modules,
-        # Without it each context-parallel rank divides its loss by its own number of tokens.
+        # Otherwise each context-parallel rank divides its loss by its own number of tokens.
         calculate_per_token_loss=True,
         bf16=args.bf16,
         params_dtype=torch.bfloat16 if args.bf16 else torch.float32,

@@ -1,6 +1,6 @@
 """Picture of `make quickstart`: the losses of the runs and their differences.
 
-Owns the style of the pictures of all examples. All data are arguments.
+The module defines the style of the pictures of all examples. All data are arguments.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@
     python examples/prepare_data.py --data corpus/my_prefix  # an existing .bin/.idx, linked
     python examples/prepare_data.py --definitions            # a document per function or class
 
-Owns the tokens: one per byte (0 to 255), and 256 at the end of each document. PREFIX.json contains
-the numbers of documents and tokens, the vocabulary size, and the unigram entropy in nats per token.
-PREFIX contains a fingerprint of the source. So an unchanged source is not built again, and
-Megatron's index cache is never used for a changed source.
+The script defines the tokens: one per byte (0 to 255), and 256 at the end of each document.
+PREFIX.json contains the numbers of documents and tokens, the vocabulary size, and the unigram
+entropy in nats per token. PREFIX contains a fingerprint of the source. So an unchanged source is
+not built again, and Megatron's index cache is never used for a changed source.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     make quickstart                 # or: python examples/quickstart.py --data FOLDER
     make quickstart ARGS=--packed   # many documents per sequence, attention within each
 
-Runs `pretrain_gpt.py` three times: on 4 ranks with BurstAttention; the first steps on 1 rank with
-Megatron's own attention; the last steps on 2 ranks from the checkpoint. Then it compares losses and
-gradient norms, and draws them. Owns the settings and the tolerances of this demonstration. It uses
-only command lines and metrics, not the code of the model.
+The script runs `pretrain_gpt.py` three times: on 4 ranks with BurstAttention; the first steps on 1
+rank with Megatron's own attention; the last steps on 2 ranks from the checkpoint. Then it compares
+losses and gradient norms, and draws them. It defines the settings and the tolerances. It uses only
+command lines and metrics, not the code of the model.
 """
 
 from __future__ import annotations
