@@ -173,7 +173,7 @@ def three_products(hidden, weight, labels, case):
 
 
 def four_products(hidden, weight, labels, case):
-    """Compute only the four matrix products of a backward that recomputes the logits."""
+    """Compute only the four matrix products of a step whose backward recomputes the logits."""
     import torch
 
     rows = max(1, 2**27 // (len(weight) * hidden.element_size()))

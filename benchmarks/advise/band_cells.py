@@ -47,7 +47,7 @@ class BandCell(NamedTuple):
     Attributes:
         table, label: Its table and row.
         gpu: Name of the GPU.
-        ratio: Published time over its forecast, above 1 if the forecast is too short.
+        ratio: Published time / forecast, above 1 if the forecast is too short.
         fitted: True if a constant of the forecast was fitted to its table.
         counts: True if a band is derived from it.
     """
@@ -61,7 +61,7 @@ class BandCell(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Return forecast time over published time, minus one."""
+        """Return forecast time / published time, minus one."""
         return 1 / self.ratio - 1
 
 

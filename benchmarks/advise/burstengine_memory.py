@@ -94,7 +94,7 @@ def _point(row: Row, reserve: float) -> Point:
 
 
 def run(fit: bool = False) -> Section:
-    """Return the ten rows, with the fitted reserve if `fit`, else with the stated one."""
+    """Return the ten rows, with the fitted reserve if `fit`, else with the stated reserve."""
     measured_rows = rows()
     best = fitted(measured_rows)
     reserve = best if fit else RESERVE

@@ -217,7 +217,7 @@ def fitted(start: Host, rows: list[Measured]) -> Host:
 
 
 class Ranking(NamedTuple):
-    """Pairs of rivals of one cell with clearly different times, and the wrongly ranked ones.
+    """Pairs of rivals of one cell with clearly different times, and the wrongly ranked pairs.
 
     Attributes:
         wrong: (cell, rival, other, measured ratio, predicted ratio).

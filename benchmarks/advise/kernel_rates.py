@@ -41,7 +41,7 @@ class RingCall(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Return predicted over published time, minus one."""
+        """Return predicted time / published time, minus one."""
         return self.published / self.predicted - 1
 
 

@@ -131,7 +131,7 @@ def fitted(
 
 
 class Ranking(NamedTuple):
-    """Pairs of runs with equal heads and length that differ by `APART`, and the wrong ones."""
+    """Pairs of runs with equal heads and length that differ by `APART`, and the wrong pairs."""
 
     pairs: int
     wrong: list[tuple[Row, Row]]

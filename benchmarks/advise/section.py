@@ -24,7 +24,7 @@ class Point(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Predicted over published, minus one."""
+        """Predicted / published, minus one."""
         return self.predicted / self.published - 1
 
 

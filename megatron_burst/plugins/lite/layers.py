@@ -69,8 +69,8 @@ class LiteCoreAttention(torch.nn.Module):
             core_attention_bias_type: must be "no_bias".
             attn_mask_type: must end with "causal".
             qkv_format: ignored.
-            cu_seqlens_q: cumulative lengths of the packed documents, of which each rank holds a
-                part, int32 [documents + 1].
+            cu_seqlens_q: cumulative lengths of the packed documents, over all ranks, int32
+                [documents + 1].
             cu_seqlens_kv: None, or equal to `cu_seqlens_q`.
             cu_seqlens_q_padded: None, or equal to `cu_seqlens_q`.
             cu_seqlens_kv_padded: None, or equal to `cu_seqlens_q`.

@@ -137,7 +137,7 @@ def selected_plan(
     at = selected_setting(selection, plan, None, None)
     options = replace(at.options, softmax_scale=at.scale(q, scale), store=at.store)
     operation = _operation(at, options, q, k, v, selection, sink, kernel)
-    needs_grad = tuple(map(or_, operation.needs_grad, plan.needs_grad))  # q must fit other plans
+    needs_grad = tuple(map(or_, operation.needs_grad, plan.needs_grad))  # plans of a call share q
     made = plan_of(replace(operation, needs_grad=needs_grad))
     return made.with_kernel(kernel_for(made, selection))
 

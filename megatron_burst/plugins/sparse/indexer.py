@@ -224,7 +224,7 @@ def over_units(request: Request, rule: SelectionRule, top_k: int) -> Request:
     A unit is consecutive positions that are selected together. Values are not sent.
     """
     q, k, v = request.tensors
-    facts = {"rule": described(rule), "top_k": top_k} | request.facts  # the first facts in messages
+    facts = {"rule": described(rule), "top_k": top_k} | request.facts  # come first in messages
     heads = rule.selections(q.shape[2] // rule.block, k.shape[2])
     pairs = PairKernel(UnitSelector, rule, heads, top_k)
     return replace(request, kernel=pairs, tensors=(q, k, v[..., :0]), facts=facts)

@@ -102,8 +102,8 @@ class WindowLayout(Layout):
     def _spans(self, rank: int, seq_len: int) -> SpanArray:
         positions = self._shards.positions[rank]
         steps, spans, start = np.diff(positions), [], 0
-        changes = np.flatnonzero(np.diff(steps)) + 1  # each the index of a step
-        for last in (*changes.tolist(), len(positions) - 1):  # last entry of equal steps
+        changes = np.flatnonzero(np.diff(steps)) + 1  # first step of each new run
+        for last in (*changes.tolist(), len(positions) - 1):  # last position of a run
             if start < last or last == len(positions) - 1 == start:
                 length = last + 1 - start
                 stride = int(steps[start]) if length > 1 else 1

@@ -53,8 +53,8 @@ def kernels(device: torch.device, records: list[Record]) -> Iterator[Finding]:
         device: Device of the kernels.
         records: List to which a record per kernel, mask and side (tensors that backward sends: "kv"
             or "query") is appended. "errors" of a record has the kernel's largest errors of out,
-            dq, dk and dv against float64, "torch" those of torch's attention. If the kernel gives
-            no result, "refused" or "failed" is the reason.
+            dq, dk and dv against float64, "torch" has the errors of torch's attention. If the
+            kernel gives no result, "refused" or "failed" is the reason.
     """
     problems = [(case, *_problem(case, device)) for case in CASES]
     for name in KERNELS:
