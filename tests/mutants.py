@@ -1014,6 +1014,7 @@ def run_tests(mutant, folder):
     """In a process of its own: pytest on the copy; what it prints goes to a file there."""
     os.chdir(folder)
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    os.environ.pop("PYTEST_ADDOPTS", None)  # with -vv, the diff of two long lists takes minutes
     sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != ROOT]
     with open(folder / "log", "w") as log, redirect_stdout(log), redirect_stderr(log):
         import pytest
