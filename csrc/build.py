@@ -4,8 +4,8 @@
     python csrc/build.py --out FILE.so   # into another file
 
 The build requires a C++20 compiler and the headers in torch's package. If nvcc exists, the library
-also contains CUDA code for the given architectures; no GPU is required. Owns the compiler flags.
-Imports neither torch nor the package; it only searches for torch's folder.
+also contains CUDA code for the given architectures; no GPU is required. This module decides the
+compiler flags. It imports neither torch nor the package, and only searches for torch's folder.
 """
 
 from __future__ import annotations

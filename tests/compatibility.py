@@ -10,8 +10,8 @@
 Each version replaces the installed one in its own pytest process, which runs the tests of each
 feature. A cell is "works" if all tests of the feature passed, "refused" if they passed and assert
 an error, "fails" if a test failed, and "-" if a test did not run. Results are kept in
-docs/compatibility.json, so that one version can be tested alone. Owns the list of tests of each
-feature, and the generated section of docs/compatibility.md.
+docs/compatibility.json, so that one version can be tested alone. This module decides which tests
+belong to each feature, and writes the generated section of docs/compatibility.md.
 """
 
 from __future__ import annotations

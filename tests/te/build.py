@@ -3,9 +3,9 @@
     python3.12 tests/te/build.py FOLDER     # `make test-te` does this
 
 `transformer_engine_torch` has no wheel that fits: it is compiled here, in about two minutes of one
-core. Owns how the environment is made. A stamp in the folder remembers that it is done, and what
-was built; the folder can be removed at any time. Exit status 77, with the reason, where something
-that is needed is missing: the caller then skips the tests.
+core. A file in the folder records that the build is complete, and what was built. The folder can be
+removed at any time. If a requirement is missing, the reason is printed and the exit status is 77:
+the caller then skips the tests.
 """
 
 import argparse
