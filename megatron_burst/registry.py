@@ -96,6 +96,12 @@ HOOKS: Mapping[str, Hook] = {
     "host_memory": Hook(
         "longseq", "a module with `HostMemory` and `copy_rate`; `calibrate` measures copies"
     ),
+    "hybrid_keys": Hook(
+        "sparse",
+        "a function of a `BurstConfig`, the rows per key, whether an indexer selects keys, the "
+        "width of keys and whether CUDA is used, that returns the algorithm of these keys and "
+        "whether the kernels of selected keys run; `advise` calls it",
+    ),
     "offload_tier": Hook(
         "longseq",
         "a function of the installed `PatchSet` that returns the object which moves activations to "

@@ -15,6 +15,7 @@ PLUGIN = Plugin(
     },
     hooks={
         "configured": "megatron.checks:configured",
+        "hybrid_keys": "megatron.hybrid_settings:hybrid_keys",
         "patch_megatron": "megatron.patches:patch",
         "sparse_problems": "megatron.checks:sparse_problems",
     },

@@ -6,10 +6,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_burst as mb
 from benchmarks.sparse.hybrid import Layer
+from megatron_burst import registry
 from megatron_burst.plugins.sparse import kernels, pairs
 from megatron_burst.plugins.sparse.attention import selected_plan
 from megatron_burst.plugins.sparse.window_layout import WindowLayout
 from megatron_burst.plugins.testing import in_process
+from megatron_burst.plugins.tools.advise.account.rings import key_algorithm
+from megatron_burst.plugins.tools.advise.settings import Settings
+from megatron_burst.plugins.tools.advise.shapes.layer_kinds import (
+    CSA,
+    HCA,
+    KEY_WINDOW,
+    Hybrid,
+    Indexer,
+)
 from megatron_burst.schedule.dry_run import dry_run
 
 NODES, PER_NODE, S, HEADS, WIDTH, INDEX, WINDOW, TOP_K = 2, 2, 128, 2, 12, 8, 9, 3
@@ -166,3 +176,28 @@ def test_two_chunks_of_compressed_keys_and_no_tensor_of_rows_and_keys(monkeypatc
         assert max(dry_run(schedule, rank).most.get("kv", 0) for rank in range(RANKS)) <= 2
     rows, keys = LONG // RANKS, LONG // RATIO
     assert rows * HEADS * WIDTH <= seen.most < rows * keys
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "ratio", "selects", "width", "on_cuda", "expected"),
+    [
+        ("burst", 0, False, 256, True, ("burst", False)),
+        ("burst", 0, False, 512, False, ("burst", False)),
+        ("burst", 0, False, 512, True, ("multicast", True)),
+        ("burst", 4, True, 64, False, ("multicast", True)),
+        ("burst", 4, False, 64, True, ("burst", False)),
+        ("burst", 128, False, 64, False, ("prefetch", False)),
+        ("burst", 128, False, 512, True, ("prefetch", True)),
+        ("double_ring", 128, False, 64, False, ("double_ring", False)),
+        ("auto", 128, False, 64, False, ("auto", False)),
+    ],
+)
+def test_training_and_advise_send_keys_alike(algorithm, ratio, selects, width, on_cuda, expected):
+    options = mb.BurstConfig(algorithm=algorithm)
+    hybrid_keys = registry.required("hybrid_keys", "this test")
+    assert hybrid_keys(options, ratio, selects, width, on_cuda) == expected
+    kind, index = {0: KEY_WINDOW, 4: CSA, 128: HCA}[ratio], Indexer(2, 8, 3)
+    model = Hybrid(index if selects else None)
+    run = Settings(seq=1024, cp=2, algorithm=algorithm, path="gpu" if on_cuda else "cpu")
+    sent, joined = key_algorithm(run, model, kind, width)
+    assert (sent or "auto", bool(joined)) == expected

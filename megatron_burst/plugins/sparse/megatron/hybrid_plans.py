@@ -4,7 +4,7 @@
 Both plans cover the same queries. Values are the keys. Compressed keys are on the rank that holds
 the last row of their window (`WindowLayout`).
 
-On CUDA, dense kernels support at most `WIDEST_DENSE` columns, and DeepSeek-V4 has 512. Wider keys
+On CUDA, dense kernels support at most 256 columns, and DeepSeek-V4 has 512. Wider keys
 use the kernels of selected keys, with a selection of all keys that a query sees.
 
 Shape letters: s local rows, t local compressed keys, b batch, h query heads, d width.
@@ -35,11 +35,9 @@ from ....planning.validate import Request
 from ..options import SparseOptions
 from ..selection import Selection, selected
 from ..window_layout import WindowLayout
-from .checks import sparse_algorithm
-from .hybrid_settings import CSA
+from .hybrid_settings import key_algorithm, too_wide
 
 POSITIONS_KEPT = 64  # kinds of layers x micro-batches in flight
-WIDEST_DENSE = 256  # most columns of the dense kernels on CUDA
 BLOCK = 64  # most keys per entry in the list of all visible keys
 
 
@@ -96,11 +94,6 @@ class HybridKind:
         selected = "selected " if self.indexer else ""
         return f"hybrid attention, {selected}keys of {self.ratio} rows"
 
-    @property
-    def few_keys(self) -> bool:
-        """True if a chunk has so few keys that a kernel call for each chunk would be slow."""
-        return self.ratio > CSA
-
     def own_mask(self, pack: Pack | None, seq_len: int) -> None:
         """Return None: layers with a mask of the user are refused."""
 
@@ -128,12 +121,10 @@ class HybridKind:
             key_layout = WindowLayout(layout, mask, len(q) * book.groups.size)
             keywords |= {"mask": mask, "key_layout": key_layout}
             keys = q.new_empty(()).expand(key_layout.rows, q.shape[1], 1, q.shape[3])
-            if self.few_keys and keywords["algorithm"] == "burst" and self.burst.sparse == "auto":
-                keywords["algorithm"] = "prefetch"  # one call of the kernel for all chunks
-        if self.indexer or needs_lists(q):
-            # The kernel is not run: the plan of each call is derived from this plan.
-            algorithm = sparse_algorithm(self.burst)
-            keywords |= {"algorithm": algorithm, "side": "kv", "kernel": "reference"}
+        lists = self.indexer is not None or needs_lists(q)
+        keywords["algorithm"] = key_algorithm(self.burst, self.ratio, lists)
+        if lists:  # the kernel is not run: the plan of each call is derived from this plan
+            keywords |= {"side": "kv", "kernel": "reference"}
         return HybridOperation(
             groups=book.groups,
             tensors=(q, keys, None),
@@ -173,7 +164,7 @@ def needs_lists(query: torch.Tensor) -> bool:
     Args:
         query: Queries [s, b, h, d].
     """
-    return query.is_cuda and query.shape[-1] > WIDEST_DENSE
+    return too_wide(query.shape[-1], query.is_cuda)
 
 
 class HybridPlans(NamedTuple):

@@ -15,12 +15,51 @@ from typing import Any
 
 from ....megatron.checks.problem import Problem, Rule
 from ....spine_options import OFF
-from .checks import OF_SPECS, spec_problems
+from ..options import SPARSE, SparseOptions
+from .checks import OF_SPECS, sparse_algorithm, spec_problems
 
 CSA, HCA = 4, 128  # ratios of DeepSeek-V4
+WIDEST_DENSE = 256  # most columns of the dense kernels on CUDA
 VARIANT = "dsv4_hybrid"  # Megatron's name for models with these layers
 LOSS = 0.01  # default weight of an indexer's loss
 NAME = "layers with hybrid attention"
+
+
+def too_wide(width: int, on_cuda: bool) -> bool:
+    """Return whether only the kernels of selected keys support keys of this width."""
+    return on_cuda and width > WIDEST_DENSE
+
+
+def key_algorithm(burst: SparseOptions, ratio: int, lists: bool) -> str:
+    """Return the algorithm that sends one set of keys of hybrid attention.
+
+    Args:
+        burst: Options of the run.
+        ratio: Number of rows of a compressed key; 0 for the keys of the window.
+        lists: True if the kernels of selected keys run.
+    """
+    if ratio > CSA and burst.algorithm == SPARSE["ring"] and burst.sparse == "auto":
+        return "prefetch"  # a chunk has few keys: one kernel call for all chunks
+    return sparse_algorithm(burst) if lists else burst.algorithm
+
+
+def hybrid_keys(
+    burst: SparseOptions, ratio: int, selects: bool, width: int, on_cuda: bool
+) -> tuple[str, bool]:
+    """Return how one set of keys of hybrid attention is sent and read; a hook for `advise`.
+
+    Args:
+        burst: Options of the run.
+        ratio: Number of rows of a compressed key; 0 for the keys of the window.
+        selects: True if an indexer selects keys for each query.
+        width: Width of the keys.
+        on_cuda: True for a run on CUDA.
+
+    Returns:
+        The algorithm; and True if the kernels of selected keys run.
+    """
+    lists = selects or too_wide(width, on_cuda)
+    return key_algorithm(burst, ratio, lists), lists
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
+from ..... import registry
+from .....config import BurstConfig
 from .....layout import make
 from .....masks import Causal, Window
 from .....options import ring_algorithm
@@ -22,7 +24,7 @@ from .....schedule.sizes import Sizes as RowSizes
 from .....schedule.tables import Grid
 from .....schedule.topology import Topology
 from ..settings import BYTES, Settings
-from ..shapes.layer_kinds import CSA, HCA, KEY_WINDOW
+from ..shapes.layer_kinds import KEY_WINDOW, Hybrid
 from .operators import Core, F, LayerSizes
 
 ALIGNMENT, ENVELOPE = 16, 40  # bytes, from `comm.packing`; only CPU messages have them
@@ -106,7 +108,8 @@ def _hybrid_core(x: LayerSizes, run: Settings, buffers_of: RingBuffersOf, kind: 
     buffer_bytes, most = room_bytes(x, run, sizes, "kv"), [0.0, 0.0]
     before = -(-(x.hybrid.window - 1) * SHORT * run.cp // run.seq)
     for key_rows, window in ((rows, before), *([(keys, None)] if ratio else [])):
-        algorithm, joined = key_algorithm(run.algorithm, kind if window is None else KEY_WINDOW)
+        of_keys = kind if window is None else KEY_WINDOW
+        algorithm, joined = key_algorithm(run, x.hybrid, of_keys, x.width)
         passes = buffers_of(
             algorithm or ("ring" if window is not None else "prefetch"), run.layout, run.cp,
             intra_of(run), "kv", run.wire == "bf16", run.path == "cpu", joined, window, False,
@@ -122,21 +125,26 @@ def _hybrid_core(x: LayerSizes, run: Settings, buffers_of: RingBuffersOf, kind: 
     return replace(core, forward=most[0], backward=most[1])
 
 
-def key_algorithm(algorithm: str, kind: str) -> tuple[str | None, bool | None]:
+def key_algorithm(
+    run: Settings, hybrid: Hybrid, kind: str, width: int
+) -> tuple[str | None, bool | None]:
     """Return how the keys of hybrid attention are sent.
 
     Args:
-        algorithm: Algorithm of the run.
+        run: Settings of the run.
+        hybrid: Sizes of hybrid attention.
         kind: `KEY_WINDOW` for the keys of the window, otherwise the kind of the layer.
+        width: Width of the keys.
 
     Returns:
         The algorithm, None for the fastest; and `joined` of `Visibility`.
     """
-    if algorithm == "auto":
-        return None, joins(kind == CSA)
-    if algorithm == "burst":  # as in training with --burst-sparse auto
-        algorithm = {CSA: "multicast", HCA: "prefetch"}.get(kind, algorithm)
-    return algorithm, joins(kind == CSA)
+    ratio = 0 if kind == KEY_WINDOW else hybrid.ratio_of(kind)
+    hybrid_keys = registry.required("hybrid_keys", "a model with hybrid attention")
+    selects, on_cuda = hybrid.index_of(kind) is not None, run.path != "cpu"
+    options = BurstConfig(algorithm=run.algorithm)
+    algorithm, lists = hybrid_keys(options, ratio, selects, width, on_cuda)
+    return None if run.algorithm == "auto" else algorithm, joins(lists)
 
 
 def cached_core_of() -> CoreOf:

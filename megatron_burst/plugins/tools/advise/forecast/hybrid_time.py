@@ -72,8 +72,9 @@ def hybrid_passes(
         kind: Kind of the layer.
     """
     forward = backward = IDLE
+    assert model.hybrid is not None
     for of_keys, work in key_sets(model, run, kind):
-        algorithm, _ = key_algorithm(run.algorithm, of_keys)
+        algorithm, _ = key_algorithm(run, model.hybrid, of_keys, model.head_dim)
         fixed, nodes = FixedSettings(algorithm, "kv", 1), cluster.nodes(run.tp)
         taken = select.fastest(work, [topology], cluster.rank_rates(), fixed, nodes)
         forward, backward = forward + taken.forward, backward + taken.backward
