@@ -77,7 +77,7 @@ def one_thread():
 
 @pytest.fixture(scope="session", autouse=True)
 def server_of_ranks(request):
-    """Import Megatron once, before ranks are forked, if tests of this session need it there."""
+    """Import Megatron once, before ranks are forked, if a collected test needs it there."""
     rooms = {room(item.path.relative_to(TESTS)) for item in request.session.items}
     if "megatron" in rooms and not torch.cuda.is_available():
         start_server(MEGATRON)

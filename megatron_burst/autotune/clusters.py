@@ -29,7 +29,7 @@ from .host_time import ASSUMED, HostTime
 from .places import NIC_OF, Nodes
 from .rates import BACKWARD, Rates
 
-# Rates in a run over published rates, used if nothing is measured. NVLINK: nccl-tests report a bus
+# Rates in a run / published rates, used if nothing is measured. NVLINK: nccl-tests report a bus
 # bandwidth of 230 to 250 of 300 GB/s on eight A100. NIC and SHARED: fraction of a NIC's rate that
 # one rank and several ranks reach. NIC, SHARED, HALF_ROWS and SLOWDOWN fit LoongTrain's table 4 (64
 # A100).

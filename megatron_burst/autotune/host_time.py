@@ -22,9 +22,10 @@ class HostTime:
     The defaults fit the table of docs/performance.md, "Host time" (median error 7 %, largest 30 %).
     `layer` is the time of a Megatron-Core layer with local modules and without its core attention,
     at 8 rows. The value is corrected by a ratio: the table's time of the plain ring loop divided by
-    its time on the day of the measurement. The default of `plan` is the time to make a layout
-    `balanced` and a plan for 100 documents on 8 ranks, 11 ms, rounded down. Plans have since become
-    faster: 6, 8 and 106 ms on 8, 64 and 1,024 ranks. No value was measured on a host with a GPU.
+    its time on the day of the measurement. The default of `plan` is at least the time to make a
+    layout and a plan for 100 documents on 8 ranks: 6 ms with `balanced`, 8 ms if padded, 9 ms with
+    `striped`. With `balanced`, 64 and 1,024 ranks need 8 and 106 ms. No value was measured on a
+    host with a GPU.
 
     Attributes:
         call: Seconds of one attention call of forward, including the addition of its result. A call

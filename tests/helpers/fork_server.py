@@ -57,8 +57,10 @@ class ForkServer:
 
     @classmethod
     def forked(cls, folder, function, *args):
-        """Fork a process from the server of the ranks, which has imported Megatron if tests of
-        this session need it; `function(*args)` must call `serve`."""
+        """Fork a process from the server of the ranks; `function(*args)` must call `serve`.
+
+        The server has imported Megatron if a collected test needs it.
+        """
         start_server()
         context = multiprocessing.get_context("forkserver")
         here, there = context.Pipe()

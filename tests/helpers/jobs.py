@@ -8,7 +8,7 @@ import sys
 
 import torch
 from fork_server import ForkServer, serve
-from ranks import ENVIRONMENT, free_port
+from ranks import ENVIRONMENT, free_port, of_torchrun
 
 LIMIT = 240  # seconds of a job
 
@@ -51,9 +51,7 @@ def serve_jobs(job):
 
     def run(rank, world, port, work):
         if port is not None:
-            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
-            names |= {"LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
-            os.environ |= {name: str(value) for name, value in names.items()}
+            os.environ |= of_torchrun(rank, world, port)
         job(work)
         return 0
 

@@ -1,13 +1,11 @@
-"""Modules that every rank of a model of Megatron-Bridge would import.
-
-A process that forks ranks imports them once; imports take longer than the steps of a rank.
-"""
+"""Imports of a process that forks ranks: they take longer than the steps of a rank."""
 
 import contextlib
 import gc
 import importlib
 
-NAMES = [
+# Modules that every rank of a model of Megatron-Bridge imports.
+BRIDGE = [
     "megatron.bridge.training.config",
     *(
         f"megatron_burst.{name}"
@@ -23,9 +21,9 @@ NAMES = [
 ]  # fmt: skip
 
 
-def load(*names):
-    """Import the modules and those named; some are absent in an older Megatron."""
-    for name in (*NAMES, *names):
+def load(names):
+    """Import modules; some are absent in an older Megatron."""
+    for name in names:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.freeze()  # what was imported stays: no rank looks through it for garbage

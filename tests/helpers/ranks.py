@@ -5,8 +5,6 @@ tests see how each rank ends.
 """
 
 import contextlib
-import gc
-import importlib
 import os
 import random
 import re
@@ -21,6 +19,7 @@ from pathlib import Path
 
 import torch
 from fork_server import ForkServer, serve
+from loaded import load
 from one_device import share_one_device
 
 from megatron_burst.cli.main import main
@@ -141,11 +140,16 @@ def free_port():
             return port
 
 
+def of_torchrun(rank, world, port):
+    """Return the environment variables that torchrun sets for a rank."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {name: str(value) for name, value in names.items()}
+
+
 def run_rank(rank, world, port, argv, script):
     """Run one rank in a forked process."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= of_torchrun(rank, world, port)
     torch.set_num_threads(1)
     share_one_device()
     if script is None:
@@ -161,8 +165,5 @@ def serve_ranks(imported, beside):
     os.environ |= ENVIRONMENT
     warnings.simplefilter("ignore")  # PYTHONWARNINGS is for processes that the ranks start
     sys.path.append(beside)
-    for name in imported:
-        with contextlib.suppress(ImportError):  # of a Megatron that is older
-            importlib.import_module(name)
-    gc.freeze()  # what was imported stays: no rank looks through it for garbage
+    load(imported)
     serve(run_rank)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from jobs import serve_jobs
-from loaded import load
+from loaded import BRIDGE, load
 
 
 def job(work):
@@ -136,10 +136,8 @@ if __name__ == "__main__":
     from megatron_burst.plugins.testing import recipes as cpu
 
     cpu.enable()
-    load(
-        "megatron.bridge.training.pretrain", "megatron.bridge.training.gpt_step",
+    load([*BRIDGE, "megatron.bridge.training.pretrain", "megatron.bridge.training.gpt_step",
         "megatron.bridge.recipes.llama.llama3", "megatron.bridge.training.callbacks",
         "megatron.bridge.training.utils.omegaconf_utils",
-        "megatron.bridge.data.datasets.packed_sequence",
-    )  # fmt: skip
+        "megatron.bridge.data.datasets.packed_sequence"])  # fmt: skip
     serve_jobs(job)

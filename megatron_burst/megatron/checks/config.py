@@ -470,7 +470,7 @@ _LAYOUT = (
          "fused rope of latent attention requires --burst-layout zigzag, and the layout is {flag}",
          add=("--no-rope-fusion",)),
 )  # fmt: skip
-# Settings that forbid cutting a document across ranks, or unequal loss tokens per rank.
+# Settings that forbid cutting a document across ranks, or unequal numbers of loss tokens.
 _BALANCED = (
     Rule(lambda c, b: not c.calculate_per_token_loss,
          "--burst-layout balanced gives ranks unequal numbers of loss tokens, and Megatron divides "

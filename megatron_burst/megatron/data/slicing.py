@@ -282,7 +282,8 @@ def _rolled(
     Without context parallelism, and for hidden states (tensors with gradients), call `original`.
     After 0.20 the original also has the parameters `cp_layout` (the order of the tokens) and
     `fill_value` (the value of tokens without a successor). In branch dev the original shifts a list
-    of tensors, has the parameter `fill_values`, and returns a list without sums.
+    of tensors, has the parameter `fill_values`, and returns a list without sums. Its `roll_context`
+    is not read, because it only replaces communication.
 
     Args:
         layout: the layout of the run.

@@ -57,14 +57,14 @@ def patch(patches: PatchSet) -> None:
     """
     family = next(cls for cls in GatedDeltaNet.__mro__ if "__init__" in vars(cls))
     construct_names = ["config", "layer_number", "pg_collection"]
-    missing = [
-        why
+    reasons = (
+        lacking(kind.layer_class, name, parameters)
         for kind in KINDS
         for name, parameters in _CALLED_METHODS.items()
-        if (why := lacking(kind.layer_class, name, parameters)) is not None
-    ]
-    if missing:
-        refusal = partial(refuse_states, GatedDeltaNet.__name__, missing[0])
+    )
+    why = next(filter(None, reasons), None)
+    if why is not None:
+        refusal = partial(refuse_states, GatedDeltaNet.__name__, why)
         patches.wrap(family, "__init__", construct_names, refusal)
         return
     patches.wrap(family, "__init__", construct_names, _construct)

@@ -8,7 +8,7 @@ import sys
 import types
 
 from jobs import serve_jobs
-from loaded import load
+from loaded import BRIDGE, load
 
 # Name of the run -> module with `run`, number of ranks, and its work.
 RUNS = {
@@ -88,5 +88,5 @@ if __name__ == "__main__":
     transformer_engine.TEDotProductAttention = DenseAttention
     transformer_engine.TEColumnParallelLinear = tensor_parallel.ColumnParallelLinear
     without_inference()
-    load(*LOADED, *(module for module, _, _ in RUNS.values()))
+    load([*BRIDGE, *LOADED, *(module for module, _, _ in RUNS.values())])
     serve_jobs(job)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from jobs import serve_jobs
-from loaded import load
+from loaded import BRIDGE, load
 
 sys.path.append(str(Path(__file__).parents[3] / "recipes"))
 
@@ -175,5 +175,5 @@ if __name__ == "__main__":
     import te_modules
 
     te_modules.use()  # before Bridge's models are imported
-    load("megatron.bridge.models")
+    load([*BRIDGE, "megatron.bridge.models"])
     serve_jobs(job)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import torch
 from jobs import serve_jobs
-from loaded import load
+from loaded import BRIDGE, load
 
 # What a CPU needs.
 CPU = {
@@ -181,11 +181,9 @@ def main(folder):
     from megatron_burst.plugins.testing import recipes
 
     recipes.import_bridge()
-    load(
-        "verl.workers.engine.megatron.transformer_impl", "hydra", "verl.trainer.config",
+    load([*BRIDGE, "verl.workers.engine.megatron.transformer_impl", "hydra", "verl.trainer.config",
         "verl.workers.config", "megatron.core.models.gpt", "megatron_burst.plugins.rl.logprobs",
-        "megatron_burst.plugins.rl.trees",
-    )  # fmt: skip
+        "megatron_burst.plugins.rl.trees"])  # fmt: skip
     tiny_model(folder)
     serve_jobs(functools.partial(on_rank, folder))
 
