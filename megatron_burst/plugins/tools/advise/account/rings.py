@@ -140,16 +140,11 @@ def key_algorithm(
         The algorithm, None for the fastest; and `joined` of `Visibility`.
     """
     ratio = 0 if kind == KEY_WINDOW else hybrid.ratio_of(kind)
+    hybrid_keys = registry.required("hybrid_keys", "a model with hybrid attention")
     selects, on_cuda = hybrid.index_of(kind) is not None, run.path != "cpu"
     options = BurstConfig(algorithm=run.algorithm)
-    algorithm, lists = _hybrid_keys()(options, ratio, selects, width, on_cuda)
+    algorithm, lists = hybrid_keys(options, ratio, selects, width, on_cuda)
     return None if run.algorithm == "auto" else algorithm, joins(lists)
-
-
-@cache
-def _hybrid_keys() -> Callable[..., tuple[str, bool]]:
-    """Return the hook of the plugin `sparse`; searching the plugins takes 0.4 ms."""
-    return registry.required("hybrid_keys", "a model with hybrid attention")
 
 
 def cached_core_of() -> CoreOf:
