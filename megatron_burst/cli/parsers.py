@@ -25,7 +25,7 @@ def nearest(word: str, words: Iterable[str]) -> str | None:
 
 
 def suggestion(word: str, words: Iterable[str]) -> str:
-    """Return "; did you mean ...?" with the nearest of `words`; empty if none is similar."""
+    """Return "; did you mean ...?" with the most similar of `words`; empty if none is similar."""
     near = nearest(word, words)
     return "" if near is None else f"; did you mean {near}?"
 

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> None:
     """
     script = Path(arguments.script)
     if not script.is_file():
-        raise ValueError(f"SCRIPT {script}: there is no such file")
+        raise ValueError(f"SCRIPT {script}: there is no such file; pass the path of a script")
     if arguments.cpu:
         registry.require("cpu", "--cpu")
     elif "--help" not in arguments.arguments:

@@ -16,11 +16,11 @@ from datetime import timedelta
 from typing import Any
 
 PATIENCE = timedelta(seconds=5)  # wait for errors of other ranks
-MOMENT = timedelta(seconds=1)  # wait for other ranks to read the verdict, if errors differ
+MOMENT = timedelta(seconds=1)  # wait until other ranks have read that errors differ
 
 
 def report(prefix: str, error: BaseException) -> None:
-    """Print "PREFIX: error: ERROR"; only on rank 0 if all ranks report the same error in 5 s."""
+    """Print "PREFIX: error: ERROR"; only on rank 0 if all ranks report it within 5 s."""
     rank, world = (
         int(os.environ.get(name, count)) for name, count in (("RANK", "0"), ("WORLD_SIZE", "1"))
     )
@@ -87,8 +87,8 @@ def _store(rank: int) -> Any:
 def groups_ended() -> Iterator[None]:
     """Return a context manager that destroys all process groups when its block ends normally.
 
-    Otherwise threads of process groups may abort the process while Python exits, with the exit
-    status of a crash.
+    Threads of remaining process groups may abort the process while Python exits. The exit status
+    would then be the status of a crash.
     """
     try:
         yield

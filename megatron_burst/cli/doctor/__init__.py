@@ -7,8 +7,8 @@
     megatron-burst doctor --gpu-report report.md
 
 Quick checks (`--quick`) only read versions, hardware and the command. The other checks run kernels
-and compiled operators, and install the hooks, which imports Megatron-Core. The installation is not
-changed. Exit status: 0 no problem, 1 problems, 2 bad input.
+and compiled operators. They also import Megatron-Core, patch it in this process and undo the
+patches. No check changes installed files. Exit status: 0 no problem, 1 problems, 2 bad input.
 """
 
 from __future__ import annotations
@@ -97,7 +97,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _gpu(arguments: argparse.Namespace) -> int:
-    """Run `--gpu-report`. Refuse COMMAND, because its paths may be private."""
+    """Run `--gpu-report`.
+
+    A Megatron COMMAND is refused, because the report is for others and paths may be private.
+    """
     if arguments.gpu_report is None:
         raise ValueError("--device requires --gpu-report FILE; add it, or leave --device out")
     excluded = {

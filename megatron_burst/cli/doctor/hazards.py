@@ -4,8 +4,8 @@
 A hazard is a setting that runs, but may give wrong results or waste time or memory.
 
 `config` and `megatron.checks` decide which settings are refused. This module passes the command to
-these checks and converts problems to findings. It does not import Megatron-Core, which would take
-most of the time.
+these checks and converts problems to findings. It does not import Megatron-Core, because the import
+would take longer than all these checks.
 """
 
 from __future__ import annotations

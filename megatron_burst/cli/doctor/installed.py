@@ -83,7 +83,7 @@ def torch_findings() -> Iterator[Finding]:
 
 
 def flash_attention() -> Iterator[Finding]:
-    """Yield a finding per FlashAttention package: is it installed, and can this package use it?"""
+    """Yield a finding per FlashAttention package: absent, usable by our kernels, or unusable."""
     for name, package in FLASH.items():
         presence = package_presence(name)
         if presence.usable is None:

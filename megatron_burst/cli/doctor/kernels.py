@@ -31,9 +31,9 @@ def kernels() -> Iterator[Finding]:
     """Yield a finding per attention kernel, and one for the kernels that "auto" selects.
 
     Each kernel runs forward and backward on this machine's device and is compared with the kernel
-    "reference", which has a finding only if it fails. The inputs have grouped heads and a length
-    that is not a power of two. Some backward calls get queries without their attention output.
-    torch does not test its operators with such inputs.
+    "reference". "reference" itself has a finding only if it fails. The inputs have fewer key heads
+    than query heads, and a length that is not a power of two. Some backward calls get no attention
+    output. torch does not test its operators with such inputs.
     """
     cuda = torch.cuda.is_available()
     device, dtype = (
@@ -84,8 +84,14 @@ def _kernel(
 ) -> Finding:
     """Convert the results of `_outcome` for the masks in `MASKS` to a finding.
 
-    Wrong results are a problem. A kernel that does not support this device or these widths, or is
-    not installed, is absent. Any other failure is a note.
+    The finding is a problem if results are wrong. It is "absent" if the kernel is not installed or
+    does not support this device or width. It is a note after any other failure.
+
+    Args:
+        name: Name of the kernel.
+        device: Device on which the kernel ran.
+        outcomes: Results of `_outcome`, in the order of `MASKS`.
+        bound: Largest relative error that counts as correct.
     """
     topic = f"kernel {name}"
     for off in outcomes:
@@ -106,7 +112,7 @@ def _kernel(
 
 
 def _documents(name: str, device: torch.device) -> str:
-    """Return why "aten_cudnn" calls cuDNN for each packed document; "" if it does not."""
+    """Return why "aten_cudnn" needs one cuDNN call per packed document; "" if one call suffices."""
     if name != "aten_cudnn":
         return ""
     from ...kernels.operators_cuda import CudaCudnn
@@ -138,8 +144,8 @@ def by_pairs(
     Args:
         name: Kernel, as in `mb.prepare`.
         mask: Mask of the whole sequence.
-        side: Tensors that ranks would send in backward, "kv" or "query". With "query", backward of
-            one rank's queries and the other rank's keys runs without out.
+        side: Tensors that ranks would send in backward, "kv" or "query". With "query", backward
+            over one rank's queries and the other rank's keys gets no attention output.
         inputs: q, k, v and the gradient of out, [s, 1, heads, d], s divisible by four.
 
     Raises:

@@ -79,7 +79,7 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Return the number of processes of the launcher; 1 without a launcher."""
+    """Return the number of processes that the launcher started; 1 without a launcher."""
     return int(os.environ["WORLD_SIZE"]) if launched() else 1
 
 
@@ -104,5 +104,5 @@ def _children(folder: Path) -> list[Path]:
 def _text(path: Path) -> str:
     try:
         return path.read_text().strip()
-    except OSError:  # the kernel refuses to read the speed of some interfaces
+    except OSError:  # Linux returns an error for the speed of some interfaces
         return ""

@@ -64,7 +64,7 @@ def status(findings: Iterable[Finding]) -> int:
 
 
 class Report:
-    """Printer of findings. `findings` has all findings that were added."""
+    """Printer of findings. The attribute `findings` contains all findings that `add` received."""
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json

@@ -85,9 +85,11 @@ def examine(command: MegatronCommand, gpus_per_node: int | None, as_json: bool) 
 def _context_groups(
     command: MegatronCommand, per_node: int
 ) -> tuple[list[tuple[str, mb.Groups]], HierarchicalSizes]:
-    """Return this rank's `Groups` by name: "ring", "ulysses", and "hybrid" on several nodes.
+    """Make the context-parallel groups that the checks use; a collective of all ranks.
 
-    A collective call. Also returns the hierarchical sizes of the groups.
+    Returns:
+        This rank's (name, `Groups`), and the hierarchical sizes of the groups. The names are
+            "ring", "ulysses", and on several nodes also "hybrid".
     """
     world, tp = dist.get_world_size(), command.tp
     cp = command.cp if command.cp_given else max(1, world // tp)
@@ -95,8 +97,8 @@ def _context_groups(
     if cp < 2 or world % (tp * cp):
         raise ValueError(
             f"--tensor-model-parallel-size {tp} x --context-parallel-size {cp} does not fit the "
-            f"{world} processes started, or leaves one context-parallel rank; start a multiple "
-            "of their product"
+            f"{world} processes of --distributed: start a multiple of the product, with at least "
+            "two context-parallel ranks"
         )
     own: Any = None
     for first in range(0, world, tp * cp):  # tensor-parallel ranks next to each other
@@ -136,12 +138,12 @@ def _nodes(here: list[dict[str, Any]], per_node: int) -> Iterator[Finding]:
         yield note(
             "hosts",
             f"numbers of (GPUs, NICs) differ between hosts: {sorted(sets)}",
-            "the slowest host limits all",
+            "all ranks wait for the slowest host",
         )
 
 
 def _gather(value: Value) -> list[Value]:
-    """Return the values of all ranks, in the order of ranks. A collective call."""
+    """All-gather one value per rank; return the values in the order of ranks."""
     values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -204,8 +206,17 @@ def _oracle(ranks: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[to
 def _worst(
     groups: mb.Groups, algorithm: Any, side: Any, inputs: list[torch.Tensor], expected: list
 ) -> float:
-    """Return the largest relative error of this rank's rows of out, dq, dk and dv."""
-    first, second = groups.rank, 2 * groups.size - 1 - groups.rank  # zigzag, by hand
+    """Run `mb.attention` on this rank's rows, and return the largest relative error of a result.
+
+    Args:
+        groups: Ranks over which the sequence is split.
+        algorithm: Algorithm of `mb.attention`.
+        side: Tensors that ranks send in backward, "kv" or "query".
+        inputs: q, k, v, dout of the whole sequence, from `_oracle`.
+        expected: out, dq, dk, dv of the whole sequence, from `_oracle`.
+    """
+    # zigzag, computed without mb.layout
+    first, second = groups.rank, 2 * groups.size - 1 - groups.rank
     rows = torch.cat([torch.arange(i * ROWS, (i + 1) * ROWS) for i in (first, second)])
     q, k, v, dout = (x[rows].to(machine.own_device()) for x in inputs)
     for x in (q, k, v):
@@ -237,7 +248,7 @@ def _bandwidths(groups: mb.Groups) -> Iterator[Finding]:
 
 
 def _communicators(groups: mb.Groups, before: int | None) -> Finding:
-    """Return a note: the process groups of rings, and the GPU memory of this check's groups."""
+    """Return a note with the process groups of rings and the GPU memory of this check's groups."""
     made = groups.communicators.removeprefix("communicators: ")
     text = f"{made}; under Megatron, activations are sent on Megatron's own process groups"
     after = memory_taken(machine.own_device())
