@@ -25,7 +25,8 @@ _NAMES = tuple(
     f.name for f in dataclasses.fields(BurstConfig) if f.name not in ("intra_size", "pack")
 )
 
-_STACKS = ("hybrid_stack_spec", "mamba_stack_spec")  # settings of hybrid models; second until 0.17
+# Names of one setting of hybrid models; the second name until Megatron-Core 0.17.
+_STACKS = ("hybrid_stack_spec", "mamba_stack_spec")
 
 
 def apply_burst(recipe: Any, *, intra: int | None = None, **choices: Any) -> Any:
@@ -33,7 +34,7 @@ def apply_burst(recipe: Any, *, intra: int | None = None, **choices: Any) -> Any
 
     The call sets the layer spec. Two options change other settings too, and the change is logged. A
     fused `lm_head_loss` turns `cross_entropy_loss_fusion` off. `store` turns full recomputation on
-    if the recipe recomputes nothing. A second call replaces the first.
+    if the recipe recomputes nothing. A second call on a recipe replaces all options of the first.
 
     Settings may be overridden after the call. They are checked before the first process group is
     made (in NeMo 2: when the model is built).
@@ -107,7 +108,7 @@ _RECOMPUTE = {
 
 
 def _adjusted(model: Any, choices: dict[str, Any], before: dict[str, Any], spec: Any) -> Any:
-    """Change the settings that the options require, and return `spec` with the old values recorded.
+    """Change settings of the model as the options require; return `spec` with the old values.
 
     Args:
         model: the model configuration; changed.

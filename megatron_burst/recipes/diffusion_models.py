@@ -20,13 +20,16 @@ class DiffusionRecipes(Protocol):
     """Interface of the module `plugins.diffusion.recipes`, which supports diffusion models."""
 
     def prepare(self, model: Any, is_ours: Callable[[Any], bool]) -> None:
-        """Raise `ValueError` for a model that is not supported, and prepare its provider.
+        """Patch a provider (Bridge's class of a model) to build its model from a layer spec.
 
-        Afterwards the provider has `transformer_layer_spec`, and builds its model from it.
+        The layer spec is the attribute `transformer_layer_spec` of the provider.
 
         Args:
-            model: The provider.
+            model: The provider; changed.
             is_ours: Test for a layer spec of `apply_burst` (`layers.is_ours`).
+
+        Raises:
+            ValueError: The model is not supported.
         """
         ...
 
@@ -35,7 +38,7 @@ class DiffusionRecipes(Protocol):
         ...
 
     def with_attention(self, model: Any, layers: Any) -> Any:
-        """Return a layer spec of Bridge with the plugin's core attention.
+        """Return a layer spec of Bridge, with core attention replaced by the plugin's.
 
         Args:
             model: The provider.
@@ -44,7 +47,7 @@ class DiffusionRecipes(Protocol):
         ...
 
     def patch_bridge(self, model: Any) -> None:
-        """Patch Bridge's training step of a model to cut sequences over ranks. Idempotent.
+        """Patch Bridge's training step to cut a model's sequences over ranks. Idempotent.
 
         Args:
             model: The provider.
@@ -66,7 +69,7 @@ def is_diffusion(model: Any) -> bool:
 
 
 def diffusion_recipes(model: Any) -> DiffusionRecipes | None:
-    """Return the functions of the plugin `diffusion` for a diffusion model; None for others.
+    """Return the functions of the plugin `diffusion` for a diffusion model, else None.
 
     Args:
         model: The model provider of Megatron Bridge.

@@ -49,7 +49,7 @@ class RecipeKind:
     batch: str
 
     def path(self, flag: str, owner: Any) -> str:
-        """Return the path of the setting that corresponds to a flag, or the flag if there is none.
+        """Return the path of the setting that corresponds to a flag; the flag if it has no setting.
 
         Args:
             flag: a flag of Megatron-LM or of this package.

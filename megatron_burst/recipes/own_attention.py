@@ -81,7 +81,7 @@ def gemma4_problems(model: Any, transformer: Any) -> Iterator[Problem]:
         yield Problem(
             f"--recompute-granularity full with {type(model).__name__}: Bridge passes a pair of "
             "rotary tables to its checkpoint function, which supports only tensors; use "
-            "--recompute-granularity selective, and no store",
+            "--recompute-granularity selective without an attention store",
             remove=("--recompute-granularity",),
         )
 
@@ -98,9 +98,10 @@ def name_to_bridge() -> None:
 
 
 def patch_ropes() -> None:
-    """Wrap Bridge's classes that stack two rotary tables, so that they do not copy blanks.
+    """Wrap Bridge's classes that stack two rotary tables, for packed batches.
 
-    Only modules that are already loaded are patched. Idempotent.
+    The tables of a packed batch are placeholders (blanks), and a copy of a blank is invalid. The
+    wrapper therefore stacks blanks without a copy. Only loaded modules are patched. Idempotent.
 
     Raises:
         RuntimeError: Bridge's models do not have the expected parameters.
@@ -115,9 +116,10 @@ def patch_ropes() -> None:
 
 
 def _table_pair(original: Callable, self: Any, *args: Any, **named: Any) -> Any:
-    """Return the two rotary tables, for layers with and without a window, or a blank for the pair.
+    """Return the rotary tables of layers with and without a window, as Bridge's `forward` does.
 
-    The tables are one stacked tensor, or in Bridge 0.3 a tuple.
+    The result is one stacked tensor, or in Bridge 0.3 a tuple. For a packed batch, a placeholder
+    (blank) replaces the stacked tensor.
     """
     from ..megatron.data.rope import is_blank, tables
 

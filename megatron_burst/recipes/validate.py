@@ -93,7 +93,7 @@ def _group_problems(recipe: Any, transformer: Any, algorithm: str) -> Iterator[P
     split = algorithm != "megatron" and transformer.context_parallel_size != 1
     if split and getattr(recipe.dist, "use_decentralized_pg", False):
         yield Problem(
-            "dist.use_decentralized_pg=True: those groups have no hierarchy of context-parallel "
+            "dist.use_decentralized_pg=True: its groups have no hierarchy of context-parallel "
             "ranks, and were not tested with BurstAttention; set dist.use_decentralized_pg=False"
         )
     sharded = (getattr(recipe, name, None) for name in ("ddp", "dist"))

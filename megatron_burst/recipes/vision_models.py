@@ -24,7 +24,7 @@ class VisionRecipes(Protocol):
         ...
 
     def with_mask(self, model: Any, choices: dict[str, Any]) -> dict[str, Any]:
-        """Return `choices` (fields of `BurstConfig`), with the mask that Gemma 3 VL requires."""
+        """Return `choices` (fields of `BurstConfig`), for Gemma 3 VL with its attention mask."""
         ...
 
     def problems(self, model: Any, transformer: Any) -> Iterator[Problem]:
@@ -46,7 +46,7 @@ def is_vision(model: Any) -> bool:
 
 
 def vision_recipes(model: Any) -> VisionRecipes | None:
-    """Return the functions of the plugin `vision` for a vision-language model; None for others.
+    """Return the functions of the plugin `vision` for a vision-language model, else None.
 
     Args:
         model: the model provider of Megatron Bridge.
@@ -64,7 +64,7 @@ def vision_recipes(model: Any) -> VisionRecipes | None:
 
 
 def patch_bridge() -> None:
-    """Call the plugin's `patch_bridge`, if the plugin is installed."""
+    """Call `patch_bridge` of the plugin `vision`, if the plugin is installed."""
     recipes = registry.optional("vision_recipes")
     if recipes is not None:
         recipes.patch_bridge()
