@@ -49,7 +49,10 @@ class OffloadedCall(Protocol):
     """Function bound to arguments that an `OffloadTarget` holds until backward."""
 
     def places(self) -> list[torch.Tensor]:
-        """Return one empty tensor per device of the arguments, as inputs of a checkpoint."""
+        """Return one empty tensor per accelerator of the arguments, to pass to a checkpoint.
+
+        The checkpoint then saves the random states of these devices, but not the arguments.
+        """
         ...
 
     def __call__(self, *places: torch.Tensor) -> Any: ...
@@ -66,7 +69,10 @@ class OffloadTarget(Protocol):
         ...
 
     def frame(self) -> AbstractContextManager[Any]:
-        """Return a context; backward fetches all tensors that are moved inside it together."""
+        """Return a context that groups tensors.
+
+        Backward fetches together all tensors that are moved within the context.
+        """
         ...
 
     def saved(
@@ -76,7 +82,13 @@ class OffloadTarget(Protocol):
         min_bytes: int,
         keep: Callable[[torch.Tensor], bool] | None = None,
     ) -> AbstractContextManager[None]:
-        """Return a context in which tensors that autograd saves for backward are moved."""
+        """Return a context that moves the tensors that autograd saves for backward.
+
+        Args:
+            fraction: Fraction of the rows (dim 0) of each tensor that is moved to the host.
+            min_bytes: Smaller tensors stay on the device.
+            keep: Returns True for a tensor that stays on the device.
+        """
         ...
 
     def call(
@@ -85,7 +97,11 @@ class OffloadTarget(Protocol):
         args: tuple[Any, ...],
         move: Callable[[torch.Tensor], Any],
     ) -> OffloadedCall:
-        """Return `function` bound to `args`, whose tensors the first call passes to `move`."""
+        """Return `function` bound to `args`, for a checkpoint that calls it again in backward.
+
+        The first call passes each tensor of `args` that requires a gradient to `move`. Later calls
+        fetch these tensors from the host.
+        """
         ...
 
 
@@ -104,7 +120,8 @@ class StoreOffload:
     Attributes:
         host: Host memory.
         fraction: Fraction of the rows (dim 0) that is moved to host memory.
-        frame: Context of `host`; backward fetches all tensors that are moved inside it together.
+        frame: Context of `host`. Backward fetches together all tensors that were moved within this
+            context.
     """
 
     host: OffloadTarget

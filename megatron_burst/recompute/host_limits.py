@@ -56,7 +56,7 @@ def _cgroups(root: Path) -> list[int]:
         else:
             continue
         top = root / mount
-        # In a container the path may be that of the host; the container's group is then at `top`.
+        # A container may read the host's path of its group; the group is then mounted at `top`.
         own = top / path.lstrip("/")
         for group in (own, *own.parents):
             if group == top or top in group.parents:

@@ -18,8 +18,9 @@ MIN_CHUNK_ROWS = 8192  # minimum rows of a row chunk in the attention part of a 
 def dense_width(hidden: int, ffn: int, *, gated: bool, tp: int = 1, gathered: bool = False) -> int:
     """Return the peak number of elements per local token in the backward of a dense MLP.
 
-    The peak on one rank consists of fc1's output, the activation, and the gradients of both; the
-    gathered input and its gradient; input, normalized input, output, and the output gradient.
+    At the peak a rank holds these tensors: the output of fc1, the activation and the gradients of
+    both; the gathered input and its gradient; the input, the normalized input, the output and its
+    gradient.
 
     Args:
         hidden: Hidden size of the model.
