@@ -46,9 +46,10 @@ class Packing:
 
     @property
     def slowest(self) -> int:
-        """Work of a rank in a step if each micro-batch lasts as long as the busiest one.
+        """Number of micro-batches per rank times the work of the busiest micro-batch.
 
-        This is so in a pipeline.
+        This is the work of a step in a pipeline, in which every micro-batch delays the next stage
+        as long as the busiest micro-batch does.
         """
         return self.count * int(self.loads.max())
 
@@ -195,7 +196,7 @@ class _Bins:
     def _improve(self, top: int, candidates: np.ndarray) -> bool:
         own = _sample(np.flatnonzero(self.of == top), 64)
         foreign = _sample(np.flatnonzero(np.isin(self.of, candidates[candidates != top])), 2048)
-        # The last columns exchange a document for nothing: the document moves.
+        # In the last columns a document moves and no document is returned.
         target = np.concatenate([self.of[foreign], candidates])
         empty = np.zeros(len(candidates), np.int64)
         attention, tokens = (

@@ -21,7 +21,9 @@ LINEAR_BACKWARD = 2.0  # FLOPs of a linear layer's backward per FLOP of its forw
 
 @dataclass(frozen=True)
 class Work:
-    """Work that a model does per document, in pairs.
+    """Work of a model, as a function of the lengths of documents.
+
+    The unit is the pair: forward and backward of one visible (query, key) pair in one layer.
 
     Attributes:
         token: Linear work per token, in pairs. Padding has this work too.
@@ -117,5 +119,7 @@ class Work:
         """
         check_rates(rates)
         if rates.compute is None:
-            raise ValueError("rates: compute is None, and a forecast of packing needs FLOP/s")
+            raise ValueError(
+                "rates.compute is None, and a forecast of packing needs it: pass Rates with FLOP/s"
+            )
         return max((1 + BACKWARD) * load * self.pair_flops / (ranks * rates.compute), link)
