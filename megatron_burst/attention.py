@@ -213,7 +213,7 @@ def joint_attention(
 
 
 def _label_of_set(label: object, number: int) -> object:
-    """Return the label of the call for one set of keys."""
+    """Return the label under which the call over key set `number` (from 0) is compared."""
     if label is None:
         return ("key set", number) if number else None
     return (*label, number) if isinstance(label, tuple) else (label, number)
@@ -235,7 +235,7 @@ def _check_key_sets(
     sink: torch.Tensor | None,
     max_logits: torch.Tensor | None,
 ) -> list[Plan]:
-    """Return the plans of all sets of keys after checks of the arguments of `joint_attention`.
+    """Check the arguments of `joint_attention`, and return the plan of each set of keys.
 
     Raises:
         ValueError: An argument is not supported.
@@ -296,6 +296,6 @@ def _misfits(plan: Plan, first: Plan) -> Iterator[str]:
     shared, expected = (len(p.rank_plan.ulysses_links) for p in (plan, first))
     if shared != expected:
         yield (
-            "ranks share heads for only one of this set and the first set, because replicated keys "
-            "share no heads; use groups with ulysses=1, or a key_layout that splits the keys"
+            "one of this set and the first set has replicated keys, and ranks share heads only for "
+            "the other set; use groups with ulysses=1, or a key_layout that splits the keys"
         )

@@ -164,7 +164,8 @@ def options_and_errors(args: Any) -> tuple[BurstConfig, list[str]]:
     while True:
         try:
             return BurstConfig(**fields), messages
-        except ValueError as error:  # options that exclude each other: drop the first one it names
+        except ValueError as error:
+            # Options exclude each other: drop the first one in the message.
             messages.append(message := str(error))
             mentioned = [flag for flag in FLAGS if flag.name in message and flag.field in fields]
             if not mentioned:
@@ -173,7 +174,7 @@ def options_and_errors(args: Any) -> tuple[BurstConfig, list[str]]:
 
 
 def stated(args: Any) -> dict[str, Any]:
-    """Return the value of each flag, by flag, in arguments that `add_defaults` completed."""
+    """Return the value of each flag in arguments that `add_defaults` completed, by flag name."""
     return {flag.name: getattr(args, flag.dest) for flag in FLAGS}
 
 
