@@ -144,8 +144,8 @@ class Touched(DotProductAttention):
 @pytest.mark.parametrize(
     ("theirs", "message"),
     [
-        (Sharp, "^Sharp sets softmax_scale of Megatron's attention"),
-        (Touched, "^Touched uses the attention that its constructor makes"),
+        (Sharp, r"^Sharp sets attributes of core attention \(softmax_scale\)"),
+        (Touched, "^the constructor of Touched reads"),
     ],
 )
 def test_what_a_constructor_does_besides_is_refused(theirs, message):

@@ -54,7 +54,7 @@ CAUSAL_PACKED = _CAUSAL | {AttnMaskType.padding_causal: True, AttnMaskType.paddi
 
 
 class AttentionCall(NamedTuple):
-    """Arguments of one attention call of a layer, except q, k and v.
+    """Arguments of one call of a layer's attention, except q, k and v.
 
     Attributes:
         plan: The plan.
@@ -88,11 +88,10 @@ class AttentionCall(NamedTuple):
 class BurstCoreAttention(MegatronModule):
     """Replacement of Megatron's core attention at context-parallel size > 1.
 
-    It replaces `DotProductAttention` and `TEDotProductAttention`. Megatron's attention layers build
-    it after `install` and `configure`, with the keywords of Megatron's own core attention. The
+    It replaces `DotProductAttention` and `TEDotProductAttention`. After `install` and `configure`,
+    Megatron's attention layers build it with the keywords of Megatron's own core attention. The
     first module on a context-parallel group creates the grid of the group (`Groups`), and the first
-    forward creates the communicators of the rings. Creation of the grid and of the communicators is
-    a collective of that group.
+    forward creates the communicators of the rings. Both steps are collectives of that group.
 
     The module supports `window_size`, `window_attn_skip_freq` and `softmax_type`. The parameter
     `softmax_offset` has the same name as in checkpoints of Megatron's own modules.
@@ -185,7 +184,7 @@ class BurstCoreAttention(MegatronModule):
         return config
 
     def _add_sink(self, heads: int) -> None:
-        """Set `softmax_offset` [h]: learnable, zeros ("off-by-one" softmax), or None."""
+        """Set `softmax_offset`: a parameter [h], zeros [h] ("off-by-one" softmax), or None."""
         config: Any = self.config
         self.softmax_offset = None
         kind = getattr(config, "softmax_type", "vanilla")
@@ -202,7 +201,7 @@ class BurstCoreAttention(MegatronModule):
 
     @property
     def sequence_chunks(self) -> int | Auto:
-        """The number of row chunks of the layer's attention; "auto" if the layer chooses it."""
+        """Number of row chunks of the layer's attention; "auto" if the layer chooses the number."""
         return self._sequence_chunks
 
     def forward(
@@ -265,8 +264,8 @@ class BurstCoreAttention(MegatronModule):
     ) -> AttentionCall:
         """Return the arguments of attention over one micro-batch, except q, k and v.
 
-        A collective if this layer is the leader of its kind (see `PlanBook.join`). Only shapes,
-        dtypes and device of `query`, `key` and `value` are read.
+        This is a collective if the layer is the leader of its kind, which makes the plan (see
+        `PlanBook.join`). Only shapes, dtypes and device of `query`, `key` and `value` are read.
 
         Args:
             query: [s, b, h, d] of this rank's whole shard.
@@ -301,7 +300,7 @@ class BurstCoreAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict:
-        """Return a learnable `softmax_offset`, split over tensor-parallel ranks like the heads.
+        """Return `softmax_offset` for a checkpoint; tensor-parallel ranks split it like the heads.
 
         Name and shape are the same as in Megatron's own modules, so checkpoints are
         interchangeable.
@@ -312,7 +311,7 @@ class BurstCoreAttention(MegatronModule):
             metadata: Megatron's metadata; `dp_cp_group` is read.
 
         Returns:
-            Sharded tensors by name; empty without a learnable offset.
+            Sharded tensors by name; empty if `softmax_offset` is not a parameter.
         """
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
@@ -326,7 +325,7 @@ class BurstCoreAttention(MegatronModule):
     def _book(self, params: Any) -> PlanBook:
         """Return the plan book of the ranks that hold a micro-batch.
 
-        A collective of these ranks at their first micro-batch.
+        The first micro-batch on a set of ranks creates their book, which is a collective.
         """
         group = group_of(params, self.cp_group)
         if group is self.cp_group:
@@ -368,7 +367,7 @@ class BurstCoreAttention(MegatronModule):
         return pack
 
     def _largest(self, query: torch.Tensor) -> torch.Tensor:
-        """Return `current_max_attn_logits`; a new tensor if Megatron reset it to None."""
+        """Return `current_max_attn_logits`. Create it if Megatron has reset it to None."""
         if self.current_max_attn_logits is None:
             self.current_max_attn_logits = nothing_seen(query)
         return self.current_max_attn_logits

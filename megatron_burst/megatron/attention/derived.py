@@ -77,13 +77,13 @@ def _unknown_override(
 
 
 class DerivedCoreAttention(BurstCoreAttention):
-    """BurstAttention with the configuration that `source` makes for a layer.
+    """BurstAttention in place of a class that changes the configuration for its layer.
 
     `replacement_class` sets the class attributes. See `BurstCoreAttention` for arguments and
     shapes.
 
     Attributes:
-        source: The class of the layer spec.
+        source: The class in the layer spec.
         stock: Megatron's class from which `source` derives.
         scale: Name of the attribute of `source` with the factor of the values, or None.
 
@@ -124,10 +124,10 @@ class DerivedCoreAttention(BurstCoreAttention):
 
     @classmethod
     def _built(cls, *args: Any, **named: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the arguments that the layer spec's class (`source`) passes to its base class.
+        """Return the arguments that `source` passes to the constructor of its base class `stock`.
 
-        The constructor of `source` runs. In place of the constructor of its base class `stock`,
-        which is Megatron's core attention, a function records the arguments.
+        The constructor of `source` runs, but a function that records the arguments replaces the
+        constructor of `stock` (Megatron's core attention).
 
         Returns:
             The arguments for `stock`, by name, and the attributes that `source` sets.
@@ -143,15 +143,15 @@ class DerivedCoreAttention(BurstCoreAttention):
                 shell.__init__(*args, **named)
         except AttributeError as error:
             raise ValueError(
-                f"{cls.source.__name__} uses the attention that its constructor makes ({error}), "
-                "which BurstAttention does not support: change the spec, or use "
+                f"the constructor of {cls.source.__name__} reads attributes of Megatron's core "
+                f"attention ({error}), which BurstAttention does not have: change the spec, or use "
                 "--context-parallel-algo megatron"
             ) from error
         arguments.pop("self")
         attributes = vars(shell)
         if unknown := sorted(attributes.keys() - {cls.scale}):
             raise ValueError(
-                f"{cls.source.__name__} sets {', '.join(unknown)} of Megatron's attention, which "
+                f"{cls.source.__name__} sets attributes of core attention ({', '.join(unknown)}), which "
                 "BurstAttention does not support: change the spec, or use --context-parallel-algo "
                 "megatron"
             )
@@ -159,7 +159,7 @@ class DerivedCoreAttention(BurstCoreAttention):
 
     @property
     def sequence_chunks(self) -> Any:
-        """The number of row chunks; 1 if values are scaled."""
+        """Number of row chunks of the layer's attention; 1 if values are scaled."""
         return super().sequence_chunks if self._value_scale == 1.0 else 1
 
     def call(

@@ -26,11 +26,11 @@ from .plan_book import PlanBook, plan_book
 
 
 def context_groups(pg_collection: Any, sizes: list[int] | None, burst: BurstConfig) -> Groups:
-    """Return the grid of this rank's context-parallel group; collective over that group.
+    """Return the grid of this rank's context-parallel group; a collective of the group.
 
-    A node is a hierarchical group of Megatron if `sizes` is set (index 0 innermost), otherwise
-    `burst.intra_size` consecutive ranks if set, otherwise the ranks on one host. Nodes of one rank
-    are legal (tensor parallelism then uses all GPUs of a node), and the log reports them.
+    If `sizes` is set, the innermost hierarchical groups of Megatron are the nodes. Otherwise
+    `burst.intra_size` consecutive ranks form a node, or by default the ranks on one host. If
+    tensor parallelism uses all GPUs of a host, a node has one rank, and a log line reports this.
 
     Args:
         pg_collection: Megatron's process groups.
@@ -54,7 +54,7 @@ def context_groups(pg_collection: Any, sizes: list[int] | None, burst: BurstConf
 
 
 def micro_batch_groups(group: Any, per_node: int | None, burst: BurstConfig) -> Groups:
-    """Return the grid of the ranks that hold a micro-batch; collective over these ranks.
+    """Return the grid of the ranks that hold a micro-batch; a collective of these ranks.
 
     The number of ranks per node is the greatest common divisor of `per_node` and the group size.
 
@@ -100,7 +100,7 @@ def _grid(pg_collection: Any, sizes: list[int] | None, burst: BurstConfig) -> Gr
 
 
 def _warn_of_spread_nodes(cp: Any, per_node: int) -> None:
-    """Warn if a node of the grid includes several hosts; collective over the group.
+    """Warn if a node of the grid includes several hosts; a collective of the group.
 
     A node of several hosts can be intended: fast links may join hosts, such as NVLink within a
     rack. More often the configured size is too large, because tensor parallelism uses some GPUs of
@@ -169,7 +169,7 @@ def book_of(config: Any, pg_collection: Any) -> PlanBook:
 
 
 def topology_key(config: Any) -> tuple:
-    """Return all settings that determine the grid of a group."""
+    """Return the settings that determine the grid of a context-parallel group."""
     burst, sizes = config.burst, config.hierarchical_context_parallel_sizes
     return (
         tuple(sizes or ()), burst.intra_size, burst.ulysses_size, burst.placement,

@@ -54,7 +54,10 @@ def patch_attention(patches: patching.PatchSet) -> None:
 
 
 def _hybrid_model() -> Any:
-    """Return Megatron's HybridModel if its forward can select other attention (after 0.20)."""
+    """Return Megatron's HybridModel if its forward can bypass core attention, otherwise None.
+
+    Megatron-Core after 0.20 has such a HybridModel.
+    """
     if core_version() < OLDEST:
         return None
     home = homes.imported("megatron.core.models.hybrid.hybrid_model")
@@ -64,7 +67,7 @@ def _hybrid_model() -> Any:
 
 
 def refuse_other_attention(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call HybridModel.forward, unless its arguments change what attention computes.
+    """Run HybridModel.forward, unless its arguments change what attention computes.
 
     In Megatron-LM after 0.20 (September 2026), `shared_prefix_layout` selects the model's own
     attention over a tree. `cp_batch` may have two layouts, and the model then exchanges rows
@@ -155,12 +158,11 @@ def _in_group_of_batch(original: Callable, self: Any, *args: Any, **kwargs: Any)
 
 
 def _replaced(core: Any, stock: tuple[type, ...]) -> Any:
-    """Return our replacement of Megatron's core attention `core`, a class or a `ModuleSpec`.
+    """Return the BurstAttention replacement of `core`, a class or a `ModuleSpec`.
 
     Raises:
-        ValueError: The core attention does not derive from Megatron's classes, or it overrides more
-            than `__init__`. Such a core attention would attend only to tokens of its rank, or split
-            tokens differently.
+        ValueError: `core` does not derive from Megatron's classes, or overrides more than
+            `__init__`. Without a replacement, a rank would attend only to its own tokens.
     """
     module = module_of(core)
     if isinstance(module, type) and issubclass(module, BurstCoreAttention):
@@ -183,7 +185,7 @@ def _replaced(core: Any, stock: tuple[type, ...]) -> Any:
 
 
 def patch_recompute(patches: patching.PatchSet) -> None:
-    """Wrap Megatron's `checkpoint`, so that recomputation uses attention store and host memory."""
+    """Wrap Megatron's `checkpoint` to use the attention store and offload to host memory."""
     tier_of = registry.optional("offload_tier")
 
     def checkpoint(original: Callable, *args: Any, **kwargs: Any) -> Any:

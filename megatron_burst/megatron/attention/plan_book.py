@@ -8,16 +8,16 @@ These rules ensure that either all ranks take part or none does:
 layer is built and is the same on all ranks. The leader of a kind, the layer with the lowest number
 on this rank, makes the plan.
 - The leader communicates in every forward, so that all ranks raise the same error if their calls
-differ. If this rank already has the plan, the leader only compares the plan's facts. It does so in
-the exchange in which other ranks make their plan. Other layers only look the plan up. Layers that
-are recomputed in backward also only look it up, because the forward of their micro-batch has
-compared the plan.
+differ. It compares the facts of the call (names and values that must be equal on all ranks). A rank
+that has no plan for the call makes it in the same exchange. Other layers only look the plan up.
+Layers that are recomputed in backward also only look it up, because the forward of their
+micro-batch has compared the plan.
 - With a mask of the user (`--burst-mask`) every layer is a separate kind, because its mask is known
 only when the layer is called with a batch.
 - Every plan assumes that q, k and v need gradients. One plan then serves both forward and
 recomputation, although recomputation runs layers in another order. This also holds with several
-micro-batches in flight. This assumption costs little: one projection usually computes q, k and v,
-so they need gradients together.
+micro-batches in flight. The assumption costs little: one projection usually computes q, k and v,
+so either all of them need gradients or none.
 - Packed batches have one plan per pack. The `PLANS_KEPT` most recently used plans are kept; the
 order of use is the same on all ranks. A thread makes the plans of the next micro-batch while the
 device computes (`plans_ahead`). Ranks compare them in the forward, like any other plan.
@@ -83,9 +83,9 @@ ALL_ROWS = RowChunkSizes()
 
 
 class Kind(Protocol):
-    """The properties of a layer that are known when it is built.
+    """The properties of a layer that are known when the layer is built.
 
-    Hashable, and the same on all ranks.
+    Layers with equal kinds share plans. A kind is hashable and is the same on all ranks.
     """
 
     def own_mask(self, pack: Pack | None, seq_len: int) -> Mask | None:
@@ -103,7 +103,7 @@ class Kind(Protocol):
     def operation(
         self, book: PlanBook, tensors: Tensors, pack: Pack | None, rows: RowChunkSizes, own: Any
     ) -> Operation[Any, Any]:
-        """Return the operation whose plan the layers use; no communication.
+        """Return the operation that checks the call and makes the plan; no communication.
 
         A thread may call this method before the forward of the micro-batch (`plans_ahead`).
 
@@ -117,7 +117,7 @@ class Kind(Protocol):
         ...
 
     def log(self, book: PlanBook, plan: Any, tensors: Tensors, pack: Pack | None, own: Any) -> None:
-        """Log a new plan, unless its line was logged before.
+        """Log a description of a new plan, unless the same line was logged before.
 
         Args:
             book: the plan book of the layer's group.
@@ -136,12 +136,12 @@ class LayerKind:
     Attributes:
         burst: The options of the run.
         causal: Whether a token sees only earlier tokens.
-        window: (left, right) tokens, None if the layer has no window.
+        window: (left, right) tokens that a token sees; None if the layer has no window.
         softmax_scale: The factor of the logits, or None.
-        head_sizes: Query heads, key/value heads, key width, value width.
+        head_sizes: Number of query heads, number of key/value heads, key width, value width.
         max_logits: Whether to record the largest logit of each head.
-        selects: Whether the layer has sparse attention over selected keys. Its operations then
-            choose and log their algorithm themselves.
+        selects: Whether the layer has sparse attention over selected keys. The plugin `sparse` then
+            chooses the algorithm and logs the choice.
         number: The number of the layer, from 1; 0 if the mask does not depend on the number.
         cut: How attention cuts packed batches; None if `burst.layout` alone determines the cut.
         stream: How the run cuts batches if attention has another layout, otherwise None.
@@ -181,7 +181,7 @@ class LayerKind:
     def operation(
         self, book: PlanBook, tensors: Tensors, pack: Pack | None, rows: RowChunkSizes, own: Any
     ) -> AttentionOperation:
-        """Return the operation for q [s, b, h, d], k [s, b, g, d] and v [s, b, g, w]."""
+        """Return the operation for q [s, b, h, d], k [s, b, g, d], v [s, b, g, w]; see `Kind`."""
         keywords = self.burst.keywords()
         if not self.selects:
             keywords |= book.chosen.get(self._choice_key(tensors), {})
@@ -209,7 +209,7 @@ class LayerKind:
     def log(
         self, book: PlanBook, plan: Plan, tensors: Tensors, pack: Pack | None, own: Any
     ) -> None:
-        """Log the first plan of the run, and each choice of "auto"; see `Kind.log`."""
+        """Log the first plan of the run and each algorithm that "auto" selects; see `Kind.log`."""
         if self.selects:
             return
         if plan.choice is not None:
@@ -238,7 +238,7 @@ class LayerKind:
             book.logged.add(subject)
 
     def _choice_key(self, tensors: Tensors) -> tuple:
-        """Return the key of the choice of "auto": this kind and the shapes of q, k and v."""
+        """Return the key under which the selection of "auto" is kept: the kind and the shapes."""
         return self, *(t.shape for t in tensors.values())
 
     def layers(self) -> str:
@@ -263,12 +263,14 @@ class TensorKind(NamedTuple):
     device: torch.device
 
     def stand_in(self) -> torch.Tensor:
-        """Return a view of one element with this shape."""
+        """Return a tensor of this shape, dtype and device with the memory of one element."""
         return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
 
 
 class LayerCall(NamedTuple):
-    """A call of layers, without the values of its tensors and without documents.
+    """A description of an attention call: the kind of layer and the shapes of the tensors.
+
+    It contains neither the values of tensors nor the documents of a packed batch.
 
     Attributes:
         kind: The kind of the layers.
@@ -282,7 +284,7 @@ class LayerCall(NamedTuple):
 
     @classmethod
     def of(cls, kind: Kind, rows: RowChunkSizes, tensors: Tensors) -> LayerCall:
-        """Return the call of layers of this kind with these tensors."""
+        """Return the description of a call with these tensors."""
         kinds = (
             (name, TensorKind(tuple(t.shape), t.dtype, t.device)) for name, t in tensors.items()
         )
@@ -298,7 +300,7 @@ class LayerCall(NamedTuple):
         return self.tensors[0][1].shape[0] * book.groups.size
 
     def operation(self, book: PlanBook, pack: Pack) -> Operation[Any, Any]:
-        """Return the operation of this call for a pack, without tensors."""
+        """Return the operation of this call for a pack, from stand-ins of the tensors."""
         tensors = {name: tensor.stand_in() for name, tensor in self.tensors}
         return self.kind.operation(book, tensors, pack, self.rows, None)
 
@@ -309,11 +311,11 @@ class PlanBook:
 
     Attributes:
         groups: The grid.
-        metrics: The metrics of the run, if it writes them.
-        startup: The log line of the first plan of softmax attention.
+        metrics: The metrics of the run; None if the run writes no metrics.
+        startup: The log line of the first plan of softmax attention; None before this plan.
         communicators: The description of the rings' communicators that was last logged.
         logged: Keys of lines that were logged: kinds of layers, or choices of "auto".
-        chosen: The choice of "auto", by kind and shapes of q, k and v.
+        chosen: The options that "auto" selected, by kind and shapes of q, k and v.
         micro_batch_books: Books of groups that hold single micro-batches of the same layers, by the
             global ranks of the group.
         ahead: Plans of later micro-batches, which a thread makes.
@@ -340,8 +342,8 @@ class PlanBook:
     def join(self, kind: Kind, layer_number: int) -> bool:
         """Register a layer, and return whether it is the leader of its kind.
 
-        A rebuilt layer with the leader's number is a leader too. Thus leadership depends only on
-        the order of construction, never on when old models are garbage-collected.
+        The layer with the lowest number that was ever registered is the leader. A rebuilt layer
+        with that number is a leader too, whether or not the old layer still exists.
 
         Args:
             kind: the kind of the layer.
@@ -436,7 +438,7 @@ class PlanBook:
         return plan
 
     def _make(self, call: LayerCall, tensors: Tensors, pack: Pack | None, own: Any) -> Any:
-        """Make and log the plan of a leader; a collective."""
+        """Make and log a plan; a collective that the leader of a kind calls."""
         operation = call.kind.operation(self, tensors, pack, call.rows, own)
         build = operation.build
         # Other operations read `requires_grad`, which is known only in the forward.
@@ -453,7 +455,7 @@ class PlanBook:
         """Start to make the plans of the next micro-batch in a thread; no communication.
 
         Plans are made for the calls that needed a plan in earlier micro-batches. The forward of the
-        micro-batch compares them between ranks.
+        next micro-batch compares these plans between ranks.
 
         Args:
             pack: the documents of the next micro-batch.
@@ -463,7 +465,7 @@ class PlanBook:
     def row_exchange(
         self, kind: LayerKind, q, k, v, pack: Pack | None = None
     ) -> RowExchange | None:
-        """Return the row exchange around attention; the first call is a collective.
+        """Return the exchange of rows around attention; the first call is a collective.
 
         Args:
             kind: the kind of the layer.
@@ -517,8 +519,9 @@ class PlanBook:
     def log(self, line: str, subject: Hashable = None) -> None:
         """Log a line about plans, once in a run.
 
-        Rank 0 logs it. In a pipeline, the stages of rank 0's pipeline share a counter in torch's
-        store, because a stage may have no such layer. The first stage that increments it logs.
+        Without pipeline parallelism rank 0 logs the line. Otherwise the stages of rank 0's pipeline
+        share a counter in torch's store, because rank 0 may have no such layer. The first stage
+        that increments the counter logs the line.
 
         Args:
             line: the line.
@@ -539,7 +542,7 @@ class PlanBook:
 
 
 def rings_of_normal_priority(groups: Groups) -> list[str]:
-    """Return the names of rings on NCCL groups of Megatron without high-priority streams."""
+    """Return the names of rings on NCCL groups of Megatron that have normal stream priority."""
     rings = []
     for (channel, device), group in groups.carriers.items():
         if backends(group).get(device) == "nccl":
@@ -552,7 +555,8 @@ def rings_of_normal_priority(groups: Groups) -> list[str]:
 def priority_line(rings: Sequence[str]) -> str:
     """Return the part of the start-up line about rings whose streams have normal priority.
 
-    Empty without such rings, or if CUDA has only one queue: it keeps the order of launches.
+    The result is empty without such rings. It is also empty if CUDA has only one queue, because
+    kernels and messages then start in the order of launches.
 
     Args:
         rings: names of the rings.
@@ -568,7 +572,7 @@ def priority_line(rings: Sequence[str]) -> str:
 
 
 def capturing(tensors: Tensors) -> bool:
-    """Return whether a CUDA graph captures the call with these tensors."""
+    """Return whether a CUDA graph is being captured on the current stream of CUDA tensors."""
     return any(t.is_cuda for t in tensors.values()) and torch.cuda.is_current_stream_capturing()
 
 
@@ -581,7 +585,8 @@ def nothing_seen(query: torch.Tensor) -> torch.Tensor:
 def startup_line() -> str | None:
     """Return the start-up line of this process's first plan.
 
-    It contains algorithm, topology, side, layout, kernel, and bytes per layer.
+    The line contains the algorithm, topology, side (the tensors that are sent in backward), layout,
+    kernel, and bytes per layer.
 
     Returns:
         The line; None before the first forward, or if no model uses BurstAttention.
@@ -594,7 +599,7 @@ def startup_line() -> str | None:
 
 
 def splits_attention(group: Any) -> bool:
-    """Return whether a model of this process splits its attention over this group."""
+    """Return whether BurstAttention of this process uses this context-parallel group."""
     return any(reference() is group for reference, _ in _books())
 
 
@@ -605,7 +610,7 @@ def plan_book(group: Any, key: tuple, make_groups: Callable[[], Groups]) -> Plan
 
     Args:
         group: the context-parallel group.
-        key: all settings that determine the grid.
+        key: the settings that determine the grid, from `groups.topology_key`.
         make_groups: function that returns the `Groups` of the context-parallel group; a collective.
     """
     # A weak reference: `destroy_process_group()` joins a group's threads only if nothing else keeps

@@ -3,11 +3,13 @@
 
 With packed documents every micro-batch has other lengths, so it needs a new plan. The data path
 reads one batch ahead (`data.loader`) and passes its documents to `PlanBook.plan_ahead`. One thread
-per process then checks and builds the plans. It does not communicate, and it does not change the
-order in which ranks communicate: the forward compares the plan between ranks, as it does with a
-plan that it makes itself. A thread's plan is used only if its facts equal the facts of the forward.
-A rank whose lengths are not on the host has no such plan, and its forward makes the same plan. The
-forward also makes the plan if the thread raised an error, and then raises the error on all ranks.
+per process then checks the calls and builds the plans. The thread does not communicate. The forward
+compares a thread's plan between ranks, exactly as a plan that it makes itself.
+
+The facts of a call are the names and values that ranks compare. The forward uses a thread's plan
+only if the facts of both calls are equal. If a rank has no document lengths on the host, its thread
+makes no plan, and its forward makes the same plan. If the thread raised an error, the forward makes
+the plan too and raises the error on all ranks.
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ from ...comm.recent import RecentCache
 from .. import patching
 from ..data.packed import Pack
 
-CALLS_EXPECTED = 16  # kinds of layers x shapes of their tensors
+CALLS_EXPECTED = 16  # limit of kinds of layers x shapes of tensors
 PLANS_AHEAD = 64  # limit of plans that the thread made and no forward has used yet
 UNUSED = 32  # if a forward uses none of the first plans, the thread makes no more
 
 
 class ExpectedCall(Protocol):
-    """A call of layers, as in `plan_book.LayerCall`; hashable."""
+    """A description of an attention call, which `plan_book.LayerCall` implements; hashable."""
 
     @property
     def device(self) -> torch.device:
@@ -44,15 +46,15 @@ class ExpectedCall(Protocol):
         ...
 
     def operation(self, book: Any, pack: Pack) -> Operation[Any, Any]:
-        """Return the operation of this call for a pack; no communication."""
+        """Return the operation that makes the plan of this call for a pack; no communication."""
         ...
 
 
 class PlansAhead:
-    """The plans that a thread makes for the layers of a plan book.
+    """Plans that a thread makes before the layers of a plan book need them.
 
     Attributes:
-        started: Number of plans that were given to the thread.
+        started: Number of plans that the thread was requested to make.
         used: Number of these plans that a forward used.
     """
 
@@ -62,18 +64,18 @@ class PlansAhead:
         self._futures = RecentCache(PLANS_AHEAD)
 
     def expect(self, call: ExpectedCall) -> None:
-        """Make the plans of this call ahead for later packs."""
+        """Register a call, so that later packs get its plan from the thread."""
         self._expected.keep(call, True)
 
     def start(self, book: Any, pack: Pack, planned: Collection[ExpectedCall]) -> None:
-        """Give the plans of the expected calls to the thread.
+        """Let the thread make the plans of all registered calls for the next micro-batch.
 
         Args:
             book: The plan book of the calls.
             pack: The documents of the next micro-batch.
             planned: Calls that have a plan for this pack already.
         """
-        if self.started >= UNUSED and not self.used:  # the script makes other packs of its batches
+        if self.started >= UNUSED and not self.used:  # forwards get other packs than `start`
             return
         for call in self._expected:
             key = call, pack
@@ -85,7 +87,7 @@ class PlansAhead:
     def builder(
         self, call: ExpectedCall, pack: Pack, operation: Operation[Any, Any]
     ) -> Callable[[Any], Any]:
-        """Return a function that returns the plan of a request: the thread's plan, or a new one.
+        """Return a function that returns the thread's plan for a request, or makes a new plan.
 
         Args:
             call: The call that needs the plan.
@@ -105,7 +107,7 @@ class PlansAhead:
 
 
 def _planner() -> ThreadPoolExecutor:
-    """Return the executor of the run, which has one thread."""
+    """Return the thread pool of the run, which has one thread."""
     state = patching.run_state()
     if state.planner is None:
         state.planner = ThreadPoolExecutor(1, thread_name_prefix="megatron_burst planner")
@@ -115,9 +117,13 @@ def _planner() -> ThreadPoolExecutor:
 def _plan(
     book: Any, call: ExpectedCall, pack: Pack, stream: torch.cuda.Stream | None
 ) -> tuple[int, Any]:
-    """Return the identity of the request's facts, and the plan; runs in the thread.
+    """Make a plan in the planning thread.
 
-    Indices are copied to the device on the stream of the forward, which uses them later.
+    The plan's indices are copied to the device on `stream`, on which the forward uses them.
+
+    Returns:
+        A digest of the facts that ranks compare, and the plan; (0, None) if "auto" must first
+            measure, which the forward does.
     """
     with nullcontext() if stream is None else torch.cuda.stream(stream):
         operation = call.operation(book, pack)
@@ -128,7 +134,7 @@ def _plan(
 
 
 def _result(future: Future) -> tuple[int | None, Any]:
-    """Wait for a plan; return (None, None) if the thread raised an error."""
+    """Wait for the result of `_plan`; return (None, None) if it raised an error."""
     try:
         return future.result()
     except Exception:
@@ -137,5 +143,5 @@ def _result(future: Future) -> tuple[int | None, Any]:
 
 
 def _stream(call: ExpectedCall) -> torch.cuda.Stream | None:
-    """Return the current stream of the device of a call; None on a CPU."""
+    """Return the current CUDA stream of the device of a call; None on the CPU."""
     return torch.cuda.current_stream(call.device) if call.device.type == "cuda" else None

@@ -30,13 +30,13 @@ EXCHANGES_KEPT = 64  # exceeds packed micro-batches in flight
 
 
 class RowExchange(NamedTuple):
-    """The exchanges of rows before and after attention, for this rank of `groups`.
+    """The exchanges of this rank's rows before and after attention.
 
     Attributes:
         groups: The grid.
         outbound: Route of this rank's rows from the layout of the tokens to attention's layout.
         inbound: Route of this rank's rows from attention's layout to the layout of the tokens.
-        identity: A hash of the layouts and the pack, which ranks compare.
+        identity: A checksum of the layouts and the documents, which ranks compare.
     """
 
     groups: Groups
@@ -45,16 +45,16 @@ class RowExchange(NamedTuple):
     identity: int
 
     def to_attention(self, tensors: tuple[torch.Tensor, ...], label: int) -> Any:
-        """Return q, k, v [s, b, ...] in the layout of attention; collective."""
+        """Exchange q, k, v [s, b, ...] to the layout of attention; a collective of `groups`."""
         return rows.exchange_rows(tensors, self.outbound, self.groups, self.identity, label)
 
     def to_stream(self, out: torch.Tensor, label: int) -> torch.Tensor:
-        """Return attention's result [s, b, ...] in the layout of the tokens; collective."""
+        """Exchange attention's output [s, b, ...] to the layout of the tokens; a collective."""
         return rows.exchange_rows((out,), self.inbound, self.groups, self.identity, label)[0]
 
 
 class RowExchanges:
-    """The last `EXCHANGES_KEPT` row exchanges of one grid, by layouts and documents."""
+    """Cache of the `EXCHANGES_KEPT` last used row exchanges of one grid."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
@@ -69,7 +69,7 @@ class RowExchanges:
     ) -> RowExchange:
         """Return the exchange for q, k, v [s, ...] of a batch.
 
-        The first call is a collective, which creates the channel.
+        The first call is a collective that creates the communicator of the exchanges.
 
         Args:
             stream: how the run cuts batches.
@@ -119,7 +119,7 @@ def exchange_line(
 def _routes(
     groups: Groups, stream: BatchCut, attention: BatchCut, pack: Pack | None, local: int
 ) -> tuple[routes.Route, routes.Route]:
-    """Return this rank's routes to attention's layout and back, for `local` rows."""
+    """Return the routes of this rank's `local` rows to attention's layout and back."""
     total = local * groups.size
     stream_layout, attention_layout = (
         _layout(cut, pack, groups.size) for cut in (stream, attention)
