@@ -152,8 +152,8 @@ def test_what_the_launcher_refuses_beside_settings_of_the_model_is_told_too():
     told = [f"{f.what} {f.fix}" for f in found(words) if f.topic == "refused at start"]
     for part in (
         "--reset-attention-mask at --micro-batch-size 2",
-        "--reset-attention-mask with --sft",
-        "--reset-attention-mask with --hybrid-layer-pattern",
+        "--reset-attention-mask does not work with --sft",
+        "--reset-attention-mask does not work with --hybrid-layer-pattern",
         "--hybrid-layer-pattern M* has attention",
     ):
         assert any(part in one for one in told), (part, told)

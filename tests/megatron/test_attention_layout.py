@@ -88,13 +88,13 @@ def problems(cp=2, **choices):
         ({"layout": "contiguous", "sequence_chunks": 2}, "--burst-sequence-chunks 2"),
         ({"layout": "contiguous", "sequence_chunks": "auto"}, "--burst-sequence-chunks auto"),
         ({"layout": "contiguous", "offload": 0.5}, "--burst-offload 0.5"),
-        ({"layout": "contiguous", "mtp_num_layers": 1}, "--mtp-num-layers, which was not tested"),
+        ({"layout": "contiguous", "mtp_num_layers": 1}, "was not tested with --mtp-num-layers"),
         ({"layout": "contiguous", "hybrid_context_parallel": True}, "--hybrid-context-parallel"),
         (
             {"layout": "contiguous", "algorithm": "megatron"},
             "requires --context-parallel-algo burst",
         ),
-        ({"layout": "contiguous", "cp": 1}, "> 1, which are burst and 1"),
+        ({"layout": "contiguous", "cp": 1}, "> 1, but they are burst and 1"),
     ],
 )
 def test_what_was_not_tested_is_refused_by_name(choices, words):

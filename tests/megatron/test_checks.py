@@ -78,30 +78,30 @@ def test_graphs_of_whole_iterations_are_refused(impl, modules):
         (
             {},
             {"pack": "documents"},
-            "--burst-pack documents every micro-batch has its own documents",
+            "--burst-pack documents: every micro-batch has its own documents",
         ),
         ({}, {"mask": "masks:mine"}, "--burst-mask masks:mine is called for every batch"),
         ({}, {"attention_layout": "striped"}, "--burst-attention-layout striped exchanges rows"),
-        ({"sft": True}, {}, "with --sft every micro-batch has its own documents"),
-        ({"reset_attention_mask": True}, {}, "--reset-attention-mask every micro-batch has"),
+        ({"sft": True}, {}, "with --sft: every micro-batch has its own documents"),
+        ({"reset_attention_mask": True}, {}, "--reset-attention-mask: every micro-batch has"),
         ({"dataloader_inter_document_masking": True}, {}, "--dataloader-inter-document-masking"),
-        ({"hybrid_context_parallel": True}, {}, "--hybrid-context-parallel groups change with"),
-        ({"dynamic_context_parallel": True}, {}, "--dynamic-context-parallel groups change w"),
-        ({"log_max_attention_logit": True}, {}, "--log-max-attention-logit the optimizer step"),
-        ({"qk_clip": True}, {}, "with --qk-clip the optimizer step replaces the tensor"),
+        ({"hybrid_context_parallel": True}, {}, "--hybrid-context-parallel: groups change with"),
+        ({"dynamic_context_parallel": True}, {}, "--dynamic-context-parallel: groups change w"),
+        ({"log_max_attention_logit": True}, {}, "--log-max-attention-logit: the optimizer step"),
+        ({"qk_clip": True}, {}, "with --qk-clip: the optimizer step replaces the tensor"),
         (
             {"experimental_attention_variant": "dsa"},
             {},
-            "variant the model has layers that were not",
+            "variant: the model has layers that were not",
         ),
-        ({"is_hybrid_model": True}, {}, "--hybrid-layer-pattern the model has layers that were"),
+        ({"is_hybrid_model": True}, {}, "--hybrid-layer-pattern: the model has layers"),
     ],
 )
 def test_what_changes_from_call_to_call_is_in_no_graph(changes, burst, words):
     chosen = mb.BurstConfig(kernel="reference", **burst)
     asked = config(cuda_graph_impl="transformer_engine", **{SCOPE: ["attn"]}, **changes)
     (reason,) = [p.reason for p in graph_problems(asked, chosen)]
-    assert reason.startswith("--cuda-graph-impl captures attention, and ")
+    assert reason.startswith("--cuda-graph-impl captures attention, ")
     assert words in reason
     apart = config(cuda_graph_impl="transformer_engine", **{SCOPE: ["mlp"]}, **changes)
     assert not [*graph_problems(apart, chosen)]
@@ -226,7 +226,7 @@ def test_groups_that_change_with_the_micro_batch(name, cp):
         assert words in reason
         assert remove == (flag,)
     ((reason, _),) = told(**given | {"calculate_per_token_loss": False})
-    assert "equal weights without --calculate-per-token-loss" in reason
+    assert "requires --calculate-per-token-loss: without it" in reason
     staged = told(**given, pipeline_model_parallel_size=2)
     assert bool(staged) == (name == "hybrid_context_parallel")
 
@@ -285,7 +285,7 @@ def launch(**given):
 @pytest.mark.parametrize("given", [{"cuda_graph_impl": "local"}, {"enable_cuda_graph": True}])
 def test_without_cuda_a_graph_is_told_of_once(monkeypatch, given):
     sft = [each.reason for each in launch(**given, sft=True)]
-    assert sum("captures attention, and with --sft" in reason for reason in sft) == 1
+    assert sum("captures attention, which does not work with --sft" in reason for reason in sft) == 1
     monkeypatch.setattr(command_line.patching, "installed", lambda name: name == "cpu")
     (problem,) = launch(**given)
     assert "records CUDA kernels, which --cpu does not use" in problem.reason
@@ -306,4 +306,4 @@ def test_documents_packed_anew_lose_the_padding_that_fused_rope_needs(pack):
     settings = SimpleNamespace(sft=True, position_embedding_type="rope", apply_rope_fusion=True)
     found = [str(each) for each in command_line._packed(settings, mb.BurstConfig(pack=pack))]
     assert len(found) == (pack == "documents")
-    assert all("--sft and --burst-pack with fused rope" in each for each in found)
+    assert all("fused rope does not work with --sft and --burst-pack" in each for each in found)

@@ -221,7 +221,7 @@ def test_mixed_hidden_states_need_the_layout_of_megatron():
     burst.install("striped")
     mixed = config()
     mixed.mtp_num_layers, mixed.mtp_hsm = 2, True
-    with pytest.raises(ValueError, match="--mtp-hsm with --burst-layout striped"):
+    with pytest.raises(ValueError, match="--mtp-hsm does not work with --burst-layout striped"):
         burst.configure(mixed, mb.BurstConfig(layout="striped"))
     mixed.mtp_hsm = False
     burst.configure(mixed, mb.BurstConfig(layout="striped"))

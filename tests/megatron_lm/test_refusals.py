@@ -29,7 +29,7 @@ BLOCKS = [
     ),
     (
         "--reset-attention-mask --sft --apply-query-key-layer-scaling",
-        ["--reset-attention-mask with --sft", "query-key layer scaling"],
+        ["--reset-attention-mask does not work with --sft", "query-key layer scaling"],
         "",
         "--apply-query-key-layer-scaling --reset-attention-mask",
     ),

@@ -151,9 +151,9 @@ class DerivedCoreAttention(BurstCoreAttention):
         attributes = vars(shell)
         if unknown := sorted(attributes.keys() - {cls.scale}):
             raise ValueError(
-                f"{cls.source.__name__} sets attributes of core attention ({', '.join(unknown)}), which "
-                "BurstAttention does not support: change the spec, or use --context-parallel-algo "
-                "megatron"
+                f"{cls.source.__name__} sets attributes of core attention ({', '.join(unknown)}), "
+                "which BurstAttention does not support: change the spec, or use "
+                "--context-parallel-algo megatron"
             )
         return arguments, attributes
 

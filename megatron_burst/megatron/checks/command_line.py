@@ -55,7 +55,7 @@ def settings_of(args: Any) -> SimpleNamespace:
 
 
 def selects_burst(args: Any) -> bool:
-    """Return whether BurstAttention splits micro-batches with these arguments.
+    """Return whether these arguments select BurstAttention over several ranks.
 
     Args:
         args: arguments completed by `flags.add_defaults`; sizes may be invalid.
@@ -99,7 +99,7 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
         for name in (
             "cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph", "use_megatron_fsdp",
         ):  # fmt: skip
-            setattr(settings, name, None)  # so that no other check reports it again
+            setattr(settings, name, None)  # so that no other check reports the same problem
     if selects_burst(args) or any(flags.present(argv)):
         yield from yaml_problems(settings)
     burst, errors = flags.options_and_errors(args)
@@ -130,7 +130,10 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
 
 
 def run_problems(settings: Any, burst: BurstConfig, engine: bool) -> Iterator[Problem]:
-    """Yield problems of documents, groups per micro-batch, backend, sharding and hybrid layers.
+    """Yield problems of settings that exist only in a training run, not in a model.
+
+    They concern documents, groups per micro-batch, the distributed backend, the sharding of
+    parameters, and hybrid models without Transformer Engine.
 
     Args:
         settings: parsed arguments under the names of a `TransformerConfig`.
@@ -150,7 +153,7 @@ def run_problems(settings: Any, burst: BurstConfig, engine: bool) -> Iterator[Pr
 
 
 def yaml_problems(settings: Any) -> Iterator[Problem]:
-    """Yield a problem if a yaml file is set; Megatron-LM itself fails with it."""
+    """Yield a problem if a yaml file is set, with which Megatron-LM itself cannot train."""
     yaml = getattr(settings, "yaml_cfg", None)
     if yaml:
         yield Problem(
@@ -192,15 +195,16 @@ def _packed(settings: Any, burst: BurstConfig) -> Iterator[Problem]:
     if not packs:
         return
     if _value_of(settings, "--mtp-hsm"):
-        yield Problem(f"--mtp-hsm with {packs[0]}: {HIDDEN_STATES}", remove=("--mtp-hsm",))
+        reason = f"--mtp-hsm does not work with {packs[0]}: {HIDDEN_STATES}"
+        yield Problem(reason, remove=("--mtp-hsm",))
     rope = getattr(settings, "position_embedding_type", None) == "rope"
     rope = rope or getattr(settings, "use_rotary_position_embeddings", False)
     repacked = burst.pack != "off"  # repacking removes the padding of --sft
     fused = rope and getattr(settings, "apply_rope_fusion", False)
     if fused and (repacked or packs[0] != "--sft"):
         yield Problem(
-            f"{packs[0]}{' and --burst-pack' if repacked else ''} with fused rope: fused rope "
-            "requires documents of a multiple of 2 x --context-parallel-size tokens",
+            f"fused rope does not work with {packs[0]}{' and --burst-pack' if repacked else ''}: "
+            "it requires documents of a multiple of 2 x --context-parallel-size tokens",
             add=("--no-rope-fusion",),
         )
 
@@ -221,19 +225,19 @@ _DOCUMENTS = (
     # Megatron may validate arguments twice: the first validation sets this field for {flag}.
     Rule(lambda c, b: c.dataloader_inter_document_masking
          and patching.run_state().documents != RESET,
-         f"{{flag}} with {INTER_DOCUMENT}: {{flag}} ends documents after end-of-document tokens, "
-         "the other flag at the dataset's boundaries; use one (Megatron-LM ignores {flag})",
+         f"{{flag}} ends documents after end-of-document tokens, and {INTER_DOCUMENT} ends them at "
+         "the dataset's boundaries; use one of the flags (Megatron-LM itself ignores {flag})",
          remove=(RESET,)),
     *excluded(
-        "{flag} with {other}, which {why}",
+        "{flag} does not work with {other}, which {why}",
         (RESET,),
         fim_data="moves tokens between documents",
         sft="defines documents already",
         hybrid_layer_pattern="has layers whose state would be reset at the start of each document",
     ),
     Rule(_linear_layers,
-         "{flag} with {value}: the state of these layers would be reset at the start of each "
-         "document",
+         "{flag} does not work with {value}: the state of these layers would be reset at the start "
+         "of each document",
          remove=(RESET,)),
 )  # fmt: skip
 # Settings of communicators that the backend does not support.
@@ -250,8 +254,8 @@ _WITHOUT_ENGINE = (
     Rule(lambda c, b: "*" in (c.hybrid_layer_pattern or "")
          and str((c.spec or ["megatron.core"])[0]).startswith("megatron."),
          "--hybrid-layer-pattern {c.hybrid_layer_pattern} has attention (*), which in Megatron's "
-         "hybrid stack requires Transformer Engine, and it is not installed: install Transformer "
-         "Engine, or train with pretrain_gpt.py"),
+         "hybrid stack requires Transformer Engine; install Transformer Engine, which is missing, "
+         "or train with pretrain_gpt.py"),
 )  # fmt: skip
 
 

@@ -151,24 +151,24 @@ def config_problems(
 
 
 _MASK = tuple(
-    rule._replace(reason="{flag} with " + rule.reason, remove=("--burst-mask",))
+    rule._replace(reason="{flag} does not work with " + rule.reason, remove=("--burst-mask",))
     for rule in (
         Rule(lambda c, b: b.layout == "balanced",
              "--burst-layout balanced, which balances work for causal documents only"),
         Rule(lambda c, b: b.pack != "off",
              "--burst-pack {b.pack}, which balances work for causal attention only"),
         Rule(lambda c, b: b.attention_layout not in (None, b.layout),
-             "--burst-attention-layout {b.attention_layout}, which was not tested"),
+             "--burst-attention-layout {b.attention_layout}: the two were not tested together"),
         Rule("mtp_num_layers", "--mtp-num-layers: layers of MTP heads are also numbered from 1, so "
              "the function cannot distinguish them from the model's layers"),
         Rule(lambda c, b: changing_groups(c),
-             "{value}, which changes groups between micro-batches and was not tested"),
+             "{value}, which changes groups between micro-batches: this was not tested"),
     )
 )  # fmt: skip
 
 
 def mask_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Yield the settings with which the function of `--burst-mask` cannot be called.
+    """Yield the settings that do not work with a mask function (`--burst-mask`).
 
     Args:
         config: a `TransformerConfig`, or any object with attributes of the same names.
@@ -222,7 +222,7 @@ def _placement_problems(cp: int, intra: int | None, burst: BurstConfig) -> Itera
 
 
 def _recomputes(c: ConfigView) -> list[str]:
-    """Return the modules of selective recomputation; Megatron's default is core_attn."""
+    """Return the modules that selective recomputation recomputes; by default core_attn."""
     return ["core_attn"] if c.recompute_modules is None else c.recompute_modules
 
 
@@ -356,7 +356,7 @@ def _head_chunk_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
 
 
 def _shared(size: int, cp: int, heads: int, kv_heads: int) -> bool:
-    """Return whether a Ulysses group of `size` ranks can divide these heads.
+    """Return whether `size` ranks can share these heads by all-to-all (Ulysses).
 
     Key/value heads may be replicated.
     """
@@ -432,7 +432,7 @@ def model_problems(config: Any) -> Iterator[Problem]:
 
 
 def records_max_logits(config: Any) -> bool:
-    """Return whether Megatron's optimizer step reads the largest attention logits."""
+    """Return whether attention must record its largest logits for Megatron's optimizer step."""
     return bool(getattr(config, "log_max_attention_logit", 0) or getattr(config, "qk_clip", 0))
 
 
@@ -451,7 +451,7 @@ def _max_logit_flag(config: Any) -> str:
 
 
 def dropout_problem(share: float) -> Problem:
-    """Return the problem to report for attention dropout with probability `share`."""
+    """Return the problem of attention dropout with probability `share`."""
     return Problem(
         f"attention dropout is {share}, and BurstAttention supports no dropout",
         add=("--attention-dropout 0",),
@@ -461,7 +461,8 @@ def dropout_problem(share: float) -> Problem:
 _ZIGZAG = ("--burst-layout zigzag",)
 # Features in which Megatron's own code slices or shifts the sequence and assumes zigzag.
 _LAYOUT = (
-    Rule("mtp_hsm", f"--mtp-hsm with --burst-layout {{flag}}: {HIDDEN_STATES}", add=_ZIGZAG),
+    Rule("mtp_hsm", f"--mtp-hsm does not work with --burst-layout {{flag}}: {HIDDEN_STATES}",
+         add=_ZIGZAG),
     Rule(lambda c, b: (variant := c.experimental_attention_variant) not in (*DELTA_NETS, DSA)
          and variant,
          "--experimental-attention-variant {value} requires --burst-layout zigzag, and the layout "
@@ -487,7 +488,7 @@ _BALANCED = (
 
 
 def layout_problems(config: Any, layout: str) -> Iterator[Problem]:
-    """Yield the settings that exclude a layout other than zigzag.
+    """Yield the settings that do not work with `layout`, which is not zigzag.
 
     Args:
         config: a `TransformerConfig`, or any object with attributes of the same names.
@@ -502,9 +503,9 @@ def layout_problems(config: Any, layout: str) -> Iterator[Problem]:
 
 
 def backend_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Yield a problem if `attention_backend` replaces the core attention of a layer spec.
+    """Yield a problem if `attention_backend` is `local`.
 
-    With `local`, Megatron builds its unfused attention in place of the core attention in the spec.
+    Megatron then builds its unfused attention in place of the core attention in a layer spec.
 
     Args:
         config: a `TransformerConfig`, or any object with attributes of the same names.

@@ -15,7 +15,7 @@ from typing import Any
 from ...config import BurstConfig
 from .problem import Problem, Rule, broken, excluded
 
-# Modules of a layer that can be captured without its attention. Megatron's own graphs ("local")
+# Modules that can be captured without the attention of their layer. Megatron's own graphs ("local")
 # cannot capture a dense MLP, or all experts, without the rest of the layer.
 WITHOUT_ATTENTION = {
     "local": ("moe_router", "moe_preprocess", "mamba"),
@@ -24,19 +24,19 @@ WITHOUT_ATTENTION = {
 # Names of one setting: the newest, the deprecated flag of newer versions, and the name until 0.18.
 _MODULES = ("cuda_graph_modules", "cuda_graph_scope_deprecated", "cuda_graph_scope")
 _DOCUMENTS = "every micro-batch has its own documents and its own plan"
-# Settings that a graph with attention excludes.
+# Settings with which a graph must not contain attention.
 _CAPTURED_ATTENTION = (
     Rule(lambda c, b: b.pack != "off",
-         "{flag} captures attention, and with --burst-pack {b.pack} " + _DOCUMENTS,
+         "{flag} captures attention, which does not work with --burst-pack {b.pack}: " + _DOCUMENTS,
          remove=("{flag}",)),
     Rule(lambda c, b: b.mask,
          "{flag} captures attention, and --burst-mask {b.mask} is called for every batch",
          remove=("{flag}",)),
     Rule(lambda c, b: b.attention_layout not in (None, b.layout),
          "{flag} captures attention, and --burst-attention-layout {b.attention_layout} exchanges "
-         "rows around it, which was not tested in graphs", remove=("{flag}",)),
+         "rows around it: this was not tested in graphs", remove=("{flag}",)),
     *excluded(
-        "{flag} captures attention, and with {other} {why}",
+        "{flag} captures attention, which does not work with {other}: {why}",
         ("{flag}",),
         sft=_DOCUMENTS,
         reset_attention_mask=_DOCUMENTS,

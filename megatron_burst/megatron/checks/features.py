@@ -18,7 +18,7 @@ from .problem import Problem, Rule, broken, excluded, plugin_problems
 def option_problems(
     config: Any, burst: BurstConfig, seq_length: int | None = None
 ) -> Iterator[Problem]:
-    """Yield the settings that exclude the fused LM head or an option of a plugin.
+    """Yield the settings that do not work with the fused LM head, packing or options of plugins.
 
     Args:
         config: a `TransformerConfig`, or parsed arguments with the same names.
@@ -56,7 +56,7 @@ _LM_HEAD = (
 
 
 def lm_head_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Yield the settings that exclude the fused LM head and loss."""
+    """Yield the settings that do not work with the fused LM head and loss."""
     if burst.lm_head_loss != "off":
         yield from broken(_LM_HEAD, config, burst, f"{LM_HEAD} {burst.lm_head_loss}")
 
@@ -66,10 +66,10 @@ _PACKING = (
          "{flag} requires a loss per token, because a mean over micro-batches depends on the "
          "documents in each micro-batch", add=("--calculate-per-token-loss",)),
     Rule(lambda c, b: (c.micro_batch_size or 1) > 1,
-         "{flag} at --micro-batch-size {c.micro_batch_size}: a micro-batch must be one pack",
+         "{flag} requires one pack per micro-batch, got --micro-batch-size {c.micro_batch_size}",
          add=("--micro-batch-size 1",)),
     *excluded(
-        "{flag} with {other}, which {why}",
+        "{flag} does not work with {other}, which {why}",
         ("--burst-pack",),
         sequence_packing_scheduler="packs documents itself",
         dynamic_context_parallel="packs documents itself",
@@ -77,17 +77,18 @@ _PACKING = (
         rl_use_sequence_packing="packs documents itself",
     ),
     Rule(lambda c, b: (c.gtp_weight_remat_size or 1) > 1,
-         "{flag} with --tensor-parallel-num-weight-shards {c.gtp_weight_remat_size}: its ranks "
-         "read different batches and require equal numbers of micro-batches",
+         "{flag} does not work with --tensor-parallel-num-weight-shards "
+         "{c.gtp_weight_remat_size}: ranks that share weights read different batches and need "
+         "equal numbers of micro-batches",
          remove=("--burst-pack",)),
     Rule(lambda c, b: c.cuda_graph_impl == "full_iteration",
-         "{flag} with --cuda-graph-impl full_iteration: a graph has a fixed number of "
-         "micro-batches", remove=("--cuda-graph-impl",)),
+         "{flag} does not work with --cuda-graph-impl full_iteration: a graph has a fixed number "
+         "of micro-batches", remove=("--cuda-graph-impl",)),
 )  # fmt: skip
 
 
 def packing_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Yield the settings that exclude `--burst-pack`; with trees, also a missing plugin."""
+    """Yield the settings that do not work with `--burst-pack`, and a missing plugin for trees."""
     if burst.pack == "trees":
         yield from plugin_problems("trees", "--burst-pack trees", remove=("--burst-pack",))
     if burst.algorithm != OFF and burst.pack == "documents":

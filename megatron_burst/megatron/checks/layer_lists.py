@@ -13,8 +13,8 @@ from typing import Any
 from ..model_shape import layers_without_further_heads
 from .problem import Problem
 
-# Setting that is a frequency or a list with one entry per layer -> setting without which it is
-# ignored.
+# Each key is a setting with a frequency or with one entry per layer. Megatron ignores the key if
+# its value, another setting, is not set.
 _FREQUENCIES = {
     "window_attn_skip_freq": "window_size",
     "linear_attention_freq": "experimental_attention_variant",
@@ -35,7 +35,7 @@ def frequency_problems(config: Any) -> Iterator[Problem]:
 
 
 def exchange_problems(config: Any) -> Iterator[Problem]:
-    """Yield a problem if `cp_comm_type` names several exchanges.
+    """Yield a problem if `cp_comm_type` selects different exchanges for different layers.
 
     A single exchange, such as the default, is ignored. A list of different exchanges is an explicit
     choice for each layer, so it is reported.

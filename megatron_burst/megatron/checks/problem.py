@@ -41,7 +41,8 @@ class Problem:
 class ConfigView:
     """The attributes of a `TransformerConfig`, of parsed arguments, or of a `BurstConfig`.
 
-    A missing attribute is None, for example an option of a plugin that is not installed.
+    An attribute that does not exist is None, for example an option of a plugin that is not
+    installed.
     """
 
     def __init__(self, config: Any) -> None:
@@ -88,17 +89,17 @@ _FLAGS = {
 
 
 def flag_of_setting(name: str) -> str:
-    """Return the flag of Megatron-LM that sets this setting."""
+    """Return the flag of Megatron-LM that sets the setting `name`."""
     return _FLAGS.get(name) or f"--{name.replace('_', '-')}"
 
 
 def excluded(text: str, remove: tuple[str, ...] = (), **reasons: str) -> tuple[Rule, ...]:
-    """Return one rule per setting that must be off or unset.
+    """Return a table of rules: each of the settings `reasons` must be off or unset.
 
     Args:
         text: the reason; {other} stands for the setting's flag, {why} for its entry in `reasons`.
         remove: the flags to remove; default: the setting's own flag.
-        reasons: {why} of each setting. It may contain {other} too.
+        reasons: the text for {why}, by name of the setting. It may contain {other} too.
     """
     flags = {name: flag_of_setting(name) for name in reasons}
     return tuple(
@@ -141,7 +142,7 @@ def broken(
 def excluded_options(
     name: str, flag: str, burst: BurstConfig, remove: tuple[str, ...] = ()
 ) -> Iterator[Problem]:
-    """Yield a problem for each option that is set and excludes the option `name`.
+    """Yield a problem for each option in use that was not tested together with option `name`.
 
     Args:
         name: the field of the option in `BurstConfig`.
@@ -156,7 +157,7 @@ def excluded_options(
         value = getattr(burst, field.name)
         if name in field.option.excludes and value != field.default:
             yield Problem(
-                f"{flag} with {field.flag} {value}, which was not tested",
+                f"{flag} was not tested with {field.flag} {value}",
                 remove=remove or (field.flag,),
             )
 

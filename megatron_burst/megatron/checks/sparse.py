@@ -2,7 +2,7 @@
 """Checks of sparse attention (Megatron's DSA).
 
 The plugin `sparse` checks and runs these layers. Without the plugin, a model with DSA is refused:
-Megatron's own all-gather assumes that tokens are zigzag, whatever layout the run uses.
+Megatron's own all-gather of keys assumes the zigzag layout, whatever layout the run uses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def gathers(config: Any) -> bool:
 
 
 def sparse_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Yield the problems of a model with sparse attention that is split over ranks.
+    """Yield the problems of sparse attention in a model with several context-parallel ranks.
 
     Args:
         config: a `TransformerConfig`, or any object with attributes of the same names.

@@ -32,12 +32,12 @@ _FIELDS = (("hybrid_context_parallel", HYBRID), ("dynamic_context_parallel", DYN
 
 
 def changing_groups(settings: Any) -> str | None:
-    """Return the flag that changes groups per micro-batch; None if it is not set."""
+    """Return the flag that gives each micro-batch its own group; None if it is not set."""
     return next((flag for name, flag in _FIELDS if getattr(settings, name, False)), None)
 
 
 def splits(settings: Any) -> bool:
-    """Return whether the run splits any micro-batch over ranks."""
+    """Return whether the run splits any micro-batch over context-parallel ranks."""
     return settings.context_parallel_size != 1 or changing_groups(settings) is not None
 
 
@@ -49,8 +49,8 @@ def splits_with_burst(settings: Any, burst: BurstConfig | None) -> bool:
 def uses_burst(settings: Any, burst: BurstConfig | None) -> bool:
     """Return whether BurstAttention computes attention in the models of a run.
 
-    True if it splits micro-batches over ranks, or if micro-batches are prefix trees, which
-    Megatron's own attention does not support.
+    This is so if BurstAttention splits micro-batches over ranks, or if micro-batches are prefix
+    trees, which Megatron's own attention does not support.
     """
     if burst is None or burst.algorithm == OFF:
         return False
@@ -60,7 +60,7 @@ def uses_burst(settings: Any, burst: BurstConfig | None) -> bool:
 def needs_ranks(flag: str, config: Any, burst: BurstConfig, remove: tuple[str, ...]) -> Problem:
     """Return the problem of a flag that requires BurstAttention over several ranks."""
     return Problem(
-        f"{flag} requires --context-parallel-algo burst and --context-parallel-size > 1, which "
+        f"{flag} requires --context-parallel-algo burst and --context-parallel-size > 1, but they "
         f"are {burst.algorithm} and {config.context_parallel_size}",
         remove=remove,
     )
@@ -68,34 +68,35 @@ def needs_ranks(flag: str, config: Any, burst: BurstConfig, remove: tuple[str, .
 
 _HYBRID = (
     *excluded(
-        "{flag} with {other}: {why}",
+        "{flag} does not work with {other}: {why}",
         ("{flag}",),
         multi_latent_attention=(
             "Megatron's latent attention does not support groups that change between micro-batches"
         ),
         mtp_num_layers="Megatron shifts tokens in the group with which the model was built",
     ),
-    Rule("is_hybrid_model", "{flag} with Mamba layers: these split the sequence over the group "
-         "with which the model was built", remove=("{flag}",)),
+    Rule("is_hybrid_model", "{flag} does not work with Mamba layers: they split the sequence "
+         "over the group with which the model was built", remove=("{flag}",)),
     *excluded(
-        "{flag} with {other}: {why}",
+        "{flag} does not work with {other}: {why}",
         ("{flag}",),
         experimental_attention_variant=(
             "it splits the sequence over the group with which the model was built"
         ),
     ),
     Rule(lambda c, b: c.hybrid_context_parallel and (c.pipeline_model_parallel_size or 1) > 1,
-         "{flag} with --pipeline-model-parallel-size {c.pipeline_model_parallel_size}: Megatron's "
-         "schedule for {flag} does not support pipelines", remove=("{flag}",)),
+         "{flag} does not work with --pipeline-model-parallel-size "
+         "{c.pipeline_model_parallel_size}: Megatron's schedule for {flag} supports no pipelines",
+         remove=("{flag}",)),
     Rule(lambda c, b: c.has("calculate_per_token_loss") and not c.calculate_per_token_loss,
-         "{flag}: micro-batches have unequal numbers of tokens, but equal weights without "
-         "--calculate-per-token-loss",
+         "{flag} requires --calculate-per-token-loss: without it micro-batches with unequal "
+         "numbers of tokens have equal weights in the loss",
          add=("--calculate-per-token-loss",)),
 )  # fmt: skip
 
 
 def hybrid_problems(config: Any) -> Iterator[Problem]:
-    """Yield the settings of a `TransformerConfig` that exclude groups per micro-batch."""
+    """Yield the settings of a `TransformerConfig` that do not work with groups per micro-batch."""
     flag = changing_groups(config)
     if flag is not None:
         yield from broken(_HYBRID, config, flag=flag)
@@ -122,7 +123,7 @@ STREAMS = ("contiguous", "zigzag")  # layouts of tokens for which attention may 
 
 
 class RunLayouts(NamedTuple):
-    """The layout of the tokens (`stream`) and the layout of softmax attention."""
+    """The layout of the tokens between layers (`stream`), and of softmax attention."""
 
     stream: str
     attention: str
@@ -150,7 +151,7 @@ def megatrons_layouts(config: Any) -> RunLayouts | None:
 
 
 def two_layout_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Yield the settings that exclude or contradict the layouts of tokens and of attention."""
+    """Yield the settings that do not work with, or contradict, the layouts of a run."""
     if not splits_with_burst(config, burst):
         if burst.attention_layout not in (None, burst.layout):
             flag = f"--burst-attention-layout {burst.attention_layout}"
@@ -185,12 +186,12 @@ def _contradictions(config: Any, burst: BurstConfig) -> Iterator[Problem]:
 # Settings that were not tested with a separate layout of attention.
 _TWO_LAYOUTS = (
     Rule(lambda c, b: b.layout not in STREAMS,
-         "{flag} with --burst-layout {b.layout}: a separate layout of attention requires "
-         f"--burst-layout {' or '.join(STREAMS)}", add=("--burst-layout contiguous",)),
-    Rule("mtp_num_layers", "{flag} with --mtp-num-layers, which was not tested",
+         "{flag} does not work with --burst-layout {b.layout}: a separate layout of attention "
+         f"requires --burst-layout {' or '.join(STREAMS)}", add=("--burst-layout contiguous",)),
+    Rule("mtp_num_layers", "{flag} was not tested with --mtp-num-layers",
          remove=("--burst-attention-layout",)),
     Rule(lambda c, b: changing_groups(c),
-         "{flag} with {value}, which changes groups between micro-batches and was not tested",
+         "{flag} was not tested with {value}, which changes groups between micro-batches",
          remove=("--burst-attention-layout",)),
 )  # fmt: skip
 
@@ -204,7 +205,7 @@ _HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 
 
 def linear_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Yield the problems of a model's layers that carry a state.
+    """Yield the problems of layers of linear attention and Mamba layers, which carry a state.
 
     Args:
         config: a `TransformerConfig` that is split over ranks, or any object with attributes of the
@@ -253,7 +254,7 @@ def linear_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
 
 
 def _heads_problems(config: Any, burst: BurstConfig, setting: str) -> Iterator[Problem]:
-    """Yield the problems of Megatron's own all-to-all of heads."""
+    """Yield the settings with which Megatron cannot distribute heads by all-to-all."""
     if setting == KIMI:
         yield Problem(
             f"{FLAG} megatron: Megatron's own layers of {KIMI} support only one context-parallel "

@@ -8,7 +8,7 @@ For positions below `EXACT` it uses the same fp32 product as Megatron, so the an
 equal. From `EXACT` on it uses a product in fp64, reduced modulo 2 pi before it is rounded to fp32.
 Both products use the same fp32 frequencies, so the phase is continuous at `EXACT`.
 
-`EXACT` is the position up to which Megatron's own error is harmless. Angles below 2^16 have an
+Below the position `EXACT`, Megatron's own error is harmless. Angles below 2^16 have an
 error of at most 2^-9 rad, which equals the rounding of a cosine near 1 to bf16. The threshold
 applies to positions, not to sequence lengths: the angle of a token does not depend on the number of
 later tokens, on the other documents of a pack, or on the number of ranks.

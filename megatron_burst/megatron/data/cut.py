@@ -32,17 +32,17 @@ from ..run_state import RunState
 
 @dataclass(frozen=True)
 class BatchCut:
-    """The cut of batches over ranks, the same for every batch, model and rank of a run.
+    """How a run cuts batches over ranks; the same for every batch, model and rank.
 
     The fields after `name` are used only for layout "balanced".
 
     Attributes:
         name: The layout.
         per_node: Ranks per node; None if not set.
-        windows: The windows of layers, repeated in the ratio of their numbers of layers
-            (`model_shape.layer_windows`).
-        multiple: The number of tokens of a rank must be a multiple of this number.
-        row_cost: See `layout.Balanced`.
+        windows: Attention windows whose proportions are the proportions of layers with these
+            windows (`model_shape.layer_windows`).
+        multiple: The number of tokens per rank must be a multiple of this number.
+        row_cost: The cost of sending a row, see `layout.Balanced`; None if unknown.
     """
 
     name: str
@@ -53,10 +53,10 @@ class BatchCut:
 
 
 def cut_for(config: Any, burst: BurstConfig) -> BatchCut:
-    """Return the cut of a run with this `TransformerConfig`.
+    """Return how a run with this `TransformerConfig` cuts batches.
 
-    Attention is treated as causal. Without windows the result is also balanced for attention
-    without a causal mask, which has twice as many visible pairs in every document.
+    Work is balanced for causal attention. Without windows this also balances attention without a
+    causal mask, because every document then has twice as many visible pairs.
 
     Args:
         config: a `TransformerConfig`.
@@ -77,9 +77,10 @@ def cut_for(config: Any, burst: BurstConfig) -> BatchCut:
 
 
 def _row_cost(config: Any, burst: BurstConfig, per_node: int | None) -> tuple[float, float] | None:
-    """Return the cost of sending a row (see `layout.Balanced`), if a cluster file has the rates.
+    """Return the cost of sending a row (see `layout.Balanced`) from the rates in a cluster file.
 
-    None with `--burst-ulysses-size` > 1: the all-to-all of heads sends the same number of rows in
+    The result is None without a cluster file or with another algorithm than "auto". It is also
+    None with `--burst-ulysses-size` > 1, because the all-to-all of heads sends equally many rows in
     every layout.
     """
     shared = burst.ulysses_size is not None and burst.ulysses_size > 1
@@ -108,7 +109,7 @@ def head_sizes(config: Any) -> tuple[int, int]:
 
 
 def attention_cut(burst: BurstConfig) -> BatchCut | None:
-    """Return how softmax attention cuts sequences; None if it uses the cut of the run."""
+    """Return how softmax attention cuts sequences; None if it cuts them as the run does."""
     separate = burst.attention_layout not in (None, burst.layout)
     return BatchCut(str(burst.attention_layout)) if separate else None
 
@@ -137,20 +138,20 @@ def compare_clusters(state: RunState, path: str | None) -> None:
 
 
 def gather_from_all(header: torch.Tensor) -> list[torch.Tensor]:
-    """Return the headers of all ranks of the job; a collective for `agree`."""
+    """All-gather the header of each rank of the job, as `agree` requires."""
     gathered = [header] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, header)
     return gathered
 
 
 def set_cut(patches: patching.PatchSet, cut: BatchCut) -> None:
-    """Set the cut of the run, unless an earlier configuration has set it."""
+    """Set how the run cuts batches, unless an earlier configuration has set this."""
     if patches.run.cut is None:
         patches.run.cut = cut
 
 
 def installed_layout() -> str | None:
-    """Return the layout of this run, set by `install` or the first `configure`; otherwise None."""
+    """Return the layout that `install` or the first `configure` has set; None before that."""
     return patching.run_state().layout
 
 
@@ -158,7 +159,7 @@ def cut_of_run(layout: str) -> BatchCut:
     """Return the cut that `set_cut` has set, or else `BatchCut(layout)`.
 
     Raises:
-        ValueError: The layout is balanced, and no configuration has set the costs of tokens.
+        ValueError: The layout is balanced, and no configuration has called `set_cut`.
     """
     cut = patching.run_state().cut
     if cut is None and layout == "balanced":

@@ -42,7 +42,7 @@ def replace_masks(args: Any, patches: patching.PatchSet) -> None:
     between_documents = getattr(args, "dataloader_inter_document_masking", False)
     reset = getattr(args, "reset_attention_mask", False)
     if reset and between_documents and patches.run.documents == RESET:
-        return  # validated again: the first validation made these changes
+        return  # a second validation of the same arguments
     patches.run.documents = RESET if reset else INTER_DOCUMENT if between_documents else None
     if masks:
         args.create_attention_mask_in_dataloader = False
@@ -64,7 +64,7 @@ def documents_expected() -> str | None:
 
 
 def patch_masks(patches: patching.PatchSet) -> None:
-    """Wrap Megatron's GPT dataset, so that documents end as with `--reset-attention-mask`."""
+    """Wrap Megatron's GPT dataset, so that documents end after end-of-document tokens."""
     # Imported here: only scripts of Megatron-LM need the dataset.
     from megatron.core.datasets.gpt_dataset import GPTDataset
 
@@ -76,7 +76,7 @@ def patch_masks(patches: patching.PatchSet) -> None:
 
 
 def lengths_of_documents(text: torch.Tensor, eod: int) -> list[int]:
-    """Return the number of tokens of each document in `text` [n].
+    """Return the number of tokens of each document in the token ids `text` [n].
 
     A document ends after each `eod`. An `eod` as the last token is ignored: the last token is only
     a label, and Megatron searches for ends of documents in the other tokens.
@@ -113,7 +113,7 @@ def _with_positions(
 
 
 def patch_stages(patches: patching.PatchSet) -> None:
-    """Wrap Megatron's dataset builder: it builds datasets with `cu_seqlens` on every stage."""
+    """Wrap Megatron's dataset builder to build datasets with `cu_seqlens` on every stage."""
     # Imported here: only scripts of Megatron-LM need the datasets.
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entries of a batch that are cut over context-parallel ranks, and their dimension.
+"""The entries of a batch that are cut over context-parallel ranks, and along which dimension.
 
 The same rules apply to every layout and to packed batches; a table in `docs/megatron-lm.md` lists
 them. An entry that fits no row of the table is refused; the error names its key and shape.
@@ -66,7 +66,7 @@ def documents_of(batch: dict[str, Any]) -> tuple[Any, Any] | None:
 
 
 def placeholder(mask: Any) -> bool:
-    """Return whether an attention mask is a placeholder, a tensor with one element.
+    """Return whether an attention mask is a placeholder (a tensor with one element).
 
     Data loaders add a placeholder if a model requires a mask argument. Transformer Engine reads no
     mask tensor in causal attention (`is_redundant` in `attention/core_attention.py`).
@@ -107,7 +107,7 @@ def entries_to_cut(batch: dict[str, Any], packed: bool) -> EntryDims:
 
 
 def _sizes(tensors: dict[str, tuple[int, ...]]) -> tuple[int, int]:
-    """Return (b, s) of a batch; (0, 0) if no entry has a token dimension."""
+    """Return (b, s) of a batch; (0, 0) if no entry has one value per token."""
     for key in SEQUENCES:
         shape = tensors.get(key, ())
         if len(shape) == 2 or (len(shape) > 2 and key != POSITIONS):

@@ -39,9 +39,10 @@ UNEVEN = (
 
 
 class HostLengths(torch.Tensor):
-    """A CPU tensor whose `cuda` and `to` record the values of the copy on a device.
+    """A CPU tensor that records its values for each copy that `cuda` or `to` makes.
 
-    All other operators return a plain tensor.
+    The host can later read the values without a transfer from the device (`Packs.values`). All
+    other operators return a plain tensor.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
@@ -63,8 +64,8 @@ class HostLengths(torch.Tensor):
 class BatchIterator:
     """An iterator over the batches of a data loader, with cumulative lengths as `HostLengths`.
 
-    If the batches are packed, it reads one batch ahead, but at most `count` batches, so that the
-    plan book can start the plans of the next micro-batch.
+    If the batches are packed, the iterator reads one batch ahead, so that the plan book can start
+    the plans of the next micro-batch. It never reads ahead beyond the step's `count` batches.
 
     Args:
         batches: the iterator of the data loader.
@@ -115,7 +116,7 @@ class BatchIterator:
             plan_ahead(batch)
 
     def unused(self) -> list[tuple[Any, Any]]:
-        """Return (data loader, batch) if the step did not use the batch that was read ahead."""
+        """Return [(data loader, batch)] of a batch that was read ahead but not used; else []."""
         return [(self._batches, batch) for batch in self._ahead]
 
     def __getattr__(self, name: str) -> Any:
@@ -151,7 +152,7 @@ def patch(patches: patching.PatchSet) -> None:
 
 
 def _warned_of(mask: Any) -> bool:
-    """Warn once in a run if a loss mask on the host excludes tokens; return whether it does.
+    """Warn once in a run if a loss mask on the host excludes tokens; return True if it does.
 
     A mask on a device is not read: the host would wait for the device.
     """
@@ -164,9 +165,10 @@ def _warned_of(mask: Any) -> bool:
 
 
 def _uneven(model: Any) -> bool:
-    """Return whether loss masks with unequal token counts per rank would change the gradients.
+    """Return whether to look for loss masks that change gradients.
 
-    False after the warning was logged.
+    Gradients change if ranks have unequal numbers of loss tokens and the loss is not computed per
+    token. The result is False after the warning was logged.
     """
     config = _config_of(model)
     burst = getattr(config, "burst", None)

@@ -13,10 +13,10 @@ a record was cut by other code. Its layout is then assumed to be contiguous if
 convention of Megatron and Transformer Engine). For a pack with a record, `cp_partition_mode`
 "zigzag" is ignored, because it is the default.
 
-Interfaces of Megatron-LM after commit d98e8a64 (August 2026), read in its sources of September
-2026: `context_parallel/utils.py` (pull request 6912), `sequence_roll.py`, `conversion.py` and
-`partition.py` in the same package, and `transformer/mtp_sequence_roll.py` of the branch dev.
-Transformer Engine: `context_parallel.py` of 2.20.2 (pull request 3221).
+The wrappers follow the interfaces of Megatron-LM in September 2026, after commit d98e8a64:
+`context_parallel/utils.py` (pull request 6912), `sequence_roll.py`, `conversion.py` and
+`partition.py` in the same package, and `transformer/mtp_sequence_roll.py` of the branch dev. For
+Transformer Engine they follow `context_parallel.py` of 2.20.2 (pull request 3221).
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def refuse_layout(layout: str, function_layout: str, tokens: int | None, name: s
 
 
 def _megatron_wraps(layout: str) -> list[Wrap]:
-    """Return the wrappers of all functions that the installed Megatron has."""
+    """Return a wrapper for each function in the table that the installed Megatron has."""
     core = "megatron.core"
     rows = [
         (f"{core}.context_parallel.utils", "get_batches_on_this_cp_rank",
@@ -217,7 +217,7 @@ def _batches(layout: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
 def _partition(layout: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
     """Run `context_parallel.partition.get_cp_partition_indices` and record the cut.
 
-    Raises `ValueError` for another layout than the run's.
+    Raise `ValueError` if its layout is not the layout of the run.
     """
     arguments = given_to(original, args, kwargs)
     if arguments["cp_size"] > 1:
@@ -227,7 +227,7 @@ def _partition(layout: str, original: Callable, *args: Any, **kwargs: Any) -> An
 
 
 def _conversion(layout: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Run `convert_module_input_tensors_cp_partition_mode` without its exchange of rows.
+    """Run `convert_module_input_tensors_cp_partition_mode` without an exchange to zigzag rows.
 
     Megatron's attention accepts only zigzag rows. Our attention accepts rows in the run's layout,
     so the exchange is skipped: with equal layouts the original returns its input.
@@ -253,7 +253,7 @@ def _conversion(layout: str, original: Callable, *args: Any, **kwargs: Any) -> A
 def _roll(layout: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
     """Run a shift of `context_parallel.sequence_roll` (for MTP), which assumes contiguous tokens.
 
-    Raises `ValueError` if the run has another layout.
+    Raise `ValueError` if the layout of the run is not contiguous.
     """
     group = given_to(original, args, kwargs).get("cp_group")
     if group is not None and group.size() > 1 and layout != "contiguous":
@@ -321,14 +321,14 @@ def _engine_batch(layout: str, original: Callable, *args: Any, **kwargs: Any) ->
 
 
 def _order_of(arguments: dict[str, Any]) -> str:
-    """Return the layout of a call's load-balancing strategy; versions before 2.20 have none."""
+    """Return the layout of a call's load-balancing strategy; zigzag if it has no such argument."""
     strategy = arguments.get("load_balancing_strategy")
     name = "DUAL_CHUNK_SWAP" if strategy is None else strategy.name
     return _STRATEGIES.get(name, name)
 
 
 def _note(layout: str, function_layout: str, ends: Any, tokens: int, name: str) -> None:
-    """Record a cut in the layout of the run; raise `ValueError` for another layout."""
+    """Record that a function cut a pack; raise `ValueError` if its layout is not the run's."""
     refuse_layout(layout, function_layout, tokens, name)
     if ends is not None and layout != "zigzag":
         packs().note_cut(packs().of(tokens, ends))

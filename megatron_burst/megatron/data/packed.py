@@ -40,7 +40,7 @@ CUTS_KEPT = 4096  # exceeds packed micro-batches between their slicing and their
 
 
 class _CutCache(dict):
-    """Layouts and indices on devices that packs with the same `cut_key` share."""
+    """Cache of layouts and device indices, which packs with the same `cut_key` share."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class Pack:
 
     Attributes:
         total: Tokens of the pack, with padding.
-        bounds: Boundaries of the documents in the pack, each with the padding after it. The padding
-            at the end of the pack is a further document.
+        bounds: Boundaries of the documents in the pack. A document includes the padding after it,
+            but the padding at the end of the pack is a separate document.
         end: The first position of the padding at the end of the pack.
-        documents: Boundaries for the mask; padding is a separate document.
+        documents: Boundaries of the documents for the mask. All padding forms separate documents.
         padding: Indices of the documents in `documents` that are padding. Tokens of padding see no
             token and are seen by none.
         spans: (first, stop) of each image, from `vision.with_spans`, for a mask of the user; None
@@ -68,7 +68,7 @@ class Pack:
 
     @property
     def mask(self) -> Mask:
-        """The mask in which a token sees its own document."""
+        """The mask in which a token sees the tokens of its document."""
         return Documents(self.documents, padding=self.padding)
 
     @property
@@ -137,7 +137,9 @@ class Pack:
         device: torch.device,
         angles: int | None = None,
     ) -> torch.Tensor:
-        """Return an index tensor of the tokens that a rank holds; cached on the device.
+        """Return the indices of a rank's tokens in the pack or in a table of angles.
+
+        The tensor is cached on the device.
 
         Args:
             cut: how the run cuts batches.
@@ -189,7 +191,7 @@ class Pack:
 
 
 class Packs:
-    """Cache of packs of the batches in use; the keys are their `cu_seqlens` tensors."""
+    """Cache of the packs of batches in use. Keys are the `cu_seqlens` tensors of the batches."""
 
     def __init__(self) -> None:
         self._packs: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -199,10 +201,10 @@ class Packs:
         self._noted: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def note(self, cu_seqlens: torch.Tensor, pack: Pack) -> None:
-        """Register `pack` for this tensor object.
+        """Register `pack` as the pack of this tensor object.
 
-        Needed if the values of `cu_seqlens` do not define the pack completely: for a prefix tree,
-        or documents with spans of images.
+        This is necessary if the values of `cu_seqlens` do not define the pack completely: for a
+        prefix tree, or documents with spans of images.
 
         Args:
             cu_seqlens: the tensor.
@@ -247,7 +249,7 @@ class Packs:
         return pack is not None and pack.spans is None
 
     def of(self, total: int, cu_seqlens: torch.Tensor, padded: torch.Tensor | None = None) -> Pack:
-        """Return the pack of these tensors; cached until a tensor changes.
+        """Return the pack that these tensors describe. It is cached until a tensor changes.
 
         Args:
             total: tokens of the pack over all ranks.
@@ -317,7 +319,7 @@ def packs() -> Packs:
 
 
 def pack_of(total: int, cu_seqlens: torch.Tensor, padded: torch.Tensor | None = None) -> Pack:
-    """Return the pack that cumulative lengths describe; waits for their device.
+    """Return the pack that cumulative lengths describe; wait for their device.
 
     Repeated entries (empty documents), tokens after the last document, and entries of -1 at the end
     are allowed.

@@ -83,7 +83,7 @@ def _scaled_forward(layout: str, original: Callable, self: Any, *args: Any, **na
 
 
 def _without_rows(_: Callable, self: Any, *args: Any, **named: Any) -> None:
-    """Create Yarn's cos/sin cache with 0 rows: no layer reads the cache."""
+    """Create Yarn's cos/sin cache with 0 rows, because no layer reads the cache."""
     self.max_seq_len_cached = self.offset_cached = 0
     self.dtype_cached, self.packed_seq_cached = None, False
     for name in ("cos_cached", "sin_cached"):
@@ -106,7 +106,7 @@ def _cos_sin(
 
 
 def _of_own_positions(layout: str, original: Callable, *args: Any, **named: Any) -> torch.Tensor:
-    """Cut `position_ids` [3, batch, S] over the ranks, and return the angles of M-RoPE."""
+    """Return the M-RoPE angles of this rank's rows of `position_ids` [3, batch, S]."""
     bound = bound_to(original, args, named)
     arguments = bound.arguments
     group = arguments.get("cp_group")
@@ -170,7 +170,7 @@ def packed_rope(
 
 
 def fused_packed_rope(layout: str, original: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Replace `rope_utils.fused_apply_rotary_pos_emb_thd` if the table is a blank.
+    """Replace `rope_utils.fused_apply_rotary_pos_emb_thd` if the table is a placeholder (blank).
 
     The original selects rows from tables of whole documents. Here the fused kernel for batches that
     are not packed gets the angles of this rank's rows.
@@ -207,7 +207,7 @@ TABLES_KEPT = 4
 
 @dataclass(frozen=True)
 class TableRows:
-    """The rows of a table: the rows of rank `rank` of `size` ranks in layout `layout`."""
+    """The rows of a rotary table that rank `rank` of `size` ranks holds in layout `layout`."""
 
     layout: str
     size: int
@@ -225,7 +225,7 @@ ALL = TableRows("contiguous", 1, 0)
 
 
 class RotaryTables:
-    """Cache of the last `TABLES_KEPT` rotary tables, and the blanks of packed batches."""
+    """Cache of the `TABLES_KEPT` last used rotary tables, and of placeholders (blanks)."""
 
     def __init__(self) -> None:
         self._rates: WeakKeyDictionary[Any, tuple[tuple, TurnRates]] = WeakKeyDictionary()
@@ -260,7 +260,7 @@ class RotaryTables:
     def cos_sin(
         self, rope: Any, length: int, offset: int, table_rows: TableRows, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scaled cosines and sines of the angles of `rows`, for fused MLA kernels.
+        """Return scaled cosines and sines of the angles of `table_rows`, for fused MLA kernels.
 
         Args:
             rope: Megatron's rotary module.
@@ -279,7 +279,7 @@ class RotaryTables:
         return self._once((key, length, offset, table_rows, dtype), make)
 
     def blank(self, rope: Any, length: int) -> torch.Tensor:
-        """Return a blank: NaN, fp32 [length, 1, 1, d], in place of a table of angles."""
+        """Return a placeholder (blank) for a table of angles: NaN, fp32 [length, 1, 1, d]."""
         key, rates = self._keyed_rates(rope)
         if key not in self._blanks:
             nan = torch.full((1,), torch.nan, device=rates.per_position.device)
@@ -287,10 +287,10 @@ class RotaryTables:
         return self._blanks[key][0].expand(length, 1, 1, rates.width)
 
     def pair(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        """Return a tensor in place of a stack of two blanks: NaN, fp32 [2, length, 1, 1, d].
+        """Return the stack of two blanks without a copy: NaN, fp32 [2, length, 1, 1, d].
 
-        Each of its two rows is again a blank. `torch.stack` would copy the blanks, and a copy has
-        another address.
+        Both entries of the result are blanks again. `torch.stack` would copy the blanks, and a copy
+        has another address.
         """
         rates = [self._of_blank(blank) for blank in (first, second)]
         name = "pair", *(key for key, _ in rates)
@@ -364,7 +364,7 @@ def _rates(rope: Any) -> TurnRates:
         angles, scale = table
         return TurnRates(angles[1, 0, 0, : angles.shape[-1] // 2].clone(), scale=scale)
     if rope.inv_freq.device.type == "cpu":
-        rope.inv_freq = rope.inv_freq.to(device=torch.cuda.current_device())  # as Megatron does it
+        rope.inv_freq = rope.inv_freq.to(device=torch.cuda.current_device())  # as in Megatron
     factor = rope.seq_len_interpolation_factor
     return TurnRates(
         rope.inv_freq,
@@ -382,7 +382,7 @@ def tables() -> RotaryTables:
 
 
 def is_blank(freqs: torch.Tensor) -> bool:
-    """Return whether a tensor is a blank, not a table of angles."""
+    """Return whether a tensor is a placeholder (blank), not a table of angles."""
     return freqs.dim() == 4 and freqs.shape[-1] > 1 and freqs.stride(-1) == 0
 
 

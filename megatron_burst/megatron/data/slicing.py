@@ -96,12 +96,12 @@ def _of_own_group(
 ) -> dict[str, Any] | None:
     """Cut a micro-batch over its own group of `local_cp_size` ranks.
 
-    The original would cut the whole pack in zigzag order, but attention requires a separate cut of
-    each document.
+    The replaced function would cut the whole pack in zigzag order, but attention requires that each
+    document is cut separately.
 
     Returns:
-        The entries of this rank. None if the group has one rank: the caller then calls the
-            original, which cuts nothing and, after 0.20, sets a group of this rank.
+        The entries of this rank. None if the group has one rank: the caller then calls the replaced
+            function, which cuts nothing and, after Megatron-Core 0.20, makes a group of this rank.
     """
     size = batch.get("local_cp_size")
     if size is None or group_of_size is None:
@@ -256,7 +256,7 @@ def sequence_group(group: Any, params: Any) -> Any:
 
 
 def _order(total: int, params: Any, group: Any, ranks: Any, cutting: bool) -> torch.Tensor:
-    """Return the positions of the tokens of `ranks` in the whole sequence, concatenated, int64."""
+    """Return the positions of all tokens that `ranks` hold, int64, concatenated in rank order."""
     name, size = installed_layout(), group.size()
     if name is None:
         raise ValueError("no layout is installed: call install() and configure() first")
@@ -335,8 +335,8 @@ def exchange(
 
     Args:
         tensor: [..., s], values of this rank's tokens.
-        sent: the first result of `mb.layout.successors`.
-        taken: the second result of `mb.layout.successors`.
+        sent: indices of the tokens to send, the first result of `mb.layout.successors`.
+        taken: indices of the next tokens, the second result of `mb.layout.successors`.
         group: the ranks that hold the sequence.
         fill: the value of tokens without a successor.
     """
