@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decorator for a patched Megatron: it installs the plugin before Megatron declares its flags."""
+"""Decorator in a patched Megatron that calls `install` before Megatron declares its flags."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def entrance(function: F) -> F:
-    """Decorate `function` with a seam (see module `seam`), whose first call installs the plugin."""
+    """Decorate `function` with a seam (see module `seam`) whose first call calls `install`."""
     return seam.entrance(function, install)

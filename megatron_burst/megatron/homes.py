@@ -64,7 +64,7 @@ def imported(path: str) -> Any:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{path}.".startswith(f"{error.name}."):
-            raise  # the module exists, and something that it imports does not
+            raise  # the module exists, but a module that it imports does not
     return None
 
 

@@ -25,14 +25,15 @@ _NAME = "burst"
 
 
 def install(layout: LayoutName | None = None) -> None:
-    """Make BurstAttention available in Megatron; a configuration then selects it.
+    """Patch Megatron, so that configurations of models can select BurstAttention.
 
     Call this before arguments are parsed, models are built and batches are cut. A second call with
     the same layout changes nothing.
 
-    Without `layout` (Megatron-LM scripts): if `megatron.training` can be imported, our flags are
-    added to its command line, and they configure every model. The first configuration decides the
-    layout. With `layout`, only Megatron-Core is changed, and the script calls `configure` itself.
+    Without `layout` (Megatron-LM scripts), the flags of this package are added to the command line
+    if `megatron.training` can be imported. The flags configure every model, and the first
+    configuration decides the layout. With `layout`, only Megatron-Core is patched, and the script
+    calls `configure` itself.
 
     Two checks of `TransformerConfig` apply only to Megatron's own context parallelism: the
     all-gather of DSA, and the number of heads of gated delta nets. BurstAttention skips both checks
@@ -66,7 +67,7 @@ def install(layout: LayoutName | None = None) -> None:
 
 
 def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
-    """Replace functions of Megatron; replace none if one is missing or lacks a parameter."""
+    """Replace functions of Megatron; replace none if one of them is missing or differs."""
     # These modules import Megatron before any function is replaced: a module that imported a
     # replacement by name would keep it after `uninstall`.
     from .attention import hooks as attention_hooks
@@ -107,7 +108,7 @@ def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
 
 
 def _fix_layout(patches: patching.PatchSet, layout: str) -> None:
-    """Set the layout of the run, in which batches and rotary embeddings are then cut."""
+    """Set the layout of the run, and patch the functions that cut batches and rotary tables."""
     state = patches.run
     if state.layout is None:
         state.layout = layout
@@ -162,7 +163,7 @@ def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None)
 def select_attention(
     config: Any, burst: BurstConfig, seq_length: int | None, problems: Iterable[Problem] = ()
 ) -> Any:
-    """Do the same as `configure`, and include problems of the caller in the error.
+    """Run `configure`, with problems that the caller has found as a part of its error.
 
     Args:
         config: a `TransformerConfig`; changed.

@@ -49,7 +49,7 @@ class LayerCounts(NamedTuple):
 
 
 class StreamChoice(NamedTuple):
-    """Options with concrete layouts, and the reason for the log, or None for no log line."""
+    """Options without layout "auto", and the reason of the choice (None: log nothing)."""
 
     burst: BurstConfig
     why: str | None = None
@@ -102,10 +102,11 @@ def resolve_auto_layout(config: Any, burst: BurstConfig, seq_length: int | None)
 
 
 def one_layout(config: Any, burst: BurstConfig) -> None:
-    """Set Megatron's own layout settings to the layout of the token stream.
+    """Set Megatron's own layout settings to the layout of the tokens between layers.
 
-    Otherwise both Megatron and BurstAttention would exchange rows around attention. Call this after
-    `configure` has read the settings. Configurations without these settings are unchanged.
+    With other values both Megatron and BurstAttention would exchange rows around attention. Call
+    this function after `configure` has read the settings. Configurations without these settings are
+    unchanged.
     """
     if not splits_with_burst(config, burst) or burst.layout not in STREAMS:
         return
@@ -121,7 +122,7 @@ def one_layout(config: Any, burst: BurstConfig) -> None:
 
 
 class CompletedFlags(NamedTuple):
-    """The options of parsed arguments, including layouts that no flag sets.
+    """The options of parsed arguments, with layouts.
 
     Attributes:
         burst: The options. A wrong value is replaced by its default.
@@ -135,7 +136,7 @@ class CompletedFlags(NamedTuple):
 
 
 def complete_flags(args: Any, config: Any) -> CompletedFlags:
-    """Add missing flags and layouts to parsed arguments.
+    """Add default values of missing flags, and the layouts of the run, to parsed arguments.
 
     Args:
         args: parsed arguments; changed.
@@ -158,7 +159,7 @@ def complete_flags(args: Any, config: Any) -> CompletedFlags:
 
 
 def complete_arguments(args: Any) -> None:
-    """Add the options and layouts that no flag sets to parsed arguments.
+    """Add default values of missing flags, and concrete layouts, to parsed arguments.
 
     Rank 0 logs the layout if "auto" selects it, or if zigzag replaces the default layout striped.
 
@@ -178,7 +179,7 @@ def complete_arguments(args: Any) -> None:
 def default_layouts(
     config: Any, burst: BurstConfig, *, attention_named: bool = False
 ) -> tuple[BurstConfig, str | None]:
-    """Return the options with the layouts of the run, if no flag names the layout.
+    """Return the options of a run whose flags do not name the layout, with the layouts.
 
     Args:
         config: a `TransformerConfig`, or parsed arguments with the same names.

@@ -42,7 +42,7 @@ _BOUNDS = "|/"  # between pipeline stages; before the layers of an MTP head
 # Setting of a provider -> function that returns whether layer `number` has the window.
 _PROVIDER_WINDOWS: dict[str, Callable[[Any, int], bool]] = {
     "interleaved_attn_pattern": lambda pattern, number: number % sum(pattern) != 0,
-    # The pattern has no entries for layers of MTP heads.
+    # The pattern has no entries for layers of MTP heads, which have no window.
     "hybrid_attention_pattern": lambda pattern, number: list(pattern[number - 1 : number]) == [1],
 }
 
@@ -66,7 +66,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Any) -> ModelShape:
-        """Read the layers of a model from its configuration.
+        """Return the layers of a model, read from its configuration.
 
         Args:
             config: a `TransformerConfig`, a provider of Megatron-Bridge, or parsed arguments.
@@ -93,7 +93,7 @@ class ModelShape:
         return cls(tuple(layers), linear_setting, sparse)
 
     def count(self, *kinds: Attention) -> int:
-        """Return the number of layers of these kinds."""
+        """Return the number of layers of the given kinds; 0 if the layers are unknown."""
         return sum(kind in kinds for kind in self.attention or ())
 
 
@@ -196,13 +196,13 @@ def layer_window(config: Any, number: int) -> Window | None:
 
 
 def causal_window(config: Any, number: int) -> Window:
-    """Return the window (left, 0) of a layer, treating its attention as causal."""
+    """Return the window (left, 0) of a layer, as if its attention were causal."""
     left, _ = layer_window(config, number) or CAUSAL
     return left, 0
 
 
 def layer_windows(config: Any) -> tuple[Window, ...]:
-    """Return the shortest tuple of windows with the same proportions as the model's layers.
+    """Return windows in the proportions of the model's layers, as the shortest such tuple.
 
     For example, if one layer in three has a window: ((None, 0), (None, 0), (left, 0)).
     """

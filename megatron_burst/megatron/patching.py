@@ -59,7 +59,7 @@ class PatchSet:
 
     Attributes:
         name: The name in the registry.
-        run: State that these replacements share while they are installed.
+        run: State that the replacements share until they are undone.
     """
 
     name: str
@@ -90,7 +90,7 @@ class PatchSet:
     def wrap(
         self, owner: Any, name: str, parameters: Sequence[str], around: Callable[..., Any]
     ) -> None:
-        """Replace a function; the arguments are the fields of `Wrap`.
+        """Replace the function `owner.name` by `around`. Arguments are the fields of `Wrap`.
 
         Raises:
             RuntimeError: There is no such function, or it lacks one of the parameters.
@@ -109,7 +109,7 @@ class PatchSet:
             self.replace(owner, name, replacement)
 
     def on_undo(self, action: Callable[[], object]) -> None:
-        """Register `action`, which is called when the set is removed."""
+        """Register `action`, which is called when the replacements are undone."""
         self._undo.append(action)
 
     def undo(self) -> None:
@@ -121,12 +121,12 @@ class PatchSet:
 def wrap_steps(
     patches: PatchSet, around: Callable[[Callable[..., Any], dict[str, Any]], Any]
 ) -> None:
-    """Wrap the forward-backward function of Megatron's schedules, for training and evaluation.
+    """Wrap the function of Megatron's schedules that runs all micro-batches of a step.
 
     Args:
         patches: the set of patches.
-        around: called as `around(run, named)` in place of `run(**named)`, where `run` is the
-            forward-backward function. The wrapper that was added last is called first.
+        around: called as `around(run, named)` in place of `run(**named)`, where `run` is Megatron's
+            function, for training and evaluation. The wrapper that was added last is called first.
     """
     from megatron.core.pipeline_parallel import schedules
 
@@ -162,7 +162,7 @@ def instead(module: Any, name: str, function: Callable[..., Any]) -> Iterator[No
 
 @contextmanager
 def patch_set(name: str) -> Iterator[PatchSet]:
-    """Collect replacements into a new set; an exception inside undoes all of them."""
+    """Yield a new set for replacements. An exception within the context undoes all of them."""
     patches = PatchSet(name)
     try:
         yield patches
@@ -178,12 +178,12 @@ def training_available() -> bool:
 
 
 def installed(name: str) -> PatchSet | None:
-    """Return the set of patches with that name, or None."""
+    """Return the installed set of patches with this name; None if it is not installed."""
     return _installed.get(name)
 
 
 def run_state() -> RunState:
-    """Return what the patches of BurstAttention (the set "burst") record about this run.
+    """Return the state of this run, which the set of patches "burst" holds.
 
     Without these patches, return a new object with the default values, which is not stored.
     """
@@ -194,8 +194,9 @@ def run_state() -> RunState:
 def burst_selected() -> bool:
     """Return whether this run uses BurstAttention.
 
-    If so, configurations need not fulfil requirements of Megatron's own context parallelism. True
-    after `install(layout)` or a first `configure`, and inside `selecting_burst(True)`.
+    If it does, configurations need not meet the requirements of Megatron's own context parallelism.
+    The result is True after `install(layout)` or a first `configure`, and inside
+    `selecting_burst(True)`.
     """
     state = run_state()
     return state.layout is not None or state.selecting
@@ -203,7 +204,7 @@ def burst_selected() -> bool:
 
 @contextmanager
 def selecting_burst(chosen: bool) -> Iterator[None]:
-    """Record whether configurations that are made inside the context select BurstAttention."""
+    """Record `chosen`: whether configurations made inside the context select BurstAttention."""
     state = run_state()
     before, state.selecting = state.selecting, chosen
     try:
@@ -213,7 +214,7 @@ def selecting_burst(chosen: bool) -> Iterator[None]:
 
 
 def remove(name: str) -> bool:
-    """Undo the set of patches with that name; return False if it was not installed."""
+    """Undo the set of patches with this name; return False if it was not installed."""
     patches = _installed.pop(name, None)
     if patches is None:
         return False
@@ -269,7 +270,7 @@ def given_to(function: Callable, args: Sequence[Any], named: Mapping[str, Any]) 
 def bound_to(
     function: Callable, args: Sequence[Any], named: Mapping[str, Any]
 ) -> inspect.BoundArguments:
-    """Return the bound arguments of a call of `function`, which the caller may change."""
+    """Return the bound arguments of a call of `function`. The caller may change them."""
     return signature_of(function).bind(*args, **named)
 
 
@@ -297,7 +298,7 @@ def require_function(home: Any, name: str, parameters: Sequence[str]) -> Callabl
 
 
 def lacking(home: Any, name: str, parameters: Sequence[str]) -> str | None:
-    """Return why `require_function` raises an error; None if it does not."""
+    """Return the message of the error that `require_function` raises; None without an error."""
     try:
         require_function(home, name, parameters)
     except RuntimeError as error:
@@ -322,7 +323,7 @@ class LocatedSeam(NamedTuple):
 
 
 def patched_places() -> list[SeamPlace]:
-    """Return the functions of this Megatron that have a seam; all of `PLACES` in a patched tree."""
+    """Return the functions of the imported Megatron that have a seam (see module `seam`)."""
     return [place for place, _ in _seams()]
 
 
@@ -353,13 +354,13 @@ def _close(seams: list[LocatedSeam], empty: bool) -> None:
         present = inspect.getattr_static(owner, name)
         seam.inner = None if empty or present is seam.bare else present
         setattr(owner, name, call)
-        if inspect.ismodule(owner):  # modules imported since then may have bound other functions
+        if inspect.ismodule(owner):  # a module may have imported another function meanwhile
             rename_everywhere(name, present, call)
             rename_everywhere(name, seam.bare, call)
 
 
 def _seams() -> list[tuple[SeamPlace, LocatedSeam]]:
-    """Return the seams of this Megatron, except in modules of megatron.training not yet imported.
+    """Return the seams of Megatron, without modules of megatron.training that are not imported.
 
     Code that replaces functions of megatron.training imports it first. A script on Megatron-Core
     alone does not need megatron.training, so it is not imported here.
@@ -420,7 +421,7 @@ def log_once(state: RunState, line: str, subject: str | None = None) -> None:
     Args:
         state: The state of the run.
         line: The line.
-        subject: The subject of the line, which is logged once; default: the line itself.
+        subject: Key of the line: only one line per key is logged. Default: the line itself.
     """
     subject = subject or line
     if subject not in state.logged:
@@ -429,7 +430,10 @@ def log_once(state: RunState, line: str, subject: str | None = None) -> None:
 
 
 def launches_in_order() -> bool:
-    """Return whether CUDA has one queue for all streams; only log lines depend on the result."""
+    """Return whether CUDA has one hardware queue, so that kernels start in order of launch.
+
+    The environment variable CUDA_DEVICE_MAX_CONNECTIONS decides. Only log lines use the result.
+    """
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
@@ -457,7 +461,7 @@ def show_log(patches: PatchSet | None = None) -> None:
 
 
 def translate_with(translate: Callable[[str], str] | None) -> None:
-    """Translate all messages of `user_text` until `uninstall`; None stops the translation."""
+    """Set the function that `user_text` applies to messages until `uninstall`; None for none."""
     run_state().translate_error = translate
 
 
@@ -467,6 +471,6 @@ def user_error(text: str) -> ValueError:
 
 
 def user_text(text: str) -> str:
-    """Return `text`; in a recipe, flags are replaced by the names of recipe settings."""
+    """Return `text`. In a recipe, names of recipe settings replace the flags."""
     translate = run_state().translate_error
     return text if translate is None else translate(text)

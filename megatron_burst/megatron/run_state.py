@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of a run that the replaced functions of Megatron share until `uninstall`.
+"""State of a run that the replacements of Megatron's functions share until `uninstall`.
 
 All values are listed in one class, with the modules that own them. The state belongs to the set of
 patches "burst" (`patching.run_state`): removal of the patches removes the state. Modules that own a
@@ -15,29 +15,30 @@ from typing import Any
 
 @dataclass
 class RunState:
-    """State of a run. A value is None until the module that owns it sets it.
+    """State of a run. A value has its default until the module that owns it sets it.
 
     Attributes:
         for_scripts: Whether `install` added flags to the command line of Megatron-LM.
-        flags: Our flags and the sizes of this process, by flag name, after arguments are parsed.
+        flags: Values of our flags and the parallel sizes, by flag name; set when arguments are
+            validated.
         clusters_compared: Whether ranks compared the contents of their cluster files.
-        selecting: Whether the configuration that is made now selects BurstAttention.
+        selecting: Whether configurations inside `patching.selecting_burst` select BurstAttention.
         layout: Layout of the run, from `install` or the first `configure`.
         slicing_patched: Whether the functions that cut batches and angles are replaced.
         cut: `data.cut.BatchCut` from the first `configure`.
         documents: Flag of Megatron-LM by which its data loader separates documents.
         packs_documents: Whether a configuration has `--burst-pack documents`.
         logged: Log lines that appear once in a run, or names of their subjects.
-        packs: `data.packed.Packs`: documents of packed batches that were read.
+        packs: `data.packed.Packs`, the cache of the documents of packed batches.
         mrope_angles: Weak reference to the last angles of M-RoPE.
         rotary_tables: `data.rope.RotaryTables`.
         redundant_masks: `WeakIdKeyDictionary` from a mask tensor to its version, and whether the
             mask changes no result.
         plan_books: `attention.plan_book.PlanBook` by context-parallel group and topology.
-        planner: Executor of `attention.plans_ahead`, whose thread makes plans.
+        planner: Thread pool of `attention.plans_ahead`, whose thread makes plans.
         read_ahead: (data loader, batch) of each batch that a step read and did not use.
-        lm_head_startup: Log line of the fused loss in the first forward.
-        mtp_counts: For each group: whether `process_mtp_loss` sums counts over the group.
+        lm_head_startup: Line that the fused loss logged in its first forward.
+        mtp_counts: (group, whether `process_mtp_loss` sums counts over this group).
         metrics: `step_metrics.StepMetrics`, if the run writes metrics.
         translate_error: Translates flags in error messages to settings of recipes.
         plugins: State of plugins, by keys that each plugin defines.

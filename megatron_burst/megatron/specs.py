@@ -70,7 +70,7 @@ def transformer_of(config: Any) -> Any:
 
 
 def choices_with_layout(choices: dict[str, Any], model: Any) -> BurstConfig:
-    """Return `BurstConfig(**choices)` with concrete layouts.
+    """Return `BurstConfig(**choices)` with concrete layouts in place of defaults and "auto".
 
     If `choices` names no layout, the layouts follow from the other options and from Megatron's own
     settings. "auto" is replaced by the layout that suits the model
@@ -129,7 +129,7 @@ def _check_layers(layers: Any) -> None:
 
 
 def _modules(spec: Any) -> Iterator[Any]:
-    """Yield all modules and values of a spec, at any depth."""
+    """Yield the modules and parameter values in a layer spec, at any depth."""
     if isinstance(spec, (list, tuple)):
         for entry in spec:
             yield from _modules(entry)

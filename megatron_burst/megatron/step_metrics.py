@@ -27,28 +27,28 @@ from .patching import PatchSet
 
 
 class StepMetrics:
-    """Counters of this rank since the last call of `collect`."""
+    """Counters of this rank, which `collect` turns into metrics and resets."""
 
     def __init__(self) -> None:
         self._clock = WaitClock()
         self._groups: list[Groups] = []
         self._pairs_of: dict[int, int] = {}  # visible pairs by identity of the plan
         self._pairs, self._planning = 0, 0.0
-        self._sent, self._steps = (0, 0), 0  # bytes already reported; steps since the last report
+        self._sent, self._steps = (0, 0), 0  # sent bytes at the last report; steps since then
 
     def watch(self, groups: Groups) -> None:
-        """Also count the sent bytes and the wait times of `groups`."""
+        """Count the sent bytes and the wait times of further `groups`."""
         self._groups.append(groups)
         for end in (groups.ring, groups.ulysses, groups.grid):
             if isinstance(end, ProcessEndpoint):
                 end.clock = self._clock
 
     def timed(self, build: Callable[[Any], Plan]) -> Callable[[Any], Plan]:
-        """Return a function that builds a plan and counts the seconds that a forward waits for it.
+        """Return `build` with a counter of the seconds that a forward waits for plans.
 
         Args:
-            build: Function that returns the plan of a request. It builds the plan, or waits for the
-                thread that builds it.
+            build: Function that returns a plan. It builds the plan, or waits for the thread that
+                builds it.
         """
 
         def timed_build(request: Any) -> Plan:
@@ -75,9 +75,10 @@ class StepMetrics:
         self._steps += 1
 
     def collect(self) -> dict[str, float]:
-        """Return the means per iteration since the last call, and reset the counters.
+        """Return the metrics per iteration since the last call, and reset the counters.
 
-        A collective of the first group that was passed to `watch`.
+        Ranks of the first group that was passed to `watch` exchange counters (a collective). Bytes
+        are sums over ranks, and seconds are the longest of a rank.
 
         Returns:
             Scalars by name, for TensorBoard; empty if no group is watched.
@@ -105,18 +106,18 @@ class StepMetrics:
 
 
 def metrics() -> StepMetrics | None:
-    """Return the metrics of this run; None if it has no writer."""
+    """Return the metrics of this run; None if the run writes no metrics."""
     return patching.run_state().metrics
 
 
 def ask(patches: PatchSet, args: Any) -> None:
-    """Start measuring if Megatron-LM's arguments select TensorBoard or Weights & Biases."""
+    """Start to count if Megatron-LM's arguments select TensorBoard or Weights & Biases."""
     if getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", None):
         patches.run.metrics = patches.run.metrics or StepMetrics()
 
 
 def patch(patches: PatchSet) -> None:
-    """Wrap Megatron-LM's `training_log`, so that it also writes these scalars."""
+    """Wrap Megatron-LM's `training_log` to write the metrics of attention too."""
     home = importlib.import_module("megatron.training.training")
     patches.wrap(home, "training_log", ["iteration"], _logging)
 

@@ -101,14 +101,14 @@ class TrainingHooks:
         )
 
     def add_megatron_arguments(self, original: Callable, parser: Any) -> Any:
-        """Add our flags to Megatron-LM's."""
+        """Add Megatron-LM's flags and the flags of this package to `parser`."""
         parser = original(parser)
         flags.add_flags(parser, algorithm=flags.OFF)
         _escape_percent_signs(parser)
         return parser
 
     def validate_args(self, original: Callable, args: Any, *extra: Any, **named: Any) -> Any:
-        """Check our flags before Megatron's flags: few of Megatron's assertions name a flag."""
+        """Refuse unsupported settings before Megatron does, whose errors rarely name a flag."""
         show_log(self.patches)
         layout_choice.complete_arguments(args)
         check_flags(args, sys.argv[1:])
@@ -116,7 +116,8 @@ class TrainingHooks:
         if command_line.selects_burst(args):
             datasets.replace_masks(args, self.patches)
         result = original(args, *extra, **named)
-        if not contain_attention(args):  # a CUDA graph replays without Python: nothing is counted
+        # A CUDA graph replays without Python, so nothing could be counted.
+        if not contain_attention(args):
             step_metrics.ask(self.patches, args)
         return result
 
@@ -141,7 +142,7 @@ class TrainingHooks:
     def check_checkpoint_args(
         self, original: Callable, checkpoint_args: Any, *extra: Any, **named: Any
     ) -> Any:
-        """Log on rank 0 the flags and sizes that differ from the run that saved the checkpoint."""
+        """Check a checkpoint's arguments; rank 0 logs flags and sizes that differ from this run."""
         result = original(checkpoint_args, *extra, **named)
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         if rank == 0 and self.patches.run.flags is not None:
@@ -202,7 +203,7 @@ def changes(saved: Any, now: dict[str, Any]) -> list[str]:
 
 
 def patch_validation(patches: patching.PatchSet) -> None:
-    """Wrap Megatron-LM's `evaluate` to correct the loss of validation with `--sft`."""
+    """Wrap Megatron-LM's `evaluate` to weight all tokens equally in validation with `--sft`."""
     home = importlib.import_module("megatron.training.training")
     patches.wrap(home, "evaluate", ["forward_step_func"], _evaluating)
 
@@ -218,7 +219,7 @@ def _evaluating(original: Callable, *args: Any, **named: Any) -> Any:
 
 
 def _summing(forward_step: Callable, group: Any) -> Callable:
-    """Return a forward step whose loss function reports [sum, count] of the whole group."""
+    """Wrap a forward step: its loss function reports [sum, count] over all ranks of `group`."""
 
     @functools.wraps(forward_step)
     def step(*args: Any, **named: Any) -> Any:

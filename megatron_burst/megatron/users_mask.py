@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks of the user in Megatron: `--burst-mask MODULE:NAME`.
+"""Mask functions of the user in Megatron: `--burst-mask MODULE:NAME`.
 
 NAME is a callable. Its arguments are a `MaskLayer` and a `MaskBatch`, and it returns the mask of
 that layer for that batch: a mask of `mb.masks`, or an instance of a subclass of `mb.masks.Mask`.
@@ -95,7 +95,7 @@ def users_mask(path: str, layer: MaskLayer, batch: MaskBatch) -> Mask:
     caller = f"{FLAG} {path} for layer {layer.number}"
     try:
         mask = function(layer, batch)
-    except Exception as error:  # the ValueError is then raised on all ranks, so none waits
+    except Exception as error:  # the caller raises a ValueError on all ranks, so no rank waits
         raise ValueError(f"{caller}: {type(error).__name__}: {error}") from error
     if not isinstance(mask, Mask):
         raise ValueError(f"{caller} returned {mask!r:.100}, which is not a mask of mb.masks")

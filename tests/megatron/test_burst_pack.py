@@ -68,7 +68,7 @@ def test_ranks_that_read_nothing_learn_how_many_micro_batches(four, numbers, fou
     ("changed", "words", "fix"),
     [
         ({"calculate_per_token_loss": False}, "loss per token", "--calculate-per-token-loss"),
-        ({"micro_batch_size": 2}, "a micro-batch must be one pack", "--micro-batch-size 1"),
+        ({"micro_batch_size": 2}, "requires one pack per micro-batch", "--micro-batch-size 1"),
         ({"sequence_packing_scheduler": "dp_balanced"}, "packs documents itself", "--burst-pack"),
         ({"hybrid_context_parallel": True}, "packs documents itself", "--burst-pack"),
         ({"gtp_weight_remat_size": 2}, "equal numbers of micro-batches", "--burst-pack"),

@@ -285,7 +285,7 @@ def launch(**given):
 @pytest.mark.parametrize("given", [{"cuda_graph_impl": "local"}, {"enable_cuda_graph": True}])
 def test_without_cuda_a_graph_is_told_of_once(monkeypatch, given):
     sft = [each.reason for each in launch(**given, sft=True)]
-    assert sum("captures attention, which does not work with --sft" in reason for reason in sft) == 1
+    assert sum("attention, which does not work with --sft" in reason for reason in sft) == 1
     monkeypatch.setattr(command_line.patching, "installed", lambda name: name == "cpu")
     (problem,) = launch(**given)
     assert "records CUDA kernels, which --cpu does not use" in problem.reason

@@ -32,7 +32,7 @@ from ..run_state import RunState
 
 @dataclass(frozen=True)
 class BatchCut:
-    """How a run cuts batches over ranks; the same for every batch, model and rank.
+    """Rule by which a run cuts batches over ranks; the same for every batch, model and rank.
 
     The fields after `name` are used only for layout "balanced".
 

@@ -51,7 +51,7 @@ _SECOND: Any = getattr(home, "GatedDeltaNet2", None)
 
 
 def patch(patches: PatchSet) -> None:
-    """Wrap Megatron's delta nets, so that they pass states; for Megatron-Core 0.19 and newer.
+    """Wrap Megatron's delta nets (0.19 and newer), so that they pass states between ranks.
 
     If a method is missing, as in Megatron's branch for DeepSeek-V4, the layers are refused.
     """
@@ -74,7 +74,7 @@ def patch(patches: PatchSet) -> None:
 
 
 def _construct(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Construct a delta net; an unknown class is checked like a subclass of `GatedDeltaNet`."""
+    """Construct a delta net. Treat an unknown class as a subclass of `GatedDeltaNet`."""
     matching = (kind for kind in KINDS if isinstance(self, kind.layer_class))
     kind = next(matching, KIND)
     construct(kind, original, self, *args, **kwargs)
@@ -133,7 +133,7 @@ def _shapes(net: Any, mixed: torch.Tensor, gates: list[torch.Tensor]) -> dict[st
 
 
 def _of_channels(net: Any) -> bool:
-    """Return whether the layer is a `GatedDeltaNet2`, whose gates are per channel."""
+    """Return whether a layer is a `GatedDeltaNet2`, which has one gate per channel."""
     return _SECOND is not None and isinstance(net, _SECOND)
 
 
@@ -184,7 +184,7 @@ def _one_gate(
     root = scale.exp()
     taps = scale.new_ones((scale.shape[2] * scale.shape[3], 2))
     taps[:, 0] = -1
-    # The previous row of a row may be on another rank.
+    # Another rank may hold the previous row.
     steps = short_convolution(scale.flatten(2), taps, **call)
     return {
         "q": (q / root).to(q.dtype),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kimi delta attention (KDA) of Megatron-Bridge's Kimi K3, with its state passed between ranks.
+"""Kimi delta attention (KDA) of Megatron-Bridge's Kimi K3: states are passed between ranks.
 
 Bridge supports KDA on one context-parallel rank only. Here every rank keeps its rows and all heads:
 the layer is built as on one rank, and our forward replaces Bridge's. Our forward uses the layer's
@@ -104,7 +104,7 @@ def _forward(layer: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) 
 
 
 def _only(projected: Any) -> torch.Tensor:
-    """Return the output of a projection; `KimiK3Attention` creates projections without bias."""
+    """Return the output of a projection of `KimiK3Attention`, which has no bias."""
     out, _ = projected
     return out
 

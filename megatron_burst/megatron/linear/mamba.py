@@ -35,7 +35,7 @@ _ONLY = "only Mamba mixers, gated delta nets and Kimi K3's KDA can"
 
 
 def patch(patches: PatchSet) -> None:
-    """Wrap Megatron's Mamba mixers, so that they pass states; for Megatron-Core 0.19 and newer."""
+    """Wrap Megatron's Mamba mixers (0.19 and newer), so that they pass states between ranks."""
     names = ["config", "d_model", "layer_number", "pg_collection"]
     patches.wrap(MambaMixer, "__init__", names, partial(construct, KIND))
     names = ["hidden_states", "inference_context", "inference_params", "packed_seq_params"]
@@ -70,7 +70,7 @@ def _forward(mixer: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) 
     x, keys, queries = mixed.split((inner, state, state), dim=-1)
     x = x.unflatten(-1, (heads, mixer.headdim))
     steps = F.softplus(steps.to(wide(steps)) + mixer.dt_bias)
-    skip = mixer.D.to(steps.dtype).unflatten(0, (heads, -1))  # [h, 1], [h, p] with D_has_hdim
+    skip = mixer.D.to(steps.dtype).unflatten(0, (heads, -1))  # [h, 1], or [h, p] with D_has_hdim
     # Values get the dtype of keys, although Megatron keeps the step size in fp32: mixed dtypes are
     # refused, and flash-linear-attention supports only 16-bit values.
     out = linear_attention(

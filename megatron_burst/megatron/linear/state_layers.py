@@ -42,7 +42,7 @@ class LinearKind:
         form: The form of `mb.linear_attention`.
         sizes: Heads of keys and of values on this tensor-parallel rank, widths of keys and of
             values, width of the convolution.
-        cut: How the run cuts batches.
+        cut: How the run cuts batches over ranks.
         scale: The factor of queries; None for the default of `mb.linear_attention`.
     """
 
@@ -94,7 +94,7 @@ class StateCall(TypedDict):
 
 
 class StateLayer:
-    """Access of one layer to the plans of its context-parallel group.
+    """The plans, process groups and label of one layer that passes states.
 
     The first layer on a group creates the grid of the group, a collective.
 
@@ -129,7 +129,7 @@ class StateLayer:
         self.leads = self.book.join(self.kind, self.label)
 
     def call(self, inputs: dict[str, Any], packed_seq_params: Any) -> StateCall:
-        """Return the plan and label for one forward; a collective if this layer is a leader.
+        """Return the plan and label for one forward; a collective if the layer leads its kind.
 
         Args:
             inputs: q, k, v, decay and beta of `mb.linear_attention`; only shapes, dtypes and device
@@ -161,7 +161,7 @@ class StateLayer:
 
 
 def wide(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype of step sizes and decays for inputs x: the dtype of x, at least fp32."""
+    """Return the dtype of step sizes and decays: the dtype of x, but at least fp32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -190,14 +190,18 @@ class MixerKind(NamedTuple):
 
 
 def states_passed(config: Any, groups: Any) -> bool:
-    """Return whether layers with this configuration pass states over these process groups."""
+    """Return whether layers with this configuration pass states between ranks of `groups`."""
     burst = getattr(config, "burst", None)
     split = groups is not None and groups.cp.size() > 1
     return split and burst is not None and OFF not in (burst.algorithm, burst.linear)
 
 
 def construct(kind: MixerKind, original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Run the constructor of a layer; if states are passed, with a group of one rank as `cp`."""
+    """Run the constructor of a layer.
+
+    A layer that passes states is built with a context-parallel group of one rank, so that it has
+    all heads.
+    """
     bound = bound_to(original, (self, *args), kwargs)
     config, groups = bound.arguments["config"], bound.arguments.get("pg_collection")
     if not states_passed(config, groups):
@@ -227,7 +231,7 @@ def forward(kind: MixerKind, original: Callable, self: Any, *args: Any, **kwargs
 def refuse_states(
     name: str, why: str, original: Callable, self: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Run the constructor of a layer that cannot pass states.
+    """Run the constructor of a layer that cannot pass states, unless states must be passed.
 
     Args:
         name: the class of the layer.

@@ -45,15 +45,15 @@ def patch(patches: patching.PatchSet) -> None:
     patches.wrap(LanguageModule, "compute_language_model_loss", names, _fusing)
     for model in _models():
         patches.wrap(model, "forward", ["labels", "loss_mask", "packed_seq_params"], _binding)
-    # Newer versions count correct predictions of MTP heads from logits. Here the argmax of the
-    # fused loss is used.
+    # Newer versions count correct predictions of MTP heads from logits. `_counting` reads the
+    # argmax that the fused loss has computed.
     name = "_compute_mtp_acceptance_counts"
     if hasattr(mtp, name):
         patches.wrap(mtp, name, ["mtp_logits", "mtp_labels", "loss_mask"], _counting)
 
 
 def _models() -> tuple[type, ...]:
-    """Return the model classes that support the fused loss; HybridModel from 0.19."""
+    """Return the model classes that support the fused loss; HybridModel needs 0.19 or newer."""
     home = "megatron.core.models.hybrid"
     if core_version() < OLDEST or importlib.util.find_spec(home) is None:
         return (GPTModel,)
@@ -109,7 +109,7 @@ def check_output(layer: Any, user: str) -> None:
 
 
 def _binding(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a model's forward; if it gets labels, the output layer returns lazy logits."""
+    """Run a model's forward. If there are labels, its output layer returns lazy logits."""
     head = getattr(getattr(self, "output_layer", None), "forward", None)
     arguments = given_to(original, (self, *args), kwargs)
     if not isinstance(head, LazyHead) or arguments.get("labels") is None:
@@ -146,7 +146,7 @@ class LazyHead:
 
     @contextmanager
     def bound(self, masks: Iterator[HeadMask]) -> Iterator[None]:
-        """Make logits lazy inside the context; each computed loss uses the next mask."""
+        """Make logits lazy inside the context. Each head's loss takes the next of `masks`."""
         self._masks = masks
         try:
             yield
@@ -175,7 +175,7 @@ class LazyHead:
         return type(self.layer).forward(self.layer, hidden, weight, False)[0]
 
     def _loss(self, logits: LazyLogits, labels: torch.Tensor) -> torch.Tensor:
-        """Return the loss [b, s] for labels [b, s] in float32, not multiplied by the mask."""
+        """Return the loss [b, s] in float32 for labels [b, s]. The mask does not multiply it."""
         is_mtp, mask = (False, None) if self._masks is None else next(self._masks)
         layer, weight = self.layer, logits.weight
         choices = {
@@ -232,8 +232,9 @@ class LazyLogits:
     """Logits scale * hidden weight^T [s, b, v], computed only on use.
 
     Args:
-        forward: (hidden, weight) -> the logits.
-        loss: (these logits, labels [b, s]) -> the loss, without the logits.
+        forward: function of (hidden, weight) that returns the logits.
+        loss: function of (these `LazyLogits`, labels [b, s]) that returns the loss without
+            materializing the logits.
         hidden: [s, b, h].
         weight: [v, h].
         scale: the factor of the logits.
@@ -300,7 +301,7 @@ class MainGrad:
         return self.weight.main_grad
 
     def done(self) -> torch.Tensor:
-        """Return the gradient for autograd, a tensor: overlapped reduction does not accept None."""
+        """Return the gradient for autograd: never None, which overlapped reduction rejects."""
         weight = self.weight
         if not self.fused:
             return torch.zeros_like(weight)

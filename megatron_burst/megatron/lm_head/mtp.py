@@ -73,7 +73,7 @@ def _next(mask: torch.Tensor, group: Any, packed: Any) -> torch.Tensor:
 
 
 def _normalized(original: Callable, *args: Any, **named: Any) -> Any:
-    """Run process_mtp_loss with the counts of the group.
+    """Run process_mtp_loss with token counts of the context-parallel group.
 
     Megatron divides each head's loss by the rank's own count, clamped to 1. The factor (rank's
     count / group's count) replaces this division, and the factor (group size) undoes the average
@@ -116,7 +116,7 @@ def _normalized(original: Callable, *args: Any, **named: Any) -> Any:
 
 
 def _counts_groups(original: Callable, arguments: dict[str, Any], group: Any) -> bool:
-    """Return whether process_mtp_loss itself divides by the counts of the group.
+    """Return whether process_mtp_loss itself divides by token counts of the group.
 
     The first call for a group is a collective. This call runs process_mtp_loss with a mask of two
     tokens on the first rank and of one token on other ranks. If process_mtp_loss divides by the
@@ -133,7 +133,8 @@ def _counts_groups(original: Callable, arguments: dict[str, Any], group: Any) ->
         if probed is group:
             return counts_groups
     counted, device = 2 if group.rank() == 0 else 1, arguments["hidden_states"].device
-    hidden = torch.zeros(8, 1, 1, device=device, requires_grad=True)  # 4 rows of model, 4 of head
+    # 4 rows for the model, 4 for the head
+    hidden = torch.zeros(8, 1, 1, device=device, requires_grad=True)
     mask = (torch.arange(4, device=device) < counted).float()[None]
     config = copy.copy(arguments["config"])
     config.mtp_num_layers, config.mtp_loss_scaling_factor = 1, 1.0
@@ -164,12 +165,12 @@ def _counts_groups(original: Callable, arguments: dict[str, Any], group: Any) ->
 
 
 def _unmoved(tensor: Any, *args: Any, **named: Any) -> Any:
-    """Stand in for `roll_tensor`, without a shift; return (tensor, sum), or a list unchanged."""
+    """Replace `roll_tensor` without a shift: return (tensor, sum), or a list unchanged."""
     return (tensor, tensor.sum()) if isinstance(tensor, torch.Tensor) else tensor
 
 
 def _counting(original: Callable, *args: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run roll_tensor; return (shifted tensor, count of the group / group size)."""
+    """Run `roll_tensor`; return (shifted tensor, mean of the counts of the group's ranks)."""
     # Looked up in the module, because `slicing_patches` replaces it.
     moved, count = mtp.roll_tensor(*args, **named)
     group = given_to(original, args, named).get("cp_group")

@@ -33,7 +33,8 @@ def documents_of(batch: dict[str, Any]) -> list[Document]:
             boundaries of the documents.
 
     Raises:
-        ValueError: The batch has another form.
+        ValueError: The batch is not one pack [1, tokens] with boundaries of documents, or it has
+            entries that cannot be moved.
     """
     if batch.get("attention_mask") is not None:
         raise ValueError(
@@ -76,7 +77,7 @@ def documents_of(batch: dict[str, Any]) -> list[Document]:
 
 
 def names_of(batch: dict[str, Any]) -> Document:
-    """Return an empty document: the entries of a batch by name, as CPU tensors with no tokens."""
+    """Return a document without tokens: a CPU tensor [0] for each entry of a batch, by name."""
     return {name: batch[name][0, :0].cpu() for name in _NAMES if batch.get(name) is not None}
 
 
@@ -89,7 +90,7 @@ def micro_batch(documents: Sequence[Document], like: Document, total: int) -> di
 
     Args:
         documents: the documents.
-        like: result of `names_of`, which defines the entries.
+        like: result of `names_of`, with the names and dtypes of the entries.
         total: tokens of the micro-batch.
     """
     batch: dict[str, Any] = {}

@@ -85,7 +85,7 @@ def step(
     """Return iterators over packed micro-batches in place of the data loader's iterators.
 
     Args:
-        iterators: one per model chunk, all over the same batches; an entry is None if the chunk
+        iterators: one per model chunk; all yield the same batches. An entry is None if the chunk
             reads no data.
         count: number of batches in a step.
         total: tokens of a micro-batch.
@@ -158,7 +158,11 @@ def _numbers(samples: Iterable[Iterable[dict[str, torch.Tensor]]]) -> list[int]:
 
 
 def _samples(numbers_by_rank: Iterable[Iterable[int]]) -> list[list[int]]:
-    """Return the indices of each sample's documents, counted over all ranks."""
+    """Return the document numbers of each sample. Documents are numbered over all ranks.
+
+    Args:
+        numbers_by_rank: results of `_numbers`, by rank.
+    """
     samples: list[list[int]] = []
     for index, number in enumerate(number for numbers in numbers_by_rank for number in numbers):
         if number & 1:
@@ -171,10 +175,15 @@ _FAILED = -1
 
 
 def _agreed(number: int) -> int:
-    """Return the number of micro-batches on all model-parallel ranks; a collective.
+    """Return the number of micro-batches on which all model-parallel ranks agree.
+
+    This is a collective of the model-parallel group.
 
     Args:
         number: the number on this rank; 0 if it reads no data, `_FAILED` after an error.
+
+    Raises:
+        ValueError: Ranks have different numbers, or a rank passed `_FAILED`.
     """
     group: Any = parallel_state.get_model_parallel_group()
     if group.size() == 1:
@@ -194,9 +203,9 @@ _NO_BOUND = 2**40
 
 
 def _data_group() -> Any:
-    """Return the data-parallel group: its gloo group if Megatron made one.
+    """Return the data-parallel group, with backend gloo if Megatron made such a group.
 
-    Its ranks read different data and hold the same part of each sequence.
+    Ranks of the group read different data and hold the same positions of a sequence.
     """
     with contextlib.suppress(AssertionError):
         return parallel_state.get_data_parallel_group_gloo()
@@ -204,7 +213,7 @@ def _data_group() -> Any:
 
 
 def work_of(config: Any) -> Work:
-    """Return the FLOPs per token and per query-key pair of a model, without the LM head.
+    """Return the work of a model per token and per visible pair, without the LM head.
 
     Args:
         config: a `TransformerConfig`.
@@ -221,7 +230,7 @@ def work_of(config: Any) -> Work:
 
 
 def _mlp_width(config: Any) -> int:
-    """Return the sum of the hidden widths of an MLP's matrices, over the experts of one token."""
+    """Return the number of matrices of an MLP times its hidden width, over a token's experts."""
     matrices = 3 if getattr(config, "gated_linear_unit", False) else 2
     hidden = config.ffn_hidden_size
     if getattr(config, "num_moe_experts", None):
