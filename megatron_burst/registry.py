@@ -3,7 +3,7 @@
 
 A plugin is a folder of `plugins/` whose module `entry` defines `PLUGIN`, a `Plugin`. The registry
 reads the folders, so deleting a folder removes its plugin. The rest of the package imports plugins
-only through this registry. An entry imports only this module. The entry names functions as
+only through this registry. A module `entry` imports only this module. It names functions as
 `MODULE:NAME`, relative to the folder of the plugin, and `load` imports them on demand.
 
 `Plugin` lists what a plugin can add, and `HOOKS` lists the functions that it can provide.
@@ -201,7 +201,7 @@ def commands() -> dict[str, Command]:
 def missing(hook: str, user: str) -> str | None:
     """Return an error message if no installed plugin provides the hook, otherwise None.
 
-    This check imports only the entries of plugins, not the hook.
+    The check imports only the module `entry` of each plugin, not the hook.
 
     Args:
         hook: A name in `HOOKS`.

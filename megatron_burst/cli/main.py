@@ -46,7 +46,7 @@ REQUIRED = ("torch", "numpy", "rich", "typing_extensions", "tomli")
 
 class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, *args: Any, **named: Any) -> Any:
-        """Parse arguments; refuse unknown ones here, so that the error names the sub-command."""
+        """Parse arguments and refuse unknown ones, so that the error names the sub-command."""
         arguments, unknown = super().parse_known_args(*args, **named)
         if unknown:
             self.error(unrecognized(self, unknown))

@@ -42,8 +42,8 @@ def one_line_errors(prefix: str) -> Iterator[None]:
     """Return a context manager in which every argparse parser prints an error as one line.
 
     If all ranks have the same error, only rank 0 prints it. The exit status is 2.
-    Parsers that accept unknown arguments (`parse_known_args`), or have `exit_on_error=False`, work
-    as before.
+    Parsers that accept unknown arguments (`parse_known_args`), or have `exit_on_error=False`, do
+    not change.
 
     Args:
         prefix: Name of the command, with which the message begins.

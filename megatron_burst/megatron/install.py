@@ -36,8 +36,8 @@ def install(layout: LayoutName | None = None) -> None:
     calls `configure` itself.
 
     Two checks of `TransformerConfig` apply only to Megatron's own context parallelism: the
-    all-gather of DSA, and the number of heads of gated delta nets. BurstAttention skips both checks
-    if `layout` is set, after a first `configure`, and if `--context-parallel-algo` is not megatron.
+    all-gather of DSA, and the number of heads of gated delta nets. Both checks are skipped
+    if `layout` is set, after a first `configure`, or if `--context-parallel-algo` is not megatron.
 
     Args:
         layout: the layout of the run, for scripts that call `configure`; None for Megatron-LM.
@@ -163,7 +163,7 @@ def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None)
 def select_attention(
     config: Any, burst: BurstConfig, seq_length: int | None, problems: Iterable[Problem] = ()
 ) -> Any:
-    """Run `configure`, with problems that the caller has found as a part of its error.
+    """Configure a model as in `configure`; the error also lists problems of the caller.
 
     Args:
         config: a `TransformerConfig`; changed.

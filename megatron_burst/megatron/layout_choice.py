@@ -49,14 +49,14 @@ class LayerCounts(NamedTuple):
 
 
 class StreamChoice(NamedTuple):
-    """Options without layout "auto", and the reason of the choice (None: log nothing)."""
+    """Options with a concrete layout, and the reason to log; None if "auto" chose nothing."""
 
     burst: BurstConfig
     why: str | None = None
 
 
 def resolve_auto_layout(config: Any, burst: BurstConfig, seq_length: int | None) -> StreamChoice:
-    """Return the options with a layout in place of "auto".
+    """Return the options, with a concrete layout in place of "auto".
 
     Args:
         config: a `TransformerConfig`, or parsed arguments with the same names. The layers of a
@@ -122,7 +122,7 @@ def one_layout(config: Any, burst: BurstConfig) -> None:
 
 
 class CompletedFlags(NamedTuple):
-    """The options of parsed arguments, with layouts.
+    """The options of a command line, after default values and layouts were added.
 
     Attributes:
         burst: The options. A wrong value is replaced by its default.
@@ -179,7 +179,7 @@ def complete_arguments(args: Any) -> None:
 def default_layouts(
     config: Any, burst: BurstConfig, *, attention_named: bool = False
 ) -> tuple[BurstConfig, str | None]:
-    """Return the options of a run whose flags do not name the layout, with the layouts.
+    """Choose the layouts of a run whose flags do not name the layout.
 
     Args:
         config: a `TransformerConfig`, or parsed arguments with the same names.
@@ -257,7 +257,7 @@ def layers_of(config: Any) -> LayerCounts:
     """Return the numbers of layers of a model, including the layers of MTP heads.
 
     Raises:
-        SettingsError: A hybrid model does not state its pattern.
+        SettingsError: The configuration of a hybrid model does not contain its pattern.
     """
     shape = ModelShape.of(config)
     if shape.attention is None:

@@ -202,7 +202,7 @@ def causal_window(config: Any, number: int) -> Window:
 
 
 def layer_windows(config: Any) -> tuple[Window, ...]:
-    """Return windows in the proportions of the model's layers, as the shortest such tuple.
+    """Return the windows of all layers, reduced to the shortest tuple with their proportions.
 
     For example, if one layer in three has a window: ((None, 0), (None, 0), (left, 0)).
     """

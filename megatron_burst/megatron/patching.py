@@ -461,7 +461,7 @@ def show_log(patches: PatchSet | None = None) -> None:
 
 
 def translate_with(translate: Callable[[str], str] | None) -> None:
-    """Set the function that `user_text` applies to messages until `uninstall`; None for none."""
+    """Set the function that `user_text` applies to messages until `uninstall`; None unsets it."""
     run_state().translate_error = translate
 
 

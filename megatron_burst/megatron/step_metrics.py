@@ -37,7 +37,7 @@ class StepMetrics:
         self._sent, self._steps = (0, 0), 0  # sent bytes at the last report; steps since then
 
     def watch(self, groups: Groups) -> None:
-        """Count the sent bytes and the wait times of further `groups`."""
+        """Include the sent bytes and the wait times of `groups` in the metrics."""
         self._groups.append(groups)
         for end in (groups.ring, groups.ulysses, groups.grid):
             if isinstance(end, ProcessEndpoint):
@@ -78,7 +78,7 @@ class StepMetrics:
         """Return the metrics per iteration since the last call, and reset the counters.
 
         Ranks of the first group that was passed to `watch` exchange counters (a collective). Bytes
-        are sums over ranks, and seconds are the longest of a rank.
+        are sums over ranks, and seconds are maxima over ranks.
 
         Returns:
             Scalars by name, for TensorBoard; empty if no group is watched.

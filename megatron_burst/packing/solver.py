@@ -220,7 +220,7 @@ class _Bins:
 
 
 def _sample(documents: np.ndarray, limit: int) -> np.ndarray:
-    """Return at most `limit` of the documents, evenly spaced, which bounds the time of a round."""
+    """Return at most `limit` documents, evenly spaced, to bound the time of a round."""
     return documents[:: -(-len(documents) // limit) or 1]
 
 

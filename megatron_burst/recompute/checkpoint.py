@@ -178,7 +178,7 @@ class AttentionStore:
     position: int = 0
 
     def begin(self) -> None:
-        """Start a run of the function (the first run or a recomputation) at the first entry."""
+        """Prepare for a run of the function, whose first attention call uses the first entry."""
         self.position = 0
         if not self.filled:
             self.entries.clear()
@@ -246,7 +246,7 @@ class StoringCall:
 
 
 def in_backward() -> bool:
-    """Return whether this thread runs a backward pass, so that a forward is a recomputation."""
+    """Return whether this thread runs a backward pass; a forward in it is a recomputation."""
     return torch._C._current_graph_task_id() != -1  # private; torch's own checkpoint uses it too
 
 

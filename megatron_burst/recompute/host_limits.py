@@ -65,7 +65,7 @@ def _cgroups(root: Path) -> list[int]:
 
 
 def _free(group: Path, limit: str, usage: str) -> list[int]:
-    """Return the free bytes of a cgroup as a list of one number; an empty list without a limit.
+    """Return [free bytes] of a cgroup; an empty list if the cgroup has no limit.
 
     Free bytes are the limit minus the usage; file caches that the kernel can drop do not count as
     used.

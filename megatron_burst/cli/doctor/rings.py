@@ -143,7 +143,6 @@ def _nodes(here: list[dict[str, Any]], per_node: int) -> Iterator[Finding]:
 
 
 def _gather(value: Value) -> list[Value]:
-    """All-gather one value per rank; return the values in the order of ranks."""
     values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -153,7 +152,9 @@ def _gather(value: Value) -> list[Value]:
 
 
 def _correctness(made: list[tuple[str, mb.Groups]]) -> Iterator[Finding]:
-    """Yield a finding per algorithm and side: do the results match dense attention?
+    """Compare attention with dense attention; yield a finding per algorithm and side.
+
+    The side is the tensors that ranks send in backward: "kv" or "query".
 
     Args:
         made: Name and groups, from `_context_groups`.

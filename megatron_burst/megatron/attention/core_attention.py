@@ -59,7 +59,7 @@ class AttentionCall(NamedTuple):
     Attributes:
         plan: The plan.
         sink: The sink logits [h], or None.
-        max_logits: The tensor [h] that receives the largest logits, or None.
+        max_logits: The tensor [h] that receives the largest logit of each head, or None.
         label: The number of the layer, for messages.
         exchange: The exchange of rows before and after attention; None if attention uses the layout
             of the tokens.
@@ -74,7 +74,7 @@ class AttentionCall(NamedTuple):
     value_scale: float = 1.0
 
     def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Return attention of q [s, b, h, d], k [s, b, g, d], v [s, b, g, w], as [s, b, h, w]."""
+        """Compute attention of q [s, b, h, d], k [s, b, g, d], v [s, b, g, w]: [s, b, h, w]."""
         if self.value_scale != 1.0:
             v = v * self.value_scale
         if self.exchange is not None:
@@ -264,8 +264,9 @@ class BurstCoreAttention(MegatronModule):
     ) -> AttentionCall:
         """Return the arguments of attention over one micro-batch, except q, k and v.
 
-        This is a collective if the layer is the leader of its kind, which makes the plan (see
-        `PlanBook.join`). Only shapes, dtypes and device of `query`, `key` and `value` are read.
+        The leader of a kind (the first layer on this rank with the same properties) makes the plan,
+        which is a collective. Other layers look the plan up. Only shapes, dtypes and device of
+        `query`, `key` and `value` are read.
 
         Args:
             query: [s, b, h, d] of this rank's whole shard.
@@ -323,7 +324,7 @@ class BurstCoreAttention(MegatronModule):
         )
 
     def _book(self, params: Any) -> PlanBook:
-        """Return the plan book of the ranks that hold a micro-batch.
+        """Return the plan book (shared plans and groups) of the ranks that hold a micro-batch.
 
         The first micro-batch on a set of ranks creates their book, which is a collective.
         """

@@ -46,7 +46,8 @@ def replacement_class(source: Any, stock: tuple[type, ...]) -> type | None:
         A subclass of `DerivedCoreAttention`, or None if `source` derives from no class of `stock`.
 
     Raises:
-        ValueError: A class between `source` and `stock` overrides an unknown method.
+        ValueError: `source`, or a class from which it inherits, overrides a method that
+            BurstAttention would not run.
     """
     mro = source.__mro__ if isinstance(source, type) else ()
     base = next((cls for cls in mro if cls in stock), None)
@@ -182,8 +183,8 @@ def _without_images(config: Any) -> Any:
     """Return the configuration that the layer would have in a text model.
 
     Bridge's Gemma 3 gives vision-language models masks of the whole sequence, in place of causal
-    masks and windows. Here layers keep causal masks and windows, and `vision.gemma3` adds the
-    images.
+    masks and windows. Here layers keep causal masks and windows. The mask function `gemma3` of the
+    plugin `vision` adds attention within images.
     """
     if not getattr(config, "is_vision_language", False):
         return config

@@ -151,9 +151,9 @@ def _hierarchical(pg_collection: Any) -> list[Any]:
 
 
 def book_of(config: Any, pg_collection: Any) -> PlanBook:
-    """Return the plan book of a layer.
+    """Return the plan book, which has the shared plans and process groups of a layer.
 
-    For the first layer on a context-parallel group, this is a collective of the group.
+    The first layer on a context-parallel group creates the book, a collective of the group.
 
     Args:
         config: a `TransformerConfig`, after `configure`.

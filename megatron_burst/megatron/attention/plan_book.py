@@ -103,9 +103,9 @@ class Kind(Protocol):
     def operation(
         self, book: PlanBook, tensors: Tensors, pack: Pack | None, rows: RowChunkSizes, own: Any
     ) -> Operation[Any, Any]:
-        """Return the operation that checks the call and makes the plan; no communication.
+        """Return the operation (`comm.operation`) that checks the call and makes its plan.
 
-        A thread may call this method before the forward of the micro-batch (`plans_ahead`).
+        This method does not communicate. A thread may call this method before the forward of the micro-batch (`plans_ahead`).
 
         Args:
             book: the plan book of the layer's group.
@@ -160,11 +160,11 @@ class LayerKind:
 
     @property
     def attention(self) -> BatchCut:
-        """The cut of a sequence for attention."""
+        """Rule by which attention cuts a sequence over ranks."""
         return self.cut or BatchCut(self.burst.layout)
 
     def own_mask(self, pack: Pack | None, seq_len: int) -> Mask | None:
-        """Return the mask of `--burst-mask`, or None without the flag; see `Kind.own_mask`."""
+        """Return the mask that the function of `--burst-mask` makes; see `Kind.own_mask`."""
         documents, spans = (None, None) if pack is None else (pack.documents, pack.spans)
         if self.burst.mask is None:
             if spans is not None:
@@ -238,7 +238,6 @@ class LayerKind:
             book.logged.add(subject)
 
     def _choice_key(self, tensors: Tensors) -> tuple:
-        """Return the key under which the selection of "auto" is kept: the kind and the shapes."""
         return self, *(t.shape for t in tensors.values())
 
     def layers(self) -> str:
@@ -307,7 +306,7 @@ class LayerCall(NamedTuple):
 
 @dataclass
 class PlanBook:
-    """The grid of one context-parallel group and the plans made over it.
+    """The grid (`Groups`) of one context-parallel group, and the plans that its layers share.
 
     Attributes:
         groups: The grid.
@@ -340,7 +339,7 @@ class PlanBook:
             self.metrics.watch(self.groups)
 
     def join(self, kind: Kind, layer_number: int) -> bool:
-        """Register a layer, and return whether it is the leader of its kind.
+        """Register a layer; return whether it is the leader, which makes the plans of its kind.
 
         The layer with the lowest number that was ever registered is the leader. A rebuilt layer
         with that number is a leader too, whether or not the old layer still exists.
@@ -369,9 +368,10 @@ class PlanBook:
 
     @contextmanager
     def shared_errors(self, leads: bool) -> Iterator[None]:
-        """Raise an error of one rank as a `ValueError` on all ranks, if the layer is a leader.
+        """Return a context that raises the error of one rank on all ranks, as a `ValueError`.
 
-        A layer that is recomputed in backward does not communicate: its error stays on this rank.
+        This is a collective, so it applies only to leaders in forward. Other layers, and layers
+        that are recomputed in backward, raise their error only on this rank.
 
         Args:
             leads: whether the layer is the leader of its kind.
@@ -393,7 +393,8 @@ class PlanBook:
     ) -> Any:
         """Return the plan for these tensors.
 
-        A collective if `leads` and the layer is not recomputed in backward; otherwise a look-up.
+        The leader of a kind of layers makes or compares the plan in forward, which is a collective.
+        Other layers, and layers that are recomputed in backward, only look the plan up.
 
         Args:
             kind: the kind of the layer.
@@ -520,8 +521,8 @@ class PlanBook:
         """Log a line about plans, once in a run.
 
         Without pipeline parallelism rank 0 logs the line. Otherwise the stages of rank 0's pipeline
-        share a counter in torch's store, because rank 0 may have no such layer. The first stage
-        that increments the counter logs the line.
+        share a counter in torch's store, because rank 0 may have no layer of the kind. The first
+        stage that increments the counter logs the line.
 
         Args:
             line: the line.
@@ -572,7 +573,7 @@ def priority_line(rings: Sequence[str]) -> str:
 
 
 def capturing(tensors: Tensors) -> bool:
-    """Return whether a CUDA graph is being captured on the current stream of CUDA tensors."""
+    """Return whether a CUDA graph captures the calls with `tensors`; False on the CPU."""
     return any(t.is_cuda for t in tensors.values()) and torch.cuda.is_current_stream_capturing()
 
 
@@ -599,7 +600,7 @@ def startup_line() -> str | None:
 
 
 def splits_attention(group: Any) -> bool:
-    """Return whether BurstAttention of this process uses this context-parallel group."""
+    """Return whether BurstAttention splits attention of this process over this group."""
     return any(reference() is group for reference, _ in _books())
 
 

@@ -87,7 +87,9 @@ class PlansAhead:
     def builder(
         self, call: ExpectedCall, pack: Pack, operation: Operation[Any, Any]
     ) -> Callable[[Any], Any]:
-        """Return a function that returns the thread's plan for a request, or makes a new plan.
+        """Return a function that returns the plan of a checked call (a request).
+
+        The function returns the plan that the thread has made, or makes the plan itself.
 
         Args:
             call: The call that needs the plan.

@@ -288,7 +288,7 @@ def ulysses_size(burst: BurstConfig, cp: int) -> int:
         cp: number of context-parallel ranks.
 
     Raises:
-        SettingsError: The size is missing, or contradicts the algorithm.
+        SettingsError: `--burst-ulysses-size` is missing, or contradicts the algorithm.
     """
     if burst.algorithm == "ulysses":
         if burst.ulysses_size not in (None, cp):

@@ -57,8 +57,8 @@ def graph_problems(config: Any, burst: BurstConfig, states: bool = False) -> Ite
     Args:
         config: a `TransformerConfig`, or any object with attributes of the same names.
         burst: the options of the run.
-        states: whether linear layers pass states from rank to rank. `linear_problems` refuses
-            graphs that contain only Mamba layers.
+        states: whether linear layers pass states from rank to rank. Graphs that capture only Mamba
+            layers are left to `splitting.linear_problems`.
 
     Yields:
         The problems.

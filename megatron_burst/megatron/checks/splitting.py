@@ -123,7 +123,7 @@ STREAMS = ("contiguous", "zigzag")  # layouts of tokens for which attention may 
 
 
 class RunLayouts(NamedTuple):
-    """The layout of the tokens between layers (`stream`), and of softmax attention."""
+    """The layout of tokens between layers (`stream`), and of softmax attention (`attention`)."""
 
     stream: str
     attention: str
@@ -151,7 +151,7 @@ def megatrons_layouts(config: Any) -> RunLayouts | None:
 
 
 def two_layout_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Yield the settings that do not work with, or contradict, the layouts of a run."""
+    """Yield the settings that contradict the layouts of a run or do not work with them."""
     if not splits_with_burst(config, burst):
         if burst.attention_layout not in (None, burst.layout):
             flag = f"--burst-attention-layout {burst.attention_layout}"

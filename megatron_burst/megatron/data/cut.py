@@ -39,8 +39,8 @@ class BatchCut:
     Attributes:
         name: The layout.
         per_node: Ranks per node; None if not set.
-        windows: Attention windows whose proportions are the proportions of layers with these
-            windows (`model_shape.layer_windows`).
+        windows: Attention windows of the model's layers, reduced to their proportions
+            (`model_shape.layer_windows`).
         multiple: The number of tokens per rank must be a multiple of this number.
         row_cost: The cost of sending a row, see `layout.Balanced`; None if unknown.
     """

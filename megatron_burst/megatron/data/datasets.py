@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents and masks of Megatron's data loader, in datasets that every pipeline stage can read.
+"""Patches of Megatron's datasets: document boundaries in place of masks, on all pipeline stages.
 
 By default Megatron's data loader makes a dense s x s mask per sample of s tokens. With
 BurstAttention, the data loader makes no mask. A causal mask is redundant, because attention is

@@ -229,8 +229,9 @@ def _partition(layout: str, original: Callable, *args: Any, **kwargs: Any) -> An
 def _conversion(layout: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
     """Run `convert_module_input_tensors_cp_partition_mode` without an exchange to zigzag rows.
 
-    Megatron's attention accepts only zigzag rows. Our attention accepts rows in the run's layout,
-    so the exchange is skipped: with equal layouts the original returns its input.
+    Megatron's attention accepts only zigzag rows, and our attention accepts rows in the run's
+    layout. The wrapper requests the layout that the rows have, for which the original returns its
+    input.
     """
     bound = bound_to(original, args, kwargs)
     arguments = bound.arguments

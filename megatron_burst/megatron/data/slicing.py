@@ -279,11 +279,13 @@ def _rolled(
 ) -> tuple[Any, torch.Tensor | None] | list[torch.Tensor]:
     """Run `multi_token_prediction.roll_tensor` (0.16 to 0.20) in the run's layout.
 
-    Without context parallelism, and for hidden states (tensors with gradients), call `original`.
+    Without context parallelism, call `original`. Hidden states (tensors with gradients) are shifted
+    by `original` in a zigzag run without packing, and otherwise refused.
+
     After 0.20 the original also has the parameters `cp_layout` (the order of the tokens) and
     `fill_value` (the value of tokens without a successor). In branch dev the original shifts a list
-    of tensors, has the parameter `fill_values`, and returns a list without sums. Its `roll_context`
-    is not read, because it only replaces communication.
+    of tensors, has the parameter `fill_values`, and returns a list without sums. The parameter
+    `roll_context` of branch dev is not read, because it only replaces communication.
 
     Args:
         layout: the layout of the run.

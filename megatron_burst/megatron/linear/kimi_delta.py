@@ -104,7 +104,7 @@ def _forward(layer: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) 
 
 
 def _only(projected: Any) -> torch.Tensor:
-    """Return the output of a projection of `KimiK3Attention`, which has no bias."""
+    """Return the output of a projection without its bias, which is None in `KimiK3Attention`."""
     out, _ = projected
     return out
 

@@ -35,13 +35,15 @@ from ..patching import bound_to, given_to
 
 @dataclass(frozen=True)
 class LinearKind:
-    """The properties of a linear layer that are known when it is built; the same on all ranks.
+    """The properties of a linear layer that are known when the layer is built.
+
+    They are the same on all ranks. Layers with equal properties share plans.
 
     Attributes:
         burst: The options of the run.
         form: The form of `mb.linear_attention`.
-        sizes: Heads of keys and of values on this tensor-parallel rank, widths of keys and of
-            values, width of the convolution.
+        sizes: Number of key heads and of value heads of this tensor-parallel rank, widths of keys
+            and of values, width of the convolution.
         cut: How the run cuts batches over ranks.
         scale: The factor of queries; None for the default of `mb.linear_attention`.
     """
@@ -96,7 +98,7 @@ class StateCall(TypedDict):
 class StateLayer:
     """The plans, process groups and label of one layer that passes states.
 
-    The first layer on a group creates the grid of the group, a collective.
+    The first layer on a group creates the grid of the group, which is a collective.
 
     Args:
         config: a `TransformerConfig` after `configure`.
@@ -129,7 +131,9 @@ class StateLayer:
         self.leads = self.book.join(self.kind, self.label)
 
     def call(self, inputs: dict[str, Any], packed_seq_params: Any) -> StateCall:
-        """Return the plan and label for one forward; a collective if the layer leads its kind.
+        """Return the plan and label for one forward.
+
+        A collective if the layer is a leader: the first layer of its kind on this rank.
 
         Args:
             inputs: q, k, v, decay and beta of `mb.linear_attention`; only shapes, dtypes and device

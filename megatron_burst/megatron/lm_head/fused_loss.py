@@ -146,7 +146,7 @@ class LazyHead:
 
     @contextmanager
     def bound(self, masks: Iterator[HeadMask]) -> Iterator[None]:
-        """Make logits lazy inside the context. Each head's loss takes the next of `masks`."""
+        """Make logits lazy inside the context. The loss of each head reads the next mask."""
         self._masks = masks
         try:
             yield
