@@ -292,7 +292,7 @@ def _misfits(plan: Plan, first: Plan) -> Iterator[str]:
             f"{tuple(first.rank_plan.scoring)}, got {tuple(plan.rank_plan.scoring)}"
         )
     if plan.needs_grad[0] != first.needs_grad[0]:
-        yield "either all plans or none must be made with needs_grad of q"
+        yield "all plans must be made with the same needs_grad of q"
     shared, expected = (len(p.rank_plan.ulysses_links) for p in (plan, first))
     if shared != expected:
         yield (

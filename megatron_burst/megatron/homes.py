@@ -53,7 +53,8 @@ def module(name: str) -> Any:
 
         raise RuntimeError(
             f"Megatron-Core {megatron.core.__version__} has no module {name}: it is not at "
-            f"{' or '.join(_paths(name))}; this version of megatron_burst does not support it"
+            f"{' or '.join(_paths(name))}; this version of megatron_burst does not support it: "
+            "use a tested version (megatron-burst doctor)"
         )
     return present
 

@@ -258,7 +258,8 @@ def require_parameters(function: Callable, names: Sequence[str], symbol: str) ->
     if missing:
         raise RuntimeError(
             f"Megatron-Core {megatron.core.__version__}: {symbol} has the parameters {parameters}, "
-            f"but lacks {missing}; this version of megatron_burst does not support it"
+            f"but lacks {missing}; this version of megatron_burst does not support it: use a "
+            "tested version (megatron-burst doctor)"
         )
 
 
@@ -291,7 +292,7 @@ def require_function(home: Any, name: str, parameters: Sequence[str]) -> Callabl
     if function is None:
         raise RuntimeError(
             f"Megatron-Core {megatron.core.__version__} has no {symbol}; this version of "
-            "megatron_burst does not support it"
+            "megatron_burst does not support it: use a tested version (megatron-burst doctor)"
         )
     require_parameters(function, parameters, symbol)
     return function

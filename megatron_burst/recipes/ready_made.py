@@ -115,7 +115,9 @@ def _bridge(family: str, *names: str) -> Any:
     module = importlib.import_module(f"megatron.bridge.recipes.{family}")
     recipe = next((getattr(module, name) for name in names if hasattr(module, name)), None)
     if recipe is None:
-        raise ValueError(f"this Megatron-Bridge has no recipe named {' or '.join(names)}")
+        raise ValueError(
+            f"this Megatron-Bridge has no recipe named {' or '.join(names)}; use another version"
+        )
     return recipe()
 
 

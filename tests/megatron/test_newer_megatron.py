@@ -404,7 +404,7 @@ def test_newer_arguments_of_a_hybrid_model_pass_through_or_are_refused_by_name(n
     batch = newer_megatron.Batches("zigzag", {"zigzag": {}}, {"zigzag": None})
     told = {"mtp_input_mask": "a mask", "cp_batch": batch, "compute_mtp_loss": False}
     assert model.forward(None, None, None, **told) == told
-    with pytest.raises(ValueError, match=r"^shared_prefix_layout: .*mb.rl.logprobs"):
+    with pytest.raises(ValueError, match=r"^shared_prefix_layout is set: .*mb.rl.logprobs"):
         model.forward(None, None, None, shared_prefix_layout=object())
     both = newer_megatron.Batches("contiguous", {"contiguous": {}, "zigzag": {}}, {})
     with pytest.raises(ValueError, match=r"^cp_batch has the layouts contiguous and zigzag"):

@@ -88,8 +88,8 @@ def refuse_other_attention(original: Callable, self: Any, *args: Any, **kwargs: 
     arguments = given_to(original, (self, *args), kwargs)
     if arguments.get("shared_prefix_layout") is not None:
         raise ValueError(
-            "shared_prefix_layout: HybridModel then runs its own attention over a prefix tree in "
-            "place of BurstAttention: pass trajectories to mb.rl.logprobs, or use "
+            "shared_prefix_layout is set: HybridModel would run its own attention over a prefix "
+            "tree in place of BurstAttention. Pass trajectories to mb.rl.logprobs, or use "
             "--context-parallel-algo megatron"
         )
     batch = arguments.get("cp_batch")

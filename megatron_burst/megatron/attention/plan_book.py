@@ -105,7 +105,8 @@ class Kind(Protocol):
     ) -> Operation[Any, Any]:
         """Return the operation (`comm.operation`) that checks the call and makes its plan.
 
-        This method does not communicate. A thread may call this method before the forward of the micro-batch (`plans_ahead`).
+        This method does not communicate. A thread may call it before the forward of the micro-batch
+        (`plans_ahead`).
 
         Args:
             book: the plan book of the layer's group.

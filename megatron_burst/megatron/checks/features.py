@@ -50,7 +50,7 @@ _LM_HEAD = (
     ),
     Rule(lambda c, b: c.cuda_graph_impl == "full_iteration"
          or "full_iteration" in str(c.cuda_graph_scope),
-         "{flag} reads a flag of the device in backward, which a CUDA graph of full iterations "
+         "{flag} reads a value from the device in backward, which a CUDA graph of full iterations "
          "cannot do"),
 )  # fmt: skip
 

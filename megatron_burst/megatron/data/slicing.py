@@ -315,7 +315,7 @@ def _rolled(
     if any(part.requires_grad for part in tensors):  # true only for hidden states
         if layout == "zigzag" and params is None:
             return original(*args, **kwargs)
-        raise ValueError(f"--mtp-hsm: {HIDDEN_STATES}")
+        raise ValueError(f"--mtp-hsm: {HIDDEN_STATES}; remove --mtp-hsm")
     total = tensor.shape[-1] * group.size()
     if params is None:
         pack = unpacked_packs.setdefault(total, Pack(total, (0, total), total, (0, total)))

@@ -138,7 +138,8 @@ def gather(numbers: Sequence[int] | None, group: Any) -> list[list[int]]:
 def _usable(numbers: Sequence[int] | None, rank: int) -> list[int]:
     if numbers is None:
         raise ValueError(
-            f"--burst-pack: data-parallel rank {rank} cannot use its batches; see its own error"
+            f"--burst-pack: data-parallel rank {rank} cannot use its batches; see the error of "
+            "that rank"
         )
     return list(numbers)
 
