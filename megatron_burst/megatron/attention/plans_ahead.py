@@ -34,7 +34,7 @@ UNUSED = 32  # if a forward uses none of the first plans, the thread makes no mo
 
 
 class ExpectedCall(Protocol):
-    """A description of an attention call, which `plan_book.LayerCall` implements; hashable."""
+    """Protocol of the hashable description of an attention call (`plan_book.LayerCall`)."""
 
     @property
     def device(self) -> torch.device:

@@ -208,8 +208,8 @@ def linear_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     """Yield the problems of layers of linear attention and Mamba layers, which carry a state.
 
     Args:
-        config: a `TransformerConfig` that is split over ranks, or any object with attributes of the
-            same names.
+        config: the `TransformerConfig` of a model with several context-parallel ranks, or any
+            object with attributes of the same names.
         burst: the options of the run.
 
     Yields:

@@ -156,7 +156,7 @@ def installed_layout() -> str | None:
 
 
 def cut_of_run(layout: str) -> BatchCut:
-    """Return the cut that `set_cut` has set, or else `BatchCut(layout)`.
+    """Return the rule for cutting batches that `set_cut` has set, or else `BatchCut(layout)`.
 
     Raises:
         ValueError: The layout is balanced, and no configuration has called `set_cut`.

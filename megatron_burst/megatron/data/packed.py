@@ -225,7 +225,7 @@ class Packs:
     def share_cut(self, pack: Pack) -> None:
         """Let `pack` share layouts and indices with all packs that have the same `cut_key`.
 
-        Slicing, rotary embedding and attention have different tensors with equal values.
+        Slicing, rotary embedding and attention make separate packs from equal document boundaries.
 
         Args:
             pack: the pack; changed.

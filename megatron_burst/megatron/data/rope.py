@@ -287,7 +287,7 @@ class RotaryTables:
         return self._blanks[key][0].expand(length, 1, 1, rates.width)
 
     def pair(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        """Return the stack of two blanks without a copy: NaN, fp32 [2, length, 1, 1, d].
+        """Return the stack of two placeholders (blanks) without a copy: fp32 [2, length, 1, 1, d].
 
         Both entries of the result are blanks again. `torch.stack` would copy the blanks, and a copy
         has another address.
