@@ -222,7 +222,7 @@ def test_environment_hazards_depend_on_the_gpu_and_fsdp():
         (GOOD + " --sft --mtp-hsm", "--mtp-hsm"),
         (
             GOOD + " --reset-attention-mask --dataloader-inter-document-masking",
-            "--reset-attention-mask with --dataloader-inter-document-masking",
+            "and --dataloader-inter-document-masking ends them",
         ),
         (
             GOOD + " --experimental-attention-variant dsa --burst-sparse megatron "
