@@ -50,7 +50,7 @@ def test_states_fit_from_the_oldest_on(layout):
     ("settings", "choices", "message"),
     [
         ({}, {"layout": "striped", "attention_layout": "zigzag"},
-         "^attention_layout zigzag with layout striped: .* add layout contiguous"),
+         "^attention_layout zigzag does not work with layout striped: .* add layout contiguous"),
         ({"linear_cp_layout": "contiguous"}, {"layout": "zigzag"},
          "^model.linear_cp_layout contiguous and .* contradict layout zigzag"),
         ({"is_hybrid_model": True}, {"layout": "auto"},
