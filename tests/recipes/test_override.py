@@ -222,7 +222,7 @@ def test_a_recipe_without_us_is_not_cut_by_the_layout_of_another(llama):
          "^model.experimental_attention_variant gated_delta_net at model.context_parallel_size 4: "
          "passing states .* requires Megatron-Core 0.19 .* cannot split these layers"),
         ({"layout": "striped", "attention_layout": "zigzag"}, [],
-         "^attention_layout zigzag with layout striped: .* add layout contiguous"),
+         "^attention_layout zigzag does not work with layout striped: .* add layout contiguous"),
         ({"lm_head_loss": "single_pass"}, ["model.cross_entropy_loss_fusion=true"],
          "^lm_head_loss single_pass .* remove model.cross_entropy_loss_fusion"),
         ({"store": 0.5}, ["model.recompute_granularity=null"],
