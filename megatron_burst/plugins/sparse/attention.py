@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Public operation `mb.sparse_attention`: exact attention over selected keys, across ranks.
 
-The operation uses the loop of `mb.attention`, with a kernel that has the selection. Forward sends
-keys, and backward sends keys and their gradients. Queries and their selection stay on their rank.
+The operation runs the loop of `mb.attention` with a kernel that reads only selected keys. Forward
+sends keys, and backward sends keys and their gradients. Queries and their selection stay on their
+rank.
 
-Shape letters: s local rows, b batch, h query heads, k key/value heads, d width, w value width.
+Shape letters: s local rows of the queries, t local rows of the keys, b batch, h query heads, k
+key/value heads, d width, w value width.
 """
 
 from __future__ import annotations
@@ -53,16 +55,18 @@ def sparse_attention(
 
     Args:
         q: Queries of this rank's shard [s, b, h, d].
-        k: Keys of this rank's shard [s, b, k, d]. The number of key heads divides h.
-        v: Values of this rank's shard [s, b, k, w]. If None, values are the keys, or their first
-            value_width columns, as in absorbed latent attention. These columns are then sent only
-            once.
-        selection: Result of `mb.select`, or a `Selection` of the caller. Its layout and mask apply.
-        value_width: Number of value columns, below d, if v is None. Default: all columns.
-        scale: Factor of the scores. None uses the factor of the plan if the plan was made for
-            queries of width d, otherwise d ** -0.5.
-        sink: Extra logit [h] in each softmax, without a value; or None. The gradient is the sum
-            over this rank's rows.
+        k: Keys of this rank's shard [t, b, k, d]. The number of key heads must divide h. t is s
+            unless the selection has a `key_layout`.
+        v: Values of this rank's shard [t, b, k, w]. If None, the first `value_width` columns of k
+            are the values, as in absorbed latent attention. Ranks then send these columns once.
+        selection: Result of `mb.select`, or a `Selection` that the caller makes. The call uses the
+            layout and the mask of the selection.
+        value_width: Number of columns of k that are values, less than d; requires v=None. If both
+            are None, all columns are values.
+        scale: Factor of the scores. If None, the call uses the factor of `plan`. Without a plan, or
+            if the plan was made for queries of another width, the factor is d ** -0.5.
+        sink: Extra logit [h] in the softmax of every row, without a value; or None. The gradient of
+            the sink is the sum over this rank's rows.
         kernel: "triton" (CUDA), "aten" (gathers keys for a tile of rows at a time), "reference"
             (dense), or "auto": "triton" if it supports these tensors, otherwise "aten".
         plan: Same as in `mb.select`.
@@ -72,9 +76,9 @@ def sparse_attention(
         return_lse: Also return the log-sum-exp, for `mb.indexer_loss`.
 
     Returns:
-        The output [s, b, h, w] in the dtype of q, with gradients of q, k, v and sink. With
-        `return_lse` a pair of the output and lse [s, b, h], the log-sum-exp of each row's scores
-        and sink, in float32 (float64 for float64 tensors), without a gradient.
+        The output [s, b, h, w] in the dtype of q, differentiable in q, k, v and sink. If
+        `return_lse` is True: the output and lse [s, b, h], the log-sum-exp of each row's scores and
+        sink. lse is float32 (float64 for float64 tensors) and has no gradient.
 
     Raises:
         ValueError: An argument is not supported; see `mb.select`.
@@ -122,10 +126,10 @@ def selected_plan(
         k: Keys of this rank's shard [t, b, k, d].
         v: Values of this rank's shard [t, b, k, w], or None if values are the keys.
         selection: Same as in `mb.sparse_attention`.
-        plan: Plan of `mb.prepare` for the keys of the selection. The result computes the gradients
-            of this plan, even if these tensors need none (under `torch.no_grad`).
+        plan: Plan of `mb.prepare` for the keys of the selection. The result computes the same
+            gradients as this plan, even if the tensors need none (under `torch.no_grad`).
         scale: Same as in `mb.sparse_attention`.
-        sink: Sink that the call will pass.
+        sink: Sink that the caller will pass to `mb.joint_attention`, or None.
         kernel: Same as in `mb.sparse_attention`.
 
     Returns:
@@ -153,7 +157,6 @@ def _operation(
     kernel: str,
     value_width: int | None = None,
 ) -> SparseAttentionOperation:
-    """Return the operation of a call with these arguments of `mb.sparse_attention`."""
     return SparseAttentionOperation(
         groups=at.groups,
         made=at.made,
@@ -182,7 +185,7 @@ def selected_setting(
 ) -> SparseSetting:
     """Return groups, options and attention store of a call that has a selection.
 
-    Without a plan, the layout and mask of the selection apply.
+    Without a plan, the options have the layouts and the mask of the selection.
     """
     at = setting(plan, groups, None, None, algorithm)
     if plan is None and isinstance(selection, Selection):
@@ -243,19 +246,23 @@ def _check_width(value_width: int | None, latent: bool, width: int) -> None:
 
 
 def over_selection(request: Request, selection: Selection, kernel: str, latent: bool) -> Request:
-    """Return the checked arguments with the kernel and the facts of a call that has a selection.
+    """Add the kernel of a call that has a selection to the checked arguments of the ring.
 
-    Facts are values that must be equal on all ranks.
+    Also add the selection's shape and the kernel's name to `facts`, the values that must be equal
+    on all ranks.
 
     Args:
         request: Checked arguments of the ring.
         selection: Selection of the call.
-        kernel: Key in `KERNELS`.
+        kernel: Name of the kernel, a key of `KERNELS`.
         latent: True if values are columns of the keys.
 
+    Returns:
+        A changed copy of `request`.
+
     Raises:
-        ValueError: The selection has another layout or mask than the request, or does not fit the
-            tensors.
+        ValueError: The selection and the request have different layouts or masks, or the selection
+            does not fit the tensors.
     """
     q, k, _ = request.tensors
     for name in ("layout", "key_layout", "mask"):
@@ -274,7 +281,7 @@ def over_selection(request: Request, selection: Selection, kernel: str, latent: 
 
 
 def kernel_for(plan: Plan, selection: Selection) -> SelectedKernel:
-    """Return the kernel of a call, with its selection; it replaces the plan's placeholder."""
+    """Return the kernel for this selection, which replaces the placeholder in the plan."""
     pairs = plan.kernel
     assert isinstance(pairs, PairKernel)
     return pairs.by(selection, pairs.latent)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choice of the algorithm of a sparse operation that is called with algorithm "auto".
 
-The cost model of attention predicts the time of each algorithm. It gets the number of selected
-query-key pairs and the measured speed of the sparse kernel. This module imports the simulator, so
-it is imported only if a call uses "auto", like `planning.automatic`.
+The cost model of attention predicts the time of each algorithm from the number of selected
+query-key pairs and the measured speed of the sparse kernel. This module imports the simulator.
+Therefore it is imported only if a call uses "auto", like `planning.automatic`.
 
 Shape letters: s query rows, t key rows, b batch, h heads, d width, w value width.
 """
@@ -34,10 +34,10 @@ from .top_k import no_units
 
 
 def chosen(request: Request, groups: Groups) -> Request | ValueError:
-    """Return the checked arguments with the fastest predicted algorithm, or this rank's error.
+    """Return the checked arguments with the algorithm that is predicted to be the fastest.
 
-    This is a collective. It measures the rates of the links and of the kernel if they are not
-    cached.
+    If the prediction fails on this rank, return the error instead. This is a collective call. It
+    measures the rates of the links and of the kernel if they are not cached.
     """
     kernel, (q, k, v) = request.kernel, request.tensors
     assert isinstance(kernel, PairKernel)
@@ -54,7 +54,7 @@ def chosen(request: Request, groups: Groups) -> Request | ValueError:
 
 
 def with_fastest(request: Request, groups: Groups, rates: Rates) -> Request:
-    """Return the checked arguments with the fastest predicted algorithm at these rates."""
+    """Return the checked arguments with the algorithm that is the fastest at these rates."""
     kernel = request.kernel
     assert isinstance(kernel, PairKernel)
     key_layout = request.key_layout
@@ -71,9 +71,9 @@ def with_fastest(request: Request, groups: Groups, rates: Rates) -> Request:
 
 
 class _TimedPair:
-    """Sparse kernel with the interface of an attention kernel, so that its speed can be measured.
+    """Adapter with the interface of an attention kernel, to measure the speed of a sparse kernel.
 
-    Each query selects all keys.
+    In the measured calls each query selects all keys.
     """
 
     def __init__(self, of: PairKernel):

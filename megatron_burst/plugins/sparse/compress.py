@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`mb.compress`: compressed keys, each a weighted mean of the rows of a window, across ranks.
 
-Each rank sends its rows of a window to the rank that holds the window's key. Nothing is sent if the
-layouts of rows and keys put every window and its key on one rank.
+Each window of rows has one compressed key. Each rank sends its rows of a window to the rank that
+holds the key. Nothing is sent if the layouts put every window and its key on the same rank.
 
 Shape letters: s local rows, t local keys, m rows of a window, b batch, c columns.
 """
@@ -39,7 +39,7 @@ def compress(
     overlap: bool = False,
     label: object = None,
 ) -> torch.Tensor:
-    """Return compressed keys: for every window, the mean of its rows, weighted by their gates.
+    """Compute compressed keys: for every window, a weighted mean of its rows.
 
     Key w of a document is the sum over the rows j of window w of softmax_j(gates_j + bias_(j mod
     m)) * values_j, separately for every column, computed in float32 (float64 for float64 tensors).
@@ -49,23 +49,21 @@ def compress(
     first window of a document has only its own rows. Sources: the compressors of DeepSeek-V4's
     heavily compressed attention (without overlap) and compressed sparse attention (with overlap).
 
-    Forward and backward are collective calls. The caller normalizes and rotates
-    the keys.
+    Forward and backward are collective calls. The caller normalizes and rotates the keys.
 
     Args:
         values: Rows of this rank [s, b, c], or [s, b, 2 c] with `overlap`.
         gates: Logits of the weights, with the shape, dtype and device of `values`.
-        bias: Logits [m, c], or [m, 2 c] with `overlap`, that are added at the m places of a window.
-            Its gradient covers the keys of this rank only.
+        bias: Logits [m, c], or [m, 2 c] with `overlap`. Row j is added to the gates of row j of
+            every window. The gradient of `bias` is the sum over the keys of this rank.
         plan: Plan of `mb.prepare` for attention to the compressed keys, with mask
-            `mb.masks.Compressed(m, ...)` and option `key_layout`. It sets the windows, the layouts
-            and the documents.
-        overlap: True for two series of columns.
+            `mb.masks.Compressed(m, ...)` and option `key_layout`. The plan determines the windows,
+            the layouts and the documents.
+        overlap: True if `values`, `gates` and `bias` have two series of columns.
         label: Same as in `mb.attention`.
 
     Returns:
-        Compressed keys of this rank [t, b, c] in the dtype of `values`. Keys that are padding are
-        zeros.
+        Compressed keys of this rank [t, b, c] in the dtype of `values`. Padding keys are zeros.
 
     Raises:
         ValueError: An argument is not supported.
@@ -95,7 +93,7 @@ def compress(
 
 
 def _check(values: Any, gates: Any, bias: Any, plan: Any, overlap: object) -> Compressed:
-    """Return the mask of the plan after checks of the arguments of `compress`."""
+    """Check the arguments of `compress`, and return the mask of the plan."""
     if not isinstance(plan, Plan):
         raise ValueError(f"plan must be made by mb.prepare, got {plan!r:.100}")
     mask, key_layout = plan.mask, plan.options.key_layout
@@ -122,8 +120,8 @@ def _check(values: Any, gates: Any, bias: Any, plan: Any, overlap: object) -> Co
             )
         if not tensor.is_floating_point() or not tensor.shape[2] or tensor.shape[2] % (1 + overlap):
             raise ValueError(
-                f"{name} must have floating columns{', two series of equal width' * overlap}, got "
-                f"{tensor.dtype} {tuple(tensor.shape)}"
+                f"{name} must be floating-point with a positive{' even' * overlap} number of "
+                f"columns, got {tensor.dtype} {tuple(tensor.shape)}"
             )
     if gates.shape != values.shape or gates.dtype != values.dtype:
         raise ValueError(
@@ -139,12 +137,12 @@ def _check(values: Any, gates: Any, bias: Any, plan: Any, overlap: object) -> Co
 
 
 class _WindowRows(NamedTuple):
-    """The rows of each key's window, or of the window before it.
+    """Route that brings each compressed key the rows of its window, or of the window before.
 
     Attributes:
-        route: Route that sends the m rows of each key's window to the rank of the key, in the order
-            of keys.
-        complete: bool [t], true for keys that have this window.
+        route: Route that sends the m rows of the window to the rank of the key, in the order of
+            keys.
+        complete: Bool [t], True for keys that have this window.
     """
 
     route: DeviceRoute
@@ -152,7 +150,10 @@ class _WindowRows(NamedTuple):
 
 
 def _window(plan: Plan, mask: Compressed, back: int, device: torch.device) -> _WindowRows:
-    """Return the rows of the windows, or with `back` 1 of the windows before; cached per plan."""
+    """Return the route of each key's window, or of the window before if `back` is 1.
+
+    The result is cached per plan.
+    """
     cache = plan.groups.recent("windows", ROUTES_KEPT)
     key = plan.identity, back
     window = cache.find(key)
@@ -164,10 +165,10 @@ def _window(plan: Plan, mask: Compressed, back: int, device: torch.device) -> _W
 def window_moves(
     mask: Compressed, layout: Layout, key_layout: Layout, seq_len: int, key_len: int, back: int
 ) -> RowMoves:
-    """Return the moves of rows with which each key gets the rows of its window, on all ranks.
+    """Return the transfers, on all ranks, that bring each key's rows to the rank of the key.
 
     Args:
-        mask: Windows of the keys, without gaps or overlaps.
+        mask: Mask with the window of rows of each key; windows have no gaps or overlaps.
         layout: Layout of the rows.
         key_layout: Layout of the keys.
         seq_len: Number of positions of the rows.

@@ -6,7 +6,7 @@ Each rank keeps the best units of its own queries.
 
 Shape letters: s local rows, r rows of a tile, u units of a chunk, n means per unit (all keys of the
 unit, if the rule has no means), b batch, i index heads, k index key heads, d width, H selections of
-a row.
+a query row.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ def select(
     """Select the `top_k` units of keys with the best index scores, for every query.
 
     A unit is one key, or a block of consecutive keys if the rule has blocks. Scores are float32
-    (float64 for float64 tensors). Among equal scores the lower unit is selected. A query that sees
-    fewer units selects all of them. Some rules always select the query's own block. Infinite scores
-    rank like the largest finite numbers, and NaN ranks last. The result has no gradient (see
-    `mb.indexer_loss`).
+    (float64 for float64 tensors). Among units with equal scores the first is selected. A query that
+    sees fewer than `top_k` units selects all of them. Some rules always select the query's own
+    block. Infinite scores rank like the largest finite numbers, and NaN ranks last. The result has
+    no gradient (see `mb.indexer_loss`).
 
-    Inside `mb.checkpoint` the attention store keeps the selection of all rows, and recomputation
-    reads it from the store.
+    Inside `mb.checkpoint` the attention store keeps the selection of all rows. Recomputation reads
+    the selection from the store.
 
     Args:
         index_q: Index queries of this rank's shard [s, b, i, d].
@@ -80,26 +80,26 @@ def select(
         index_weights: Weights of the index heads [s, b, i] for rules that use them, otherwise None.
         rule: "dsa", "qsa", "moba", "msa", "nsa", an instance of a class in
             `megatron_burst.plugins.sparse.rules` (for another block size), or an instance of a
-            user's class. Rules with blocks require a layout that keeps each block on one rank. The
-            mask must be `Causal`, `Full` or `Documents`, combined by &, and documents must start at
-            multiples of the block.
+            user's class. Rules with blocks require a layout that keeps each block on one rank, and
+            a mask made of `Causal`, `Full` and `Documents` by &. Documents must start at multiples
+            of the block size.
         top_k: Number of units per query and selection.
-        plan: Plan of `mb.prepare`. Its groups, layout, mask and algorithm apply, and the call needs
-            no collective. If the plan was made with algorithm "auto", the fastest algorithm for
-            this call is selected with the rates of the plan.
+        plan: Plan of `mb.prepare`, with the groups, layout, mask and algorithm of the call. A call
+            with a plan needs no collective to make its own plan. If the plan was made with
+            algorithm "auto", the rates of the plan determine the fastest algorithm for this call.
         groups: Groups of the ranks, if no plan is given.
         layout: Layout, if no plan is given; default zigzag.
         mask: Mask, if no plan is given; default causal.
-        algorithm: Algorithm that sends keys, or "auto", if no plan is given; default burst. Without
-            a plan, ranks compare the arguments in each call.
+        algorithm: Algorithm that sends keys, or "auto", if no plan is given; default burst. If no
+            plan is given, ranks compare the arguments in each call.
         label: Same as in `mb.attention`.
 
     Returns:
         The `Selection` of this rank's queries.
 
     Raises:
-        ValueError: An argument is not supported. Every rank raises the same error; with a plan only
-            the rank with the invalid argument does.
+        ValueError: An argument is not supported. Every rank raises the same error. With a plan,
+            only the rank with the invalid argument raises it.
     """
     refuse_transforms("mb.select")
     at = setting(plan, groups, layout, mask, algorithm)
@@ -183,11 +183,11 @@ def index_placeholders(rule: SelectionRule, q: Any, k: Any, weights: Any, other_
     """Check index tensors; return placeholders (q, k, v) for a ring that sends one row per unit.
 
     Args:
-        rule: Selection rule, which sets the length of a unit (consecutive positions).
+        rule: Selection rule, which sets the length of a unit (block of consecutive positions).
         q: Index queries [s, b, i, d].
         k: Index keys [s, b, k, d].
         weights: Weights of the index heads [s, b, i], or None.
-        other_keys: True if keys may have another number of rows than queries.
+        other_keys: True if keys and queries may have different numbers of rows.
 
     Raises:
         ValueError: The index tensors do not fit the rule.
@@ -221,7 +221,7 @@ def index_placeholders(rule: SelectionRule, q: Any, k: Any, weights: Any, other_
 def over_units(request: Request, rule: SelectionRule, top_k: int) -> Request:
     """Return the checked arguments for a ring that sends index keys, one row per unit.
 
-    A unit is consecutive positions that are selected together. Values are not sent.
+    A unit is a block of consecutive positions, which are selected together. Values are not sent.
     """
     q, k, v = request.tensors
     facts = {"rule": described(rule), "top_k": top_k} | request.facts  # come first in messages
@@ -231,7 +231,7 @@ def over_units(request: Request, rule: SelectionRule, top_k: int) -> Request:
 
 
 def tags_of(passes: Sequence[tuple[Plan, str]], label: object) -> list[CallTag]:
-    """Return one tag for each pass over the ring; it identifies the messages of the pass.
+    """Return one tag for each pass over the ring. The tag identifies the messages of the pass.
 
     Without a label, the first tag contains the source line of the caller.
 
@@ -248,15 +248,15 @@ def tags_of(passes: Sequence[tuple[Plan, str]], label: object) -> list[CallTag]:
 
 
 def _select(operation: SelectOperation, plan: Plan, tags: Sequence[CallTag]) -> torch.Tensor:
-    """Return the selected units (groups of consecutive positions) of this rank's queries.
+    """Return the selected units (blocks of consecutive positions) of this rank's queries.
 
     Args:
         operation: Arguments of the call.
         plan: Plan of the ring.
-        tags: Tag of the messages, for each pass over the ring.
+        tags: Message tag of each pass over the ring.
 
     Returns:
-        int32 [rows, batch, selections of a row, top_k], as in `Selection.ids`.
+        Indices of units, int32 [s, b, H, top_k], as in `Selection.ids`.
     """
     rule, top_k = rule_of(operation.rule), operation.top_k
     q, k, weights = operation.index_q, operation.index_k, operation.index_weights
@@ -289,17 +289,17 @@ def run_pass(
 ) -> ring.Ring:
     """Send the index keys of all ranks around the ring, and compute with each received chunk.
 
-    A row has the index keys of one unit (consecutive positions). `compute` has the queries. The
-    ring gets one placeholder row per unit in place of the queries.
+    A row has the index keys of one unit (block of consecutive positions). `compute` has the
+    queries. The ring gets one placeholder row per unit in place of the queries.
 
     Args:
         rank_plan: Plan of the rank.
         run: Pass of the plan.
         tag: Tag of the messages.
-        compute: Object with the method `pair`, called for each received chunk.
+        compute: Object whose method `pair` is called for each received chunk.
         rows: Index keys of this rank [u, b, k, n * d], one row per unit.
-        sums: Shapes of one row of the tensors that ranks sum in this pass, by kind of partial
-            results such as "dkv".
+        sums: Tensors that are summed over ranks in this pass: for each kind of partial result (such
+            as "dkv"), the shapes of one row of the tensors.
 
     Returns:
         The ring after the pass; its `partials` has the sums.
@@ -312,12 +312,12 @@ def run_pass(
 
 
 class VisibleUnits(NamedTuple):
-    """Units (consecutive positions) of a chunk of keys, and which of them some query rows see.
+    """Units (blocks of consecutive positions) of a chunk of keys that some query rows see.
 
     Attributes:
-        units: Numbers of the units of the chunk, int64 [units].
-        own: Number of the unit that contains each query row, int64 [rows].
-        seen: Bool [rows, units], True for visible units.
+        units: Indices of all units of the chunk, int64 [units].
+        own: Index of the unit that contains each query row, int64 [rows].
+        seen: Bool [rows, units], True for units that the query row sees.
         place: Offset of each query row in its own unit, int64 [rows].
         causal: True if the mask is causal.
     """
@@ -332,10 +332,10 @@ class VisibleUnits(NamedTuple):
 def visible_units(
     work: SelectedPairs, rows: slice, block: int, device: torch.device
 ) -> VisibleUnits:
-    """Return the units of a chunk of keys, and which of them some query rows see.
+    """Compute which units of a chunk of keys some query rows see.
 
     Args:
-        work: Positions of the units of the queries, and of the units of the chunk.
+        work: Unit indices of the queries and of the chunk, in place of positions.
         rows: Query rows.
         block: Number of positions of a unit.
         device: Device of the result.
@@ -351,9 +351,9 @@ def keys_of_chunk(rows: torch.Tensor, work: SelectedPairs, rule: SelectionRule) 
     """Return the index keys of a chunk, or means of them, in order of position.
 
     Args:
-        rows: Received rows of the chunk, one per unit (consecutive positions) [units, batch, key
-            heads, n * width].
-        work: Positions of the chunk.
+        rows: Received rows of the chunk [units, batch, key heads, n * width], one row per unit
+            (block of consecutive positions).
+        work: Positions of the units of the chunk.
         rule: Selection rule.
 
     Returns:
@@ -367,14 +367,14 @@ def keys_of_chunk(rows: torch.Tensor, work: SelectedPairs, rule: SelectionRule) 
 
 @dataclass(frozen=True)
 class UnitSelector:
-    """Selection of the best units (consecutive positions) of each query, chunk by chunk.
+    """Kernel that keeps the best units (blocks of positions) of each query, chunk by chunk.
 
     Attributes:
         rule: Selection rule.
         q: Index queries of this rank [s, b, i, d].
         weights: Weights of the index heads [s, b, i], or None.
         scores: Scores of the best units so far [s, b, H, top_k]; each received chunk updates them.
-        units: Numbers of the best units so far [s, b, H, top_k]; each received chunk updates them.
+        units: Indices of the best units so far [s, b, H, top_k]; each received chunk updates them.
     """
 
     rule: SelectionRule
@@ -455,10 +455,10 @@ class _SoftmaxSelector(UnitSelector):
 def _mean_scores(
     rule: SelectionRule, q: torch.Tensor, k: torch.Tensor, at: VisibleUnits
 ) -> torch.Tensor:
-    """Return the scores of some query rows with the mean keys of a chunk.
+    """Return the scores of some query rows for the mean keys of a chunk.
 
     The shape is [rows, batch, index heads, means]. The score is -inf if the query does not see all
-    positions of the mean.
+    positions that the mean covers.
     """
     n = parts_per_unit(rule)
     seen = at.seen.unsqueeze(-1).expand(-1, -1, n)
@@ -475,8 +475,8 @@ def padded_scores(
 ) -> torch.Tensor:
     """Return `rule.scores` of the query rows q, followed by columns of padding.
 
-    Matrix products round incomplete tiles differently. Rows and keys are padded, so that the result
-    does not depend on the size of a chunk. The caller removes the columns of padding.
+    Matrix products round differently in incomplete tiles. Rows and keys are padded, so that the
+    result does not depend on the size of a chunk. The caller removes the columns of padding.
     """
     rows, n = len(q), parts_per_unit(rule)
     units = -(-len(k) // n) + -(len(k) // n) % (EVEN // math.gcd(EVEN, n))
@@ -487,7 +487,6 @@ def padded_scores(
 
 
 def _padded(x: torch.Tensor, multiple: int) -> torch.Tensor:
-    """Append zero rows to x, up to a multiple of `multiple`."""
     missing = -len(x) % multiple
     return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
 

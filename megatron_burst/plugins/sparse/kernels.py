@@ -38,8 +38,8 @@ def _bytes(device: torch.device) -> int:
 class GatheredKeys(NamedTuple):
     """Selected keys of some query rows (a tile), copied from a chunk of keys.
 
-    Keys are copied in units of `unit` consecutive positions. `unit` is the block of the selection,
-    or 1 if the chunk has no whole blocks. The module docstring explains the shape letters.
+    Keys are copied in units of `unit` consecutive positions. `unit` is the block size of the
+    selection, or 1 if the chunk splits blocks. The module docstring explains the shape letters.
 
     Attributes:
         places: Index of each gathered unit in the row's list of selected units [r, b, H, n].
@@ -74,11 +74,11 @@ class SelectedKernel(PairKernel):
         return type(self)(selection, self.latent)
 
     def places(self, work: SelectedPairs, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return where the selected positions of some query rows are in the chunk of keys.
+        """Look up the selected positions of some query rows in a chunk of keys.
 
         Returns:
-            For each selected position, its row in the chunk, int64 [r, b, H, top_k * block]; and a
-            bool of the same shape, True if the position is in the chunk and visible.
+            Row of each selected position in the chunk, int64 [r, b, H, top_k * block]; and a bool
+            tensor of the same shape, True if the position is in the chunk and visible.
         """
         ids, block = self.selection.ids[rows], self.selection.block
         _, positions, order = work.on(ids.device)
@@ -93,8 +93,7 @@ class SelectedKernel(PairKernel):
     def whole_keys(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Return keys with all columns.
 
-        For latents, k and v are parts of the keys: the columns of v are followed by the columns of
-        k.
+        If `latent` is True, the keys are the columns of v followed by the columns of k.
         """
         return torch.cat([v, k], dim=-1) if self.latent else k
 
@@ -185,10 +184,10 @@ class SelectedReference(SelectedKernel):
 
 
 class UnitRows:
-    """Keys or values as a matrix with one row per unit and head, [u * b * k, unit * columns].
+    """Keys or values as a matrix with one row per unit, batch entry and head.
 
-    A unit is `unit` consecutive positions, which are selected together. Rows of the matrix are
-    copied to gather units. If `unit` is 1, a contiguous tensor is not copied to make the matrix.
+    The shape is [u * b * k, unit * columns]. A unit is a block of `unit` consecutive positions. If
+    `unit` is 1, the matrix of a contiguous tensor is a view.
     """
 
     def __init__(self, rows: torch.Tensor, unit: int):
@@ -201,10 +200,10 @@ class UnitRows:
         return x.unflatten(0, (-1, self.unit)).permute(0, 2, 3, 1, 4)
 
     def take(self, index: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """Gather units of consecutive positions.
+        """Gather units, which are rows of the matrix.
 
         Args:
-            index: Rows of the matrix, n for each element of `shape`.
+            index: Row of each unit, int64; n units for each element of `shape`.
             shape: Leading dimensions of the result.
 
         Returns:
@@ -214,10 +213,10 @@ class UnitRows:
         return self.rows.index_select(0, index).view(*shape, positions, self.shape[3])
 
     def add_(self, index: torch.Tensor, grads: torch.Tensor) -> None:
-        """Add gradients of gathered units to the matrix, the inverse of `take`.
+        """Add gradients of gathered units to the rows of the matrix; the backward of `take`.
 
         Args:
-            index: Row of the matrix of each unit; a row may occur several times.
+            index: Row of each unit, int64; a row may occur several times.
             grads: Gradients [..., n * unit, columns] of the units, in the order of `index`.
         """
         self.rows.index_add_(0, index, grads.reshape(len(index), self.rows.shape[1]))
@@ -231,10 +230,10 @@ class UnitRows:
 
 
 def _gradient_rows(total: torch.Tensor | None, unit: int) -> UnitRows | None:
-    """Return a matrix, as in `UnitRows`, in which gradients are summed; None if `total` is None.
+    """Return a `UnitRows` matrix in which gradients are summed; None if `total` is None.
 
-    The matrix is a view of `total` if its memory layout allows it. Otherwise it is zeros, which
-    `add_to_` adds to `total`.
+    The matrix is a view of `total` if its memory layout allows it. Otherwise it is a new matrix of
+    zeros; the caller adds the sums to `total` with `add_to_`.
     """
     if total is None:
         return None
@@ -245,22 +244,23 @@ def _gradient_rows(total: torch.Tensor | None, unit: int) -> UnitRows | None:
 class SelectedAten(SelectedKernel):
     """Kernel "aten": gathers the selected keys of a tile of query rows, then uses batched matmuls.
 
-    A tile is some query rows. The kernel allocates memory for one tile, and for the chunk of keys
-    in the dtype of scores. For latents, values are columns of the gathered keys. Blocks are
-    gathered as a whole if they are contiguous in the chunk.
+    A tile is a slice of the query rows. The kernel allocates memory for one tile, and for a copy of
+    the chunk of keys in the dtype of scores. If `latent` is True, values are columns of the
+    gathered keys. Blocks are gathered as a whole if they are contiguous in the chunk.
     """
 
     def _visible_units(
         self, work: SelectedPairs, rows: slice, unit: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the units (consecutive positions) of the chunk that query rows select and see.
+        """Return the units of a chunk that some query rows select and see.
 
-        Units that are not in the chunk or not visible come last.
+        A unit is a block of `unit` consecutive positions. The result may include units that are not
+        in the chunk or that have no visible positions.
 
         Returns:
-            The index of each unit in the chunk, int64 [r, b, H, n]; its index in the row's list of
-            selected units, with the same shape; and a bool [r, b, H, n, unit], True for visible
-            positions.
+            Index of each unit in the chunk, int64 [r, b, H, n]; index of each unit in the row's
+            list of selected units, with the same shape; and a bool tensor [r, b, H, n, unit], True
+            for visible positions.
         """
         ids, block = self.selection.ids[rows], self.selection.block
         _, positions, order = work.on(ids.device)
@@ -305,7 +305,7 @@ class SelectedAten(SelectedKernel):
     ) -> Iterator[tuple[slice, GatheredKeys]]:
         """Yield tiles of query rows, each with its selected keys and values, copied from the chunk.
 
-        If v is None, values are empty. A unit of keys is `unit` consecutive positions.
+        If v is None, values are empty. Keys are copied in units of `unit` consecutive positions.
         """
         ids, (_, batch, key_heads, _) = self.selection.ids, k.shape
         keys = UnitRows(wide(k if v is None else self.whole_keys(k, v)), unit)
@@ -343,7 +343,7 @@ class SelectedAten(SelectedKernel):
     def add_lse_(
         self, q: torch.Tensor, k: torch.Tensor, work: SelectedPairs, scale: float, lse: torch.Tensor
     ) -> None:
-        """Update lse [s, b, h], the log-sum-exp of scores, with the selected keys of a chunk."""
+        """Add the scores of the selected keys of a chunk to the log-sum-exp lse [s, b, h]."""
         for rows, gathered in self._gathered(q, k, None, work, work.unit(self.selection.block)):
             stats = self._scores(wide(q[rows]), gathered, scale).logsumexp(dim=-1).flatten(2, 3)
             torch.logaddexp(lse[rows], stats, out=lse[rows])

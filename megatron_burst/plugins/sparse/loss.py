@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public operation `mb.indexer_loss`: KL divergence of index scores from attention.
+"""Public operation `mb.indexer_loss`: KL divergence between attention and index scores.
 
-The divergence is over the selected units. Forward makes one pass over the ring for the log-sum-exp
-of attention (unless the caller passes it), one for the probabilities of attention and one for the
-index scores. Backward makes one pass for the gradients of the index keys. A rank keeps tensors of
-the size of its selection.
+Both distributions are over the selected units. Forward makes one pass over the ring for the
+log-sum-exp of attention (unless the caller passes it), one for the probabilities of attention and
+one for the index scores. Backward makes one pass for the gradients of the index keys. A rank keeps
+tensors with the shape of its selection.
 
 Shape letters: s local rows, b batch, i index heads, k index key heads, h query heads, d width, H
-selections of a row.
+selections of a query row.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ def indexer_loss(
     """Return KL(attention ; softmax of the index scores) of every query over its selected units.
 
     The probabilities of attention are summed over the positions of a unit, over the heads that
-    share a selection and over `tp_group`, and then normalized. Keys and index keys are sent once in
-    forward, and index keys again in backward with their gradients.
+    share a selection and over `tp_group`, and then normalized. Forward sends keys and index keys
+    once. Backward sends index keys and their gradients.
 
-    Inside `mb.checkpoint` the attention store keeps the loss and the gradient of each index score,
-    which have the size of the selection. The result cannot be differentiated twice. It has
+    Inside `mb.checkpoint` the attention store keeps the loss and the gradient of each index score;
+    the gradients have the shape of the selection. The result cannot be differentiated twice. It has
     gradients for index_q, index_k and index_weights, but not for q and k.
 
     Args:
@@ -84,18 +84,19 @@ def indexer_loss(
         selection: Selection of the queries.
         rule: Same as in the `mb.select` call that made `selection`.
         scale: Same as in `mb.sparse_attention`.
-        tp_group: Group of the ranks with other heads of the same rows, or None.
+        tp_group: Tensor-parallel group whose ranks have different attention heads of the same rows.
+            None if this rank has all heads.
         plan: Same as in `mb.select`.
         groups: Same as in `mb.select`.
         algorithm: Same as in `mb.select`.
         label: Same as in `mb.select`.
         lse: Log-sum-exp [s, b, h] from `mb.sparse_attention(..., return_lse=True)` for the same
-            tensors. If None, keys are sent once more to compute it. If `lse` includes a sink, the
-            probabilities of a head sum to less than 1 before they are normalized.
+            tensors. If None, forward sends keys once more to compute it. If `lse` includes a sink,
+            the probabilities of a head sum to less than 1 before they are normalized.
 
     Returns:
-        The loss [s, b, H] of this rank's rows in float32 (float64 for float64 tensors); 0 for a
-        query that sees nothing.
+        The loss [s, b, H] of this rank's rows in float32 (float64 for float64 tensors). It is 0 for
+        a query that sees no keys.
 
     Raises:
         ValueError: An argument is not supported; see `mb.select`.
@@ -207,7 +208,7 @@ class SelectedScores(IndexOperation):
 
 
 def _calls(attention: Plan, index: Plan, label: object, lse: bool) -> list[CallTag]:
-    """Return one message tag for each forward pass; backward uses the last tag again.
+    """Return one message tag for each forward pass. Backward uses the last tag again.
 
     If `lse` is True, the first pass computes the log-sum-exp of attention.
     """
@@ -299,8 +300,8 @@ class _IndexScores:
 class _IndexGradients:
     """Gradients of index queries, keys and weights; each received chunk adds to them.
 
-    dq and dweights stay on the rank, and the ring sums dk over ranks. slope [s, b, H, top_k] is the
-    gradient of the loss with respect to each index score.
+    dq and dweights are complete on this rank, and the ring sums dk over ranks. slope [s, b, H,
+    top_k] is the gradient of the loss with respect to each index score.
     """
 
     part: _LossCall
@@ -337,14 +338,14 @@ class _IndexGradients:
 
 
 def _find_units(ids: torch.Tensor, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Look up unit numbers in a sorted array.
+    """Look up selected units among the units of a chunk.
 
     Args:
-        ids: Unit numbers [...]; -1 for none.
-        units: Numbers of the units of a chunk, ascending.
+        ids: Unit indices of the whole sequence [...]; -1 in unused entries.
+        units: Unit indices of the chunk, ascending.
 
     Returns:
-        Index of each id in `units`, and a bool that is False if `units` lacks the id.
+        Index of each id in `units`; and a bool tensor [...], False if `units` lacks the id.
     """
     selected_ids = ids.long()
     at = torch.searchsorted(units, selected_ids).clamp_(max=len(units) - 1)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positions of this rank's queries and of a chunk of keys, and what each query sees.
+"""Positions of this rank's queries and of a chunk of keys, and the keys that each query sees.
 
-The loop of `execution/ring.py` computes attention of queries to one chunk of keys after another,
-with every schedule that sends keys in forward, and keys and their gradients in backward. Queries
-and their selection stay on their rank. Tensors with the positions of selected keys are made for
-some query rows (a tile) at a time, never for all rows.
+The loop of `execution/ring.py` computes attention of queries to one chunk of keys after another.
+Sparse attention supports every schedule that sends keys in forward, and keys and their gradients in
+backward. Queries and their selection stay on their rank. Tensors with the positions of selected
+keys are made for one tile (slice of the query rows) at a time, never for all rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TILE = 1 << 22  # elements of the largest tensor of a tile of rows
 
 
 class SelectedPairs:
-    """Positions of this rank's queries and of a chunk of keys, as a kernel plan.
+    """Kernel plan with the positions of this rank's queries and of a chunk of keys.
 
     Attributes:
         queries: Positions of the queries [s].
@@ -35,7 +35,8 @@ class SelectedPairs:
             order.
         span_rows: Start, stride, length and first row of each span (regularly spaced positions) of
             keys, int32 [spans, 4].
-        condition: Function that evaluates the mask on a device; None if only the host can.
+        condition: Function that evaluates the mask on a device; None if only the host can evaluate
+            the mask.
         tables: Cache of arrays on the device, which all chunks of a plan share.
     """
 
@@ -60,18 +61,19 @@ class SelectedPairs:
 
     @property
     def interval(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """(low, high), int32 [s] each: every query sees the positions low <= k < high.
+        """Interval of positions that each query sees: (low, high), int32 [s] each.
 
-        None if `condition` is not an `IntervalCondition`.
+        A query sees low <= k < high. The value is None if `condition` is not an
+        `IntervalCondition`.
         """
         seen = self.condition
         return (seen.low, seen.high) if isinstance(seen, IntervalCondition) else None
 
     def unit(self, block: int) -> int:
-        """Return how many positions can be copied as one unit: `block` or 1.
+        """Return the number of positions that can be copied as one unit: `block` or 1.
 
-        It is `block` if the chunk of keys consists of whole units: `block` consecutive rows with
-        consecutive positions from a multiple of `block` on.
+        The result is `block` if the chunk of keys consists of whole blocks: `block` consecutive
+        rows with consecutive positions, the first of which is a multiple of `block`.
         """
         if len(self.keys) % block:
             return 1
@@ -95,8 +97,8 @@ class SelectedPairs:
         """Return a bool tensor [r, ...], True for positions that the query of the row sees.
 
         Args:
-            rows: Index of r query rows.
-            positions: Positions in the sequence [r, ...], on a device.
+            rows: Index (slice or tensor) of r query rows.
+            positions: Positions of keys in the sequence [r, ...], on a device.
         """
         q, _, _ = self.on(positions.device)
         q = q[rows].view(-1, *[1] * (positions.dim() - 1))
@@ -109,18 +111,19 @@ class SelectedPairs:
 
 
 class PairKernel:
-    """Placeholder for a kernel in plans, because calls with one plan have different selections.
+    """Placeholder for the kernel in a plan of sparse attention.
 
-    It only prepares the positions of queries and chunks of keys (`works_for`). Each call replaces
-    it by a kernel that has the selection of the call.
+    Calls with the same plan have different selections. Therefore the plan has only the positions of
+    queries and chunks of keys (`works_for`). Each call replaces the placeholder by a kernel with
+    the selection of the call.
 
     Attributes:
         by: Class or function that makes the kernel of a call: an entry of `KERNELS`, or
             `UnitSelector`.
         of: Selection rule for `UnitSelector`, otherwise None.
         heads: Number of selections of a query row.
-        top_k: Number of units (groups of consecutive positions) of a selection.
-        attended: Largest number of keys of a query; None for all visible keys.
+        top_k: Number of units (blocks of consecutive positions) of a selection.
+        attended: Largest number of keys that a query attends to; None for all visible keys.
         latent: True if values are columns of the keys and are not sent separately.
     """
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans of the sparse operations: plans as in `mb.prepare`, with a placeholder for the kernel.
 
-If a call has no plan argument, making its plan is a collective, as in `mb.prepare`. Otherwise its
-plan is derived from the plan argument and cached. This needs no collective, because the ranks have
-compared that plan. If it was made with algorithm "auto", each operation selects its own algorithm
-with the rates of that plan.
+If a call has no plan argument, ranks make its plan in a collective, as in `mb.prepare`. Otherwise
+the plan of the call is derived from the plan argument and cached. This needs no collective, because
+the ranks compared the plan argument when it was made. If the plan argument was made with algorithm
+"auto", each operation selects its own algorithm with the rates of the plan argument.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SparseSetting:
 
     @property
     def store(self) -> float | None:
-        """Fraction of rows for which the attention store keeps results; None without a store."""
+        """Fraction of rows whose results the attention store keeps; None without a store."""
         if self.made is not None:
             return self.made.options.store
         return None if self.attention_store is None else self.attention_store.fraction
@@ -72,11 +72,11 @@ class SparseSetting:
         """Return the entry of this call in the attention store, or None if there is no store.
 
         Args:
-            key: Operation of the call and the arguments that determine its result.
+            key: Name of the operation, and the arguments that determine the result of the call.
             label: Label of the call.
 
         Raises:
-            ValueError: The checkpoint stores another fraction of rows than the plan.
+            ValueError: The attention store and the plan have different fractions of rows.
         """
         if self.made is not None and self.made.store_entry(self.attention_store, label) is None:
             return None
@@ -97,7 +97,8 @@ def setting(
     """Return groups, options and attention store of a call with these arguments of `mb.select`.
 
     Raises:
-        ValueError: Both a plan and keywords are given, or neither.
+        ValueError: The call has a plan and other keywords, or neither a plan nor groups; or the
+            plan has a softcap.
     """
     if plan is None:
         check_groups(groups)
@@ -132,14 +133,14 @@ def setting(
 class SelectedOperation(RingOperation):
     """One call of a sparse operation, such as `mb.sparse_attention`, on one rank.
 
-    Keys are sent; queries and their selection stay on the rank.
+    Ranks send keys. Queries and their selection stay on their rank.
 
     Attributes:
         groups: Groups of the rank.
-        made: Plan of attention from which the plan of this call is derived, or None.
+        made: Plan argument, from which the plan of this call is derived; or None.
         options: Options of the ring.
-        sink: Logits [h], or None.
-        needs_grad: Whether q, k and v need gradients.
+        sink: Sink logits [h], or None.
+        needs_grad: Three bools: whether q, k and v need gradients.
     """
 
     groups: Groups
@@ -150,7 +151,7 @@ class SelectedOperation(RingOperation):
 
     @abstractmethod
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return q, k and v, or placeholders for them, with the shapes that are sent.
+        """Return q, k and v, or placeholders with the shapes of the rows that are sent.
 
         v is None if values are the keys.
 
@@ -164,10 +165,10 @@ class SelectedOperation(RingOperation):
 
     @abstractmethod
     def adapted(self, request: Request) -> Request:
-        """Return a changed copy of the checked arguments (`Request`) of the ring.
+        """Return a copy of the checked arguments of the ring, with the kernel of this operation.
 
-        The copy has the kernel of this operation. The values that all ranks compare before they
-        communicate (`facts`) include this operation's own arguments.
+        The copy also adds this operation's own arguments to `facts`, the values that ranks compare
+        before they communicate.
         """
 
     def check(self) -> Request:
@@ -203,10 +204,12 @@ class SelectedOperation(RingOperation):
 
 
 def plan_of(operation: SelectedOperation) -> Plan:
-    """Return the plan of an operation. This is a collective if the call has no plan argument.
+    """Return the plan of an operation.
+
+    This is a collective if the call has no plan argument.
 
     Raises:
-        ValueError: The call is not supported; without a plan argument, raised on every rank.
+        ValueError: The call is not supported. Without a plan argument, every rank raises the error.
     """
     if operation.made is None:
         return prepared(operation)

@@ -26,9 +26,9 @@ KERNELS: dict[str, Callable[[Selection, bool], SelectedKernel]] = {
 
 
 def kernel_name(kernel: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
-    """Return the name of the kernel that `kernel` selects for tensors like q, k and v.
+    """Return the name of the kernel for q, k and v: `kernel`, or the choice of "auto".
 
-    "auto" selects "triton" on CUDA if it supports the tensors, and otherwise "aten".
+    "auto" is "triton" on CUDA if this kernel supports the tensors, and otherwise "aten".
 
     Raises:
         ValueError: The kernel does not exist, or does not support these tensors.

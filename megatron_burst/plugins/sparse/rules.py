@@ -2,10 +2,10 @@
 """Selection rules: the scores of keys for a query, and the units in which keys are selected.
 
 A rule is a class in this module with an entry in `RULES`. A user's rule is an object with the same
-attributes. A unit is `block` consecutive positions; unit u starts at position u * block.
+attributes. A unit is a block of `block` consecutive positions; unit u starts at position u * block.
 
 Shape letters: s query rows, t key rows, u units, b batch, i index heads, k index key heads, d
-width; H selections of a row, one for each group of attention heads.
+width; H selections of a query row, one for each group of attention heads.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ import torch
 
 
 class SelectionRule(Protocol):
-    """Interface of a selection rule: it scores units of keys for queries.
+    """Interface of a selection rule: it scores units (blocks of consecutive keys) for queries.
 
-    Ranks compare the class and the attributes of a rule. A rule may have further attributes:
+    All ranks must pass the same rule: the class and the attributes must be equal. A rule may have
+    these optional attributes:
 
-    - `means` (int): a divisor of `block`. Each unit is divided into `means` equal parts, and the
-      mean key of each part is sent; `scores` gets the means in place of keys. If it is 0, all keys
-      are sent.
-    - `first` (bool): whether the first visible unit is always selected.
-    - `near` (int): how many units before the query's own unit are always selected.
-    - `softmax` (bool): if True, `scores` returns a score [s, b, i, n] for each of the n means, not
-      for units. Units are compared by the softmax of these scores over all means that end at or
-      before the query, summed over the heads of a selection and the means of a unit.
+    - `means` (int): a divisor of `block`. Each unit is divided into `means` equal parts. The mean
+      key of each part is sent, and `scores` gets the means in place of keys. If `means` is 0, all
+      keys are sent.
+    - `first` (bool): True if the first visible unit is always selected.
+    - `near` (int): number of units before the query's own unit that are always selected.
+    - `softmax` (bool): if True, `scores` returns one score per mean, [s, b, i, means of all units],
+      instead of one per unit. The softmax of these scores is over all means that end at or before
+      the query. The score of a unit is the sum of the probabilities of its means, over all index
+      heads that share a selection.
 
     Attributes:
         block: Number of positions of a unit.
@@ -62,13 +64,14 @@ class SelectionRule(Protocol):
     ) -> torch.Tensor:
         """Return the scores [s, b, H, u] of units.
 
-        Each score must depend only on its query and the keys of its unit. Use torch operators that
-        are differentiable in the three tensors. Parameters of the rule get no gradient.
+        The score of a query and a unit must depend only on this query and the keys of this unit.
+        Use torch operators that are differentiable in the three tensors. Parameters of the rule get
+        no gradient.
 
         Args:
             q: Index queries [s, b, i, d].
-            k: Index keys [t, b, k, d] in the order of units, t = u * block; or means of keys,
-                t = u * means.
+            k: Index keys [t, b, k, d] in the order of units, with t = u * block; or means of keys,
+                with t = u * means.
             weights: Weights of the index heads [s, b, i], or None.
         """
         ...
@@ -83,9 +86,9 @@ def _shared(heads: int, key_heads: int) -> int:
 def _weighted(
     q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None, relu: bool
 ) -> torch.Tensor:
-    """Return the scores sum_h weights[h] * relu(q[h] . k) [s, b, 1, t].
+    """Return the scores [s, b, 1, t]: the sum over heads h of weights[h] * relu(q[h] . k).
 
-    If `relu` is False, the products are summed without relu.
+    If `relu` is False, relu is omitted.
     """
     assert weights is not None
     products = torch.einsum("sbid,tbd->sbit", q, k[:, :, 0])
@@ -103,7 +106,7 @@ def _dots(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 class Dsa:
     """Rule that selects single tokens by the score sum_h w[h] * relu(q[h] . k) (DeepSeek-V3.2).
 
-    All heads share one selection. If `relu` is False, the products are summed without relu (GLM-5).
+    All heads share one selection. If `relu` is False, relu is omitted (GLM-5).
     """
 
     block: int = 1
@@ -174,15 +177,15 @@ class Msa(Moba):
 class Nsa:
     """Rule that selects blocks by the query's attention to compressed keys (DeepSeek NSA).
 
-    The attention is summed over the query heads that share a key head. The first visible block, the
-    query's own block and the block before it are always selected. Pass q and k of the attention as
-    index_q and index_k. Compressed keys are the means of equal parts without overlap. A learned
-    compression can be applied as a linear map of the keys before the call.
+    The attention probabilities are summed over the query heads that share a key head. The first
+    visible block, the query's own block and the block before it are always selected. Pass q and k
+    of the attention as index_q and index_k. Each compressed key is the mean of one of `means` equal
+    parts of a block. For a learned compression, apply a linear map to the keys before the call.
 
     Source: arXiv 2502.11089, section 3.3.2.
 
     Attributes:
-        scale: Factor of the scores of the compressed attention; None means d ** -0.5.
+        scale: Factor of the scores of the attention to compressed keys; None means d ** -0.5.
     """
 
     block: int = 64
@@ -237,7 +240,7 @@ def rule_of(rule: str | SelectionRule) -> SelectionRule:
 
 
 def described(rule: SelectionRule) -> tuple[object, ...]:
-    """Return the values of a rule that ranks compare: class name, block and attributes."""
+    """Return the values of a rule that must be equal on all ranks: class name and attributes."""
     return type(rule).__name__, rule.block, rule.own, tuple(sorted(vars(rule).items()))
 
 
@@ -247,5 +250,5 @@ def forced(rule: SelectionRule) -> int:
 
 
 def parts_per_unit(rule: SelectionRule) -> int:
-    """Return n, the number of means of a unit or, if the rule has no means, of its keys."""
+    """Return n: the number of means per unit, or of keys per unit if the rule has no means."""
     return getattr(rule, "means", 0) or rule.block

@@ -31,23 +31,24 @@ def find(
 ):  # fmt: skip
     """List the rows of a chunk that a query row has selected and sees.
 
-    One program handles one of the selections of a query row. The first dimension "." of a tensor
-    has one entry per selection, and each query row has per_row consecutive entries.
+    One program handles one selection of one query row. n is the number of selections of all query
+    rows; each query row has per_row consecutive selections.
 
     Args:
-        ids: Selected units [., places / BLOCK].
+        ids: Selected units [n, places / BLOCK].
         low: First visible position of each query row, or None if `seen` is given.
         high: End of the visible positions of each query row, or None if `seen` is given.
-        seen: Visibility of each selected position [., places], or None.
-        spans: Start, stride, length and first row of each span of keys [pieces, 4].
-        table: Result: rows of the chunk that are selected and visible [., width].
-        counts: Result: number of these rows [.].
-        per_row: Selections of a query row.
-        places: Positions of a selection: units x BLOCK.
-        width: Columns of `table`.
+        seen: Visibility of each selected position [n, places], or None.
+        spans: Start, stride, length and first row of each span (regularly spaced positions) of
+            keys [pieces, 4].
+        table: Result: rows of the chunk that are selected and visible [n, width].
+        counts: Result: number of valid entries in each row of `table` [n].
+        per_row: Number of selections of a query row.
+        places: Number of positions of a selection: units x BLOCK.
+        width: Number of columns of `table`.
         pieces: Number of spans.
-        BLOCK: Positions of a unit.
-        T: Positions that are processed at once.
+        BLOCK: Number of positions of a unit.
+        T: Number of positions that are processed at once.
     """
     at = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, T)
@@ -83,7 +84,7 @@ def find(
 def _at(row, batch, head, of_row, of_batch, of_head):
     """Return the offset of element (row, batch, head), given the strides of the three dimensions.
 
-    It is int64, because tensors may have more than 2^31 elements.
+    The offset is int64, because tensors may have more than 2^31 elements.
     """
     return (
         row * tl.cast(of_row, tl.int64)
@@ -96,7 +97,7 @@ def _at(row, batch, head, of_row, of_batch, of_head):
 def _columns(at, present, SHIFT: tl.constexpr, first, WIDTH: tl.constexpr, PADDED: tl.constexpr):
     """Return the offsets [rows, PADDED] of columns from `first` on, and a mask of valid elements.
 
-    Each row has WIDTH columns. Column 0 is SHIFT elements after the offset of the row in `at`.
+    Each row has WIDTH columns. `at` has the offsets of rows; column 0 is SHIFT elements later.
     `present` is True for valid rows.
     """
     columns = first + tl.arange(0, PADDED)
@@ -150,7 +151,7 @@ def forward(
     M: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of a block of query heads of one row to the keys in `table`.
+    """Compute attention of one query row, for a block of its heads, to the keys in `table`.
 
     The result is merged into (out, lse) in place.
     """
@@ -203,9 +204,9 @@ def backward_queries(
     M: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of a block of query heads of one row from the keys in `table`; add it in place.
+    """Add to dq, for one query row and a block of its heads, the gradient from the keys in `table`.
 
-    lse and delta [rows, b, h] are contiguous.
+    lse and delta [rows, b, h] must be contiguous.
     """
     row, batch, of, heads, present = _program(groups, group, M)
     chosen = (row * batches + batch) * selections + of * selections // groups
@@ -266,11 +267,11 @@ def backward_keys(
     M: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of the keys in `table` from a block of query heads of one row.
+    """Add to dk and dv of the keys in `table` the gradients from a block of heads of a query row.
 
-    They are added atomically to dk and dv, each of which may be None. Columns are processed in
-    pieces, so that a block can contain all heads of a latent; each query row then makes one atomic
-    addition per key. lse and delta [rows, b, h] are contiguous.
+    The additions are atomic. dk or dv may be None. Columns are processed in parts, so that a block
+    can contain all query heads that share a latent; each query row then makes one atomic addition
+    per element of a key. lse and delta [rows, b, h] must be contiguous.
     """
     PIECE: tl.constexpr = 128
     DC: tl.constexpr = DP if DP < PIECE else PIECE

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernel "triton": gathers and processes the selected keys of each query row on the GPU.
 
-For a tile of query rows, `find` lists the selected keys of a chunk on the device; the number of
-rows in a tile limits the size of the list. The attention kernels of `selected_code` then process
-the list, with one program per query row and block of heads that share a selection and a key head.
-The host does not wait for the device. dk and dv are added atomically in any order, so the kernel is
-not deterministic.
+For a tile (slice of the query rows), `find` lists the selected keys of a chunk on the device. The
+number of rows of a tile bounds the size of the list. The attention kernels of `selected_code` then
+process the list, with one program per query row and block of heads that share a selection and a key
+head. The host does not wait for the device. Gradients of keys and values are added atomically in
+any order, so the kernel is not deterministic.
 
 Shape letters: same as in `kernels`.
 """
@@ -65,13 +65,13 @@ WIDE_BLOCKS = HeadBlocks(16, 16, 4, 1)  # for inputs of 32 and 64 bits
 def blocks(direction: str, columns: int, heads: int, itemsize: int) -> HeadBlocks:
     """Return the tile sizes and launch options of a kernel.
 
-    A tile has query heads of one group: they share the selected keys and a key head.
+    The query heads of a tile are of one group: they share the selected keys and a key head.
 
     Args:
         direction: Kernel: "forward", "backward_queries" or "backward_keys".
         columns: Sum of the columns of k and v.
-        heads: Query heads of a group. If the inputs have 2 bytes per element, a tile has at most as
-            many heads as this number, rounded up to a power of two, but at least 16.
+        heads: Number of query heads of a group. For 16-bit inputs, the heads of a tile are limited
+            to this number, rounded up to a power of two, but not to less than 16.
         itemsize: Bytes of an input element.
     """
     if itemsize > 2:
@@ -270,11 +270,13 @@ def _padded(width: int) -> int:
 
 
 def _inner(x: torch.Tensor) -> torch.Tensor:
-    """Return x, or a contiguous copy if the last dimension of x is not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _writable(*sums: torch.Tensor | None) -> None:
     for x in sums:
         if x is not None and x.stride(-1) != 1:
-            raise ValueError(f"kernel triton: cannot write to a tensor with strides {x.stride()}")
+            raise ValueError(
+                f"kernel triton: cannot write to a tensor with strides {x.stride()}; "
+                "the last dimension must be contiguous"
+            )

@@ -14,23 +14,25 @@ from ...masks import Mask
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """The units of keys that this rank's queries attend to; a result of `mb.select`, or your own.
+    """Units (blocks of consecutive positions) of keys that each query of this rank attends to.
+
+    `mb.select` returns a selection. A caller can also make one.
 
     A query attends to a position if the unit of the position is selected and the position is
     visible in `mask`.
 
     Attributes:
         ids: Selected units, int32 [s rows, b batch, H, top_k], ascending, then -1 in unused
-            entries. Unit u is the `block` positions of the whole sequence from u * block on. H
-            divides the query heads: one selection per query head, per group of heads, or for all
-            heads (1).
+            entries. Unit u has the positions from u * block to (u + 1) * block - 1 of the whole
+            sequence. H must divide the number of query heads: one selection per query head, per
+            group of heads, or for all heads (H = 1).
         layout: Layout of the queries, and of the keys unless `key_layout` is set.
         mask: Mask of the queries and keys.
         block: Number of positions of a unit.
         key_layout: Layout of the keys if they are another sequence, as in `AttentionOptions`. Units
-            then count positions of the keys.
-        checked: True for a result of `mb.select`: its ids need no check. False for your own
-            selections and for copies (`dataclasses.replace`).
+            are then blocks of positions of the keys.
+        checked: True for a result of `mb.select`, whose ids need no check. False for a selection
+            that the caller makes, and for copies (`dataclasses.replace`).
     """
 
     ids: torch.Tensor
@@ -46,9 +48,9 @@ class Selection:
         return (self.ids >= 0).sum(dim=-1, dtype=torch.int32)
 
     def check(self, q: torch.Tensor, key_heads: int, key_len: int) -> None:
-        """Raise ValueError unless the selection fits these queries.
+        """Raise ValueError unless the selection fits these queries and keys.
 
-        The values of the ids are checked only if `checked` is False; this check waits for the
+        The values of the ids are checked only if `checked` is False. The host then waits for the
         device.
 
         Args:
@@ -96,7 +98,7 @@ class Selection:
 
 
 def selected(*fields: Any) -> Selection:
-    """Return `Selection(*fields)` with `checked` True; the caller ensures valid ids."""
+    """Return `Selection(*fields)` with `checked` True. The caller must pass valid ids."""
     made = Selection(*fields)
     object.__setattr__(made, "checked", True)
     return made

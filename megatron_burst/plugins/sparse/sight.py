@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation of masks on the device of the queries, if possible without waiting for the host.
+"""Evaluation of masks on the device of the queries, if possible without the host.
 
-With most masks, a query sees one interval of positions, which a plan stores as two numbers per
-query. `Tree`, `Dilated`, `BlockSparse` and combinations of them are also evaluated on the device;
+With most masks, a query sees one interval of positions. A plan stores two numbers per query for
+them. `Tree`, `Dilated`, `BlockSparse` and combinations of masks are also evaluated on the device;
 their tables are copied to the device once per plan. The host evaluates `Dense` and users' masks.
 """
 
@@ -30,7 +30,7 @@ Condition = Callable[[Rows, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class VisibilityTables:
-    """Functions that evaluate the mask of one plan on devices, and copies of its arrays there."""
+    """Cache of functions that evaluate the mask of a plan on a device, and of their arrays."""
 
     def __init__(self):
         self._on_device: dict[tuple[int, torch.device], tuple[np.ndarray, torch.Tensor]] = {}
@@ -39,8 +39,8 @@ class VisibilityTables:
     def of(self, mask: Mask, spans: tuple[Span, ...]) -> tuple[np.ndarray, Condition | None]:
         """Return the positions [s] of the queries in `spans`, and a function that evaluates `mask`.
 
-        The function is the result of `condition`: None if only the host can evaluate the mask. Both
-        are cached, because most pairs of a plan have the same query spans.
+        The function is the result of `condition`: None if only the host can evaluate the mask. The
+        results are cached, because most kernel calls of a plan have the same query spans.
         """
         cached_mask, q, seen = self._seen.get(spans, (None, np.empty(0), None))
         if cached_mask is not mask:
@@ -95,7 +95,7 @@ def interval(mask: Mask, q: np.ndarray) -> Interval | None:
 def _combined(symbol: str, a: Interval, b: Interval) -> Interval | None:
     """Return the intersection (`symbol` "&") or union of the intervals a and b of each query.
 
-    None if the union of a query's two intervals has a gap.
+    Return None if the union of the two intervals of a query has a gap.
     """
     if symbol == "&":
         return np.maximum(a[0], b[0]), np.minimum(a[1], b[1])
@@ -165,7 +165,7 @@ class _CombinedCondition:
 
 @dataclass(frozen=True)
 class _StrideCondition:
-    """Condition of `masks.Dilated`: a query sees keys at distances that the stride divides."""
+    """Condition of `masks.Dilated`: a query sees keys at multiples of the stride from it."""
 
     stride: int
 
@@ -188,7 +188,7 @@ class _BlockCondition:
 
 @dataclass(frozen=True)
 class _TreeCondition:
-    """Condition of `masks.Tree` with the mask's arrays; `depths` is None without a window."""
+    """Condition of `masks.Tree`, with the arrays of the mask; `depths` is None without a window."""
 
     out: np.ndarray
     depths: np.ndarray | None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Running top-k: the best units of every query, updated with the scores of each received chunk.
 
-Among equal scores the lower unit is selected. The result therefore depends neither on the order of
-the chunks nor on the number of ranks.
+Among units with equal scores the first in the sequence is selected. The result therefore depends
+neither on the order of the chunks nor on the number of ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ NOTHING = torch.iinfo(torch.int32).max  # marks an unused entry; sorts after all
 
 
 def no_units(shape: tuple[int, ...], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scores and units before the first chunk: -inf, and `NOTHING` (int32).
+    """Return the initial scores (-inf) and unit indices (`NOTHING`, int32) of a running top-k.
 
     Args:
         shape: Shape of both tensors, [..., top_k].
@@ -30,10 +30,11 @@ def add_units_(
 
     Args:
         scores: Scores of the best units so far [..., top_k].
-        units: Numbers of the best units so far, int32 [..., top_k].
-        new: Scores of the new units [..., new units]; -inf for units that the query does not see.
-        new_units: Numbers of the new units, int32 [new units], ascending. Each unit may be added
-            only once.
+        units: Indices of the best units so far, int32 [..., top_k].
+        new: Scores of the chunk's units [..., new units]; -inf for units that the query does not
+            see.
+        new_units: Indices of the chunk's units, int32 [new units], ascending. A unit must not be
+            added twice.
     """
     count = scores.shape[-1]
     # A stable sort: among equal scores the earlier column, which is the lower unit, comes first.
@@ -48,9 +49,9 @@ def add_units_(
 
 
 def in_order(units: torch.Tensor) -> torch.Tensor:
-    """Sort the units [..., top_k] of each query in ascending order.
+    """Sort the unit indices [..., top_k] of each query in ascending order.
 
-    Unused entries (`NOTHING`) are last, and become -1.
+    Unused entries (`NOTHING`) are last and are replaced by -1.
     """
     units = units.sort(dim=-1).values
     return units.masked_fill(units == NOTHING, -1)

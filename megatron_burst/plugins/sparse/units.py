@@ -3,8 +3,8 @@
 
 A unit is a block of consecutive positions. The selection rule sets its length
 (`SelectionRule.block`). If the rule scores means of keys, a row contains the means of one unit,
-which usually have fewer bytes than the keys. Otherwise a row contains all keys of one unit. The
-ring's layout and mask apply to units instead of positions.
+which usually have fewer bytes than the keys. Otherwise a row contains all keys of one unit. In the
+layout and the mask of the ring, units take the place of positions.
 
 Shape letters: t key rows, u units, n means per unit (all keys of the unit, if the rule has no
 means), b batch, k index key heads, d width.
@@ -26,10 +26,10 @@ from .rules import SelectionRule, parts_per_unit
 
 
 class UnitLayout(Layout):
-    """Layout whose entries are units, derived from a layout of positions that cuts no unit.
+    """Layout of units, derived from a layout of positions.
 
     Args:
-        of: Layout of positions.
+        of: Layout of positions. It must keep each unit on one rank.
         block: Number of positions of a unit; unit u starts at position u * block.
     """
 
@@ -54,10 +54,10 @@ class UnitLayout(Layout):
 def by_units(
     options: AttentionOptions, size: int, index_q: torch.Tensor, rule: SelectionRule
 ) -> AttentionOptions:
-    """Return options for a ring that sends one row per unit (consecutive positions).
+    """Return options for a ring that sends one row per unit (block of consecutive positions).
 
-    The layout and mask of the result apply to units. If the layout or mask is invalid, return
-    `options` unchanged; the checks of every plan then raise the error.
+    In the layout and the mask of the result, units take the place of positions. If the layout or
+    the mask is invalid, return `options` unchanged; the checks of the plan then raise the error.
 
     Args:
         options: Options with the layout and mask of positions.
@@ -66,7 +66,7 @@ def by_units(
         rule: Selection rule.
 
     Raises:
-        ValueError: The layout or the mask cuts a unit.
+        ValueError: The layout or the mask splits a unit, or the options have a key layout.
     """
     layout, mask, block = options.layout, options.mask, rule.block
     if block == 1:
@@ -109,11 +109,11 @@ def _check_layout(layout: Layout, seq_len: int, block: int) -> None:
 
 
 def _of_units(mask: Mask, block: int, padded: bool) -> Mask | None:
-    """Convert a mask of positions to a mask of units; None if that is impossible.
+    """Convert a mask of positions to a mask of units, or return None if that is impossible.
 
-    A unit is `block` consecutive positions. If `padded` is True, padding may start within a unit.
-    Only queries of that unit see the mean that includes keys of the padding, and these queries
-    always select the unit.
+    A unit is a block of `block` consecutive positions. If `padded` is True, padding may start
+    within a unit. Only queries of this unit see a mean that includes padding keys, and these
+    queries always select the unit.
     """
     if isinstance(mask, Combined) and mask.symbol == "&":
         a, b = (_of_units(part, block, padded) for part in (mask.a, mask.b))
@@ -138,8 +138,8 @@ def rows_of_units(k: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
 
     Args:
         k: Index keys [keys, batch, key heads, width].
-        rule: Selection rule, which sets the length of a unit and n: the number of its means or
-            keys.
+        rule: Selection rule, which sets the length of a unit and n, the number of means or keys
+            that are sent per unit.
 
     Returns:
         Rows [units, batch, key heads, n * width]. Means have the dtype of scores (float32 or
@@ -152,7 +152,7 @@ def rows_of_units(k: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
 
 
 def keys_of_units(rows: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
-    """Split received rows into the means or keys of their units, in the order of units.
+    """Split received rows, one per unit, into the means or keys of the units.
 
     Args:
         rows: Rows [units, batch, key heads, n * width].
@@ -165,7 +165,7 @@ def keys_of_units(rows: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
 
 
 def rows_of_parts(keys: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
-    """Join the means or keys of each unit to one row; inverse of `keys_of_units`.
+    """Join the means or keys of each unit into one row; the inverse of `keys_of_units`.
 
     Args:
         keys: Means or keys [units * n, batch, key heads, width].
@@ -180,8 +180,8 @@ def rows_of_parts(keys: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
 def gradient_of_keys(rows: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
     """Convert the gradient of the sent rows to the gradient of index keys.
 
-    A sent row has all keys of one unit (block of consecutive positions), or n means over parts of
-    the unit. `rows_of_units` makes these rows.
+    A sent row, made by `rows_of_units`, has all keys of one unit (block of consecutive positions)
+    or the means of n equal parts of the unit.
 
     Args:
         rows: Gradient of the sent rows [units, batch, key heads, n * width].
@@ -199,8 +199,9 @@ def unit_placeholders(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return placeholders (q, k, v) for the plan of a ring that sends index keys, one row per unit.
 
-    A unit is consecutive positions. Plans read only their shapes, dtype and device. A row of q
-    stands for the queries of a unit, and has the index heads of all these queries.
+    A unit is a block of consecutive positions. A plan reads only the shapes, dtype and device of
+    the placeholders. A row of q stands for all queries of a unit, and has the index heads of all
+    these queries.
     """
     (rows, batch, heads, width), n = q.shape, parts_per_unit(rule)
     dtype = k.dtype if n == rule.block else accumulation_dtype(k.dtype)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layout of compressed keys: each key is on the rank that holds the last row of its window.
 
-With this layout `mb.compress` sends rows only for windows that the layout of the rows cuts.
+With this layout `mb.compress` sends only rows of windows that the layout of the rows splits.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ class _KeyShards(NamedTuple):
 class WindowLayout(Layout):
     """Layout of compressed keys that puts a key on the rank with the last row of its window.
 
-    Every rank has the same number of key rows. Padding positions after the keys of `mask` fill
-    the ranks with fewer keys.
+    Every rank has the same number of key rows. Ranks with fewer keys also hold padding positions.
 
     Args:
-        queries: Layout of the rows.
-        mask: Windows of the keys and documents of the rows.
+        queries: Layout of the rows, which are also the queries.
+        mask: Mask with the window of rows of each key, and the documents of the rows.
         seq_len: Number of positions of the rows.
 
     Raises:
@@ -66,7 +65,7 @@ class WindowLayout(Layout):
 
     @property
     def key_len(self) -> int:
-        """Number of key positions over all ranks, with padding."""
+        """Total number of key positions of all ranks, including padding."""
         return self.rows * self.cp_size
 
     def __repr__(self) -> str:
@@ -78,7 +77,7 @@ class WindowLayout(Layout):
     def check(self, seq_len: int) -> None:
         if seq_len != self.key_len:
             raise ValueError(
-                f"seq_len: this layout is for {self.key_len} keys of {self.seq_len} rows, got "
+                f"seq_len: this layout has {self.key_len} keys for {self.seq_len} rows, got "
                 f"{seq_len}; pass {self.rows} key rows per rank"
             )
 
@@ -113,7 +112,7 @@ class WindowLayout(Layout):
 
 
 def owners(layout: Layout, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rank that holds each position, and the position's row on the rank, int64 each."""
+    """Return the rank of each position, and the row of the position on this rank, int64 each."""
     owner, row = np.empty((2, seq_len), dtype=np.int64)
     for rank in range(layout.cp_size if seq_len else 0):
         positions = layout.positions(rank, seq_len)

@@ -114,7 +114,10 @@ ROWS = torch.randn(12, 2, 6, dtype=torch.float64)
         ({"plan": None}, "plan must be made by mb.prepare"),
         ({"gates": ROWS[:, :, :4]}, "gates must have the shape and dtype of values"),
         ({"values": ROWS[:8], "gates": ROWS[:8]}, "values must have the 12 rows, batch 2"),
-        ({"values": ROWS[..., :3], "gates": ROWS[..., :3], "overlap": True}, "two series of equal"),
+        (
+            {"values": ROWS[..., :3], "gates": ROWS[..., :3], "overlap": True},
+            "positive even number of columns",
+        ),
         ({"bias": torch.zeros(3, 6)}, r"bias must be \(4, 6\) on cpu, got \(3, 6\)"),
         ({"overlap": 1}, "overlap must be True or False"),
         ({"mask": mb.masks.Full()}, r"plan with mask mb.masks.Compressed\(m\)"),

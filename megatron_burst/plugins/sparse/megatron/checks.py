@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of Megatron settings for our sparse attention, and the choice of its algorithm."""
+"""Checks of the settings of runs with sparse attention, and the choice of its algorithm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEEP = (f"{FLAG} {OFF}",)
 
 
 def selects(config: Any, burst: SparseOptions | None) -> bool:
-    """Return whether models of this run use our sparse attention.
+    """Return whether models of this run use the sparse attention of this plugin.
 
     Args:
         config: `TransformerConfig` of the model.
@@ -37,7 +37,7 @@ def selects(config: Any, burst: SparseOptions | None) -> bool:
 def sparse_algorithm(burst: SparseOptions) -> str:
     """Return the algorithm with which `mb.select` and `mb.sparse_attention` run for these options.
 
-    If it is "auto", each of the two operations selects its own algorithm.
+    If the result is "auto", each of the two operations selects its own algorithm.
 
     Args:
         burst: Options of the run.
@@ -53,8 +53,7 @@ def sparse_algorithm(burst: SparseOptions) -> str:
     return burst.algorithm
 
 
-# Settings that DSA and layers with a rule exclude: untested, or impossible because queries and
-# their selection stay on their rank.
+# Settings that do not work, or were not tested, with DSA and layers that have a selection rule.
 SELECTING = (
     Rule(lambda c, b: b.side == "query",
          "{flag} with --burst-side query: queries and their selection must stay on their rank",
@@ -62,17 +61,20 @@ SELECTING = (
     Rule(lambda c, b: b.wire_dtype, "{flag} with --burst-wire-dtype {b.wire_dtype}: gradients "
          "are sent in the dtype of their sums", remove=("--burst-wire-dtype",)),
     Rule(lambda c, b: b.head_chunks not in (None, 1),
-         "{flag} with --burst-head-chunks {b.head_chunks}, which was not tested",
+         "{flag} with --burst-head-chunks {b.head_chunks}: the combination was not "
+         "tested",
          remove=("--burst-head-chunks",)),
-    Rule(lambda c, b: b.pack == "trees", "{flag} with --burst-pack trees, which was not tested",
+    Rule(lambda c, b: b.pack == "trees", "{flag} with --burst-pack trees: the combination was "
+         "not tested",
          remove=("--burst-pack",)),
-    Rule(lambda c, b: b.offload, "{flag} with --burst-offload {b.offload}, which was not tested",
+    Rule(lambda c, b: b.offload, "{flag} with --burst-offload {b.offload}: the combination was "
+         "not tested",
          remove=("--burst-offload",)),
-    Rule("mtp_num_layers", "{flag} with --mtp-num-layers, which was not tested",
+    Rule("mtp_num_layers", "{flag} with --mtp-num-layers: the combination was not tested",
          remove=("--mtp-num-layers",)),
 )  # fmt: skip
 
-# Settings that layers of `mb.sparse_layer_spec` exclude.
+# Settings that do not work with layers of `mb.sparse_layer_spec`.
 OF_SPECS = (
     *SELECTING,
     Rule(lambda c, b: b.algorithm == OFF,
@@ -86,7 +88,7 @@ OF_SPECS = (
          remove=("--log-max-attention-logit", "--qk-clip")),
 )  # fmt: skip
 
-# Further settings that DSA excludes.
+# Settings that do not work with DSA.
 _RULES = (
     *SELECTING,
     Rule(lambda c, b: c.dsa_kernel_backend not in (None, "none"),
@@ -97,17 +99,21 @@ _RULES = (
          "{b.algorithm} or --burst-ulysses-size requires",
          add=("--context-parallel-algo auto",), remove=("--burst-ulysses-size",)),
     Rule(lambda c, b: b.sequence_chunks not in (None, 1),
-         "{flag} with --burst-sequence-chunks {b.sequence_chunks}, which was not tested",
+         "{flag} with --burst-sequence-chunks {b.sequence_chunks}: the combination was not "
+         "tested",
          remove=("--burst-sequence-chunks",)),
     Rule(lambda c, b: b.attention_layout not in (None, b.layout),
-         "{flag} with --burst-attention-layout {b.attention_layout}, which was not tested",
+         "{flag} with --burst-attention-layout {b.attention_layout}: the combination was not "
+         "tested",
          remove=("--burst-attention-layout",)),
-    Rule(lambda c, b: b.mask, "{flag} with --burst-mask {b.mask}, which was not tested",
+    Rule(lambda c, b: b.mask,
+         "{flag} with --burst-mask {b.mask}: the combination was not tested",
          remove=("--burst-mask",)),
     Rule(lambda c, b: (c.dsa_indexer_topk_freq or 1) > 1 and (c.fp8 or c.fp4)
          and c.recompute_granularity == "full",
-         "{flag} with --dsa-indexer-topk-freq {c.dsa_indexer_topk_freq}: Transformer Engine "
-         "recomputes layers in fp8 and fp4 without the selection that they share",
+         "{flag} with --dsa-indexer-topk-freq {c.dsa_indexer_topk_freq}: in fp8 and fp4, "
+         "Transformer Engine recomputes a layer without the selection that it shares with an "
+         "earlier layer",
          remove=("--recompute-granularity",)),
     Rule("window_size", "{flag} with --window-size: DSA selects from all keys before a query",
          remove=("--window-size",)),
@@ -115,9 +121,9 @@ _RULES = (
          "{flag} with --softmax-type {c.softmax_type}: DSA does not support sinks",
          remove=("--softmax-type",)),
     *excluded(
-        "{flag} with {other}, which {why}",
-        log_max_attention_logit="DSA does not record",
-        qk_clip="DSA does not record",
+        "{flag} with {other}: {why}",
+        log_max_attention_logit="DSA does not record the largest attention logits",
+        qk_clip="DSA does not record the largest attention logits, which the clip needs",
     ),
 )  # fmt: skip
 
@@ -125,10 +131,10 @@ _RULES = (
 def spec_problems(
     rules: Sequence[Rule], config: Any, burst: SparseOptions, layers: str
 ) -> Iterator[Problem]:
-    """Yield a `Problem` for each setting that excludes layers of `mb.sparse_layer_spec`.
+    """Yield a `Problem` for each setting that does not work with layers of `mb.sparse_layer_spec`.
 
     Args:
-        rules: Settings that the layers exclude; they begin with `OF_SPECS`.
+        rules: Rules for settings that do not work with these layers, including `OF_SPECS`.
         config: `TransformerConfig` of the model, after `configure`.
         burst: Options of the run.
         layers: Name of the layers in messages.
@@ -138,14 +144,16 @@ def spec_problems(
     runs = OFF not in (burst.algorithm, burst.sparse)
     if runs and ulysses_size(burst, config.context_parallel_size) > 1:
         yield Problem(
-            f"{layers}: ranks cannot share the heads of these layers",
+            f"{layers} do not support ulysses: ranks cannot share their heads",
             add=("--context-parallel-algo auto",),
             remove=("--burst-ulysses-size",),
         )
 
 
 def sparse_problems(config: Any, burst: SparseOptions, setting: str) -> Iterator[Problem]:
-    """Yield a `Problem` for each setting that excludes sparse attention in a model that is split.
+    """Yield a `Problem` for each setting that does not work with Megatron's DSA layers.
+
+    The sequences of the model must be split over context-parallel ranks.
 
     Args:
         config: `TransformerConfig`, or any object with attributes of the same names.
@@ -167,7 +175,7 @@ def sparse_problems(config: Any, burst: SparseOptions, setting: str) -> Iterator
 
 
 def _megatron_problems(config: Any, burst: SparseOptions, setting: str) -> Iterator[Problem]:
-    """Yield a `Problem` for each setting that excludes Megatron's own sparse attention."""
+    """Yield a `Problem` for each setting that does not work with Megatron's own DSA."""
     view: Any = ConfigView(config)
     if burst.layout != "zigzag" and burst.algorithm != OFF:
         yield Problem(
@@ -186,8 +194,8 @@ def _megatron_problems(config: Any, burst: SparseOptions, setting: str) -> Itera
     # Our patches skip Megatron's assertion of all-gather when the configuration is built.
     if burst.algorithm == OFF and view.has("cp_comm_type") and not gathers(config):
         yield Problem(
-            f"{setting} with --context-parallel-algo {OFF}: Megatron's own exchange must be an "
-            f"all-gather, not {config.cp_comm_type}",
+            f"{setting} with --context-parallel-algo {OFF}: Megatron must exchange keys by "
+            f"all-gather, got --cp-comm-type {config.cp_comm_type}",
             add=(_GATHER,),
         )
 
@@ -203,5 +211,5 @@ def configured(patches: PatchSet, config: Any, burst: SparseOptions) -> None:
     megatron_runs = burst.sparse == OFF and splits_with_burst(config, burst)
     if not megatron_runs or ModelShape.of(config).sparse_setting is None or gathers(config):
         return
-    log(f"cp_comm_type {config.cp_comm_type} is now allgather, for {FLAG} {OFF}")
+    log(f"cp_comm_type changed from {config.cp_comm_type} to allgather, for {FLAG} {OFF}")
     config.cp_comm_type = "allgather"

@@ -3,8 +3,8 @@
 
 The ring replaces Megatron's all-gather. `BurstDSAttention` is a subclass of Megatron's module, with
 the same indexer, parameters and names in checkpoints. Only forward differs: it sends index keys and
-latents around the ring. Losses are reduced, scaled and logged as in Megatron. A layer may also use
-the selection of an earlier layer (IndexShare).
+latents (compressed keys and values) around the ring. Losses are reduced, scaled and logged as in
+Megatron. A layer may use the selection of an earlier layer (IndexShare).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class BurstDSAttention(dsa.DSAttention):
             qr: Compressed queries for the indexer [s, b, q_lora_rank], or [s, q_lora_rank] for a
                 packed batch; the same rows as in `x`.
             position_ids: Ignored; positions follow from the layout.
-            attn_mask_type: Type of the mask; None for causal.
+            attn_mask_type: Type of the mask; None means causal.
             attention_bias: Must be None.
             packed_seq_params: Megatron's `PackedSeqParams`, or None.
             up_v_weight: Weight of the values [h, v_head_dim, kv_lora_rank].
@@ -163,8 +163,8 @@ class BurstDSAttention(dsa.DSAttention):
     def _all_visible_keys(self, plan: Plan) -> Selection:
         """Return a selection of all visible keys of each row, for a loss over all keys.
 
-        Each row has as many entries as the longest document has positions. Megatron needs a table
-        of this size for each head.
+        The number of entries per row is the length of the longest document. Megatron allocates a
+        table of this size for each head.
         """
         cache = self.layer.book.groups.recent("dsa rows", CACHED_ROWS)
         rows = cache.find(plan.identity)
@@ -184,8 +184,8 @@ class BurstDSAttention(dsa.DSAttention):
     def _reduced(self, rows: torch.Tensor, packed: Any) -> torch.Tensor:
         """Reduce the losses of this rank's rows [b, s] to a scalar, and log it as in Megatron.
 
-        The result is the sum if losses are per token, otherwise the mean. Padding is excluded if
-        the `PackedSeqParams` describe it.
+        The result is the sum over the rows if `calculate_per_token_loss` is set, otherwise the
+        mean. Rows of padding are excluded if `packed`, the `PackedSeqParams`, describes them.
         """
         config, (batch, count) = self.config, rows.shape
         real = dsa.dsa_masking.extract_query_valid_rows_from_packed_seq_params(
@@ -206,7 +206,7 @@ class BurstDSAttention(dsa.DSAttention):
 
     @property
     def _selections(self) -> dict[int, Selection]:
-        """Last selection of each layer that selects for other layers, by layer number."""
+        """Latest selection of each layer whose selection other layers share, by layer number."""
         return self.layer.book.groups.cache.setdefault(_NOTE, {})
 
     def _source_selection(self, call: SparseCall) -> Selection:
@@ -221,9 +221,10 @@ class BurstDSAttention(dsa.DSAttention):
             return selected(ids, plan.layout, plan.mask, self.rule.block)
         if store is None and in_backward():
             raise ValueError(
-                f"DSA layer {self.layer_number} is recomputed by a checkpoint that is not "
-                f"Megatron's own and stores no selection of layer {self.source_layer}: disable "
-                "full recompute, or let every layer select (--dsa-indexer-topk-freq 1)"
+                f"DSA layer {self.layer_number} shares the selection of layer {self.source_layer}, "
+                "but a checkpoint function other than Megatron's recomputes it and did not keep "
+                "the selection: disable full recompute, or let every layer select "
+                "(--dsa-indexer-topk-freq 1)"
             )
         if self.source_layer not in self._selections:
             raise ValueError(
@@ -239,11 +240,11 @@ class BurstDSAttention(dsa.DSAttention):
 
 
 def _rows(plan: Plan) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return the first and last visible position of this rank's rows, and the longest document.
+    """Return the visible positions of this rank's rows, and the length of the longest document.
 
     Returns:
-        first and last, int32 [s] each; a row without visible positions has last < first. Then the
-        length of the longest document.
+        First and last visible position, int32 [s] each; a row without visible positions has last <
+        first. Then the length of the longest document.
     """
     groups, total = plan.groups, plan.signature[0][0][0] * plan.groups.size
     positions = plan.layout.positions(groups.rank, total)

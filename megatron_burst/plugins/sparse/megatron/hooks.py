@@ -28,7 +28,7 @@ _DEFAULTS = (None, "p2p")  # defaults of Megatron-Core and Megatron-LM
 
 
 def patch(patches: PatchSet) -> None:
-    """Wrap Megatron's constructors, so that layers use our sparse attention.
+    """Wrap Megatron's constructors, so that layers use the sparse attention of this plugin.
 
     Requires Megatron-Core 0.19 or newer.
 
@@ -53,9 +53,9 @@ def patch(patches: PatchSet) -> None:
 
 
 def _hybrid_spec(original: Callable, config: Any, backend: Any) -> Any:
-    """Return the spec of DeepSeek-V4's attention: our layers if the run selects them.
+    """Return the spec of DeepSeek-V4's attention: `HybridSelfAttention` if the run selects it.
 
-    Parameters and their names in checkpoints are Megatron's.
+    Parameters and their names in checkpoints are the same as in Megatron's layers.
     """
     spec, burst = original(config, backend), getattr(config, "burst", None)
     if burst is None or burst.sparse == OFF or not splits_with_burst(config, burst):
@@ -69,9 +69,10 @@ def _hybrid_spec(original: Callable, config: Any, backend: Any) -> Any:
 
 
 def _refuse_megatrons_hybrid(original: Callable, /, *args: Any, **kwargs: Any) -> None:
-    """Raise `ValueError` before Megatron's own hybrid attention is built for a run with a ring.
+    """Raise `ValueError` before Megatron's own hybrid attention is built for a BurstAttention run.
 
-    Megatron's layers need a contiguous cut of packed sequences, which BurstAttention replaces.
+    Megatron's layers require packed sequences that are split into contiguous parts. BurstAttention
+    splits them according to its layout.
     """
     config = bound_to(original, args, kwargs).arguments["config"]
     if splits_with_burst(config, getattr(config, "burst", None)):
@@ -84,11 +85,11 @@ def _refuse_megatrons_hybrid(original: Callable, /, *args: Any, **kwargs: Any) -
 
 
 def _allow_any_exchange(original: Callable, self: Any) -> None:
-    """Run Megatron's check of a configuration (`self`) without the rules of its own exchange.
+    """Run Megatron's check of a configuration (`self`), except its rules for the exchange of keys.
 
-    Megatron asserts all-gather for DSA. The assertion is skipped if the run uses BurstAttention. If
-    Megatron's own DSA runs, `configure` checks `cp_comm_type`. For DeepSeek-V4 see
-    `_check_as_one_rank`.
+    Megatron asserts that `cp_comm_type` is all-gather for DSA. The assertion is skipped if the run
+    uses BurstAttention. If Megatron's own DSA runs, `configure` checks `cp_comm_type`. For
+    DeepSeek-V4 see `_check_as_one_rank`.
     """
     comm_type = getattr(self, "cp_comm_type", None)
     variant = getattr(self, "experimental_attention_variant", None)
@@ -107,7 +108,7 @@ def _allow_any_exchange(original: Callable, self: Any) -> None:
 def _check_as_one_rank(original: Callable, config: Any) -> None:
     """Run Megatron's check of a configuration as if it had one context-parallel rank.
 
-    Over more ranks Megatron requires packed sequences that are cut in contiguous parts.
+    With more ranks, Megatron requires packed sequences that are split into contiguous parts.
     """
     ranks = config.context_parallel_size
     config.context_parallel_size = 1
@@ -118,7 +119,7 @@ def _check_as_one_rank(original: Callable, config: Any) -> None:
 
 
 def _replace_core(original: Callable, /, *args: Any, **kwargs: Any) -> None:
-    """Construct an `AbsorbedMLASelfAttention`, with our core attention if the run selects it."""
+    """Construct an `AbsorbedMLASelfAttention`, with `BurstDSAttention` if the run selects it."""
     bound = bound_to(original, args, kwargs)
     config, submodules = bound.arguments["config"], bound.arguments["submodules"]
     core = submodules.core_attention
@@ -129,7 +130,7 @@ def _replace_core(original: Callable, /, *args: Any, **kwargs: Any) -> None:
 
 
 def _refuse_unsupported(original: Callable, /, *args: Any, **kwargs: Any) -> None:
-    """Raise `ValueError` for unsupported sparse attention before any attention is built.
+    """Raise `ValueError` before an attention module with unsupported sparse attention is built.
 
     For absorbed latents, `_replace_core` has already replaced the core attention.
     """
@@ -141,8 +142,9 @@ def _refuse_unsupported(original: Callable, /, *args: Any, **kwargs: Any) -> Non
     # The check of `configure` does not include these layers.
     if unsupported and enabled and ModelShape.of(config).sparse_setting is None:
         raise ValueError(
-            f"{type(arguments['self']).__name__} with {kind.__name__}, but the configuration has "
-            f'no sparse attention: set experimental_attention_variant="{DSA}" before `configure`'
+            f"{type(arguments['self']).__name__} with {kind.__name__}: the configuration does "
+            "not select sparse attention; set "
+            f'experimental_attention_variant="{DSA}" before `configure`'
         )
     if unsupported and selects(config, burst):
         raise ValueError(

@@ -3,9 +3,9 @@
 
 One softmax covers the keys of a window, compressed keys and a sink. Parameters have the names and
 shapes of Megatron's branch for DeepSeek-V4, so checkpoints are interchangeable. Heads and output
-groups are split over tensor-parallel ranks; all other parameters are the same on these ranks.
-Gradients that a tensor-parallel rank computes for its own heads are summed where the replicated
-part of the layer begins.
+groups are split over tensor-parallel ranks; all other parameters are the same on these ranks. A
+tensor-parallel rank computes gradients only for its own heads. Backward sums them over these ranks
+before it reaches the replicated part of the layer.
 
 Shape letters: s local rows, t local compressed keys, b batch, h query heads of this tensor-parallel
 rank, d head width, w hidden width, g output groups of this tensor-parallel rank, r output rank, i
@@ -103,7 +103,7 @@ class Rotation:
 
 
 class Compressor(MegatronModule):
-    """Projections that make compressed keys, or index keys, from hidden states.
+    """Projections that compute compressed keys, or index keys, from hidden states.
 
     Names in checkpoints: `linear_wkv.weight` and `linear_wgate.weight` [n * d, w], `ape` [ratio, n
     * d] and `norm.weight` [d]. n is 2 with `overlap`, otherwise 1.
@@ -130,7 +130,7 @@ class Compressor(MegatronModule):
     def forward(
         self, hidden: torch.Tensor, plans: HybridPlans, rotation: Rotation, label: object
     ) -> torch.Tensor:
-        """Return the rotated keys of this rank [t, b, 1, d]; a collective.
+        """Return the rotated keys of this rank [t, b, 1, d]. This is a collective call.
 
         Args:
             hidden: Hidden states [s, b, w].
@@ -147,7 +147,7 @@ class Compressor(MegatronModule):
 
 
 class CompressedIndexer(MegatronModule):
-    """Index queries, index keys and head weights, which select compressed keys.
+    """Indexer that computes the index queries, index keys and head weights for compressed keys.
 
     Names in checkpoints: `linear_wq_b.weight` [i * d, q rank], `linear_weights_proj.weight` [i, w],
     and the names of `compressor`. Index queries and keys are not multiplied by a Hadamard matrix,
@@ -190,17 +190,20 @@ class CompressedIndexer(MegatronModule):
 
 
 class HybridSubmodules(NamedTuple):
-    """Linear layers of hybrid attention that are split over tensor-parallel ranks."""
+    """Classes of the linear layers that are split over tensor-parallel ranks."""
 
     column_linear: Any
     row_linear: Any
 
 
 def hybrid_submodules(row_linear: Any) -> HybridSubmodules:
-    """Return the linear layers of the library that has this row-parallel linear layer.
+    """Return the linear layer classes of the library that `row_linear` is from.
 
     Args:
-        row_linear: Row-parallel linear layer of Megatron or of Transformer Engine.
+        row_linear: Class of the row-parallel linear layer of Megatron or of Transformer Engine.
+
+    Raises:
+        ValueError: `row_linear` is another class.
     """
     if row_linear is tensor_parallel.RowParallelLinear:
         return HybridSubmodules(tensor_parallel.ColumnParallelLinear, row_linear)
@@ -257,7 +260,9 @@ class HybridCoreAttention(MegatronModule):
         set_tensor_model_parallel_attributes(self.attn_sink, True, 0, 1)
 
     def plans(self, query: torch.Tensor, packed_seq_params: Any, unsupported: Any) -> HybridPlans:
-        """Return the plans of one forward; a collective for the first layer of a kind.
+        """Return the plans of one forward.
+
+        This is a collective call in the first layer of each kind (see `PlannedLayer.plans`).
 
         Args:
             query: Queries [s, b, h, d]; only shape, dtype and device are read.
@@ -274,7 +279,7 @@ class HybridCoreAttention(MegatronModule):
         hidden: torch.Tensor,
         latents: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the output [s, b, h, d], rotated back by the positions of the rows.
+        """Compute attention, and return the output [s, b, h, d] rotated back by the row positions.
 
         Args:
             plans: Result of `plans`.
@@ -310,7 +315,7 @@ class HybridCoreAttention(MegatronModule):
         return turn(out, positions, -1)
 
     def _with_lists(self, query: torch.Tensor, keys: torch.Tensor, plan: Plan) -> Plan:
-        """Return the plan; if `needs_lists`, return a plan with a list of all visible keys."""
+        """Return the plan, or a plan with a list of all visible keys if `needs_lists` is True."""
         if not needs_lists(query):
             return plan
         visible = all_visible(plan, self.settings.csa_window_size)
@@ -346,7 +351,7 @@ class HybridCoreAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict:
-        """Return sharded tensors by name; `attn_sink` is split like the heads.
+        """Return sharded tensors by name. `attn_sink` is split over tensor-parallel ranks.
 
         Args:
             prefix: Same as in `HybridSelfAttention`.
@@ -366,15 +371,15 @@ class HybridSelfAttention(MegatronModule):
     of `core_attention`.
 
     Args:
-        config: `MLATransformerConfig`, after `configure`. If layers differ, its
-            `hetereogenous_dist_checkpoint` is set.
-        submodules: Column- and row-parallel linear layers.
+        config: `MLATransformerConfig`, after `configure`. If layers have different ratios, the
+            constructor sets `hetereogenous_dist_checkpoint` to True.
+        submodules: Classes of the column- and row-parallel linear layers.
         layer_number: Layer number, from 1.
         rule: Arguments of `mb.sparse_layer_spec`.
         pg_collection: Process groups of Megatron; None for Megatron's global groups.
-        compress_ratio: Ratio of this layer, as specs of Megatron's hybrid models pass it; None uses
-            the entry of `csa_compress_ratios`.
-        unused: Further arguments of Megatron.
+        compress_ratio: Rows per compressed key in this layer, which specs of Megatron's hybrid
+            models pass. None uses the entry of `csa_compress_ratios`.
+        unused: Further arguments of Megatron, which are ignored.
 
     Raises:
         ValueError: A setting is not supported; all ranks raise the same error.
@@ -484,7 +489,7 @@ class HybridSelfAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict:
-        """Return sharded tensors by name; `linear_o_group_proj` is split over its rows.
+        """Return sharded tensors by name. `linear_o_group_proj` is split by rows.
 
         Args:
             prefix: Prefix of the names in the checkpoint.
@@ -514,7 +519,7 @@ def _initialized(config: Any, rows: int, columns: int, tp_group: Any) -> torch.T
 def _split(
     module: Any, name: str, prefix: str, sharded_offsets: tuple, metadata: dict | None
 ) -> dict:
-    """Return the sharded tensor of a parameter whose dimension 0 is split over tensor ranks."""
+    """Return the sharded tensor of a parameter that tensor-parallel ranks split by rows."""
     return make_sharded_tensors_for_checkpoint(
         {name: getattr(module, name)},
         prefix,

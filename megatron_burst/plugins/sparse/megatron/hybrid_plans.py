@@ -4,8 +4,8 @@
 Both plans cover the same queries. Values are the keys. Compressed keys are on the rank that holds
 the last row of their window (`WindowLayout`).
 
-On CUDA, dense kernels support at most 256 columns, and DeepSeek-V4 has 512. Wider keys
-use the kernels of selected keys, with a selection of all keys that a query sees.
+On CUDA, dense kernels support at most 256 columns, and keys of DeepSeek-V4 have 512. For wider
+keys, the kernels of selected keys run with a selection of all keys that a query sees.
 
 Shape letters: s local rows, t local compressed keys, b batch, h query heads, d width.
 """
@@ -59,7 +59,10 @@ class IndexerSettings(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class HybridOperation(AttentionOperation):
-    """Attention to one set of keys. Ranks also compare the settings of the indexer."""
+    """Operation that makes the plan of attention to the keys of the window or compressed keys.
+
+    The settings of the indexer must be equal on all ranks.
+    """
 
     indexer: IndexerSettings | None
 
@@ -70,12 +73,14 @@ class HybridOperation(AttentionOperation):
 
 @dataclass(frozen=True)
 class HybridKind:
-    """Kind of one set of keys of hybrid attention layers; see `plan_book.Kind`.
+    """Properties of the window's keys, or of the compressed keys, of hybrid attention layers.
+
+    Layers with equal properties share plans; see `plan_book.Kind`.
 
     Attributes:
         burst: Options of the run.
-        cut: How the run cuts batches into the parts of ranks.
-        window: Number of positions of the window, the own position included.
+        cut: How the run splits batches over context-parallel ranks.
+        window: Number of positions of the window, including the query's own position.
         ratio: Number of rows of a compressed key; 0 for the keys of the window.
         indexer: Settings of the indexer that selects compressed keys for each query, or None.
     """
@@ -95,12 +100,12 @@ class HybridKind:
         return f"hybrid attention, {selected}keys of {self.ratio} rows"
 
     def own_mask(self, pack: Pack | None, seq_len: int) -> None:
-        """Return None: layers with a mask of the user are refused."""
+        """Return None: these layers do not support a mask of the user."""
 
     def operation(
         self, book: PlanBook, tensors: Tensors, pack: Pack | None, rows: RowChunkSizes, own: None
     ) -> HybridOperation:
-        """Return the operation of attention to one set of keys.
+        """Return the operation of attention to these keys.
 
         Args:
             book: Cache of the plans of the layers of a context-parallel group.
@@ -192,9 +197,9 @@ class HybridPlans(NamedTuple):
 
     @property
     def key_positions(self) -> torch.Tensor:
-        """Position in its document of the first row of each compressed key's window, int64 [t].
+        """Position, in the document, of the first row of each compressed key's window, int64 [t].
 
-        0 for keys that are padding.
+        The position is 0 for padding keys.
         """
         plan = self.compressed
         assert plan is not None
@@ -216,11 +221,12 @@ class HybridPlans(NamedTuple):
 def all_visible(plan: Plan, window: int) -> Selection | None:
     """Return a selection of all keys that the queries of a plan see; None if there are no keys.
 
-    A list has units of up to `BLOCK` keys; the mask hides the other keys of a unit.
+    The selection has units of up to `BLOCK` consecutive keys. The mask hides the keys of a unit
+    that a query does not see.
 
     Args:
         plan: Plan of the window or of the compressed keys.
-        window: Positions of the window, the own position included.
+        window: Positions of the window, including the query's own position.
     """
     mask, layout = plan.mask, plan.options.key_layout
     key_len = layout.key_len if isinstance(layout, WindowLayout) else _length(plan)
@@ -250,7 +256,7 @@ def _length(plan: Plan) -> int:
 
 
 def _starts(positions: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """Return the first position of the document of each position; 0 without documents."""
+    """Return the start of the document of each position; 0 if there are no documents."""
     bounds = np.asarray(bounds)
     index = np.searchsorted(bounds, positions, side="right") - 1
     return np.where(index < 0, 0, bounds[np.maximum(index, 0)]) if len(bounds) else 0 * positions

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of DeepSeek-V4's hybrid attention, and the settings of Megatron that exclude it.
+"""Settings of DeepSeek-V4's hybrid attention, and checks of Megatron's settings.
 
-The names are from Megatron's branch for DeepSeek-V4. A setting that is not passed to
+The names of settings are from Megatron's branch for DeepSeek-V4. A setting that is not passed to
 `mb.sparse_layer_spec` is read from the configuration, if this Megatron has it; otherwise the
 default applies.
 """
@@ -31,7 +31,7 @@ def too_wide(width: int, on_cuda: bool) -> bool:
 
 
 def key_algorithm(burst: SparseOptions, ratio: int, lists: bool) -> str:
-    """Return the algorithm that sends one set of keys of hybrid attention.
+    """Return the algorithm that sends the window's keys, or the compressed keys.
 
     Args:
         burst: Options of the run.
@@ -46,7 +46,9 @@ def key_algorithm(burst: SparseOptions, ratio: int, lists: bool) -> str:
 def hybrid_keys(
     burst: SparseOptions, ratio: int, selects: bool, width: int, on_cuda: bool
 ) -> tuple[str, bool]:
-    """Return how one set of keys of hybrid attention is sent and read; a hook for `advise`.
+    """Return the algorithm and the type of kernel for one set of keys; a hook for `advise`.
+
+    A layer with hybrid attention has two sets of keys: the window's keys and compressed keys.
 
     Args:
         burst: Options of the run.
@@ -56,7 +58,7 @@ def hybrid_keys(
         on_cuda: True for a run on CUDA.
 
     Returns:
-        The algorithm; and True if the kernels of selected keys run.
+        The algorithm that sends the keys; and True if the kernels of selected keys run.
     """
     lists = selects or too_wide(width, on_cuda)
     return key_algorithm(burst, ratio, lists), lists
@@ -70,7 +72,7 @@ class HybridSettings:
         csa_compress_ratios: Ratio of each layer: rows per compressed key. 0 for a layer with only a
             window, 4 for compressed sparse attention, and any other number for heavily compressed
             attention.
-        csa_window_size: Positions of the window, the own position included.
+        csa_window_size: Positions of the window, including the query's own position.
         csa_compress_rotary_base: Base of the rotary frequencies in layers with compressed keys.
         csa_dense_mode: True if queries of compressed sparse attention attend to all compressed
             keys, without an indexer.
@@ -94,7 +96,7 @@ class HybridSettings:
     o_lora_rank: int = 1024
 
     def ratio(self, layer_number: int) -> int:
-        """Return the number of rows per compressed key of a layer (from 1); 0 without such keys."""
+        """Return the rows per compressed key of a layer (from 1); 0 without compressed keys."""
         return self.csa_compress_ratios[layer_number - 1]
 
     def overlaps(self, layer_number: int) -> bool:
@@ -155,7 +157,7 @@ RULES = ("csa", "hca", "window")
 
 
 def hybrid_rule(rule: str, given: dict[str, Any]) -> HybridRule:
-    """Return the checked arguments of `mb.sparse_layer_spec` for hybrid attention.
+    """Check the arguments of `mb.sparse_layer_spec` for hybrid attention, and return them.
 
     Args:
         rule: "csa", "hca" or "window".
@@ -169,7 +171,8 @@ def hybrid_rule(rule: str, given: dict[str, Any]) -> HybridRule:
     if ratios is not None:
         if rule != "csa":
             raise ValueError(
-                f"csa_compress_ratios is only for rule csa, got rule {rule}, whose layers are equal"
+                f"csa_compress_ratios requires rule csa, got rule {rule}, whose layers have one "
+                "ratio; omit it"
             )
         whole = isinstance(ratios, Sequence) and all(type(x) is int and x >= 0 for x in ratios)
         if not whole or 1 in ratios:
@@ -196,7 +199,7 @@ def hybrid_rule(rule: str, given: dict[str, Any]) -> HybridRule:
     return HybridRule(rule, tuple(passed.items()))
 
 
-# Settings that these layers exclude in addition to the settings that BurstAttention excludes.
+# Settings that do not work with these layers, but work with BurstAttention in other layers.
 _RULES = (
     *OF_SPECS,
     Rule(lambda c, b: not c.multi_latent_attention,
@@ -208,9 +211,11 @@ _RULES = (
          "{flag} keep all attention outputs or none, got --burst-attention-store {b.store}",
          add=("--burst-attention-store 1.0",)),
     Rule(lambda c, b: b.attention_layout not in (None, b.layout),
-         "{flag} with --burst-attention-layout {b.attention_layout}, which was not tested",
+         "{flag} with --burst-attention-layout {b.attention_layout}: the combination was not "
+         "tested",
          remove=("--burst-attention-layout",)),
-    Rule(lambda c, b: b.mask, "{flag} with --burst-mask {b.mask}, which was not tested",
+    Rule(lambda c, b: b.mask,
+         "{flag} with --burst-mask {b.mask}: the combination was not tested",
          remove=("--burst-mask",)),
     Rule(lambda c, b: is_megatrons(c) and not c.csa_dense_mode and c.dsa_indexer_loss_coeff
          and not c.dsa_indexer_use_sparse_loss,
@@ -220,15 +225,16 @@ _RULES = (
          "{flag}: --dsa-kernel-backend {c.dsa_kernel_backend} computes over keys of the whole "
          "sequence", add=("--dsa-kernel-backend none",)),
     Rule(lambda c, b: is_megatrons(c) and not c.qk_layernorm,
-         "{flag} normalize queries and keys", add=("--qk-layernorm",)),
-    Rule(lambda c, b: c.normalization != "RMSNorm", "{flag} have RMS norms",
+         "{flag} always normalize queries and keys", add=("--qk-layernorm",)),
+    Rule(lambda c, b: c.normalization != "RMSNorm",
+         "{flag} have RMS norms, got --normalization {c.normalization}",
          add=("--normalization RMSNorm",)),
     Rule("window_size", "{flag} with --window-size: pass csa_window_size to sparse_layer_spec",
          remove=("--window-size",)),
     Rule(lambda c, b: c.softmax_type not in (None, "vanilla"),
          "{flag} with --softmax-type {c.softmax_type}: they have their own sink",
          remove=("--softmax-type",)),
-    Rule(lambda c, b: c.fp8 or c.fp4, "{flag} with fp8 or fp4, which was not tested",
+    Rule(lambda c, b: c.fp8 or c.fp4, "{flag} with fp8 or fp4: the combination was not tested",
          remove=("--fp8-format", "--fp4-format")),
 )  # fmt: skip
 
@@ -243,7 +249,7 @@ def is_megatrons(config: Any) -> bool:
 
 
 def hybrid_problems(config: Any, rule: HybridRule) -> Iterator[Problem]:
-    """Yield a `Problem` for each setting of Megatron that excludes hybrid attention.
+    """Yield a `Problem` for each setting of Megatron that does not work with hybrid attention.
 
     Args:
         config: `TransformerConfig` of the model, after `configure`.
@@ -273,6 +279,6 @@ def hybrid_problems(config: Any, rule: HybridRule) -> Iterator[Problem]:
     narrow = settings.dsa_indexer_head_dim < config.qk_pos_emb_head_dim
     if narrow and any(settings.selects(number) for number in range(1, layers + 1)):
         yield Problem(
-            f"{NAME}: index_width {settings.dsa_indexer_head_dim} is narrower than the "
-            f"--qk-pos-emb-head-dim {config.qk_pos_emb_head_dim} columns that are rotated"
+            f"{NAME}: index_width {settings.dsa_indexer_head_dim} must be at least "
+            f"--qk-pos-emb-head-dim {config.qk_pos_emb_head_dim}, the number of rotated columns"
         )

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Indexer of a GPT layer with a selection rule: its parameters, and how it computes index tensors.
+"""Indexer of a GPT layer with a selection rule: parameters and computation of index tensors.
 
 Parameters are the same on all tensor-parallel ranks, so checkpoints do not depend on the
-tensor-parallel size. Hidden states are detached, because only the loss of the indexer trains it.
+tensor-parallel size. Hidden states are detached, because only the indexer's own loss trains the
+indexer.
 
 Shape letters: s local rows, b batch, i index heads, d index width, w hidden width.
 """
@@ -58,8 +59,8 @@ class IndexTensors(NamedTuple):
     Attributes:
         tensors: index_q [s, b, i, d], index_k [s, b, 1, d] and, if the rule uses weights,
             index_weights [s, b, i].
-        heads_of: Tensor-parallel group if all its ranks have the same index tensors, with different
-            heads of attention; None if no other rank has these index tensors.
+        heads_of: Tensor-parallel group if all ranks of the group have the same index tensors but
+            different attention heads. None if no other rank has the same index tensors.
         attach: Function (output of attention, losses) -> output with the losses attached; None if
             the indexer is not trained.
     """
@@ -143,7 +144,7 @@ class RowNorm(MegatronModule):
     """RMS norm over the last dimension or, if `centers` is True, layer norm.
 
     The parameters are the same on all tensor-parallel ranks. With `layernorm_zero_centered_gamma`
-    the weights are offsets from 1, as in other norms.
+    the weights are offsets from 1, as in Megatron's norms.
     """
 
     def __init__(self, config: Any, width: int, centers: bool = False) -> None:
@@ -173,7 +174,7 @@ def device_of(config: Any) -> Any:
 def of_this_rank(x: torch.Tensor | None, heads: int, group: Any) -> torch.Tensor | None:
     """Return the part of x for the index heads of this tensor-parallel rank.
 
-    A single head is shared by all ranks. The gradient of x is summed over the ranks.
+    All ranks share a single head. The gradient of x is summed over the ranks.
 
     Args:
         x: Tensor [s, b, heads or 1, ...] that is the same on all ranks, or None.

@@ -50,7 +50,7 @@ def attached(
 ) -> torch.Tensor:
     """Attach the indexer's losses of a micro-batch to the output of attention.
 
-    The result equals `out`; its backward also starts the backward of the losses.
+    The result equals `out`. The backward of the result also starts the backward of the losses.
 
     Args:
         out: Output of attention.

@@ -2,8 +2,8 @@
 """GPT layers whose attention uses a selection rule: layer spec and attention classes.
 
 Megatron's own self attention computes queries, keys and values. `RuleSelfAttention` adds the index
-tensors and passes them to `RuleCoreAttention` as `attention_bias`: Megatron passes this argument
-through without reading it, even if it recomputes core attention.
+tensors and passes them to `RuleCoreAttention` as `attention_bias`. Megatron passes this argument on
+without reading it, even if it recomputes core attention.
 
 Shape letters: s local rows, b batch, h query heads, g key/value heads of this tensor-parallel rank,
 d width.
@@ -72,11 +72,10 @@ def sparse_layer_spec(
 ) -> Any:
     """Return a `ModuleSpec` of Megatron GPT layers with sparse attention.
 
-    Rules of `mb.select` make layers whose self attention uses the selection rule. Rules "csa",
-    "hca" and "window" make layers of DeepSeek-V4's hybrid attention, which need an
-    `MLATransformerConfig`: compressed sparse attention, heavily compressed attention, and a window
-    alone. A setting of hybrid attention that is not passed is read from the configuration, if this
-    Megatron has it.
+    With a rule of `mb.select`, self attention uses the selection rule. With rule "csa", "hca" or
+    "window", layers have DeepSeek-V4's hybrid attention: compressed sparse attention, heavily
+    compressed attention, or only a window. These layers need an `MLATransformerConfig`. A setting
+    of hybrid attention that is not passed is read from the configuration, if this Megatron has it.
 
     The layers require `mb.megatron.install()` and `configure` at any context-parallel size, even 1.
     Building the model raises ValueError for settings that are not supported.
@@ -85,10 +84,10 @@ def sparse_layer_spec(
         rule: Same as in `mb.select`, or "csa", "hca" or "window".
         top_k: Same as in `mb.select`. With "csa", compressed keys per query; default: Megatron's
             `dsa_indexer_topk`, or 512.
-        block: Positions of a block; default: the rule's block.
-        index_heads: Heads of the indexer. 0 for no indexer: the index tensors are then the queries
-            and keys of attention. Default: dsa 64, qsa 4, msa one per key/value head, csa
-            Megatron's `dsa_indexer_n_heads` or 64, other rules 0.
+        block: Number of positions per block; default: the block size of the rule.
+        index_heads: Number of heads of the indexer. 0 for no indexer: the index tensors are then
+            the queries and keys of attention. Default: dsa 64, qsa 4, msa one per key/value head,
+            csa Megatron's `dsa_indexer_n_heads` or 64, other rules 0.
         index_width: Width of index heads, default 128; for csa Megatron's `dsa_indexer_head_dim`.
         loss_coeff: Weight of the indexer's loss. Default: Megatron's `dsa_indexer_loss_coeff`, or
             0.01. 0 freezes the indexer.
@@ -96,15 +95,16 @@ def sparse_layer_spec(
             [0, 0, 4, 128, 4, 128]. 0 is a layer with only a window, 4 is compressed sparse
             attention, and any other number heavily compressed attention. With "hca" all layers have
             128, and with "window" 0.
-        csa_window_size: Positions of the window, the own position included. Default 128.
+        csa_window_size: Number of positions of the window, including the query's own position.
+            Default 128.
         csa_compress_rotary_base: Base of the rotary frequencies of layers with compressed keys.
             Default 160000.
         csa_dense_mode: True to attend to all compressed keys, without an indexer. Default False.
-        o_groups: Groups of heads with their own output projection. Default 8.
+        o_groups: Number of groups of heads; each group has an output projection. Default 8.
         o_lora_rank: Width of the output of a group. Default 1024.
         base: Megatron's spec of a layer or of a block. Only layers with `SelfAttention` are
             changed, and for hybrid attention also layers with latent attention. Default: the
-            Transformer Engine layer if installed, otherwise the local layer.
+            Transformer Engine layer if it is installed, otherwise the local layer.
 
     Raises:
         ValueError: An argument is invalid.
@@ -132,7 +132,7 @@ def sparse_layer_spec(
         given = [name for name, value in hybrid.items() if value is not None]
         if given:
             raise ValueError(
-                f"{', '.join(given)}: only for rules {', '.join(HYBRID_RULES)}, got rule "
+                f"{', '.join(given)}: supported only by rules {', '.join(HYBRID_RULES)}, got rule "
                 f"{rule!r:.60}"
             )
         choice = _choice(rule, top_k, block, index_heads, index_width, loss_coeff)
@@ -166,8 +166,8 @@ def _choice(
         _check_count("block", block, 1)
         if not dataclasses.is_dataclass(checked_rule):
             raise ValueError(
-                f"block is only for rules that are dataclasses, got {checked_rule!r:.100}; set the "
-                "block in your own rule"
+                f"block is supported only by rules that are dataclasses, got "
+                f"{checked_rule!r:.100}; set the attribute `block` in the class of the rule"
             )
         changed: Any = dataclasses.replace(checked_rule, block=block)
         checked_rule = changed
@@ -214,7 +214,7 @@ def _attends(layer: Any, choice: LayerRule | HybridRule) -> bool:
 
 def _no_base(base: Any) -> ValueError:
     return ValueError(
-        "base: must be the spec of a transformer layer or block with Megatron's SelfAttention (for "
+        "base must be the spec of a transformer layer or block with Megatron's SelfAttention (for "
         f"latent attention use Megatron's own sparse layers, dsa), got {base!r:.200}"
     )
 
@@ -260,7 +260,7 @@ def _with_rule(layer: ModuleSpec, choice: LayerRule) -> ModuleSpec:
 
 
 def _norm_apart(fused: Any) -> tuple[Any, Any]:
-    """Return Transformer Engine's linear layer and its norm, which together replace `fused`."""
+    """Return the classes of Transformer Engine's linear layer and norm, which replace `fused`."""
     engine: Any = importlib.import_module("megatron.core.extensions.transformer_engine")
     if fused is not getattr(engine, "TELayerNormColumnParallelLinear", None):
         raise ValueError(
@@ -270,7 +270,7 @@ def _norm_apart(fused: Any) -> tuple[Any, Any]:
     return engine.TEColumnParallelLinear, engine.TENorm
 
 
-# Settings that these layers exclude in addition to the settings that BurstAttention excludes.
+# Settings that do not work with these layers, but work with BurstAttention in other layers.
 _RULES = (
     *OF_SPECS,
     Rule("multi_latent_attention", "{flag} do not support latent attention; use Megatron's own dsa",
@@ -286,7 +286,7 @@ def _problems(config: Any, choice: LayerRule, layer: int) -> Iterator[Problem]:
         return
     if rule.block > 1 and layer_window(config, layer) is not None:
         yield Problem(
-            f"{layers} and blocks of {rule.block} positions do not support a window",
+            f"layer {layer}: {layers} and blocks of {rule.block} positions do not support a window",
             remove=("--window-size",),
         )
     if choice.index_heads == 0:
@@ -294,8 +294,8 @@ def _problems(config: Any, choice: LayerRule, layer: int) -> Iterator[Problem]:
     differs = burst.attention_layout not in (None, burst.layout)
     if choice.pooled and differs and burst.layout != "contiguous":
         yield Problem(
-            f"{layers} average the keys of a block before the layout changes, and --burst-layout "
-            f"{burst.layout} cuts blocks that --burst-attention-layout keeps",
+            f"{layers} average the keys of a block before rows are exchanged for "
+            f"--burst-attention-layout, and --burst-layout {burst.layout} splits blocks over ranks",
             add=("--burst-layout contiguous",),
             remove=("--burst-attention-layout",),
         )
@@ -332,8 +332,8 @@ def _coefficient(config: Any, choice: LayerRule) -> float:
 class RuleSelfAttention(SelfAttention):
     """Megatron's self attention with a selection rule; see `mb.sparse_layer_spec`.
 
-    `indexer` is an `IndexBranch`, or None if the index tensors are the queries and keys of
-    attention.
+    The attribute `indexer` is an `IndexBranch`, or None if the index tensors are the queries and
+    keys of attention.
     """
 
     def __init__(self, config: Any, *args: Any, choice: LayerRule, **kwargs: Any) -> None:
@@ -365,11 +365,11 @@ class RuleSelfAttention(SelfAttention):
     ) -> Any:
         """Run Megatron's forward, and pass the indexer's tensors to core attention.
 
-        Megatron's forward passes `attention_bias` to core attention unchanged, so the index
-        queries, keys and weights (`IndexTensors`) are passed in this argument.
+        Megatron's forward passes `attention_bias` to core attention unchanged. Therefore this
+        argument carries the index queries, keys and weights (`IndexTensors`).
 
         Raises:
-            ValueError: attention_bias, or another argument that only inference or cross attention
+            ValueError: `attention_bias`, or an argument that only inference or cross attention
                 uses, is not None.
         """
         for name, value in {"attention_bias": attention_bias, **unsupported}.items():
@@ -429,7 +429,7 @@ class RuleSelfAttention(SelfAttention):
         if angles.shape[-1] > x.shape[-1]:
             raise ValueError(
                 f"index_width {x.shape[-1]} is narrower than the {angles.shape[-1]} columns that "
-                "rotary embedding rotates: widen it, or lower --rotary-percent"
+                "rotary embedding rotates: increase index_width, or lower --rotary-percent"
             )
         lengths = None
         if packed is not None:
@@ -460,9 +460,9 @@ class RuleCoreAttention(BurstCoreAttention):
     choice: LayerRule
 
     def _layer_kind(self, mask_type: Any) -> LayerKind:
-        """Return the kind of the layer; layers of equal kinds share plans.
+        """Return the properties of the layer; layers with equal properties share plans.
 
-        The options of the kind have the algorithm that sends the keys of sparse attention.
+        The options of the result have the algorithm that sends the keys of sparse attention.
         """
         config: Any = self.config
         options: SparseOptions = config.burst
@@ -486,7 +486,9 @@ class RuleCoreAttention(BurstCoreAttention):
         packed_seq_params: Any = None,
         **unknown: Any,
     ) -> torch.Tensor:
-        """Select keys and compute attention over them; tensors of a packed batch have no dim b.
+        """Select keys for each query, and compute attention to the selected keys.
+
+        Tensors of a packed batch have no dimension b.
 
         Args:
             query: Queries [s, b, h, d].

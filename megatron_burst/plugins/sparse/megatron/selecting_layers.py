@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Common code of layers with sparse attention: groups, plans and log lines.
 
-Each layer has a `PlannedLayer`. The plan of a `SelectingKind` is a plan of causal attention over
-the layer's queries and keys. Plans are shared as in `attention.plan_book`: in every forward, the
-first layer of each kind makes or compares the plan, which is a collective. `mb.select`,
-`mb.sparse_attention` and `mb.indexer_loss` derive their plans from this plan without a collective.
-This module also makes the start-up log line about the exchange of keys and index keys.
+Each layer has a `PlannedLayer`. A `SelectingKind` describes layers that share plans, and makes
+plans of causal attention for the queries and keys of such a layer. In every forward, the first
+layer of each kind makes or compares the plan, which is a collective (see `attention.plan_book`).
+`mb.select`, `mb.sparse_attention` and `mb.indexer_loss` derive their plans from this plan without a
+collective. This module also makes the start-up log line about the exchange of keys and index keys.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SelectingKind:
 
     Attributes:
         burst: Options of the run.
-        cut: How the run cuts batches into the parts of ranks.
+        cut: How the run splits batches over context-parallel ranks.
         name: Name of these layers in messages.
         index: Name of index keys in messages, and their number of elements per token.
         keys: Name of the keys and values of attention in messages, and their number of elements per
@@ -198,12 +198,14 @@ class PlannedLayer:
         self, q: Any, params: Any, unsupported: dict[str, Any], mask: AttnMaskType
     ) -> Pack | None:
         if mask not in (AttnMaskType.causal, AttnMaskType.padding_causal):
-            raise ValueError(f"attention mask type {mask} is not supported; {self.name} is causal")
+            raise ValueError(
+                f"{self.name}: attention mask type {mask} is not supported; use a causal mask"
+            )
         check_call(mask, unsupported, params, self.cut)
         if group_of(params, self.group) is not self.group:
             raise ValueError(
                 "packed_seq_params sets a cp_group for this micro-batch (or local_cp_size 1), but "
-                f"{self.name} layers need the group with which the model was built; omit "
+                f"{self.name} layers need the context-parallel group of the model; omit "
                 "cp_group and local_cp_size"
             )
         if params is None:

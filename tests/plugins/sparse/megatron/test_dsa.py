@@ -150,7 +150,7 @@ def test_other_ways(ran, chosen, changes):
     check(actual, ran(CP4, None, changes | GATHER))
     name = chosen.get("sparse") or chosen.get("algorithm") or "multicast"
     words = {
-        "megatron": "cp_comm_type None is now allgather, for --burst-sparse megatron",
+        "megatron": "cp_comm_type changed from None to allgather, for --burst-sparse megatron",
         "ring": "DSA: index keys and latents by burst |",
     }
     assert actual[0]["lines"][0].startswith(

@@ -133,7 +133,7 @@ def test_names_in_checkpoints(four):
 
 
 WRONG = {  # words of the error -> arguments
-    "csa_compress_ratios is only for rule csa, got rule hca": {
+    "csa_compress_ratios requires rule csa, got rule hca": {
         "rule": "hca", "csa_compress_ratios": [0],
     },
     "csa_compress_ratios must be a list with 0 or an integer >= 2": {
@@ -146,7 +146,7 @@ WRONG = {  # words of the error -> arguments
     "dsa_indexer_loss_coeff must be a number >= 0, got -1": {"loss_coeff": -1},
     "csa_dense_mode must be True or False, got 1": {"csa_dense_mode": 1},
     "block is not supported by rule csa": {"block": 4},
-    "o_groups: only for rules csa, hca, window, got rule 'dsa'": {"rule": "dsa", "o_groups": 2},
+    "o_groups: supported only by rules csa, hca, window": {"rule": "dsa", "o_groups": 2},
 }  # fmt: skip
 
 
@@ -162,7 +162,7 @@ REFUSED = {  # words -> settings of Megatron, arguments of the spec, BurstConfig
     "a ratio for each of the 4 layers, got 3": ({}, {"csa_compress_ratios": [0, 4, 8]}, {}),
     "csa_compress_ratios is required for rule csa": ({}, {"csa_compress_ratios": None}, {}),
     "o_groups 3 must divide --num-attention-heads 4": ({}, {"o_groups": 3}, {}),
-    "index_width 4 is narrower than": ({}, {"index_width": 4}, {}),
+    "index_width 4 must be at least": ({}, {"index_width": 4}, {}),
     "ranks cannot share": (CP4, {}, {"algorithm": "ulysses"}),
     "keep all attention outputs or none": (CP4 | FULL, {}, {"store": 0.5}),
     "with --softmax-type learnable": ({"softmax_type": "learnable"}, {}, {}),

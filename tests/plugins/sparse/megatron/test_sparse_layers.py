@@ -125,7 +125,7 @@ WRONG = {  # words of the error -> arguments
     "index_heads is 0, so rule Moba runs without an indexer": {"loss_coeff": 0.1},
     "index_width is required for the indexer of rule Moba": {"index_heads": 2},
     "loss_coeff must be a number >= 0, got -1": {"rule": "msa", "loss_coeff": -1},
-    "base: must be the spec of a transformer layer": {"base": "local"},
+    "base must be the spec of a transformer layer": {"base": "local"},
 }
 
 
