@@ -62,7 +62,7 @@ DECAY_SHAPES = {
 
 
 def select_form(decay: torch.Tensor | None, beta: torch.Tensor | None, name: str = "auto") -> Form:
-    """Return the form called `name`, or with "auto" the form that fits the arguments.
+    """Return the form called `name`, or for "auto" the form that fits `decay` and `beta`.
 
     Args:
         decay: Logarithms of the decay, [s, b, h] or [h] (scalar), [s, b, h, d] (vector), or None.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Affine maps of states, S -> A S + B, with application, composition, transposition and slicing.
 
-A state and B are [b, h, d, w]. A is None (the identity), a factor of all of S [b, h], a factor per
-row [b, h, d], or a matrix [b, h, d, d]. Stacked maps of a rank's pieces have a leading dimension p.
-A state of None is zero.
+S and B are [b, h, d, w]. A is None (the identity), a factor for all of S [b, h], a factor per row
+of S [b, h, d], or a matrix [b, h, d, d]. Stacked maps of a rank's pieces (runs of consecutive
+positions of a document) have a leading dimension p. S = None means zero.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Map(NamedTuple):
 def carry(transition: torch.Tensor | None, state: torch.Tensor | None) -> torch.Tensor | None:
     """Return A S, with or without the dimension p.
 
-    Zeros of S stay zero even if A has overflowed to inf, because a computation token by token never
-    multiplies them by inf.
+    Zeros of S stay zero even if A has overflowed to inf, because the recurrence, computed token by
+    token, never multiplies zeros by inf.
     """
     if transition is None or state is None:
         return state

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Public operation `linear_attention` over a sequence that is split over ranks.
 
-A kernel reduces each piece to a map of states, the scan carries states from piece to piece, and the
-kernel computes the outputs from the entering states. `request` checks the arguments.
+A piece is a run of consecutive positions of one document on one rank. A kernel first reduces each
+piece to a map: the effect of the piece on the state. The scan then passes states from piece to
+piece, and the kernel computes the outputs from the entering states. `request` checks the arguments.
 
 Shape letters: s local rows, b batch, g query/key heads, h value heads, d width of keys, w width of
 values.
@@ -89,9 +90,9 @@ def linear_attention(
         return_final_state: Also return the states after all documents. In reverse, these are the
             states at the first tokens.
         scale: Factor of the outputs, default d ** -0.5.
-        algorithm: Algorithm that carries states between ranks, as for `mb.state_scan`.
-        kernel: "auto", "torch" (chunks, with torch operators), "reference" (the recurrence), or the
-            name of an installed package's kernel.
+        algorithm: Algorithm that passes states between ranks, as for `mb.state_scan`.
+        kernel: "auto", "torch" (chunks, with torch operators), "reference" (the recurrence), or a
+            kernel of an installed package: "fla" or "mamba_ssm".
         groups: Groups of the ranks, if no plan is given.
         layout: Positions of each rank: a name (default "zigzag") or a layout of `mb.layout.make`,
             but not striped.
@@ -107,15 +108,17 @@ def linear_attention(
         reverse_beta: For reverse="both": write strengths of the reverse recurrence; None for the
             same write strengths.
         rates: Rates for algorithm "auto", as for `mb.state_scan`.
-        plan: Plan of `mb.prepare_linear`, which replaces the other keywords and groups. Without a
-            plan, each call makes a plan, for which all ranks exchange messages between their CPUs.
-            With a plan, initial_state and return_final_state must be the same on all ranks.
+        plan: Plan of `mb.prepare_linear` for these tensors, in place of groups and all keywords
+            that are not tensors, except return_final_state and label. Without a plan, each call
+            makes a plan, for which all ranks exchange messages between their CPUs. With a plan,
+            initial_state and return_final_state must be the same on all ranks.
         label: Same as in `mb.attention`.
 
     Returns:
-        The output [s, b, h, w] in the dtype of v. With `return_final_state` a pair of the output
-        and the states after all documents [documents, b, h, d, w], the same on all ranks. With
-        reverse="both", the states are [2 documents, b, h, d, w], in the order of initial_state.
+        The output [s, b, h, w] in the dtype of v. If `return_final_state` is True: the output and
+        the states after all documents [documents, b, h, d, w], which are the same on all ranks.
+        With reverse="both", the states are [2 documents, b, h, d, w], in the order of
+        initial_state.
 
     Raises:
         ValueError: An argument is not supported.
@@ -172,8 +175,8 @@ def _run(
 def _in_scan_order(reverse: Reverse, tensors: dict[str, Any], scale: float) -> LinearInputs:
     """Return the inputs with rows in the order of the recurrence.
 
-    With reverse="both", the reversed rows follow the rows in their own order [2 s, ...], and the
-    scale is halved.
+    With reverse="both", the result has 2 s rows: the rows in their order, then the reversed rows.
+    The scale is halved.
     """
     v = tensors["v"]
     inputs: dict[str, Any] = {name: tensors[name] for name in INPUTS[:5]}
@@ -192,7 +195,7 @@ def _in_scan_order(reverse: Reverse, tensors: dict[str, Any], scale: float) -> L
 
 
 def _in_row_order(reverse: Reverse, out: torch.Tensor) -> torch.Tensor:
-    """Return the outputs [s, b, h, w] of the rows, from outputs in the order of the recurrence."""
+    """Convert outputs in the order of the recurrence to the outputs [s, b, h, w] of the rows."""
     if reverse == "both":
         forward, backward = out.chunk(2)
         return forward + backward.flip(0)

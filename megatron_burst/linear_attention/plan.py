@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of operations on chains. To make a plan, the ranks compare facts in one all-gather.
+"""Plans of operations on chains: linear attention, state scan and short convolution.
 
-This module resolves algorithm "auto". `request` checks the arguments.
+A chain is all pieces of a document in order; a piece is a run of consecutive positions on one rank.
+To make a plan, the ranks compare their arguments in one all-gather. This module resolves algorithm
+"auto". `request` checks the arguments.
 """
 
 from __future__ import annotations
@@ -64,20 +66,21 @@ INPUTS = ("q", "k", "v", "decay", "beta", "reverse_decay", "reverse_beta")
 class LinearPlan:
     """Precomputed data for `linear_attention`, `state_scan` and `short_convolution` on one rank.
 
-    `prepare_linear` makes it.
+    `prepare_linear` makes a plan.
 
     Attributes:
         groups: Groups of the rank.
         sequence: Layout, length, documents and direction.
         device: Device of the tensors.
         signature: Shape and dtype of each tensor, by name.
-        states: States that are sent; None if only rows of a convolution are sent.
+        states: Shape and dtype of the states that are sent; None if only rows of a convolution are
+            sent.
         local: Form, kernel and scale of linear attention; None if another operation made the plan.
         algorithm: Algorithm that runs.
-        why: Reason for the algorithm if it was "auto", otherwise empty.
-        job: Work of this rank in the scan, or None.
-        facts: Facts on which all ranks agreed.
-        identity: Digest of the facts.
+        why: Reason for the choice of the algorithm if it was "auto", otherwise empty.
+        job: Work of this rank in the scan. None for a tree, or if no states are sent.
+        facts: Values that are the same on all ranks.
+        identity: Digest of `facts`.
     """
 
     groups: Groups
@@ -99,7 +102,7 @@ class LinearPlan:
 
     @property
     def chains(self) -> Chains:
-        """Pieces of all documents."""
+        """Pieces of all documents, on all ranks."""
         return chains_of(self.groups, self.sequence)
 
     @property
@@ -108,10 +111,10 @@ class LinearPlan:
         return 1 if self.job is None else self.job.forward.program.blocks.number
 
     def traffic(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return the bytes of states that this rank sends per call, forward and backward.
+        """Return the bytes of states that this rank sends per call, in forward and in backward.
 
-        Both results are pairs (bytes to ranks of its node, bytes to other nodes). Final states and
-        rows of a convolution are not included.
+        Both results are pairs (bytes to ranks of the same node, bytes to other nodes). Final states
+        and rows of a convolution are not included.
         """
         if self.states is not None and self.sequence.tree is not None:
             near, far = (n * self.states.bytes.map for n in self.walk().sent)
@@ -129,7 +132,7 @@ class LinearPlan:
     def longest_message(self) -> int:
         """Bytes of the longest message of states that any rank sends, with envelope and alignment.
 
-        0 if the plan has no scan.
+        The value is 0 if the plan has no scan.
         """
         if self.job is None or self.states is None:
             return 0
@@ -140,7 +143,7 @@ class LinearPlan:
         return max(size + count * packing.ALIGNMENT for size, count in messages) + packing.ENVELOPE
 
     def describe(self) -> str:
-        """Return one line with the choices, and the bytes of states per layer and rank."""
+        """Return one line with the settings of the plan, and the bytes sent per layer and rank."""
         topology = self.groups.topology
         sent = [f"{byte_size(a)} intra + {byte_size(b)} inter" for a, b in self.traffic()]
         why = f" ({self.why})" if self.why else ""
@@ -182,7 +185,7 @@ class LinearPlan:
                 )
 
     def cut(self, final: bool) -> RankPieces:
-        """Return the pieces of this rank.
+        """Return the lengths of this rank's pieces, and which of them need maps.
 
         Args:
             final: True if final states are needed.
@@ -201,7 +204,7 @@ class LinearPlan:
         return walk(self.groups, self.sequence, self.device)
 
     def begin(self, label: object, initial: bool, final: bool) -> ScanCall:
-        """Start a scan and return its description.
+        """Start a call with a scan, and return its data for `StateScan`.
 
         Args:
             label: Label of the call.
@@ -216,7 +219,8 @@ class LinearPlan:
 
         Args:
             label: Label of the call.
-            *choices: Choices that the plan does not fix and on which the ranks must agree.
+            *choices: Arguments that the plan does not contain and that must be the same on all
+                ranks.
         """
         check_label(label)
         calls = self.groups.calls
@@ -243,11 +247,12 @@ def prepare_linear(
     reverse_beta: Any = None,
     rates: Any = None,
 ) -> LinearPlan:
-    """Check the arguments of `linear_attention` on all ranks, and resolve every "auto".
+    """Make a plan: check the arguments of `linear_attention` on all ranks, and resolve "auto".
 
-    The plan serves `mb.linear_attention` on tensors of the same shapes. On the same rows, documents
-    and layout it also serves `mb.short_convolution` and, with states of the same shapes,
-    `mb.state_scan`. Make one plan per micro-batch and use it in every layer of the same shapes.
+    The plan is valid for `mb.linear_attention` with tensors of the same shapes. For the same rows,
+    documents and layout it is also valid for `mb.short_convolution` and, if states have the same
+    shapes, for `mb.state_scan`. Make one plan per micro-batch and use it in every layer with these
+    shapes.
 
     The call is a collective: every rank of `groups` must call it. The call performs one all-gather
     of 1.3 KB per rank on the host. The first call creates a process group of all ranks.
@@ -267,11 +272,14 @@ def prepare_linear(
         groups: Groups of the ranks.
         layout: Same as in `linear_attention`.
         tree: Same as in `linear_attention`.
-        reverse: Same as in `linear_attention`. With True or "both", the plan serves only
+        reverse: Same as in `linear_attention`. With True or "both", the plan is valid only for
             `mb.linear_attention`.
         reverse_decay: Same as in `linear_attention`.
         reverse_beta: Same as in `linear_attention`.
         rates: Same as in `linear_attention`.
+
+    Returns:
+        The plan.
 
     Raises:
         ValueError: An argument is invalid or differs between ranks; every rank raises the same
@@ -293,7 +301,7 @@ def prepare_linear(
 
 @dataclass(frozen=True, kw_only=True)
 class ChainOperation(Operation[ChainRequest, LinearPlan]):
-    """A call of an operation on chains, on one rank.
+    """Call of an operation on chains (the pieces of each document in order), on one rank.
 
     Attributes:
         groups: Groups of the rank.
@@ -307,7 +315,7 @@ class ChainOperation(Operation[ChainRequest, LinearPlan]):
 
     @abstractmethod
     def request(self) -> ChainRequest:
-        """Return the checked request of this rank."""
+        """Check the arguments of this rank, and return them."""
 
     def check(self) -> ChainRequest:
         self.groups.check()
@@ -342,7 +350,7 @@ class ChainOperation(Operation[ChainRequest, LinearPlan]):
 
 @dataclass(frozen=True, kw_only=True)
 class LinearAttentionOperation(ChainOperation):
-    """A call of `linear_attention` on one rank, with its arguments; `tensors` has names as keys."""
+    """Call of `linear_attention` on one rank, with its arguments; `tensors` has them by name."""
 
     tensors: dict[str, Any]
     form: str
@@ -394,7 +402,7 @@ class LinearAttentionOperation(ChainOperation):
 
 
 class _AlgorithmChoice(NamedTuple):
-    """Algorithm, the reason if it was "auto" (otherwise empty), blocks of states, and tables."""
+    """Algorithm of a scan, why "auto" selected it (or empty), blocks of a state, and tables."""
 
     algorithm: str
     why: str

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chains, tables of hops and convolution windows of a sequence, with one rank's part of the tables.
+"""Chains, tables of hops and convolution windows of a sequence, and one rank's part of the tables.
 
-All hops of a round between two ranks are one message, in the order of the table. Results are kept
-in the cache of `Groups` and share its lifetime. This module decides how many results are kept.
+A chain is all pieces of a document in order; a piece is a run of consecutive positions on one rank.
+A hop is the transfer of a state, or of the map of some pieces, from one rank to another. All hops
+of a round between two ranks are one message, in the order of the table. Results are cached in
+`Groups` and freed with it. This module limits the number of cached results.
 """
 
 from __future__ import annotations
@@ -31,15 +33,15 @@ CACHE_SIZE = 32  # number of results: a few kinds of layers times a few micro-ba
 
 
 class PackedSequence(NamedTuple):
-    """A sequence with its layout and documents, from which chains are made.
+    """Sequence with its layout and documents, from which chains are made.
 
     Attributes:
         layout: Layout of the positions over the ranks.
         seq_len: Number of positions.
         bounds: Bounds of the documents; None means one document.
         tree: `masks.Tree` instead of documents, or None.
-        reverse: True if states pass from the last token of a document to the first; "both" for one
-            scan in each direction, as two sequences on the same ranks.
+        reverse: True if states are passed from the last token of a document to the first. "both"
+            for both directions in one scan, with the reversed documents as further documents.
     """
 
     layout: Layout
@@ -53,7 +55,7 @@ class Directions(NamedTuple):
     """Tables of hops of an algorithm for forward and backward, and this rank's part of each table.
 
     Attributes:
-        hops: Table of forward and table of backward, over all ranks.
+        hops: Table for forward and table for backward, with the hops of all ranks.
         programs: This rank's part of the forward table and of the backward table.
     """
 
@@ -62,7 +64,7 @@ class Directions(NamedTuple):
 
     @property
     def digest(self) -> int:
-        """Digest of the tables; ranks with different tables would exchange wrong states."""
+        """Digest of the tables, which must be the same on all ranks."""
         digest = 0
         for hops in self.hops:
             for column in hops:
@@ -77,12 +79,12 @@ class ConvolutionWindow(NamedTuple):
     rows that one output of the convolution reads.
 
     Attributes:
-        paths: Sends and receives of the preceding rows, for x [s, ...].
+        paths: Route that brings the preceding rows of x [s, ...] to each piece.
         order: Index into the concatenation of x and the received rows. It puts the preceding rows
             directly before each piece.
         ends: For each row of x, the first row of the window that ends at this row, as an index into
             `order`.
-        longest: Rows of the longest message between any two ranks.
+        longest: Number of rows in the longest message between any two ranks.
     """
 
     paths: DeviceRoute
@@ -92,11 +94,11 @@ class ConvolutionWindow(NamedTuple):
 
 
 class TreeLevel(NamedTuple):
-    """All pieces of one depth.
+    """All pieces of one depth of a prefix tree.
 
     Attributes:
-        pieces: Pieces, int64 [n].
-        above: Parents of these pieces, without duplicates.
+        pieces: Indices of the pieces, int64 [n].
+        above: Indices of the parents of these pieces, without duplicates.
         nth: Index in `above` of the parent of each piece, int64 [n].
     """
 
@@ -109,9 +111,9 @@ class TreeWalk(NamedTuple):
     """Exchange of maps along a prefix tree, from the roots to the pieces of one rank.
 
     Attributes:
-        paths: Routes of the maps of the rank's pieces and of all their ancestors, in order.
-        levels: Levels of the pieces of `paths` below the roots, from top to bottom.
-        own: Indices of this rank's pieces among the pieces of `paths`, in the order of the rank's
+        paths: Route that brings this rank the maps of its pieces and of all their ancestors.
+        levels: Received pieces by depth, without the roots, from the smallest depth on.
+        own: Indices of this rank's pieces among the received pieces, in the order of the rank's
             rows.
         longest: Number of maps in the longest message between any two ranks.
         sent: Number of maps that this rank sends to ranks of its node, and to other nodes.
@@ -125,7 +127,7 @@ class TreeWalk(NamedTuple):
 
 
 def chains_of(groups: Groups, sequence: PackedSequence) -> Chains:
-    """Return the chains of a sequence in its direction. Raise ValueError like `layout.chains`.
+    """Return the chains of a sequence in its direction. Raise the errors of `layout.chains`.
 
     With reverse="both", the reversed documents follow the documents of the forward direction.
     """
@@ -143,7 +145,7 @@ def chains_of(groups: Groups, sequence: PackedSequence) -> Chains:
 def directions(
     groups: Groups, sequence: PackedSequence, algorithm: str, blocks: StateBlocks
 ) -> Directions:
-    """Return the tables of an algorithm for a sequence whose states are split into blocks."""
+    """Return the tables of hops of an algorithm, for states that are split into blocks."""
     cache, key = groups.recent("linear", CACHE_SIZE), ("directions", sequence, algorithm, blocks)
     cached = cache.find(key)
     if cached is not None:
@@ -163,9 +165,10 @@ def directions(
 def choice_of(
     groups: Groups, sequence: PackedSequence, sizes: ScanSizes, algorithm: str, rates: Any
 ) -> ScanChoice | int:
-    """Return the choice of algorithm "auto", or the number of blocks of another algorithm.
+    """Return the choice of algorithm "auto", or the number of blocks for another algorithm.
 
-    "auto" uses the algorithm with the shortest predicted time at `rates`; None means nominal rates.
+    "auto" selects the algorithm with the shortest predicted time at `rates`. None means nominal
+    rates. A block is a part of a state that is sent as one tensor.
     """
     cache, key = groups.recent("linear", CACHE_SIZE), ("choice", sequence, sizes, algorithm, rates)
     choice = cache.find(key)
@@ -179,7 +182,7 @@ def choice_of(
 def window(
     groups: Groups, sequence: PackedSequence, width: int, device: torch.device
 ) -> ConvolutionWindow:
-    """Return the windows of `width` rows that end at the rows of this rank."""
+    """Return the exchange for the windows of `width` rows that end at the rows of this rank."""
     cache, key = groups.recent("linear", CACHE_SIZE), ("window", sequence, width, device)
     cached = cache.find(key)
     if cached is not None:
@@ -218,8 +221,8 @@ def _around(pieces: np.ndarray, reach: int) -> tuple[np.ndarray, np.ndarray]:
     """Return two int64 arrays: the fields `order` and `ends` of a `ConvolutionWindow`.
 
     Args:
-        pieces: The rank's pieces of documents, [n, 3 or more], sorted by first row; columns 1 and 2
-            are first row and number of rows.
+        pieces: Pieces of the rank [n, 3 or more], sorted by first row. Column 1 is the first row,
+            and column 2 is the number of rows.
         reach: Number of rows before a piece that the convolution reads.
     """
     first, length = pieces[:, 1], pieces[:, 2]
@@ -235,7 +238,7 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
 
 
 class StateHop(NamedTuple):
-    """One hop of `Hops`: the state that enters piece `first`, or the map of `first` to `last`."""
+    """Hop that sends the state before piece `first`, or the map of pieces `first` to `last`."""
 
     kind: int
     first: int
@@ -259,12 +262,12 @@ class Round(NamedTuple):
 
 
 class States(NamedTuple):
-    """States [batch, *sizes] that are sent.
+    """Shape [batch, *sizes] and dtype of the states that are sent.
 
     Attributes:
         batch: Batch size.
-        sizes: Sizes (h, d, w).
-        form: Kind of the maps' transitions, see `maps.FORMS`.
+        sizes: Sizes (h heads, d rows, w columns).
+        form: Kind of transition in the maps, one of `maps.FORMS`.
         dtype: Dtype of the states.
     """
 
@@ -280,14 +283,14 @@ class States(NamedTuple):
 
 
 class Program(NamedTuple):
-    """The hops of one rank in a table, and the rank's pieces.
+    """Hops of one rank in a table, and the pieces of the rank.
 
     Attributes:
         rounds: Rounds in which the rank sends or receives.
-        own: Pieces of the rank, in the order of its rows.
-        begins: True for each piece of all ranks that begins a document.
-        ends: True for each piece of all ranks that ends a document.
-        document: Document of each piece of the rank.
+        own: Indices of the rank's pieces, in the order of its rows.
+        begins: For each piece of all ranks: True if the piece begins a document.
+        ends: For each piece of all ranks: True if the piece ends a document.
+        document: Document of each of the rank's pieces.
         blocks: Blocks into which states are split.
     """
 
@@ -299,9 +302,9 @@ class Program(NamedTuple):
     blocks: StateBlocks
 
     def shapes(self, hop: StateHop, states: States) -> list[torch.Size]:
-        """Return the shapes of the tensors of a hop, in order.
+        """Return the shapes of the tensors that a hop sends, in order.
 
-        A map has its transition, if the form has one, before its increment.
+        For a map these are the transition, if the form has one, and the increment.
         """
         heads, rows, columns = self.blocks.sizes if hop.block == ALL_BLOCKS else self.blocks.shape
         shapes = [torch.Size((states.batch, heads, rows, columns))]
@@ -335,7 +338,7 @@ def _messages(way: dict[int, list[StateHop]]) -> tuple[RankMessage, ...]:
 
 
 def longest_message(hops: Hops, blocks: StateBlocks, states: States) -> tuple[int, int]:
-    """Return the bytes of a table's longest message, and the most tensors in any message."""
+    """Return the bytes of the longest message, and the largest number of tensors in a message."""
     if not len(hops):
         return 0, 0
     key = np.stack([hops.round, hops.source, hops.destination])

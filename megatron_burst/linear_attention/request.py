@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checked arguments of one rank, for all operations on chains, before the ranks compare them.
+"""Checks of the arguments of one rank, for all operations on chains.
 
-This module contains the checks, and collects the facts on which all ranks must agree. It reads only
-shapes, dtypes and devices. It must not communicate, so that every rank reaches the comparison of
-arguments.
+A chain is all pieces of a document in order; a piece is a run of consecutive positions on one rank.
+This module also collects the values that all ranks then compare (`facts`). It reads only shapes,
+dtypes and devices. It must not communicate, so that every rank reaches the comparison.
 
 Shape letters: s local rows, b batch, g query/key heads, h value heads, d width of keys, w width of
 values, p pieces of this rank, c channels.
@@ -38,7 +38,7 @@ def check_tensor(name: str, tensor: Any, shapes: dict[str, tuple[int | None, ...
     Args:
         name: Name of the tensor, for messages.
         tensor: Tensor to check.
-        shapes: Sizes by their letters; None allows any size.
+        shapes: Allowed shapes: letters of the dimensions -> sizes. A size of None allows any size.
     """
     words = " or ".join(f"[{letters}]" for letters in shapes)
     if isinstance(tensor, (list, tuple)):
@@ -75,9 +75,9 @@ def _fits(shape: tuple[int, ...], sizes: tuple[int | None, ...]) -> bool:
 
 
 def sequence_of_rows(groups: Groups, x: torch.Tensor, options: Options) -> PackedSequence:
-    """Return the sequence of `sequence_of` for a shard x [s, b, ...] of this rank.
+    """Return the result of `sequence_of` for the shard x [s, b, ...] of this rank.
 
-    If the sizes are valid after a swap of rows and batch, the error message mentions this.
+    If the sizes would be valid with rows and batch swapped, the error message states this.
     """
     try:
         return sequence_of(groups, options, x.shape[0] * groups.size)
@@ -94,7 +94,7 @@ def check_together(tensors: dict[str, torch.Tensor], dtype: bool) -> None:
 
     Args:
         tensors: Tensors by name.
-        dtype: Whether all tensors must also have the dtype of the first tensor.
+        dtype: True if all tensors must also have the dtype of the first tensor.
     """
     (name, first), *later = tensors.items()
     for other_name, tensor in later:
@@ -130,7 +130,7 @@ def check_device(groups: Groups, name: str, tensor: torch.Tensor) -> None:
 
 
 def check_rates(rates: Any) -> None:
-    """Raise ValueError unless `rates` is None or has the rates of links, like `mb.Rates`."""
+    """Raise ValueError unless `rates` is None or has valid rates of links, as in `mb.Rates`."""
     if rates is None:
         return
     for name, least in (("intra", "positive"), ("inter", "positive"), ("latency", "0 or more"),
@@ -170,11 +170,14 @@ def sequence_of(groups: Groups, options: Options, seq_len: int) -> PackedSequenc
     bounds = None if cu_seqlens is None else document_bounds(cu_seqlens)
     if bounds is not None and bounds[-1] != seq_len:
         raise ValueError(
-            f"cu_seqlens: the documents end at {bounds[-1]}, and the {groups.size} ranks hold "
-            f"{seq_len} positions"
+            f"cu_seqlens must end at {seq_len}, the number of positions of the {groups.size} "
+            f"ranks, got {bounds[-1]}"
         )
     if not isinstance(layout, (str, Layout)):
-        raise ValueError(f"layout must be a name or one of mb.layout, got {layout!r}")
+        raise ValueError(
+            "layout must be the name of a layout, such as 'zigzag', or made by mb.layout.make, got "
+            f"{layout!r}"
+        )
     if isinstance(layout, str):
         names = (*LAYOUTS, "balanced")
         if layout not in names:
@@ -187,7 +190,10 @@ def sequence_of(groups: Groups, options: Options, seq_len: int) -> PackedSequenc
             extra = {"cu_seqlens": cu_seqlens, "per_node": groups.topology.per_node, "tree": tree}
         layout = make(layout, cp_size=groups.size, **extra)
     if layout.cp_size != groups.size:
-        raise ValueError(f"layout is for {layout.cp_size} ranks, groups have {groups.size}")
+        raise ValueError(
+            f"layout is for {layout.cp_size} ranks, but groups have {groups.size}; make it with "
+            f"cp_size={groups.size}"
+        )
     layout.check(seq_len)
     if reverse and tree is not None:
         bounds, tree = _documents_of(tree, reverse), None
@@ -198,7 +204,7 @@ def sequence_of(groups: Groups, options: Options, seq_len: int) -> PackedSequenc
 def _documents_of(tree: Any, reverse: Reverse) -> np.ndarray:
     """Return the bounds of the segments of a tree. Raise ValueError if a segment has a parent.
 
-    In reverse, the state before a segment with several continuations is not defined.
+    In reverse, states would pass from several continuations to one segment, which is not defined.
     """
     continued = np.flatnonzero(tree.parents >= 0)
     if len(continued):
@@ -236,11 +242,11 @@ def check_initial(
         return
     check_tensor("initial_state", initial, {"documents, b, h, d, w": (documents, *shape)})
     if initial.device != device:
-        raise ValueError(f"initial_state: must be on {device}, got {initial.device}")
+        raise ValueError(f"initial_state must be on {device}, got {initial.device}")
 
 
 def check_tree(sequence: PackedSequence, algorithm: str, initial: Any, final: bool) -> None:
-    """Raise ValueError for options that trees do not support, if there is a tree."""
+    """Raise ValueError if the sequence has a tree and an option that trees do not support."""
     if sequence.tree is None:
         return
     if algorithm not in OVER_TREES:
@@ -261,12 +267,12 @@ Tensors = dict[str, Any]  # name -> tensor or None
 
 
 class LocalWork(NamedTuple):
-    """Computation of a rank on its own rows.
+    """Settings of the computation of a rank on its own rows.
 
     Attributes:
         form: Form of linear attention.
         kernel: Name of the kernel.
-        why: Reason why no faster kernel is used, or empty.
+        why: Reason why "auto" selects no faster kernel, or empty.
         scale: Factor of the outputs.
     """
 
@@ -277,7 +283,7 @@ class LocalWork(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Keywords of all operations on chains."""
+    """Keywords that all operations on chains have in common."""
 
     layout: Any
     cu_seqlens: Any
@@ -305,16 +311,17 @@ class Options(NamedTuple):
 
 @dataclass(frozen=True)
 class ChainRequest:
-    """Checked call on chains.
+    """Checked arguments of a call of an operation on chains.
 
     Attributes:
-        sequence: Layout, length and documents or tree.
+        sequence: Layout, length, and documents or tree.
         device: Device of the tensors.
         signature: Shape and dtype of each tensor for which the plan is made, by name.
-        states: States that are sent; None means the rows of a convolution.
-        local: Local computation of linear attention, or None.
+        states: Shape and dtype of the states that are sent; None if only rows of a convolution are
+            sent.
+        local: Settings of the local computation of linear attention, or None.
         options: Options of the call.
-        facts: Facts on which all ranks must agree.
+        facts: Values that must be the same on all ranks.
     """
 
     sequence: PackedSequence
@@ -327,7 +334,7 @@ class ChainRequest:
 
 
 def spread(decay: torch.Tensor | None, v: torch.Tensor) -> torch.Tensor | None:
-    """Return the decay of every row; a decay [h] is expanded to all rows."""
+    """Return the decay of every row. A constant decay [h] is expanded to all rows of v."""
     if decay is None or decay.dim() > 1:
         return decay
     return decay.expand(*v.shape[:2], -1)
@@ -339,7 +346,7 @@ def default(value: Any, otherwise: Any) -> Any:
 
 
 def described(tensor: Any) -> Any:
-    """Return the properties of a tensor on which a plan depends."""
+    """Return the shape and dtype of a tensor, on which a plan depends; None for None."""
     return None if tensor is None else (tuple(tensor.shape), tensor.dtype)
 
 
@@ -353,16 +360,16 @@ def request_of(
     extra: Facts,
     final: bool,
 ) -> ChainRequest:
-    """Return the request of one rank.
+    """Check the options of a call, and return its checked arguments.
 
     Args:
         groups: Groups of the rank.
-        sequence: Layout, length and documents or tree.
+        sequence: Layout, length, and documents or tree.
         tensors: Tensors by name, optionally with an initial_state.
-        states: States that are sent, or None.
-        local: Local computation, or None.
+        states: Shape and dtype of the states that are sent, or None.
+        local: Settings of the local computation, or None.
         options: Options of the call.
-        extra: Further facts.
+        extra: Further values that must be the same on all ranks.
         final: True if final states are needed.
 
     Raises:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State scan: a table of hops run on one rank, forward and backward, as an autograd function.
+"""State scan on one rank: an autograd function that runs a table of hops in each direction.
 
-A hop carries a state, or the map of one piece or of a run of pieces. A rank sends a state that it
-received or computed from an earlier state and known maps. An algorithm is a table of hops. All hops
-of a round are one exchange, so that NCCL runs one batch per round on every rank.
+A piece is a run of consecutive positions of one document on one rank; its map is its effect on the
+state. A hop sends a state, or the map of one or several consecutive pieces. A rank sends a state
+that it received, or that it computed from an earlier state and known maps. An algorithm is a table
+of hops. All hops of a round are one exchange, so that NCCL runs one batch per round on every rank.
 
 The initial state of a document is part of the map of the document's first piece. One exchange sends
 final states from the rank of a document's last piece to all ranks. Another exchange returns the
@@ -37,7 +38,9 @@ from .program import Program, Round, StateHop, States
 
 
 class StateTable:
-    """States and maps of one rank, block by block.
+    """States and maps that one rank knows during a scan, block by block.
+
+    A block is a part of the heads, rows and columns of a state.
 
     Args:
         begins: True for each piece that begins a document. The table treats the entering state of
@@ -59,7 +62,7 @@ class StateTable:
                 self._runs[block, piece + 1] = {piece: part}
 
     def receive(self, hop: StateHop, received: list[torch.Tensor]) -> None:
-        """Store the tensors that were received by a hop."""
+        """Store the tensors that this rank received in a hop."""
         for block in self._blocks_of(hop.block):
             parts = Map(received[0] if len(received) > 1 else None, received[-1])
             if hop.block == ALL_BLOCKS and self._blocks.number > 1:
@@ -72,7 +75,7 @@ class StateTable:
     def content(self, hop: StateHop) -> list[torch.Tensor]:
         """Return the tensors that a hop sends.
 
-        A state is one tensor. A map is its transition, if maps have one, and its increment.
+        A state is one tensor. A map is a transition, if the form has one, and an increment.
         """
         if hop.kind == MAP:
             maps = [self.map(hop.first, hop.last, block) for block in self._blocks_of(hop.block)]
@@ -99,7 +102,7 @@ class StateTable:
         return state
 
     def map(self, first: int, last: int, block: int) -> Map:
-        """Return the map of a run of pieces."""
+        """Return the composed map of the pieces from `first` to `last`."""
         runs = self._runs.setdefault((block, last + 1), {})
         if first not in runs:
             path = self._path(last + 1, block, lambda at: at == first, first)
@@ -110,10 +113,11 @@ class StateTable:
         return runs[first]
 
     def _path(self, end, block, is_start, least=0) -> list[tuple[int, Map]]:
-        """Return known maps from a start to piece `end`, as (first piece of the run, map).
+        """Return consecutive known maps that lead from a start to piece `end`.
 
-        `is_start` is true for pieces at which the path may start. Long runs are tried first. No run
-        begins before piece `least`.
+        Each element is (first piece of a run of pieces, map of the run). `is_start` returns True
+        for pieces at which the path may start. Long runs are tried first. No run begins before
+        piece `least`.
         """
         after: dict[int, int] = {end: end}  # piece -> piece at which its run ends
         open_ = [end]
@@ -141,7 +145,7 @@ class StateTable:
         return range(self._blocks.number) if block == ALL_BLOCKS else range(block, block + 1)
 
     def join_blocks(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Join all blocks of a state to [b, h, d, w]; a single block is returned without a copy."""
+        """Join all blocks of a state to [b, h, d, w]. A single block is returned without a copy."""
         if len(parts) == 1:
             assert parts[0] is not None
             return parts[0]
@@ -182,14 +186,14 @@ class ScanResult(NamedTuple):
 
 @dataclass(frozen=True)
 class DirectedScan:
-    """One direction of a scan on one rank.
+    """Forward or backward of a scan on one rank.
 
     Attributes:
         groups: Groups of the rank.
-        program: The rank's part of the table.
-        states: Shape and dtype of states.
+        program: Hops of the rank in the table.
+        states: Shape and dtype of the states.
         device: Device of the tensors.
-        name: Name of the direction for error messages.
+        name: "forward" or "backward", for error messages.
     """
 
     groups: Groups
@@ -199,13 +203,13 @@ class DirectedScan:
     name: str
 
     def run(self, call: CallTag, maps: Map, initial: Initial, leaving: bool) -> ScanResult:
-        """Carry the states from piece to piece.
+        """Pass the states from piece to piece.
 
         Args:
             call: Tag of the messages.
-            maps: Maps of this rank's pieces, with the dimension p.
+            maps: Maps of this rank's pieces, with the leading dimension p.
             initial: Initial states by document.
-            leaving: True if the states after the last pieces are needed.
+            leaving: True if the state after the last piece of each document is needed.
         """
         program = self.program
         table = StateTable(program.begins, program.blocks, self._own(maps, initial))
@@ -231,10 +235,10 @@ class DirectedScan:
         return {piece: self._own_map(maps, initial, index) for index, piece in own}
 
     def _own_map(self, maps: Map, initial: Initial, index: int) -> Map:
-        """Return the map of a piece.
+        """Return the map of the rank's piece with this index.
 
-        If the piece begins a document, its map includes the initial state and applies to a zero
-        state.
+        If the piece begins a document, the map includes the initial state of the document, and
+        applies to a zero state.
         """
         program, transition = self.program, maps.transition
         own_map = Map(None if transition is None else transition[index], maps.increment[index])
@@ -265,12 +269,12 @@ class DirectedScan:
 
 @dataclass(frozen=True)
 class FinalStates:
-    """Exchange of final states.
+    """Exchange of final states, the states after the last piece of each document.
 
     Attributes:
         groups: Groups of the rank.
         holders: Rank that has the last piece of each document; None for an empty document.
-        states: Shape and dtype of states.
+        states: Shape and dtype of the states.
         device: Device of the tensors.
     """
 
@@ -285,7 +289,7 @@ class FinalStates:
 
     @property
     def message(self) -> int:
-        """Bytes of the longest message."""
+        """Bytes of the longest message of this exchange."""
         count = max(map(len, map(self.held_by, range(self.groups.size))))
         return count * self.shape.numel() * self.states.dtype.itemsize
 
@@ -340,7 +344,7 @@ class FinalStates:
             gradient: Gradients [documents, b, h, d, w] of this rank.
 
         Returns:
-            The sum for each document that ends on this rank.
+            The sum of the gradients, for each document that ends on this rank.
         """
         me, size = self.groups.rank, self.groups.size
         gradient = gradient.to(self.states.dtype)
@@ -369,7 +373,7 @@ class FinalStates:
 
 @dataclass(frozen=True)
 class ScanJob:
-    """Work of one rank in a scan, in both directions."""
+    """Work of one rank in a scan: forward, backward, and the exchange of final states."""
 
     groups: Groups
     forward: DirectedScan
@@ -378,13 +382,13 @@ class ScanJob:
 
 
 class ScanTensors(NamedTuple):
-    """Input tensors of a scan on one rank, for its p pieces and the D documents.
+    """Input tensors of a scan on one rank, for p pieces of this rank and D documents.
 
     A piece changes a state S to decay S + increment.
 
     Attributes:
-        decay: Factors of the state [p, b, h] or of its rows [p, b, h, d], matrices [p, b, h, d, d],
-            or None for no decay.
+        decay: A factor per state [p, b, h], a factor per row of the state [p, b, h, d], a matrix
+            [p, b, h, d, d], or None for no decay.
         increment: Increments of the pieces [p, b, h, d, w].
         initial: States before the documents [D, b, h, d, w], or None for zero.
     """
@@ -395,10 +399,10 @@ class ScanTensors(NamedTuple):
 
 
 class ScanCall(NamedTuple):
-    """Data of one call in addition to its tensors.
+    """Arguments of one call of `StateScan` that are not tensors.
 
     Attributes:
-        job: Work of the rank.
+        job: Work of the rank in the scan.
         call: Tag of the messages.
         leaving: True if final states are needed.
     """
@@ -409,10 +413,10 @@ class ScanCall(NamedTuple):
 
 
 class StateScan(torch.autograd.Function):
-    """State scan of one rank.
+    """Autograd function of the state scan on one rank.
 
-    Inputs are decay, increment and initial state. The outputs are the entering states and, if
-    `call.leaving` is true, the final states.
+    Inputs are decay, increment and initial states. The outputs are the entering states and, if
+    `call.leaving` is True, the final states.
     """
 
     @staticmethod
@@ -490,8 +494,9 @@ def _backward(
 def scan_before(first: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
     """Return `first`, with a dependency on `inputs` for autograd.
 
-    The result needs a gradient if `first` or any of `inputs` needs one. Autograd then runs the
-    backward of operations on the result before the backward of the operations that made `inputs`.
+    The result requires a gradient if `first` or any of `inputs` requires one. Autograd then runs
+    the backward of operations on the result before the backward of the operations that made
+    `inputs`.
     """
     return _ScanBefore.apply(first, *inputs)  # pyright: ignore[reportReturnType]
 

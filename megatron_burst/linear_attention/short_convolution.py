@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Public operation `short_convolution`: a causal convolution over a sequence split over ranks.
 
-In one exchange, each rank receives the rows before its pieces. Each piece is then convolved as if
-the rank held these rows.
+A piece is a run of consecutive positions of one document on one rank. In one exchange, each rank
+receives the rows before its pieces. Each piece is then convolved with these rows before it.
 
 Shape letters: s local rows, b batch, c channels.
 """
@@ -51,9 +51,10 @@ def short_convolution(
 ) -> Any:
     """Compute a causal depthwise convolution over a sequence that is split over ranks.
 
-    The rows before a document are zeros. The width - 1 rows before a piece are received from the
-    ranks that hold them. The gradients of weight and bias are from this rank's rows only. Their sum
-    over ranks is the gradient of the whole sequence.
+    The rows before a document are zeros. A rank receives the width - 1 rows before each of its
+    pieces (runs of consecutive positions) from the ranks that hold them. The gradients of weight
+    and bias are from this rank's rows only. The sum over ranks is the gradient of the whole
+    sequence.
 
     Args:
         x: Rows of this rank [s, b, c].
@@ -65,11 +66,11 @@ def short_convolution(
             but not striped.
         cu_seqlens: Cumulative lengths of the documents, or None for one document.
         tree: Prefix tree instead of cu_seqlens. A row follows the previous rows on its path.
-        plan: Plan of `mb.prepare_linear` for the same rows, which replaces the keywords above.
-            Without a plan, each call makes a plan, for which all ranks exchange messages between
-            their CPUs. The ranks then compare shape and dtype of x, width, activation and the
-            presence of a bias. With a plan, these must be the same on all ranks; otherwise ranks
-            are out of step.
+        plan: Plan of `mb.prepare_linear` for the same rows, in place of groups, layout, cu_seqlens
+            and tree. Without a plan, each call makes a plan, for which all ranks exchange messages
+            between their CPUs. The ranks then compare the shape and dtype of x, the width, the
+            activation and whether there is a bias. With a plan, the caller must ensure that these
+            are the same on all ranks.
         label: Same as in `mb.attention`.
 
     Returns:
@@ -108,7 +109,7 @@ def short_convolution(
 
 @dataclass(frozen=True, kw_only=True)
 class ConvolutionOperation(ChainOperation):
-    """A call of `short_convolution` on one rank, with its arguments."""
+    """Call of `short_convolution` on one rank, with its arguments."""
 
     x: Any
     weight: Any
@@ -137,7 +138,6 @@ def _convolved(
     bias: torch.Tensor | None,
     activation: str | None,
 ) -> torch.Tensor:
-    """Convolve the rows of one rank."""
     rows = x if before is None else torch.cat([x, before]).index_select(0, window.order)
     wide = torch.promote_types(x.dtype, weight.dtype)
     kernel = weight.to(wide).unsqueeze(1)
@@ -168,4 +168,4 @@ def _check_rows(plan: LinearPlan, x: Any) -> None:
     rows = plan.sequence.seq_len // plan.groups.size
     check_tensor("x", x, {"s, b, c": (rows, None, None)})
     if x.device != plan.device:
-        raise ValueError(f"x: the plan was made for tensors on {plan.device}, got {x.device}")
+        raise ValueError(f"x must be on {plan.device}, the device of the plan, got {x.device}")

@@ -64,8 +64,9 @@ def state_scan(
     result cannot be differentiated twice. Either all ranks run backward, or none does.
 
     Args:
-        decay: Decays of this rank's pieces in the order of its rows: factors of the state [p, b,
-            h], factors of its rows [p, b, h, d], matrices [p, b, h, d, d], or None for no decay.
+        decay: Decays of this rank's pieces, in the order of the rank's rows: a factor per state [p,
+            b, h], a factor per row of the state [p, b, h, d], a matrix [p, b, h, d, d], or None for
+            no decay.
         increment: Increments of this rank's pieces [p, b, h, d, w].
         groups: Groups of the ranks, if no plan is given.
         layout: Positions of each rank: a name (default "zigzag") or a layout of `mb.layout.make`,
@@ -73,7 +74,8 @@ def state_scan(
         seq_len: Number of positions over all ranks.
         cu_seqlens: Cumulative lengths of the documents, or None for one document.
         tree: Prefix tree instead of cu_seqlens. A segment begins with the state after the segment
-            that it continues. Only "all_gather" supports trees, without initial and final states.
+            that it continues. Trees require algorithm "all_gather" or "auto", without initial and
+            final states.
         initial_state: States before the documents [documents, b, h, d, w], the same on all ranks;
             None for zero.
         return_final_state: Also return the states after all documents.
@@ -81,15 +83,17 @@ def state_scan(
             2507.01004), "two_level", "ring" (LASP, arXiv 2404.02882), or "auto" (default), the
             algorithm with the shortest predicted time at `rates`.
         rates: `mb.Rates` for "auto"; None means nominal rates.
-        plan: Plan of `mb.prepare_linear`, which replaces the keywords above. Without a plan, each
-            call makes a plan, for which all ranks exchange messages between their CPUs. With a
-            plan, initial_state and return_final_state must be the same on all ranks.
+        plan: Plan of `mb.prepare_linear`, in place of groups, layout, seq_len, cu_seqlens, tree,
+            algorithm and rates. Without a plan, each call makes a plan, for which all ranks
+            exchange messages between their CPUs. With a plan, initial_state and return_final_state
+            must be the same on all ranks.
         label: Same as in `mb.attention`.
 
     Returns:
-        The entering states [p, b, h, d, w] in float32 (float64 for float64). A piece that begins a
-        document gets its initial state or zero. With `return_final_state` a pair of the entering
-        states and the states after all documents [documents, b, h, d, w], the same on all ranks.
+        The entering states [p, b, h, d, w] in float32 (float64 for float64). The entering state of
+        a piece that begins a document is the initial state of the document, or zero. If
+        `return_final_state` is True: the entering states and the states after all documents
+        [documents, b, h, d, w], which are the same on all ranks.
 
     Raises:
         ValueError: An argument is not supported.
@@ -118,7 +122,7 @@ def state_scan(
 
 @dataclass(frozen=True, kw_only=True)
 class StateScanOperation(ChainOperation):
-    """A call of `state_scan` on one rank, with its arguments."""
+    """Call of `state_scan` on one rank, with its arguments."""
 
     decay: Any
     increment: Any
@@ -176,7 +180,7 @@ def scanned(
 
 
 def check_alone(plan: object, keywords: dict[str, object]) -> None:
-    """Raise ValueError if `plan` is not a `LinearPlan`, or if keywords of a plan are given too."""
+    """Raise ValueError unless `plan` is a `LinearPlan` and all `keywords` are None."""
     if not isinstance(plan, LinearPlan):
         raise ValueError(f"plan must be made by mb.prepare_linear, got {plan!r:.100}")
     present = sorted(name for name, value in keywords.items() if value is not None)
@@ -207,11 +211,12 @@ def _check_states(plan: LinearPlan, decay: Any, increment: Any) -> None:
     check_tensor("increment", increment, {"p, b, h, d, w": (pieces, batch, *sizes)})
     if accumulation_dtype(increment.dtype) != states.dtype:
         raise ValueError(
-            f"increment: the plan is for states in {states.dtype}, got {increment.dtype}"
+            f"increment: the plan has states in {states.dtype}, which {increment.dtype} does not "
+            "fit; call mb.prepare_linear for tensors of this dtype"
         )
     if increment.device != plan.device:
         raise ValueError(
-            f"increment: the plan is for tensors on {plan.device}, got {increment.device}"
+            f"increment must be on {plan.device}, the device of the plan, got {increment.device}"
         )
     shape = shape_of(states.form, batch, sizes)
     if shape is not None:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """State scan along a prefix tree: the entering state of a piece is the state after its parent.
 
-Every rank receives the maps of all ancestors of its pieces in one exchange. Every rank then
-computes the states from the roots to its own pieces, for all pieces of one depth at once. Backward
-sums the gradients of the children of a piece, and the exchange returns the gradients of maps to
-their ranks.
+A piece is a run of consecutive positions on one rank. The map of a piece is the effect of the piece
+on a state. In one exchange, every rank receives the maps of all ancestors of its pieces. Every rank
+then computes the states from the roots to its own pieces, for all pieces of one depth at once.
+Backward sums the gradients of the children of a piece, and the exchange returns the gradients of
+maps to the ranks that computed the maps.
 
 Shape letters: p pieces of this rank, r pieces of this rank and all their ancestors, b batch, h
 heads, d rows (keys), w columns (values).
@@ -27,7 +28,7 @@ from .program import TreeWalk
 def along_tree(
     plan: LinearPlan, decay: torch.Tensor | None, increment: torch.Tensor, label: object
 ) -> torch.Tensor:
-    """Return the entering states [p, b, h, d, w].
+    """Return the state that enters each piece of this rank, [p, b, h, d, w].
 
     Args:
         plan: Plan of the call.
@@ -45,10 +46,10 @@ def along_tree(
 
 
 class _TreeScan(torch.autograd.Function):
-    """Scan along a tree on one rank.
+    """Autograd function of a scan along a tree on one rank.
 
-    Inputs are the transition (if maps have one) and the increment [r, b, h, d, w]. The output is
-    the entering states [p, b, h, d, w].
+    Inputs are the maps of r pieces: transitions (if maps have them) and increments [r, b, h, d, w].
+    The output is the entering states [p, b, h, d, w].
     """
 
     @staticmethod

@@ -49,7 +49,7 @@ WRONG = {
     "batch first, packed": (
         {n: two(2, 8, *end) for n, end in {"q": (1, D), "k": (1, D), "v": (H, W)}.items()}
         | {"cu_seqlens": [0, 16]},
-        "the documents end at 16, and the 2 ranks hold 4 positions; rows come first",
+        "cu_seqlens must end at 4, .* of the 2 ranks, got 16; rows come first",
     ),
     "decay batch first": ({"decay": two(B, S, H)}, r"got \[2, 4, 2\]; rows come first"),
     "scale": ({"scale": float("inf")}, "scale must be a finite number or None, got inf"),
@@ -57,7 +57,7 @@ WRONG = {
     "striped": ({"layout": "striped"}, "use zigzag, contiguous or balanced"),
     "other ranks": ({"layout": mb.layout.make("zigzag", cp_size=4)}, "layout is for 4 ranks"),
     "balanced": ({"layout": "balanced"}, "cu_seqlens: layout balanced needs"),
-    "documents": ({"cu_seqlens": [0, 5]}, "the documents end at 5, and the 2 ranks hold 8"),
+    "documents": ({"cu_seqlens": [0, 5]}, "cu_seqlens must end at 8, .* of the 2 ranks, got 5"),
     "decreasing": ({"cu_seqlens": [0, 9, 8]}, "cu_seqlens must be integers that start at 0"),
     "initial": ({"initial_state": torch.zeros(2, B, H, D, W)}, "initial_state must be"),
     "groups": ({"groups": None}, "groups must be made with mb.Groups, got None"),
@@ -183,7 +183,7 @@ PLANNED = {
     "float64": (
         "none",
         maps("none", torch.float64),
-        "increment: the plan is for states in torch.f",
+        "increment: the plan has states in torch.f",
     ),
     "one head": ("scalar", (scalars(B, 1), maps("none")[1]), r"decay must be \[p, b, h\], here"),
     "other kind": ("scalar", maps("vector"), r"decay must be \[p, b, h\], here"),

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interface of kernels of linear attention, which compute the rows of one rank piece by piece.
 
+A piece is a run of consecutive positions of one document on one rank.
+
 Shape letters: s local rows, b batch, g query/key heads, h value heads, d width of keys, w width of
 values, p pieces of this rank.
 """
@@ -35,12 +37,12 @@ class LinearInputs(NamedTuple):
 
 
 class RankPieces(NamedTuple):
-    """Pieces of this rank, in the order of its rows; together they contain all rows.
+    """Pieces of this rank, in the order of the rows; together they contain all rows.
 
     Attributes:
-        lengths: Rows of each piece.
-        mapped: True for each piece that needs a map, because another piece or the caller uses its
-            state.
+        lengths: Number of rows of each piece.
+        mapped: True for each piece that needs a map, because another piece or the caller uses the
+            state after the piece.
     """
 
     lengths: tuple[int, ...]
@@ -48,9 +50,9 @@ class RankPieces(NamedTuple):
 
 
 class Maps(NamedTuple):
-    """Map of each piece, S -> transition S + increment for a state S [d, w].
+    """Maps of pieces: a piece changes a state S [d, w] to transition S + increment.
 
-    Both are differentiable, in the accumulation dtype.
+    Both tensors are differentiable and have the accumulation dtype.
 
     Attributes:
         transition: None for the identity, factors of S [p, b, h] or of its rows [p, b, h, d], or
@@ -63,13 +65,16 @@ class Maps(NamedTuple):
 
 
 class PieceRun(Protocol):
-    """Computation of one rank: maps of pieces first, and outputs once entering states are known."""
+    """Computation of one rank, in two parts: the maps of pieces, and then the outputs.
+
+    The outputs need the states that enter the pieces. The scan computes these states from the maps.
+    """
 
     @property
     def maps(self) -> Maps: ...
 
     def outputs(self, entering: torch.Tensor) -> torch.Tensor:
-        """Return the outputs [s, b, h, w] in the dtype of v.
+        """Return the outputs [s, b, h, w] of this rank's rows, in the dtype of v.
 
         Args:
             entering: State before each piece [p, b, h, d, w].
@@ -87,7 +92,7 @@ class LinearKernel(Protocol):
     name: str
 
     def refusal(self, form: Form, inputs: LinearInputs) -> str | None:
-        """Return the reason why the kernel cannot compute these tensors; None if it can.
+        """Return why the kernel cannot compute this form for these tensors; None if it can.
 
         The reason contains the name of the kernel. Only shapes, dtypes and devices are read.
 
@@ -97,12 +102,12 @@ class LinearKernel(Protocol):
         ...
 
     def run(self, form: Form, inputs: LinearInputs, cut: RankPieces) -> PieceRun:
-        """Return an object that computes linear attention of the rank's pieces of documents."""
+        """Return an object that computes linear attention for the pieces of this rank."""
         ...
 
 
 def no_maps(form: Form, inputs: LinearInputs, pieces: int, dtype: torch.dtype) -> Maps:
-    """Return zero maps of `pieces` pieces, for pieces that need none."""
+    """Return maps of zeros for `pieces` pieces; pieces that need no map keep them."""
     _, b, h, w = inputs.v.shape
     d = inputs.k.shape[-1]
     zeros = inputs.v.new_zeros((pieces, b, h, d, w), dtype=dtype)

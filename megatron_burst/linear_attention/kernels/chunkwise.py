@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernel "torch": the chunkwise form in torch operators, for any dtype and device.
 
+Terms: a piece is a run of consecutive positions of one document on one rank. A chunk is at most
+`SIZE` rows of a piece. A segment is a number of consecutive chunks of one or several pieces.
+
 Memory: between forward and backward the kernel keeps q, k, v, decay, beta and the entering states
 of the pieces, and no other tensor per token. Backward computes the chunks again. Forward and
 backward process a shard segment by segment. Backward first runs over the chunks to compute the
@@ -8,26 +11,26 @@ states between segments, then processes the segments from the last to the first.
 the gradients and the tensors of one segment are in memory. The accumulation dtype is float32, and
 float64 for float64 inputs.
 
-Chunks: the rows of a chunk write U [c, w] into the state. For additive forms U is the values. For
-delta rules it is the solution of
+Chunks: the rows of a chunk write U [c, w] into the state. For additive forms U = V. For delta rules
+U is the solution of
 
     (I + L) U = beta (V - K~ S),   L[t, j] = beta_t k_t^T exp(G_t - G_j) k_j  for j < t,
 
-where S is the state before the chunk and K~ the keys with the decay since then. The state after the
-chunk is exp(G_end) S + K^^T U, where K^ is the keys with their decay until its end. The outputs are
-scale (Q~ S + (Q D K^T) U). The map of a piece is the result of the same recurrence for S = [I | 0]
-and V = [0 | V]. Maps and outputs share the inverse of I + L, which is computed once in forward and
-once in backward.
+where S is the state before the chunk. K~ has the keys with the decay from the start of the chunk to
+their row. The state after the chunk is exp(G_end) S + K^^T U, where K^ has the keys with the decay
+from their row to the end of the chunk. The outputs are scale (Q~ S + (Q D K^T) U). The map of a
+piece is the result of the same recurrence for S = [I | 0] and V = [0 | V]. Maps and outputs share
+the inverse of I + L, which is computed once in forward and once in backward.
 
-Decays: G_t is the sum of the decays (logarithms) of rows 0..t of a chunk. The state that row j
+Decays: G_t is the sum of the decays (logarithms) of rows 0..t of a chunk. The update that row j
 wrote has the factor exp(G_t - G_j) at a later row t, and exp(G_end - G_j) after the chunk. The
 state before the chunk has the factor exp(G_t). exp(-G_j) alone may overflow and is never computed.
 exp(G_t) overflows if decays grow to inf within a chunk. In the recurrence, this affects only
 nonzero states. A decay that erases the state, such as -inf, is replaced by one of `FLOORS`, so that
 differences of sums are finite. Sums are in float64, because small differences of large sums matter.
 
-Shape letters: n chunks and p pieces (leading), b batch, g query/key heads, r value heads of each, c
-rows of a chunk, d width of keys, w width of values, x any width.
+Shape letters: n chunks, p pieces, b batch, g query/key heads, r value heads per query/key head, h =
+g * r value heads, c rows of a chunk, d width of keys, w width of values, x any width.
 """
 
 from __future__ import annotations
@@ -49,17 +52,18 @@ FLOORS = {torch.float32: -1e4, torch.float64: -1500.0}
 
 
 class DecayedKeys(NamedTuple):
-    """Keys with their decay relative to the beginning and the end of a chunk.
+    """Keys with their decay from the start of a chunk, and to the end of the chunk.
 
-    With one decay per head, the keys stay unchanged and the heads share them. The factors [n, p, b,
-    g, r, c, 1] are then applied to the values.
+    With one decay per head, the keys stay unchanged, and the value heads share them. The factors
+    [n, p, b, g, r, c, 1] are then applied to the values.
 
     Attributes:
-        read: Keys with the decay since the beginning [n, p, b, g, r | 1, c, d].
-        written: Keys with the decay until the end, of the same shape.
-        read_factor: Decay since the beginning for unchanged keys, or None.
-        written_factor: Decay until the end for unchanged keys, or None.
-        state_factor: Factor of the state over the chunk [n, p, b, g, r, 1 | d, 1].
+        read: Keys with the decay from the start of the chunk to their row [n, p, b, g, r | 1, c,
+            d].
+        written: Keys with the decay from their row to the end of the chunk, of the same shape.
+        read_factor: Decay from the start for unchanged keys, or None.
+        written_factor: Decay to the end for unchanged keys, or None.
+        state_factor: Decay of the state over the chunk [n, p, b, g, r, 1 | d, 1].
     """
 
     read: torch.Tensor
@@ -70,10 +74,12 @@ class DecayedKeys(NamedTuple):
 
 
 class ScalarDecay:
-    """Decays within chunks, one number per row and head; computes decayed keys and products.
+    """Scalar decays within chunks, one number per row and value head.
+
+    Methods return keys, products and outputs with the decays applied.
 
     Args:
-        decay: Logarithms of the decays [n, p, b, g, r, c]; the letters are explained above.
+        decay: Logarithms of the decays [n, p, b, g, r, c]; see the shape letters of this module.
         dtype: Accumulation dtype.
     """
 
@@ -82,10 +88,10 @@ class ScalarDecay:
         self.dtype = dtype
 
     def pairs(self, a: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """Return a_t^T D k_j [..., n, p, b, g, r, c, c] for j <= t, and 0 for j > t.
+        """Return a_t^T exp(G_t - G_j) k_j [..., n, p, b, g, r, c, c] for j <= t, and 0 for j > t.
 
         Args:
-            a: Tensor shaped like k, or several of them stacked.
+            a: Tensor with the shape of k, or several such tensors in a leading dimension.
             k: Keys [n, p, b, g, 1, c, d].
         """
         away = self.total.unsqueeze(-1) - self.total.unsqueeze(-2)
@@ -94,14 +100,14 @@ class ScalarDecay:
         ).exp()
 
     def keys(self, k: torch.Tensor) -> DecayedKeys:
-        """Return keys k [n, p, b, g, 1, c, d] with their decays."""
+        """Apply the decays to keys k [n, p, b, g, 1, c, d]."""
         end = self.total[..., -1:]
         left = (end - self.total).to(self.dtype).exp().unsqueeze(-1)
         state_factor = end.to(self.dtype).exp().unsqueeze(-1)
         return DecayedKeys(k, k, self._entering(), left, state_factor)
 
     def read(self, q: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Return the outputs of queries for the states before the chunk.
+        """Return the outputs [n, p, b, g, r, c, x] of queries for the states before each chunk.
 
         Args:
             q: Queries [n, p, b, g, 1, c, d].
@@ -114,7 +120,7 @@ class ScalarDecay:
 
 
 class VectorDecay:
-    """Vector decays [n, p, b, g, r, c, d] within a chunk; c is a power of two."""
+    """Vector decays [n, p, b, g, r, c, d] within chunks; c must be a power of two."""
 
     def __init__(self, decay: torch.Tensor, dtype: torch.dtype):
         self.total = decay.clamp(min=FLOORS[dtype]).double().cumsum(-2)
@@ -160,7 +166,7 @@ class VectorDecay:
 
 
 def _later(size: int, device: torch.device) -> torch.Tensor:
-    """Return a [size, size] mask of the columns j after row t."""
+    """Return a bool mask [size, size], True in columns j > t of row t."""
     return torch.ones(size, size, dtype=torch.bool, device=device).triu(1)
 
 
@@ -171,11 +177,11 @@ SEGMENT_BYTES = 16 << 20
 
 
 class Segment(NamedTuple):
-    """Consecutive chunks of one or several pieces.
+    """Consecutive chunks of one or several pieces, which are computed at once.
 
     Attributes:
-        chunks: Number of chunks of each piece.
-        spans: Rows (start, stop) of each piece; fewer rows if a piece ends within its last chunk.
+        chunks: Number of chunks of each piece in this segment.
+        spans: Rows (start, stop) of each piece. The last chunk of a piece may have fewer rows.
     """
 
     chunks: int
@@ -185,11 +191,11 @@ class Segment(NamedTuple):
 class PieceGroup(NamedTuple):
     """Pieces that are processed together, segment by segment, sorted by descending length.
 
-    Pieces that have ended are the last pieces of the group, and later segments omit them.
+    Segments after the end of a piece omit the piece.
 
     Attributes:
-        pieces: Pieces of the group.
-        mapped: True if all of them need a map, False if none does.
+        pieces: Indices of the pieces.
+        mapped: True if all pieces need a map, False if no piece does.
         segments: Segments of the group.
     """
 
@@ -199,7 +205,7 @@ class PieceGroup(NamedTuple):
 
 
 def groups_of(cut: RankPieces, limit: int) -> list[PieceGroup]:
-    """Return groups of pieces of similar length and equal `mapped`, at most `limit` per group."""
+    """Group pieces of similar length and equal `mapped`, at most `limit` pieces per group."""
     starts = [0, *accumulate(cut.lengths)]
     groups = []
     for mapped in (True, False):
@@ -213,9 +219,10 @@ def groups_of(cut: RankPieces, limit: int) -> list[PieceGroup]:
 
 
 def _segments(spans: Sequence[tuple[int, int]], limit: int) -> Iterator[Segment]:
-    """Yield the segments of pieces with these rows, which are sorted by descending length.
+    """Yield the segments of pieces with the rows `spans`, sorted by descending length.
 
-    A segment has at most `limit` chunks, and the same number for each piece that has not ended.
+    A segment has at most `limit` chunks in total. Each piece that has not ended has the same number
+    of chunks.
     """
     chunks = [-(-(stop - start) // SIZE) for start, stop in spans]
     done = 0
@@ -231,7 +238,7 @@ def _segments(spans: Sequence[tuple[int, int]], limit: int) -> Iterator[Segment]
 
 
 def gather(x: torch.Tensor, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
-    """Return the chunks of a segment of x, padded with zeros.
+    """Copy the rows of a segment from x into chunks, padded with zeros.
 
     Args:
         x: Rows [s, b, h, ...].
@@ -252,13 +259,13 @@ def gather(x: torch.Tensor, segment: Segment, dtype: torch.dtype) -> torch.Tenso
 
 
 def scatter(target: torch.Tensor, chunks: torch.Tensor, segment: Segment) -> None:
-    """Add the segment's chunks [n, p, b, h, c, ...] to its rows of target [s, b, h, ...]."""
+    """Add chunks [n, p, b, h, c, ...] to the rows of the segment in target [s, b, h, ...]."""
     for (start, stop), part in zip(segment.spans, chunks.movedim(4, 2).unbind(1), strict=True):
         target[start:stop].add_(part.flatten(0, 1)[: stop - start])
 
 
 class SegmentRows(NamedTuple):
-    """Tensors of `base.LinearInputs` of a rank, or chunks of them from `gather`.
+    """Tensors of `base.LinearInputs` of a rank, or chunks of these tensors from `gather`.
 
     A tensor is None if the form does not have it or the caller does not need it.
     """
@@ -270,7 +277,7 @@ class SegmentRows(NamedTuple):
     beta: torch.Tensor | None
 
     def gathered(self, segment: Segment, dtype: torch.dtype) -> SegmentRows:
-        """Return the chunks of a segment, detached."""
+        """Return the detached chunks of a segment, in `dtype`."""
         chunks = (None if x is None else gather(x, segment, dtype).detach() for x in self)
         return SegmentRows(*chunks)  # pyright: ignore[reportArgumentType]
 
@@ -279,9 +286,9 @@ class SegmentResult(NamedTuple):
     """Result of a segment.
 
     Attributes:
-        outputs: Outputs [n, p, b, h, c, w]; None without queries.
+        outputs: Outputs [n, p, b, h, c, x]; None without queries.
         states: States after the segment [p, b, h, d, x].
-        inverse: (I + L)^-1 [n, p, b, g, r, c, c]; None means additive forms.
+        inverse: (I + L)^-1 [n, p, b, g, r, c, c]; None for additive forms.
     """
 
     outputs: torch.Tensor | None
@@ -296,9 +303,10 @@ def run_segment(
 
     Args:
         rows: Chunks of the tensors.
-        states: Entering states [p, b, h, d, x]. If x > w, the values are in the last columns.
+        states: States before the segment [p, b, h, d, x]. If x > w, x - w columns of zeros are put
+            before the values.
         scale: Factor of the outputs.
-        inverse: (I + L)^-1 if it is known, or None.
+        inverse: (I + L)^-1 if it was computed before, or None.
     """
     heads, count = rows.k.shape[3], len(rows.k)
     q, k = (None if x is None else x.unsqueeze(4) for x in (rows.q, rows.k))
@@ -399,7 +407,7 @@ class ChunkwiseKernel:
 
 
 class ChunkwiseRun:
-    """`base.PieceRun` of the chunkwise form; pieces that need no map have zero maps."""
+    """`base.PieceRun` that computes chunks; pieces that need no map have maps of zeros."""
 
     def __init__(self, form: Form, inputs: LinearInputs, cut: RankPieces):
         self.work = _ChunkedShard(form, inputs, cut)
@@ -421,12 +429,12 @@ class ChunkwiseRun:
 
 
 class _ChunkedShard:
-    """Computation over the segments of a shard. The autograd functions hold the tensors.
+    """Computation over the segments of a shard, for the two autograd functions of this module.
 
     Attributes:
-        inverses: Inverses of the segments of mapped pieces. In forward, outputs reuse the inverses
-            that maps have computed. In backward, maps reuse the inverses that outputs have
-            computed.
+        inverses: (I + L)^-1 of each segment of pieces that need a map. In forward, outputs reuse
+            the inverses that maps have computed. In backward, maps reuse the inverses that outputs
+            have computed.
     """
 
     def __init__(self, form: Form, inputs: LinearInputs, cut: RankPieces):
@@ -445,13 +453,13 @@ class _ChunkedShard:
     def states(
         self, rows: SegmentRows, group: PieceGroup, states: torch.Tensor, out: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the states after the pieces of a group, and write their outputs to `out` if given.
+        """Return the states after the pieces of a group, and write the outputs of their rows.
 
         Args:
             rows: Tensors of the rank.
             group: Group of pieces.
             states: Entering states [p, b, h, d, x].
-            out: Outputs [s, b, h, w], or None.
+            out: Outputs of all rows [s, b, h, w], which are updated; None to compute only states.
         """
         for segment in group.segments:
             active = len(segment.spans)
@@ -471,7 +479,7 @@ class _ChunkedShard:
         of_behind: torch.Tensor | None,
         grads: Sequence[torch.Tensor | None],
     ) -> torch.Tensor:
-        """Return the gradient of the entering states of a group, and add the gradients of its rows.
+        """Return the gradient of a group's entering states, and add the gradients of its rows.
 
         Args:
             rows: Tensors of the rank.
@@ -479,7 +487,8 @@ class _ChunkedShard:
             states: Entering states [p, b, h, d, x].
             of_out: Gradient of all outputs; None means zero.
             of_behind: Gradient of the states after the pieces; None means zero.
-            grads: Gradient of each tensor of `rows`, to which the result is added, or None.
+            grads: Gradients of the tensors of `rows`, which are updated; None for a tensor that
+                needs no gradient.
         """
         entered = []
         for segment in group.segments:
@@ -516,7 +525,10 @@ class _ChunkedShard:
     def _pass(
         self, rows: SegmentRows, segment: Segment, states: torch.Tensor, keep: bool
     ) -> SegmentResult:
-        """Compute a segment. If `keep`, store its inverse for later use."""
+        """Compute a segment, with the stored inverse (I + L)^-1 if there is one.
+
+        If `keep` is True, store the inverse for the next computation of the segment.
+        """
         result = run_segment(rows, states, self.scale, self.inverses.pop(segment, None))
         if keep and result.inverse is not None:
             self.inverses[segment] = result.inverse.detach()
@@ -524,10 +536,11 @@ class _ChunkedShard:
 
 
 class _MapsOfPieces(torch.autograd.Function):
-    """Maps of the pieces.
+    """Autograd function that computes the maps of the pieces.
 
     Inputs are k, v, decay and beta. Outputs are the transition of each piece (None for the
-    identity), the increment, and each input, or None for an input that needs no gradient.
+    identity), the increment of each piece, and views of the four inputs (None for an input that
+    needs no gradient).
     """
 
     @staticmethod
@@ -575,7 +588,7 @@ class _MapsOfPieces(torch.autograd.Function):
 
 
 class _OutputsOfPieces(torch.autograd.Function):
-    """Outputs of the pieces.
+    """Autograd function that computes the outputs of the pieces.
 
     Inputs are q, k, v, decay, beta and entering states [p, b, h, d, w]. The output is [s, b, h, w].
     """
@@ -611,7 +624,7 @@ class _OutputsOfPieces(torch.autograd.Function):
 
 
 def _unit(work: _ChunkedShard, rows: SegmentRows, group: PieceGroup) -> torch.Tensor:
-    """Return the starting states for the maps of a group: [I | 0] for delta rules, else zero."""
+    """Return the initial states for the maps of a group: [I | 0] for delta rules, else zeros."""
     _, b, h, w = rows.v.shape
     size = (len(group.pieces), b, h, rows.k.shape[-1])
     if not work.form.delta:
@@ -621,12 +634,12 @@ def _unit(work: _ChunkedShard, rows: SegmentRows, group: PieceGroup) -> torch.Te
 
 
 def _of_group(work: _ChunkedShard, states: torch.Tensor, group: PieceGroup) -> torch.Tensor:
-    """Return the states of the pieces of a group."""
+    """Select the states [p, b, h, d, w] of the pieces in `group` from the states of all pieces."""
     return torch.stack([states[piece] for piece in group.pieces]).to(work.dtype)
 
 
 def _state_factors(work: _ChunkedShard, decay: torch.Tensor) -> torch.Tensor:
-    """Return the factor of a state over each mapped piece, [p, b, h] or [p, b, h, d]."""
+    """Return the decay of the state over each piece that needs a map, [p, b, h] or [p, b, h, d]."""
     factors = decay.new_zeros((len(work.cut.lengths), *decay.shape[1:]), dtype=work.dtype)
     for piece, part in enumerate(decay.split(work.cut.lengths)):
         if work.cut.mapped[piece]:
@@ -638,7 +651,7 @@ def _state_factors(work: _ChunkedShard, decay: torch.Tensor) -> torch.Tensor:
 def _add_factor_gradient(
     work: _ChunkedShard, grad: torch.Tensor | None, decay: torch.Tensor, of_factors: torch.Tensor
 ) -> None:
-    """Add the gradient of the decays through `_state_factors` to `grad`, if it is needed.
+    """Add the gradient of the decays through `_state_factors` to `grad`, unless `grad` is None.
 
     A zero gradient stays zero even for a factor that has grown to inf.
     """

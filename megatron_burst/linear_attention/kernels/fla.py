@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernel "fla": the chunk functions of flash-linear-attention, if it is installed.
 
-This module converts our tensors to the arguments of these functions. None of these functions was
-run for this project, because there was no GPU. Tests compare the arguments with the signatures of
-the releases (`tests/linear_attention/linear_signatures.json`). The meaning of the arguments follows
-from the sources, and stand-ins implement it in the tests.
+This module converts our tensors to the arguments of these functions. The functions were never run
+for this project, because there was no GPU. Tests compare the arguments with the signatures of the
+releases (`tests/linear_attention/linear_signatures.json`). In tests, stand-ins implement the
+meaning of the arguments, which is taken from the sources.
 
-Tensors are [b, s, h, .], decays are natural logarithms in float32, and states are [sequences, h, d,
-w] in float32. If sequences differ in length, b is 1 and cu_seqlens contains their bounds. Keys and
-queries are repeated if value heads share them, because not all functions support sharing.
+The functions take tensors [b, s, h, .], decays as natural logarithms in float32, and states
+[sequences, h, d, w] in float32. If there are several sequences per batch entry, b is 1 and
+cu_seqlens contains the bounds of all sequences. Keys and queries are repeated if value heads share
+them, because not all functions support sharing.
 """
 
 from __future__ import annotations
@@ -47,18 +48,18 @@ class FlaKernel:
 
 
 def function(form: Form) -> FittedFunction:
-    """Return the function that computes this form. Raise ValueError like `load`."""
+    """Return the function that computes this form. Raise the same errors as `load`."""
     return load("fla", form.fla, names(form), (ON_THE_HOST,))
 
 
 def names(form: Form) -> tuple[str, ...]:
-    """Return the names of the arguments for the function of this form."""
+    """Return the names of the arguments that the function for this form must accept."""
     own = [] if form.decay == "none" else ["g"]
     return (*ALWAYS, *own, *(["beta"] if form.delta else []))
 
 
 def unfit(inputs: LinearInputs) -> str | None:
-    """Return why the sources of flash-linear-attention reject these tensors, or None."""
+    """Return why flash-linear-attention does not support these tensors; None if it does."""
     dtypes = {x.dtype for x in (inputs.q, inputs.k, inputs.v)}
     if len(dtypes) > 1 or inputs.v.dtype not in (torch.bfloat16, torch.float16):
         return (
@@ -70,7 +71,7 @@ def unfit(inputs: LinearInputs) -> str | None:
 
 
 def run(loaded: FittedFunction, form: Form, inputs: LinearInputs, cut: RankPieces) -> SequencesRun:
-    """Return the computation of the pieces with this function."""
+    """Return an object that computes the pieces with the function `loaded`."""
     shared = shares_heads(form, loaded)
 
     def sweep(
@@ -104,14 +105,14 @@ def arguments(
 ) -> dict[str, Any]:
     """Return the arguments for the function of a form.
 
-    Sequences are the pieces of the first batch entry, then the pieces of the second entry, and so
-    on.
+    A sequence of the function is one piece of one batch entry. The pieces of the first batch entry
+    come first.
 
     Args:
         inputs: Tensors of the call.
-        lengths: Rows of each piece.
-        states: Entering states, or None for zeros.
-        behind: True if leaving states are needed.
+        lengths: Number of rows of each piece.
+        states: States before the pieces [p, b, h, d, x], or None for zeros.
+        behind: True if the states after the pieces are needed.
         shared: True if the function supports shared heads, see `shares_heads`. Otherwise queries
             and keys are repeated.
     """

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernel "mamba_ssm": mamba_chunk_scan_combined of Mamba, if it is installed.
 
-This module converts our tensors to the function's arguments. The function was not run for this
-project, because there was no GPU. Tests compare the arguments with the signatures of its releases
-(`tests/linear_attention/linear_signatures.json`). The meaning of the arguments follows from the
-sources, and a stand-in implements it in the tests.
+This module converts our tensors to the arguments of the function. The function was never run for
+this project, because there was no GPU. Tests compare the arguments with the signatures of the
+releases (`tests/linear_attention/linear_signatures.json`). In tests, a stand-in implements the
+meaning of the arguments, which is taken from the sources.
 
 The function computes S_t = exp(dt_t A) S_{t-1} + dt_t B_t x_t^T with one A per head, so dt
-determines both the decay and the write strength. We pass A = -1, dt = -decay and x = v / dt. A
-decay closer to 0 than `SMALLEST` is replaced by -`SMALLEST`.
-Small decays lose digits in their gradients, because x is then large. "auto" therefore does not
-select this kernel. The function's states are [b, h, w, d], and it is called once per piece.
+determines both the decay and the write strength. This module passes A = -1, dt = -decay and x = v /
+dt. A decay closer to 0 than `SMALLEST` is replaced by -`SMALLEST`. Small decays lose digits in
+their gradients, because x is then large. Therefore "auto" does not select this kernel. The states
+of the function are [b, h, w, d]. This module calls the function once per piece.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SMALLEST = 1e-6
 
 
 class MambaKernel:
-    """Kernel "mamba_ssm": scalar decay by `mamba_chunk_scan_combined`."""
+    """Kernel "mamba_ssm": linear attention with scalar decay, by `mamba_chunk_scan_combined`."""
 
     name = "mamba_ssm"
 
@@ -51,12 +51,12 @@ class MambaKernel:
 
 
 def function() -> FittedFunction:
-    """Load `mamba_chunk_scan_combined`. Raise ValueError like `load`."""
+    """Load `mamba_chunk_scan_combined`. Raise the same errors as `load`."""
     return load("mamba_ssm", FUNCTION, NAMES)
 
 
 def run(loaded: FittedFunction, form: Form, inputs: LinearInputs, cut: RankPieces) -> SequencesRun:
-    """Return the computation of the pieces with this function."""
+    """Return an object that computes the pieces with the function `loaded`."""
 
     def sweep(
         inputs: LinearInputs, lengths: Sequence[int], states: torch.Tensor | None, behind: bool
@@ -73,7 +73,10 @@ def run(loaded: FittedFunction, form: Form, inputs: LinearInputs, cut: RankPiece
 
 
 def arguments(piece: LinearInputs, state: torch.Tensor | None) -> dict[str, Any]:
-    """Return the arguments for one piece; the state is [b, h, d, w]. Queries include the scale."""
+    """Return the arguments of the function for one piece and the state before it, [b, h, d, w].
+
+    The scale is applied to the queries.
+    """
     assert piece.decay is not None
     wide = accumulation_dtype(piece.v.dtype)
     dt = (-piece.decay.to(wide)).clamp(min=SMALLEST)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel "reference": the recurrence, token by token, as the forms are defined.
+"""Kernel "reference": computes the recurrence of each form token by token.
 
-This kernel computes in the accumulation dtype and is slow. It is the specification of the other
-kernels.
+This kernel computes in the accumulation dtype and is slow. Other kernels are tested against it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from .base import LinearInputs, Maps, RankPieces, no_maps
 
 
 class RecurrenceKernel:
-    """Kernel "reference": the recurrence, token by token."""
+    """Kernel "reference": computes the recurrence token by token."""
 
     name = "reference"
 
@@ -27,7 +26,7 @@ class RecurrenceKernel:
 
 
 class RecurrenceRun:
-    """`base.PieceRun` of the recurrence; it computes maps of all pieces."""
+    """`base.PieceRun` that computes the recurrence. It computes the maps of all pieces."""
 
     def __init__(self, form: Form, inputs: LinearInputs, cut: RankPieces):
         self.form, self.cut, self.dtype = form, cut, inputs.v.dtype
@@ -68,7 +67,7 @@ class RecurrenceRun:
 
 
 def _run(form: Form, piece: LinearInputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return outputs [s, b, h, w] and the leaving state, from the entering state [b, h, d, x]."""
+    """Run the recurrence from `state` [b, h, d, x]; return outputs [s, b, h, x] and last state."""
     outs = [piece.v[:0]]
     for t in range(piece.v.shape[0]):
         key, value = piece.k[t], piece.v[t]

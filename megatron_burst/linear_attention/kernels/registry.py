@@ -27,10 +27,11 @@ KERNELS: dict[str, Callable[[], LinearKernel]] = {
 
 
 def choose(name: str, form: Form, inputs: LinearInputs) -> tuple[str, str]:
-    """Return the name of a kernel for these tensors, and why no faster kernel is used.
+    """Return the name of the kernel for these tensors, and why "auto" selects no faster kernel.
 
     "auto" selects flash-linear-attention on CUDA if it is installed and supports the tensors.
-    Otherwise it selects torch, with a warning on CUDA.
+    Otherwise it selects torch, and on CUDA warns with the reason. The reason is empty if
+    there is no faster kernel.
 
     Args:
         name: Key in `KERNELS`, or "auto".
@@ -78,7 +79,7 @@ def run(form: Form, kernel: str, inputs: LinearInputs, cut: RankPieces) -> Piece
 def _warn_if_growing(decay: torch.Tensor | None) -> None:
     """Warn if a decay on the CPU has positive logarithms.
 
-    On a GPU reading the values would synchronize the host.
+    A decay on a GPU is not checked, because reading the values would synchronize the host.
     """
     if decay is None or decay.is_cuda or decay.numel() == 0:
         return

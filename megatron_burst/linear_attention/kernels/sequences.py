@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Table of the packages with kernels, and the `PieceRun` that all of these kernels use.
 
-A function of a package sweeps over whole pieces, from entering states to leaving states, and
-computes the outputs of every row. For pieces that need a map, one sweep computes map and outputs.
-Outputs and states are affine in the entering state, so the sweep starts from zero. For delta rules
-it starts from the state [I | 0] with the values [0 | V]. The outputs for I are then the queries,
-transformed back to the beginning of the piece. When the entering state is known, its product with
-these queries is added to the outputs.
+A function of a package sweeps over whole pieces, from the states before them to the states after
+them, and computes the outputs of every row. For pieces that need a map, one sweep computes map and
+outputs. Outputs and states are affine in the entering state, so the sweep starts from zero. For
+delta rules the sweep starts from the state [I | 0] with the values [0 | V]. The outputs for I are
+then the queries, transformed back to the beginning of the piece. When the entering state is known,
+the product of these queries and the state is added to the outputs.
 
-Pieces without a map are computed when their entering states are known. Transitions of additive
-forms are sums of decays. The autograd of the package computes the gradients.
+Pieces without a map are computed when their entering states are known. Logarithms of the
+transitions of additive forms are sums of decays. The autograd of the package computes the
+gradients.
 """
 
 from __future__ import annotations
@@ -70,9 +71,9 @@ PACKAGES = {
 
 
 def missing(load: Callable[[], object]) -> str | None:
-    """Return the reason if the package of a function is not installed, or None.
+    """Return the error message of `load` if its package is not installed, otherwise None.
 
-    If the package is incompatible, the error of `load` is raised.
+    Other errors of `load` are raised, such as for an incompatible package.
     """
     try:
         load()
@@ -142,7 +143,7 @@ class SequencesRun:
             self._sweep_mapped(form)
 
     def _sweep_mapped(self, form: Form) -> None:
-        """Compute maps and zero-state outputs of the pieces that need a map."""
+        """Compute the pieces that need a map: their maps, and their outputs for a zero state."""
         rows, lengths = self._rows(self.mapped)
         d = rows.k.shape[-1]
         if form.delta:
@@ -197,7 +198,7 @@ class SequencesRun:
         return torch.cat([self.inputs.v[:0], *(out.to(self.inputs.v.dtype) for out in outs)])
 
     def _rows(self, pieces: Sequence[int]) -> tuple[LinearInputs, list[int]]:
-        """Return the rows of these pieces, and their lengths."""
+        """Return the rows of these pieces, and the length of each piece."""
 
         def chosen(x: torch.Tensor | None) -> Any:
             if x is None or len(pieces) == len(self.cut.lengths):
@@ -218,7 +219,10 @@ def state_outputs(queries: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
 def decayed_state_outputs(
     q: torch.Tensor, decay: torch.Tensor | None, state: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Return the outputs of queries [s, b, g, d] for a state [b, h, d, w] that decays per row."""
+    """Return the outputs of queries [s, b, g, d] for a state [b, h, d, w] that decays per row.
+
+    `decay` has the logarithms of the decay of each row, [s, b, h] or [s, b, h, d].
+    """
     queries = q.repeat_interleave(state.shape[1] // q.shape[2], 2).to(state.dtype) * scale
     if decay is not None:
         factors = decay.to(state.dtype).cumsum(0).exp()
