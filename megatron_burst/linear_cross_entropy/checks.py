@@ -79,7 +79,7 @@ RULES = {
 
 
 def reasons(options: LossOptions) -> Iterator[str]:
-    """Yield an error message for each invalid option. The tensors of the call are not needed."""
+    """Yield an error message for each invalid option, without reading tensors of the call."""
     for name, rule in RULES.items():
         value = getattr(options, name)
         if isinstance(value, torch.Tensor):
@@ -190,7 +190,7 @@ class LossRequest:
     Attributes:
         inputs: Tensors, with labels in int64 and loss_mask in the accumulation dtype.
         options: Options as Python numbers.
-        facts: Facts on which all ranks of the group must agree.
+        facts: Values that must be the same on all ranks of the group.
     """
 
     inputs: LossInputs
@@ -204,8 +204,8 @@ Checked = TypeVar("Checked", bound=Any)
 class HeadOperation(Operation[Checked, Checked]):
     """Base class of operations of the LM head, such as `LossOperation`.
 
-    There is no separate plan. Shapes and options determine the collectives, so the checked
-    arguments serve as the plan.
+    These operations have no separate plan: shapes and options determine the collectives, so the
+    checked arguments are the plan.
     """
 
     split: Split
@@ -239,10 +239,10 @@ def checked(
     labelled: int | None = None,
     extra: Iterable[str] = (),
 ) -> LossRequest:
-    """Check the arguments of a call, and return them with the facts that ranks compare.
+    """Check the arguments of a call, and return them with the values that ranks compare (`facts`).
 
-    The facts of the result determine the collectives of the call. They include a checksum of the
-    tensors that must be equal on all ranks of a group.
+    The facts determine the collectives of the call. They include a checksum of the tensors that
+    must be equal on all ranks of a group.
 
     Args:
         inputs: Tensors of the call.
@@ -288,9 +288,10 @@ _SPREAD = 0x1E3779B97F4A7C15  # odd, with ones spread over all bits
 
 
 def checksum(x: torch.Tensor) -> int:
-    """Return a checksum of the bits of numbers of 4 or 8 bytes.
+    """Return a checksum of the bits of x, whose elements must have 4 or 8 bytes.
 
-    Each number is mixed with its index, so a changed number or two swapped numbers change the sum.
+    Each element is mixed with its index, so one changed element or two swapped elements change the
+    checksum.
     """
     bits = x.contiguous().view(torch.int32 if x.element_size() == 4 else torch.int64).reshape(-1)
     mixed = bits + torch.arange(len(bits), device=x.device) * _SPREAD
@@ -306,7 +307,7 @@ def _raise(problems: list[str]) -> None:
 
 
 def _kinds(inputs: LossInputs, sequence_parallel: Any) -> Iterator[str]:
-    """Yield an error message for each argument of a wrong type."""
+    """Yield an error message for each argument with a wrong type."""
     expected = {
         "hidden": "a torch.Tensor [..., d]",
         "weight": "a torch.Tensor [v, d]",
@@ -387,9 +388,9 @@ def _vocabulary(options: LossOptions, weight: torch.Tensor, split: Split) -> Ite
 def _labels(
     labels: torch.Tensor, mask: torch.Tensor | None, options: LossOptions, count: int
 ) -> list[str]:
-    """Return an error message if a label with a weight other than 0 is outside the vocabulary.
+    """Return a list with an error message if a label with nonzero weight is not in the vocabulary.
 
-    On CUDA a device-side assertion checks the labels, and no message is returned.
+    On CUDA a device-side assertion checks the labels, and the list is empty.
     """
     good = (labels == options.ignore_index) | ((labels >= 0) & (labels < count))
     if mask is not None:

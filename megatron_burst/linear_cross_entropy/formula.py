@@ -40,7 +40,7 @@ class Formula:
     smoothing: float = 0.0
 
     def loss(self, stats: Stats) -> torch.Tensor:
-        """Return the losses [n] from the statistics of complete rows."""
+        """Return the losses [n] of rows, given their statistics over the whole vocabulary."""
         lse = stats.lse
         loss = lse - (1 - self.smoothing) * stats.target
         if self.smoothing:
@@ -51,7 +51,7 @@ class Formula:
         return loss
 
     def softmax_factor(self, lse: torch.Tensor) -> torch.Tensor | float:
-        """Return the factor of the softmax p in the derivative of the loss, 1 + 2 z_loss lse."""
+        """Return 1 + 2 z_loss lse, the factor of the softmax p in the derivative of the loss."""
         return 1 + 2 * self.z_loss * lse if self.z_loss else 1.0
 
 

@@ -31,13 +31,13 @@ class Sink(Protocol):
     """
 
     def target(self) -> torch.Tensor:
-        """Return the tensor to which the gradient is added, shaped like the weight."""
+        """Return the tensor, shaped like the weight, to which the gradient is added."""
         ...
 
     def done(self) -> torch.Tensor | None:
-        """Return the gradient of the weight for autograd, or None.
+        """Return the tensor that autograd gets as the gradient of the weight, or None.
 
-        Called after the gradient was added to `target()`.
+        Backward calls this method after it added the gradient to `target()`.
         """
         ...
 
@@ -46,7 +46,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     """Autograd function that returns the loss of each token.
 
     Inputs are hidden [n, d], weight [v, d], labels [p, n] and weights [p, n]. Outputs are loss [p,
-    n] and argmax [p, n] or None. Letters are the same as in `tiled_loop`.
+    n] and argmax [p, n] or None. Shape letters are the same as in `tiled_loop`.
     """
 
     @staticmethod
@@ -105,9 +105,10 @@ class LinearCrossEntropy(torch.autograd.Function):
 def _needs_weight_gradient(ctx: Any) -> bool:
     """Return whether this backward must compute the weight gradient.
 
-    `needs_input_grad` is True even for torch.autograd.grad(loss, hidden), which does not need this
-    gradient. An addition to a sink cannot be undone. The engine has no information about leaves, so
-    the weight is passed as a view.
+    `needs_input_grad` is True even for torch.autograd.grad(loss, hidden), which does not need the
+    weight gradient. An addition to a sink cannot be undone, so this function queries the autograd
+    engine. The engine has this information only for nodes, not for leaf tensors. Therefore the
+    public function passes a view of the weight.
     """
     if not ctx.needs_input_grad[1]:
         return False
@@ -131,7 +132,7 @@ def _factor(dloss: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def _scaled(dh: torch.Tensor | None, dw: torch.Tensor | None, factor: torch.Tensor) -> Gradients:
-    """Multiply the gradients of forward by `factor`, in place unless the graph is retained."""
+    """Multiply the gradients from forward by `factor`, in place unless the graph is retained."""
     if _keeps_graph():
         dh, dw = (g if g is None else g.mul(factor) for g in (dh, dw))
         return dh, dw
@@ -142,7 +143,7 @@ def _scaled(dh: torch.Tensor | None, dw: torch.Tensor | None, factor: torch.Tens
 def _grads_for_autograd(
     sink: Sink | None, dtype: torch.dtype, dh: torch.Tensor | None, dw: torch.Tensor | None
 ) -> Gradients:
-    """Return the gradients for autograd; with a sink, add the weight gradient to the sink."""
+    """Return the gradients for autograd. With a sink, add the weight gradient to the sink."""
     if dw is None or sink is None:
         return dh, dw if dw is None else dw.to(dtype)
     sink.target().add_(dw)

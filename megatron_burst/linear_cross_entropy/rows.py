@@ -47,8 +47,9 @@ def row_stats(
     """Return the statistics of n rows of logits over the columns of this rank.
 
     Args:
-        z: Products h.w [n, v]. With `consume` they may become exp(x - peak), where x are the logits
-            and peak [n] is in the result; `softmax_gradient_` continues from there.
+        z: Products h.w [n, v] of hidden states and weight. If `consume` is True, they may be
+            overwritten by exp(x - peak), with the logits x and the peak [n] of the result.
+            `softmax_gradient_` accepts these exponentials.
         labels: Vocabulary row of each label [n], counted over all ranks. Labels outside this rank's
             rows are ignored.
         columns: Vocabulary rows of this rank.
@@ -56,8 +57,8 @@ def row_stats(
         dtype: Dtype of the statistics.
         argmax: Also return the largest logit and its vocabulary row.
         consume: Allow overwriting z, which saves time.
-        entropy: Also return the entropy of the softmax over this rank's columns, 0 without columns.
-            Not with `consume` or label smoothing.
+        entropy: Also return the entropy of the softmax over this rank's columns; it is 0 without
+            columns. Cannot be combined with `consume` or label smoothing.
     """
     assert not entropy or not (consume or formula.smoothing)
     index = labels - columns.first
@@ -97,7 +98,7 @@ def softmax_gradient_(
     Args:
         z: Products h.w, or with `peak` the exponentials exp(x - peak) from `row_stats`.
         labels: Vocabulary row of each label [n], counted over all ranks.
-        lse: Log-sum-exp [n] of complete rows, in the accumulation dtype.
+        lse: Log-sum-exp [n] over the whole vocabulary, in the accumulation dtype.
         weights: Weights [n], in the accumulation dtype.
         columns: Vocabulary rows of this rank.
         formula: Constants of the loss.
@@ -130,7 +131,7 @@ def largest(
     """Return the largest logits of this rank's columns, and their vocabulary rows, [n, count] each.
 
     Vocabulary rows are floats, exact up to 2^24. If this rank has fewer than `count` columns, the
-    remaining logits are -inf.
+    last logits are -inf.
     """
     values = z.new_full((len(z), count), -torch.inf, dtype=dtype)
     winners, available = torch.zeros_like(values), min(count, columns.real)
@@ -203,8 +204,8 @@ def entropy_gradient_(
 
     Args:
         z: Products h.w [n, v], which are overwritten.
-        lse: Log-sum-exp [n] of complete rows.
-        entropy: Entropy [n] of complete rows.
+        lse: Log-sum-exp [n] over the whole vocabulary.
+        entropy: Entropy [n] over the whole vocabulary.
         of_softmax: Factor [n], see above.
         of_entropy: Factor [n], see above.
         columns: Vocabulary rows of this rank.
@@ -256,13 +257,13 @@ def divergence(
     teacher_lse: torch.Tensor,
     reverse: bool,
 ) -> torch.Tensor:
-    """Return this rank's part [n] of KL(teacher || student), or of KL(student || teacher).
+    """Return the part [n] of KL(teacher || student) from the vocabulary rows of this rank.
 
     Args:
         student: Products h.w of the student.
         teacher: Products h.w of the teacher.
-        lse: Log-sum-exp [n] of complete rows of the student.
-        teacher_lse: Log-sum-exp [n] of complete rows of the teacher.
+        lse: Log-sum-exp [n] of the student's logits over the whole vocabulary.
+        teacher_lse: Log-sum-exp [n] of the teacher's logits over the whole vocabulary.
         reverse: True for KL(student || teacher).
     """
     parts = torch.zeros_like(lse)
@@ -291,9 +292,9 @@ def divergence_gradient_(
     Args:
         student: Products h.w of the student; `student.z` [n, v] is overwritten by the gradient.
         teacher: Products h.w of the teacher.
-        lse: Log-sum-exp [n] of complete rows of the student.
-        teacher_lse: Log-sum-exp [n] of complete rows of the teacher.
-        kl: Divergence [n] of complete rows.
+        lse: Log-sum-exp [n] of the student's logits over the whole vocabulary.
+        teacher_lse: Log-sum-exp [n] of the teacher's logits over the whole vocabulary.
+        kl: Divergence [n] over the whole vocabulary.
         weights: Factor of each row's gradient [n].
         reverse: True for KL(student || teacher).
     """
@@ -332,8 +333,9 @@ def _row_stats(
 ) -> torch.Tensor:
     """Return the statistics of n rows of logits as a tensor [5, n].
 
-    Its rows are lse, logit of the label, sum of logits (entropy with `entropy`), largest logit, and
-    vocabulary row of the largest logit. The last three rows are 0 unless they are requested.
+    The rows of the result are lse, logit of the label, sum of logits (entropy if `entropy` is
+    True), largest logit, and vocabulary row of the largest logit. The last three rows are 0 unless
+    they are requested.
     """
     lse, target, third, best, winner = out = z.new_zeros((5, len(z)), dtype=dtype)
     if not columns.real:  # all columns are padding

@@ -3,8 +3,8 @@
 
 With a group, every rank holds an equal slice of the vocabulary, in rank order, and all labels. With
 sequence parallelism, a rank also holds only its slice of the tokens. A tile then contains equal
-ranges of rows from every slice. So one all-gather collects a tile, and one reduce-scatter returns
-the gradient of the tile.
+ranges of rows from every slice. Therefore one all-gather collects a tile, and one reduce-scatter
+returns the gradient of the tile.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PendingFlag:
     ready: torch.cuda.Event | None = None
 
     def read(self) -> bool:
-        """Return the flag, after the copy to the host.
+        """Wait for the copy to the host, and return the flag.
 
         The host waits only for work that was launched before the copy.
         """
@@ -91,9 +91,9 @@ class Split:
 
     @property
     def _device(self) -> torch.device:
-        """Device of headers, tensors that ranks exchange to compare facts.
+        """Device of the tensors that ranks exchange to compare their arguments.
 
-        It is the same on every rank, even if ranks have tensors of different devices.
+        The device is the same on every rank, even if ranks have tensors on different devices.
         """
         assert self.group is not None
         kinds = {device.type for device in self.group._device_types}  # pyright: ignore[reportAttributeAccessIssue]
@@ -106,7 +106,7 @@ class Split:
             rows: Rows [n, d] of this rank's slice.
 
         Returns:
-            Handle to the rows of all slices [parts * n, d].
+            `InFlight` with the rows of all slices [parts * n, d].
         """
         if self.parts == 1:
             return InFlight(rows)
@@ -114,13 +114,13 @@ class Split:
         return InFlight(out, _start("all_gather", out, rows, group=self.group))
 
     def reduce(self, partial: torch.Tensor) -> InFlight:
-        """Start a sum of rows over the ranks.
+        """Start a reduction that sums rows over the ranks.
 
         Args:
             partial: Summands [parts * n, d], which must not be changed before `InFlight.wait`.
 
         Returns:
-            Handle to the sums of the rows of this rank's slice [n, d].
+            `InFlight` with the sums of the rows of this rank's slice [n, d].
         """
         if self.size == 1:
             return InFlight(partial)
@@ -130,7 +130,10 @@ class Split:
         return InFlight(out, _start("reduce_scatter", out, partial, group=self.group))
 
     def merge(self, stats: Stats) -> Stats:
-        """Return statistics over the vocabulary rows of all ranks, with one small all-gather."""
+        """Merge the statistics of all ranks into statistics over the whole vocabulary.
+
+        This is a collective call: one small all-gather.
+        """
         if self.size == 1:
             return stats
         present = stats._replace(peak=None)._asdict().items()
@@ -155,7 +158,7 @@ class Split:
         return gathered.view(self.size, *own.shape)
 
     def all_true(self, flag: torch.Tensor) -> PendingFlag:
-        """Start a logical AND of a 0-d flag over all ranks, and return a handle to the result."""
+        """Compute the logical AND of a 0-d flag over all ranks, and start its copy to the host."""
         all_ranks = flag.to(torch.int32)
         if self.size > 1:
             work = _start("all_reduce", all_ranks, op=dist.ReduceOp.MIN, group=self.group)
@@ -168,10 +171,10 @@ class Split:
         return PendingFlag(host, ready)
 
     def agree(self, facts: Facts | ValueError) -> None:
-        """Compare facts over the ranks.
+        """Compare facts, the values that must be the same on all ranks.
 
         Raises:
-            ValueError: The facts differ, or a rank passed an error; the message is the same on all
+            ValueError: The facts differ, or a rank passed an error. The message is the same on all
                 ranks.
         """
         agree(facts, self._gather_headers)

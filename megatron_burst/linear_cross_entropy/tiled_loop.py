@@ -10,7 +10,7 @@ operands of low precision are converted to fp32, the weight one panel at a time.
 computes a bf16 product 5 to 100 times slower than an fp32 product.
 
 The weight gradient is summed in the accumulation dtype. On CUDA, one matrix product adds to it. If
-torch is too old for this, the product is computed in panels with fp32 output, which are added.
+torch is too old for this, panels (some rows) of the product are computed in fp32 and then added.
 
 Shape letters: n tokens of this rank's slice, p slices (1, or all ranks with sequence parallelism),
 d width, v vocabulary rows of this rank.
@@ -42,13 +42,13 @@ def logits_dtype(operand: torch.Tensor) -> torch.dtype:
 
 
 def logits_(z: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
-    """Compute z [n, v] = hidden [n, d] weight [v, d]^T; hidden has the dtype of z."""
+    """Compute z [n, v] = hidden [n, d] weight [v, d]^T; hidden must have the dtype of z."""
     for rows, panel in _panels(weight, z.dtype):
         torch.mm(hidden, panel.t(), out=z[:, rows])
 
 
 def input_gradient_(dh: torch.Tensor, z: torch.Tensor, weight: torch.Tensor) -> None:
-    """Compute dh [n, d] = z [n, v] weight [v, d]; dh has the dtype of z."""
+    """Compute dh [n, d] = z [n, v] weight [v, d]; dh must have the dtype of z."""
     for rows, panel in _panels(weight, z.dtype):
         dh.addmm_(z[:, rows], panel, beta=0 if rows.start == 0 else 1)
 
@@ -75,7 +75,7 @@ def _add_by_panels(dw: torch.Tensor, z: torch.Tensor, hidden: torch.Tensor) -> N
 
 
 def _panels(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield panels of the weight in `dtype`, each with the slice of its rows.
+    """Yield panels (consecutive rows) of the weight in `dtype`, each with its slice of rows.
 
     If no conversion is needed, the only panel is the whole weight.
     """
@@ -112,7 +112,7 @@ def tiling(hidden: torch.Tensor, weight: torch.Tensor, split: Split, tile: int |
         hidden: Hidden states [..., d].
         weight: Weight [v, d].
         split: Distribution of vocabulary and tokens.
-        tile: Bytes of logits per tile; None means the device's default.
+        tile: Limit of the bytes of logits per tile; None means the default of the device.
     """
     count = hidden.shape[:-1].numel()
     budget = tile if tile is not None else LOGITS_TILE.get(hidden.device.type, LOGITS_TILE["cuda"])
@@ -208,8 +208,10 @@ def losses(
         head: Options and sizes of the call.
         tokens: Hidden states, weight and labels.
         weights: Weight of each token [p, n].
-        dh: Gradient of hidden [n, d], which is overwritten; None if it is not needed.
-        dw: Gradient of the weight [v, d], to which the result is added; None if it is not needed.
+        dh: Buffer for the gradient of hidden [n, d], which is overwritten; None if the gradient is
+            not needed.
+        dw: Buffer to which the gradient of the weight [v, d] is added; None if the gradient is not
+            needed.
     """
     loss, lse = (weights.new_empty(weights.shape, dtype=head.dtype) for _ in range(2))
     argmax = torch.empty_like(tokens.labels) if head.argmax else None
@@ -287,8 +289,10 @@ class GradientSum:
     Args:
         head: Options and sizes of the call.
         tokens: Hidden states, weight and labels.
-        dh: Gradient of hidden [n, d], which is overwritten; None if it is not needed.
-        dw: Gradient of the weight [v, d], to which tiles are added; None if it is not needed.
+        dh: Buffer for the gradient of hidden [n, d], which is overwritten; None if the gradient is
+            not needed.
+        dw: Buffer to which the gradient of the weight [v, d] is added; None if the gradient is not
+            needed.
     """
 
     def __init__(
@@ -310,16 +314,16 @@ class GradientSum:
         weights: torch.Tensor,
         peak: torch.Tensor | None = None,
     ) -> None:
-        """Replace the products z of a tile by their gradient, and add the gradients of the tile.
+        """Overwrite the products z of a tile by their gradient, and add the gradients of the tile.
 
         Args:
             tile: Rows of this rank's slice.
             h: Hidden rows of the tile [m, d], from all slices.
-            z: Products h.w [m, v]; with `peak`, see `row_stats`.
+            z: Products h.w [m, v]; if `peak` is given, the exponentials from `row_stats`.
             labels: Labels [m].
-            lse: Log-sum-exp [m] of complete rows.
+            lse: Log-sum-exp [m] over the whole vocabulary.
             weights: Weights of the losses [m].
-            peak: Offset [m] from `row_stats`, or None.
+            peak: Offset [m] of the exponentials, or None.
         """
         if not self.needed:
             return
@@ -333,7 +337,8 @@ class GradientSum:
             tile: Rows of this rank's slice.
             h: Hidden rows of the tile [m, d], from all slices; overwritten if they are a copy.
             z: Gradient of the products h.w [m, v].
-            unused: Mask [m] of rows without a gradient; z is 0 there, and h may contain NaN.
+            unused: Mask [m] of rows without a gradient. z is 0 in these rows, and h may contain
+                NaN.
         """
         if self.dh is not None:
             self.finish()

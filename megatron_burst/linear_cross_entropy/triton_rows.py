@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels of `rows`: one pass for the statistics, one pass for the gradient.
 
-The module is only imported if tensors are on a GPU and Triton is installed. Between the matrix
-products, a tile is read twice and written once, and no temporary tensor of its size is allocated.
+The module is imported only if tensors are on a GPU and Triton is installed. Between the matrix
+products, a tile is read twice and written once, without a temporary tensor of the size of the tile.
 """
 
 from __future__ import annotations
 
-# Triton may be missing, and type checkers do not see its kernels as functions.
+# Triton may not be installed, and type checkers do not recognize its kernels as functions.
 # pyright: reportMissingImports=false, reportIndexIssue=false
 import torch
 import triton
@@ -41,7 +41,7 @@ def _stats(
     """Compute the statistics of one row of logits, and store them in out [5, n].
 
     The rows of `out` are the same as in `row_stats`. With ENTROPY, the entropy replaces the sum of
-    logits, and the vocabulary row is 0, because registers are scarce. Each lane keeps its own sums.
+    logits, and the vocabulary row is 0, to save registers. Each lane keeps its own sums.
     """
     row = tl.program_id(0).to(tl.int64)
     z += row * stride
@@ -146,8 +146,8 @@ def row_stats(
 ) -> torch.Tensor:
     """Return statistics of n rows of logits over the first `real` columns, as a tensor [5, n].
 
-    Its rows are lse, logit of the label, sum of logits, largest logit, and vocabulary row of the
-    largest logit.
+    The rows of the result are lse, logit of the label, sum of logits, largest logit, and vocabulary
+    row of the largest logit.
 
     Args:
         z: Products h.w [n, v].
@@ -172,7 +172,7 @@ def row_stats(
 def softmax_gradient_(
     z: torch.Tensor, gradient: LogitGradient, real: int, scale: float, softcap: float | None
 ) -> None:
-    """Replace products z [n, v] by their gradient; see `LogitGradient`.
+    """Replace products z [n, v] by the gradient that `LogitGradient` describes.
 
     Columns from `real` on become 0.
     """
@@ -194,7 +194,7 @@ def entropy_gradient_(
     scale: float,
     softcap: float | None,
 ) -> None:
-    """Replace products z [n, v] by their gradient, as `rows.entropy_gradient_` does.
+    """Replace products z [n, v] by their gradient; see `rows.entropy_gradient_`.
 
     Tensors [n] must be contiguous. Columns from `real` on become 0.
     """

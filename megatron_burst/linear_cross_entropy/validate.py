@@ -40,9 +40,9 @@ def linear_cross_entropy(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Return the cross entropy of the logits hidden @ weight.T without materializing all logits.
 
-    The loss of each token is not multiplied by `loss_mask`. A token with an ignored label or weight
-    0 adds nothing to the gradients, even if its hidden row contains NaN. If the loss of such a
-    token is not finite, 0 is returned instead. Double backward is not supported.
+    The returned loss of a token is not multiplied by `loss_mask`. A token with an ignored label or
+    weight 0 adds nothing to the gradients, even if its hidden row contains NaN. If the loss of such
+    a token is not finite, 0 is returned instead. Double backward is not supported.
 
     Args:
         hidden: Hidden states [..., d] in float64, float32 or bfloat16.
@@ -54,11 +54,11 @@ def linear_cross_entropy(
             gradient, but if it is not a multiple of loss_mask, backward computes the logits again
             and warns.
         ignore_index: Label of tokens without a loss.
-        tp_group: Tensor-parallel group. Its ranks hold equal slices of the vocabulary, in rank
-            order, and equal labels and loss_mask, which a checksum verifies. The call is a
-            collective.
+        tp_group: Tensor-parallel group. Each rank holds a slice of the vocabulary rows; slices have
+            equal sizes and are in rank order. All ranks must pass the same labels and loss_mask,
+            which a checksum verifies. The call is a collective.
         sequence_parallel: True if hidden is this rank's slice of dimension 0. Labels and loss_mask
-            are for all tokens. The gradient of hidden is this rank's slice too.
+            must cover all tokens. The gradient of hidden is also this rank's slice.
         logit_scale: Factor of the logits, a number. For a learnable factor pass hidden *
             logit_scale.
         logit_softcap: Cap of the logits: cap * tanh(logit / cap), after the scale.
@@ -71,12 +71,13 @@ def linear_cross_entropy(
             weight gradient in float32. "recompute" keeps one number per token and computes the
             logits again in backward.
         return_argmax: Also return the most likely vocabulary row of each token.
-        sink: Destination of the weight gradient instead of weight.grad, see `function.Sink`.
+        sink: Buffer that receives the weight gradient in place of weight.grad; see `function.Sink`.
 
     Returns:
         The loss of each token, shaped like labels, in float32 (float64 for float64). It is 0 if the
-        label is `ignore_index`. With `return_argmax`, a pair: the loss, and the most likely
-        vocabulary rows in int64, shaped like labels. Among equal logits the lowest row is returned.
+        label is `ignore_index`. If `return_argmax` is True: the loss, and the most likely
+        vocabulary row of each token in int64, shaped like labels. Among equal logits the lowest row
+        is returned.
 
     Raises:
         ValueError: Arguments are invalid or differ between ranks, or the call is inside torch.func.
