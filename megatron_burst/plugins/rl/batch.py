@@ -44,8 +44,8 @@ class TrajectoryBatch:
         positions: Positions of this rank's rows, int64 [1, n], for the model's `position_ids`.
             Rotary embeddings get the same positions from `packed_seq_params`.
         packed_seq_params: `PackedSeqParams` of the batch, for the model.
-        edges: Predictions from this rank's rows, as indices into `tree.edges`, int64 [e].
-        local: Row on this rank from which each of these predictions is made, int64 [e].
+        edges: Predictions made from this rank's rows, as indices into `tree.edges`, int64 [e].
+        local: Row of this rank from which each of these predictions is made, int64 [e].
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class TrajectoryBatch:
     ) -> torch.Tensor:
         """Run the forward of one pipeline stage.
 
-        All ranks that hold the batch must call it.
+        All ranks with rows of the batch must call this method.
 
         Args:
             model: Model chunk of the stage, as Megatron's schedule passes it.
@@ -136,9 +136,9 @@ class TrajectoryBatch:
     def of_trajectories(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Return one tensor [n - 1] per trajectory of n tokens; entry i belongs to token i + 1.
 
-        Collective over context-parallel ranks; every rank gets the values of all trajectories. The
-        result is differentiable if every rank computes the same loss from it. Each rank's gradient
-        reaches only the rank's own values.
+        This is a collective call over context-parallel ranks. Every rank gets the values of all
+        trajectories. The result is differentiable if every rank computes the same loss from it.
+        Backward returns gradients only for the values of this rank.
 
         Args:
             values: Values [e] of this rank's `edges`.
@@ -168,7 +168,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def rows_multiple(config: Any, cp_size: int, merged: bool) -> int:
-    """Return the number that must divide the rows of a pack.
+    """Return the number that must divide the number of rows of a pack.
 
     Context-parallel ranks get equal numbers of rows. With sequence parallelism, tensor-parallel
     ranks also get equal numbers of rows. For documents, some layouts require two pieces per rank.
@@ -189,7 +189,7 @@ def _documents(
     """Pack trajectories one after the other, as Megatron packs documents.
 
     Args:
-        tree: Tree in which each trajectory is a root, with rows of padding at the end.
+        tree: Tree in which each trajectory is a separate root, with padding at the end.
         trajectories: Token ids of each trajectory.
         device: Device of the model.
 

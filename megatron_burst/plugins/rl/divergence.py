@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KL divergence of a student from a teacher without materializing the full logits.
+"""KL divergence between a student and a teacher without materializing the full logits.
 
 The module is for distillation over the whole vocabulary. For each row, let x be the student's
 logits with softmax p, and t the teacher's logits with softmax q. Then
@@ -48,19 +48,21 @@ def linear_kl(
     vocab_size: int | None = None,
     tile: int | None = None,
 ) -> torch.Tensor:
-    """Return the KL divergence of student and teacher in nats for each row of hidden states.
+    """Return the KL divergence between student and teacher for each row of hidden states.
 
-    The result is [...] in float32 (float64 for float64 tensors). Gradients reach hidden and weight;
-    the teacher gets no gradients. The result cannot be differentiated twice. Student and teacher
-    may have different widths and dtypes; each dtype is float64, float32 or bfloat16.
+    The result is in nats, shaped like hidden without d, in float32 (float64 for float64 tensors).
+    With `sequence_parallel` it covers the rows of all ranks. hidden and weight get gradients; the
+    teacher does not. The result cannot be differentiated twice. Student and teacher may have
+    different widths and dtypes; each dtype must be float64, float32 or bfloat16.
 
     Args:
         hidden: Hidden states of the student [..., d].
         weight: Weight of the student [v, d].
         teacher_hidden: Hidden states of the teacher [..., e].
         teacher_weight: Weight of the teacher [v, e].
-        reverse: False for KL(teacher || student), which covers the distribution of the teacher.
-            True for KL(student || teacher), for data that the student sampled.
+        reverse: False for KL(teacher || student), which trains the student to cover the whole
+            distribution of the teacher. True for KL(student || teacher), for data that the student
+            sampled.
         temperature: Divisor of the logits of both models. To scale the logits of one model only,
             multiply the hidden states of this model.
         tp_group: Same as in `linear_cross_entropy`, for both models.
@@ -71,8 +73,8 @@ def linear_kl(
         tile: Maximum bytes of the logits of both models that are in memory at a time.
 
     Raises:
-        ValueError: Arguments are invalid or differ between ranks. The message lists all reasons,
-            and all ranks raise it.
+        ValueError: Arguments are invalid or differ between ranks. The message lists all problems,
+            and all ranks raise the error.
     """
     refuse_transforms("linear_kl")
     split = checks.split_of(tp_group, sequence_parallel)
@@ -103,7 +105,7 @@ def linear_kl(
 
 
 class DivergenceRequest(NamedTuple):
-    """Checked options of `linear_kl`, and the facts that must be equal on all ranks."""
+    """Checked options of `linear_kl`, and the values (`facts`) that must be equal on all ranks."""
 
     options: LossOptions
     facts: Facts
@@ -114,8 +116,8 @@ class DivergenceOperation(HeadOperation[DivergenceRequest]):
     """Call of `linear_kl` on one rank, with its arguments.
 
     Attributes:
-        models: Hidden states and weight of each model, by prefix of the argument names: "" for the
-            student, "teacher_" for the teacher.
+        models: (hidden states, weight) of each model. The key is the prefix of the argument names:
+            "" for the student, "teacher_" for the teacher.
     """
 
     split: Split
@@ -158,7 +160,7 @@ class DivergenceOperation(HeadOperation[DivergenceRequest]):
 class _DistillationHeads(NamedTuple):
     """LM heads of student and teacher, and the hidden states and LM-head weight of the teacher.
 
-    Both heads are computed tile by tile (rows of tokens), with the same rows in each tile.
+    Both heads are computed tile by tile (some rows at a time), with the same rows in each tile.
     """
 
     student: Head

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry of the plugin `rl`.
+"""Registration of the plugin `rl`: public names and hooks.
 
-This module does not import `plugins.rl.verl`; verl's configuration does (`external_lib`).
+This module does not import `plugins.rl.verl`. verl imports it if `external_lib` in its
+configuration names it.
 """
 
 from ...registry import Plugin

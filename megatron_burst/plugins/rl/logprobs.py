@@ -2,8 +2,9 @@
 """Log-probabilities and entropies of tokens without materializing the full logits.
 
 The module is for reinforcement learning and distillation. The incoming gradient depends on
-probability ratios and advantages that are unknown in forward. So forward saves two numbers per row,
-and backward recomputes the logits tile by tile. With the logits x of a row and their softmax p,
+probability ratios and advantages that are unknown in forward. Therefore forward saves two numbers
+per row, and backward recomputes the logits tile by tile. With the logits x of a row and their
+softmax p,
 
     log p_y = x_y - lse(x),    H = -sum(p log p),
     d log p_y / d x_j = [j = y] - p_j,    d H / d x_j = -p_j (log p_j + H).
@@ -47,11 +48,12 @@ class LogProbs(NamedTuple):
 
     Attributes:
         logprobs: Log-probabilities, shaped like labels; 0 for ignored labels.
-        entropy: Entropy in nats of the distribution of the label's row, shaped like labels; 0 for
-            ignored labels. None if not requested. In float32, the gradient of the entropy has an
-            error of up to 1 % in rows with an entropy below 1e-3.
-        top: The k largest log-probabilities of the label's row [..., k], largest first, without a
-            gradient. Also computed for ignored labels. None if not requested.
+        entropy: Entropy in nats of the distribution that predicts the label, shaped like labels; 0
+            for ignored labels. None if not requested. In float32, the gradient of the entropy has
+            an error of up to 1 % in rows with an entropy below 1e-3.
+        top: The k largest log-probabilities of the distribution that predicts the label [..., k],
+            largest first, without a gradient. They are also computed for ignored labels. None if
+            not requested.
         top_ids: Vocabulary row of each entry of `top`, int64 [..., k]; None if not requested.
     """
 
@@ -81,21 +83,22 @@ def linear_logprobs(
 ) -> LogProbs:
     """Return the log-probabilities of labels under softmax(hidden @ weight.T / temperature).
 
-    The full logits are never materialized. Gradients reach hidden and weight from logprobs and from
-    entropy. The result cannot be differentiated twice.
+    The full logits are never materialized. Log-probabilities and entropies are differentiable in
+    hidden and weight. The result cannot be differentiated twice.
 
     Args:
         hidden: Hidden states [..., d] in float64, float32 or bfloat16.
         weight: Weight [v, d] in the dtype of hidden.
-        labels: Labels of any integer type, shaped like hidden without d, or [E] with `rows`. A
-            label must be in the vocabulary or be ignore_index.
+        labels: Labels of any integer type, shaped like hidden without d, or [E] with `rows`. With
+            `sequence_parallel` they must cover the rows of all ranks. A label must be in the
+            vocabulary or be ignore_index.
         rows: Row of hidden that predicts each label [E], as an index into the flattened leading
             dimensions. A row may have several labels or none, as in a prefix tree
             (`PrefixTree.edges`). Pass `rows` on the host; logits are computed only for these rows.
             None means one label per row.
         temperature: Divisor of the logits, after `logit_softcap`.
         entropy: Return entropies too; False saves time.
-        top_k: Number of the largest log-probabilities to return, or None.
+        top_k: Number of largest log-probabilities to return per label, or None.
         ignore_index: Same as in `linear_cross_entropy`.
         tp_group: Same as in `linear_cross_entropy`.
         sequence_parallel: Same as in `linear_cross_entropy`; cannot be combined with `rows`.
@@ -105,9 +108,9 @@ def linear_logprobs(
         tile: Same as in `linear_cross_entropy`.
 
     Raises:
-        ValueError: Arguments are invalid or differ between ranks. The message lists all reasons,
-            and all ranks raise it. A label outside the vocabulary raises it on CPU and fails a
-            device-side assertion on CUDA.
+        ValueError: Arguments are invalid or differ between ranks. The message lists all problems,
+            and all ranks raise the error. A label outside the vocabulary raises the error on CPU
+            and fails a device-side assertion on CUDA.
     """
     refuse_transforms("linear_logprobs")
     split = checks.split_of(tp_group, sequence_parallel)
@@ -164,7 +167,7 @@ class _LogProbsOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class LogProbsRequest(LossRequest):
-    """Validated arguments of `linear_logprobs`."""
+    """Checked arguments of `linear_logprobs`."""
 
     settings: _LogProbsOptions
 
@@ -282,7 +285,7 @@ class _LabelRows:
 
     Attributes:
         labels: The argument `labels`.
-        row: Row of hidden of each label, int64 [E]. Rows of all slices are numbered consecutively.
+        row: Row of hidden of each label, int64 [E]. Row indices count the rows of all slices.
     """
 
     def __init__(
@@ -294,7 +297,7 @@ class _LabelRows:
         self._first = None if row is None else np.searchsorted(row, np.arange(rows + 1)).tolist()
 
     def rows(self, tile: slice) -> torch.Tensor:
-        """Return the numbers of a tile's rows in all slices, in the order of the tile."""
+        """Return the row indices of a tile, from all slices, in the order of the tile."""
         return self.all_rows.view(self.parts, -1)[:, tile].reshape(-1)
 
     def within(self, tile: slice) -> tuple[torch.Tensor | slice, torch.Tensor]:
@@ -389,9 +392,9 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 def no_labels(z: torch.Tensor) -> torch.Tensor:
-    """Return int64 labels [n] that are outside every rank's columns, for the n rows of z.
+    """Return placeholder labels, int64 [n], that are no columns of any rank, for the n rows of z.
 
-    `_LabelRows` handles the real labels.
+    `_LabelRows` has the real labels.
     """
     return torch.full((len(z),), -1, dtype=torch.int64, device=z.device)
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Public function `mb.rl.logprobs`, which distributes trajectories over micro-batches and ranks.
 
-Megatron's own schedule runs forward and backward for all parallel sizes. The caller passes the loss
-as a function of complete trajectories. The gradient is the gradient of the loss summed over all
-micro-batches and data-parallel ranks. It does not depend on the distribution of trajectories over
-micro-batches and ranks.
+Megatron's own schedule runs forward and backward, with all types of parallelism. The caller passes
+the loss as a function of complete trajectories. The result has the gradient of the loss, summed
+over all micro-batches and data-parallel ranks. The gradient does not depend on the distribution of
+trajectories over micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ class TrajectoryLogProbs:
     """Results for the trajectories that this rank's model computed.
 
     Attributes:
-        index: Indices of the results' trajectories in the argument `trajectories`, ascending; () on
+        index: Index of each result's trajectory in the argument `trajectories`, ascending. () on
             pipeline stages before the last.
         logprobs: Log-probabilities of each trajectory of n tokens, [n - 1] in float32 (float64 for
             a float64 model). Entry i belongs to token i + 1.
-        entropies: Entropies in nats of the distribution of token i + 1, shaped like `logprobs`;
-            None if not requested.
+        entropies: Entropies in nats, shaped like `logprobs`: entry i is the entropy of the
+            distribution that predicts token i + 1. None if not requested.
         tokens: Number of tokens in this rank's micro-batches before prefixes are merged, without
             padding.
         rows: Number of rows in this rank's micro-batches after prefixes are merged, without
             padding.
-        loss: Sum of the loss over this rank's micro-batches; None without `loss` and on pipeline
-            stages before the last.
+        loss: Sum of the loss over this rank's micro-batches. None if the caller passed no loss, and
+            on pipeline stages before the last.
     """
 
     index: tuple[int, ...]
@@ -76,31 +76,31 @@ def logprobs(
 ) -> TrajectoryLogProbs:
     """Compute log-probabilities and entropies of trajectories; with `loss`, also gradients.
 
-    All ranks must call it. With `loss`, Megatron's schedule differentiates the sum of the loss over
-    all micro-batches and data-parallel ranks. Gradients are accumulated in Megatron's gradient
-    buffers, so set them to zero before the call (`zero_grad_buffer`, `optimizer.zero_grad`). The
-    auxiliary loss of a router has the same weight as in Megatron's own steps. Megatron divides the
-    auxiliary loss by micro-batches, or by rows with `calculate_per_token_loss`. In these row
-    counts, a shared token is one row, and rows of padding are included.
+    All ranks must call this function. With `loss`, Megatron's schedule differentiates the sum of
+    the loss over all micro-batches and data-parallel ranks. Gradients are added to Megatron's
+    gradient buffers, so set the buffers to zero before the call (`zero_grad_buffer`,
+    `optimizer.zero_grad`). The auxiliary loss of a router has the same weight as in Megatron's own
+    steps: Megatron divides it by the number of micro-batches or, with `calculate_per_token_loss`,
+    by the number of rows. This number of rows counts a shared token once, and includes padding.
 
     Args:
         model: GPTModel or HybridModel of Megatron, or the list of its chunks, after
-            `mb.megatron.configure`. On one context-parallel rank it must have
-            `BurstConfig(pack="trees")`. With `loss` it must be wrapped in Megatron's
+            `mb.megatron.configure`. On one context-parallel rank, the configuration must have
+            `BurstConfig(pack="trees")`. With `loss`, the model must be wrapped in Megatron's
             `DistributedDataParallel`.
         trajectories: Token ids of each trajectory (lists, arrays, host tensors). Every rank of the
-            training job passes the same trajectories. This function distributes them. It keeps
-            trajectories with shared prefixes together and minimizes the work of the busiest
+            training job must pass the same trajectories. This function distributes them: it keeps
+            trajectories with shared prefixes together, and minimizes the work of the busiest
             micro-batch.
-        loss: Function that returns a scalar for the trajectories of a micro-batch. The last
-            pipeline stage calls it once per micro-batch. Its result must not differ between tensor-
-            and context-parallel ranks. None for no gradients.
+        loss: Function of the results for a micro-batch, a `TrajectoryLogProbs`, that returns a
+            scalar. The last pipeline stage calls the function once per micro-batch. The scalar must
+            be the same on all tensor- and context-parallel ranks. None for no gradients.
         temperature: Divisor of the logits.
         entropy: True to compute entropies. False saves a pass over the logits.
         tree: True to compute shared prefixes once. False computes every trajectory separately, as
             packed documents.
-        max_tokens: Limit of the distinct tokens of a micro-batch over all context-parallel ranks.
-            None for one micro-batch per data-parallel rank.
+        max_tokens: Largest number of distinct tokens of a micro-batch, in total over its
+            context-parallel ranks. None for one micro-batch per data-parallel rank.
         vocab_size: Rows of the LM head without padding; padding rows are not in the softmax. None
             for all rows.
 
@@ -110,7 +110,7 @@ def logprobs(
         own trajectories.
 
     Raises:
-        ValueError: The model or an argument is not supported; every rank raises it.
+        ValueError: The model or an argument is not supported. Every rank raises the error.
     """
     trajectories = list(trajectories) if isinstance(trajectories, Iterable) else trajectories
     chunks = list(model) if isinstance(model, (list, torch.nn.ModuleList)) else [model]
@@ -132,7 +132,7 @@ def logprobs(
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
 
     def undivided(value: torch.Tensor) -> torch.Tensor:
-        """Scale a loss so that Megatron's later division of gradients cancels out."""
+        """Scale a loss, to cancel Megatron's later division of the gradients."""
         if not config.calculate_per_token_loss:
             return value * total
         # Megatron multiplies gradients by 1.0 / total, which torch rounds to float32. Divide by the
@@ -174,7 +174,7 @@ def logprobs(
 
 
 def _scalar(value: Any) -> Any:
-    """Return the result of the caller's `loss` as a scalar; raise ValueError if it is not one."""
+    """Return the result of the caller's `loss` as a scalar. Raise ValueError for other results."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.reshape(())
     if isinstance(value, (int, float)):
@@ -198,12 +198,12 @@ class _LogProbsArguments(NamedTuple):
 
 
 class _StepPlan(NamedTuple):
-    """Micro-batches of this data-parallel rank, facts that ranks compare, and the log line.
+    """Micro-batches of this data-parallel rank, values that ranks compare, and the log line.
 
     Attributes:
         parts: Indices and tokens of the trajectories of each micro-batch.
         rows: Number of rows of each micro-batch after prefixes are merged.
-        facts: Facts on which all ranks must agree.
+        facts: Values that must be the same on all ranks.
         line: Line for the log.
     """
 
@@ -279,7 +279,10 @@ def _reasons(chunks: list[Any], arguments: _LogProbsArguments) -> Iterator[str]:
     if arguments.loss is not None and not callable(arguments.loss):
         yield f"loss must be a function or None, got {type(arguments.loss).__name__}"
     if arguments.loss is not None and not torch.is_grad_enabled():
-        yield "loss requires gradients, but gradients are off (torch.no_grad, inference_mode)"
+        yield (
+            "loss requires gradients, but torch.no_grad or inference_mode is active; call "
+            "mb.rl.logprobs outside of it"
+        )
     for name in ("entropy", "tree"):
         if type(getattr(arguments, name)) is not bool:
             yield f"{name} must be True or False, got {getattr(arguments, name)!r:.60}"
@@ -346,7 +349,7 @@ def tree_reasons(config: Any) -> Iterator[str]:
         )
     if config.burst.mask is not None:
         yield (
-            f"tree: --burst-mask {config.burst.mask} is a mask of rows, which differ from the "
+            f"tree: --burst-mask {config.burst.mask} applies to row indices, which differ from "
             "positions on a path of the tree; use tree=False"
         )
     if config.apply_rope_fusion:
@@ -363,8 +366,8 @@ def _batches(
 ) -> Iterator[tuple[tuple[int, ...], TrajectoryBatch]]:
     """Yield the micro-batches of `plan`, each with the indices of its trajectories.
 
-    All micro-batches have equal lengths if pipeline stages expect equal numbers of rows. `merged`
-    is True to merge common prefixes.
+    If pipeline stages expect equal numbers of rows, all micro-batches are padded to the same
+    length. `merged` is True to merge common prefixes.
     """
     rows = 0
     if config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths:
@@ -384,7 +387,7 @@ def _results_of(
 
 
 def _merged(reports: list[TrajectoryLogProbs], entropy: bool) -> TrajectoryLogProbs:
-    """Merge the results of all micro-batches; `reports` is empty on stages before the last."""
+    """Merge the results of all micro-batches. `reports` is empty on stages before the last."""
     at = [(i, report, place) for report in reports for place, i in enumerate(report.index)]
     at.sort(key=lambda entry: entry[0])
     entropies = [e.entropies[place] for _, e, place in at if e.entropies is not None]

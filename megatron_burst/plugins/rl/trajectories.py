@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Assignment of trajectories to micro-batches that keeps shared prefixes together.
 
-Trajectories with a shared prefix become neighbours in the order (`mb.trees.neighbours`).
-A micro-batch is a range of consecutive trajectories. A prefix is computed twice only if two
-micro-batches contain it. A bisection over the maximum work computes the cut: for a given number of
-ranges, the busiest micro-batch has the least work. All values are integers, so that ranks that pack
-the same trajectories compute the same cut.
+Trajectories are ordered so that those with a shared prefix are neighbours
+(`mb.trees.neighbours`). A micro-batch is a range of consecutive trajectories. A prefix is computed
+twice only if two micro-batches contain it. A bisection over the maximum work determines the ranges:
+for a given number of ranges, the work of the busiest micro-batch is minimal. All values are
+integers, so that ranks with the same trajectories compute the same ranges.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def cut_trajectories(
     capacity: int | None = None,
     multiple: int = 1,
 ) -> list[list[range]]:
-    """Return a list per data-parallel rank, with the range of trajectories of each micro-batch.
+    """Assign trajectories to the micro-batches of data-parallel ranks.
 
-    A range contains indices into `lengths`. Every rank has the same number of micro-batches; some
-    may be empty.
+    Return one list per rank, with the range of trajectories of each micro-batch. A range contains
+    indices into `lengths`. Every rank has the same number of micro-batches; some may be empty.
 
     Args:
         lengths: Number of tokens of each trajectory.
@@ -58,7 +58,7 @@ def cut_trajectories(
     rows, fresh = size.tolist(), (size - common).tolist()
 
     def runs(bound: float) -> list[range]:
-        """Return the fewest ranges of trajectories that have at most `bound` work each."""
+        """Return the smallest number of ranges such that each range has at most `bound` work."""
         closed, start, load, used = [], 0, 0, 0
         for i in range(len(rows)):
             full = load + added_work[i] > bound or (

@@ -39,7 +39,8 @@ class TreePack(Pack):
     Attributes:
         digest: Digest of the tree's structure. Trees with equal digests have the same mask and
             layout.
-        own: `BatchCut` of the run, with layout "balanced".
+        own: How the run splits batches over ranks, with layout "balanced" in place of the layout of
+            the run.
         tree: The prefix tree.
     """
 
@@ -52,8 +53,8 @@ class TreePack(Pack):
         """Return the pack of a tree.
 
         Args:
-            tree: Prefix tree. Its number of rows must be divisible among the ranks (`multiple` of
-                `trees.pack`).
+            tree: Prefix tree. The number of rows must be divisible by the number of
+                context-parallel ranks (see the argument `multiple` of `trees.pack`).
             config: `TransformerConfig` of the model, after `configure`.
         """
         total = len(tree.tokens)
@@ -71,7 +72,7 @@ class TreePack(Pack):
 
     @property
     def chained(self) -> dict[str, Any]:
-        """Keyword arguments for linear attention, which then follows the paths of the tree."""
+        """Keyword arguments that make linear attention follow the paths of the tree."""
         return {"tree": self.tree}
 
     @property
@@ -101,14 +102,15 @@ class TreePack(Pack):
     def successors(self, *unused: Any, **named: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Raise ValueError, because a token of a tree may have several successors."""
         raise ValueError(
-            "prefix trees: multi-token prediction needs one next token per token; disable it"
+            "multi-token prediction does not support prefix trees, in which a token may have "
+            "several next tokens; remove --mtp-num-layers"
         )
 
     def params(self, device: torch.device) -> Any:
         """Return the `PackedSeqParams` of the tree.
 
-        Pass the same object to all layers, and again when backward recomputes them. Megatron's
-        loops do so.
+        All layers must get the same object, also when backward recomputes them. Megatron's training
+        loops ensure this.
         """
         identity = torch.tensor([0, -self.total], dtype=torch.int32, device=device)
         packs().note(identity, self)

@@ -5,9 +5,9 @@ A trajectory is a list of tokens, such as a prompt with one sampled answer. `pac
 prefixes into a tree of segments (runs of tokens without a branch) and orders its rows depth first.
 `masks.Tree` then describes the visible rows by one bound per row.
 
-An *edge* is a prediction: a row, and the row before it on its path. For every row except the first
-row of a root, one edge predicts the token of the row. Results per edge (log-probabilities,
-entropies) are valid for all trajectories that pass through the edge. The module needs no torch.
+An *edge* is the prediction of a row's token from the previous row on its path. Every row has one
+edge, except padding and the first row of a root. Results per edge (log-probabilities, entropies)
+are valid for all trajectories that pass through the edge. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class Edges(NamedTuple):
     stop: np.ndarray
 
     def on(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the edges that are predicted from rows of a shard, and the local rows.
+        """Return the edges whose predictions are made from the rows of a shard, and these rows.
 
         Args:
             positions: Positions of the shard, int64 [rows] (`Layout.positions`).
 
         Returns:
-            The indices of the edges, ascending, and for each edge the index in `positions` of the
-            row from which it is predicted. Both are int64.
+            The indices of the edges, ascending; and for each edge, the index in `positions` of the
+            row from which the prediction is made. Both are int64.
         """
         positions = np.asarray(positions)
         if not len(positions):
@@ -78,7 +78,7 @@ class PrefixTree:
         tokens: Token of each row, int64 [S]; 0 in rows of padding.
         positions: Index of each row on the path from its root, int64 [S], for positional
             embeddings.
-        parents: Previous row on the path, int64 [S]; -1 for the first row of a root.
+        parents: Previous row on the path, int64 [S]; -1 for the first row of a root and padding.
         out: First row after the subtree of each row, int64 [S], for `masks.Tree`; 0 for padding,
             which is at the end.
         edges: Predictions of the tree.
@@ -159,7 +159,7 @@ class PrefixTree:
         return edge
 
     def edges_on(self, layout: Layout, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the edges that are predicted from rows of a rank's shard; see `Edges.on`.
+        """Return the edges whose predictions are made from a rank's rows; see `Edges.on`.
 
         Args:
             layout: Layout of the tree.
@@ -172,7 +172,7 @@ class _TreeSegment(NamedTuple):
     """Tokens of one segment of a tree.
 
     Attributes:
-        parent: Segment above; -1 for a root.
+        parent: Index of the parent segment; -1 for a root.
         source: Trajectory that contains the tokens.
         begin: Index of the first token in the trajectory.
         end: Index after the last token.
@@ -197,6 +197,9 @@ def pack(
             first token is ignored. Default 1.
         multiple: The number of rows is padded to a multiple of this number, as layouts require.
             Padding is at the end.
+
+    Returns:
+        The tree.
 
     Raises:
         ValueError: A token or a weight is invalid, or there is no token at all.
@@ -224,15 +227,16 @@ def pack(
 def neighbours(trajectories: Sequence[Any]) -> tuple[list[int], list[int]]:
     """Return an order in which trajectories with a shared prefix are neighbours.
 
-    The merged tree of consecutive trajectories has one row per token of the first, and one row per
-    token that a later trajectory does not share with the previous one.
+    In this order, the merged tree of consecutive trajectories has one row per token of the first
+    trajectory. It has one further row per token that a later trajectory does not share with the
+    trajectory before it.
 
     Args:
         trajectories: Same as in `pack`.
 
     Returns:
-        The indices of the trajectories in this order, and the length of the prefix that each shares
-        with the previous one (0 for the first).
+        The indices of the trajectories in this order; and for each trajectory, the length of the
+        prefix that it shares with the trajectory before it (0 for the first).
 
     Raises:
         ValueError: A token is invalid.
@@ -252,8 +256,8 @@ def from_segments(
 
     Args:
         segments: Token ids of each segment; a segment may be empty.
-        parents: Index of the segment that each segment continues, which must come before it; -1 for
-            a root.
+        parents: For each segment, the index of the segment that it continues; -1 for a root. A
+            segment must come after the segment that it continues.
         ends: Last segment of each trajectory. Default: every segment that no other segment
             continues.
         weights: Same as in `pack`.
@@ -307,7 +311,7 @@ def _arranged(
     weights: Sequence[Any] | None,
     multiple: int,
 ) -> PrefixTree:
-    """Return the tree of the segments `parts`.
+    """Build the tree of the segments `parts`.
 
     Args:
         parts: Token ids of each segment.

@@ -31,7 +31,7 @@ def install() -> None:
     """Patch Megatron engines of verl to use BurstAttention. Calls after the first have no effect.
 
     Raises:
-        ValueError: The version of verl is not tested.
+        ValueError: The installed version of verl was not tested.
         RuntimeError: A patched function of verl lacks a parameter that the patch needs.
     """
     if patching.installed(_NAME) is not None:
@@ -39,8 +39,9 @@ def install() -> None:
     version = importlib.import_module("verl").__version__
     if version not in VERSIONS:
         raise ValueError(
-            f"megatron_burst.plugins.rl.verl was tested with verl {', '.join(VERSIONS)}, and "
-            f"this is verl {version}; install one of those, or remove it from external_lib"
+            f"megatron_burst.plugins.rl.verl was tested with verl {', '.join(VERSIONS)}, but verl "
+            f"{version} is installed; install a tested version, or remove "
+            "megatron_burst.plugins.rl.verl from external_lib"
         )
     engine = importlib.import_module(_ENGINE)
     util, forward, fused = (
@@ -124,7 +125,9 @@ def engine_problems(settings: Any, model: Any, burst: BurstConfig) -> Iterator[P
     if burst.pack == "documents":
         yield Problem("--burst-pack documents: verl makes micro-batches itself; use trees or off")
     if settings.dynamic_context_parallel:
-        yield Problem("dynamic_context_parallel is not tested with BurstAttention in verl")
+        yield Problem(
+            "dynamic_context_parallel was not tested with BurstAttention in verl; set it to False"
+        )
     unfit = {
         "router_replay.mode": settings.router_replay.mode != "disabled",
         "mtp.enable": model.mtp.enable,

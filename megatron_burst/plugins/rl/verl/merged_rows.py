@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Micro-batches of verl as prefix trees, which compute shared prefixes once.
 
-verl packs a micro-batch with one function and unpacks the model's output with another. It calls
-both for every value per token (token ids, labels, temperatures, log-probabilities). The
-replacements convert between tokens and rows of a tree, so that the rest of verl stays unchanged.
+verl packs a micro-batch with one function and unpacks the model's output with another function.
+verl calls both functions for every value per token (token ids, labels, temperatures,
+log-probabilities). The replacements convert between tokens and rows of a tree, so that the rest of
+verl stays unchanged.
 
 verl expects one label per row, but the last row of a shared prefix has one label per branch. The
 tree therefore merges pairs of a token and its successor. Two rows are merged if all tokens up to
@@ -115,8 +116,8 @@ class MergedRows:
     def unpacked(self, output: torch.Tensor) -> torch.Tensor:
         """Gather the rows of all ranks and return values of all tokens [trajectories, tokens, ...].
 
-        The result is jagged. All ranks must call this method. As in verl, the gradient reaches only
-        the rows of this rank.
+        The result is jagged. All ranks must call this method. As in verl, only the rows of this
+        rank get gradients.
 
         Args:
             output: Values of this rank's rows [1, n, ...].
@@ -131,7 +132,7 @@ class MergedRows:
 
 
 def patch(patches: PatchSet, util: Any, forward: Any, fused: Any) -> None:
-    """Patch verl to merge prefixes in engines with `burst.pack` "trees".
+    """Patch verl so that engines with `burst.pack` "trees" merge shared prefixes.
 
     Args:
         patches: Set of patches.

@@ -141,7 +141,7 @@ def test_another_version_of_verl_is_refused(monkeypatch):
 
     ours.uninstall()
     monkeypatch.setattr(verl, "__version__", "0.10.0")
-    with pytest.raises(ValueError, match=r"tested with verl 0\.9\.1, and this is verl 0\.10\.0"):
+    with pytest.raises(ValueError, match=r"tested with verl 0\.9\.1, but verl 0\.10\.0 is"):
         ours.install()
     monkeypatch.undo()
     ours.install()
