@@ -61,7 +61,7 @@ def carry(transition: torch.Tensor | None, state: torch.Tensor | None) -> torch.
 
 
 def transposed(transition: torch.Tensor | None, states: int) -> torch.Tensor | None:
-    """Return A^T.
+    """Return A^T, the transposed transition of a map.
 
     Args:
         transition: A, or None for the identity.
@@ -75,7 +75,7 @@ def transposed(transition: torch.Tensor | None, states: int) -> torch.Tensor | N
 def gradient(
     transition: torch.Tensor, leaving: torch.Tensor, entering: torch.Tensor
 ) -> torch.Tensor:
-    """Return the gradient of A.
+    """Return the gradient of A, the transition of a map.
 
     Args:
         transition: A.
@@ -89,7 +89,7 @@ def gradient(
 
 
 def shape_of(form: str, batch: int, sizes: tuple[int, int, int]) -> tuple[int, ...] | None:
-    """Return the shape of A without p, or None if the form has no A.
+    """Return the shape of A, the transition of one map; None if the form has no A.
 
     Args:
         form: One of `FORMS`.

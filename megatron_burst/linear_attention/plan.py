@@ -200,7 +200,7 @@ class LinearPlan:
         return window(self.groups, self.sequence, width, self.device)
 
     def walk(self) -> TreeWalk:
-        """Return the exchange of states along a tree."""
+        """Return the exchange of maps along the tree of the sequence."""
         return walk(self.groups, self.sequence, self.device)
 
     def begin(self, label: object, initial: bool, final: bool) -> ScanCall:

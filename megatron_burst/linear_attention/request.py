@@ -147,7 +147,7 @@ def sequence_of(groups: Groups, options: Options, seq_len: int) -> PackedSequenc
     """Return the layout, the length, and the documents or the tree of a call.
 
     Raises:
-        ValueError: Layout, length, documents and tree do not match.
+        ValueError: An option is invalid, or layout, length, documents and tree do not match.
     """
     layout, cu_seqlens, tree = options.layout, options.cu_seqlens, options.tree
     reverse = options.reverse
@@ -283,7 +283,7 @@ class LocalWork(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Keywords that all operations on chains have in common."""
+    """Keywords that linear attention, state scan and short convolution have in common."""
 
     layout: Any
     cu_seqlens: Any
@@ -311,7 +311,7 @@ class Options(NamedTuple):
 
 @dataclass(frozen=True)
 class ChainRequest:
-    """Checked arguments of a call of an operation on chains.
+    """Checked arguments of a call of linear attention, state scan or short convolution.
 
     Attributes:
         sequence: Layout, length, and documents or tree.

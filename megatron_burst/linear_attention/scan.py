@@ -141,7 +141,7 @@ class StateTable:
         return path
 
     def _blocks_of(self, block: int) -> range:
-        """Return the blocks that a hop carries."""
+        """Return the indices of the blocks that a hop sends."""
         return range(self._blocks.number) if block == ALL_BLOCKS else range(block, block + 1)
 
     def join_blocks(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public operation `state_scan`: the states that enter the pieces of every rank.
+"""Public operation `state_scan`: the state that enters each piece, for the pieces of every rank.
 
-The operation makes a plan if none is given, and runs the scan as an autograd function.
+A piece is a run of consecutive positions of one document on one rank. The operation makes a plan
+if none is given, and runs the scan as an autograd function.
 
 Shape letters: p pieces of this rank, b batch, h heads, d rows (keys), w columns (values).
 """

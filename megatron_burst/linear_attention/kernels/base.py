@@ -83,10 +83,10 @@ class PieceRun(Protocol):
 
 
 class LinearKernel(Protocol):
-    """Kernel of linear attention.
+    """Interface of a kernel of linear attention.
 
     Attributes:
-        name: Key in `registry.KERNELS`.
+        name: Name of the kernel, a key of `registry.KERNELS`.
     """
 
     name: str

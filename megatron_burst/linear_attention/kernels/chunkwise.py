@@ -90,6 +90,8 @@ class ScalarDecay:
     def pairs(self, a: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """Return a_t^T exp(G_t - G_j) k_j [..., n, p, b, g, r, c, c] for j <= t, and 0 for j > t.
 
+        G_t is the sum of the decays of rows 0 to t of a chunk.
+
         Args:
             a: Tensor with the shape of k, or several such tensors in a leading dimension.
             k: Keys [n, p, b, g, 1, c, d].
@@ -205,7 +207,10 @@ class PieceGroup(NamedTuple):
 
 
 def groups_of(cut: RankPieces, limit: int) -> list[PieceGroup]:
-    """Group pieces of similar length and equal `mapped`, at most `limit` pieces per group."""
+    """Group pieces of similar length that all need a map, or all need none.
+
+    A group has at most `limit` pieces.
+    """
     starts = [0, *accumulate(cut.lengths)]
     groups = []
     for mapped in (True, False):
@@ -351,7 +356,7 @@ def run_segment(
 
 
 def _within(rows: SegmentRows) -> ScalarDecay | VectorDecay:
-    """Return the decay within each chunk."""
+    """Return the decays of chunks, as an object with the operations on decayed keys."""
     heads, dtype = rows.k.shape[3], rows.v.dtype
     if rows.decay is None:  # one zero, broadcast to all rows
         return ScalarDecay(rows.k.new_zeros((1,) * 5 + (SIZE,)), dtype)
@@ -374,7 +379,7 @@ def _times(x: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
 
 
 class _Inverse(torch.autograd.Function):
-    """Inverse (I + L)^-1, where L is the part of a matrix below its diagonal.
+    """Autograd function that returns (I + L)^-1, where L is the input below the diagonal.
 
     If the caller passes a known inverse, it is returned unchanged.
     """

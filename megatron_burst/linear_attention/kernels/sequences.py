@@ -49,7 +49,7 @@ class LinearPackage(NamedTuple):
 
     Attributes:
         package: Name and distribution of the package.
-        constants: Arguments for every function that has these parameters.
+        constants: Constant arguments by name, passed to each function that has this parameter.
     """
 
     package: Package
