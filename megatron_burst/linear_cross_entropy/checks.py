@@ -145,7 +145,7 @@ LABELS += (torch.uint8, torch.uint16, torch.uint32)
 
 
 class LossInputs(NamedTuple):
-    """Tensors of a call of `linear_cross_entropy`, and its sink."""
+    """Tensors of a call of `linear_cross_entropy`, and the buffer for the weight gradient."""
 
     hidden: torch.Tensor
     weight: torch.Tensor

@@ -5,6 +5,9 @@ The torch implementation supports every device and dtype. On CUDA `triton_rows` 
 implementation if Triton is installed, and `csrc` computes the gradient if `csrc` was built. A tile
 is processed in blocks of rows that fit into a cache, so no temporary tensor has the size of a tile.
 
+z or h.w are the products of hidden states h and rows w of the weight. Logits are these products
+after the scale and the cap.
+
 Shape letters: n rows, v vocabulary rows of this rank.
 """
 
@@ -233,10 +236,10 @@ def entropy_gradient_(
 
 
 class LogitRows(NamedTuple):
-    """Products h.w, with the constants that convert them to logits.
+    """Products of hidden states and weight, with the constants that convert them to logits.
 
     Attributes:
-        z: Products h.w [n, v].
+        z: Products [n, v].
         columns: Vocabulary rows of this rank.
         formula: Constants of the loss.
     """
