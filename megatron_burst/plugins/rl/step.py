@@ -123,8 +123,9 @@ def logprobs(
     device = next(chunks[0].parameters()).device
     batches = list(_batches(plan, config, device, tree))
 
-    # Megatron divides gradients by the sum of the micro-batches' counts over all ranks. With
-    # calculate_per_token_loss routers expect tokens; otherwise Megatron divides by micro-batches.
+    # Megatron divides gradients by the sum of these counts over all micro-batches and ranks. With
+    # calculate_per_token_loss, routers expect the number of tokens; otherwise the sum is the number
+    # of micro-batches.
     def count(batch: TrajectoryBatch) -> int:
         return batch.tokens.shape[1] if config.calculate_per_token_loss else 1
 
@@ -298,7 +299,7 @@ def _reasons(chunks: list[Any], arguments: _LogProbsArguments) -> Iterator[str]:
         return
     virtual = config.virtual_pipeline_model_parallel_size or 1
     if len(chunks) != virtual:
-        yield f"model: this rank has {virtual} model chunks, got a list of {len(chunks)}"
+        yield f"model: pass all {virtual} model chunks of this rank, got {len(chunks)}"
     burst = getattr(config, "burst", None)
     if burst is None or burst.algorithm == OFF:
         yield (
@@ -317,7 +318,7 @@ def _reasons(chunks: list[Any], arguments: _LogProbsArguments) -> Iterator[str]:
             "megatron.core.distributed.DistributedDataParallel"
         )
     if getattr(config, "mtp_num_layers", None):
-        yield "model: --mtp-num-layers (multi-token prediction) is not supported"
+        yield "model: --mtp-num-layers (multi-token prediction) is not supported; remove it"
     if any(chunk.training for chunk in chunks):
         dropout = [
             name for name in ("hidden_dropout", "attention_dropout") if getattr(config, name)

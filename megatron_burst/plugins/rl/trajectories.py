@@ -49,7 +49,7 @@ def cut_trajectories(
         i = int(size.argmax())
         raise ValueError(
             f"max_tokens {capacity:,} is smaller than the longest trajectory, which has "
-            f"{size[i]:,} tokens"
+            f"{size[i]:,} tokens; increase max_tokens"
         )
     full_work = (work.token * size + work.attention(size)).tolist()
     added_work = [

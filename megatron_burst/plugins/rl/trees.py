@@ -51,7 +51,7 @@ class Edges(NamedTuple):
     stop: np.ndarray
 
     def on(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the edges whose predictions are made from the rows of a shard, and these rows.
+        """Return the edges (predictions) from the rows of a shard, and these rows.
 
         Args:
             positions: Positions of the shard, int64 [rows] (`Layout.positions`).
@@ -159,7 +159,7 @@ class PrefixTree:
         return edge
 
     def edges_on(self, layout: Layout, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the edges whose predictions are made from a rank's rows; see `Edges.on`.
+        """Return the edges (predictions) from the rows of a rank's shard; see `Edges.on`.
 
         Args:
             layout: Layout of the tree.

@@ -144,7 +144,9 @@ def _tree_reasons(model: Any, burst: BurstConfig) -> Iterator[str]:
     if burst.pack == "trees" and burst.algorithm != flags.OFF:
         for name in ("fp8", "hidden_dropout", "attention_dropout"):
             if value := getattr(model, name, None):
-                yield f"--burst-pack trees is not supported with {name} {value}"
+                yield (
+                    f"--burst-pack trees is not supported with {name} {value}; use --burst-pack off"
+                )
         for reason in tree_reasons(model):
             yield reason.replace("tree=False", "--burst-pack off")
 
