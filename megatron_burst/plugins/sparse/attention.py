@@ -173,7 +173,7 @@ def _operation(
 
 
 def _recompute_plan(rank_plan: RankPlan) -> RankPlan:
-    """Return the plan with a kernel for only the rows that the attention store does not keep."""
+    """Return the plan with a kernel that computes only rows that the attention store lacks."""
     assert isinstance(rank_plan.kernel, SelectedKernel)
     partial = rank_plan.chunks[0].recompute
     assert partial is not None

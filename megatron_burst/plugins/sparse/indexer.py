@@ -80,9 +80,9 @@ def select(
         index_weights: Weights of the index heads [s, b, i] for rules that use them, otherwise None.
         rule: "dsa", "qsa", "moba", "msa", "nsa", an instance of a class in
             `megatron_burst.plugins.sparse.rules` (for another block size), or an instance of a
-            user's class. Rules with blocks require a layout that keeps each block on one rank, and
-            a mask made of `Causal`, `Full` and `Documents` by &. Documents must start at multiples
-            of the block size.
+            user's class. Rules with blocks require a layout that keeps each block on one rank. They
+            also require a mask that is `Causal`, `Full` or `Documents`, or combines these with &.
+            Documents must then start at multiples of the block size.
         top_k: Number of units per query and selection.
         plan: Plan of `mb.prepare`, with the groups, layout, mask and algorithm of the call. A call
             with a plan needs no collective to make its own plan. If the plan was made with
@@ -224,7 +224,7 @@ def over_units(request: Request, rule: SelectionRule, top_k: int) -> Request:
     A unit is a block of consecutive positions, which are selected together. Values are not sent.
     """
     q, k, v = request.tensors
-    facts = {"rule": described(rule), "top_k": top_k} | request.facts  # come first in messages
+    facts = {"rule": described(rule), "top_k": top_k} | request.facts  # first in messages
     heads = rule.selections(q.shape[2] // rule.block, k.shape[2])
     pairs = PairKernel(UnitSelector, rule, heads, top_k)
     return replace(request, kernel=pairs, tensors=(q, k, v[..., :0]), facts=facts)
@@ -312,7 +312,7 @@ def run_pass(
 
 
 class VisibleUnits(NamedTuple):
-    """Units (blocks of consecutive positions) of a chunk of keys that some query rows see.
+    """Units (blocks of positions) of a chunk of keys, and their visibility to some query rows.
 
     Attributes:
         units: Indices of all units of the chunk, int64 [units].
@@ -403,7 +403,7 @@ class UnitSelector:
         return padded_scores(self.rule, self.q[rows], k, weights)[..., : len(at.units)]
 
     def _forced(self, at: VisibleUnits, work: SelectedPairs, rows: slice) -> torch.Tensor:
-        """Return a bool [rows, units], True for units that are selected regardless of scores."""
+        """Return a bool tensor [rows, units], True for units that the rule always selects."""
         rule, distance = self.rule, at.own[:, None] - at.units
         selected_units = (distance == 0) if rule.own else torch.zeros_like(at.seen)
         if near := getattr(rule, "near", 0):

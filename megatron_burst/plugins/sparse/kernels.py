@@ -120,7 +120,7 @@ class SelectedReference(SelectedKernel):
     """Kernel "reference": computes all scores of a chunk and masks keys that are not selected."""
 
     def _hidden(self, work: SelectedPairs, rows: int, keys: int, heads: int) -> torch.Tensor:
-        """Return a bool [s, b, h, t] that is True for keys that are hidden or not selected."""
+        """Return a bool tensor [s, b, h, t], True for keys that are hidden or not selected."""
         at, present = self.places(work, slice(0, rows))
         table = torch.zeros((*at.shape[:3], keys), dtype=torch.int32, device=at.device)
         table.scatter_add_(-1, at, present.int())

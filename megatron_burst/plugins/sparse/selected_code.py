@@ -204,9 +204,9 @@ def backward_queries(
     M: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
 ):  # fmt: skip
-    """Add to dq, for one query row and a block of its heads, the gradient from the keys in `table`.
+    """Compute gradients of one query row, for a block of its heads, from the keys in `table`.
 
-    lse and delta [rows, b, h] must be contiguous.
+    They are added to dq in place. lse and delta [rows, b, h] must be contiguous.
     """
     row, batch, of, heads, present = _program(groups, group, M)
     chosen = (row * batches + batch) * selections + of * selections // groups
@@ -267,11 +267,11 @@ def backward_keys(
     M: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
 ):  # fmt: skip
-    """Add to dk and dv of the keys in `table` the gradients from a block of heads of a query row.
+    """Compute gradients of the keys in `table` for one query row and a block of its heads.
 
-    The additions are atomic. dk or dv may be None. Columns are processed in parts, so that a block
-    can contain all query heads that share a latent; each query row then makes one atomic addition
-    per element of a key. lse and delta [rows, b, h] must be contiguous.
+    They are added atomically to dk and dv; either may be None. Columns are processed in parts, so
+    that a block can contain all query heads that share a latent; each query row then makes one
+    atomic addition per element of a key. lse and delta [rows, b, h] must be contiguous.
     """
     PIECE: tl.constexpr = 128
     DC: tl.constexpr = DP if DP < PIECE else PIECE

@@ -33,10 +33,10 @@ class HeadBlocks(NamedTuple):
     """Tile sizes and launch options of a kernel.
 
     Attributes:
-        heads: Query heads of a tile, a power of two, at least 16.
-        keys: Keys of a tile, a power of two, at least 16.
-        warps: Warps of a program (`num_warps`).
-        stages: Pipeline stages (`num_stages`).
+        heads: Number of query heads of a tile, a power of two, at least 16.
+        keys: Number of keys of a tile, a power of two, at least 16.
+        warps: Number of warps of a program (`num_warps`).
+        stages: Number of pipeline stages (`num_stages`).
     """
 
     heads: int
@@ -65,7 +65,7 @@ WIDE_BLOCKS = HeadBlocks(16, 16, 4, 1)  # for inputs of 32 and 64 bits
 def blocks(direction: str, columns: int, heads: int, itemsize: int) -> HeadBlocks:
     """Return the tile sizes and launch options of a kernel.
 
-    The query heads of a tile are of one group: they share the selected keys and a key head.
+    A tile has query heads of one group, which share the selected keys and a key head.
 
     Args:
         direction: Kernel: "forward", "backward_queries" or "backward_keys".

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron layers that attend to selected keys: Megatron's DSA, and layers with a rule."""
+"""Megatron layers that attend to selected keys: Megatron's DSA, and selection rules."""

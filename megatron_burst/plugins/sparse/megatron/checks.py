@@ -195,7 +195,7 @@ def _megatron_problems(config: Any, burst: SparseOptions, setting: str) -> Itera
     if burst.algorithm == OFF and view.has("cp_comm_type") and not gathers(config):
         yield Problem(
             f"{setting} with --context-parallel-algo {OFF}: Megatron must exchange keys by "
-            f"all-gather, got --cp-comm-type {config.cp_comm_type}",
+            f"all-gather, got cp_comm_type {config.cp_comm_type}",
             add=(_GATHER,),
         )
 

@@ -210,8 +210,8 @@ def hybrid_submodules(row_linear: Any) -> HybridSubmodules:
     engine: Any = importlib.import_module("megatron.core.extensions.transformer_engine")
     if row_linear is not getattr(engine, "TERowParallelLinear", None):
         raise ValueError(
-            f"base: linear_proj of the layer is {row_linear!r:.100}, neither Megatron's nor "
-            "Transformer Engine's row-parallel linear layer"
+            "base: linear_proj of the layer must be the row-parallel linear layer of Megatron or "
+            f"Transformer Engine, got {row_linear!r:.100}"
         )
     return HybridSubmodules(engine.TEColumnParallelLinear, row_linear)
 
@@ -333,7 +333,7 @@ class HybridCoreAttention(MegatronModule):
         chosen: Any,
         plans: HybridPlans,
     ) -> torch.Tensor:
-        """Return `out`, with the loss of the indexer over the selected keys attached."""
+        """Compute the indexer's loss over the selected keys, and attach it to `out`."""
         grads, burst = torch.is_grad_enabled(), self.config.burst  # pyright: ignore[reportAttributeAccessIssue]
         # A checkpoint first runs this without gradients; the attention store then keeps the loss.
         if not grads and (current_store() is None or not burst.store):

@@ -45,9 +45,9 @@ class IndexerSettings(NamedTuple):
     """Settings of an indexer, which must be equal on all ranks.
 
     Attributes:
-        heads: Index heads.
+        heads: Number of index heads.
         width: Width of index heads.
-        top_k: Compressed keys per query.
+        top_k: Number of compressed keys that the indexer selects per query.
         loss_coeff: Weight of the indexer's loss.
     """
 

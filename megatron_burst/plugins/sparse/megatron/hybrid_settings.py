@@ -76,11 +76,11 @@ class HybridSettings:
         csa_compress_rotary_base: Base of the rotary frequencies in layers with compressed keys.
         csa_dense_mode: True if queries of compressed sparse attention attend to all compressed
             keys, without an indexer.
-        dsa_indexer_n_heads: Index heads.
+        dsa_indexer_n_heads: Number of index heads.
         dsa_indexer_head_dim: Width of index heads.
-        dsa_indexer_topk: Compressed keys per query.
+        dsa_indexer_topk: Number of compressed keys that the indexer selects per query.
         dsa_indexer_loss_coeff: Weight of the indexer's loss; None for 0.01, 0 freezes the indexer.
-        o_groups: Groups of heads with their own output projection.
+        o_groups: Number of groups of heads; each group has an output projection.
         o_lora_rank: Width of the output of a group.
     """
 

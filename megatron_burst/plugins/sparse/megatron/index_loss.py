@@ -80,7 +80,7 @@ def _log(mean: torch.Tensor, config: Any, layer: int, cp_group: Any, sum_over: A
 
 
 def _values(config: Any, device: torch.device) -> dict[str, Any]:
-    """Return Megatron's tracker of indexer losses, with one entry of "values" per layer."""
+    """Return Megatron's tracker of indexer losses, whose "values" have one entry per layer."""
     home: Any = homes.find("dsa_loss") or homes.module("dsa")
     tracker: dict[str, Any] = home.DSAIndexerLossLoggingHelper.tracker
     if "values" not in tracker:

@@ -264,8 +264,8 @@ def _norm_apart(fused: Any) -> tuple[Any, Any]:
     engine: Any = importlib.import_module("megatron.core.extensions.transformer_engine")
     if fused is not getattr(engine, "TELayerNormColumnParallelLinear", None):
         raise ValueError(
-            "base: the layer has no input_layernorm for the indexer, and its "
-            f"linear_qkv is {fused!r:.100}, not Transformer Engine's"
+            "base: the layer must have an input_layernorm, or Transformer Engine's "
+            f"TELayerNormColumnParallelLinear as linear_qkv, got linear_qkv {fused!r:.100}"
         )
     return engine.TEColumnParallelLinear, engine.TENorm
 

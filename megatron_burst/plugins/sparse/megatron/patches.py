@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches of Megatron for sparse attention; `mb.megatron.install` applies them by a hook."""
+"""Patches of Megatron for sparse attention; `mb.megatron.install` calls `patch`."""
 
 from __future__ import annotations
 

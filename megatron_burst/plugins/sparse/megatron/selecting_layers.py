@@ -135,9 +135,9 @@ class SparseCall(TypedDict):
 
 
 class PlannedLayer:
-    """Access of one layer to the plans of its context-parallel group.
+    """Part of a layer that gets plans from the cache of the layer's context-parallel group.
 
-    The first layer of a group creates the `mb.Groups` of the group, which is a collective.
+    The first layer of a group creates the `mb.Groups` of the group, which is a collective call.
 
     Args:
         config: `TransformerConfig` after `configure`.

@@ -50,14 +50,14 @@ def test_dsa_is_served_from_0_19_on():
         (
             {},
             {"dsa_indexer_topk_freq": 2, "fp8": "hybrid", "recompute_granularity": "full"},
-            "topk-freq 2: Transformer Engine recomputes .* remove --recompute-granularity",
+            "topk-freq 2: in fp8 and fp4, .* recomputes .* remove --recompute-granularity",
         ),
         ({}, {"window_size": (8, 0)}, "--window-size"),
         ({}, {"softmax_type": "learnable"}, "--softmax-type learnable: DSA does not support sinks"),
         ({}, {"mtp_num_layers": 1}, "--mtp-num-layers"),
         ({}, {"log_max_attention_logit": True}, "--log-max-attention-logit"),
         ({"layout": "striped", "sparse": "megatron"}, {}, "assumes zigzag order"),
-        ({"algorithm": "megatron"}, {}, "must be an all-gather, not None; add --cp-comm-type allg"),
+        ({"algorithm": "megatron"}, {}, "all-gather, got cp_comm_type None; add --cp-comm-type"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(chosen, changes, words):
@@ -105,7 +105,7 @@ def test_the_exchange_need_not_be_given():
         made = dsa_ranks.config({"context_parallel_size": 2})
         assert burst.configure(made, mb.BurstConfig()).cp_comm_type is None
         made = dsa_ranks.config({"context_parallel_size": 2}, cp_comm_type="p2p")
-        with pytest.raises(ValueError, match=r"must be an all-gather, not p2p"):
+        with pytest.raises(ValueError, match=r"by all-gather, got cp_comm_type p2p"):
             burst.configure(made, mb.BurstConfig(algorithm="megatron"))
         burst.configure(made, mb.BurstConfig(sparse="megatron"))
         assert made.cp_comm_type == "allgather"
@@ -139,7 +139,7 @@ def test_other_sparse_attention_is_refused_by_name():
             hooks._refuse_unsupported(original, SimpleNamespace(), settings, parts)
     silent = SimpleNamespace(burst=mb.BurstConfig(), context_parallel_size=2)
     with pytest.raises(
-        ValueError, match='sparse attention: set experimental_attention_variant="dsa"'
+        ValueError, match='sparse attention; set experimental_attention_variant="dsa"'
     ):
         hooks._refuse_unsupported(original, SimpleNamespace(), silent, parts)
     settings.burst = mb.BurstConfig(sparse="megatron")

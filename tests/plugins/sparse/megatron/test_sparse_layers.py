@@ -182,7 +182,7 @@ def test_a_norm_inside_a_linear_layer_comes_out(monkeypatch):
     kept = mb.sparse_layer_spec(rule="moba", top_k=2, base=base).submodules
     assert kept.self_attention.submodules.linear_qkv is kinds[0]
     parts.self_attention.submodules.linear_qkv = kinds[2]
-    with pytest.raises(ValueError, match="no input_layernorm"):
+    with pytest.raises(ValueError, match="must have an input_layernorm"):
         mb.sparse_layer_spec(rule="qsa", top_k=2, base=base)
 
 
