@@ -90,7 +90,7 @@ def linear_attention(
         return_final_state: Also return the states after all documents. In reverse, these are the
             states at the first tokens.
         scale: Factor of the outputs, default d ** -0.5.
-        algorithm: Algorithm that passes states between ranks, as for `mb.state_scan`.
+        algorithm: Algorithm that passes states between ranks; same as in `mb.state_scan`.
         kernel: "auto", "torch" (chunks, with torch operators), "reference" (the recurrence), or a
             kernel of an installed package: "fla" or "mamba_ssm".
         groups: Groups of the ranks, if no plan is given.
@@ -107,7 +107,7 @@ def linear_attention(
             None for the same decay.
         reverse_beta: For reverse="both": write strengths of the reverse recurrence; None for the
             same write strengths.
-        rates: Rates for algorithm "auto", as for `mb.state_scan`.
+        rates: Rates for algorithm "auto"; same as in `mb.state_scan`.
         plan: Plan of `mb.prepare_linear` for these tensors, in place of groups and all keywords
             that are not tensors, except return_final_state and label. Without a plan, each call
             makes a plan, for which all ranks exchange messages between their CPUs. With a plan,

@@ -127,7 +127,7 @@ class TreeWalk(NamedTuple):
 
 
 def chains_of(groups: Groups, sequence: PackedSequence) -> Chains:
-    """Return the chains of a sequence in its direction. Raise the errors of `layout.chains`.
+    """Return the chains of a sequence, forward or reversed. Raise the errors of `layout.chains`.
 
     With reverse="both", the reversed documents follow the documents of the forward direction.
     """
@@ -338,7 +338,10 @@ def _messages(way: dict[int, list[StateHop]]) -> tuple[RankMessage, ...]:
 
 
 def longest_message(hops: Hops, blocks: StateBlocks, states: States) -> tuple[int, int]:
-    """Return the bytes of the longest message, and the largest number of tensors in a message."""
+    """Return two maxima over the messages of a table: bytes, and upper bound of tensors.
+
+    The two maxima may belong to different messages.
+    """
     if not len(hops):
         return 0, 0
     key = np.stack([hops.round, hops.source, hops.destination])

@@ -295,7 +295,7 @@ class FinalStates:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of a state."""
+        """Shape [b, h, d, w] of the state of one document."""
         return torch.Size((self.states.batch, *self.states.sizes))
 
     def spread(
