@@ -371,8 +371,9 @@ class HybridSelfAttention(MegatronModule):
     of `core_attention`.
 
     Args:
-        config: `MLATransformerConfig`, after `configure`. If layers have different ratios, the
-            constructor sets `hetereogenous_dist_checkpoint` to True.
+        config: `MLATransformerConfig`, after `configure`. If layers have different ratios, or if
+            `compress_ratio` is passed, the constructor sets `hetereogenous_dist_checkpoint` to
+            True.
         submodules: Classes of the column- and row-parallel linear layers.
         layer_number: Layer number, from 1.
         rule: Arguments of `mb.sparse_layer_spec`.
