@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference kernel: dense attention by definition, for any dtype, device and mask.
+"""The reference kernel: dense attention from its formula, for any dtype, device and mask.
 
 The kernel computes in the accumulation dtype and materializes all scores. It is slow and serves as
 the specification: tests compare every other kernel with it, and compare it with handwritten
@@ -38,7 +38,7 @@ class ReferenceWork:
 
 
 class ReferenceKernel:
-    """Attention kernel "reference": dense attention by definition."""
+    """Attention kernel "reference": dense attention, computed directly from its formula."""
 
     name = "reference"
     softcaps = True
