@@ -93,7 +93,7 @@ def with_mask(model: Any, choices: dict[str, Any]) -> dict[str, Any]:
 
 
 def problems(model: Any, transformer: Any) -> Iterator[Problem]:
-    """Yield a problem for each setting that is unsupported only in vision-language models."""
+    """Yield a problem for each setting that these models do not support but others do."""
     if transformer.context_parallel_size == 1:
         return
     name = type(model).__name__
@@ -108,7 +108,7 @@ def problems(model: Any, transformer: Any) -> Iterator[Problem]:
     if _GEMMA3 in mro and stages > 1:
         yield Problem(
             f"--pipeline-model-parallel-size {stages} with {name}: "
-            "later stages get no tokens, so they cannot find the positions of images",
+            "later stages get no token ids, so the positions of images are unknown there",
             add=("--pipeline-model-parallel-size 1",),
         )
     if mro & set(_QWEN3) and getattr(transformer, "recompute_granularity", None) == "full":
