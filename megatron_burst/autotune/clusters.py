@@ -176,12 +176,12 @@ class Cluster:
 
     @property
     def band(self) -> ForecastBand:
-        """Range of step times, as multiples of their forecasts."""
+        """Range of published step times, as multiples of their forecasts."""
         return band_of(self.gpu.name, self.kernels_measured)
 
     @property
     def described(self) -> str:
-        """Text on one line with the origin of the rates and the band of forecasts."""
+        """One-line text with the origin of the rates and the accuracy of forecasts."""
         if self.measured:
             return f"measured: {self.source}; repeats vary by up to {self.spread:.0%}"
         band, kernel = self.band, self.gpu.kernel
@@ -241,10 +241,10 @@ class Cluster:
         )
 
     def run_rates(self, per_node: int) -> Rates:
-        """Return the rates that a run passes to `prepare`, with shared NICs and memory of a GPU.
+        """Return the rates that a run passes to `prepare`, with `shared` and `room` set.
 
-        A run cannot detect shared NICs, and a forecast cannot measure free memory. So this
-        description of the cluster determines both values.
+        A run cannot detect which ranks share a NIC, and a forecast cannot measure free memory. So
+        both values are computed from this description of the cluster.
 
         Args:
             per_node: Number of ranks of one context-parallel group on each node.

@@ -49,7 +49,7 @@ class Peers(NamedTuple):
     Attributes:
         endpoint: This rank's endpoint, which sends and receives.
         channel: Channel that carries the messages.
-        pairs: (destination, source) of each pair of simultaneous messages.
+        pairs: (destination, source) of each pair of messages that are sent and received at once.
     """
 
     endpoint: Endpoint
@@ -161,9 +161,10 @@ def links(groups: Groups, device: torch.device) -> Rates:
 
 
 def peers(groups: Groups, link: str) -> Peers | None:
-    """Return the next and the previous rank over link class `link`; None without such links.
+    """Return this rank's neighbours over link class `link`; None without such links.
 
-    Both ranks are in this rank's ring, or else in its ulysses group.
+    The neighbours are the next and the previous rank of this rank's ring. If the ring has no such
+    links, they are ranks of this rank's ulysses group.
     """
     rank, topology = groups.rank, groups.topology
     for endpoint, channel, ranks in (
@@ -239,7 +240,7 @@ def link_speeds(
     """
 
     def of_ranks(size: int, times: int) -> list[float]:
-        """Return each rank's shortest time, because other load of the machine only adds time."""
+        """Return each rank's shortest time; other load of the machine can only add time."""
         start = None if peers is None else starter(peers, size, device)
         _of_ranks(groups, 0.0)  # a barrier, so that all ranks start together
         if start is None:
@@ -259,13 +260,13 @@ def link_speeds(
 def long_enough(
     seconds_of_ranks: Callable[[int], list[float]], long: float, largest: int
 ) -> tuple[int, list[float]]:
-    """Return the bytes of a message that takes about `long` seconds, and its time on each rank.
+    """Return the size of a message that takes about `long` seconds, and its seconds on each rank.
 
     Args:
-        seconds_of_ranks: Function that returns the seconds on every rank for a message of a number
-            of bytes.
+        seconds_of_ranks: Function that returns the seconds that every rank needs for a message of
+            the given number of bytes.
         long: Seconds that the slowest rank should need.
-        largest: Largest number of bytes.
+        largest: Maximum bytes of the message.
     """
     size, of_ranks = FIRST, seconds_of_ranks(FIRST)
     while max(of_ranks) < long / 2 and size < largest:
@@ -317,7 +318,7 @@ def _room(device: torch.device) -> float:
 
 
 def _of_ranks(groups: Groups, value: float) -> list[float]:
-    """Gather `value` of every rank; this also is a barrier."""
+    """Gather `value` of every rank. The call is also a barrier."""
     gathered = groups.gather(torch.tensor([value], dtype=torch.float64))
     return [rank_value.item() for rank_value in gathered]
 
@@ -426,7 +427,7 @@ def local_calls(
         mask: The mask.
         like: q, k and v; only their heads, widths, dtype and device are read.
         rows: Rows of queries and of keys.
-        knows_out: True if backward gets the output, as it does if queries stay on their rank.
+        knows_out: True if backward gets the output, which is the case if queries are not sent.
 
     Raises:
         Exception: The kernel failed.

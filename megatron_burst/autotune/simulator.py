@@ -131,7 +131,12 @@ class _Clocks:
         done[wave.ends] = np.maximum(done[wave.ends], end)
 
     def share(self, exchanges: Sequence[TimedExchange], landing: dict[int, np.ndarray]) -> None:
-        """Let each message that started at one boundary end when both of its ports are free."""
+        """Note when messages end that share ports: at the time when both ports are free.
+
+        Args:
+            exchanges: Exchanges that started at one boundary.
+            landing: `done` of `send`, by landing boundary; updated in place.
+        """
         for exchange in exchanges:
             done = landing[exchange.land]
             for wave in exchange.waves:
@@ -150,7 +155,7 @@ class _Clocks:
         self.clock += seconds
 
     def run(self, program: Sequence[GridBoundary]) -> Generator[None, None, None]:
-        """Run the pass of one head chunk; yield at each boundary, to stagger head chunks."""
+        """Run the pass of one head chunk; yield at each boundary, so that head chunks alternate."""
         landing: dict[int, np.ndarray] = {}
 
         def land(index: int) -> None:
@@ -300,7 +305,7 @@ def _costs(
 def _of_calls(
     prepared: PreparedSchedule, of_pair: np.ndarray, least: float, launch: float
 ) -> np.ndarray:
-    """Return the seconds of each pair, plus the fixed time of a call for its first pair."""
+    """Return the seconds of each pair. The first pair of a call includes the call's fixed time."""
     if not prepared.schedule.joined:
         return np.where(of_pair > 0, np.maximum(of_pair, least) + launch, 0.0)
     first, call = prepared.calls
@@ -318,7 +323,7 @@ def _per_byte(prepared: PreparedSchedule, rates: Rates) -> np.ndarray:
 
 
 def _staggered(runs: Sequence[Generator[None, None, None]]) -> None:
-    """Run all passes; each starts one boundary after the previous, as in `execution.ring.run`."""
+    """Run the passes of all head chunks; each starts one boundary after the previous one."""
     # Head chunks are one boundary apart, so that the hops of one head chunk overlap with
     # computation of another.
     waiting, running = list(runs), []
