@@ -426,7 +426,7 @@ class AlgorithmOnGrid:
         return seconds * (1 - ROUNDING)
 
     def _busy(self, passes: Sequence[PreparedSchedule], work: PassWork) -> float:
-        """Return a lower bound on the total seconds of these passes, one per row chunk."""
+        """Return a lower bound on the total seconds of `passes`, one schedule per row chunk."""
         rates, count = self.on.rates, self.counts[0]
         return work.head_exchange.seconds + sum(
             simulator.pass_at_least(

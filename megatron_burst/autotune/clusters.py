@@ -193,7 +193,7 @@ class Cluster:
         )
 
     def rank_rates(self, documents: bool = False) -> Rates:
-        """Return the rates of one rank: measured, or the reachable part of published rates.
+        """Return the measured rates of one rank, or the part of published rates that runs reach.
 
         `inter` is the rate of a rank that is alone on its NIC. The simulator has a separate
         argument for shared NICs.

@@ -130,9 +130,9 @@ def _like(like: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def links(groups: Groups, device: torch.device) -> Rates:
-    """Measure the links for messages on `device`; collective. The rates have no `compute`.
+    """Measure the links for messages on `device`. All ranks must call it.
 
-    The rates are also stored in `groups.cache`.
+    The rates have no `compute`. They are also stored in `groups.cache`.
     """
     if groups.size == 1:
         groups.cache["rates"] = rates = Rates(math.inf, math.inf)
@@ -184,7 +184,10 @@ def peers(groups: Groups, link: str) -> Peers | None:
 
 
 def ring_peers(groups: Groups, ring: str, device: torch.device) -> Peers | None:
-    """Connect the channel of a ring's messages, and return `peers` on this channel; collective."""
+    """Connect the channel of a ring's messages, and return `peers` on this channel.
+
+    All ranks must call it.
+    """
     neighbours = peers(groups, ring)
     if neighbours is None:
         return None
@@ -232,7 +235,9 @@ def exchange_seconds(
 def link_speeds(
     groups: Groups, peers: Peers | None, device: torch.device
 ) -> tuple[float, list[float]]:
-    """Measure the links of all ranks to their peers, used at the same time; collective.
+    """Measure the links of all ranks to their peers, all used at the same time.
+
+    All ranks must call it.
 
     Returns:
         A pair: the latency in seconds of the slowest rank, and a list with the bytes per second of
@@ -260,7 +265,7 @@ def link_speeds(
 def long_enough(
     seconds_of_ranks: Callable[[int], list[float]], long: float, largest: int
 ) -> tuple[int, list[float]]:
-    """Return the size of a message that takes about `long` seconds, and its seconds on each rank.
+    """Return the bytes of a message that takes about `long` seconds, and the seconds of each rank.
 
     Args:
         seconds_of_ranks: Function that returns the seconds that every rank needs for a message of
@@ -287,10 +292,10 @@ def rate_of(size: float, total: float, latency: float) -> float:
 
 
 def _posting(groups: Groups, peers: Peers | None, device: torch.device) -> float:
-    """Return the seconds that a rank needs to start an exchange with its peers; collective.
+    """Return the seconds that a rank needs to start an exchange with its peers.
 
-    The result is the largest of the ranks' medians. On a GPU it is 0, because the host starts
-    exchanges while the device works.
+    All ranks must call it. Each rank computes a median, and the result is the largest median. On a
+    GPU the result is 0, because the host starts exchanges while the device works.
     """
     if device.type == "cuda":
         return 0.0
@@ -363,10 +368,10 @@ def kernel_speed(
     k: torch.Tensor,
     v: torch.Tensor,
 ) -> tuple[float, float]:
-    """Measure the speed of a kernel on a square tile with the heads of q, k and v; collective.
+    """Measure the speed of a kernel on a square tile with the heads of q, k and v.
 
-    The result is the median over the ranks, and is cached in `groups`. Only shape, dtype and device
-    of q, k and v are read.
+    All ranks must call it. The result is the median over the ranks, and is cached in `groups`. Only
+    shape, dtype and device of q, k and v are read.
 
     Returns:
         FLOP/s, and seconds of a call in addition to its FLOPs.

@@ -199,8 +199,7 @@ def pass_time(
         rates: Rates of each rank.
         head_chunks: Number of head chunks.
         wires: Properties of the links between ranks.
-        least: Smallest number of seconds of a kernel call. Pairs that the schedule joins are one
-            call.
+        least: Minimum seconds of a kernel call. Pairs that the schedule joins count as one call.
         adding: Times to add up results of kernel calls in memory.
     """
     prepared = (
@@ -228,7 +227,7 @@ def pass_time(
 def host_seconds(
     prepared: PreparedSchedule, seconds: np.ndarray, rates: Rates, head_chunks: int = 1
 ) -> float:
-    """Return the CPU seconds of the busiest rank's launches; arguments are those of `pass_time`."""
+    """Return the CPU seconds of the busiest rank's launches. Arguments are as in `pass_time`."""
     if rates.host is None:
         return 0.0
     pairs, transfers = prepared.schedule.tables.pairs, prepared.schedule.tables.transfers
@@ -253,7 +252,7 @@ def pass_at_least(
 ) -> float:
     """Return a lower bound on the seconds of a pass: the busy time of the busiest rank or port.
 
-    Arguments are those of `pass_time`. The bound does not decrease with more head chunks.
+    Arguments are the same as in `pass_time`. The bound does not decrease with more head chunks.
     """
     of_pair, _, taken = _costs(prepared, sizes, seconds, rates, head_chunks, least, adding)
     computing = np.bincount(prepared.schedule.tables.pairs.rank, of_pair, 1).max()
@@ -284,7 +283,7 @@ def _costs(
     least: float,
     adding: AccumulationTimes,
 ) -> _HeadChunkCosts:
-    """Return the costs of one head chunk; arguments are those of `pass_time`."""
+    """Return the costs of one head chunk. Arguments are the same as in `pass_time`."""
     pairs = prepared.schedule.tables.pairs
     per_byte = _per_byte(prepared, rates)
     of_pair = seconds[pairs.query, pairs.key] * prepared.shares / head_chunks

@@ -56,7 +56,7 @@ def load(file: str) -> frozenset[str]:
 
 
 def _open(file: str) -> str | None:
-    """Load the library once; return why it cannot be used, or None."""
+    """Load the library; return the reason if it cannot be used, else None."""
     try:
         torch.ops.load_library(file)
     except OSError as error:

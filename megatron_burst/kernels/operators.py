@@ -53,7 +53,7 @@ class Lengths:
         return len(q) == 1
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the arguments for `device`.
+        """Return the lengths as tensors on `device`, for the arguments of operators.
 
         Returns:
             Cumulative rows (int32 [n + 1] for n sequences), cumulative columns (int32 [n + 1]), and
@@ -110,7 +110,7 @@ class Operator(Protocol):
     Attributes:
         device: Device type, such as "cpu".
         dtypes: Supported dtypes.
-        multiple: Number of which widths must be a multiple.
+        multiple: Widths must be a multiple of this number.
         limits: Arguments of `masks.tiling.Cutter` that limit the sizes of tiles. Tables of visible
             pairs are passed as a bias.
         windows: True if the operator supports a window.

@@ -263,7 +263,7 @@ def heads_first(x: torch.Tensor) -> torch.Tensor:
 
 
 def stats_of(x: torch.Tensor, lengths: Lengths | None) -> torch.Tensor:
-    """Return x (lse or delta [b, h, s]), contiguous for FlashAttention; [h, s] with `lengths`."""
+    """Return x (lse or delta [b, h, s]) as a contiguous tensor, without b if `lengths` is given."""
     return (x if lengths is None else x.squeeze(0)).contiguous()
 
 

@@ -29,7 +29,7 @@ class ReferenceWork:
         self._by_device: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return two bool tensors on `device`: hidden pairs [s, t], and keys that no query sees."""
+        """Return bool tensors on `device`: hidden pairs [s, t], and keys that no query sees [t]."""
         if device not in self._by_device:
             packed = to_device(np.concatenate([self.hidden.ravel(), self.unseen]), device)
             hidden, unseen = packed.split([self.hidden.size, self.unseen.size])

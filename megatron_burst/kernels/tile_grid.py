@@ -414,7 +414,8 @@ class Worklist(NamedTuple):
         programs: [n, 3], (block, begin, end) of each program. It computes the tiles of row block
             (or column block) `block` with the column blocks (or row blocks) `others[begin:end]`.
             Programs with many tiles are first, so that the last programs are short.
-        others: [tiles], column block of each tile if programs have row blocks; else its row block.
+        others: [tiles], column block of each tile if programs compute row blocks. If programs
+            compute column blocks, row block of each tile.
         tables: [tiles], index of each tile's table in `TileGrid.bits`; empty for fully visible
             tiles.
     """

@@ -253,7 +253,7 @@ def _launch(code: Any, q: torch.Tensor, programs: int, heads: int, size: BlockSi
 
 
 def _inputs(rows: Rows, k: torch.Tensor, v: torch.Tensor, size: BlockSizes) -> Inputs:
-    """Return the tensor descriptors of backward: a tuple of q, dout, k and v; lse; delta."""
+    """Return the descriptors for backward: the tuple (q, dout, k, v), then lse, then delta."""
     d, w = _padded(k, v)
     inputs = (
         _block(rows.q, size.rows, d),

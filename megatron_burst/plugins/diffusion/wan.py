@@ -71,7 +71,7 @@ def patch_model(patches: patching.PatchSet, is_ours: Callable[[Any], bool]) -> N
 def _built(
     is_ours: Callable[[Any], bool], original: Callable, self: Any, *args: Any, **named: Any
 ) -> None:
-    """Build the model from the layer spec of its provider, if `apply_burst` made it."""
+    """Build the model from its provider's layer spec, if `apply_burst` made this spec."""
     bound = patching.bound_to(original, (self, *args), named)
     config = bound.arguments["config"]
     spec: Any = getattr(config, "transformer_layer_spec", None)

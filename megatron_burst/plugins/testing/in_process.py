@@ -398,10 +398,10 @@ def _with_keywords(operation: Callable[..., T], keywords: dict[str, Any]) -> T:
 
 
 def on_ranks(groups: InProcessGroups, function: Callable[..., T], *of_each: Sequence[Any]) -> Any:
-    """Run `function` on each rank and return the results by rank; differentiable.
+    """Run `function` on each rank and return the results by rank.
 
-    Each rank has a thread and an autograd graph of its own. In forward and backward, only one
-    thread runs at a time.
+    The results are differentiable. Each rank has a thread and an autograd graph of its own. In
+    forward and backward, only one thread runs at a time.
 
     Args:
         groups: Grid from `in_process.groups`.

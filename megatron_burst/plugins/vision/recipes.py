@@ -58,7 +58,7 @@ def check_provider(model: Any, is_ours: Callable[[Any], bool]) -> None:
 
     Qwen3-VL is supported in Bridge 0.3; later versions cut the sequences in zigzag order
     themselves. The provider of Qwen3-VL is patched to use the recipe's layer spec if `apply_burst`
-    made it.
+    made this spec.
 
     Args:
         model: the provider.
@@ -160,7 +160,7 @@ def _patch_providers(is_ours: Callable[[Any], bool]) -> None:
 def _provided(
     is_ours: Callable[[Any], bool], original: Callable, self: Any, *args: Any, **named: Any
 ) -> Any:
-    """Call `provide` with the recipe's layer spec, if `apply_burst` made it."""
+    """Call `provide` with the recipe's layer spec, if `apply_burst` made this spec."""
     spec = self.transformer_layer_spec
     if not is_ours(spec):
         return original(self, *args, **named)

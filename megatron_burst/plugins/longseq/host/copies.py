@@ -277,9 +277,9 @@ def _as_bytes(flat: torch.Tensor) -> torch.Tensor:
 class PendingCopies:
     """Copies to the host that still reference their source tensors, for at most two frames.
 
-    A frame is the saved tensors of one layer. When a third frame begins to move tensors, the
-    compute stream first waits for the copies of the oldest frame. This limits device memory, but
-    costs time if copying a layer's tensors takes longer than computing a layer.
+    A frame consists of the saved tensors of one layer. When a third frame begins to move tensors,
+    the compute stream first waits for the copies of the oldest frame. This limits device memory,
+    but costs time if copying a layer's tensors takes longer than computing a layer.
     """
 
     def __init__(self) -> None:

@@ -84,8 +84,8 @@ class HostFrame:
 class FrameOrder:
     """Registry of the frames that have tensors in host memory.
 
-    A frame is the saved tensors of one layer. The registry predicts which frame backward needs
-    next, and fetches it one frame ahead.
+    A frame consists of the saved tensors of one layer. The registry predicts which frame backward
+    needs next, and fetches this frame in advance.
 
     Args:
         before: Function that is called before each fetch of the frame that backward needs.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offloading of one training run: its `HostMemory`, the fraction, and the calls that use them.
+"""Offloading in one training run: the host memory, the offloaded fraction, and layer calls.
 
 The first step moves tensors as long as they fit, and never raises `OutOfHostMemory`. At its end,
 all ranks check together whether the moved tensors fit in host memory. With `auto`, they select the
@@ -59,7 +59,7 @@ def tier_of(patches: PatchSet) -> Tier | None:
 class RunningCall(NamedTuple):
     """Layer call in progress: the fraction of rows that it moves to the host, and its frame.
 
-    A frame is the tensors of one layer, which backward fetches together.
+    A frame consists of the tensors of one layer, which backward fetches together.
     """
 
     fraction: float
@@ -390,7 +390,7 @@ class FirstStep:
 
         Args:
             nbytes: Bytes that the call moved, including bytes that did not fit.
-            clock: Time of the call.
+            clock: Clock that measured the call.
         """
         self._largest = max(self._largest, nbytes)
         self._of_passes[-1] += nbytes
@@ -404,7 +404,7 @@ class FirstStep:
 
 
 def gather(value: Any) -> list[Any]:
-    """Collect `value` from every rank of the run, and return the list in rank order; collective."""
+    """Return a list with `value` of every rank of the run. All ranks must call it."""
     if not torch.distributed.is_initialized():
         return [value]
     gathered = [value] * torch.distributed.get_world_size()
@@ -413,7 +413,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def shared_node(stated: int | None) -> HostNode:
-    """Return the host memory of this rank's node, equal on all ranks of the node.
+    """Return the host memory of this rank's node. All ranks of the node get the same result.
 
     This is a collective over all ranks of the run.
 
