@@ -2,8 +2,8 @@
 """Candidates: settings that can run an attention workload, with their predicted times.
 
 A candidate is an algorithm, a side (the tensors that backward sends), a number of head chunks and a
-grid of ulysses groups. This module decides which of them are simulated. `select` compares the
-candidates and selects one.
+grid of ulysses groups (ranks that exchange tokens for heads by all-to-all). This module decides
+which candidates are simulated. `select` compares the candidates and selects one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Workload:
         chunks: Number of row chunks; argument `sequence_chunks` of a call.
         blocks: Number of blocks of rows; argument `row_blocks` of a call.
         attended: Largest number of keys that sparse attention selects per query. Only the query's
-            rank has the selection, so keys are sent and queries stay. None for dense attention.
+            rank knows the selected keys, so ranks send keys and never queries. None for dense
+            attention.
         key_layout: Layout of keys that are another sequence; None for `layout`.
         latent: True if values are columns of the keys. The width of the keys is then `sizes.width`
             + `sizes.value_width`.
@@ -219,7 +220,7 @@ class GridSchedules:
         )
 
     def forget(self) -> None:
-        """Free the cached schedules, and the results that algorithms share."""
+        """Free the cached schedules and the results in `Visibility.common`."""
         self._made.clear()
         for visibility in self.row_chunks:
             visibility.common.clear()
@@ -235,7 +236,7 @@ class GridSchedules:
 
 
 def _fewest_heads(sizes: Sizes) -> Sizes:
-    """Return the sizes with batch size 1 and the fewest heads with the same ratio of heads."""
+    """Return the sizes with batch size 1 and as few heads as the ratio of heads permits."""
     least = math.gcd(sizes.heads, sizes.kv_heads)
     heads, kv_heads = sizes.heads // least, sizes.kv_heads // least
     return replace(sizes, batch=1, heads=heads, kv_heads=kv_heads)
@@ -246,12 +247,12 @@ SchedulesOf = Callable[[Workload, Topology, Nodes | None], GridSchedules]
 
 @dataclass(frozen=True, eq=False)
 class PassWork:
-    """The costs of one pass, forward or backward, on one grid that do not depend on the algorithm.
+    """Costs of a pass (forward or backward) on one grid that are the same for all algorithms.
 
     Attributes:
         pair_seconds: [G, G], seconds to compute attention of the queries of rank i to the keys of
             rank j.
-        call_seconds: Smallest number of seconds of a kernel call.
+        call_seconds: Minimum seconds of a kernel call.
         adding: Times to add up results, which are not part of `pair_seconds`.
         head_exchange: Time of the all-to-alls in ulysses groups.
     """
@@ -331,8 +332,8 @@ class GridWork:
     def at_least(self) -> float:
         """Lower bound on the seconds of every candidate.
 
-        The bound assumes that all ranks compute equally many pairs, and that only the messages of
-        all-to-alls need time.
+        The bound has the computation, divided equally among the ranks, the start of each pass, and
+        the all-to-alls of ulysses groups. Messages on rings are assumed to need no time.
         """
         rates, trained, row_chunks = self.rates, self.trained, self.schedules.row_chunks
         mean = self.forward.pair_seconds / self.schedules.grid.size
@@ -362,7 +363,7 @@ def pass_works(
     sparse: bool = False,
     latent: bool = False,
 ) -> tuple[PassWork, PassWork]:
-    """Return the costs of forward and of backward on one grid that all algorithms share.
+    """Return the costs of forward and of backward that are the same for all algorithms on a grid.
 
     Args:
         topology: The grid.
@@ -403,10 +404,10 @@ class AlgorithmOnGrid:
 
     @property
     def at_least(self) -> float:
-        """Lower bound on the seconds of every candidate, without its schedules.
+        """Lower bound on the seconds of every candidate, computed without schedules.
 
-        It is `GridWork.at_least`, plus the launch of a call per pair of chunks if the algorithm
-        does not join calls.
+        It is `GridWork.at_least`. If the algorithm makes one kernel call per pair of chunks, the
+        launches of these calls are added.
         """
         on = self.on
         if on.workload.attended is not None or ALGORITHMS[self.algorithm].joins:
@@ -418,14 +419,14 @@ class AlgorithmOnGrid:
 
     @cached_property
     def busy(self) -> float:
-        """Lower bound on the seconds of every candidate, from the busiest rank or port."""
+        """Lower bound on the seconds of every candidate: busy time of the busiest rank or port."""
         seconds = self._busy(self._forward, self.on.forward)
         if self.on.trained:
             seconds += min(self._busy(passes, self.on.backward) for passes in self._backwards)
         return seconds * (1 - ROUNDING)
 
     def _busy(self, passes: Sequence[PreparedSchedule], work: PassWork) -> float:
-        """Return a lower bound on the total seconds of these passes, one per row chunk."""
+        """Return a lower bound on the total seconds of `passes`, one schedule per row chunk."""
         rates, count = self.on.rates, self.counts[0]
         return work.head_exchange.seconds + sum(
             simulator.pass_at_least(
@@ -442,7 +443,10 @@ class AlgorithmOnGrid:
 
     @cached_property
     def _backwards(self) -> list[list[PreparedSchedule]]:
-        """For each side that is tried: the schedules of backward, one per row chunk."""
+        """Schedules of backward: one list per side to try, with one schedule per row chunk.
+
+        A side is the choice of the tensors that backward sends: keys and values, or queries.
+        """
         on, fixed = self.on, self.on.fixed.side
         sided = ALGORITHMS[self.algorithm].sided and on.schedules.grid.size > 1
         sides = [fixed] if fixed else SIDES if sided else ["kv"]
@@ -450,9 +454,10 @@ class AlgorithmOnGrid:
         return [schedules(self.algorithm, on.sizes, side) for side in sides]
 
     def by_chunks(self) -> Iterator[list[Candidate]]:
-        """Yield, for each number of head chunks, a list of candidates: one per side.
+        """Yield, for each number of head chunks, the candidates: one per side.
 
-        More head chunks are tried as long as they shorten the call.
+        A side is the choice of the tensors that backward sends. More head chunks are tried as long
+        as they shorten the call.
         """
         on, topology = self.on, self.on.topology
         resends_q = len(on.schedules.row_chunks) > 1
@@ -490,7 +495,7 @@ class AlgorithmOnGrid:
             before = times
 
     def _time(self, passes: Sequence[PreparedSchedule], work: PassWork, count: int) -> PassTime:
-        """Return the total time of these passes, run one after another, and of the all-to-alls."""
+        """Return the total time of the all-to-alls and these passes, run one after another."""
         total = IDLE
         for schedule in passes:
             total += simulator.pass_time(
@@ -517,7 +522,7 @@ def _algorithms(workload: Workload, topology: Topology, fixed: FixedSettings) ->
 
 
 def _few_rows(visibility: Visibility, own: Sizes, shared: Sizes, room: float) -> bool:
-    """Return True if every rank can hold, at one time, all rows of other ranks that it uses.
+    """Return True if every rank can hold at once all rows of other ranks that it uses.
 
     A rank must use at most half of the rows of other ranks, unless the keys are a sequence of their
     own with fewer rows than the queries. The memory of these rows (`held_of_row`) must be at most
@@ -540,9 +545,10 @@ def _few_rows(visibility: Visibility, own: Sizes, shared: Sizes, room: float) ->
 def held_of_row(sizes: Sizes) -> int:
     """Return the peak bytes that a rank needs per received row of keys in one joined call.
 
-    The memory of `execution.joined` is largest at one of three times. A rank holds the received row
-    and its copy, then the copy and the sums of gradients, then these sums and the gradients in the
-    wire dtype.
+    A joined call is one kernel call with several chunks of keys, which are copied to one buffer.
+    Its memory is largest at one of three times. First a rank holds the received row and the copy of
+    the row. Then it holds the copy and the sums of gradients. At the end it holds these sums, and
+    the gradients in the wire dtype.
     """
     keys, sent = sizes.backward.kv, sizes.backward.dkv
     sums = sent // sizes.wire_itemsize * sizes.stat_itemsize
@@ -552,7 +558,7 @@ def held_of_row(sizes: Sizes) -> int:
 def _sent(
     schedules: Sequence[Schedule], topology: Topology, sizes: Sizes, resends_q: bool = False
 ) -> Traffic:
-    """Return the bytes that all ranks send in these schedules and in ulysses groups."""
+    """Return the total bytes that all ranks send in these schedules and in ulysses groups."""
     total = Traffic()
     for schedule in schedules:
         ring = cost.traffic(schedule, None, sizes)
@@ -572,7 +578,7 @@ def _head_chunks(sizes: Sizes, fixed: FixedSettings, alone: bool) -> Sequence[in
 
 
 def _named(algorithm: str, topology: Topology) -> str:
-    """Return the argument `algorithm` of `mb.attention` for this ring algorithm on this grid."""
+    """Return the argument `algorithm` of `mb.attention` that selects a ring algorithm on a grid."""
     if 1 < topology.ulysses == topology.size:
         return "ulysses"
     return "hybrid" if topology.ulysses > 1 and algorithm == "burst" else algorithm
@@ -638,7 +644,7 @@ def adding(sizes: Sizes, rate: float) -> tuple[AccumulationTimes, AccumulationTi
 
 
 def reading(sizes: Sizes, memory: float, latent: bool) -> tuple[float, float]:
-    """Return the smallest seconds of a sparse attention call: in forward, and in backward.
+    """Return the minimum seconds of a sparse attention call: in forward, and in backward.
 
     A call reads and writes queries, results and gradients of all its rows, even if a row has
     selected few keys of the call. Forward reads q, and reads and writes out in the dtype of sums.
@@ -659,7 +665,7 @@ def reading(sizes: Sizes, memory: float, latent: bool) -> tuple[float, float]:
 def grids(ranks: int, intra: int, sizes: Sizes) -> list[Topology]:
     """Return all grids of `ranks` ranks whose ulysses groups can share the heads.
 
-    Of two placements with the same rings and ulysses groups, only one is returned.
+    If two placements give the same rings and ulysses groups, only one of the grids is returned.
     """
     by_groups: dict[tuple, Topology] = {}
     for ulysses in (n for n in range(1, ranks + 1) if ranks % n == 0):

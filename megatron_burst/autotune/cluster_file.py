@@ -31,8 +31,8 @@ class FileKey(NamedTuple):
 
     Attributes:
         key: Name of the key.
-        of: Class that has the field, such as `Cluster` or `Gpu`.
-        field: Name of the field of this class.
+        of: Class that stores the value, such as `Cluster` or `Gpu`.
+        field: Name of the class's field with the value.
         kind: Type of the value.
         unit: Unit or meaning of the value, for the comment.
     """
@@ -137,7 +137,7 @@ def write(cluster: Cluster, path: str | Path, notes: Mapping[str, str] | None = 
     Args:
         cluster: The cluster.
         path: Path of the file.
-        notes: Comment on how a value was measured, by "section.key".
+        notes: Comments on how values were measured, by "section.key".
     """
     Path(path).write_text(text(cluster, notes or {}), encoding="utf-8")
 
@@ -160,10 +160,10 @@ def text(cluster: Cluster, notes: Mapping[str, str]) -> str:
 
 
 def made(sections: Mapping[str, Mapping[str, Any]]) -> Cluster:
-    """Return the cluster with these values, whose keys and types were already checked.
+    """Return the cluster with these values.
 
     Args:
-        sections: Values by section and key.
+        sections: Values by section and key. Keys and types were already checked.
     """
     arguments: dict[type, dict[str, Any]] = {Cluster: {}, Gpu: {}, Rates: {}, HostTime: {}}
     for section, key in _figures():

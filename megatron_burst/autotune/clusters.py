@@ -176,12 +176,12 @@ class Cluster:
 
     @property
     def band(self) -> ForecastBand:
-        """Range of step times, as multiples of their forecasts."""
+        """Range of published step times, as multiples of their forecasts."""
         return band_of(self.gpu.name, self.kernels_measured)
 
     @property
     def described(self) -> str:
-        """Text on one line with the origin of the rates and the band of forecasts."""
+        """One-line text with the origin of the rates and the accuracy of forecasts."""
         if self.measured:
             return f"measured: {self.source}; repeats vary by up to {self.spread:.0%}"
         band, kernel = self.band, self.gpu.kernel
@@ -193,7 +193,7 @@ class Cluster:
         )
 
     def rank_rates(self, documents: bool = False) -> Rates:
-        """Return the rates of one rank: measured, or the reachable part of published rates.
+        """Return the measured rates of one rank, or the part of published rates that runs reach.
 
         `inter` is the rate of a rank that is alone on its NIC. The simulator has a separate
         argument for shared NICs.
@@ -241,10 +241,10 @@ class Cluster:
         )
 
     def run_rates(self, per_node: int) -> Rates:
-        """Return the rates that a run passes to `prepare`, with shared NICs and memory of a GPU.
+        """Return the rates that a run passes to `prepare`, with `shared` and `room` set.
 
-        A run cannot detect shared NICs, and a forecast cannot measure free memory. So this
-        description of the cluster determines both values.
+        A run cannot detect which ranks share a NIC, and a forecast cannot measure free memory. So
+        both values are computed from this description of the cluster.
 
         Args:
             per_node: Number of ranks of one context-parallel group on each node.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order in which the simulator sends the messages of a schedule: exchanges, then waves.
 
-An exchange has the messages that start and land together. A wave has messages of one exchange that
-have no sender and no receiver in common. Waves follow one another, messages to the nearest rank
-first. So two ranks do not both wait for a third rank while other ranks are free.
+An exchange consists of the messages that start and land together. A wave consists of messages of
+one exchange that have no sender and no receiver in common. Waves follow one another; messages to
+the nearest rank are in the first wave. So two ranks do not both wait for a third rank while other
+ranks are free.
 """
 
 from __future__ import annotations
@@ -148,6 +149,6 @@ def _grouped(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _edges(*keys: np.ndarray) -> list[int]:
-    """Return 0, the indices at which one of the sorted keys changes, and the number of entries."""
+    """Return the bounds of runs of equal keys: 0, each index with a new key, number of entries."""
     new = np.logical_or.reduce([key[1:] != key[:-1] for key in keys])
     return [0, *(np.flatnonzero(new) + 1).tolist(), len(keys[0])]

@@ -19,13 +19,13 @@ BACKWARD = 2.0  # backward adds three gradients, forward adds one result
 class HostTime:
     """CPU seconds of the thread that launches kernels; `megatron-burst calibrate` measures them.
 
-    The defaults fit the table of docs/performance.md, "Host time" (median error 7 %, largest 30 %).
-    `layer` is the time of a Megatron-Core layer with local modules and without its core attention,
-    at 8 rows. The value is corrected by a ratio: the table's time of the plain ring loop divided by
-    its time on the day of the measurement. The default of `plan` is at least the time to make a
-    layout and a plan for 100 documents on 8 ranks: 6 ms with `balanced`, 8 ms if padded, 9 ms with
-    `striped`. With `balanced`, 64 and 1,024 ranks need 8 and 106 ms. No value was measured on a
-    host with a GPU.
+    The defaults fit the table "Host time" of docs/performance.md (median error 7 %, largest 30 %).
+    The default of `layer` was measured on a Megatron-Core layer with local modules and without core
+    attention, at 8 rows. It was then multiplied by a ratio, because the machine was not equally
+    fast on that day: the plain ring loop's time in the table divided by its time on that day. The
+    default of `plan` is at least the time to make a layout and a plan for 100 documents on 8 ranks:
+    6 ms with `balanced`, 8 ms if padded, 9 ms with `striped`. With `balanced`, 64 ranks need 8 ms
+    and 1,024 ranks need 106 ms. No value was measured on a host with a GPU.
 
     Attributes:
         call: Seconds of one attention call of forward, including the addition of its result. A call

@@ -49,7 +49,7 @@ class Peers(NamedTuple):
     Attributes:
         endpoint: This rank's endpoint, which sends and receives.
         channel: Channel that carries the messages.
-        pairs: (destination, source) of each pair of simultaneous messages.
+        pairs: (destination, source) of each pair of messages that are sent and received at once.
     """
 
     endpoint: Endpoint
@@ -130,9 +130,9 @@ def _like(like: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def links(groups: Groups, device: torch.device) -> Rates:
-    """Measure the links for messages on `device`; collective. The rates have no `compute`.
+    """Measure the links for messages on `device`. All ranks must call it.
 
-    The rates are also stored in `groups.cache`.
+    The rates have no `compute`. They are also stored in `groups.cache`.
     """
     if groups.size == 1:
         groups.cache["rates"] = rates = Rates(math.inf, math.inf)
@@ -161,9 +161,10 @@ def links(groups: Groups, device: torch.device) -> Rates:
 
 
 def peers(groups: Groups, link: str) -> Peers | None:
-    """Return the next and the previous rank over link class `link`; None without such links.
+    """Return this rank's neighbours over link class `link`; None without such links.
 
-    Both ranks are in this rank's ring, or else in its ulysses group.
+    The neighbours are the next and the previous rank of this rank's ring. If the ring has no such
+    links, they are ranks of this rank's ulysses group.
     """
     rank, topology = groups.rank, groups.topology
     for endpoint, channel, ranks in (
@@ -183,7 +184,10 @@ def peers(groups: Groups, link: str) -> Peers | None:
 
 
 def ring_peers(groups: Groups, ring: str, device: torch.device) -> Peers | None:
-    """Connect the channel of a ring's messages, and return `peers` on this channel; collective."""
+    """Connect the channel of a ring's messages, and return `peers` on this channel.
+
+    All ranks must call it.
+    """
     neighbours = peers(groups, ring)
     if neighbours is None:
         return None
@@ -231,7 +235,9 @@ def exchange_seconds(
 def link_speeds(
     groups: Groups, peers: Peers | None, device: torch.device
 ) -> tuple[float, list[float]]:
-    """Measure the links of all ranks to their peers, used at the same time; collective.
+    """Measure the links of all ranks to their peers, all used at the same time.
+
+    All ranks must call it.
 
     Returns:
         A pair: the latency in seconds of the slowest rank, and a list with the bytes per second of
@@ -239,7 +245,7 @@ def link_speeds(
     """
 
     def of_ranks(size: int, times: int) -> list[float]:
-        """Return each rank's shortest time, because other load of the machine only adds time."""
+        """Return each rank's shortest time; other load of the machine can only add time."""
         start = None if peers is None else starter(peers, size, device)
         _of_ranks(groups, 0.0)  # a barrier, so that all ranks start together
         if start is None:
@@ -259,13 +265,13 @@ def link_speeds(
 def long_enough(
     seconds_of_ranks: Callable[[int], list[float]], long: float, largest: int
 ) -> tuple[int, list[float]]:
-    """Return the bytes of a message that takes about `long` seconds, and its time on each rank.
+    """Return the bytes of a message that takes about `long` seconds, and the seconds of each rank.
 
     Args:
-        seconds_of_ranks: Function that returns the seconds on every rank for a message of a number
-            of bytes.
+        seconds_of_ranks: Function that returns the seconds that every rank needs for a message of
+            the given number of bytes.
         long: Seconds that the slowest rank should need.
-        largest: Largest number of bytes.
+        largest: Maximum bytes of the message.
     """
     size, of_ranks = FIRST, seconds_of_ranks(FIRST)
     while max(of_ranks) < long / 2 and size < largest:
@@ -286,10 +292,10 @@ def rate_of(size: float, total: float, latency: float) -> float:
 
 
 def _posting(groups: Groups, peers: Peers | None, device: torch.device) -> float:
-    """Return the seconds that a rank needs to start an exchange with its peers; collective.
+    """Return the seconds that a rank needs to start an exchange with its peers.
 
-    The result is the largest of the ranks' medians. On a GPU it is 0, because the host starts
-    exchanges while the device works.
+    All ranks must call it. Each rank computes a median, and the result is the largest median. On a
+    GPU the result is 0, because the host starts exchanges while the device works.
     """
     if device.type == "cuda":
         return 0.0
@@ -317,7 +323,7 @@ def _room(device: torch.device) -> float:
 
 
 def _of_ranks(groups: Groups, value: float) -> list[float]:
-    """Gather `value` of every rank; this also is a barrier."""
+    """Gather `value` of every rank. The call is also a barrier."""
     gathered = groups.gather(torch.tensor([value], dtype=torch.float64))
     return [rank_value.item() for rank_value in gathered]
 
@@ -362,10 +368,10 @@ def kernel_speed(
     k: torch.Tensor,
     v: torch.Tensor,
 ) -> tuple[float, float]:
-    """Measure the speed of a kernel on a square tile with the heads of q, k and v; collective.
+    """Measure the speed of a kernel on a square tile with the heads of q, k and v.
 
-    The result is the median over the ranks, and is cached in `groups`. Only shape, dtype and device
-    of q, k and v are read.
+    All ranks must call it. The result is the median over the ranks, and is cached in `groups`. Only
+    shape, dtype and device of q, k and v are read.
 
     Returns:
         FLOP/s, and seconds of a call in addition to its FLOPs.
@@ -426,7 +432,7 @@ def local_calls(
         mask: The mask.
         like: q, k and v; only their heads, widths, dtype and device are read.
         rows: Rows of queries and of keys.
-        knows_out: True if backward gets the output, as it does if queries stay on their rank.
+        knows_out: True if backward gets the output, which is the case if queries are not sent.
 
     Raises:
         Exception: The kernel failed.

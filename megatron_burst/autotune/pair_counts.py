@@ -56,7 +56,7 @@ def pairs_attended(
     most: int,
     keys: Sequence[Sequence[Span]] | None = None,
 ) -> np.ndarray:
-    """Return the counts of `pairs_seen` with at most `most` selected keys per query.
+    """Return the counts of `pairs_seen` if each query attends to at most `most` selected keys.
 
     The selected keys are assumed to be evenly distributed over the visible keys. All queries of a
     span are assumed to see equally many keys.
@@ -80,7 +80,10 @@ def pairs_attended(
 def _spans_or_shards(
     shards: Sequence[Sequence[Span]],
 ) -> tuple[Sequence[Sequence[Span]], np.ndarray]:
-    """Return each span as one piece, or each shard if there are many spans; and their owners."""
+    """Return pieces of the shards, and the index of the shard of each piece.
+
+    A piece is one span, or a whole shard if there are more than `PIECES` spans.
+    """
     pieces = [(span,) for shard in shards for span in shard]
     if len(pieces) > PIECES:
         return list(shards), np.arange(len(shards))

@@ -37,8 +37,9 @@ class RankPlaces:
     def load(self, src: np.ndarray, dst: np.ndarray) -> np.ndarray:
         """Return how many messages use the NIC of each message of the first ring.
 
-        Messages of all rings that start together are counted, including the message itself, on the
-        busier of the sender's and the receiver's NIC. The number is 1 for a message within a node.
+        The messages of all rings that start together are counted, including the message itself. The
+        sender's and the receiver's NIC are counted separately, and the larger number is returned.
+        The number is 1 for a message within a node.
         """
         crosses = self.node[:, src] != self.node[:, dst]
         load = np.ones(len(src))

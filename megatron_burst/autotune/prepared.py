@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache of the quantities of a simulation that depend only on the schedule and the links.
+"""Cache of the intermediate results of a simulation that depend only on schedule and links.
 
 A search simulates one schedule for several numbers of heads and rates. With these cached
 quantities, only the arithmetic of the simulation is repeated.
@@ -22,7 +22,7 @@ from .exchanges import ONE_NIC, TimedExchange, Wires, exchanges, ports_of
 
 @dataclass(frozen=True, eq=False)
 class PreparedSchedule:
-    """A schedule and the links between its ranks, with cached quantities for simulations.
+    """A schedule and the links between its ranks, with cached intermediate results of simulations.
 
     Arrays have one entry per transfer, or per pair, in the order of the schedule's tables.
     """
@@ -37,7 +37,7 @@ class PreparedSchedule:
 
     @cached_property
     def ports(self) -> np.ndarray:
-        """Ports of each transfer: result of `ports_of`."""
+        """Sender's and receiver's port of each transfer, as returned by `ports_of`."""
         return ports_of(self.schedule.tables.transfers, self.schedule.grid, self.wires)
 
     @cached_property
@@ -69,7 +69,7 @@ class PreparedSchedule:
 
     @cached_property
     def shares(self) -> np.ndarray:
-        """Share of each pair: result of `pair_shares`."""
+        """Fraction that each pair has of the attention between two chunks; see `pair_shares`."""
         return pair_shares(self.schedule.tables)
 
     @cached_property
@@ -88,7 +88,7 @@ class PreparedSchedule:
 
     @cached_property
     def pair_rows(self) -> np.ndarray:
-        """Query rows of each pair, or key rows of its call if these are fewer, int64."""
+        """Query rows of each pair, or key rows of the pair's kernel call if fewer, int64."""
         tables, pairs = self.schedule.tables, self.schedule.tables.pairs
         keys, call = tables.keys.rows_of(pairs.key, pairs.key_rows), self.calls[1]
         keys = np.bincount(call, keys).astype(np.int64)[call]
@@ -100,8 +100,8 @@ class PreparedSchedule:
 
         Query and key rows are counted if the pair's results for these rows are added to results of
         another pair. This is the case for rows that attend to a chunk of another rank. Key rows are
-        copied if their call has several chunks. A call adds to each of its query rows once, so
-        these rows are counted for its first pair.
+        copied if their kernel call has several chunks. A kernel call adds to each of its query rows
+        once, so these rows are counted for the first pair of the kernel call.
         """
         visibility, pairs = self.schedule.visibility, self.schedule.tables.pairs
         queries, keys = (_rows_used(bundles) for bundles in (visibility.queries, visibility.keys))
@@ -123,8 +123,8 @@ class PreparedSchedule:
         """Number of key chunks, and number of key rows, that each rank receives from each owner.
 
         Both arrays are int64 [rank, owner]. A received chunk is counted if the rank computes with
-        some of its rows. All its rows are then counted, including rows that the rank only relays. A
-        rank's own keys are counted as one chunk.
+        some of the chunk's rows. All rows of the chunk are then counted, including rows that the
+        rank only relays. A rank's own keys are counted as one chunk.
         """
         tables, keys = self.schedule.tables, self.schedule.visibility.keys
         used = np.zeros((keys.size, keys.size), dtype=np.int64)
@@ -140,7 +140,10 @@ class PreparedSchedule:
 
     @cached_property
     def own_last(self) -> np.ndarray:
-        """Step of each pair if own pairs are computed during the rank's last gradient hop."""
+        """Step of each pair, if own pairs are computed while the rank sends its last gradients.
+
+        An own pair consists of all queries and all keys of one rank.
+        """
         size, tables = self.schedule.grid.size, self.schedule.tables
         pairs, transfers = tables.pairs, tables.transfers
         if not transfers.accumulated.any():

@@ -89,9 +89,10 @@ class Choice:
 
     @property
     def why(self) -> str:
-        """Text with predicted times and the bottleneck.
+        """Text with the predicted times and the bottleneck.
 
-        For example, "41 ms; ring 180 ms; the link between nodes is the bottleneck".
+        In "41 ms; ring 180 ms; the link between nodes is the bottleneck", 41 ms is the time of the
+        selected candidate, and "ring" is the fastest of the others.
         """
         parts = [duration(self.seconds)]
         rival = next(
@@ -231,7 +232,7 @@ def fastest(
     nodes: Nodes | None = None,
     schedules: SchedulesOf = GridSchedules,
 ) -> Candidate:
-    """Return the candidate that `best` selects, without simulating slower candidates.
+    """Return the candidate that `best` selects, without simulating all candidates.
 
     A candidate is not simulated if its lower bound exceeds the shortest time so far by more than
     TIE. It is also not simulated if a simpler candidate is within TIE of the shortest time so far
@@ -285,8 +286,8 @@ def fastest(
 def row_cost(sizes: Sizes, rates: Rates) -> tuple[float, float] | None:
     """Return how many visible pairs a rank computes in the time in which it receives one row.
 
-    Layout balanced uses the result. The time of a row is for its key and value in both passes and
-    their gradients in backward. All ranks of a node are assumed to send at the same time.
+    Layout `balanced` uses the result. Of each row, a rank receives key and value in both passes,
+    and their gradients in backward. All ranks of a node are assumed to send at the same time.
 
     Returns:
         Two numbers of pairs: for a row from the same node, and for a row from another node. None if
@@ -326,11 +327,11 @@ class _PendingCandidates:
 
     @property
     def simplest(self) -> tuple[Any, ...]:
-        """The first three values of `_simplicity` of the simplest remaining candidate."""
+        """First three values of `_simplicity` for the simplest candidate that is not simulated."""
         return (*self._first, self._counts[0])
 
     def make_schedules(self) -> None:
-        """Make the schedules, and replace the bound by a tighter one."""
+        """Make the schedules, and raise `at_least` to the bound that they give."""
         self.scheduled = True
         self.at_least = max(self.at_least, self._on_grid.busy * self._handicap)
 

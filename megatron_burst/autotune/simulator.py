@@ -131,7 +131,12 @@ class _Clocks:
         done[wave.ends] = np.maximum(done[wave.ends], end)
 
     def share(self, exchanges: Sequence[TimedExchange], landing: dict[int, np.ndarray]) -> None:
-        """Let each message that started at one boundary end when both of its ports are free."""
+        """Note when messages end that share ports: at the time when both ports are free.
+
+        Args:
+            exchanges: Exchanges that started at one boundary.
+            landing: `done` of `send`, by landing boundary; updated in place.
+        """
         for exchange in exchanges:
             done = landing[exchange.land]
             for wave in exchange.waves:
@@ -150,7 +155,7 @@ class _Clocks:
         self.clock += seconds
 
     def run(self, program: Sequence[GridBoundary]) -> Generator[None, None, None]:
-        """Run the pass of one head chunk; yield at each boundary, to stagger head chunks."""
+        """Run the pass of one head chunk; yield at each boundary, so that head chunks alternate."""
         landing: dict[int, np.ndarray] = {}
 
         def land(index: int) -> None:
@@ -194,8 +199,7 @@ def pass_time(
         rates: Rates of each rank.
         head_chunks: Number of head chunks.
         wires: Properties of the links between ranks.
-        least: Smallest number of seconds of a kernel call. Pairs that the schedule joins are one
-            call.
+        least: Minimum seconds of a kernel call. Pairs that the schedule joins count as one call.
         adding: Times to add up results of kernel calls in memory.
     """
     prepared = (
@@ -223,7 +227,7 @@ def pass_time(
 def host_seconds(
     prepared: PreparedSchedule, seconds: np.ndarray, rates: Rates, head_chunks: int = 1
 ) -> float:
-    """Return the CPU seconds of the busiest rank's launches; arguments are those of `pass_time`."""
+    """Return the CPU seconds of the busiest rank's launches. Arguments are as in `pass_time`."""
     if rates.host is None:
         return 0.0
     pairs, transfers = prepared.schedule.tables.pairs, prepared.schedule.tables.transfers
@@ -248,7 +252,7 @@ def pass_at_least(
 ) -> float:
     """Return a lower bound on the seconds of a pass: the busy time of the busiest rank or port.
 
-    Arguments are those of `pass_time`. The bound does not decrease with more head chunks.
+    Arguments are the same as in `pass_time`. The bound does not decrease with more head chunks.
     """
     of_pair, _, taken = _costs(prepared, sizes, seconds, rates, head_chunks, least, adding)
     computing = np.bincount(prepared.schedule.tables.pairs.rank, of_pair, 1).max()
@@ -279,7 +283,7 @@ def _costs(
     least: float,
     adding: AccumulationTimes,
 ) -> _HeadChunkCosts:
-    """Return the costs of one head chunk; arguments are those of `pass_time`."""
+    """Return the costs of one head chunk. Arguments are the same as in `pass_time`."""
     pairs = prepared.schedule.tables.pairs
     per_byte = _per_byte(prepared, rates)
     of_pair = seconds[pairs.query, pairs.key] * prepared.shares / head_chunks
@@ -300,7 +304,7 @@ def _costs(
 def _of_calls(
     prepared: PreparedSchedule, of_pair: np.ndarray, least: float, launch: float
 ) -> np.ndarray:
-    """Return the seconds of each pair, plus the fixed time of a call for its first pair."""
+    """Return the seconds of each pair. The first pair of a call includes the call's fixed time."""
     if not prepared.schedule.joined:
         return np.where(of_pair > 0, np.maximum(of_pair, least) + launch, 0.0)
     first, call = prepared.calls
@@ -318,7 +322,7 @@ def _per_byte(prepared: PreparedSchedule, rates: Rates) -> np.ndarray:
 
 
 def _staggered(runs: Sequence[Generator[None, None, None]]) -> None:
-    """Run all passes; each starts one boundary after the previous, as in `execution.ring.run`."""
+    """Run the passes of all head chunks; each starts one boundary after the previous one."""
     # Head chunks are one boundary apart, so that the hops of one head chunk overlap with
     # computation of another.
     waiting, running = list(runs), []

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels: local attention of one block of queries to one block of keys, on one device."""
+"""Kernels: operators for the attention of a shard of queries to a shard of keys on one device."""

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of a pair of shards by unmodified operators of torch or of FlashAttention packages.
+"""Attention of a shard of queries to a shard of keys by operators of torch or of FlashAttention.
 
-Each tile is one operator call. If the operator supports sequences of different lengths, one call
-computes many consecutive tiles. This module converts tiles to the arguments of operators. The
-operators are defined in `operators`, `operators_cuda` and `flash`.
+A tile is a rectangle of (query, key) pairs, and each tile is one operator call. If the operator
+supports sequences of different lengths, one call computes many consecutive tiles. This module
+converts tiles to the arguments of operators. The operators are defined in `operators`,
+`operators_cuda` and `flash`.
 
-Most backward operators require the attention output. On side "query" the output is not sent, so
-`stand_in` computes a substitute from dout and delta. Operators with a delta argument do not need
-the output.
+Most backward operators require the attention output. If backward sends queries (side "query"), the
+output is not sent, so `stand_in` computes a substitute from dout and delta. Operators with a delta
+argument do not need the output.
 
 Shape letters as in `base`. The operators get views [b, h, s, d] of our tensors [s, b, h, d].
 """
@@ -38,7 +39,7 @@ _KEPT_TILES = 16  # for more tiles, plans are made in each call, which needs abo
 
 
 class AtenKernel:
-    """Kernel that computes each tile, or many joined tiles, by one call of an operator.
+    """Kernel that computes a tile, or several joined tiles, in one operator call.
 
     Args:
         name: Name of the kernel in `registry.KERNELS`.
@@ -196,9 +197,11 @@ class TileWork(NamedTuple):
         blind: bool [rows], True for rows of the tile that see no column; None if there are no such
             rows.
         lengths: Rows and columns of each joined tile; None for a single tile.
-        separate: One plan per joined tile, used instead if `lengths` do not fit the tensors.
+        separate: One plan per joined tile. These plans are used if the operator cannot compute
+            sequences of the given `lengths` with these tensors.
         whole: True if the operator gets whole shards, see `Lengths.total`.
-        blocks: Lists of the visible blocks of the tile, instead of tables and lengths; or None.
+        blocks: Lists of the visible blocks of the tile, which replace `hidden` and `lengths`; or
+            None.
     """
 
     tile: Tile
@@ -210,7 +213,7 @@ class TileWork(NamedTuple):
     blocks: PairBlocks | None = None
 
     def visibility(self, q: torch.Tensor) -> TileVisibility:
-        """Return the operator's argument for visible pairs; a bias has the dtype of q."""
+        """Return the operator argument that describes the visible pairs. A bias has q's dtype."""
         return TileVisibility(
             self.tile.triangle, self._bias(q), self._window(), self.lengths, self.blocks
         )
@@ -218,8 +221,7 @@ class TileWork(NamedTuple):
     def _window(self) -> Window | None:
         """Return the tile's band as the operator's window (left, right); None without a band.
 
-        `Tile.band` counts from the first row and column; windows of operators count from the last
-        ones.
+        `Tile.band` is aligned to the first row and column, windows of operators to the last ones.
         """
         if self.tile.band is None:
             return None
@@ -230,7 +232,7 @@ class TileWork(NamedTuple):
         return left + columns - rows, right + rows - columns
 
     def _bias(self, q: torch.Tensor) -> torch.Tensor | None:
-        """Return [rows, columns]: 0 for visible pairs, -inf for hidden ones; None without table."""
+        """Return a bias [rows, columns], -inf for hidden pairs; None if the tile has no table."""
         if self.hidden is None:
             return None
         # The bias is made in every call: biases of all tiles in a plan would need two to eight
@@ -240,7 +242,7 @@ class TileWork(NamedTuple):
 
 
 class _SingleTiles(Collection[TileWork]):
-    """One plan per tile, made when it is used.
+    """Collection of one plan per tile. Iteration makes the plans, which are not kept.
 
     Args:
         tiles: The tiles.
@@ -313,6 +315,6 @@ def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
 
 
 def _heads_first(x: torch.Tensor, width: int) -> torch.Tensor:
-    """Permute x [s, b, h, d] to [b, h, s, width]; a larger width is padded with zeros."""
+    """Permute x [s, b, h, d] to [b, h, s, width]; if width > d, pad with zeros."""
     padded = x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
     return padded.permute(1, 2, 0, 3)

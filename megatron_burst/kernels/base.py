@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interface of kernels: local attention of one pair of shards on one device.
 
-Spans of positions and a mask describe the pair. So a kernel does not depend on the layout, the
-schedule or the side (the tensors that backward sends).
+A pair of shards consists of a shard of queries and a shard of keys and values. Spans of positions
+and a mask describe the pair. So a kernel does not depend on the layout, the schedule or the side
+(the tensors that backward sends).
 
 Shape letters: s query rows, t key rows, b batch, h query heads, k key/value heads (k divides h), d
 width of queries and keys, w width of values.
@@ -37,7 +38,10 @@ class Rows(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """Scale and softcap of scores: t = scale * q.k, or cap * tanh(t / cap) with a softcap."""
+    """Scale and softcap of scores.
+
+    A score is t = scale * q.k, or with a softcap cap * tanh(t / cap).
+    """
 
     scale: float
     softcap: float | None = None
@@ -48,8 +52,8 @@ class Kernel(Protocol):
 
     Attributes:
         name: Name in `registry.KERNELS`.
-        passed_over: Reasons why "auto" cannot use a kernel that it would prefer, or a faster way to
-            call this kernel.
+        passed_over: Texts for the log: why "auto" did not select the kernels that it prefers to
+            this one, and why it cannot call this kernel in a faster way.
         softcaps: True if the kernel supports a softcap.
         maximum: True if `forward` can return the largest score of each head.
         deterministic: True if results are bitwise reproducible with
@@ -67,10 +71,15 @@ class Kernel(Protocol):
         ...
 
     def works_for(self, mask: Mask, pairs: ShardPairs) -> list[Any]:
-        """Plan `forward` and `backward` for pairs of shards, once per plan.
+        """Prepare `forward` and `backward` for all pairs of shards of a plan.
 
-        The caller passes a result to `forward` and `backward` as `work`. The result of a pair is
-        None if no query sees a key.
+        Args:
+            mask: The mask.
+            pairs: Query spans and key spans of each pair of shards.
+
+        Returns:
+            The argument `work` of `forward` and `backward`, for each pair; None if no query of the
+            pair sees a key.
 
         Raises:
             ValueError: The kernel does not support the mask.
@@ -98,8 +107,8 @@ class Kernel(Protocol):
             scoring: Scale and softcap.
             out: [s, b, h, w] in the accumulation dtype, 0 in rows that attended to no key so far.
             lse: [s, b, h] in the accumulation dtype, -inf in rows that attended to no key so far.
-            max_logits: [h] in the accumulation dtype. Entries below the largest visible score of
-                their head are raised to it. None if the caller needs no largest scores.
+            max_logits: [h] in the accumulation dtype. Each entry is raised to the largest visible
+                score of its head. None if the caller needs no largest scores.
         """
         ...
 

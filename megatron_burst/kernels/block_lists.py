@@ -76,7 +76,7 @@ class BlockPairs(MaskedPairs):
         self.masks: dict[torch.device, list[tuple[str, list[torch.Tensor]]]] = {}
 
     def mask_tensors(self, pair: int, device: torch.device) -> tuple[str, list[torch.Tensor]]:
-        """Return form and tensors of the `PairMask` of a pair."""
+        """Return the form of a pair's `PairMask`, and its arrays as one-dimensional tensors."""
         masks = self.masks.setdefault(device, [])
         if pair >= len(masks):
             missing = list(enumerate(self.tiles(BLOCK, BLOCK)))[len(masks) :]
@@ -91,7 +91,7 @@ class BlockPairs(MaskedPairs):
     def lists_on(
         self, pair: int, size: BlockSize, by: str, device: torch.device
     ) -> tuple[torch.Tensor, ...]:
-        """Return the `flex_tables.BlockLists` of a pair on a device, by="rows" or by="columns"."""
+        """Return a pair's block lists on a device: per row block (by="rows") or column block."""
         lists = self.lists.setdefault((*size, by, device), [])
         if pair >= len(lists):
             missing = list(enumerate(self.tiles(*size)))[len(lists) :]
@@ -101,31 +101,31 @@ class BlockPairs(MaskedPairs):
 
 
 class PairBlocks(NamedTuple):
-    """Plan of one pair of shards: `number` is its index in `pairs`."""
+    """Plan of one pair of shards. `number` is the index of the pair of shards in `pairs`."""
 
     pairs: BlockPairs
     number: int
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Number of rows, and number of columns."""
+        """Numbers of rows and columns of the pair of shards."""
         return self.pairs.shape(self.number)
 
     def arguments(self, size: BlockSize, by: str, device: torch.device) -> BlockArguments:
-        """Return the arguments of a call, with lists by="rows" or by="columns"."""
+        """Return the arguments of a call with lists per row block (by="rows") or column block."""
         form, tensors = self.pairs.mask_tensors(self.number, device)
         lists = self.pairs.lists_on(self.number, size, by, device)
         return BlockArguments(form, tensors, lists, size)
 
 
 def compact_lists(grid: TileGrid, by: str, rows: int, columns: int, size: BlockSize) -> BlockLists:
-    """Return the lists of a pair of shards, as arrays that are as wide as the longest list.
+    """Return the block lists of a pair of shards, as arrays as wide as the longest list.
 
     Args:
         grid: Tiles of the size `size`.
-        by: "rows" for lists of each row block, "columns" for lists of each column block.
-        rows: Number of rows.
-        columns: Number of columns.
+        by: "rows" for one list per row block, "columns" for one list per column block.
+        rows: Number of rows of the pair.
+        columns: Number of columns of the pair.
         size: Size of the blocks.
     """
     side = 0 if by == "rows" else 1

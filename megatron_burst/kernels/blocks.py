@@ -3,8 +3,9 @@
 
 There is no autotuning during training. If the table lacks an entry, the entry of the next older
 device and the next larger width is used. Entries for Hopper were measured on an H100 with Triton
-3.6 (`benchmarks/gpu.sh --parts blocks`), except backward of width 256. For other entries, we
-compared the registers and spills that the compiler reports (`python -m benchmarks.triton_compile`).
+3.6 (`benchmarks/gpu.sh --parts blocks`), except the entry for backward with width 256. Other
+entries were chosen by the numbers of registers and spills that the compiler reports
+(`python -m benchmarks.triton_compile`).
 """
 
 from __future__ import annotations

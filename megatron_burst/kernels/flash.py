@@ -130,7 +130,7 @@ class Flash:
         return dq, dk, dv
 
     def _arguments(self, q, k, v, visibility: TileVisibility, scale: float) -> dict[str, Any]:
-        """Return the common arguments of forward and backward by name; tensors are views."""
+        """Return the arguments that forward and backward share, by name; tensors are views."""
         q, k, v = (rows_first(x, visibility.lengths) for x in (q, k, v))
         arguments = {"q": q, "k": k, "v": v, "softmax_scale": scale, "causal": visibility.causal}
         unlimited = self.package.unlimited
@@ -144,7 +144,7 @@ class Flash:
         )
 
     def _lists(self, blocks: PairBlocks, by: str, q, v) -> dict[str, Any]:
-        """Return the arguments of lists of blocks, by="rows" in forward, "columns" in backward."""
+        """Return the arguments that pass lists of blocks: by="rows" in forward, else "columns"."""
         functions = self.loaded.blocks
         assert functions is not None
         major, _ = torch.cuda.get_device_capability(q.device)
@@ -157,7 +157,7 @@ class Flash:
         return dict(zip(BLOCKS, (*values, functions.lists(**lists)), strict=True))
 
     def _zeros_like(self, x: torch.Tensor) -> torch.Tensor:
-        """Return dense zeros like x; calls with equal shapes share the same tensor."""
+        """Return dense zeros like x. Consecutive calls for equal shapes return the same tensor."""
         zeros = self._zeros
         if zeros is None or (zeros.shape, zeros.dtype, zeros.device) != (
             x.shape,
@@ -171,7 +171,8 @@ class Flash:
 class FlashKernel(AtenKernel):
     """Kernel that calls a FlashAttention package, for any mask if the package has lists of blocks.
 
-    If a few calls of tiles compute a mask, no lists are used, because tiles need no mask function.
+    If a few operator calls, one per tile, can compute a mask, the kernel does not use lists of
+    blocks, because tiles need no mask function.
 
     Args:
         name: Name of the kernel in `registry.KERNELS`.
@@ -211,7 +212,7 @@ class FlashKernel(AtenKernel):
     def _listed(
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
     ) -> tuple[TileWork] | None:
-        """Return the plan of one call with lists of blocks."""
+        """Return the plan of one call with lists of blocks; None if no query sees a key."""
         if not any_visible(mask, q_spans, k_spans):
             return None
         if self._pairs is None or self._pairs.mask is not mask:
@@ -222,13 +223,20 @@ class FlashKernel(AtenKernel):
 
 
 def of_few_tiles(mask: Mask) -> bool:
-    """Return True if a few tiles per pair of shards, or one call with lengths, compute the mask."""
+    """Return True if a few tiles per pair of shards, or one call of many sequences, are enough.
+
+    Args:
+        mask: The mask that the calls must compute.
+    """
     few = Full, Prefix, Documents, Window
     return mask.flash_compatible and all(isinstance(part, few) for part in parts(mask))
 
 
 def _of_bands(mask: Mask) -> bool:
-    """Return True if bands may describe the mask between its breaks."""
+    """Return True if the visible pairs between two breaks of the mask may form a band.
+
+    A break is a position at which the definition of the mask changes.
+    """
     return all(isinstance(part, Window) or part.flash_compatible for part in parts(mask))
 
 
@@ -247,14 +255,14 @@ def unfit_blocks(major: int, deterministic: bool) -> str | None:
 def block_size(major: int, by: str, width: int) -> BlockSize:
     """Return the size of the blocks in lists of FlashAttention 4.
 
-    The sizes are multiples of the tiles of its kernels, which its functions check. Forward on
-    sm_100 computes 256 rows at once. Backward on sm_100 computes 256 columns on two
-    multiprocessors for keys of width 128 and more. Tiles of both passes are equal on sm_90.
+    FlashAttention 4 requires multiples of the tile sizes of its kernels. Forward on sm_100 computes
+    256 rows at once. Backward on sm_100 computes 256 columns on two multiprocessors for keys of
+    width 128 and more. On sm_90, forward and backward have the same tile size.
 
     Args:
         major: Major compute capability of the device.
         by: "rows" in forward, "columns" in backward.
-        width: Smaller width of keys and of values.
+        width: The smaller of the widths of keys and values.
     """
     if major == 9:
         return BlockSize(128, 128 if width <= 128 else 96 if width <= 192 else 64)
@@ -311,7 +319,7 @@ def unfit(
 
 
 def _two_widths(name: str, major: int, widths: Widths, newer: bool) -> bool:
-    """Return True if a package supports these widths of keys and values, which differ."""
+    """Return True if a package supports these two unequal widths of keys and values."""
     keys, values = widths
     if name == "flash3":
         return newer and major == 9 and 128 < keys <= 192 and 96 < values <= 128

@@ -28,7 +28,7 @@ def intervals(batch, head, query, key, lengths, tensors):
 
 @cute.jit
 def intervals_packed(batch, head, query, key, lengths, tensors):
-    """Return 32 bits of `intervals`."""
+    """Return the results of `intervals` for one query and 32 keys, as 32 bits."""
     before = tensors[0][query[0]] - key[0]  # bits below the first visible key
     after = 32 - (tensors[1][query[0]] - key[0])  # bits above the last visible key
     ones, none = cutlass.Uint32(0xFFFFFFFF), cutlass.Uint32(0)
@@ -58,7 +58,7 @@ def tables_packed(batch, head, query, key, lengths, tensors):
 
 @cute.jit
 def tables(batch, head, query, key, lengths, tensors):
-    """Return True if the bit of a pair is set; `tensors` as in `tables_packed`."""
+    """Return True if the bit of a pair is set; `tensors` are the same as in `tables_packed`."""
     word = tables_packed(batch, head, query, key, lengths, tensors)
     bit = (word[0] >> cutlass.Uint32(key[0] & 31)) & cutlass.Uint32(1)
     return utils.scalar_to_ssa(bit == cutlass.Uint32(1), cutlass.Boolean)

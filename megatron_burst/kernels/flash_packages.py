@@ -61,8 +61,8 @@ class FlashPackage(Package):
         backward: Backward function.
         unlimited: Value that means "no limit" for the left or right size of a window.
         takes_delta: True if the backward function gets delta (as `dlse`) in place of the output.
-        blocks: Module with the type of lists of blocks, and the first release whose lists are used;
-            None if the package has no such lists.
+        blocks: Module that defines the type of block lists, and the first release whose block lists
+            can be used; None if the package has no block lists.
     """
 
     modules: tuple[str, ...]
@@ -158,7 +158,15 @@ def load(name: str) -> FlashFunctions:
 def fitted(
     package: FlashPackage, place: str, forward: Callable, backward: Callable
 ) -> FlashFunctions:
-    """Check the parameters of both functions, and return them with maps of argument names.
+    """Check the parameters of the forward and the backward function; return `FlashFunctions`.
+
+    The result has no functions for lists of blocks.
+
+    Args:
+        package: The package.
+        place: Name of the functions' module, for messages.
+        forward: Forward function.
+        backward: Backward function.
 
     Raises:
         ValueError: A function lacks a parameter, or requires an unknown one; see `fit`.
@@ -175,7 +183,6 @@ def fitted(
 
 
 def _block_functions(package: FlashPackage, loaded: FlashFunctions) -> BlockFunctions | None:
-    """Return the functions for lists of blocks; None if the release has no usable ones."""
     if package.blocks is None:
         return None
     try:
@@ -192,8 +199,8 @@ def fitted_blocks(
 
     Args:
         loaded: Forward and backward function.
-        names: Names of the module with the type of lists.
-        masks: Function that returns the mask functions.
+        names: Names that the module with the type of block lists defines.
+        masks: Function that imports and returns the mask functions.
     """
     passed = loaded.forward.names, loaded.backward.names
     if not {LISTS, SUBTILES} <= set(names) or not all(set(BLOCKS) <= set(x) for x in passed):
@@ -205,10 +212,10 @@ def fitted_blocks(
 def fit(
     place: str, function: Callable, flash_function: FlashFunction, names: Sequence[str]
 ) -> FittedFunction:
-    """Check the parameters of a function, and return it with a map of argument names.
+    """Check the parameters of a function, and return it as a `FittedFunction`.
 
-    The map has this project's argument names as keys, and the function's names as values. It
-    includes the names in `WINDOW`, `LENGTHS` and `BLOCKS` if the function has these parameters.
+    Its map `names` includes the names in `WINDOW`, `LENGTHS` and `BLOCKS` if the function has these
+    parameters.
 
     Args:
         place: Name of the function's module, for messages.

@@ -52,7 +52,7 @@ class FlexPairs(MaskedPairs):
         return self._arrays[pair]
 
     def lists(self, pair: int, side: int, device: torch.device) -> Tensors:
-        """Return the four block lists of a pair, by rows (`side` 0) or by columns (1)."""
+        """Return a pair's four `BlockLists` tensors: per row block (`side` 0) or column block."""
         lists = self._lists.setdefault((side, device), [])
         if pair >= len(lists):
             missing = list(enumerate(self.tiles(BLOCK, BLOCK)))[len(lists) :]
@@ -61,7 +61,7 @@ class FlexPairs(MaskedPairs):
         return lists[pair]
 
     def masks(self, pair: int, device: torch.device) -> Tensors:
-        """Return the two mask arrays of a pair."""
+        """Return the two mask arrays of a pair as tensors on `device`."""
         masks = self._masks.setdefault(device, [])
         if pair >= len(masks):
             self.arrays(pair)
@@ -70,14 +70,14 @@ class FlexPairs(MaskedPairs):
 
 
 class FlexWork(NamedTuple):
-    """Kernel plan of one pair of shards: `number` is its index in `pairs`."""
+    """Kernel plan of one pair of shards. `number` is the index of the pair of shards in `pairs`."""
 
     pairs: FlexPairs
     number: int
 
 
 class FlexKernel:
-    """The kernel that is selected by "flex"."""
+    """Attention kernel "flex": torch's FlexAttention."""
 
     name = "flex"
     softcaps = True
@@ -168,7 +168,6 @@ def _shape(
     scoring: Scoring,
     maximum: bool,
 ) -> ProgramShape:
-    """Return the shape of the program for a pair."""
     (pairs, pair), (_, batch, heads, width) = work, q.shape
     arrays = pairs.arrays(pair)
     return ProgramShape(
@@ -189,7 +188,7 @@ def _shape(
 def _heads_first(x: torch.Tensor, length: int) -> torch.Tensor:
     """Return x [n, b, h, d] as a view [b, h, length, d] of a contiguous tensor, padded with zeros.
 
-    A contiguous x of this length is not copied. Programs have fixed strides.
+    Programs have fixed strides, so x is copied unless it is contiguous and has this length.
     """
     if len(x) < length:
         padded = x.new_zeros(length, *x.shape[1:])

@@ -134,7 +134,7 @@ def program(kind: type[ForwardProgram] | type[BackwardProgram], shape: ProgramSh
 
 
 def compiled(made: ForwardProgram | BackwardProgram) -> Program:
-    """Trace a program with tensors that have no data, and compile it with Inductor."""
+    """Trace a program with fake tensors, and compile it with Inductor."""
     from torch._inductor import compile as inductor
 
     with FakeTensorMode():
@@ -145,7 +145,7 @@ def compiled(made: ForwardProgram | BackwardProgram) -> Program:
 
 
 class _Score:
-    """FlexAttention's function of scores, which applies the softcap."""
+    """Score function of FlexAttention (`score_mod`), which applies the softcap."""
 
     def __init__(self, softcap: float | None):
         self.softcap = softcap
@@ -156,7 +156,7 @@ class _Score:
         return self.softcap * torch.tanh(score / self.softcap)
 
     def joint(self, score: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tensor | None]:
-        """Return the gradient of `score`, given the gradient of the result as last argument."""
+        """Return the gradient of `score`. The last argument is the gradient of the result."""
         *place, gradient = rest
         if self.softcap is not None:
             gradient = gradient * (1 - torch.tanh(score / self.softcap) ** 2)
@@ -218,7 +218,7 @@ def _options(shape: ProgramShape) -> dict[str, Any]:
 
 
 def _block_mask(shape: ProgramShape, *lists: torch.Tensor | None) -> tuple[Any, ...]:
-    """Return the operators' argument: counts and lists of blocks, block sizes, mask function."""
+    """Return the operators' block mask: counts and lists of blocks, block sizes, mask function."""
     function = MASK_FUNCTIONS[shape.mask]
     mask = BlockMask(shape.lengths, *lists, (BLOCK, BLOCK), function)  # pyright: ignore
     return *mask.as_tuple()[:-1], function  # newer releases wrap the function

@@ -37,13 +37,16 @@ INTERVALS: tuple[Kind, Kind] = "rows", "columns"  # intervals per row, and per c
 
 
 class BlockLists(NamedTuple):
-    """Blocks of a pair of shards that each block of rows (or of columns) computes; int32 arrays.
+    """Visible blocks of columns for each block of rows, or the reverse; int32 arrays.
+
+    Each array has one entry (or one list) per block of rows. In the reverse case it has one per
+    block of columns, and lists contain blocks of rows.
 
     Attributes:
-        partial_count: [blocks], number of partly visible blocks.
-        partial: [blocks, others], their indices, followed by zeros.
-        full_count: [blocks], number of fully visible blocks.
-        full: [blocks, others], their indices, followed by zeros.
+        partial_count: [blocks], number of partly visible blocks in each list.
+        partial: [blocks, list length], indices of partly visible blocks, followed by zeros.
+        full_count: [blocks], number of fully visible blocks in each list.
+        full: [blocks, list length], indices of fully visible blocks, followed by zeros.
     """
 
     partial_count: np.ndarray
@@ -73,18 +76,21 @@ class MaskArrays(NamedTuple):
 
 
 def rounded(length: int) -> int:
-    """Round a number of rows up, so that few different lengths occur; at most 1/8 is added."""
+    """Round a number of rows up, so that few different lengths occur.
+
+    The result is a multiple of `BLOCK`. Above 8 blocks, at most 1/8 is added.
+    """
     unit = max(BLOCK, 1 << max((length - 1).bit_length() - 1 - LENGTH_BITS, 0))
     return -(-length // unit) * unit
 
 
 def block_lists(grid: TileGrid, lengths: tuple[int, int], side: int) -> BlockLists:
-    """Return the blocks of each block of rows (`side` 0) or of each block of columns (1).
+    """Return the visible blocks of a pair of shards as lists.
 
     Args:
         grid: Tiles of `BLOCK` rows and columns.
         lengths: Rounded numbers of rows and columns.
-        side: 0 or 1.
+        side: 0 for one list per block of rows, 1 for one list per block of columns.
     """
     blocks, others = lengths[side] // BLOCK, lengths[1 - side] // BLOCK
     partial, full = (listed(tiles, side, blocks, others) for tiles in (grid.partial, grid.full))
@@ -94,17 +100,18 @@ def block_lists(grid: TileGrid, lengths: tuple[int, int], side: int) -> BlockLis
 def listed(
     tiles: np.ndarray, side: int, blocks: int, others: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the number of tiles of each block, and the blocks of these tiles on the other side.
+    """Return the tiles of each block of rows (or columns) as a list, and the lengths of the lists.
 
     Args:
         tiles: Tiles as in `TileGrid`, sorted by rows and then by columns.
-        side: 0 for blocks of rows, 1 for blocks of columns.
-        blocks: Number of blocks.
-        others: Length of each list, filled with zeros. Default: the length of the longest list, at
-            least 1, because a tensor without elements has no address.
+        side: 0 for lists of column blocks, one per row block; 1 for lists of row blocks, one per
+            column block.
+        blocks: Number of lists.
+        others: Size to which lists are padded with zeros. Default: the length of the longest list,
+            at least 1, because a tensor without elements has no address.
 
     Returns:
-        int32 [blocks], int32 [blocks, others].
+        Lengths of the lists without padding, int32 [blocks], and the lists, int32 [blocks, others].
     """
     tiles = tiles[np.argsort(tiles[:, side], kind="stable")]
     block, other = tiles[:, side], tiles[:, 1 - side]
@@ -137,9 +144,9 @@ def mask_arrays(grid: TileGrid, lengths: tuple[int, int]) -> MaskArrays:
 
 
 def intervals(grid: TileGrid, side: int, blocks: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the first and the end column of each row (`side` 0), or row of each column (1).
+    """Return the begin and the end of the visible interval of each row, or of each column.
 
-    The result is None if an interval would have a gap.
+    The result is None if the visible columns of a row (or rows of a column) are not consecutive.
 
     Args:
         grid: Tiles of `BLOCK` rows and columns.
@@ -175,22 +182,23 @@ def _grouped(tiles: np.ndarray, side: int) -> tuple[np.ndarray, ...]:
     """Group tiles by row block (`side` 0) or column block (1).
 
     Returns:
-        A tuple: the tiles in the order of groups, the block of each group, the index of its first
-        tile, and its number of tiles. The other blocks of a group are ascending.
+        A tuple: the tiles in the order of groups, the block of each group, the index of each
+        group's first tile, and the number of tiles in each group. Within a group, tiles are sorted
+        by their other block.
     """
     tiles = tiles[np.argsort(tiles[:, side], kind="stable")]
     return tiles, *np.unique(tiles[:, side], return_index=True, return_counts=True)
 
 
 def _table_intervals(bits: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the begin and the length of the interval of each row (or column) of each table.
+    """Return begin and length of the visible interval of each row (or column) of each table.
 
     Args:
         bits: Bit tables.
         side: 0 for intervals of columns, one per row; 1 for intervals of rows, one per column.
 
     Returns:
-        Two int32 arrays [tables, 128], or None if an interval has a gap.
+        Two int32 arrays [tables, 128]. None if visible columns (or rows) are not consecutive.
     """
     begin, length = (np.zeros(bits.shape[:2], dtype=np.int32) for _ in range(2))
     for low in range(0, len(bits), AT_ONCE):

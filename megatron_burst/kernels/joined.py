@@ -26,14 +26,14 @@ GAP = 4096
 
 
 class JoinedTiles(NamedTuple):
-    """Tiles for one call; each starts at or after the last row and column of the previous tile.
+    """Tiles for one call. The rows and columns of a tile follow those of the previous tile.
 
     Attributes:
         tiles: The tiles, sorted by first row.
-        span: Rows and columns that enclose all tiles, and the visibility that the call applies to
-            each tile. If `span` is a triangle, every tile is a triangle. If `span` has a band, it
-            is the band of every tile, and ends at the tile's diagonal.
-        lengths: Rows and columns of each tile, and of each gap between two tiles.
+        span: Tile that encloses all tiles. The call applies its triangle or band to each of `tiles`
+            separately. A band ends at the diagonal, and `tiles` may include triangles that are not
+            higher than the band is wide.
+        lengths: Numbers of rows and columns of each tile, and of each gap between two tiles.
     """
 
     tiles: Tiles
@@ -63,10 +63,10 @@ def joined(tiles: Tiles) -> list[Tile | JoinedTiles]:
 
 
 def _chains_of_columns(tiles: Tiles) -> list[np.ndarray]:
-    """Return indices of tiles that can share a call: runs of tiles in the order of columns.
+    """Group tiles that can share a call; return the indices of each group's tiles.
 
-    The result is sorted by first row. Packed documents have one run, or two if a rank's rows are
-    two pieces of each document.
+    A group is a run of tiles in the order of columns. Groups are sorted by first row. Packed
+    documents have one group, or two if a rank holds two pieces of each document.
 
     Args:
         tiles: Fully visible tiles, sorted by first row.
@@ -84,7 +84,7 @@ def _chains_of_columns(tiles: Tiles) -> list[np.ndarray]:
 def _joined_tiles(
     tiles: Tiles, numbers: np.ndarray, band: Band | None = None
 ) -> Tile | JoinedTiles:
-    """Return the tiles with these indices as one call; `band` is the band of the tiles, or None."""
+    """Return the tiles with these indices as one call. `band` is the band of the call, or None."""
     members = tiles.at(numbers)
     if len(numbers) == 1:
         return members[0]
@@ -105,9 +105,10 @@ def _joined_tiles(
 
 
 def _kinds(tiles: Tiles) -> np.ndarray:
-    """Return `DIAGONAL`, `SQUARE` or `ALONE` for each tile: only tiles of one kind can join a call.
+    """Return `DIAGONAL`, `SQUARE` or `ALONE` for each tile. Tiles in a call must be of one kind.
 
-    A tile of one row and one column is a triangle and a square, so it has the kind of other tiles.
+    A tile of one row and one column is both a triangle and fully visible. It is `DIAGONAL` if any
+    tile is a triangle or has a band, otherwise `SQUARE`. `ALONE` tiles cannot be joined.
     """
     rows, columns = (tiles.bounds[:, part + 1] - tiles.bounds[:, part] for part in (0, 3))
     regular = (tiles.bounds[:, [2, 5]] == 1).all(axis=1)
@@ -129,7 +130,7 @@ class _Chain:
 
     Attributes:
         numbers: Indices of the tiles.
-        band: Band of the tiles, or None.
+        band: Band that the call applies to each tile, or None.
     """
 
     def __init__(self, number: int, ends: Sequence[int], band: Band | None):
@@ -146,8 +147,8 @@ class _Chain:
 
         Args:
             number: Index of the tile.
-            ends: Start and stop of its rows, start and stop of its columns.
-            band: Its band, or None.
+            ends: Start and stop of the tile's rows, then of its columns.
+            band: Band of the tile, or None.
         """
         top, bottom, left, right = ends
         if not 0 <= top - self._bottom <= GAP or not 0 <= left - self._right <= GAP:

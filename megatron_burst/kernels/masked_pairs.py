@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pairs of shards under one mask, for kernels that compute equal tiles of any mask.
 
-Tile grids and device arrays are made for all pairs of a plan at once, at first use: one mask query
-and one transfer replace several per pair.
+Tile grids and device arrays are made at first use, for all pairs of a plan at once. So the mask is
+evaluated once and the arrays are copied once per plan, not once per pair.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def copy_together(arrays: Iterable[np.ndarray], device: torch.device) -> dict[in
         device: Device of the result.
 
     Returns:
-        `id` of each array -> its tensor, aligned like a separate tensor.
+        Dictionary from the `id` of each array to its tensor. Each tensor starts at a multiple of 16
+        bytes.
     """
     distinct = {id(x): x for x in arrays}
     unit = ALIGNED // np.dtype(np.int32).itemsize

@@ -37,9 +37,10 @@ ACCUMULATORS = {
 
 @functools.cache  # torch never unloads a library
 def load(file: str) -> frozenset[str]:
-    """Load the library `file`, and return the device types that it supports; empty without it.
+    """Load the library `file`, and return the device types that it supports.
 
-    Warns if the library exists but cannot be used.
+    The result is empty if the file does not exist, or if the library cannot be used. In the second
+    case the function warns.
     """
     if not Path(file).exists():
         return frozenset()
@@ -55,7 +56,7 @@ def load(file: str) -> frozenset[str]:
 
 
 def _open(file: str) -> str | None:
-    """Load the library once; return why it cannot be used, or None."""
+    """Load the library; return the reason if it cannot be used, else None."""
     try:
         torch.ops.load_library(file)
     except OSError as error:
@@ -64,7 +65,7 @@ def _open(file: str) -> str | None:
 
 
 def _registered(key: str) -> bool:
-    """Return True if torch has all `OPERATORS`, with these arguments, for a dispatch key."""
+    """Return True if torch has all `OPERATORS`, with their listed arguments, for a dispatch key."""
     defined = torch._C._dispatch_get_all_op_names()
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     for name, arguments in OPERATORS.items():
@@ -136,11 +137,12 @@ def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor | None:
 
 
 class LogitGradient(NamedTuple):
-    """Coefficients of the gradient of a tile z [n, v] of products of hidden states and weights.
+    """Coefficients from which the gradient of the logits is computed, for a tile z [n, v].
 
-    A logit is x = scale * z, or x = cap * tanh(scale * z / cap) with a softcap. Its gradient is
-    exp(x - lse) * of_softmax - of_all, plus of_label in the column of the label. With a softcap,
-    this is multiplied by 1 - (x / cap)^2. A row whose three factors are 0 gets gradient 0, even if
+    z is the product of hidden states and output weights. A logit is x = scale * z, or with a
+    softcap x = cap * tanh(scale * z / cap). The gradient of a logit is exp(x - lse) * of_softmax -
+    of_all, plus of_label in the column of the label. With a softcap, this is multiplied by 1 - (x /
+    cap)^2. If of_softmax, of_label and of_all of a row are 0, the gradient of the row is 0, even if
     the row contains NaN.
 
     Attributes:
@@ -148,8 +150,8 @@ class LogitGradient(NamedTuple):
         lse: [n], log-sum-exp of the row's logits. None if z contains exp(x - c) for a constant c
             per row; `of_softmax` then includes the factor exp(c - lse).
         of_softmax: [n], factor of the softmax.
-        of_label: [n], summand in the column of the label.
-        of_all: [n], subtracted in all columns.
+        of_label: [n], term that is added in the column of the label.
+        of_all: [n], term that is subtracted in all columns.
     """
 
     column: torch.Tensor
@@ -185,15 +187,14 @@ def softmax_gradient_(
 
 
 def _supported(*tensors: torch.Tensor) -> bool:
-    """Return True if the tensors are `plain` and the library supports their device."""
     return plain(*tensors) and tensors[0].device.type in load(FILE)
 
 
 def plain(*tensors: torch.Tensor) -> bool:
-    """Return True if all are plain `torch.Tensor`s on one device, without autograd or compilation.
+    """Return True if all tensors are plain `torch.Tensor`s on one device that need no gradient.
 
-    Only such tensors can be passed to the custom operators, because torch.compile cannot trace
-    them.
+    Otherwise, and while torch.compile traces, the result is False: the custom operators support
+    neither autograd nor tracing.
     """
     if torch.compiler.is_compiling():  # the checks below cannot be traced
         return False
@@ -204,7 +205,7 @@ def plain(*tensors: torch.Tensor) -> bool:
 
 
 def changed(*tensors: torch.Tensor) -> None:
-    """Increase the version counters of tensors after an in-place write, so autograd detects it."""
+    """Increase the version counters of tensors, so that autograd detects an in-place write."""
     for tensor in tensors:
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)

@@ -30,8 +30,8 @@ class Lengths:
         sizes: int32 [n, 2], rows and columns of each sequence.
         idle: True if a sequence has rows but no columns.
         longest: Maximum number of rows, and maximum number of columns.
-        total: Number of rows to which the operator pads its tensors, which are whole shards. None
-            if its tensors have only the rows of the sequences.
+        total: Number of rows to which the operator pads its tensors. The tensors are then whole
+            shards. None if the tensors contain only the rows of the sequences.
     """
 
     total: int | None = None
@@ -53,11 +53,11 @@ class Lengths:
         return len(q) == 1
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the arguments for `device`.
+        """Return the lengths as tensors on `device`, for the arguments of operators.
 
         Returns:
             Cumulative rows (int32 [n + 1] for n sequences), cumulative columns (int32 [n + 1]), and
-            a bool per row, True if its sequence has no columns.
+            a bool per row that is True if the row's sequence has no columns.
         """
         if device not in self._by_device:
             count = len(self._ends)
@@ -110,7 +110,7 @@ class Operator(Protocol):
     Attributes:
         device: Device type, such as "cpu".
         dtypes: Supported dtypes.
-        multiple: Number of which widths must be a multiple.
+        multiple: Widths must be a multiple of this number.
         limits: Arguments of `masks.tiling.Cutter` that limit the sizes of tiles. Tables of visible
             pairs are passed as a bias.
         windows: True if the operator supports a window.

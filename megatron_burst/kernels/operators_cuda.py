@@ -58,9 +58,10 @@ class CudaFlash:
 
 
 class Graph(NamedTuple):
-    """Values by which torch caches the graphs that cuDNN compiles for one kernel.
+    """Key under which torch caches a graph that cuDNN has compiled.
 
-    `Lengths` with equal numbers of sequences and equal largest lengths share a graph.
+    Calls with different `Lengths` share a graph if they have the same number of sequences and the
+    same largest lengths.
 
     Attributes:
         backward: True for the graph of backward.
@@ -91,7 +92,7 @@ class CudaCudnn:
 
     Attributes:
         separate: Why sequences of different lengths need separate calls; None if they do not.
-        graphs: The graphs that calls of this operator needed.
+        graphs: Keys of the graphs that calls of this operator needed.
     """
 
     device = "cuda"
@@ -182,7 +183,7 @@ class CudaCudnn:
         return dq, dk, dv
 
     def _note(self, backward, causal, q, k, v, sequences=None, longest=None) -> None:
-        """Add the graph of a call to `graphs`."""
+        """Add the key of the graph that a call needs to `graphs`."""
         shapes, strides = zip(*((x.shape, x.stride()) for x in (q, k, v)), strict=True)
         longest = None if longest is None else tuple(longest)
         self.graphs.add(Graph(backward, causal, shapes, strides, sequences, longest))
@@ -191,9 +192,9 @@ class CudaCudnn:
 def _no_sequences(device: torch.device) -> str | None:
     """Return why one call of cuDNN cannot compute many sequences; None if it can.
 
-    From torch's sources and from cuDNN's tests: torch before 2.14 compiles a graph in every such
+    According to torch's sources and cuDNN's tests, torch before 2.14 compiles a graph in every such
     call, and cuDNN before 9.25 returns NaN if a sequence has no columns. torch 2.14 is recognised
-    by an argument that the change added. cuDNN's backward supports such calls on Hopper and
+    by the operator argument `seqused_k`. cuDNN's backward supports such calls on Hopper and
     Blackwell.
     """
     operator = getattr(aten, "_cudnn_attention_forward", None)
@@ -221,7 +222,10 @@ def _sequences(x: torch.Tensor, lengths: Lengths) -> torch.Tensor:
 def _cudnn_lengths(
     device: torch.device, lengths: Lengths
 ) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Return cumulative rows and columns, and their largest lengths (torch requires > 128)."""
+    """Return cumulative rows, cumulative columns, and maximum rows and columns of a sequence.
+
+    Both maxima are at least 256, because torch refuses 128 and less.
+    """
     rows, columns, _ = lengths.on(device)
     most_rows, most_columns = (max(n, SMALLEST) for n in lengths.longest)
     return rows, columns, most_rows, most_columns
@@ -239,7 +243,7 @@ def prefers_cudnn(device: torch.device) -> bool:
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
-    """Return x [b, h, s, d] as it is if its memory is dense as [s, b, h, d]; else a dense copy."""
+    """Return x [b, h, s, d], or a copy if its memory is not dense in the order [s, b, h, d]."""
     b, h, _, d = x.shape
     strides = (h * d, d, b * h * d, 1)
     if x.stride() == strides:
@@ -259,14 +263,14 @@ def heads_first(x: torch.Tensor) -> torch.Tensor:
 
 
 def stats_of(x: torch.Tensor, lengths: Lengths | None) -> torch.Tensor:
-    """Return x (lse or delta [b, h, s]), contiguous for FlashAttention; [h, s] with `lengths`."""
+    """Return x (lse or delta [b, h, s]) as a contiguous tensor, without b if `lengths` is given."""
     return (x if lengths is None else x.squeeze(0)).contiguous()
 
 
 def _lengths(q: torch.Tensor, k: torch.Tensor, visibility: TileVisibility) -> tuple:
-    """Return cumulative rows, cumulative columns, most rows and most columns of the sequences.
+    """Return cumulative rows, cumulative columns, and maximum rows and columns of a sequence.
 
-    Without sequences, the cumulative counts are None. q and k are `rows_first`.
+    Without sequences, the cumulative numbers are None. q and k are results of `rows_first`.
     """
     if visibility.lengths is None:
         return None, None, q.shape[1], k.shape[1]

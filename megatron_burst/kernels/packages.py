@@ -105,14 +105,16 @@ class Signature:
         }
 
     def check(self, passed: Sequence[str]) -> None:
-        """Check that a call which passes these parameters by name is possible.
+        """Check that the function can be called with these parameters, passed by name.
 
         Raises:
             ValueError: The function lacks a passed parameter, or requires another parameter.
         """
         missing = [name for name in passed if name not in self.named]
         if missing:
-            raise ValueError(f"{self.place} has no parameter {', '.join(missing)}")
+            raise ValueError(
+                f"{self.place} has no parameter {', '.join(missing)}, which megatron_burst passes"
+            )
         unknown = sorted(self.required.difference(passed))
         if unknown:
             raise ValueError(
@@ -125,8 +127,8 @@ class FittedFunction(NamedTuple):
 
     Attributes:
         function: The function.
-        names: This project's name of each argument -> the function's name.
-        constants: Value of each constant argument, by the function's name.
+        names: The function's parameter names, by this project's argument names.
+        constants: Values of arguments that are the same in every call, by parameter name.
     """
 
     function: Callable
@@ -134,13 +136,13 @@ class FittedFunction(NamedTuple):
     constants: Mapping[str, Any]
 
     def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keyword arguments of the function for `values`, by this project's names."""
+        """Return the keyword arguments of the function. `values` are by this project's names."""
         return {name: values[our_name] for our_name, name in self.names.items()} | dict(
             self.constants
         )
 
     def __call__(self, values: Mapping[str, Any], **overrides: Any) -> Any:
-        """Call the function with `arguments(values)`; `overrides` replace constant arguments."""
+        """Call the function with `arguments(values)`. `overrides` replaces constant arguments."""
         return self.function(**self.arguments(values) | overrides)
 
 

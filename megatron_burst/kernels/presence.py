@@ -38,7 +38,7 @@ def package_presence(name: str) -> Presence:
 
 
 def kernel_here(name: str) -> str | None:
-    """Return a text on the availability of an attention kernel on this machine; None without a GPU.
+    """Describe the availability of an attention kernel on this machine; None without a GPU.
 
     Args:
         name: Name of a kernel of torch or of a FlashAttention package, such as "aten_cudnn" or

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference kernel: dense attention by definition, for any dtype, device and mask.
+"""The reference kernel: dense attention from its formula, for any dtype, device and mask.
 
 The kernel computes in the accumulation dtype and materializes all scores. It is slow and serves as
 the specification: tests compare every other kernel with it, and compare it with handwritten
@@ -29,7 +29,7 @@ class ReferenceWork:
         self._by_device: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return two bool tensors on `device`: hidden pairs [s, t], and keys that no query sees."""
+        """Return bool tensors on `device`: hidden pairs [s, t], and keys that no query sees [t]."""
         if device not in self._by_device:
             packed = to_device(np.concatenate([self.hidden.ravel(), self.unseen]), device)
             hidden, unseen = packed.split([self.hidden.size, self.unseen.size])
@@ -38,7 +38,7 @@ class ReferenceWork:
 
 
 class ReferenceKernel:
-    """Attention kernel "reference": dense attention by definition."""
+    """Attention kernel "reference": dense attention, computed directly from its formula."""
 
     name = "reference"
     softcaps = True

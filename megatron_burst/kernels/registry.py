@@ -171,7 +171,7 @@ def _refusal(
     if torch.are_deterministic_algorithms_enabled() and not kernel.deterministic:
         return "is not deterministic, and torch.use_deterministic_algorithms(True) was called"
     if softcap is not None and not kernel.softcaps:
-        return f"has no softcap, got softcap={softcap}"
+        return f"does not support a softcap, got softcap={softcap}"
     if maximum and not kernel.maximum:
         return "does not return the largest scores, which max_logits needs"
     reason = kernel.refusal(q, k, v)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounding of joined tiles: calls of many packs have a few shapes.
+"""Rounding of joined tiles, so that the calls for many packs of documents have only a few shapes.
 
 cuDNN compiles a graph for every number of sequences, every largest length and every number of rows
-of the tensors. Each pack of documents has other numbers. So this module splits joined tiles into
-calls of a few shapes. Shape i has 2 * 4^i sequences of at most T / 4^i rows and columns, where T is
-the number of rows of the larger shard, rounded up. Sequences without rows and columns fill a call.
+of the tensors. These numbers differ between packs. So this module splits joined tiles into calls of
+a few shapes. Shape i has 2 * 4^i sequences of at most T / 4^i rows and columns, where T is the
+number of rows of the larger shard, rounded up. If a call has fewer sequences, sequences without
+rows and columns are added.
 
 In backward, cuDNN reserves memory for the number of sequences times the largest length, so every
 shape needs twice the memory of one call for T rows. In cuDNN 9.4 and newer, the time of forward
@@ -79,9 +80,9 @@ class RoundedLengths(Lengths):
 def rounded(
     parts: Sequence[Tile | JoinedTiles], rows: int, columns: int
 ) -> list[Tile | JoinedTiles]:
-    """Split joined tiles into calls of a few shapes; a single tile becomes a call of this kind.
+    """Split joined tiles into calls of a few shapes; a single tile also becomes such a call.
 
-    Tiles with a table, or with a step between rows, are returned unchanged.
+    Tiles with a table, or whose rows or columns have a step above 1, are returned unchanged.
 
     Args:
         parts: Result of `joined.joined`, without bands.
@@ -140,7 +141,10 @@ def _calls(part: JoinedTiles, total: int) -> Iterator[JoinedTiles]:
 
 
 def _runs(lengths: Sequence[int], choices: Sequence[CallShape]) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of the fewest runs of sequences that each fit a shape."""
+    """Split sequences into as few runs as possible; yield start and stop of each run.
+
+    Each run fits one of the shapes `choices`.
+    """
     start, longest = 0, 0
     for i, length in enumerate(lengths):
         longest = max(longest, length)

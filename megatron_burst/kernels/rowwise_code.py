@@ -16,14 +16,14 @@ import triton.language as tl
 
 @triton.jit
 def _rows(count, batch, heads, R: tl.constexpr):
-    """Return position, batch entry and head of this program's rows, and bools: the row exists."""
+    """Return position, batch entry, head and existence (bool) of this program's R rows."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     return row // heads // batch, row // heads % batch, row % heads, row < count
 
 
 @triton.jit
 def _block(x, position, entry, head, row, batch, heads, W: tl.constexpr):
-    """Return the addresses [R, W] of rows in a tensor with strides (row, batch, heads, 1)."""
+    """Return the addresses [R, W] of R rows in a tensor with strides (row, batch, heads, 1)."""
     at = position * row + entry * batch + head * heads
     return x + at[:, None] + tl.arange(0, W)[None, :]
 

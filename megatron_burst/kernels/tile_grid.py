@@ -127,7 +127,8 @@ class TileCandidates(NamedTuple):
             piece of keys.
         met: Number of consecutive pieces of queries, from `begin` on, that may see the piece of
             keys; one entry per piece of keys.
-        many: True if there are too many such combinations to compare at once.
+        many: True if there are too many combinations of a piece of queries and a piece of keys to
+            compare at once.
     """
 
     q: Pieces
@@ -140,9 +141,9 @@ class TileCandidates(NamedTuple):
 def candidates(mask: Mask, pairs: ShardPairs, numbers: TileNumbers) -> TileCandidates:
     """Return the pieces of queries and keys that may see each other, for all pairs of shards.
 
-    If `many` of the result is true, the caller splits `pairs` and tries again. For a single pair,
-    neighbouring pieces are merged instead; more of its tiles are then evaluated position by
-    position.
+    If `many` of the result is true, the caller splits `pairs` and tries again. A single pair cannot
+    be split, so neighbouring pieces are merged instead. The mask is then evaluated position by
+    position in more of its tiles.
     """
     shards = [pieces_of([pair[side] for pair in pairs]) for side in (0, 1)]
     breaks = mask.breaks, mask.key_breaks
@@ -187,7 +188,7 @@ def tile_parts(
 
 
 def _bands_of(mask: Mask, q: Pieces, k: Pieces) -> tuple[_Bands, Pieces, Pieces]:
-    """Return the bands of pairs (q[i], k[i]), and q and k of the pairs that are not a band."""
+    """Return the bands of visible pairs of (q[i], k[i]), and the q[i] and k[i] without a band."""
     covers = mask.covers(q.span, k.span)
     left = np.where(covers == FULL, FAR, -FAR)
     right, partly = left.copy(), np.flatnonzero(covers == PARTIAL)
@@ -347,9 +348,9 @@ def _equal_tiles(
 
 
 def _drawn(parts: TileParts, size: tuple[int, int]) -> BitTables:
-    """Return tables of visible pairs, made from the visible parts of tiles.
+    """Return bit tables of visible pairs, made from the visible parts of tiles.
 
-    Table i has the parts whose field `tile` is i.
+    Table i contains the parts whose field `tile` is i.
     """
     tables = int(parts.tile.max(initial=-1)) + 1
     bits = np.zeros((tables, size[0], size[1] // WORD), dtype=np.int32)
@@ -366,8 +367,8 @@ def _draw(parts: TileParts, bits: np.ndarray, visible: np.ndarray, low: int) -> 
 
     Args:
         parts: Visible parts, sorted by table; `parts.tile - low` is the index of the table.
-        bits: Zeros as in `BitTables.bits`.
-        visible: Zeros as in `BitTables.visible`.
+        bits: Array of zeros with the shape and dtype of `BitTables.bits`.
+        visible: Array of zeros with the shape and dtype of `BitTables.visible`.
         low: Number of the first table.
     """
     (_, rows, words), high = bits.shape, parts.bottom - parts.top
@@ -413,7 +414,8 @@ class Worklist(NamedTuple):
         programs: [n, 3], (block, begin, end) of each program. It computes the tiles of row block
             (or column block) `block` with the column blocks (or row blocks) `others[begin:end]`.
             Programs with many tiles are first, so that the last programs are short.
-        others: [tiles], column block of each tile if programs have row blocks; else its row block.
+        others: [tiles], column block of each tile if programs compute row blocks. If programs
+            compute column blocks, row block of each tile.
         tables: [tiles], index of each tile's table in `TileGrid.bits`; empty for fully visible
             tiles.
     """
@@ -466,7 +468,7 @@ def tile_grid(
 
 
 def tile_grids(mask: Mask, pairs: ShardPairs, rows: int, columns: int) -> list[TileGrid]:
-    """Return the `tile_grid` of each pair of shards; one computation for all pairs is faster."""
+    """Return the `tile_grid` of each pair of shards; faster than one call per pair."""
     if not pairs:
         return []
     numbers = TileNumbers(pairs, rows, columns)
@@ -492,7 +494,7 @@ def tile_grids(mask: Mask, pairs: ShardPairs, rows: int, columns: int) -> list[T
 
 
 def _full(numbers: TileNumbers, runs: TileRuns, tiles: np.ndarray) -> list[np.ndarray]:
-    """Return an array (row block, column block) of the fully visible tiles for each pair."""
+    """Return (row block, column block) of the fully visible tiles: one array per pair of shards."""
     first = np.concatenate([runs.first, tiles])
     count = np.concatenate([runs.wide, np.ones_like(tiles)])
     order = np.argsort(first, kind="stable")

@@ -27,9 +27,9 @@ class Feature(NamedTuple):
             package.
         present: Function that returns whether the imported torch has the feature.
         since: First release of torch with the feature.
-        without: Text that describes the problem without the feature.
-        refused: True if the part raises an error without the feature; False if it only uses more
-            time or memory.
+        without: Text that describes the problem of a torch without the feature.
+        refused: True if the part raises an error without the feature. False if it then only needs
+            more time or memory.
     """
 
     part: str
@@ -40,7 +40,7 @@ class Feature(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """Return the required release of torch as text, such as "torch 2.8 or newer"."""
+        """Required release of torch as text, such as "torch 2.8 or newer"."""
         return f"torch {self.since} or newer"
 
 

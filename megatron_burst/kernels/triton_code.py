@@ -5,7 +5,8 @@ Every kernel processes a `tile_grid.Worklist`. Fully visible tiles need no mask;
 tiles have a bit table. Fully and partly visible tiles have separate launches, because one loop over
 both kinds of tiles would spill registers. Launches accumulate: forward loads normalized out and
 lse, updates them and stores them; backward adds to existing sums. In backward, lse and delta cover
-the whole sequence, so sides "query" and "kv" use the same kernels.
+the whole sequence, so the same kernels are used if backward sends queries (side "query") or keys
+and values (side "kv").
 
 The module is imported only when a Triton kernel is made. Masks are passed as worklists, and block
 sizes as compile-time constants. Tensors are [b, heads, rows, width], passed as descriptors. A
@@ -25,7 +26,7 @@ NOTHING = tl.constexpr(float("-inf"))
 
 @triton.jit
 def _logits(products, scale, CAP: tl.constexpr):
-    """Return the scores of products q.k in base 2, for exp2. CAP is the softcap; 0 for none."""
+    """Return the scores of products q.k, times log2(e) for exp2. CAP is the softcap; 0 for none."""
     if CAP == 0:
         return products * (scale * LOG2E)
     # tanh by exp2, because the interpreter has no tanh; a series near 0, where exp2 cancels.
@@ -40,8 +41,8 @@ def _logits(products, scale, CAP: tl.constexpr):
 def _visible(bits, table, M: tl.constexpr, N: tl.constexpr, BY_COLUMNS: tl.constexpr):
     """Return the visible pairs of a tile as bool [M, N], or as bool [N, M] if BY_COLUMNS.
 
-    `table` is the index of the tile's table in `bits`. A 32-bit word is loaded once and broadcast
-    to its 32 columns in registers.
+    `table` is the index of the tile's bit table in `bits`. Each 32-bit word of the table is loaded
+    once and broadcast to its 32 columns in registers.
     """
     rows, words, columns = tl.arange(0, M), tl.arange(0, N // 32), tl.arange(0, N)
     at = bits + table.to(tl.int64) * (M * N // 32)

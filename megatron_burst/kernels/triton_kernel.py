@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention kernel "triton", for any mask: it launches our own Triton kernels.
 
-The kernels update out and lse in float32 and add to dq, dk and dv in place, so no merge, zero-fill
-or conversion is needed between two pairs of a ring. Their inputs lse and delta cover the whole
-sequence, so sides "query" and "kv" use the same kernels. `triton_code` defines the kernels,
-`tile_grid` the visible tiles, and `blocks` the tile sizes.
+The kernels update out and lse in float32 and add to dq, dk and dv in place. So no merge, zero-fill
+or conversion is needed between two kernel calls of a ring. The inputs lse and delta cover the whole
+sequence, so the same kernels are used if backward sends queries (side "query") or keys and values
+(side "kv"). `triton_code` defines the kernels, `tile_grid` the visible tiles, and `blocks` the tile
+sizes.
 
 Shape letters as in `kernels.base`. Programs add to dq atomically, in any order. With
 torch.use_deterministic_algorithms, a second kernel computes dq instead. Backward then has seven
@@ -51,7 +52,7 @@ class LaunchedPairs(MaskedPairs):
 
 
 class PairWork(NamedTuple):
-    """Kernel plan of one pair of shards: `number` is its index in `pairs`."""
+    """Kernel plan of one pair of shards. `number` is the index of the pair of shards in `pairs`."""
 
     pairs: LaunchedPairs
     number: int
@@ -62,7 +63,7 @@ class PairWork(NamedTuple):
 
 
 class TritonKernel:
-    """The kernel that is selected by "triton".
+    """Attention kernel "triton": our own Triton kernels.
 
     Args:
         size: Block sizes of both directions. Default: the sizes in the table of `blocks`.
@@ -241,7 +242,7 @@ def _on_device(
 
 
 def _launch(code: Any, q: torch.Tensor, programs: int, heads: int, size: BlockSizes) -> Any:
-    """Return a function that launches `code` on q's device for `programs` x (batch * `heads`)."""
+    """Return a function that launches `code` with a grid of `programs` x (batch * `heads`)."""
 
     def call(*args: Any, **constants: Any) -> None:
         options = {"num_warps": size.warps, "num_stages": size.stages}
@@ -252,7 +253,7 @@ def _launch(code: Any, q: torch.Tensor, programs: int, heads: int, size: BlockSi
 
 
 def _inputs(rows: Rows, k: torch.Tensor, v: torch.Tensor, size: BlockSizes) -> Inputs:
-    """Return descriptors of backward: a tuple of q, dout, k and v; then lse; then delta."""
+    """Return the descriptors for backward: the tuple (q, dout, k, v), then lse, then delta."""
     d, w = _padded(k, v)
     inputs = (
         _block(rows.q, size.rows, d),
@@ -264,7 +265,7 @@ def _inputs(rows: Rows, k: torch.Tensor, v: torch.Tensor, size: BlockSizes) -> I
 
 
 def _statistics(x: torch.Tensor, rows: int) -> Any:
-    """Return a descriptor of x (lse or delta [s, b, h]); a block is `rows` rows of one head.
+    """Return a tensor descriptor of x (lse or delta [s, b, h]); a block is `rows` rows of one head.
 
     The descriptor refers to a copy in which the rows of a head are contiguous. Without a
     descriptor, every thread would load all rows that it needs.
@@ -297,12 +298,12 @@ def _constants(
 
 
 def _padded(q: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:
-    """Return the block widths for keys and values: the next powers of two, at least 16."""
+    """Return the widths of blocks of keys and values: powers of two, at least 16."""
     return tuple(max(16, 1 << (x.shape[-1] - 1).bit_length()) for x in (q, v))  # pyright: ignore
 
 
 def _block(x: torch.Tensor, rows: int, width: int, output: bool = False) -> Any:
-    """Return a descriptor of x [n, b, h, d], whose block is `rows` rows x `width` of one head.
+    """Return a tensor descriptor of x [n, b, h, d]; a block is `rows` rows x `width` of one head.
 
     Elements beyond the end of x read as zero. An input with unsupported strides is copied; an
     output with unsupported strides raises ValueError.

@@ -92,7 +92,7 @@ def test_overwriting_in_flight_is_caught(landed):
     if landed:
         receiving.wait()
     sent[0].add_(1)
-    with pytest.raises(RuntimeError, match="overwritten while in flight: keys of rank 0"):
+    with pytest.raises(RuntimeError, match="keys of rank 0: a sent tensor was overwritten"):
         sending.wait()
 
 
@@ -124,7 +124,7 @@ def test_an_exchange_with_one_end_is_a_deadlock_not_a_hang(end):
         pending = a.exchange(FLAT, [Send(1, "intra", x)], [], "lonely")
     else:
         pending = b.exchange(FLAT, [], [Receive(0, x)], "lonely")
-    with pytest.raises(RuntimeError, match="deadlock: exchange has only one end: lonely"):
+    with pytest.raises(RuntimeError, match=r"deadlock: only the sender .*: lonely"):
         pending.wait()
 
 

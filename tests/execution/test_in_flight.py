@@ -113,4 +113,4 @@ def test_a_gradient_given_back_before_it_left_is_seen(case, monkeypatch):
                     self.buffers.give(self._wire[payload.hop.chunk.family], message)
 
     monkeypatch.setattr(Ring, "_post", early)
-    assert "overwritten while in flight" in "".join(found(case, monkeypatch))
+    assert "a sent tensor was overwritten" in "".join(found(case, monkeypatch))

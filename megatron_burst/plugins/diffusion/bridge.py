@@ -65,7 +65,7 @@ def check_version(model: str, needed: Iterable[Needed]) -> None:
 
 
 def _lack(needed: Needed) -> str | None:
-    """Return a description of what the installed Bridge lacks, or None."""
+    """Return a text on the problem with a function of the installed Bridge; None if it fits."""
     try:
         owner = module(needed.module)
     except ImportError as error:
@@ -107,27 +107,29 @@ def option_problems(
     Args:
         name: The name of the provider.
         burst: The options of the run.
-        refused: Further options that the model does not support, each with the reason.
+        refused: Further options that the model does not support, each with a reason that begins
+            with "whose" or "which".
     """
     for option, reason in (refused or {}).items():
         if option in FIELDS:  # options of a plugin that is not installed are absent
             flag, value = FIELDS[option].flag, getattr(burst, option)
             if value != FIELDS[option].default:
-                yield Problem(f"{flag} {value} with {name}, {reason}", remove=(flag,))
+                text = f"{flag} {value} does not work with {name}, {reason}"
+                yield Problem(text, remove=(flag,))
     if burst.attention_layout not in (None, burst.layout):
         yield Problem(
-            f"--burst-attention-layout {burst.attention_layout} with {name} was not tested",
+            f"--burst-attention-layout {burst.attention_layout} was not tested with {name}",
             remove=("--burst-attention-layout",),
         )
     if burst.mask is not None:
         yield Problem(
-            f"--burst-mask {burst.mask} with {name}, which has its own mask",
+            f"--burst-mask {burst.mask} does not work with {name}, which has its own mask",
             remove=("--burst-mask",),
         )
 
 
 def head_problems(name: str, burst: BurstConfig) -> Iterator[Problem]:
-    """Yield a problem for a fused LM head, in a model whose step computes its loss itself.
+    """Yield a problem for `--burst-lm-head-loss` if the training step itself computes the loss.
 
     Args:
         name: The name of the provider.
@@ -135,8 +137,8 @@ def head_problems(name: str, burst: BurstConfig) -> Iterator[Problem]:
     """
     if burst.lm_head_loss != "off":
         yield Problem(
-            f"--burst-lm-head-loss {burst.lm_head_loss} with {name}, whose training step computes "
-            "the loss from outputs of the model",
+            f"--burst-lm-head-loss {burst.lm_head_loss} does not work with {name}, whose training "
+            "step computes the loss from outputs of the model",
             remove=("--burst-lm-head-loss",),
         )
 
@@ -144,8 +146,8 @@ def head_problems(name: str, burst: BurstConfig) -> Iterator[Problem]:
 def mean_problems(name: str, transformer: Any, burst: BurstConfig) -> Iterator[Problem]:
     """Yield a problem if losses are averaged per rank before they are averaged over ranks.
 
-    In this model, ranks have different numbers of tokens with a loss. `checks.config` refuses
-    layout balanced.
+    In the models that use this check, ranks have different numbers of tokens with a loss. Layout
+    `balanced` is not checked here, because `checks.config` refuses it.
 
     Args:
         name: The name of the provider.
@@ -166,7 +168,7 @@ def pipeline_problems(name: str, transformer: Any, reason: str) -> Iterator[Prob
     Args:
         name: The name of the provider.
         transformer: The `TransformerConfig`.
-        reason: The part of Bridge that prevents it.
+        reason: Reason for the message, why Bridge does not support it.
     """
     size = transformer.pipeline_model_parallel_size
     if size > 1:
@@ -182,18 +184,18 @@ def log_choice(model: Any, choice: str) -> None:
 
 
 def as_subclass(value: Any, subclass: Callable[..., S], **fields: Any) -> S:
-    """Return an instance of a subclass with the fields of a dataclass instance.
+    """Return an instance of `subclass` with the field values of `value`.
 
     Args:
-        value: The instance.
-        subclass: The subclass, also a dataclass.
-        **fields: The fields that only the subclass has.
+        value: Instance of a dataclass.
+        subclass: Subclass of the dataclass.
+        **fields: Values of the fields that only the subclass has.
     """
     return subclass(**{f.name: getattr(value, f.name) for f in dataclasses.fields(value)}, **fields)
 
 
 def replaced(spec: Any, replacements: Mapping[type, type]) -> Any:
-    """Return a copy of a layer spec with classes replaced.
+    """Return a copy of a layer spec in which classes are replaced.
 
     Args:
         spec: A layer spec, a list of specs, or a value inside a spec.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cross-attention of packed clips to their texts. Every rank holds all texts.
 
-Queries are the rows of the rank in the layout of the run. A rank computes the gradients of keys and
-values for its own queries only: Megatron adds the gradients of weights over context-parallel ranks.
+The queries of a rank are its rows of the clips, in the layout of the run. A rank computes the
+gradients of keys and values for its own queries only: Megatron adds the gradients of weights over
+context-parallel ranks.
 """
 
 from __future__ import annotations
@@ -40,14 +41,17 @@ class CrossPack(Pack):
 
     @property
     def mask(self) -> Mask:
-        """The mask in which a token of a clip sees the text of the clip."""
+        """Mask in which each token of a clip sees the text of the clip."""
         padding = range(1, len(self.clips) - 1, 2)
         return Documents(self.clips, padding=padding, key_cu_seqlens=self.texts)
 
 
 @dataclass(frozen=True)
 class CrossKind(LayerKind):
-    """The kind of layers of cross-attention whose keys are replicated."""
+    """Kind of cross-attention layers; keys are replicated on all ranks.
+
+    Layers of equal kind share plans.
+    """
 
     def own_mask(self, pack: Pack | None, seq_len: int) -> Mask | None:
         """Return the mask of clips and texts; see `Kind.own_mask`."""
@@ -56,7 +60,7 @@ class CrossKind(LayerKind):
     def operation(
         self, book: PlanBook, tensors: Tensors, pack: Pack | None, rows: RowChunkSizes, own: Any
     ) -> AttentionOperation:
-        """Return the operation for q [s, b, h, d], k [k, b, g, d] and v [k, b, g, w]."""
+        """Return the `AttentionOperation` for q [s, b, h, d], k [k, b, g, d] and v [k, b, g, w]."""
         operation = super().operation(book, tensors, pack, rows, own)
         options = dataclasses.replace(
             operation.options, mask=own, key_layout=Replicated(sum_gradients=False), store=None
@@ -107,11 +111,11 @@ class CrossCoreAttention(BurstCoreAttention):
         """Compute attention of this rank's rows of the clips to the texts.
 
         Args:
-            query: [t, h, d].
-            key: [k, g, d], all texts. Further rows are ignored.
+            query: [t, h, d], this rank's rows of the clips.
+            key: [k, g, d], rows of all texts. Rows after the last text are ignored.
             value: [k, g, w].
             attention_mask: Must be None.
-            attn_mask_type: No mask; None for the mask type of the layer.
+            attn_mask_type: `AttnMaskType.no_mask`; None for the mask type of the layer.
             attention_bias: Must be None.
             packed_seq_params: Clips (`cu_seqlens_q`) and texts (`cu_seqlens_kv`).
             unknown: Further keywords of Megatron; all values must be None.
@@ -158,7 +162,7 @@ class CrossCoreAttention(BurstCoreAttention):
         return pack
 
     def _cross_pack(self, params: Any, total: int) -> CrossPack:
-        """Return the pack of a `PackedSeqParams`; its tensors are read from the device once.
+        """Return the pack of a `PackedSeqParams`, whose tensors are read from the device once.
 
         Args:
             params: The `PackedSeqParams`.

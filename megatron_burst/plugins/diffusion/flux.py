@@ -103,7 +103,7 @@ def forward_step(recipe: Any) -> Any:
 
 
 def _cut(original: Callable, self: Any, *args: Any, **named: Any) -> torch.Tensor:
-    """Run the model on this rank's rows of text and image, and gather the output of all rows.
+    """Run the model on this rank's rows of text and image, and gather the output rows of all ranks.
 
     Raises:
         ValueError: The call has outputs of a ControlNet, or ranks have different inputs.

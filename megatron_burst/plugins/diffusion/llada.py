@@ -60,7 +60,7 @@ class BidirectionalCoreAttention(BurstCoreAttention):
         return super().call(query, key, value, kind, other_arguments, packed_seq_params, rows)
 
     def set_padding_mask(self, mask: torch.Tensor | None) -> None:
-        """Refuse the masks of Bridge's generation.
+        """Refuse the padding masks that Bridge sets when it generates text.
 
         Args:
             mask: None, or the padding of a batch of prompts.
@@ -77,7 +77,7 @@ class BidirectionalCoreAttention(BurstCoreAttention):
     set_block_mask = set_padding_mask
 
     def reset_inference_state(self) -> None:
-        """Do nothing: the module has no state of generation."""
+        """Do nothing: the module keeps no state for text generation."""
 
 
 def patch_model(patches: PatchSet, is_ours: Callable[[Any], bool]) -> None:

@@ -60,7 +60,9 @@ _POSITIONS_KEPT = 4  # training and evaluation, each on two devices
 
 @dataclass(frozen=True)
 class BlockDiffusionKind(LayerKind):
-    """The kind of layers whose sequence is a noised copy and a clean copy.
+    """Kind of layers whose sequence consists of a noised copy and a clean copy of the tokens.
+
+    Layers of equal kind share plans.
 
     Attributes:
         block: Number of tokens of a block.
@@ -75,7 +77,7 @@ class BlockDiffusionKind(LayerKind):
     def operation(
         self, book: PlanBook, tensors: Tensors, pack: Pack | None, rows: RowChunkSizes, own: Any
     ) -> AttentionOperation:
-        """Return the operation for q [s, b, h, d], k [s, b, g, d] and v [s, b, g, w]."""
+        """Return the `AttentionOperation` for q [s, b, h, d], k [s, b, g, d] and v [s, b, g, w]."""
         operation = super().operation(book, tensors, pack, rows, own)
         layout = layout_of_copies(self.burst.layout, own.length, book.groups.size)
         options = dataclasses.replace(operation.options, layout=layout)
@@ -176,7 +178,7 @@ class BlockDiffusionCoreAttention(BurstCoreAttention):
         )
 
     def _rotated(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scaled and rotated queries and rotated keys, same shapes as the arguments."""
+        """Return the scaled and rotated queries and the rotated keys; shapes do not change."""
         home, positions = bridge.module(_ATTENTION), self._positions(query)
         length = len(query) * self.book.groups.size // 2
         cos, sin = self.rope_embedding_module(query, (positions % length)[None])
@@ -313,7 +315,9 @@ def _masked(
     loss_mask: torch.Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Replace tokens of this rank by the mask token, as one rank would in the whole sequence.
+    """Replace some of this rank's tokens by the mask token.
+
+    The noise is drawn for the whole sequence, so the replaced tokens are the same as on one rank.
 
     Args:
         original: Bridge's function, which draws the noise.
@@ -321,7 +325,7 @@ def _masked(
         mask_token_id: The mask token.
         eps: The lowest probability of masking.
         loss_mask: [b, s], 0 for tokens that are never masked; None if all may be masked.
-        generator: The generator; None for the default generator of the device.
+        generator: Random generator; None for the default generator of the device.
 
     Returns:
         The noised tokens, a bool that is True for masked tokens, and the probability of masking;

@@ -47,7 +47,7 @@ def prepare(model: Any, is_ours: Callable[[Any], bool]) -> None:
 
 
 def problems(model: Any, transformer: Any, burst: BurstConfig) -> Iterator[Problem]:
-    """Yield the problems of a model; see `DiffusionRecipes.problems`."""
+    """Yield a problem for each unsupported setting; see `DiffusionRecipes.problems`."""
     yield from _module(model).problems(model, transformer, burst)
 
 

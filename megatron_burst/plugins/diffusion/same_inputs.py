@@ -20,7 +20,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 def check_same(model: str, **inputs: torch.Tensor | None) -> None:
     """Raise an error unless all context-parallel ranks have the same inputs.
 
-    A collective of 4 integers per input; waits for the device.
+    This is a collective call. Ranks exchange 4 integers per input, and wait for their devices.
 
     Args:
         model: The name of the model, for the message.

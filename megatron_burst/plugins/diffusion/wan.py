@@ -3,8 +3,8 @@
 
 Bridge cuts clips and texts over ranks in zigzag order and pads each of them to a multiple of twice
 the number of ranks. Here the layout of the run cuts the clips, which may have any length. Every
-rank holds all texts, so cross-attention sends nothing. Rows at the end of the pack fill it up to a
-multiple of the number of ranks. These rows belong to the last clip as padding.
+rank holds all texts, so cross-attention sends nothing. The end of the pack is padded so that all
+ranks can hold equal numbers of rows. The padding belongs to the last clip.
 
 The angles of the rotary embedding are computed for the pack, and `data.rope` selects the rows of
 the rank. With sequence parallelism, Bridge's projection of the texts gathers them once per
@@ -71,7 +71,7 @@ def patch_model(patches: patching.PatchSet, is_ours: Callable[[Any], bool]) -> N
 def _built(
     is_ours: Callable[[Any], bool], original: Callable, self: Any, *args: Any, **named: Any
 ) -> None:
-    """Build the model from the layer spec of its provider, if `apply_burst` made it."""
+    """Build the model from its provider's layer spec, if `apply_burst` made this spec."""
     bound = patching.bound_to(original, (self, *args), named)
     config = bound.arguments["config"]
     spec: Any = getattr(config, "transformer_layer_spec", None)
@@ -145,7 +145,7 @@ def forward_step(recipe: Any) -> Any:
 
 
 class _OneRankState:
-    """Replacement for Megatron's `parallel_state`: Bridge pads clips for this number of ranks."""
+    """Replacement for Megatron's `parallel_state`, so that Bridge pads clips for one rank only."""
 
     @staticmethod
     def get_context_parallel_world_size() -> int:
@@ -153,7 +153,7 @@ class _OneRankState:
 
 
 def _encoded(original: Callable, self: Any, *args: Any, **named: Any) -> Any:
-    """Run `WanTaskEncoder.encode_sample`; only layout zigzag requires padded clips."""
+    """Run `WanTaskEncoder.encode_sample`; pad clips for all ranks only in layout zigzag."""
     if installed_layout() in (None, "zigzag"):
         return original(self, *args, **named)
     data = sys.modules[f"megatron.bridge.diffusion.{_DATA}"]
@@ -194,7 +194,7 @@ def _fill_up(params: dict[str, Any], rows: int) -> None:
 
 
 def _rows(params: dict[str, Any], x: torch.Tensor, ends: torch.Tensor, _group: Any) -> torch.Tensor:
-    """Return this rank's rows of the clips; all rows of the texts.
+    """Return this rank's rows of `x` if `x` has clips; return `x` if it has texts.
 
     Args:
         params: The `PackedSeqParams` of self-attention and of cross-attention.
@@ -210,7 +210,7 @@ def _rows(params: dict[str, Any], x: torch.Tensor, ends: torch.Tensor, _group: A
         return x
     if ends is not clips.cu_seqlens_q_padded:
         raise ValueError(
-            f"{_CUT} got other boundaries than those of packed_seq_params; use Megatron-Bridge "
+            f"{_CUT} got boundaries that are not in packed_seq_params; use Megatron-Bridge "
             f"{bridge.TESTED}"
         )
     check_same("Wan", clips=x, clip_boundaries=ends)

@@ -114,10 +114,11 @@ class LiteCoreAttention(torch.nn.Module):
 
 @dataclass
 class DeltaNetForward:
-    """Replacement for the `forward` of a gated delta net; ranks keep their rows and all heads.
+    """Replacement for the `forward` of a gated delta net over context-parallel ranks.
 
-    It uses the projections, gates and norms of the layer `net`, and this package's convolution and
-    linear attention. Attributes are the same as in `LiteCoreAttention`.
+    Each rank computes all heads of its own rows. The replacement uses the projections, gates and
+    norms of the layer `net`, and this package's convolution and linear attention. Other attributes
+    are the same as in `LiteCoreAttention`.
     """
 
     net: Any
@@ -156,7 +157,10 @@ class DeltaNetForward:
         return net.o_proj(out.transpose(0, 1).contiguous())
 
     def _stand_ins(self, mixed: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return tensors without memory, with shapes and dtypes of the linear-attention inputs."""
+        """Return tensors without memory that have the shapes and dtypes of the layer's inputs.
+
+        The inputs are those of linear attention: q, k, v, decay and beta.
+        """
         net = self.net
         like = partial(rows_like, mixed, net.num_v_heads_local)
         decay = torch.promote_types(torch.float32, net.A_log.dtype)
@@ -167,6 +171,5 @@ class DeltaNetForward:
 
 
 def _ends(params: Any) -> dict[str, Any]:
-    """Return `cu_seqlens_q` and `cu_seqlens_q_padded` of a `PackedSeqParams`, by name."""
     names = ("cu_seqlens_q", "cu_seqlens_q_padded")
     return {name: getattr(params, name, None) for name in names}

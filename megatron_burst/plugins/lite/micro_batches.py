@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plans that the layers of a model of Megatron Lite share, one per micro-batch.
 
-Layers of the same class and sizes are of one kind and share plans. The first layer of a kind is its
-leader. In each forward, the leader makes the plan, or compares an existing plan with the other
-ranks. Later layers, and all recomputed layers, look the plan up. If batches differ between ranks,
-every rank raises the same `ValueError`.
+Layers with the same class and sizes are of one kind and share plans. The first layer of a kind is
+the leader of the kind. In each forward, the leader makes the plan, or checks that an existing plan
+is the same on all ranks. Later layers, and all recomputed layers, look the plan up. If batches
+differ between ranks, every rank raises the same `ValueError`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PLANS_KEPT = 256  # more than packed micro-batches in flight x kinds of layers
 
 
 class LiteKind(NamedTuple):
-    """Properties of a layer on which its plans depend; the same on all ranks.
+    """Properties of a layer that determine its attention plans; equal on all ranks.
 
     Layers of equal kind share plans.
 
@@ -103,7 +103,9 @@ class MicroBatches:
         ends: Mapping[str, torch.Tensor | None],
         make: Callable[[tuple[int, ...] | None], Any],
     ) -> Any:
-        """Return the plan for these tensors; if `leads`, a collective call except in backward.
+        """Return the plan for these tensors.
+
+        If `leads` is true, this is a collective call, except in backward.
 
         Args:
             kind: the kind of the layer.
@@ -133,8 +135,8 @@ class MicroBatches:
         if not compares and key not in self._plans:
             shapes = {name: (*x.shape, x.dtype) for name, x in tensors.items()}
             raise ValueError(
-                "the first layer of the same type did not get these shapes and documents in its "
-                f"last {PLANS_KEPT} calls: {shapes}, documents {bounds}; shapes and documents must "
+                f"a layer got inputs {shapes} and documents {bounds}, which the first layer of the "
+                f"same type did not get in its last {PLANS_KEPT} calls; inputs and documents must "
                 "be the same for all layers of a forward"
             )
         if compares and key in self._plans:
@@ -142,7 +144,7 @@ class MicroBatches:
         return self._plans.of(key, partial(make, bounds))
 
     def cut(self, bounds: tuple[int, ...] | None) -> dict[str, Any]:
-        """Return {"layout": layout in which Lite has cut a batch}, an argument of `mb.prepare`.
+        """Return the layout in which Lite has cut a batch, as keyword argument for `mb.prepare`.
 
         Args:
             bounds: cumulative lengths of the documents; None if nothing is packed.
@@ -163,7 +165,7 @@ class MicroBatches:
     def plan_attention(
         self, tensors: Mapping[str, torch.Tensor], scale: float | None, bounds: Any
     ) -> Any:
-        """Make a plan of softmax attention; `bounds` is as in `cut`. A collective call."""
+        """Make a plan of softmax attention. All ranks must call it; `bounds` is as in `cut`."""
         mask = Causal() if bounds is None else Documents(bounds) & Causal()
         return prepare(
             *tensors.values(), groups=self.groups, needs_grad=(True, True, True), mask=mask,
@@ -171,7 +173,7 @@ class MicroBatches:
         )  # fmt: skip
 
     def plan_states(self, tensors: Mapping[str, torch.Tensor], bounds: Any) -> Any:
-        """Make a plan of linear attention; `bounds` is as in `cut`. A collective call."""
+        """Make a plan of linear attention. All ranks must call it; `bounds` is as in `cut`."""
         return prepare_linear(
             **tensors, groups=self.groups, cu_seqlens=bounds, algorithm=self.linear,
             **self.cut(bounds),

@@ -45,8 +45,9 @@ def set_attention_backend(
     Args:
         model: the model or a list of its chunks, with or without wrappers (DDP).
         backend: "burst", or "te", which restores the replaced modules.
-        groups: the groups of an earlier call, or `mb.Groups` over the ranks of the model's
-            context-parallel group; None makes groups in which the ranks on one host form a node.
+        groups: the groups that an earlier call returned, or `mb.Groups` over the ranks of the
+            model's context-parallel group. None: make groups in which the ranks on one host form a
+            node.
         linear: how gated delta nets pass states between ranks: "auto", "ring", "scan", "all_gather"
             or "two_level"; "lite" keeps Lite's gated delta nets.
         options: `algorithm`, `side`, `kernel`, `grad_wire_dtype`, `head_chunks`; same as in
@@ -72,7 +73,8 @@ def set_attention_backend(
     if backend == "te":
         if groups is not None or options:
             raise ValueError(
-                f"backend te supports no groups and no options, got {groups}, {options}"
+                "backend 'te' takes neither groups nor options; omit them (got "
+                f"groups={groups!r:.100}, options={options})"
             )
         for layer in layers:
             _restore(layer)
@@ -143,15 +145,17 @@ def _sort(layer: Any) -> str:
 def _refuse_wrapped(layer: Any) -> None:
     """Raise `ValueError` if Lite's recomputation or offload wraps the module to be replaced.
 
-    Lite wraps a module by replacing its `forward`; a replaced module would lose the wrapper.
+    Lite wraps a module by replacing the module's `forward`. A replacement of the module would lose
+    this wrapper.
     """
     delta = _sort(layer) == _DELTA_NET
     replaced = layer if delta else layer.core_attn
     if replaced is not None and "forward" in vars(replaced):
         name = "linear_attn" if delta else "core_attn"
         raise ValueError(
-            f"{name}: Lite's recompute or offload wraps this module, which would be replaced; "
-            f"build the model without {name} in recompute and offload, or with recompute full"
+            f"{name}: Lite's recompute or offload wraps this module and would be lost, because "
+            f"BurstAttention replaces the module; build the model without {name} in recompute and "
+            "offload, or with recompute full"
         )
 
 
@@ -192,7 +196,10 @@ def _restore(layer: Any) -> None:
 
 
 def _name(chunks: Sequence[Any], backend: str) -> None:
-    """Set `attention_backend` of all modules that have it. Lite reads it to prepare batches."""
+    """Set the attribute `attention_backend` of all modules that have it.
+
+    Lite reads the attribute when it prepares batches.
+    """
     for chunk in chunks:
         for part in chunk.modules():
             lite = type(part).__module__.startswith("megatron.lite.model.")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that exclude row chunks, MLP tiles or host memory.
+"""Checks for settings that are incompatible with row chunks, MLP tiles or host memory.
 
 Megatron's layer code runs at least twice for each row chunk or tile: in forward, and in backward
-for the recomputation. Settings are refused if recomputed results would differ: random numbers,
-state kept between calls, deferred work. Other features that move or free activations are refused
-too, as are untested combinations.
+for the recomputation. Settings with which recomputed results would differ are refused: random
+numbers, state kept between calls, deferred work. Other features that move or free activations and
+untested combinations are refused too.
 
 The argument `config` of each function is a `TransformerConfig`, or parsed arguments with the same
 names.
@@ -31,7 +31,7 @@ from .options import LongSequenceOptions
 def option_problems(
     config: Any, burst: LongSequenceOptions, seq_length: int | None
 ) -> Iterator[Problem]:
-    """Yield a `Problem` for each setting that excludes an option of this plugin."""
+    """Yield a `Problem` for each setting that is incompatible with an option of this plugin."""
     yield from chunk_problems(config, burst)
     yield from tile_problems(config, burst)
     yield from offload_problems(config, burst)
@@ -55,14 +55,15 @@ _CHUNKS = (
     Rule("enable_autocast",
          "{flag} with enable_autocast: backward recomputes row chunks outside torch.autocast",
          remove=("--burst-sequence-chunks",)),
-    *excluded("{flag} with {other}: {why}", fused_single_qkv_rope="not tested"),
+    *excluded("{flag} was not tested with {other}", fused_single_qkv_rope=""),
     Rule("hidden_dropout",
          "{flag}: hidden dropout is {c.hidden_dropout}, and recomputed rows would draw "
          "different random numbers", add=("--hidden-dropout 0",)),
-    Rule(_uses_cuda_graphs, "{flag}: CUDA graphs replay without Python",
+    Rule(_uses_cuda_graphs,
+         "{flag}: CUDA graphs replay without Python code, which runs the row chunks",
          remove=("--cuda-graph-impl",)),
     Rule(lambda c, b: c.multi_latent_attention and c.apply_rope_fusion,
-         "{flag}: the fused rope of latent attention selects rows itself",
+         "{flag}: the fused rope of latent attention selects the angles of rows itself",
          add=("--no-rope-fusion",)),
 )  # fmt: skip
 # Modules of the attention half that --recompute-modules must not contain.
@@ -70,7 +71,7 @@ _OVERLAPPING = ("core_attn", "layernorm", "mla_up_proj")
 
 
 def chunk_problems(config: Any, burst: LongSequenceOptions) -> Iterator[Problem]:
-    """Yield the problems that prevent `--burst-sequence-chunks`."""
+    """Yield a `Problem` for each setting that is incompatible with `--burst-sequence-chunks`."""
     count = burst.sequence_chunks
     if count == 1:
         return
@@ -87,8 +88,9 @@ def chunk_problems(config: Any, burst: LongSequenceOptions) -> Iterator[Problem]
     if twice:
         remaining = [name for name in modules if name not in twice]
         yield Problem(
-            f"{flag} already recomputes the attention half, except core attention, and "
-            f"--recompute-modules {' '.join(twice)} would recompute it again",
+            f"{flag} already recomputes the attention half of a layer (input norm to residual, "
+            f"without core attention), so --recompute-modules {' '.join(twice)} would recompute "
+            "parts of it twice",
             add=(f"--recompute-modules {' '.join(remaining)}",) if remaining else (),
             remove=() if remaining else ("--recompute-granularity", "--recompute-modules"),
         )
@@ -102,8 +104,10 @@ _TILES = (
         fp8="its scales would be computed per tile",
         fp4="its scales would be computed per tile",
         tp_comm_overlap="its buffers are as long as the sequence",
-        delay_wgrad_compute="a tile computes all its gradients at once",
-        overlap_dispatch_backward_with_experts_wgrad="a tile computes all its gradients at once",
+        delay_wgrad_compute="backward of a tile computes all gradients of the tile at once",
+        overlap_dispatch_backward_with_experts_wgrad=(
+            "backward of a tile computes all gradients of the tile at once"
+        ),
         overlap_moe_expert_parallel_comm="it splits layers into its own parts",
         moe_shared_expert_overlap="it overlaps shared experts with the exchange of all tokens",
         fine_grained_activation_offloading=(
@@ -128,7 +132,7 @@ _TILES = (
          "{flag} replaces --mlp-chunks-for-training",
          remove=("--mlp-chunks-for-training",)),
 )  # fmt: skip
-_GRAPHS = "{flag}: CUDA graphs replay without Python"
+_GRAPHS = "{flag}: CUDA graphs replay without Python code, which runs the tiles"
 _TILES_AND_GRAPHS = (
     Rule(lambda c, b: c.cuda_graph_impl not in (None, "none"), _GRAPHS,
          remove=("--cuda-graph-impl",)),
@@ -146,7 +150,8 @@ _UNEVEN = ("variable_seq_lengths", "hybrid_context_parallel", "dynamic_context_p
 def _uneven_experts(c: ConfigView, burst: LongSequenceOptions) -> str | None:
     """Return the flag that may give expert-parallel ranks different numbers of tokens.
 
-    None if no such flag is set, or if the number of tiles does not depend on the number of tokens.
+    Return None if no such flag is set, if experts are not split over ranks, or if the number of
+    tiles does not depend on the number of tokens.
     """
     if burst.mlp_tiles != "auto" or (c.expert_model_parallel_size or 1) == 1:
         return None
@@ -168,7 +173,7 @@ _TILES_OF_EXPERTS = (
 
 
 def tile_problems(config: Any, burst: LongSequenceOptions) -> Iterator[Problem]:
-    """Yield the problems that prevent `--burst-mlp-tiles`."""
+    """Yield a `Problem` for each setting that is incompatible with `--burst-mlp-tiles`."""
     if burst.mlp_tiles == 1:
         return
     flag = f"{MLP_TILES} {burst.mlp_tiles}"
@@ -215,7 +220,10 @@ _FREED = ("layernorm", "moe_act", "mla_up_proj", "gdn_norm_out")
 
 
 def offload_problems(config: Any, burst: LongSequenceOptions) -> Iterator[Problem]:
-    """Yield the problems that prevent `--burst-offload` and `--burst-host-memory`."""
+    """Yield a `Problem` for each setting that is incompatible with `--burst-offload`.
+
+    `--burst-host-memory` without `--burst-offload` is a problem too.
+    """
     if not burst.offload:
         if burst.host_memory is not None:
             yield Problem(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry of the plugin `longseq`."""
+"""Registration of the plugin `longseq`."""
 
 from ...registry import Plugin
 

@@ -51,8 +51,5 @@ class LongSequenceOptions(SpineOptions):
 
 
 def row_chunks(burst: LongSequenceOptions) -> int | Auto:
-    """Return the number of row chunks in which the attention half of a layer runs, or "auto".
-
-    It is the option `sequence_chunks`.
-    """
+    """Return the option `sequence_chunks`: the number of row chunks of a rank's rows, or "auto"."""
     return burst.sequence_chunks

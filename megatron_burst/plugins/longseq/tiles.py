@@ -198,7 +198,7 @@ __all__ = ["Fate", "ParameterSums", "tiled"]
 
 
 class TileHost(Protocol):
-    """Host memory for the fate "move": `saved` returns a context that moves saved tensors there."""
+    """Host memory for tiles with the fate "move", such as `mb.HostMemory`."""
 
     def saved(self, fraction: float) -> AbstractContextManager[object]: ...
 
@@ -316,7 +316,7 @@ class _TiledCall:
     def graph(
         self, tensors: Sequence[torch.Tensor], needed: Sequence[bool]
     ) -> tuple[torch.Tensor, TileGraph]:
-        """Call `fn` for one tile with autograd; return its output and the ends of its graph.
+        """Call `fn` for one tile with autograd; return the output and the ends of its graph.
 
         Args:
             tensors: The tile's rows of all tensor arguments.
@@ -334,7 +334,7 @@ class _TiledCall:
 
 
 class TileGraph(NamedTuple):
-    """Ends of a tile's autograd graph: gradient edges of its output and its inputs.
+    """Ends of a tile's autograd graph: the gradient edges of the tile's output and inputs.
 
     Attributes:
         y: Edge of the output; None if the output needs no gradient.
@@ -445,12 +445,12 @@ def _rng_states(device: torch.device) -> list[torch.Tensor]:
 def _rows_of(
     saved: Sequence[torch.Tensor], rows: slice, saved_rows: slice
 ) -> Sequence[torch.Tensor]:
-    """Return the rows `rows` of tensors that were saved with only the rows `saved_rows`.
+    """Return some rows of tensors of which only the rows `saved_rows` were saved.
 
     Args:
         saved: Saved tensors.
-        rows: Rows of the whole call.
-        saved_rows: Rows of the whole call that the saved tensors contain.
+        rows: Rows to return, numbered over all tiles.
+        saved_rows: Rows that the saved tensors contain, numbered over all tiles.
     """
     if not saved_rows.start <= rows.start <= rows.stop <= saved_rows.stop:
         raise RuntimeError(

@@ -80,7 +80,7 @@ _REPLACED = frozenset(
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Mode of torch that maps device arguments to the CPU and replaces CUDA-only tensor methods."""
+    """Torch function mode that maps devices to the CPU and replaces CUDA-only tensor methods."""
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -262,7 +262,6 @@ def _patch_optimizers(patches: patching.PatchSet) -> None:
 
 
 def _patch_training(patches: patching.PatchSet) -> None:
-    """Add the patches for the training loop of Megatron-LM."""
     from megatron.core.datasets import utils
 
     patch_start(patches, importlib.import_module("megatron.training.initialize"))

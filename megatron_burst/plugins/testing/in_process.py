@@ -312,7 +312,7 @@ def exchange_rows(tensors: Any, route: Any, groups: Any, *options: Any) -> Any:
 
 
 def _constant(decay: Any, groups: Any, plan: Any) -> Any:
-    """Return a list with `decay` for each rank if it is one tensor [heads]; otherwise `decay`."""
+    """Return a list with `decay` for each rank if `decay` is one tensor [heads], else `decay`."""
     constant = isinstance(decay, torch.Tensor) and decay.dim() == 1
     return _shared(decay, groups, plan) if constant else decay
 
@@ -365,7 +365,7 @@ def call(
 
 
 def _of_all(name: str, values: Any, size: int) -> Sequence[Any]:
-    """Return `values`, or a list of None if it is None.
+    """Return `values`, or a list of None per rank if `values` is None.
 
     Raises ValueError if `values` is not a list with one value per rank.
     """
@@ -383,7 +383,7 @@ def _of_all(name: str, values: Any, size: int) -> Sequence[Any]:
 
 
 def _shared(value: Any, groups: Any, plan: Any) -> Any:
-    """Return a list with `value` for each rank if it is a tensor; otherwise `value` unchanged."""
+    """Return a list with `value` for each rank if `value` is a tensor; otherwise `value`."""
     home = groups if plan is None else getattr(plan, "groups", None)
     if isinstance(home, InProcessGroups) and isinstance(value, torch.Tensor):
         return [value] * home.size
@@ -398,10 +398,10 @@ def _with_keywords(operation: Callable[..., T], keywords: dict[str, Any]) -> T:
 
 
 def on_ranks(groups: InProcessGroups, function: Callable[..., T], *of_each: Sequence[Any]) -> Any:
-    """Run `function` on each rank and return the results by rank; differentiable.
+    """Run `function` on each rank and return the results by rank.
 
-    Each rank has a thread and an autograd graph of its own. In forward and backward, only one
-    thread runs at a time.
+    The results are differentiable. Each rank has a thread and an autograd graph of its own. In
+    forward and backward, only one thread runs at a time.
 
     Args:
         groups: Grid from `in_process.groups`.
@@ -412,11 +412,14 @@ def on_ranks(groups: InProcessGroups, function: Callable[..., T], *of_each: Sequ
 
     Raises:
         RuntimeError: All ranks wait for messages that no rank sends, or the call is inside
-            `mb.checkpoint`, whose results the ranks would share.
+            `mb.checkpoint`, which would mix the attention outputs of all ranks.
         ValueError: The function uses a tensor that needs a gradient and is not an argument.
     """
     if current_store() is not None:
-        raise RuntimeError("ranks would share one checkpoint; call in_process.checkpoint instead")
+        raise RuntimeError(
+            "mb.checkpoint around an in_process operation would mix the attention outputs of all "
+            "ranks; call in_process.checkpoint, which runs mb.checkpoint on each rank"
+        )
     if not torch.is_grad_enabled():
         return groups.run(function, *of_each)
     flat = [tree_flatten(arguments) for arguments in zip(*of_each, strict=True)]

@@ -100,12 +100,12 @@ class RankSwitch:
         self._turns.wait(ready, reason)
 
     def all_gather(self, rank: int, size: int, value: T) -> list[T]:
-        """Return the values of `size` ranks, by rank. A collective call of all ranks."""
+        """Return the values of all `size` ranks, by rank. All ranks must call it."""
         self._gathers[rank] += 1
         number = self._gathers[rank]
         values = self._rounds.setdefault(number, {})
         values[rank] = value
-        self.wait(lambda: len(values) == size, f"gather {number} lacks a rank")
+        self.wait(lambda: len(values) == size, f"some ranks did not call gather {number}")
         self._rounds.pop(number, None)
         return [values[rank] for rank in range(size)]
 
@@ -176,8 +176,8 @@ class Turns:
     def _pass_on(self) -> None:
         """Start the next rank that is ready to continue.
 
-        If no rank is ready, the call of all ranks ends: they have finished, or they wait for one
-        another.
+        If no rank is ready, all ranks have finished, or they wait for one another (deadlock). In
+        both cases `run` ends.
         """
         while True:
             for rank in self._round:
@@ -221,7 +221,9 @@ class Turns:
 
 
 def thread_modes() -> Callable[[], AbstractContextManager[None]]:
-    """Record torch's modes in this thread; return a context that enters them in another thread.
+    """Record torch's modes in this thread; return a function for other threads.
+
+    The returned function makes a context in which the recorded modes are active.
 
     The modes are grad mode, inference mode, autocast, the CUDA stream, and mode objects.
     """
@@ -271,7 +273,7 @@ def _pushed(mode: Any, stack: Any) -> Iterator[None]:
 
 @dataclass
 class Mail:
-    """Message between two ranks. The rank that posts its send or receive first creates it.
+    """Message between two ranks, created by the rank that posts its send or receive first.
 
     Attributes:
         label: Label of the exchange, for errors.
@@ -319,10 +321,13 @@ class Mail:
         self.landed, self.carried = True, None
 
     def _unchanged(self) -> Tensors:
-        """Return the sender's tensors; raise RuntimeError if they changed after the post."""
+        """Return the sender's tensors; raise RuntimeError if they were changed after the post."""
         assert self.source is not None
         if _versions(self.source) != self.versions:
-            raise RuntimeError(f"overwritten while in flight: {self.label}")
+            raise RuntimeError(
+                f"{self.label}: a sent tensor was overwritten before the sender waited for the "
+                "exchange; wait first"
+            )
         return self.source
 
 
@@ -337,7 +342,8 @@ class _Delivery:
             while mails:
                 mail = mails.pop(0)
                 self.switch.wait(
-                    lambda mail=mail: mail.complete, f"exchange has only one end: {mail.label}"
+                    lambda mail=mail: mail.complete,
+                    f"only the sender or only the receiver has posted: {mail.label}",
                 )
                 arrive(mail)
 

@@ -105,7 +105,7 @@ def with_delta_net(layer: ModuleSpec, config: Any) -> ModuleSpec:
 
 
 def delta_net(config: Any) -> ModuleSpec:
-    """Return the spec of a gated delta net of local modules, without the norm of its input."""
+    """Return the spec of a gated delta net, built from local modules and without an input norm."""
     rms = config.normalization == "RMSNorm"
     norm: Any = LocalSpecProvider().layer_norm(rms_norm=rms, for_qk=False)
     second = config.experimental_attention_variant == "gdn2"

@@ -69,7 +69,10 @@ class GatedNorm(torch.nn.Module):
         self.eps, self.group, self.before = eps, group_size or hidden_size, norm_before_gate
 
     def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the norm of x [..., channels]; z is the gate before silu, like x, or None."""
+        """Return the norm of x [..., channels].
+
+        z is the gate before silu, with the shape of x, or None.
+        """
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if z is not None and not self.before:
             wide = wide * F.silu(z.to(wide.dtype))

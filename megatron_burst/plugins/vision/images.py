@@ -35,7 +35,7 @@ def image_spans(
 ) -> list[tuple[int, int]]:
     """Return the spans of consecutive image tokens in a sequence, for `with_spans`.
 
-    Adjacent images form one span, as in Hugging Face's Gemma. Synchronizes with the device of
+    Adjacent images form one span, as in Hugging Face's Gemma. The function waits for the device of
     `tokens`.
 
     Args:
@@ -114,13 +114,13 @@ def place_images(
 ) -> torch.Tensor:
     """Put image embeddings at their positions among this rank's token embeddings.
 
-    Differentiable: each rank computes the gradients of the image rows that it holds, and
-    Megatron's sum of weight gradients over context-parallel ranks completes them. Synchronizes
-    with the device of `positions`.
+    The function is differentiable: each rank computes the gradients of the image rows that it
+    holds, and Megatron's sum of weight gradients over context-parallel ranks completes them. It
+    waits for the device of `positions`.
 
     Args:
-        embeddings: [t, 1, h], embeddings of the tokens that `shard_sequence` assigns to this rank;
-            with sequence parallelism, before they are scattered.
+        embeddings: [t, 1, h], embeddings of the tokens that `shard_sequence` assigns to this rank.
+            With sequence parallelism, these are the embeddings before the scatter.
         images: [n, h], embeddings of all images, in the order of `positions`.
         positions: n integers, positions of the image tokens in the whole sequence.
         packed_seq_params: same as in `shard_sequence`.
@@ -184,8 +184,9 @@ def encode_shared(
     places, sizes = _host(positions), _host(counts, "counts")
     if sizes.sum() != len(places) or (sizes < 1).any():
         raise ValueError(
-            f"counts: {len(sizes)} images have {sizes.sum()} tokens, and there are {len(places)} "
-            "positions; counts must be the number of tokens, at least 1, of each image"
+            f"counts: {len(sizes)} images have {sizes.sum()} tokens in total, but there are "
+            f"{len(places)} positions; counts must be the number of tokens, at least 1, of each "
+            "image"
         )
     group = sequence_group(group, packed_seq_params)
     home, row = _homes(embeddings, places, packed_seq_params, group)
@@ -211,7 +212,8 @@ def encode_shared(
 class _ExchangeImages(torch.autograd.Function):
     """All-to-all of rows in a group; backward sends the gradients back.
 
-    `out_of` is the number of rows to send to each rank, `into` the number to receive from each.
+    `out_of` has the number of rows to send to each rank. `into` has the number of rows to receive
+    from each rank.
     """
 
     @staticmethod
@@ -246,13 +248,14 @@ def _shares(sizes: np.ndarray, ranks: int) -> list[list[int]]:
 def _homes(
     embeddings: torch.Tensor, places: np.ndarray, packed_seq_params: Any, group: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rank that holds each position, and this rank's row with each position.
-
-    Raises `ValueError` if `places` has positions outside the sequence or a position twice.
+    """Return the rank that holds each position of the sequence, and the row in which it holds it.
 
     Returns:
-        Two arrays, int64 [s]: the rank that holds each position; and this rank's row with that
-            position, or -1 if another rank holds it.
+        Two arrays, int64 [s]: the rank that holds each position; and the row of this rank that
+        holds the position, or -1 if another rank holds it.
+
+    Raises:
+        ValueError: `places` has positions outside the sequence, or a position twice.
     """
     from ...megatron.data.slicing import held_positions
 
@@ -279,8 +282,8 @@ def _homes(
 def _check_rows(name: str, rows: torch.Tensor, count: int, embeddings: torch.Tensor) -> None:
     if rows.shape != (count, embeddings.shape[2]):
         raise ValueError(
-            f"{name} have the shape {tuple(rows.shape)}; {count} positions of width "
-            f"{embeddings.shape[2]} require one row each"
+            f"{name} have the shape {tuple(rows.shape)}; they must have the shape "
+            f"{(count, embeddings.shape[2])}, with one row per position"
         )
 
 
@@ -297,7 +300,7 @@ def gemma3(layer: MaskLayer, batch: MaskBatch) -> Mask:
     the whole image.
 
     Args:
-        layer: properties of the layer that the mask depends on: causal, window.
+        layer: properties of the layer that determine the mask: causal, window.
         batch: the micro-batch, with the spans of images.
 
     Raises:
@@ -313,7 +316,7 @@ def gemma4(layer: MaskLayer, batch: MaskBatch) -> Mask:
     window treat image tokens like text tokens.
 
     Args:
-        layer: properties of the layer that the mask depends on: causal, window.
+        layer: properties of the layer that determine the mask: causal, window.
         batch: the micro-batch, with the spans of images.
 
     Raises:
@@ -325,7 +328,7 @@ def gemma4(layer: MaskLayer, batch: MaskBatch) -> Mask:
 
 
 def _without_images(layer: MaskLayer) -> Mask:
-    """Return the mask of a layer for text only: causal or full, with the layer's window."""
+    """Return the mask of a layer without images: causal or full, with the layer's window."""
     if not layer.causal:
         return Full() if layer.window is None else Window(*layer.window)
     return Causal() if layer.window is None else Causal() & Window(layer.window[0], 0)
@@ -342,7 +345,6 @@ def _spans_of(batch: MaskBatch) -> tuple[tuple[int, int], ...]:
 
 
 def _token_ids(image_tokens: Any) -> list[int]:
-    """Return one or several token ids as a list."""
     single = not isinstance(image_tokens, Iterable) or getattr(image_tokens, "ndim", 1) == 0
     return [
         integer("image_tokens", token_id)

@@ -58,7 +58,7 @@ def check_provider(model: Any, is_ours: Callable[[Any], bool]) -> None:
 
     Qwen3-VL is supported in Bridge 0.3; later versions cut the sequences in zigzag order
     themselves. The provider of Qwen3-VL is patched to use the recipe's layer spec if `apply_burst`
-    made it.
+    made this spec.
 
     Args:
         model: the provider.
@@ -93,7 +93,7 @@ def with_mask(model: Any, choices: dict[str, Any]) -> dict[str, Any]:
 
 
 def problems(model: Any, transformer: Any) -> Iterator[Problem]:
-    """Yield a problem for each setting that is unsupported only in vision-language models."""
+    """Yield a problem for each setting that these models do not support but others do."""
     if transformer.context_parallel_size == 1:
         return
     name = type(model).__name__
@@ -108,7 +108,7 @@ def problems(model: Any, transformer: Any) -> Iterator[Problem]:
     if _GEMMA3 in mro and stages > 1:
         yield Problem(
             f"--pipeline-model-parallel-size {stages} with {name}: "
-            "later stages get no tokens, so they cannot find the positions of images",
+            "later stages get no token ids, so the positions of images are unknown there",
             add=("--pipeline-model-parallel-size 1",),
         )
     if mro & set(_QWEN3) and getattr(transformer, "recompute_granularity", None) == "full":
@@ -160,7 +160,7 @@ def _patch_providers(is_ours: Callable[[Any], bool]) -> None:
 def _provided(
     is_ours: Callable[[Any], bool], original: Callable, self: Any, *args: Any, **named: Any
 ) -> Any:
-    """Call `provide` with the recipe's layer spec, if `apply_burst` made it."""
+    """Call `provide` with the recipe's layer spec, if `apply_burst` made this spec."""
     spec = self.transformer_layer_spec
     if not is_ours(spec):
         return original(self, *args, **named)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory for tensors that backward needs; they are fetched one layer ahead."""
+"""Host memory for the tensors that backward needs; backward fetches them one layer ahead."""

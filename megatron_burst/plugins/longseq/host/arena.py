@@ -66,7 +66,7 @@ class _Gap:
 
 @dataclass(eq=False)
 class Slab:
-    """Mapped host memory of whole pages; if pinned, `unpin` is called before it is unmapped."""
+    """Mapped host memory of whole pages. If `unpin` is set, it is called before the unmapping."""
 
     memory: mmap.mmap
     address: int
@@ -81,16 +81,18 @@ class Slab:
 
 @dataclass(eq=False)
 class Block:
-    """Range of a slab; its memory is freed when this object is destroyed.
+    """Range of a slab (memory that is mapped in one call), allocated for one tensor.
+
+    The range is freed when this object is destroyed.
 
     Attributes:
-        slab: Slab (memory that is mapped and pinned in one call) that contains the block.
+        slab: Slab that contains the block.
         start: Offset in the slab, in bytes.
         size: Bytes of the slab that the block occupies.
         nbytes: Requested bytes.
         after: Copies that read or write the block. The first writer must wait for the copies that
             are pending at allocation.
-        freed: Queue to which the block is added when it is destroyed; the arena reuses its memory.
+        freed: Queue of destroyed blocks, whose memory the arena reuses.
     """
 
     slab: Slab
@@ -236,15 +238,15 @@ def _pending(after: Sequence[Event]) -> list[Event]:
 
 
 def _idle(slab: Slab) -> bool:
-    """Return whether no block and no pending copy uses a slab."""
+    """Return True if no block and no pending copy uses the slab."""
     [*gaps] = slab.gaps
     return len(gaps) == 1 and gaps[0].size == slab.size and not _pending(gaps[0].after)
 
 
 def _give_back(gaps: list[_Gap], new: _Gap) -> None:
-    """Insert a free range into the free ranges of a slab, sorted by address.
+    """Insert a free range into a slab's list of free ranges, and merge adjacent ranges.
 
-    It is merged with adjacent free ranges.
+    The list is sorted by address.
     """
     index = sum(gap.start < new.start for gap in gaps)
     if index < len(gaps) and new.start + new.size == gaps[index].start:

@@ -59,7 +59,7 @@ class HostTraffic:
         """Run `action` as soon as no thread is inside `exclusive`.
 
         This method never waits for the lock, because a handle may be destroyed at any time on any
-        thread, even on a thread that the owner of the lock waits for.
+        thread, even on a thread for which the holder of the lock waits.
         """
         self._dropped.append(action)
         if self._lock.acquire(blocking=False):
@@ -229,9 +229,9 @@ class MovedTensor:
         """Wait for the tensor and return it, detached.
 
         Returns:
-            The tensor with its shape, dtype and order of strides. If the tensor was not moved, the
-            result is an alias. Otherwise each call returns new memory, except that tensors with a
-            common copy share it.
+            A tensor with the same shape, dtype and order of strides. If the tensor was not moved,
+            the result is an alias. Otherwise each call returns new memory, which tensors with a
+            common host copy may share.
 
         Raises:
             RuntimeError: The tensor was changed in place after it was moved.
@@ -275,10 +275,11 @@ def _as_bytes(flat: torch.Tensor) -> torch.Tensor:
 
 
 class PendingCopies:
-    """Copies that still reference their source tensors, for at most two frames (layers).
+    """Copies to the host that still reference their source tensors, for at most two frames.
 
-    When a third frame begins to move tensors, the compute stream first waits for the copies of the
-    oldest frame. This bounds device memory; it costs time if the link is slower than the layers.
+    A frame consists of the saved tensors of one layer. When a third frame begins to move tensors,
+    the compute stream first waits for the copies of the oldest frame. This limits device memory,
+    but costs time if copying a layer's tensors takes longer than computing a layer.
     """
 
     def __init__(self) -> None:
@@ -288,8 +289,8 @@ class PendingCopies:
         """Add a copy that has begun.
 
         Args:
-            group: Frame (tensors of one layer) of the copy, or a new object if it belongs to no
-                frame.
+            group: Frame (tensors of one layer) to which the copied tensor belongs, or a new object
+                if it belongs to no frame.
             copy: The copy.
         """
         if not self._groups or self._groups[-1][0] is not group:
@@ -299,10 +300,10 @@ class PendingCopies:
         self._groups[-1][1].append(weakref.ref(copy))
 
     def settle(self) -> None:
-        """Drop the source tensors of copies, without waiting for the newest copies.
+        """Drop the source tensors of copies, without waiting for copies of the last frame.
 
-        For earlier frames (layers), the current stream waits for the copies. For the last frame,
-        only complete copies drop their source tensors. Backward calls this when it fetches a frame.
+        The current stream waits for the copies of earlier frames (layers). In the last frame, only
+        complete copies drop their source tensors. Backward calls this when it fetches a frame.
         """
         while len(self._groups) > 1:
             self._release(self._groups.pop(0)[1])
@@ -331,7 +332,7 @@ Span = tuple[int, int]  # first and end element in a storage
 
 
 class _CopyRecord(NamedTuple):
-    """A copy on the host, which is valid as long as its source memory is unchanged."""
+    """A host copy, and the storage, version and elements from which it was made."""
 
     storage: StorageWeakRef  # keeps the address, so that no other storage can have it
     version: int

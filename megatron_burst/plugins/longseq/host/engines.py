@@ -32,7 +32,7 @@ def pause(until: float) -> None:
 
 
 class Meter:
-    """Sums over completed copies: bytes and seconds."""
+    """Total bytes and total seconds of completed copies."""
 
     def __init__(self) -> None:
         self.nbytes, self.seconds = 0, 0.0
@@ -41,12 +41,12 @@ class Meter:
         self.nbytes, self.seconds = self.nbytes + nbytes, self.seconds + seconds
 
     def rate(self) -> float | None:
-        """Return bytes per second of all copies so far; None before the first."""
+        """Return bytes per second of all copies so far; None before the first copy."""
         return self.nbytes / self.seconds if self.seconds else None
 
 
 class _Publication:
-    """Second half of a copy with `strict`: from separate memory to the target; it runs once."""
+    """Second step of a copy with `strict`: it copies from separate memory to the target, once."""
 
     def __init__(self) -> None:
         self._put: Callable[[], object] | None = None
@@ -162,7 +162,7 @@ class StreamEvent:
         return self._ended.query()
 
     def measure(self) -> None:
-        """Add the bytes and seconds of the copy to the meter; call it once, after the copy."""
+        """Add the bytes and seconds of a complete copy to the meter. Call this once per copy."""
         self._meter.add(self._nbytes, self._begun.elapsed_time(self._ended) / 1e3)
 
     def settle(self) -> None:
@@ -220,7 +220,7 @@ class StreamEngine:
             self._unmeasured.popleft().measure()
 
     def guard(self, tensor: torch.Tensor) -> None:
-        """Let the caller drop a device tensor early: its memory is reused only after the copy."""
+        """Keep the memory of a device tensor until the copy is complete; the caller may drop it."""
         if tensor.is_cuda:
             tensor.record_stream(self.stream)
 

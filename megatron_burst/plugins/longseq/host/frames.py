@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames: the saved tensors of one layer, which backward fetches together and one layer ahead.
+"""Frames: groups of saved tensors, one per layer, which backward fetches one layer ahead.
 
-This module decides which frame is fetched next. Frames are numbered in the order of forward. A
-period ends when no frame is left: after a step, or after each micro-batch if only one is in flight.
-The order in which backward visited frames in the last period (by frame number) is the prediction
-for the next period. Without a prediction, the frame before the current one is fetched, which is
-correct for one micro-batch. A frame that was fetched too early is discarded and fetched again
-later, so that at most one such frame is on the device.
+This module decides which frame is fetched next. Frames are numbered in the order of forward. The
+numbers restart in each period. A period ends when no frame is left: after a step, or after each
+micro-batch if only one is in flight. The order in which backward visited frames in the last period
+is the prediction for the next period. Without a prediction, the frame before the current one is
+fetched, which is correct for one micro-batch. If another frame is needed than predicted, the frame
+that was fetched ahead is discarded and fetched again later. So at most one frame is on the device
+too early.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ class Fetchable(Protocol):
 
 
 class HostFrame:
-    """Context that records the tensors of one layer that move to the host.
+    """Context that records the tensors of one layer that are moved to the host.
 
-    The tensors are moved inside `with frame:`, which may be entered repeatedly.
+    Tensors that are moved inside `with frame:` belong to the frame. The context may be entered
+    repeatedly.
     """
 
     def __init__(self, order: FrameOrder):
@@ -56,7 +58,7 @@ class HostFrame:
         self._copies[handle] = weakref.ref(copy)
 
     def drop(self, handle: object) -> None:
-        """Remove the copy whose handle with the key `handle` was destroyed."""
+        """Remove the copy of a handle that was destroyed; `handle` is the key of the handle."""
         self._copies.pop(handle, None)
         if not self._copies:
             self._order.leave(self)
@@ -66,7 +68,7 @@ class HostFrame:
         self._order.visit(self)
 
     def copies(self) -> list[Fetchable]:
-        """Return the copies that still exist, without duplicates, in the order of the moves."""
+        """Return the copies that still exist, without duplicates, in the order of `add`."""
         copies = (ref() for ref in list(self._copies.values()))
         return list({id(copy): copy for copy in copies if copy is not None}.values())
 
@@ -82,11 +84,11 @@ class HostFrame:
 class FrameOrder:
     """Registry of the frames that have tensors in host memory.
 
-    A frame is the saved tensors of one layer. The registry predicts which frame backward needs
-    next, and fetches it one frame ahead.
+    A frame consists of the saved tensors of one layer. The registry predicts which frame backward
+    needs next, and fetches this frame in advance.
 
     Args:
-        before: Function that is called each time before backward's current frame is fetched.
+        before: Function that is called before each fetch of the frame that backward needs.
     """
 
     def __init__(self, before: Callable[[], None]) -> None:
@@ -101,7 +103,7 @@ class FrameOrder:
         self._local = threading.local()
 
     def stack(self) -> list[HostFrame]:
-        """Return the frames whose contexts this thread is in, the innermost last."""
+        """Return the frames whose contexts this thread has entered, the innermost last."""
         if not hasattr(self._local, "frames"):
             self._local.frames = []
         return self._local.frames
@@ -151,8 +153,8 @@ class FrameOrder:
     def _give_up(self, number: int) -> None:
         """Discard frames that were fetched ahead, because backward needs frame `number` instead.
 
-        A frame that did not exist at the time of the fetch belongs to a recomputation. It does not
-        show that the prediction is wrong.
+        If frame `number` did not exist at the time of the fetch, a recomputation has made it. Then
+        the prediction may still be correct, and nothing is discarded.
         """
         for wrong in [n for n, count in self._ahead.items() if number < count]:
             self._ahead.pop(wrong)

@@ -162,8 +162,8 @@ class HostMemory:
         all saved-tensor hooks, backward gets a parameter as another tensor object.
 
         Args:
-            fraction: Fraction of the rows of each tensor that is moved, from 0 to 1.
-            min_bytes: Smaller tensors stay on the device.
+            fraction: Fraction of each tensor's rows to move, from 0 to 1.
+            min_bytes: Tensors of fewer bytes stay on the device.
             keep: Function that returns true for a tensor that must stay on the device.
 
         Raises:
@@ -200,10 +200,10 @@ class HostMemory:
             self._pending.drain()
 
     def frame(self) -> HostFrame:
-        """Return a context for the tensors of one layer: `with host.frame(): ...`.
+        """Return a context in which all moved tensors belong to one frame, usually one layer.
 
-        These tensors are a frame. In backward, the first `get` of a tensor of a frame fetches all
-        tensors of this frame and of the next frame.
+        In backward, the first `get` of a tensor of a frame fetches all tensors of this frame, and
+        of the frame that backward probably needs next.
         """
         return HostFrame(self._order)
 
@@ -217,7 +217,7 @@ class HostMemory:
 
         Args:
             function: Function to call.
-            args: Its arguments.
+            args: Arguments of `function`.
             move: Function that moves a tensor, such as `HostMemory.move`.
         """
         return MovedArguments(function, args, move)
@@ -280,12 +280,12 @@ class HostMemory:
 
     @property
     def limit(self) -> int:
-        """Bytes that may be in use, a multiple of the page size."""
+        """Maximum bytes of host memory, a multiple of the page size."""
         return self._traffic.arena.limit
 
     @property
     def used(self) -> int:
-        """Bytes of rows on the host."""
+        """Bytes of the rows that are on the host."""
         return self._traffic.arena.used
 
     @property
@@ -320,7 +320,7 @@ class HostMemory:
 
 
 def _dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor fills a range of its storage without gaps, in any order of dims."""
+    """Return True if a tensor fills a range of its storage without gaps, in any order of dims."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -339,8 +339,8 @@ def copy_rate(host: HostMemory, together: Callable[[], object]) -> float:
 
     Args:
         host: Host memory; at most a quarter of it is used.
-        together: Function that waits for the other copying processes, so that all begin at the same
-            time.
+        together: Function that waits for the other processes that call `copy_rate`, so that all
+            copies begin at the same time.
 
     Returns:
         Bytes per second in the slower direction.

@@ -26,7 +26,7 @@ _FLOAT8 = "float8"
 def movable(tensor: torch.Tensor, device: str) -> bool:
     """Return whether a tensor is a plain activation on a device of type `device`.
 
-    The module's docstring lists all other tensors.
+    The module's docstring lists the tensors that are excluded. The size is not checked here.
     """
     if type(tensor) is not torch.Tensor or isinstance(tensor._base, torch.nn.Parameter):
         return False
@@ -80,9 +80,10 @@ class MovedArguments:
         self._later: list[Any] = []
 
     def places(self) -> list[torch.Tensor]:
-        """Return an empty tensor on each device of the arguments, to pass to a checkpoint.
+        """Return an empty tensor for each device of the arguments except CPUs.
 
-        A checkpoint keeps the random state of the devices of its arguments.
+        A checkpoint saves the random state of the devices of its arguments, so these tensors are
+        passed to it as arguments.
         """
         leaves = [leaf for leaf in self._first or () if isinstance(leaf, torch.Tensor)]
         by_device = {leaf.device: leaf for leaf in leaves if leaf.device.type != "cpu"}

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention half of a transformer layer in row chunks, as one autograd function.
 
-Between input norm and residual, a layer allocates about twelve tensors of activations for all rows.
-This module allocates these tensors for one row chunk at a time. Only keys and values are kept for
-all rows, because every chunk of queries needs them. Forward first runs each chunk up to its keys
-and values, then each chunk completely. Backward recomputes each chunk twice: first for the
-gradients through its queries, then for the gradients through its keys and values, which are
-complete only after the last chunk. Outputs and log-sum-exp of core attention are kept, so that no
-attention is computed twice. Source: FPDT (arXiv 2408.16978), section 4, which uses head
-parallelism.
+The attention half is everything from the input norm to the residual after attention. In it, a layer
+allocates about twelve tensors of activations for all rows. This module allocates these tensors for
+one row chunk at a time. Only keys and values are kept for all rows, because every chunk of queries
+needs them. Forward first runs each chunk up to its keys and values, then each chunk completely.
+Backward recomputes each chunk twice: first for the gradients through its queries, then for the
+gradients through its keys and values, which are complete only after the last chunk. Outputs and
+log-sum-exp of core attention are kept, so that no attention is computed twice. Source: FPDT (arXiv
+2408.16978), section 4, which uses head parallelism.
 
 Shape letters: s rows of this rank's shard, r of a chunk, t tensor-parallel ranks that share rows,
 b batch, h query heads, g key/value heads, d width, w value width, H hidden size.
@@ -37,17 +37,17 @@ ChunkResult = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class RowChunkedHalf:
-    """Attention half of a layer (input norm to residual), which runs in row chunks.
+    """Attention half of a layer (input norm to residual), to be run in row chunks.
 
     Attributes:
         half: Attention half of the layer.
         call: Plan and arguments of core attention for all rows of this rank.
-        stored: This call's entry in the attention store of the checkpoint around the layer, or
-            None.
+        stored: Attention outputs that the checkpoint around the layer keeps of this call; None
+            without such a checkpoint.
         parameters: Parameters of the attention half, in the order in which their gradients are
             returned.
-        host: Host memory for keys of other ranks between the chunks of a forward; None if every
-            chunk receives them.
+        host: Host memory that keeps keys of other ranks between the row chunks of a forward. None:
+            other ranks send their keys again for every row chunk.
     """
 
     half: AttentionHalf
@@ -66,13 +66,14 @@ class RowChunkedHalf:
         return out
 
     def forward(self, hidden: torch.Tensor, saves: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return the output [s / t, b, H], and a holder per row chunk.
+        """Return the output [s / t, b, H], and one holder per row chunk.
+
+        A holder is an empty tensor whose autograd graph saves the attention output and log-sum-exp
+        of a row chunk.
 
         Args:
             hidden: Hidden states [s / t, b, H].
-            saves: True if backward follows. If False, the list of holders is empty. A holder is an
-                empty tensor whose autograd graph saves the chunk's attention output and
-                log-sum-exp.
+            saves: True if backward follows. If False, the list of holders is empty.
         """
         half, plan, stored = self.half, self.call.plan, self.stored
         chunks, ring = half.rows(plan), None
@@ -146,8 +147,8 @@ class RowChunkedHalf:
     ) -> tuple[torch.Tensor, Any]:
         """Run a row chunk with autograd; return its hidden states (a leaf) and its output.
 
-        Without `attention`, the chunk runs only up to core attention, and its keys and values are
-        returned in place of the output.
+        If `attention` is None, the chunk runs only up to core attention. Its keys and values are
+        then returned in place of the output.
 
         Args:
             hidden: Hidden states of all chunks [s / t, b, H].
@@ -168,7 +169,7 @@ class RowChunkedHalf:
         max_logits: torch.Tensor | None = None,
         host: KeyHostMemory | None = None,
     ) -> RowChunkedCall:
-        """Compute keys and values of all rows chunk by chunk; start the call that uses them.
+        """Compute keys and values of all rows, chunk by chunk; start attention with them.
 
         Args:
             hidden: Hidden states [s / t, b, H].
@@ -221,7 +222,7 @@ class _RowChunkedHalfFunction(torch.autograd.Function):
 
 
 class _ForwardAttention:
-    """Core attention of a row chunk in forward, or its result from the attention store."""
+    """Core attention of a row chunk in forward, or the result that the attention store kept."""
 
     def __init__(self, ring: RowChunkedCall | None, index: int, stored: Tensors | None):
         self._ring, self._index, self._stored = ring, index, stored
@@ -238,13 +239,14 @@ class _ForwardAttention:
 
 
 class _BackwardAttention:
-    """Core attention of a recomputed row chunk: it returns the output of forward.
+    """Core attention of a recomputed row chunk, which returns the saved output of forward.
 
-    Its backward computes the gradients with other ranks.
+    The backward of this output computes the gradients together with other ranks.
 
     Attributes:
-        leaves: Detached queries, if the queries need no gradient. They make backward run, because
-            keys may need gradients and other ranks take part.
+        leaves: Detached queries that require a gradient, if the queries themselves need none; else
+            empty. With them, backward runs in any case: keys may need gradients, and other ranks
+            take part in backward.
     """
 
     def __init__(self, ring: RowChunkedCall, index: int, result: ChunkResult):
@@ -276,7 +278,7 @@ class _StoredAttention(torch.autograd.Function):
 
 
 class _SavedResult(torch.autograd.Function):
-    """Autograd function that saves its inputs at once, not when the outer function returns."""
+    """Autograd function that saves its inputs at once, not when the enclosing function returns."""
 
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:

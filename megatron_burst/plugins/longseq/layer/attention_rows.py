@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention half of a transformer layer, run for a subset of the rows.
+"""Attention half of a transformer layer (input norm to residual), run for a subset of the rows.
 
 All parts except core attention treat rows independently: input norm, projections, rotary embedding,
 output gate, bias and residual. So Megatron's own code runs with the hidden states and rotary angles
@@ -42,7 +42,7 @@ class AttentionInputs(NamedTuple):
 
 
 class _CoreAttentionReached(Exception):
-    """Signal that the layer called core attention; its argument is an `AttentionInputs`."""
+    """Signal that the layer called core attention. `args[0]` is an `AttentionInputs`."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class RowChunkIndex:
     """Row indices of one row chunk, int64 tensors on the device.
 
     Attributes:
-        shard: Indices of the chunk's queries and keys among the rows of the shard [t r].
-        local: Indices of the chunk's rows in this rank's hidden states [r].
+        shard: [t r], indices of the chunk's queries and keys in the shard.
+        local: [r], indices of the chunk's hidden states in this rank's hidden states.
     """
 
     shard: torch.Tensor
@@ -86,7 +86,7 @@ class AttentionHalf:
         return attention.pg_collection.tp.size() if split else 1
 
     def rows(self, plan: Plan) -> list[RowChunkIndex]:
-        """Return the row indices of each row chunk of this rank's plan."""
+        """Return the row indices of each row chunk in this rank's part of the plan."""
         (rows, *_), _, device = plan.signature[0]
         local_rows = rows // self.blocks
         rank = self.layer.self_attention.pg_collection.tp.rank() if self.blocks > 1 else 0
@@ -143,7 +143,11 @@ class AttentionHalf:
         except _CoreAttentionReached as stopped:
             inputs: AttentionInputs = stopped.args[0]
         else:
-            raise RuntimeError("the attention half of the layer does not call core attention")
+            name, number = type(self.layer).__name__, self.layer.layer_number
+            raise RuntimeError(
+                f"layer {number} ({name}): its attention did not call core_attention, which "
+                "--burst-sequence-chunks requires; remove --burst-sequence-chunks"
+            )
         while len(utils._nvtx_range_messages) > ranges:  # the exception skipped these calls
             utils.nvtx_range_pop()
         return inputs
@@ -152,9 +156,9 @@ class AttentionHalf:
 class Angles:
     """Rotary angles of a shard's rows: one tensor, or a pair of tensors (for queries, for keys).
 
-    Latent attention computes its own angles, for the number of rows of its hidden states. Here
-    these angles are computed for all rows; in `only`, an object that returns them replaces the
-    rotary module of the attention.
+    Latent attention computes its own angles, for as many rows as its hidden states have. This class
+    computes these angles once, for all rows. Inside `only`, an object that returns the angles of
+    some rows replaces the rotary module of the attention.
 
     Args:
         attention: The layer's self attention.
@@ -178,9 +182,13 @@ class Angles:
 
     @contextmanager
     def only(self, rows: RowChunkIndex) -> Iterator[Any]:
-        """Return a context for some rows that yields their `rotary_pos_emb`.
+        """Return a context that yields the argument `rotary_pos_emb` for some rows.
 
-        Inside the context, latent attention uses the angles of these rows.
+        For latent attention the argument is None: inside the context, the layer's own rotary module
+        is replaced and returns the angles of these rows.
+
+        Args:
+            rows: Indices of the rows.
         """
         taken = [None if t is None else t(rows.shard) for t in self._tables]
         if self._stacked:
@@ -237,7 +245,7 @@ class _FixedAngles:
 def _latent_angles(attention: Any, hidden: torch.Tensor, params: Any) -> tuple[Any, ...]:
     """Return the rotary angles that latent attention computes for all rows.
 
-    If the model uses Yarn, its scale is returned too.
+    If the model uses Yarn, the result also has Yarn's scale.
     """
     rope = attention.rotary_pos_emb
     length = rope.get_rotary_seq_len(None, None, hidden, attention.config, params)

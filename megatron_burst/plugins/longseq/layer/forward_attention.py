@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch of `TransformerLayer._forward_attention`, which runs the attention half in row chunks.
+"""Patch of `TransformerLayer._forward_attention`, which runs attention in row chunks.
 
-This module decides how many row chunks "auto" selects. The choice considers only memory, because
-the only other effect of more chunks is that keys are sent more often. The tensors of one chunk have
-at most a quarter of the bytes of the tensors for all rows. Even infinitely many chunks would save
-only a fifth more memory. A chunk has at least `MIN_CHUNK_ROWS` rows, because fewer rows give short
-matrix products and short messages.
+A row chunk is a part of a rank's rows; row chunks are computed one after the other. This module
+also decides how many row chunks "auto" selects. The choice considers only memory, because the only
+other effect of more chunks is that keys are sent more often. The tensors of one chunk get at most a
+quarter of the bytes of the tensors for all rows. More chunks could reduce the sum of both by a
+fifth at most. A chunk has at least `MIN_CHUNK_ROWS` rows, because fewer rows give short matrix
+products and short messages.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _UNSUPPORTED = (
 
 
 def patch(patches: patching.PatchSet) -> None:
-    """Add the patch that runs the attention half of layers in row chunks."""
+    """Add the patch that runs the attention half of layers (norm to residual) in row chunks."""
     names = ["hidden_states", "attention_mask", "rotary_pos_emb", "attention_bias",
              "packed_seq_params"]  # fmt: skip
     wrapper = functools.partial(_in_chunks, patches)
@@ -83,8 +84,7 @@ def _call(
 ) -> AttentionCall | None:
     """Return the attention call for all rows; None if "auto" selects one chunk.
 
-    The layer computes query, key and value of one row; the shapes for all rows are derived from
-    them.
+    To get the shapes of queries, keys and values, the layer computes them for one row.
     """
     blocks, device = half.blocks, hidden.device
     first_row = RowChunkIndex(torch.arange(blocks, device=device), torch.arange(1, device=device))
@@ -113,16 +113,15 @@ def keys_line(plan: Plan, offload: float | Auto) -> str:
 
 
 def _check(layer: Any, arguments: dict[str, Any]) -> None:
-    """Raise ValueError for a layer or call that cannot run in row chunks.
-
-    A row chunk is a part of the rows; row chunks are computed one after the other. Their results
-    would be wrong with, for example, dropout or cross attention.
-    """
+    """Raise ValueError if the layer, or this call of it, cannot run in row chunks."""
     for name in _UNSUPPORTED:
         if arguments.get(name) is not None:
-            raise ValueError(f"{FLAG}: {name} is not supported; remove {name} or the flag")
+            raise ValueError(
+                f"{FLAG} does not support the layer argument {name}; pass {name}=None or remove "
+                "the flag"
+            )
     if not isinstance(layer.cross_attention, IdentityOp):
-        raise ValueError(f"{FLAG}: cross attention is not supported; remove the flag")
+        raise ValueError(f"{FLAG} does not support layers with cross attention; remove the flag")
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         raise ValueError(
             f"{FLAG}: backward recomputes row chunks outside torch.autocast; remove the flag or "
@@ -167,10 +166,16 @@ def bytes_per_row(q: Any, k: Any, v: Any, width: int, blocks: int) -> tuple[int,
     """Return two sums of bytes per row: over tensors of one chunk, and over tensors of all rows.
 
     Arguments are the same as in `chunk_count`. Both sums are for backward, which needs the most
-    memory. A chunk has input, norm, output and their gradients (a rank's share of the rows), the
-    gathered input and its gradient, q, k, v before and after rope and their gradients (for q also
-    in fp32), out and its gradient. Tensors of all rows are hidden states, the gradients of input
-    and output, k and v and their fp32 gradients, and out.
+    memory. Tensors of one chunk are:
+
+    - the layer's input, norm output, attention output and their gradients, for the rank's share of
+      the rows,
+    - the gathered input and its gradient,
+    - q, k and v before and after rope, and their gradients, for q also in fp32,
+    - the output of core attention and its gradient.
+
+    Tensors of all rows are the hidden states, the gradients of input and output (for the rank's
+    share of the rows), k and v and their fp32 gradients, and the output of core attention.
     """
     queries, keys, values = (x[0, 0].numel() for x in (q, k, v))
     out = q.shape[2] * v.shape[3]

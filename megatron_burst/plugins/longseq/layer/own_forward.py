@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Error for flags without effect in layer classes that override methods of `TransformerLayer`.
+"""Check for flags that would have no effect in subclasses of `TransformerLayer`.
 
 Some flags take effect in a method of `TransformerLayer`. A subclass that overrides this method and
 does not call the inherited method would train without the flag, and without an error. `_STILL_RUN`
-lists the subclasses whose overrides are known to run the inherited method. For every other class
-with an override the flag is refused when the layer is built.
+lists the subclasses in which the inherited method runs in spite of an override. For every other
+class with an override, an error is raised when the layer is built.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def own_forward_problems(layer: type, config: Any, burst: LongSequenceOptions) -
 def _override_of(layer: type, method: str) -> str | None:
     """Return the name of the override in `layer` that may not call `TransformerLayer.method`.
 
-    None if the inherited method runs.
+    Return None if the inherited method runs.
     """
     for cls in layer.__mro__[: layer.__mro__.index(TransformerLayer)]:
         if method in _STILL_RUN.get(path_of(cls), ()):

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLP half of transformer layers, and the final norm, in tiles of rows.
+"""MLP half of transformer layers (norm to residual), and the final norm, in tiles of rows.
 
 Norm, MLP, bias-dropout-add and residual of a dense layer treat rows independently. So a tile runs
 all of `TransformerLayer._forward_mlp`, with any modules of the layer spec. `_forward_mlp` includes
 the all-gather of sequence parallelism, which then gathers one tile.
 
-In a layer with experts, only the matrix product of the router is row-wise. Its decisions depend on
-all tokens of a micro-batch (auxiliary losses, z-loss, capacity, expert bias). So the layer runs in
-three steps. First, norm and router logits run in tiles. Then all logits, which are small, are
-routed together. Last, norm, dispatch, experts, combine and residual run in tiles, each with its
-rows of the routing result. The norm runs in the first and in the last step, so that no tensor of
-the width of the hidden states is kept between steps.
+In a layer with experts, only the matrix product of the router is row-wise. The router's decisions
+depend on all tokens of a micro-batch (auxiliary losses, z-loss, capacity, expert bias). So the
+layer runs in three steps. In the first step, norm and router logits are computed in tiles. In the
+second, all logits, which are small, are routed together. In the third, norm, dispatch, experts,
+combine and residual run in tiles, each with its rows of the routing result. The norm runs in the
+first and in the third step, so that no tensor of the width of the hidden states is kept between
+steps.
 
 The final norm belongs to no layer. The backward of torch's RMSNorm, if it is not fused, allocates
 up to 15 tensors of the size of its input. If the norm runs in tiles, only its input, its output and
@@ -95,15 +96,15 @@ def tiles_of(layer: Any, hidden: torch.Tensor) -> int:
     spread = layer.is_moe_layer and config.expert_model_parallel_size > 1
     if spread and rows < burst.mlp_tiles:
         raise ValueError(
-            f"--burst-mlp-tiles {burst.mlp_tiles} is more than the {rows} rows that this rank has "
-            "of a micro-batch, and expert-parallel ranks need the same number of tiles; use a "
-            "smaller number"
+            f"--burst-mlp-tiles {burst.mlp_tiles} is more than this rank's {rows} rows of the "
+            "micro-batch, and expert-parallel ranks need the same number of tiles; use a smaller "
+            "number"
         )
     return min(burst.mlp_tiles, max(rows, 1))
 
 
 def _width(config: Any, moe: bool) -> int:
-    """Return how many elements per token backward allocates on this rank for an MLP.
+    """Return the number of elements per token that backward of an MLP allocates on this rank.
 
     Args:
         config: Megatron's configuration.
@@ -231,9 +232,9 @@ def _with_tiled_norm(original: Callable, self: Any) -> None:
 
 
 class TiledNorm:
-    """Replacement for the `forward` of a norm module, which runs it in tiles of rows.
+    """Replacement for the `forward` of a norm module, which runs the module in tiles of rows.
 
-    Type and hooks of the module do not change.
+    The type and the hooks of the module do not change.
     """
 
     def __init__(self, norm: torch.nn.Module, tiles: Any) -> None:

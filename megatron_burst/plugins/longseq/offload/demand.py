@@ -33,10 +33,10 @@ class HostDemand(NamedTuple):
     Attributes:
         call_bytes: Largest number of bytes that one call of a layer (or of a checkpoint around
             layers) moves.
-        call_seconds: Median time of the forward of such a call.
+        call_seconds: Median seconds of the forward of such a call.
         pass_bytes: Largest number of bytes that one micro-batch moves in one model chunk.
-        passes: Number of forward passes that wait for backward; a micro-batch has one forward pass
-            in each model chunk.
+        passes: Maximum number of forward passes that wait for backward at the same time. A
+            micro-batch has one forward pass in each model chunk.
         cut: True if some bytes did not fit on the host.
         key_bytes: Largest number of bytes that other ranks' keys need on the host during one
             attention call in row chunks. It does not depend on the offloaded fraction.
@@ -51,12 +51,12 @@ class HostDemand(NamedTuple):
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of saved tensors of layers that are on the host at the same time."""
+        """Maximum bytes of the layers' saved tensors that are on the host at the same time."""
         return self.pass_bytes * self.passes
 
     @property
     def total(self) -> int:
-        """Bytes that are on the host at the same time."""
+        """Maximum bytes that are on the host at the same time."""
         return self.saved_bytes + self.key_bytes
 
 
@@ -73,7 +73,7 @@ def passes_in_flight(warmup: int, total: int) -> int:
 
 
 def choice(demand: HostDemand, node: HostNode, link: float) -> OffloadFraction:
-    """Return the fraction of saved tensors that `--burst-offload auto` moves, for one rank.
+    """Return the fraction of saved tensors that one rank can move with `--burst-offload auto`.
 
     Args:
         demand: Bytes and times of a first step that moved all saved tensors.
@@ -88,7 +88,7 @@ def choice(demand: HostDemand, node: HostNode, link: float) -> OffloadFraction:
 
 
 def too_small(fraction: float, of_ranks: Sequence[tuple[HostDemand, HostNode]]) -> str | None:
-    """Return the error message if the moved tensors of a rank do not fit in host memory, else None.
+    """Return an error message if some rank's moved tensors do not fit in host memory, else None.
 
     Args:
         fraction: Fraction of the saved tensors that is moved.

@@ -45,8 +45,8 @@ MambaLayer: Any = homes.module("mamba_layer").MambaLayer
 def patch_layers(patches: PatchSet) -> None:
     """Patch layers to move the tensors that they save for backward to the host.
 
-    A layer inside a checkpoint is not changed. Its first run saves no tensors, and backward uses
-    the saved tensors of the recomputation immediately.
+    Calls of a layer inside a checkpoint do not move tensors. The first call saves none, and
+    backward uses the saved tensors of the recomputation immediately.
     """
     for layer in (TransformerLayer, MambaLayer):
         patches.wrap(layer, "forward", [], partial(_moving, patches))
@@ -112,7 +112,10 @@ _WEIGHT = "_burst_weight"
 
 
 def patch_weights(patches: PatchSet) -> None:
-    """Patch linear layers so that their backward gets the original weight (see the module)."""
+    """Patch linear layers so that their backward gets the weight with Megatron's attributes.
+
+    The module's docstring has the reason.
+    """
     linear = getattr(layers, _LINEAR)
     require_parameters(linear.forward, ["ctx", "input", "weight"], f"{_LINEAR}.forward")
     require_parameters(linear.backward, ["ctx", "grad_output"], f"{_LINEAR}.backward")

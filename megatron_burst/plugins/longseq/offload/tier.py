@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offloading of one training run: its `HostMemory`, the fraction, and the calls that use them.
+"""Offloading in one training run: the host memory, the offloaded fraction, and layer calls.
 
 The first step moves tensors as long as they fit, and never raises `OutOfHostMemory`. At its end,
 all ranks check together whether the moved tensors fit in host memory. With `auto`, they select the
@@ -59,7 +59,7 @@ def tier_of(patches: PatchSet) -> Tier | None:
 class RunningCall(NamedTuple):
     """Layer call in progress: the fraction of rows that it moves to the host, and its frame.
 
-    A frame is the tensors of one layer, which backward fetches together.
+    A frame consists of the tensors of one layer, which backward fetches together.
     """
 
     fraction: float
@@ -123,8 +123,8 @@ class Tier:
         """Begin a training step on all ranks; the first call is collective.
 
         Args:
-            passes: Number of forward passes of this rank that wait for backward; a micro-batch has
-                one forward pass in each model chunk.
+            passes: Maximum number of this rank's forward passes that wait for backward at the same
+                time. A micro-batch has one forward pass in each model chunk.
         """
         if self.settled:
             return
@@ -187,7 +187,7 @@ class Tier:
 
     @contextlib.contextmanager
     def call(self, arguments: Iterable[Any]) -> Iterator[RunningCall | None]:
-        """Return a context for one call of a layer or checkpoint; it offloads what autograd saves.
+        """Return a context that offloads the tensors that one call of a layer or checkpoint saves.
 
         A call within another call is part of the outer call. The context yields the offloaded call,
         or None if offloading is disabled.
@@ -242,18 +242,15 @@ class Tier:
         """Count bytes of other ranks' keys that were moved to the host.
 
         Args:
-            memory: Host memory of the attention call, which counts the bytes of the call.
-            nbytes: Bytes that were moved now.
+            memory: Host memory of the attention call, which counts all bytes of this call.
+            nbytes: Bytes that were moved since the last call of this method.
         """
         self._key_bytes += nbytes
         if self.first is not None:
             self.first.note_keys(memory.bytes)
 
     def _saved_bytes(self) -> int:
-        """Return how many bytes of saved tensors were moved so far.
-
-        Bytes that did not fit are included.
-        """
+        """Return the bytes of saved tensors moved so far, including bytes that did not fit."""
         return self.moved() - self._key_bytes
 
     def _staying(self, shared: set[int]) -> Any:
@@ -316,14 +313,14 @@ class ReceivedInputs:
                     self._moved.append(_MovedInput(argument, moved))
 
     def saved(self, tensor: torch.Tensor) -> None:
-        """Record that autograd saves this tensor for a layer whose saved tensors are moved."""
+        """Record that autograd saves this tensor for a layer."""
         if self._moved:
             self._saved.add(tensor.untyped_storage()._cdata)
 
     def free(self) -> None:
-        """Free the device memory of inputs that layers saved, after the copies to the host.
+        """Free the device memory of moved inputs after the copies to the host.
 
-        An input that a layer keeps in another way stays on the device.
+        An input that autograd did not save for a layer stays on the device.
         """
         for tensor, moved in self._moved:
             storage = tensor.untyped_storage()
@@ -363,8 +360,8 @@ class FirstStep:
     """Measurements of the first step: the bytes that layer calls move, and the time of each call.
 
     Attributes:
-        passes: Number of forward passes that wait for backward; a micro-batch has one forward pass
-            in each model chunk.
+        passes: Maximum number of forward passes that wait for backward at the same time. A
+            micro-batch has one forward pass in each model chunk.
         spilt: Bytes that did not fit on the host.
     """
 
@@ -385,27 +382,29 @@ class FirstStep:
         self.spilt += nbytes
 
     def note_keys(self, nbytes: int) -> None:
-        """Record how many bytes of other ranks' keys an attention call has moved to the host."""
+        """Record the bytes of other ranks' keys that an attention call has moved so far."""
         self._keys = max(self._keys, nbytes)
 
     def add(self, nbytes: int, clock: Clock) -> None:
-        """Record the bytes that a layer call moved, and the time of the call.
+        """Record a layer call.
 
-        Bytes that did not fit are included.
+        Args:
+            nbytes: Bytes that the call moved, including bytes that did not fit.
+            clock: Clock that measured the call.
         """
         self._largest = max(self._largest, nbytes)
         self._of_passes[-1] += nbytes
         self._clocks.append(clock)
 
     def demand(self) -> HostDemand:
-        """Return the `HostDemand` of this rank, measured at the fraction of the first step."""
+        """Return this rank's `HostDemand`. It depends on the fraction used in the first step."""
         seconds = median(clock.seconds() for clock in self._clocks) if self._clocks else 0.0
         sums = max(self._of_passes)
         return HostDemand(self._largest, seconds, sums, self.passes, bool(self.spilt), self._keys)
 
 
 def gather(value: Any) -> list[Any]:
-    """Collect `value` from every rank of the run, and return the list in rank order; collective."""
+    """Return a list with `value` of every rank of the run. All ranks must call it."""
     if not torch.distributed.is_initialized():
         return [value]
     gathered = [value] * torch.distributed.get_world_size()
@@ -414,7 +413,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def shared_node(stated: int | None) -> HostNode:
-    """Return the host memory of this rank's node, equal on all ranks of the node.
+    """Return the host memory of this rank's node. All ranks of the node get the same result.
 
     This is a collective over all ranks of the run.
 
@@ -437,8 +436,11 @@ def lone_node(stated: int | None) -> HostNode:
 
 
 def measured_rate(host: HostMemory) -> float:
-    """Measure bytes per second in the slower direction while all ranks copy to `host` and back.
+    """Measure the copy rate to `host` or back, the slower one, while all ranks copy.
 
     This is a collective over all ranks of the run.
+
+    Returns:
+        Bytes per second.
     """
     return copy_rate(host, lambda: gather(None))

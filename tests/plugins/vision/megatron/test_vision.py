@@ -163,15 +163,15 @@ def test_masks_of_gemma_keep_what_megatron_asks(model, causal, window, behind, a
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"images": 3}, "images have the shape (3, 4); 2 positions of width 4"),
+        ({"images": 3}, "images have the shape (3, 4); they must have the shape (2, 4)"),
         ({"positions": [1, 48]}, "positions are from 1 to 48; they must be within the 48 tokens"),
         ({"positions": [-1, 4]}, "positions are from -1 to 4"),
         ({"positions": [5, 5]}, "contains a position twice"),
         ({"positions": [0.5, 1.5]}, "positions must be integers [n], got float64"),
         ({"batch": 2}, "embeddings have the shape (24, 2, 4)"),
-        ({"counts": [1, 2]}, "counts: 2 images have 3 tokens, and there are 2 positions"),
+        ({"counts": [1, 2]}, "counts: 2 images have 3 tokens in total, but there are 2 positions"),
         ({"counts": [0, 2]}, "counts must be the number of tokens, at least 1"),
-        ({"counts": [1, 1], "images": 3}, "encode: rows have the shape (3, 4); 1 positions"),
+        ({"counts": [1, 1], "images": 3}, "encode: rows have the shape (3, 4); they must have"),
         (
             {"spans": [(40, 49)]},
             "spans: the last span ends at 49, after the end of the sequence, 48",
