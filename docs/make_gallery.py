@@ -81,7 +81,7 @@ SECTIONS = (
     Section("Windows", (
         Picture("window-contiguous",
                 "schedule --ranks 8 --mask window --left 11 --layout contiguous",
-                "Layout contiguous, with a window of 12 tokens and 8 tokens per rank. A rank needs "
+                "The layout is contiguous; the window has 12 tokens, a rank 8. A rank needs "
                 "all rows of the previous rank, and three rows of the rank before that. In all "
                 "other steps the rank has no work."),
     )),
