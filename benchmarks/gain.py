@@ -81,11 +81,12 @@ REASONS: dict[tuple[str, str], str] = {
     (
         "dense, 128K on 8",
         "all_gather",
-    ): "Main cause: gradients in fp32. A gather also waits once, "
-    "a ring at each hop. With compute ours is faster, because compute overlaps with hops only.",
+    ): "Main cause: gradients in fp32. Also, ranks wait once in a "
+    "gather, but at each hop of a ring. With compute ours is faster, because compute overlaps with "
+    "hops, but not with a gather.",
     ("dense, 1M on 64", "a2a+p2p"): "`auto` treats differences below 1.5 % as ties and picks the "
-    "fewest bytes between nodes: 2 ranks share heads. With `--burst-ulysses-size 4` and bf16 "
-    "gradients, ours is as fast.",
+    "run that sends the fewest bytes between nodes: 2 ranks share heads. With "
+    "`--burst-ulysses-size 4` and bf16 gradients, ours is as fast.",
 }
 
 
@@ -332,7 +333,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axis.set_yticks(range(len(works)), [work.name.replace(", ", "\n", 1) for work in works])
         axis.set_ylim(len(works) - 0.5, -0.5)
         axis.axvline(1, color=INK, linewidth=0.8)
-        axis.set_xlabel("step time over ours (shorter is better), each at its best parallel sizes")
+        axis.set_xlabel("step time / our step time, each at its fastest parallel sizes")
         handles = [plt.Rectangle((0, 0), 1, 1, color=colours[name]) for name in names]
         labels = [f"Megatron {name}" if name in rivals.KINDS else name for name in names]
         figure.legend(handles, labels, loc="upper center", ncols=3, frameon=False, fontsize=9)

@@ -288,8 +288,8 @@ def table(shared: bool) -> str:
     title = "system prompt and turns" if shared else "system prompt"
     return (
         f"Samples share the {title}: a group of {savings.tree.trajectory_tokens:,} tokens is "
-        f"merged into {savings.tree.rows:,} rows. Merging divides tokens by {savings.tokens:.2f} "
-        f"and visible pairs by {savings.pairs:.2f}.\n\n{markdown(heads, rows)}"
+        f"merged into {savings.tree.rows:,} rows. Merging reduces tokens by a factor of "
+        f"{savings.tokens:.2f} and visible pairs by {savings.pairs:.2f}.\n\n{markdown(heads, rows)}"
     )
 
 

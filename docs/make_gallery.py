@@ -20,24 +20,26 @@ DOCS = Path(__file__).parent
 INTRO = """\
 # What do masks, layouts and schedules look like?
 
-Each command draws the picture below it, from the masks, layouts and schedules of a run.
+Each command draws the picture below it, with the masks, layouts and schedules that a run uses.
 `megatron-burst show mask --help` lists all options.
 
-- **Mask**: the left picture has sequence order, the right picture is sorted by rank. A visible pair
-  has the colour of the rank that computes it. Small numbers are the steps of a ring. Imbalance is
-  the work of the busiest rank in each step, divided by the mean: at 1.00 no rank waits.
+- **Mask**: in the left picture positions are in order, in the right picture they are sorted by
+  rank. A visible pair has the colour of the rank that computes it. Small numbers are the steps of a
+  ring. Imbalance is the work of the busiest rank of each step, divided by the mean of all ranks: at
+  1.00 no rank waits.
 - **Schedule**: time runs to the right. A box is one step of one rank, with a line of text for each
   pair of chunks: `q3 k1` means queries of rank 3 and keys of rank 1. The bar in a box shows the
   number of visible pairs; in the rest of the box the rank waits. An arrow is the transfer of a
-  chunk, in the colour of its owner: filled for a copy, pale for a gradient, striped for a partial
-  output. `3/8` means three of eight rows. Dashed boxes are idle steps, dashed arrows are skipped
-  transfers.
+  chunk, in the colour of the rank whose rows it has: filled for a copy, pale for a gradient,
+  striped for a partial output. `3/8`: three of eight rows are sent. A dashed box is a step without
+  work, a dashed arrow is a skipped transfer.
 - **Scan of states** ([linear attention](linear-attention.md)): the top row has the pieces of the
   sequence, in the colours of their ranks. Each column is one round of messages, and an arrow is one
-  message. Label s3 is the state that enters piece 3. Label m3 is the map of piece 3: how the piece
-  changes a state. Rounds with more than 8 messages have no labels. Red arrows cross between nodes.
+  message. Label s3 is the state at the start of piece 3. Label m3 is the map of piece 3: how the
+  piece changes a state. Rounds with more than 8 messages have no labels. Red arrows cross between
+  nodes.
 - **Tree** ([prefix trees](trees.md)): a bar is a segment (consecutive tokens without a branch). The
-  tree grows from left to right. The mask has the rows in depth-first order.
+  tree grows from left to right. In the mask, rows are in depth-first order.
 """
 
 
@@ -79,33 +81,33 @@ SECTIONS = (
     Section("Windows", (
         Picture("window-contiguous",
                 "schedule --ranks 8 --mask window --left 11 --layout contiguous",
-                "Layout contiguous, with a window of 12 tokens and shards of 8 tokens. A rank "
-                "needs all rows of the previous chunk and three rows of the chunk before that. In "
-                "all other steps it is idle."),
+                "The layout is contiguous; the window has 12 tokens, a rank 8. A rank needs "
+                "all rows of the previous rank, and three rows of the rank before that. In all "
+                "other steps the rank has no work."),
     )),
     Section("Documents, prefixes, blocks, dilation", (
         Picture("documents-zigzag",
                 "mask --lengths 19,8,37 --layout zigzag --ranks 4 --seq 64",
                 "Zigzag over the whole pack needs no padding, but the balance depends on the "
-                "document boundaries."),
+                "document lengths."),
         Picture("documents-within",
                 "mask --lengths 16,8,40 --layout zigzag --per-document --ranks 4 --seq 64",
                 "Zigzag within each document, as in Megatron, is balanced. But document lengths "
                 "must be multiples of 2 x ranks."),
         Picture("blocks-zigzag",
                 "mask --mask gallery_masks:random_blocks --layout zigzag --ranks 8 --seq 128",
-                "A random table of visible blocks, with zigzag: at every step some ranks wait."),
+                "With a random table of visible blocks and zigzag, some ranks wait at every step."),
         Picture("blocks-striped",
                 "mask --mask gallery_masks:random_blocks --layout block_striped --block 16 "
                 "--ranks 8 --seq 128",
-                "The same table, with each block striped over all ranks: all pairs of shards have "
-                "nearly equal work, for any table."),
+                "If each block is striped over all ranks, all pairs of shards have nearly equal "
+                "work, for any table."),
     ), OWN_MASKS),
     Section("Algorithms", (
         Picture("ring-forward", "schedule --algorithm ring --nodes 2 --per-node 4",
                 "One ring over two nodes: at every step two chunks cross between nodes, and all "
-                "other ranks wait. Fewer ranks need the later half of a chunk, so messages "
-                "shrink from hop to hop."),
+                "other ranks wait. Few ranks need the second half of a chunk, so messages become "
+                "smaller on the way."),
         Picture("burst-forward", "schedule --algorithm burst --nodes 2 --per-node 4",
                 "Algorithm burst: a chunk crosses between nodes once, while the receiving node "
                 "computes with its own chunks."),
@@ -116,19 +118,19 @@ SECTIONS = (
         Picture("all-gather-forward",
                 "schedule --algorithm all_gather --nodes 2 --per-node 2 --lengths 10,7,15 "
                 "--layout contiguous",
-                "Algorithm all_gather starts all sends at once. It sends rows only to ranks that "
-                "need them."),
+                "Algorithm all_gather starts all transfers at the beginning. It sends rows only to "
+                "ranks that need them."),
     )),
     Section("Packed documents on several nodes", (
         Picture("documents-burst",
                 f"schedule --algorithm burst --nodes 4 --per-node 2 --route ring {PACKED}",
-                "Algorithm burst: the nodes between two nodes forward the rows, so rows cross "
-                "between nodes more than once."),
+                "Algorithm burst with `--route ring`: every node passes rows on to the next node, "
+                "so a row crosses between nodes more than once."),
         Picture("documents-multicast",
                 f"schedule --algorithm multicast --nodes 4 --per-node 2 {PACKED}",
-                "Algorithm multicast with the same documents: the owner sends a row once to each "
-                "node that needs it, and ranks forward it within the node. The bytes between nodes "
-                "are minimal for this layout."),
+                "Algorithm multicast with the same documents: a rank sends each of its rows once "
+                "to each node that needs the row, and ranks of that node pass it on. Bytes between "
+                "nodes are minimal for this layout."),
     )),
     Section("Packed documents of mixed lengths", (
         Picture("documents-balanced",
@@ -152,16 +154,16 @@ SECTIONS = (
         Picture("scan-two-level", "scan --algorithm two_level --nodes 2 --per-node 4",
                 "In zigzag, ranks 0 to 7 hold the pieces in this order, then ranks 6 to 0. The "
                 "map of a piece computes the state after the piece from the state before it. "
-                "States are cut into four parts, and each rank of a node handles one part. First "
-                "it receives this part of the maps in its node. Then it sends its part of the "
-                "state to the next node, and to the ranks of its node."),
+                "States are cut into four parts, one for each rank of a node. First, a rank "
+                "receives this part of all maps of its node. Then it sends this part of the state "
+                "to the next node, and to the ranks of its node."),
     )),
     Section("Prefix trees", (
         Picture("tree-balanced",
                 "tree --trajectories docs/gallery/tree.jsonl --nodes 2 --per-node 4",
-                "Eight samples of one prompt, some with shared turns. All ranks hold equally many "
-                "rows and compute nearly equally many pairs. The keys and values of the prompt "
-                "are sent to the other node once."),
+                "Eight samples of one prompt, some with shared turns. All ranks hold the same "
+                "number of rows, and compute nearly the same number of pairs. The keys and values "
+                "of the prompt are sent to the other node once."),
     )),
 )  # fmt: skip
 

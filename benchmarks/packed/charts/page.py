@@ -15,9 +15,9 @@ from .speeds import CHOSEN, CHOSEN_SHARED, SHARES
 PAGE, CHART = DOCS / "packed-published.md", "packed-published-speed.png"
 Known = dict[str, Any]
 RIVAL_NAMES = {
-    "ring_p2p": "ring (TransformerEngine)", "ulysses": "Ulysses", "allgather": "all-gather",
+    "ring_p2p": "ring of Transformer Engine", "ulysses": "Ulysses", "allgather": "all-gather",
     "usp": "USP", "loongtrain": "LoongTrain", "hybrid_dcp": "Megatron, hybrid",
-    "magi_a2av": "MagiAttention, all-to-all-v", "magi_native": "MagiAttention, native",
+    "magi_a2av": "MagiAttention, all-to-all-v", "magi_native": "MagiAttention",
 }  # fmt: skip
 PASSES = {"fwd": "forward", "bwd": "backward"}
 BEST = f"{SHARES[-1]} GPUs share heads, prefetch"
@@ -115,12 +115,13 @@ def _speeds(figure: Any, record: Known) -> None:
             for name, speeds in _published(mask, way).items():
                 if name in GREY:
                     ax.plot(fit.RANKS, speeds, "o-", color=GREY[name], ms=4,
-                            label=f"{RIVAL_NAMES[name]}, published")  # fmt: skip
+                            label=RIVAL_NAMES[name])  # fmt: skip
             for name, speeds in _ours(record, causal, way).items():
                 if name in RED:
                     ax.plot(fit.RANKS, speeds, "s--", color=RED[name], lw=2, ms=5,
-                            label=f"balanced: {name}, simulated")  # fmt: skip
-            ax.set_title(f"packed {'causal' if causal else 'full'}, {title}", fontsize=10)
+                            label=f"ours: {name}")  # fmt: skip
+            shape = "causal" if causal else "full"
+            ax.set_title(f"packed documents, {shape} mask, {title}", fontsize=10)
             ax.set_xscale("log", base=2)
             ax.set_xticks(fit.RANKS, [f"{ranks}" for ranks in fit.RANKS])
             ax.set_ylim(0, None)
