@@ -19,7 +19,7 @@ BACKWARD = 2.0  # backward adds three gradients, forward adds one result
 class HostTime:
     """CPU seconds of the thread that launches kernels; `megatron-burst calibrate` measures them.
 
-    The defaults fit the table "Host time" of docs/performance.md (median error 7 %, largest 30 %).
+    The defaults fit the host times in docs/performance.md (median error 7 %, largest 30 %).
     The default of `layer` was measured on a Megatron-Core layer with local modules and without core
     attention, at 8 rows. It was then multiplied by a ratio, because the machine was not equally
     fast on that day: the plain ring loop's time in the table divided by its time on that day. The
