@@ -22,7 +22,7 @@ from megatron_burst.plugins.tools.advise.forecast.attention_time import attentio
 from megatron_burst.plugins.tools.advise.forecast.layer_time import products
 from megatron_burst.plugins.tools.advise.forecast.step_time import model_operations
 from megatron_burst.plugins.tools.advise.search.packed import PackedForecast
-from megatron_burst.plugins.tools.advise.shapes import models
+from megatron_burst.plugins.tools.advise.shapes import model_config, models
 from megatron_burst.plugins.tools.advise.shapes.layer_kinds import Indexer
 
 FLASH = models.named("deepseek-v4-flash")
@@ -70,6 +70,49 @@ def test_shapes_come_from_names_and_commands():
             command("--csa-compress-ratios", ratios)
     with pytest.raises(ValueError, match="V, S and H layers require hybrid"):
         replace(models.named("llama3-8b"), pattern="V" * 32)
+
+
+def v4_config(**changed):
+    """The fields of V4-Flash, with the published kinds of layers."""
+    types = ["sliding_attention"] * 2
+    types += ["compressed_sparse_attention", "heavily_compressed_attention"] * 20
+    types += ["compressed_sparse_attention"]
+    return DeepseekV4Config(layer_types=types).to_dict() | changed
+
+
+def test_a_config_json_is_the_named_model():
+    read = model_config.from_config(v4_config(), "V4-Flash")
+    same = replace(
+        read, name=FLASH.name, also=FLASH.also, family=FLASH.family,
+        dense_ffn=FLASH.dense_ffn, expert_pattern=FLASH.expert_pattern,
+    )  # fmt: skip
+    assert same == FLASH
+    assert read.experts_at == FLASH.experts_at
+    assert read.also == ("the head that predicts several tokens", "hyper-connections")
+    for field in ("flags", "norms", "gate", "numerics"):
+        assert getattr(read.family, field) == getattr(FLASH.family, field), field
+    assert read.family.lacking == (
+        "hyper-connections", "routing by hashes in the first layers",
+        "the limit 10 of the activation",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"compress_rates": {"compressed_sparse_attention": 8,
+                                "heavily_compressed_attention": 128}},
+            "'compress_rates' has 8 for compressed_sparse_attention; only 4 is supported",
+        ),
+        ({"mlp_layer_types": ["hashed"] * 43}, "mlp_layer_types"),
+        ({"layer_types": ["full_attention"] * 43}, "layer_types"),
+    ],
+    ids=["ratio", "mlp", "layer"],
+)  # fmt: skip
+def test_other_config_jsons_are_refused(changed, message):
+    with pytest.raises(ValueError, match=message):
+        model_config.from_config(v4_config(**changed), "V4-Flash")
 
 
 def test_parameters_are_those_of_transformers():

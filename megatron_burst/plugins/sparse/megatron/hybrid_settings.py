@@ -234,6 +234,10 @@ _RULES = (
     Rule(lambda c, b: c.softmax_type not in (None, "vanilla"),
          "{flag} with --softmax-type {c.softmax_type}: they have their own sink",
          remove=("--softmax-type",)),
+    Rule(lambda c, b: c.recompute_granularity == "selective"
+         and "mla_up_proj" in (c.recompute_modules or ()),
+         "{flag} cannot recompute mla_up_proj alone; use module core_attn or "
+         "--recompute-granularity full", remove=("--recompute-modules mla_up_proj",)),
     Rule(lambda c, b: c.fp8 or c.fp4, "{flag} with fp8 or fp4: the combination was not tested",
          remove=("--fp8-format", "--fp4-format")),
 )  # fmt: skip

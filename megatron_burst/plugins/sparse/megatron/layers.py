@@ -146,10 +146,10 @@ def sparse_layer_spec(
     layers = getattr(base, "layer_specs", None)
     if layers is None:
         if not _attends(base, choice):
-            raise _no_base(base)
+            raise _no_base(base, choice)
         return _with_choice(base, choice)
     if not any(_attends(layer, choice) for layer in layers):
-        raise _no_base(base)
+        raise _no_base(base, choice)
     layers = [_with_choice(layer, choice) if _attends(layer, choice) else layer for layer in layers]
     return dataclasses.replace(base, layer_specs=layers)
 
@@ -212,10 +212,16 @@ def _attends(layer: Any, choice: LayerRule | HybridRule) -> bool:
     )
 
 
-def _no_base(base: Any) -> ValueError:
+def _no_base(base: Any, choice: LayerRule | HybridRule) -> ValueError:
+    """Return the error for a `base` without a self attention that can be replaced."""
+    attention = (
+        "SelfAttention or MLASelfAttention"
+        if isinstance(choice, HybridRule)
+        else "SelfAttention (for latent attention use Megatron's own sparse layers, dsa)"
+    )
     return ValueError(
-        "base must be the spec of a transformer layer or block with Megatron's SelfAttention (for "
-        f"latent attention use Megatron's own sparse layers, dsa), got {base!r:.200}"
+        f"base must be the spec of a transformer layer or block with Megatron's {attention}, got "
+        f"{base!r:.200}"
     )
 
 

@@ -166,6 +166,9 @@ REFUSED = {  # words -> settings of Megatron, arguments of the spec, BurstConfig
     "ranks cannot share": (CP4, {}, {"algorithm": "ulysses"}),
     "keep all attention outputs or none": (CP4 | FULL, {}, {"store": 0.5}),
     "with --softmax-type learnable": ({"softmax_type": "learnable"}, {}, {}),
+    "cannot recompute mla_up_proj alone": (
+        {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}, {}, {},
+    ),
     "--burst-side query": (CP4, {}, {"side": "query"}),
     "need BurstAttention at any": ({}, {}, {"algorithm": "megatron"}),
 }  # fmt: skip

@@ -89,7 +89,7 @@ def family_of(model: Model, fields: Fields, kind: str, made: Built) -> tuple[Fam
     flags = [*_attention_flags(model, structure), *_norm_flags(kind, structure)]
     flags += _router_flags(fields, kind, structure) if model.experts else []
     flags += _no_rope(model, fields, kind)
-    gate, activation = _activation(fields, model.gated)
+    gate, activation = _activation(fields, model)
     flags += ["--squared-relu"] if not model.gated and _act(fields) == "relu2" else []
     lacking = [*_lacking(model, fields, kind, structure), *activation, *rotary]
     norms = NORMS.replace("RMSNorm", "LayerNorm") if structure.layer_norm else NORMS
@@ -105,7 +105,7 @@ def family_of(model: Model, fields: Fields, kind: str, made: Built) -> tuple[Fam
         tuple(lacking),
         biases=structure.mlp_bias,
         left="" if numerics or rotary else POSITIONS,
-    ), structure.sinks
+    ), structure.sinks and model.hybrid is None  # hybrid attention always has sinks
 
 
 # --- structure -------------------------------------------------------------------------------
@@ -164,9 +164,10 @@ def _is_head_norm(key: str) -> bool:
 
 
 def _attention_flags(model: Model, structure: Structure) -> Iterator[str]:
-    if model.latent is not None or structure.head_norms == "head":
+    latent = model.latent is not None or model.hybrid is not None
+    if latent or structure.head_norms == "head":
         yield "--qk-layernorm"
-    if model.latent is not None and model.experts:
+    if latent and model.experts:
         yield "--moe-router-dtype fp32"
     if structure.qkv_bias and not structure.mlp_bias:
         yield "--add-qkv-bias"
@@ -179,12 +180,12 @@ def _norm_flags(kind: str, structure: Structure) -> Iterator[str]:
 
 def _router_flags(fields: Fields, kind: str, structure: Structure) -> Iterator[str]:
     """Yield the flags of the router that differ from a softmax over the selected experts."""
-    sigmoid = _scores_by_sigmoid(fields, kind)
-    if sigmoid:
-        yield "--moe-router-score-function sigmoid"
+    score = _score_function(fields, kind)
+    if score != "softmax":
+        yield f"--moe-router-score-function {score}"
     elif fields.get("norm_topk_prob") is False:
         yield "--moe-router-pre-softmax"
-    if sigmoid and structure.expert_bias:
+    if score != "softmax" and structure.expert_bias:
         yield "--moe-router-enable-expert-bias"
     groups = fields.get("n_group") or 1
     if groups > 1 and (fields.get("topk_group") or 1) < groups:
@@ -196,8 +197,12 @@ def _router_flags(fields: Fields, kind: str, structure: Structure) -> Iterator[s
         yield "--moe-shared-expert-gate"
 
 
-def _scores_by_sigmoid(fields: Fields, kind: str) -> bool:
-    return kind in SIGMOID or "sigmoid" in map(fields.get, SCORES)
+def _score_function(fields: Fields, kind: str) -> str:
+    """Return the value of Megatron-LM's flag `--moe-router-score-function`."""
+    stated = [fields.get(key) for key in SCORES]
+    if "sqrtsoftplus" in stated:
+        return "sqrtsoftplus"
+    return "sigmoid" if kind in SIGMOID or "sigmoid" in stated else "softmax"
 
 
 def _no_rope(model: Model, fields: Fields, kind: str) -> list[str]:
@@ -215,22 +220,24 @@ def _act(fields: Fields) -> str:
     return next((fields.text(key) for key in ACTIVATIONS if key in fields), "silu")
 
 
-def _activation(fields: Fields, gated: bool) -> tuple[str, list[str]]:
+def _activation(fields: Fields, model: Model) -> tuple[str, list[str]]:
     """Return the flags for the activation of the MLP.
 
     Args:
         fields: Fields of the configuration.
-        gated: Whether the MLP is gated.
+        model: Shape of the model.
 
     Returns:
         The flags of a gated MLP; a list with a text about an activation that no flag sets, or an
         empty list.
     """
     act = _act(fields)
-    if not gated:
+    if not model.gated:
         return "--swiglu", [] if act.startswith(("gelu", "relu2")) else [f"activation {act!r}"]
     if "swiglu_limit" in fields:
         limit = fields.number("swiglu_limit")
+        if model.hybrid is not None:  # clamped SwiGLU; --quick-geglu is GPT-OSS's activation
+            return "--swiglu", [f"the limit {limit:g} of the activation"]
         return (
             f"--quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value {limit:.1f}",
             [],
@@ -274,13 +281,17 @@ def _lacking(model: Model, fields: Fields, kind: str, structure: Structure) -> I
         )
     if structure.sinks and kind == "mimo_v2_flash":
         yield "sinks in only the layers with a window"
+    if model.hybrid is not None:
+        yield "hyper-connections"
+    if "hash_moe" in fields.items_of("mlp_layer_types", str):
+        yield "routing by hashes in the first layers"
     if kind == "kimi_linear":
         yield "latent attention without rotary positions"
     if fields.get("dual_chunk_attention_config"):
         yield "dual chunk attention, which changes the positions of inference alone"
     if kind.startswith("minimax") and model.mixers:
         yield "residuals that are scaled"
-    if structure.expert_bias and not _scores_by_sigmoid(fields, kind):
+    if structure.expert_bias and _score_function(fields, kind) == "softmax":
         yield "a bias of experts whose scores are a softmax"
     if kind.startswith("llama4"):
         yield "experts whose inputs are scaled by the router"
@@ -300,6 +311,9 @@ def _numerics(fields: Fields, head_dim: int) -> tuple[str, list[str]]:
     """Return flags for the norms' epsilon and rotary positions, and properties without a flag."""
     flags = [f"--norm-epsilon {fields.number(key):g}" for key in EPSILONS if key in fields][:1]
     rope = fields.object_of("rope_parameters")
+    hybrid = set(rope) == {"main", "compress"}  # DeepSeek-V4
+    if hybrid:  # "compress" is csa_compress_rotary_base
+        rope = rope.object_of("main")
     rope = rope if len(rope) else fields.object_of("rope_scaling")
     kinds = [value for value in rope.values() if isinstance(value, dict)]
     bases = set(fields.get("layer_rope_theta", ()))
@@ -319,7 +333,7 @@ def _numerics(fields: Fields, head_dim: int) -> tuple[str, list[str]]:
         lacking.append(f"a rotary base of {rotary_base}, which is not an integer")
     if "rotary_dim" in fields and share is None:
         share = fields.size("rotary_dim") / head_dim
-    if share is not None and share != 1:
+    if share is not None and share != 1 and not hybrid:  # hybrid: qk_pos_emb_head_dim
         flags.append(f"--rotary-percent {share:g}")
     kind = rope.text("rope_type") or rope.text("type") or "default"
     if kind != "default":

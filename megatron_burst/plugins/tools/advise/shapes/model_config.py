@@ -17,7 +17,11 @@ from .config_classes import Built
 from .config_family import ACTIVATIONS, family_of
 from .config_fields import Fields, Missing
 from .layer_kinds import (
+    CSA_RATIO,
     DELTA_NET,
+    HYBRID,
+    WINDOW,
+    Hybrid,
     Indexer,
     Latent,
     Mixer,
@@ -44,11 +48,18 @@ LAYER_TYPES = {
     "full_attention": "F", "attention": "F", "indexed_attention": "F", "sliding_attention": "W",
     "chunked_attention": "C", "linear_attention": "L", "mamba": "L",
 }  # fmt: skip
+# The same for DeepSeek-V4, whose layers are hybrid attention: window keys only, CSA and HCA.
+HYBRID_LAYER_TYPES = {
+    "sliding_attention": "V", "compressed_sparse_attention": "S",
+    "heavily_compressed_attention": "H",
+}  # fmt: skip
+HYBRIDS = ("deepseek_v4",)
 HALVES = {
     "full_attention": "*", "attention": "*", "linear_attention": "M", "mamba": "M", "mlp": "-",
     "moe": "-",
 }  # fmt: skip
 ONE_HALF = ("nemotron_h",)
+MLP_TYPES = {"dense": False, "sparse": True, "moe": True, "hash_moe": True}  # with experts
 ALL_WINDOWS = (  # model types in which a window without a list of layers applies to all layers
     "mistral", "mixtral", "starcoder2", "phi3", "phimoe", "qwen3_moe", "moshi", "ministral3",
 )  # fmt: skip
@@ -198,7 +209,7 @@ def _model(source: Source, config: dict[str, Any]) -> Model:
     _check_positions(source)
     _check_windows(fields)
     pattern = _pattern(source, layers)
-    with_mlp = sum(letter in "FWCL-" for letter in pattern)
+    with_mlp = sum(letter in "FWCLVSH-" for letter in pattern)
     mlp = _mlp(source, pattern, with_mlp, hidden)
     also = ("parts that are not the language model (vision, audio)",) * source.nested
     if fields.size("num_nextn_predict_layers") or fields.size("mtp_num_hidden_layers"):
@@ -221,6 +232,8 @@ def _model(source: Source, config: dict[str, Any]) -> Model:
         "mixer": _mixer(source) if set(pattern) & set("LM") else None,
         "also": also,
     }
+    hybrid = _hybrid(fields, pattern) if kind in HYBRIDS else None
+    sizes |= {"hybrid": hybrid, "also": also + ("hyper-connections",) * (hybrid is not None)}
     latent = _latent(fields, heads)
     if latent.get("indexer") is not None and sizes["pattern"]:
         raise ValueError(
@@ -320,6 +333,32 @@ def _latent(fields: Fields, heads: int) -> dict[str, Any]:
     }
 
 
+def _hybrid(fields: Fields, pattern: str) -> Hybrid:
+    """Return the sizes of DeepSeek-V4's hybrid attention."""
+    fields.accept("hc_mult", "hc_sinkhorn_iters", "hc_eps")  # hyper-connections, in `also`
+    rows = fields.object_of("compress_rates")
+    ratios = {letter: rows.size(kind) for kind, letter in HYBRID_LAYER_TYPES.items()}
+    if "S" in pattern and ratios["S"] != CSA_RATIO:
+        raise ValueError(
+            f"{fields.name}: 'compress_rates' has {ratios['S']} for compressed_sparse_attention; "
+            f"only {CSA_RATIO} is supported"
+        )
+    if "H" in pattern and not ratios["H"]:
+        raise ValueError(
+            f"{fields.name}: 'compress_rates' has no heavily_compressed_attention, which "
+            "'layer_types' has"
+        )
+    index = [fields.needed(f"index_{key}") for key in ("n_heads", "head_dim", "topk")]
+    return Hybrid(
+        Indexer(*index),
+        window=fields.needed("sliding_window"),
+        ratio=ratios["H"] or Hybrid.ratio,
+        q_rank=fields.needed("q_lora_rank"),
+        groups=fields.needed("o_groups"),
+        out_rank=fields.needed("o_lora_rank"),
+    )
+
+
 # --- MLPs and experts ------------------------------------------------------------------------
 
 
@@ -389,11 +428,12 @@ def _experts_at(source: Source, pattern: str, with_mlp: int) -> list[bool]:
 
 
 def _is_sparse(fields: Fields, kind: str) -> bool:
-    if kind not in ("dense", "sparse"):
+    if kind not in MLP_TYPES:
         raise ValueError(
-            f"{fields.name}: 'mlp_layer_types' has {kind!r}; only dense and sparse are supported"
+            f"{fields.name}: 'mlp_layer_types' has {kind!r}; only {', '.join(MLP_TYPES)} are "
+            "supported"
         )
-    return kind == "sparse"
+    return MLP_TYPES[kind]
 
 
 # --- kinds of attention ----------------------------------------------------------------------
@@ -407,6 +447,7 @@ def _pattern(source: Source, layers: int) -> str:
             break
     if types:
         letters = HALVES if _one_half(source, types) else LAYER_TYPES
+        letters = HYBRID_LAYER_TYPES if source.kind in HYBRIDS else letters
         fields.accept("layer_types", "layers_block_type", *OF_LAYER_TYPES)
         if odd := sorted(set(types) - set(letters)):
             raise ValueError(
@@ -496,7 +537,9 @@ def _compare(model: Model, made: Built, source: Source) -> None:
         zip(model.parts, model.by_layer, made.layers, strict=False)
     ):
         sparse = part.mlp and next(mlps)
-        window = model.window if part.attention == "window" else 0
+        window = model.window if part.attention == WINDOW else 0
+        if part.attention in HYBRID and model.hybrid is not None:
+            window = model.hybrid.window
         wrong = [
             (_differ(sum(counted), layer.parameters), f"{sum(counted):,} parameters",
              f"{layer.parameters:,}"),
