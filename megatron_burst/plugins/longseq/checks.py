@@ -122,8 +122,8 @@ _TILES = (
         moe_router_force_load_balancing="a tile would be recomputed with different random logits",
         moe_router_force_biased="its bias is drawn for all tokens together",
         moe_paged_stash="it keeps tensors that a tile recomputes",
-        use_megatron_fsdp="not tested with parameters that are gathered per module",
-        use_torch_fsdp2="not tested with parameters that are gathered per module",
+        use_megatron_fsdp="tiles were not tested with parameters that are gathered per module",
+        use_torch_fsdp2="tiles were not tested with parameters that are gathered per module",
     ),
     Rule("hidden_dropout",
          "{flag}: hidden dropout is {c.hidden_dropout}, and a recomputed tile would draw "
