@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts: the positions of the sequence that each rank holds, and their order.
 
-`registry` makes a layout by name, and `layouts` and `balanced` define the layouts. `pieces` and
-`routes` compute which rows ranks exchange. These modules need no torch. `sharding` cuts tensors
-into shards and joins shards.
+`registry` makes a layout from its name, and `layouts` and `balanced` define the layouts. `pieces`
+lists the runs of consecutive positions on each rank, and `routes` computes which rows ranks
+exchange. These modules need no torch. `sharding` cuts tensors into shards and joins shards.
 """
 
 from importlib import import_module

@@ -14,8 +14,8 @@ equation with one unknown gives the lengths of the two runs, so that ranks have 
 document is cut only where a run ends. Nodes are filled first, then the ranks of each node. Runs are
 cut by integer arithmetic, so every process computes the same layout.
 
-If ranks have equal work, nearly every boundary between ranks cuts a document, and ranks exchange
-rows of this document. If links are slow, ranks with unequal work and whole documents are faster.
+With equal work, nearly every boundary between ranks cuts a document, and ranks exchange rows of
+this document. If links are slow, an assignment of whole documents with unequal work can be faster.
 Such assignments are tried if the caller passes `row_cost`, the cost of sending a row.
 """
 
@@ -75,8 +75,8 @@ class DocumentCosts:
         lengths: Lengths of the documents.
         windows: Window (left, right) of each kind of layer; None for no limit.
         padding: Indices of documents that are padding, which have no visible pairs.
-        bases: Number of ancestors of each segment of a tree, if documents are segments. All tokens
-            of the segment see these ancestors. Default: 0.
+        bases: If documents are segments of a tree: number of ancestor tokens of each segment, which
+            all tokens of the segment see. Default: 0.
     """
 
     def __init__(
@@ -99,7 +99,10 @@ class DocumentCosts:
         self.whole = pairs.tolist()
 
     def before(self, document: int, place: int) -> int:
-        """Return the visible pairs of the first `place` tokens of a document in mirror order."""
+        """Return the number of visible pairs of the first `place` tokens in mirror order.
+
+        The number is summed over all kinds of layers.
+        """
         length = self.lengths[document]
         if place >= length:
             return self.whole[document]
@@ -120,7 +123,7 @@ class DocumentCosts:
         return pairs
 
     def of(self, share: DocumentShare) -> int:
-        """Return the visible pairs of a share."""
+        """Return the number of visible pairs of a share, summed over all kinds of layers."""
         return self.before(share.document, share.stop) - self.before(share.document, share.first)
 
 
@@ -141,7 +144,7 @@ def document_pairs(
     Args:
         lengths: Lengths of the documents.
         window: Window (left, right) of the layer; None for no limit.
-        bases: Number of earlier tokens that all tokens of a document also see.
+        bases: Number of tokens before each document that all tokens of the document also see.
 
     Returns:
         int64 [documents]. If a document has more than `LONGEST` tokens, the dtype is object with
@@ -170,6 +173,9 @@ def mix(
         bins: Number of bins (nodes or ranks).
         costs: Visible pairs of documents.
         slack: Largest relative error of a bin's pairs that is accepted to keep a document whole.
+
+    Returns:
+        The shares of each bin.
     """
     pool = _Pool(shares, costs, slack)
     room = pool.left // bins
@@ -179,8 +185,8 @@ def mix(
 class _Pool:
     """Shares of documents sorted by density (visible pairs per token).
 
-    `take` removes tokens from both ends. Offsets are indices of tokens in this order. The tokens
-    from offset `low` to `high` (exclusive) are not assigned yet.
+    Offsets are indices of tokens in this order. The tokens from offset `low` to `high` (exclusive)
+    are not assigned yet. `take` removes tokens from both ends of this range.
     """
 
     def __init__(self, shares: Sequence[DocumentShare], costs: DocumentCosts, slack: float):
@@ -200,15 +206,20 @@ class _Pool:
 
     @property
     def pairs(self) -> int:
-        """Visible pairs of the tokens that are not assigned yet."""
+        """Number of visible pairs of the tokens that are not assigned yet."""
         return self._before(self.high) - self._before(self.low)
 
     def take(self, room: int, need: int) -> list[DocumentShare]:
-        """Remove `room` tokens with about `need` visible pairs from both ends; return them."""
+        """Remove tokens from the two ends of the unassigned tokens, and return them.
+
+        Args:
+            room: Number of tokens to remove from both ends together.
+            need: Number of visible pairs that these tokens have, approximately.
+        """
         goal = need - self.pairs
 
         def excess(dense: int) -> int:
-            """Return visible pairs minus `need`, if `dense` tokens are from the dense end."""
+            """Return the visible pairs minus `need` if `dense` tokens are from the dense end."""
             # Pairs of the two runs: all unassigned pairs minus the pairs between the runs.
             return self._before(self.low + room - dense) - self._before(self.high - dense) - goal
 
@@ -219,7 +230,7 @@ class _Pool:
         return taken
 
     def _before(self, place: int) -> int:
-        """Return the visible pairs of all tokens before offset `place` in density order."""
+        """Return the number of visible pairs of all tokens before offset `place`."""
         index = bisect_right(self.starts, place) - 1
         if index == len(self.shares):
             return self.sums[-1]
@@ -235,13 +246,16 @@ class _Pool:
         )
 
     def _whole(self, room: int, dense: int, excess: Callable[[int], int], tolerance: int) -> int:
-        """Return `dense`, or a number close to it with which no document is cut at one of the ends.
+        """Return the number of tokens to remove from the dense end: `dense`, or a number near it.
+
+        A number near `dense` is returned if one of the two cuts is then between documents.
 
         Args:
             room: Number of tokens to remove from both ends together.
-            dense: Number of tokens to remove from the dense end, so that work is equal.
-            excess: Function that returns the error in visible pairs for a number of tokens.
-            tolerance: Largest accepted error.
+            dense: Number of tokens from the dense end with which work is equal.
+            excess: Function from the number of tokens from the dense end to the error in visible
+                pairs.
+            tolerance: Largest accepted error, in visible pairs.
         """
         for end in (self.high, self.low + room):
             place = bisect_left(self.starts, end - dense)
@@ -296,6 +310,11 @@ def keep_whole(costs: DocumentCosts, ranks: int, per_node: int) -> list[list[Doc
     rank with the fewest pairs among the ranks with enough free tokens. A document that is longer
     than a rank's shard first fills empty ranks, of one node if possible. Documents that fit on no
     rank are assigned last, in parts, to the ranks with the most free tokens.
+
+    Args:
+        costs: Visible pairs of documents.
+        ranks: Number of ranks, which divides the total number of tokens.
+        per_node: Number of ranks on each node.
     """
     lengths, room = costs.lengths, sum(costs.lengths) // ranks
     free, pairs, node = np.full(ranks, room), np.zeros(ranks), np.arange(ranks) // per_node
@@ -303,7 +322,7 @@ def keep_whole(costs: DocumentCosts, ranks: int, per_node: int) -> list[list[Doc
     late = []
 
     def give(rank: int, document: int, first: int) -> int:
-        """Assign tokens of a document from `first` on to a rank; return the end of its share."""
+        """Assign tokens of a document, from `first` on, to a rank; return the end of the share."""
         share = DocumentShare(document, first, min(lengths[document], first + int(free[rank])))
         shares[rank].append(share)
         free[rank] -= share.stop - first
@@ -338,28 +357,28 @@ def keep_whole(costs: DocumentCosts, ranks: int, per_node: int) -> list[list[Doc
 class Balanced(Layout):
     """Layout of packed documents with equal tokens and nearly equal visible pairs on every rank.
 
-    The longest documents are divided among neighbouring ranks, if possible of one node: each rank
-    gets tokens from both ends of the document. Nearly all other documents are whole on one rank.
-    Spans are sorted by position.
+    The longest documents are divided among neighbouring ranks, if possible of one node. Each of
+    these ranks gets tokens from both ends of the document. Nearly all other documents are whole on
+    one rank. Spans are sorted by position.
 
     Args:
         cp_size: Number of ranks.
         cu_seqlens: Cumulative lengths of the documents. Documents may have any length; the sum must
             be a multiple of `cp_size`.
-        per_node: Ranks per node. The layout keeps documents within a node if possible. Default: the
-            greatest common divisor of `cp_size` and 8.
+        per_node: Number of ranks per node. The layout keeps documents within a node if possible.
+            Default: the greatest common divisor of `cp_size` and 8.
         windows: Window (left, right) within a document for each kind of layer, as in
-            `masks.Window`. The layout balances the sum of the visible pairs of all kinds. (None, 0)
-            is causal; with (None, None) a token sees its whole document. Default: causal, or the
-            window of the tree.
+            `masks.Window`. The layout balances the sum of the visible pairs over all kinds of
+            layers. (None, 0) is causal; with (None, None) a token sees its whole document. Default:
+            one causal window, or the window of the tree.
         padding: Indices of documents that are padding and attend to nothing.
         tree: Prefix tree in place of `cu_seqlens` and `padding`: the result of `mb.trees.pack`, or
             a `masks.Tree`. Its segments are laid out like documents. Each token also sees the
             ancestors of its segment. Windows must be (left, 0).
-        row_cost: Two costs of sending a row to a rank: from its node, and from another node. The
-            unit is the number of visible pairs that the rank computes in the same time. If given,
-            the layout uses whole documents and unequal work if this is estimated to be faster. Not
-            supported for trees.
+        row_cost: Two costs of receiving a row: from a rank of the same node, and from another node.
+            The unit is the number of visible pairs that a rank computes in the same time. With
+            `row_cost`, ranks get whole documents and unequal work if this is estimated to be
+            faster. Not supported for trees.
 
     Raises:
         ValueError: An argument is invalid.
@@ -412,15 +431,15 @@ class Balanced(Layout):
         self.per_node = self._per_node(per_node)
         if not isinstance(windows, Sequence) or not windows:
             raise ValueError(
-                f"windows must be a list with (left, right) of each kind of layer, got {windows!r}"
+                f"windows must be a list with (left, right) for each kind of layer, got {windows!r}"
             )
         self.windows = tuple(_window(window) for window in windows)
         self.padding = padding_documents(padding, len(self.bounds) - 1)
         ahead = [window for window in self.windows if window[1] != 0]
         if self.bases and ahead:
             raise ValueError(
-                f"windows: a row of a tree does not see later rows, so each must be (left, 0), got "
-                f"{ahead[0]}"
+                f"windows: a row of a tree does not see later rows, so each window must be "
+                f"(left, 0), got {ahead[0]}"
             )
         self.row_cost = None if row_cost is None else _row_cost(row_cost)
         if tree is not None and row_cost is not None:
@@ -452,17 +471,18 @@ class Balanced(Layout):
     def check(self, seq_len: int) -> None:
         if seq_len != self.bounds[-1]:
             raise ValueError(
-                f"seq_len must be the end of the documents, {self.bounds[-1]}, got {seq_len}"
+                f"seq_len must be {self.bounds[-1]}, the total length of the documents, got "
+                f"{seq_len}"
             )
 
     @property
     def pairs(self) -> tuple[int, ...]:
-        """Visible pairs of each rank's queries, summed over `windows`."""
+        """Number of visible pairs of each rank's queries, summed over `windows`."""
         return self._pairs(self.shares)
 
     @property
     def balance(self) -> float:
-        """Visible pairs of the busiest rank divided by the mean over ranks; 1 without pairs."""
+        """Visible pairs of the busiest rank, divided by the mean over ranks; 1 if all are 0."""
         pairs = self.pairs
         return max(pairs) * len(pairs) / (sum(pairs) or 1) or 1.0
 
@@ -523,10 +543,10 @@ class Balanced(Layout):
     def _least_busy(
         self, candidates: Iterable[tuple[list[DocumentShare], ...]]
     ) -> tuple[float, tuple[list[DocumentShare], ...]]:
-        """Return the shortest estimated time (`_busy`) of all candidates, and its candidate.
+        """Return the shortest estimated time (`_busy`), and the candidate with this time.
 
         Args:
-            candidates: Assignments: the shares of documents of each rank.
+            candidates: Assignments: each has the shares of documents of every rank.
         """
         return min(
             ((self._busy(shares), shares) for shares in candidates), key=lambda entry: entry[0]
@@ -550,13 +570,13 @@ class Balanced(Layout):
         return max(self._pairs(shares)) + max(within * alone, between * together / self.per_node)
 
     def _pairs(self, shares: Sequence[Sequence[DocumentShare]]) -> tuple[int, ...]:
-        """Return the visible pairs of each rank if ranks have these shares."""
+        """Return the number of visible pairs of each rank if ranks have these shares."""
         return tuple(sum(map(self._costs.of, rank_shares)) for rank_shares in shares)
 
     def _rows(self, shares: Iterable[DocumentShare]) -> int:
         """Return how many rows a rank with these shares of documents needs from other ranks.
 
-        The result is a sum over `windows` and over shares, so rows may be counted several times.
+        The result is a sum over `windows` and over shares, so a row may be counted several times.
         """
         rows, lengths, padding = 0, self._costs.lengths, self._costs.padding
         for document, first, stop in shares:
@@ -607,7 +627,7 @@ class Balanced(Layout):
 
 
 def _merged(shares: Iterable[DocumentShare]) -> list[DocumentShare]:
-    """Return the shares, sorted, with adjacent shares of a document joined to one."""
+    """Return the sorted shares, with adjacent shares of a document joined into one."""
     merged: list[DocumentShare] = []
     for share in sorted(shares):
         if merged and merged[-1][::2] == share[:2]:  # continues the last share
@@ -635,7 +655,7 @@ def _window(window: object) -> Window:
     )
     if not right:
         raise ValueError(
-            "windows must hold (left, right) of each kind of layer, integers >= 0 or None for "
+            "windows must hold (left, right) for each kind of layer: integers >= 0, or None for "
             f"no limit, got {window!r}"
         )
     return sides  # pyright: ignore[reportReturnType]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts that are defined by arithmetic, the class `Span`, and checks of arguments.
 
-A layout cuts a sequence of S positions into G shards of S / G positions (BurstEngine, section 3.3).
-It returns a shard as spans (regular runs of positions), in the order of the shard's rows. All other
-code gets the positions of a rank from these spans.
+A layout cuts a sequence of S positions into shards of S / G positions for G ranks (BurstEngine,
+section 3.3). It returns a shard as spans (runs of regularly spaced positions), in the order of the
+shard's rows. All other code gets the positions of a rank from these spans.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Span(NamedTuple):
 
     Attributes:
         start: First position.
-        stride: Distance between positions, at least 1.
+        stride: Distance between neighbouring positions, at least 1.
         length: Number of positions, at least 1.
 
     Example:
@@ -53,11 +53,11 @@ ShardPairs = Sequence[tuple[Sequence[Span], Sequence[Span]]]  # spans of queries
 
 
 class Spans(NamedTuple):
-    """Many spans, as integer arrays that broadcast against each other.
+    """Many spans, as three integer arrays that broadcast against each other.
 
     Attributes:
         start: First position of each span.
-        stride: Distance between positions of each span.
+        stride: Distance between neighbouring positions of each span.
         length: Number of positions of each span.
     """
 
@@ -67,7 +67,7 @@ class Spans(NamedTuple):
 
     @classmethod
     def of(cls, spans: Iterable[Span]) -> Spans:
-        """Return `spans` as arrays [n]."""
+        """Return a sequence of n spans as int64 arrays [n]."""
         if isinstance(spans, SpanArray):
             return spans.arrays
         # `np.array` treats each span as a list, which takes four times longer.
@@ -80,12 +80,12 @@ class Spans(NamedTuple):
         return self.start + (self.length - 1) * self.stride
 
     def at(self, index: np.ndarray | slice | tuple[slice | None, ...]) -> Spans:
-        """Return the spans at `index`; the fields must have equal shapes."""
+        """Return the spans at `index`. All three arrays must have the same shape."""
         return Spans(self.start[index], self.stride[index], self.length[index])
 
 
 class SpanArray(Sequence[Span]):
-    """A sequence of spans that are stored as arrays; items are made when they are read.
+    """A sequence of spans, stored as arrays. Reading an item makes a `Span`.
 
     Args:
         arrays: The spans, int64 [n].
@@ -113,17 +113,17 @@ class SpanArray(Sequence[Span]):
 
     @cached_property
     def key(self) -> bytes:
-        """A hashable value that is equal for equal spans."""
+        """Bytes of the arrays, which `==` and `hash` use."""
         return np.stack(self.arrays).tobytes()
 
 
 class Pieces(NamedTuple):
-    """Spans of all ranks, or pieces of these spans, as arrays with one entry per span or piece.
+    """Spans of all ranks, or parts of these spans, as arrays with one entry per span or part.
 
     Attributes:
         owner: Rank that holds the positions.
-        first: First row in the owner's shard.
-        span: The positions.
+        first: Row of the first position in the owner's shard.
+        span: Start, stride and length of each span or part.
     """
 
     owner: np.ndarray
@@ -131,7 +131,7 @@ class Pieces(NamedTuple):
     span: Spans
 
     def at(self, index: np.ndarray) -> Pieces:
-        """Return the pieces at `index`."""
+        """Return the entries at `index`."""
         return Pieces(self.owner[index], self.first[index], self.span.at(index))
 
 
@@ -139,7 +139,7 @@ def pieces_of(shards: Shards) -> Pieces:
     """Return all spans of all ranks as arrays.
 
     Args:
-        shards: Spans of each rank; a rank may have none.
+        shards: Spans of each rank; a rank may have no spans.
     """
     count = np.array([len(shard) for shard in shards], dtype=np.int64)
     if shards and all(isinstance(shard, SpanArray) for shard in shards):
@@ -161,11 +161,11 @@ def counted(first: np.ndarray | int, count: np.ndarray) -> np.ndarray:
 
 
 def integer(name: str, value: object) -> int:
-    """Return `value` as an int; it may be a Python or numpy integer or a tensor with one element.
+    """Return an integer of any type as an int.
 
     Args:
-        name: Name of the argument, for the message.
-        value: The value.
+        name: Name of the argument, for the error message.
+        value: Integer of Python or NumPy, or integer tensor with one element.
 
     Raises:
         ValueError: `value` is not an integer, or is True or False.
@@ -184,9 +184,9 @@ def check_fraction(name: str, value: object, alternative: str = "") -> None:
     """Raise ValueError unless `value` is a number from 0 to 1.
 
     Args:
-        name: Name of the argument, for the message.
+        name: Name of the argument, for the error message.
         value: The value.
-        alternative: Text for the message that names other valid values.
+        alternative: Further valid values, such as " or auto", for the error message.
 
     Raises:
         ValueError: `value` is not a number from 0 to 1.
@@ -200,8 +200,8 @@ def document_bounds(cu_seqlens: Sequence[int] | np.ndarray, name: str = "cu_seql
     """Return a copy of `cu_seqlens` as int64 [documents + 1].
 
     Args:
-        cu_seqlens: Cumulative lengths of the documents: integers on the host.
-        name: Name of the argument, for the message.
+        cu_seqlens: Cumulative lengths of the documents: integers in host memory.
+        name: Name of the argument, for the error message.
 
     Raises:
         ValueError: `cu_seqlens` does not start at 0, decreases, or does not hold integers.
@@ -227,7 +227,7 @@ def padding_documents(padding: Iterable[int], documents: int) -> tuple[int, ...]
         documents: Number of documents.
 
     Raises:
-        ValueError: A value is not an integer, or not the index of a document.
+        ValueError: `padding` is not iterable, or a value is not the index of a document.
     """
     if not isinstance(padding, Iterable):
         raise ValueError(f"padding must hold indices of documents, got {padding!r}")
@@ -269,7 +269,7 @@ class Layout:
         return f"{type(self).__name__}(cp_size={self.cp_size})"
 
     def describe(self) -> str:
-        """Return the name of the layout and its parameters."""
+        """Return a text that describes the layout: its name, and more in some subclasses."""
         return self.name
 
     def check(self, seq_len: int) -> None:
@@ -295,7 +295,7 @@ class Layout:
         return tuple(self.span_array(rank, seq_len))
 
     def span_array(self, rank: int, seq_len: int) -> SpanArray:
-        """Return `spans` without an object per span.
+        """Return the same spans as `spans`, stored as arrays and not as one object per span.
 
         Args:
             rank: Same as in `spans`.
@@ -425,7 +425,7 @@ class BlockStriped(Striped):
 
 
 class DocumentZigzag(Layout):
-    """Zigzag within every document of a packed sequence, which is Megatron's layout of packs.
+    """Zigzag layout within every document of a packed sequence, as in Megatron.
 
     Args:
         cp_size: Number of ranks.
@@ -433,7 +433,8 @@ class DocumentZigzag(Layout):
             `cp_size` positions.
 
     Raises:
-        ValueError: All documents are empty, or a document has an invalid length.
+        ValueError: `cu_seqlens` is invalid, all documents are empty, or the length of a document is
+            not a multiple of 2 x `cp_size`.
 
     Example:
         >>> mb.layout.make("zigzag", cp_size=2, cu_seqlens=[0, 4, 8]).positions(0, 8)
@@ -462,7 +463,8 @@ class DocumentZigzag(Layout):
     def check(self, seq_len: int) -> None:
         if seq_len != self.bounds[-1]:
             raise ValueError(
-                f"seq_len must be the end of the documents, {self.bounds[-1]}, got {seq_len}"
+                f"seq_len must be {self.bounds[-1]}, the total length of the documents, got "
+                f"{seq_len}"
             )
 
     def _spans(self, rank: int, seq_len: int) -> SpanArray:
@@ -481,8 +483,9 @@ class Replicated:
 
     Args:
         sum_gradients: True if every rank receives the gradients of the keys and values summed over
-            all ranks. False if a rank keeps the contributions of its own queries, for parameters
-            whose gradients are summed over ranks later, as Megatron does.
+            all ranks. False if the gradients on a rank have only the contributions of its own
+            queries. Use False if the gradients of parameters are summed over ranks later, as in
+            Megatron.
 
     Raises:
         ValueError: `sum_gradients` is not a bool.
@@ -500,7 +503,7 @@ class Replicated:
 
 
 def tree_mask(tree: Any) -> Any:
-    """Return the mask of `tree`: a result of `mb.trees.pack`, or a `masks.Tree` itself."""
+    """Return the `masks.Tree` of `tree`, a result of `mb.trees.pack` or already a `masks.Tree`."""
     mask = getattr(tree, "mask", tree)
     if not hasattr(mask, "bases"):  # the class is in `masks`, which imports this module
         raise ValueError(f"tree must be a result of mb.trees.pack or a masks.Tree, got {tree!r}")

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chains: the pieces of each document over all ranks, in the order of their positions.
 
-A piece is the longest run of rows of one rank with consecutive positions of one document, or of one
-segment of a prefix tree. The state of linear attention passes from piece to piece of a document. In
-a tree, it passes from the end of a segment to all segments that continue it. Layout contiguous
-gives a rank one piece of each of its documents. Layout zigzag gives a rank two pieces of each of
-its documents; the last rank has one piece, because its two runs are adjacent.
+A piece is a run of rows on one rank with consecutive positions of one document, or of one segment
+of a prefix tree. A piece is as long as possible. The state of linear attention is passed from piece
+to piece of a document. In a tree, it is passed from the end of a segment to all segments that
+continue the segment. With layout contiguous, a rank has one piece of each of its documents. With
+layout zigzag, a rank has two pieces of each of its documents. The last rank has one piece, because
+its two runs are adjacent.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Chains:
-    """All pieces (see `Piece`) of a sequence over all ranks, in the order of their positions.
+    """All pieces (see `Piece`) of a sequence on all ranks, in the order of their positions.
 
-    `backward` reverses the order, because gradients pass from the last piece to the first.
+    `backward` reverses the order, because gradients are passed from the last piece to the first.
 
     Attributes:
         table: int64 [pieces, 5]; the columns are the fields of `Piece`, in order.
         documents: Number of documents, including empty ones, which have no piece.
         ranks: Number of ranks that hold the sequence.
-        parents: For a tree, int64 [pieces]: index of the piece that each piece continues, -1 for
-            none. The segments of a tree then count as documents. Without a tree, None: each piece
-            continues the previous piece of its document.
+        parents: For a tree, int64 [pieces]: for each piece, the index of the piece whose state it
+            continues; -1 if there is none. Each segment of a tree counts as a document. Without a
+            tree, None: each piece continues the previous piece of its document.
     """
 
     table: np.ndarray
@@ -73,7 +74,7 @@ class Chains:
 
     @cached_property
     def begins(self) -> np.ndarray:
-        """Bool [pieces], true for the first piece of a document or of a tree."""
+        """Bool [pieces], true for the first piece of each document or of each tree."""
         if self.parents is not None:
             return self.parents < 0
         return np.append(True, self.document[1:] != self.document[:-1])
@@ -87,21 +88,24 @@ class Chains:
 
     @property
     def before(self) -> np.ndarray:
-        """Index of the piece that each piece continues, -1 for none, int64 [pieces]."""
+        """For each piece, the index of the piece whose state it continues; -1 if there is none.
+
+        int64 [pieces].
+        """
         if self.parents is not None:
             return self.parents
         return np.where(self.begins, -1, np.arange(-1, len(self) - 1))
 
     @cached_property
     def order(self) -> np.ndarray:
-        """Index of each piece among the pieces of its rank, by row, int64 [pieces]."""
+        """Index of each piece among the pieces of its rank, sorted by row; int64 [pieces]."""
         by_row = np.lexsort((self.table[:, 1], self.rank))
         order = np.empty(len(self), dtype=np.int64)
         order[by_row] = rows_before(self.rank[by_row], np.ones_like(by_row))
         return order
 
     def of(self, rank: int) -> np.ndarray:
-        """Return the indices of the pieces that `rank` holds, in the order of its rows."""
+        """Return the indices of the pieces on `rank`, in the order of the rank's rows."""
         own = np.flatnonzero(self.rank == rank)
         return own[np.argsort(self.table[own, 1], kind="stable")]
 
@@ -109,17 +113,19 @@ class Chains:
         """Return the same pieces in reverse order: piece i becomes piece len(self) - 1 - i.
 
         Raises:
-            ValueError: The pieces are of a tree.
+            ValueError: The pieces are pieces of a tree.
         """
         if self.parents is not None:
-            raise ValueError("backward is not supported for the pieces of a tree")
+            raise ValueError(
+                "backward is not supported for the pieces of a tree; use documents (cu_seqlens)"
+            )
         return Chains(self.table[::-1], self.documents, self.ranks)
 
     def reversed_rows(self) -> Chains:
-        """Return the pieces in reverse order for ranks that reverse the rows of their shards.
+        """Return the pieces after every rank has reversed the order of its rows.
 
-        Of s rows of a rank, row r becomes row s - 1 - r. Of n positions, position p becomes
-        position n - 1 - p. The pieces must not be of a tree.
+        On a rank with s rows, row r becomes row s - 1 - r. In a sequence of n positions, position p
+        becomes position n - 1 - p. Trees are not supported.
         """
         rank, first, length, document, position = self.backward().table.T
         rows = self._rows()
@@ -131,7 +137,7 @@ class Chains:
         """Return the pieces of two sequences as the pieces of one sequence.
 
         On each rank, the rows of `other` follow the rows of this sequence. The documents of `other`
-        follow the documents of this sequence. The pieces must not be of trees.
+        follow the documents of this sequence. Trees are not supported.
         """
         assert self.parents is None
         assert other.parents is None
@@ -153,7 +159,7 @@ def chains(
     cu_seqlens: Sequence[int] | np.ndarray | None = None,
     tree: Any = None,
 ) -> Chains:
-    """Return the pieces of all documents of a sequence that is distributed by a layout.
+    """Return the pieces of all documents of a sequence that a layout distributes over ranks.
 
     Args:
         layout: The layout.
@@ -162,8 +168,8 @@ def chains(
         tree: Prefix tree in place of documents: the result of `mb.trees.pack`, or a `masks.Tree`.
 
     Raises:
-        ValueError: The documents do not end at `seq_len`, or the layout puts no two consecutive
-            positions on one rank.
+        ValueError: An argument is invalid, the documents do not end at `seq_len`, or the layout is
+            striped, so that consecutive positions are on different ranks.
 
     Example:
         >>> zigzag = mb.layout.make("zigzag", cp_size=2)
@@ -193,8 +199,9 @@ def chains(
     strided = any(span.stride > 1 and span.length > 1 for shard in spans for span in shard)
     if strided or (layout.cp_size > 1 and "striped" in layout.name):
         raise ValueError(
-            f"layout {layout.name}: every row's predecessor is on another rank, so a state would "
-            "be sent between any two rows; use zigzag, contiguous or balanced"
+            f"layout {layout.name}: every row's predecessor is on another rank, so linear "
+            "attention would send a state after every row; use layout zigzag, contiguous or "
+            "balanced"
         )
     table = _table(spans, bounds)
     pieces = Chains(table[np.argsort(table[:, 4], kind="stable")], len(bounds) - 1, layout.cp_size)
@@ -209,16 +216,17 @@ def chains(
 
 
 def _table(shards: Sequence[tuple[Span, ...]], bounds: np.ndarray) -> np.ndarray:
-    """Return all pieces: int64 [pieces, 5] with the columns of `Chains.table`, by rank and row.
+    """Return the table of all pieces, with the columns of `Chains.table`, sorted by rank and row.
 
     Args:
         shards: Spans of each rank.
-        bounds: First position of each document, and the end of the last one.
+        bounds: First position of each document, and the end of the last document.
     """
     spans = np.array([span for shard in shards for span in shard], dtype=np.int64)
     rank = np.repeat(np.arange(len(shards)), [len(shard) for shard in shards])
     start, stop = spans[:, 0], spans[:, 0] + spans[:, 2]
-    # Join spans that continue the span before them; then cut runs where documents begin.
+    # Join each span with the previous span if it continues that span. Then cut the runs at the
+    # beginnings of documents.
     opens = np.append(True, (start[1:] != stop[:-1]) | (rank[1:] != rank[:-1]))
     start, stop, rank = start[opens], stop[np.append(opens[1:], True)], rank[opens]
     inner = np.unique(bounds)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of layouts, and `make`, which makes a layout by name."""
+"""The table of layouts, and the function `make`, which makes a layout from its name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .balanced import Balanced, Window
 from .layouts import NAMES, BlockStriped, Contiguous, DocumentZigzag, Layout, Striped, Zigzag
 
 LAYOUTS: dict[str, type[Layout]] = {cls.name: cls for cls in (Contiguous, Zigzag, Striped)}
-# The layouts that have each argument; all layouts have cp_size.
+# The layouts that accept each argument. All layouts accept cp_size.
 _TAKEN = {"block": ("block_striped",), "cu_seqlens": ("zigzag", "balanced")} | dict.fromkeys(
     ("per_node", "windows", "padding", "tree", "row_cost"), ("balanced",)
 )
@@ -36,8 +36,8 @@ def make(
         name: "contiguous", "zigzag", "striped", "block_striped" or "balanced".
         cp_size: Number of ranks.
         block: Number of positions of a block. Only for "block_striped", which requires it.
-        cu_seqlens: Cumulative lengths of documents. With "zigzag" the layout is zigzag within each
-            document. "balanced" requires them or a tree.
+        cu_seqlens: Cumulative lengths of the documents. With "zigzag", the layout is then zigzag
+            within each document. "balanced" requires `cu_seqlens` or `tree`.
         per_node: Only for "balanced"; see `Balanced`.
         windows: Only for "balanced"; see `Balanced`.
         padding: Only for "balanced"; see `Balanced`.
@@ -46,8 +46,8 @@ def make(
         row_cost: Only for "balanced"; see `Balanced`.
 
     Raises:
-        ValueError: There is no layout of that name, or an argument is invalid, missing or not
-            supported by this layout.
+        ValueError: There is no layout of that name. Or an argument is missing, invalid or not
+            supported by the layout.
 
     Example:
         >>> layout = mb.layout.make("zigzag", cp_size=4)
@@ -66,10 +66,13 @@ def make(
                 f"{arguments[key]}"
             )
     if name == "block_striped" and block is None:
-        raise ValueError("block: layout block_striped needs the block size of the mask, got None")
+        raise ValueError(
+            "block: layout block_striped needs the block size of the mask, got None; pass block"
+        )
     if name == "balanced" and cu_seqlens is None and tree is None:
         raise ValueError(
-            "cu_seqlens: layout balanced needs the cumulative lengths of the documents, got None"
+            "cu_seqlens: layout balanced needs the cumulative lengths of the documents, got None; "
+            "pass cu_seqlens or tree"
         )
     return _maker(name, cu_seqlens is not None)(cp_size, **arguments)
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routes: the rows that a rank sends to each rank, and the rows that it receives.
 
-`preceding` returns routes for the rows before each piece, which a convolution needs. `relayout`
-returns routes from one layout to another. Every rank computes the order of the rows between two
-ranks in the same way, so sender and receiver agree without communication. Routes are computed from
-runs of positions, not from single positions.
+`preceding` returns routes for a convolution, which needs the rows before each piece (run of
+consecutive positions on one rank). `relayout` returns routes that change the layout of a tensor.
+Sender and receiver compute the order of the rows of a message in the same way, so they agree
+without communication. Routes are computed from runs of positions, not from single positions.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Route(NamedTuple):
     Attributes:
         sends: For each destination rank, including this rank: int64 indices of the rows of this
             rank's shard to send. A row is repeated if the destination needs it several times.
-        receives: For each source rank: int64 indices of the result's rows for the received rows, in
-            the order in which the source sends them.
+        receives: For each source rank, including this rank: int64 indices at which the received
+            rows are stored in the result, in the order in which the source sends them.
         rows: Number of rows of the result on this rank. Rows that no rank sends are zero.
     """
 
@@ -43,7 +43,7 @@ class Route(NamedTuple):
     rows: int
 
     def leaving(self, rank: int, per_node: int) -> tuple[int, int]:
-        """Return the number of rows sent to other ranks of the node, and to other nodes.
+        """Return how many rows the rank sends to other ranks of its node, and to other nodes.
 
         Args:
             rank: Rank of this route.
@@ -58,13 +58,14 @@ class Route(NamedTuple):
 def preceding(chains: Chains, width: int, rank: int) -> Route:
     """Return the route with which a rank receives the `width` - 1 rows before each of its pieces.
 
-    The result has width - 1 rows for each piece, in the order of the rank's rows, with the nearest
-    row last. Rows before the document's first row are zero.
+    A piece is a run of consecutive positions on one rank. The result has width - 1 rows for each
+    piece, in the order of the pieces on the rank. The row directly before the piece is the last of
+    them. Rows before the first row of a document are zero.
 
     Args:
         chains: Chains of the sequence.
-        width: Width of the convolution: the number of rows that a row depends on, itself included,
-            at least 1.
+        width: Width of the convolution: the number of rows on which an output row depends, at
+            least 1.
         rank: The rank.
 
     Raises:
@@ -79,7 +80,10 @@ def preceding(chains: Chains, width: int, rank: int) -> Route:
 
 
 def preceding_and_most(chains: Chains, width: int, rank: int) -> tuple[Route, int]:
-    """Return the route of `preceding`, and the number of rows of the longest message."""
+    """Return the route of `preceding`, and the number of rows of the longest message of all ranks.
+
+    The arguments and errors are the same as in `preceding`.
+    """
     moves = _preceding(chains, width)
     _check_rank(rank, chains.ranks)
     pairs = (moves.source * chains.ranks + moves.destination)[moves.source != moves.destination]
@@ -89,7 +93,7 @@ def preceding_and_most(chains: Chains, width: int, rank: int) -> tuple[Route, in
 
 
 def _preceding(chains: Chains, width: int) -> RowMoves:
-    """Return which row moves where, for all ranks, so that pieces get the rows before them."""
+    """Return, for all ranks, the moves of the rows before each piece to the rank of the piece."""
     count = integer("width", width) - 1
     if count < 0:
         raise ValueError(f"width must be at least 1, got {width}")
@@ -115,12 +119,12 @@ class Lineage(NamedTuple):
 
     Attributes:
         pieces: int64, ascending indices of the rank's pieces (consecutive positions on one rank)
-            and all their ancestors.
-        route: Sends and receives with which the rank gets one row for each entry of `pieces`. A
-            source rank has one row per piece, in the order of its pieces.
-        parents: int64 [pieces], index in `pieces` of the piece that each piece continues; -1 for
-            none.
-        own: int64, indices in `pieces` of the rank's own pieces, in the order of its rows.
+            and of all their ancestors.
+        route: Route of tensors with one row per piece. Before the exchange, each rank has one row
+            for each of its own pieces. After it, the rank has one row for each entry of `pieces`.
+        parents: int64 [pieces], for each entry of `pieces`, the index in `pieces` of the piece that
+            it continues; -1 if there is none.
+        own: int64, indices in `pieces` of the rank's own pieces, in the order of the rank's rows.
         longest: Number of rows of the longest message between any two ranks.
     """
 
@@ -132,7 +136,7 @@ class Lineage(NamedTuple):
 
 
 def lineage(chains: Chains, rank: int) -> Lineage:
-    """Return the pieces that `rank` needs: its own pieces and their ancestors.
+    """Return the pieces of `rank` and their ancestors, and the route that brings them to `rank`.
 
     Args:
         chains: Chains of the sequence.
@@ -210,7 +214,7 @@ def _check_rank(rank: int, ranks: int) -> None:
 
 
 class RowMoves(NamedTuple):
-    """Rows that change their rank, as int64 arrays with one entry per row.
+    """Rows that are sent from rank to rank, as int64 arrays with one entry per row.
 
     Row `row` of the shard of rank `source` becomes row `landing` of the result of rank
     `destination`.
@@ -222,12 +226,12 @@ class RowMoves(NamedTuple):
     landing: np.ndarray
 
     def route(self, rank: int, ranks: int, rows: int) -> Route:
-        """Return the rows that `rank` sends and receives; its result has `rows` rows.
+        """Return the route of one rank.
 
         Args:
             rank: The rank.
             ranks: Number of ranks.
-            rows: Number of rows of the result.
+            rows: Number of rows of the result on `rank`.
         """
         out, into = self.source == rank, self.destination == rank
         sends = _split(self.destination[out], self.landing[out], self.row[out], ranks)
@@ -280,7 +284,9 @@ def _one_by_one(runs: Pieces) -> Pieces:
 
 
 class _RunOverlaps(NamedTuple):
-    """Common positions of spans of two layouts; one entry per overlapping source and target span.
+    """Common positions of a source layout and a target layout.
+
+    There is one entry for each source span and target span that overlap.
 
     Attributes:
         source_rank: Rank of the source span.
@@ -302,7 +308,7 @@ def _overlaps(sources: Pieces, targets: Pieces) -> _RunOverlaps:
 
     Args:
         sources: Spans of the first layout.
-        targets: Spans of the second layout. All strides above 1, in both layouts, must be equal.
+        targets: Spans of the second layout. All strides above 1 must be equal in both layouts.
     """
     i, j = _pairs(sources, targets)
     a, b = sources.span.at(i), targets.span.at(j)
@@ -323,9 +329,9 @@ def _overlaps(sources: Pieces, targets: Pieces) -> _RunOverlaps:
 
 
 def _pairs(sources: Pieces, targets: Pieces) -> tuple[np.ndarray, np.ndarray]:
-    """Return source and target indices of the pairs of spans that may overlap.
+    """Return the indices of source and target spans that may overlap, as two parallel arrays.
 
-    If any span is strided, these are all pairs.
+    If any span is strided, every source span is combined with every target span.
     """
     if _strided(sources) or _strided(targets):
         i, j = np.indices((len(sources.owner), len(targets.owner))).reshape(2, -1)
@@ -355,17 +361,21 @@ def _grouped(rank: np.ndarray, rows: np.ndarray, ranks: int) -> tuple[np.ndarray
 def successors(
     layout: Layout, cu_seqlens: Sequence[int] | np.ndarray, rank: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return indices with which each row of a rank gets the next token: a pair (sent, taken).
+    """Return indices with which each row of a rank gets the next token of its document.
 
-    Every rank sends its rows `sent`, int64 [n]. n is equal on all ranks; indices are padded with
-    the last row. `taken`, int64 [s], is the index of each row's next token in a concatenation: the
-    s rows of `rank`, the cp_size * n sent rows in the order of ranks, and one row of zeros. The
-    last token of a document gets the row of zeros.
+    Every rank sends its rows `sent` to all ranks. A rank then concatenates its own s rows, the
+    cp_size * n rows that ranks 0, 1, ... have sent, and one row of zeros. The last token of a
+    document gets the row of zeros.
 
     Args:
         layout: The layout.
         cu_seqlens: Cumulative lengths of the documents; [0, length] for one sequence.
         rank: The rank.
+
+    Returns:
+        sent: int64 [n], rows that `rank` sends. n is equal on all ranks; a shorter list is padded
+            with its last entry.
+        taken: int64 [s], index of each row's next token in the concatenation.
 
     Raises:
         ValueError: The lengths are invalid, the layout cannot split them, or `rank` is invalid.
@@ -396,9 +406,9 @@ def successors(
 
 
 def _firsts(spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
-    """Return row and position of each token whose preceding token is not in the row before.
+    """Return row and position of each token whose preceding token may not be in the row before.
 
-    All tokens of a span with a stride are such tokens.
+    These are the first token of each span, and all tokens of a span with a stride above 1.
     """
     start, stride, length = np.array(spans, dtype=np.int64).T
     count = np.where(stride == 1, 1, length)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row chunks: parts of every shard whose attention is computed one after another.
+"""Row chunks: parts of every shard, for which attention is computed one after another.
 
 A row chunk has the same row indices on every rank, so that all messages of an all-to-all have equal
-size. If a layout mirrors early and late positions, a chunk has equally many early and late
-positions. So the chunks of all ranks are as balanced as the whole shards.
+size. If a layout gives each rank mirrored early and late positions (zigzag), a chunk has equally
+many of both. So the chunks of all ranks are as balanced as the whole shards.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ Run = tuple[int, int]  # first row, stop
 
 
 def row_chunks(layout: Layout, rows: int, count: int, blocks: int = 1) -> tuple[np.ndarray, ...]:
-    """Divide the rows of a shard into row chunks; return the ascending int64 row numbers of each.
+    """Divide the rows of a shard into row chunks.
 
-    The shard has `blocks` equal runs of rows, one per rank of sequence parallelism. A run is a
-    range of consecutive rows. A chunk has equally many rows of each run. The sizes of two chunks
-    differ by at most one row per run. If there are more chunks than rows, some are empty. With a
-    zigzag layout, chunk c contains the c-th part of the early half of a shard, and the c-th part
-    from the end of the late half.
+    The shard consists of `blocks` equal blocks of consecutive rows, one per rank of sequence
+    parallelism. A chunk has equally many rows of each block. The sizes of two chunks differ by at
+    most one row per block. If there are more chunks than rows, some chunks are empty. With a zigzag
+    layout, chunk c contains the c-th part of the early half of a shard, and the c-th part from the
+    end of the late half.
 
     Args:
         layout: The layout.
-        rows: Rows of a shard.
+        rows: Number of rows of a shard.
         count: Number of row chunks.
-        blocks: Number of equal runs of rows.
+        blocks: Number of blocks of rows.
+
+    Returns:
+        Row numbers of each chunk, int64, ascending.
     """
     return tuple(rows_of(chunk) for chunk in chunk_runs(layout, rows, count, blocks))
 
@@ -46,7 +49,7 @@ def rows_of(runs: Sequence[Run]) -> np.ndarray:
 def chunk_runs(layout: Layout, rows: int, count: int, blocks: int = 1) -> list[list[Run]]:
     """Return the same chunks as `row_chunks`, each as ascending ranges (first, stop) of rows.
 
-    The time to compute them does not depend on the lengths of the ranges.
+    The time to compute the chunks does not depend on the lengths of the ranges.
     """
     parts = [0, *accumulate(_mirrored(layout, rows))]
     block_rows = rows // blocks
@@ -65,10 +68,11 @@ def chunk_runs(layout: Layout, rows: int, count: int, blocks: int = 1) -> list[l
 
 
 def _mirrored(layout: Layout, rows: int) -> list[int]:
-    """Return the number of rows of each mirrored part of a shard; [] if the layout has none.
+    """Return the number of rows of each mirrored part of a shard; [] if no part is mirrored.
 
-    A part is the rows of a document, or the whole shard. It is mirrored if the i-th row from its
-    start is as close to the document's start as the i-th row from its end is to the document's end.
+    A part has the rows of one document, or all rows of the shard. It is mirrored if the i-th row
+    from its start is as close to the start of the document (or sequence) as the i-th row from its
+    end is to the end.
     """
     if isinstance(layout, DocumentZigzag):
         return [2 * n for n in (np.diff(layout.bounds) // (2 * layout.cp_size)).tolist() if n]
@@ -79,9 +83,9 @@ class _BlockProgress(NamedTuple):
     """The rows of a block (an equal share of a shard's rows) that earlier row chunks contain.
 
     Attributes:
-        part: Index of the mirrored part (`_mirrored`) from which the next rows are used.
-        early: First row that earlier chunks do not contain.
-        late: First of the rows at the end of the part that earlier chunks contain.
+        part: Index of the mirrored part (`_mirrored`) from which the next chunk takes rows.
+        early: Row after the rows that earlier chunks took from the start of the part.
+        late: First of the rows that earlier chunks took from the end of the part.
         end: Row after the last row of the part in this block.
     """
 
@@ -112,8 +116,7 @@ def _progress(parts: Sequence[int], first: int, end: int, turns: int) -> _BlockP
     middle = (begin + stop) // 2
     left, right = max(first, begin), min(end, stop)  # the part's rows in this block
     early, late = max(0, min(end, middle) - left), max(0, right - max(first, middle))
-    # If the block has rows of both halves: number of rows by which the late half starts nearer to
-    # the middle of the part.
+    # Number of rows of the part after this block, minus the number of rows before the block.
     inwards = (stop - right) - (left - begin)
     taken = row - left
     of_early = min(max((taken + inwards + 1) // 2, taken - late, 0), early, taken)

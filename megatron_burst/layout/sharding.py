@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions that cut a tensor into the shards of a layout, and join shards.
 
-Callers use them for inputs and results; attention itself works on shards and does not call them. A
-shard of a few spans is cut by slices. For other shards, row numbers are copied to the device
-without blocking the host.
+Callers use these functions for inputs and results; attention itself works on shards and does not
+call them. A shard with few spans is cut by slicing. For a shard with more than `SLICES` spans, row
+numbers are copied to the device without blocking the host.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from .layouts import Layout
 
-SLICES = 8  # largest number of spans whose slices are joined, without row numbers on the device
+SLICES = 8  # largest number of spans of a shard that is cut by slicing
 
 
 def shard(x: torch.Tensor, layout: Layout, rank: int, *, dim: int = 0) -> torch.Tensor:
@@ -60,7 +60,8 @@ def unshard(parts: Sequence[torch.Tensor], layout: Layout, *, dim: int = 0) -> t
         dim: Dimension of the sequence.
 
     Raises:
-        ValueError: The number of parts, or of their rows, does not match the layout.
+        ValueError: An argument is invalid. Or the number of parts, or the number of rows of a part,
+            does not match the layout.
 
     Example:
         >>> layout = mb.layout.make("zigzag", cp_size=2)

@@ -109,7 +109,7 @@ KEYWORDS = [
     ("layout balanced by name", {"layout": "balanced"},
      ("depends on the batch", "make('balanced', cp_size=2, cu_seqlens=")),
     ("layout balanced of another batch", {"layout": layout("balanced", cu_seqlens=[0, 3, 10])},
-     ("8 positions; seq_len must be the end of the documents, 10, got 8",)),
+     ("8 positions; seq_len must be 10, the total length of the documents, got 8",)),
     ("layout of other documents", {"layout": layout(cu_seqlens=[0, 4])}, ("documents", "4", "8")),
     ("mask name", {"mask": "causal"}, ("mask", "mb.masks", "'causal'")),
     ("mask tensor", {"mask": torch.ones(8, 8)}, ("mask", "mb.masks", "tensor")),

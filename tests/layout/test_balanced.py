@@ -438,7 +438,7 @@ def test_other_layouts_take_none_of_it(name, key):
     [
         (4, 8, "rank must be in 0..3, got 4"),
         (-1, 8, "rank must be in 0..3, got -1"),
-        (0, 16, "seq_len must be the end of the documents, 8, got 16"),
+        (0, 16, "seq_len must be 8, the total length of the documents, got 16"),
         (0, 8.0, "seq_len must be an integer, got 8.0"),
     ],
 )
