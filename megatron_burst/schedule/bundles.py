@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bundles: the rows of each rank's chunk, grouped by the ranks that use them.
 
-Rows of one owner that the same ranks use form a bundle and are sent together. The rows of a message
-are a bit set over its owner's bundles. So schedules of rows are made by operations on arrays, like
-schedules of whole chunks. In a message, the bundles that most ranks use are first. If a rank
-forwards only a part of a message, the omitted rows are then mostly at its end.
+Rows of one owner that the same ranks use are a bundle, and are sent together. The rows of a message
+are stored as a bit set with one bit per bundle of their owner. So schedules of rows are made by
+operations on arrays, like schedules of whole chunks. In a message, the bundles that most ranks use
+are first. If a rank forwards only a part of a message, the omitted rows are then mostly at the end
+of the message.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..layout.layouts import SpanArray, counted
 from ..masks.seen import one_each, packed, united, unpacked
 
 MOST = 62  # largest number of bundles of one owner: bit sets are int64
-CELLS = 1 << 23  # largest number of bundles times ranks; large grids have fewer bundles per owner
+CELLS = 1 << 23  # largest number of bundles of all owners, multiplied by the number of ranks
 
 
 class Runs(NamedTuple):
@@ -39,7 +40,7 @@ class Runs(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Bundles:
-    """The bundles of all owners: rows of one owner that the same ranks use.
+    """The n bundles of all G ranks: groups of rows of one owner that the same ranks use.
 
     Attributes:
         owner: int [n], ascending, rank that owns the bundle. Every row of a rank is in one of its
@@ -98,7 +99,7 @@ class Bundles:
         return self._bits(selected).astype(np.int64)
 
     def sets(self, selected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the bit sets of `bits` that are not empty.
+        """Return only the bit sets of `bits(selected)` that are not empty.
 
         Args:
             selected: bool [n, ...], true for selected bundles.
@@ -126,13 +127,14 @@ class Bundles:
     def ranges(self, owner: int, bits: int) -> np.ndarray:
         """Return the rows of some bundles as ranges (first, stop) of the owner's shard, [n, 2].
 
-        The ranges are in the order of messages. `bits` is a bit set: bit i selects the owner's
-        bundle number i. `ALL` means the whole shard in its own order.
+        The ranges are in the order in which a message contains the rows. `bits` is a bit set: bit i
+        selects the owner's bundle number i. `ALL` selects the whole shard, in the order of its
+        rows.
         """
         return self.all_ranges(np.array([owner]), np.array([bits]))[1]
 
     def all_ranges(self, owner: np.ndarray, bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ranges of several sets of bundles.
+        """Return the rows of several sets of bundles as ranges (first, stop), as in `ranges`.
 
         Args:
             owner: Owner of each set.
@@ -186,9 +188,9 @@ class Bundles:
         return np.stack([first[apart[:-1]], stop[apart[1:]]], axis=1)
 
     def whole(self) -> Bundles:
-        """Join the bundles of each owner to one bundle.
+        """Return one bundle per owner, with all rows of the owner's bundles.
 
-        Every rank that uses some of its rows then uses all of them.
+        Every rank that uses some of these rows then uses all of them.
         """
         users = np.zeros((self.size, self.size), dtype=bool)
         owners, begin, count = np.unique(self.owner, return_index=True, return_counts=True)
@@ -199,7 +201,7 @@ class Bundles:
         return bundled(owner[order], first, rows, users[owner[order]])
 
     def where(self, selected: np.ndarray) -> Bundles:
-        """Return only the bundles that `selected`, bool [n], selects; other rows get no bundle."""
+        """Return the bundles that `selected`, bool [n], selects; other rows are in no bundle."""
         bundle, first, rows = (column[selected[self.runs.bundle]] for column in self.runs)
         runs = Runs((np.cumsum(selected) - 1)[bundle], first, rows)
         return Bundles(self.owner[selected], self.number[selected], self.users[selected], runs)
@@ -347,7 +349,7 @@ def spans_of(ranges: np.ndarray, shard: Spans) -> SpanArray:
 
 
 def spans_in(ranges: np.ndarray, shard: Spans) -> tuple[np.ndarray, Spans]:
-    """Return the range of each span, and the spans; same as `spans_of`."""
+    """Return the spans of `spans_of` as arrays, after the index of the range of each span."""
     bounds = np.cumsum(np.append(0, shard.length))  # first row of each span
     first, stop = ranges.T
     # Each range overlaps the spans `begin` to `end`.

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes that a schedule sends and pairs that it computes; choice of side and route by bytes.
 
-The side is the tensors that backward sends: queries, or keys and values. The route is the ring of
-the algorithm, or direct transfers. Counts are made from the schedules and tiles that the executor
-runs. Sizes are plain numbers, so no torch is needed. Source: BurstEngine, section 3.1. The paper
-saves bytes by sending queries in backward. With grouped-query attention, keys and values are
-smaller, and sending queries costs more. So the side is chosen by the sizes.
+The side selects the tensors that backward sends: queries, or keys and values. The route selects the
+ring of the algorithm, or direct transfers. Bytes and pairs are counted in the schedules and tiles
+that the executor runs. Sizes are plain numbers, so no torch is needed.
+
+Source: BurstEngine, section 3.1. The paper saves bytes by sending queries in backward. With
+grouped-query attention, keys and values are smaller than queries, so sending queries can cost more
+bytes. So the side is chosen by the sizes.
 """
 
 from __future__ import annotations
@@ -59,13 +61,13 @@ def traffic(schedule: Schedule, rank: int | None, sizes: Sizes) -> Traffic:
 
 
 def message_bytes(schedule: Schedule, transfers: Transfers, sizes: Sizes) -> np.ndarray:
-    """Return the payload bytes of each of these transfers of a schedule, int64."""
+    """Return the payload bytes of each transfer in `transfers`, int64."""
     row_bytes = np.array(sizes.row_bytes(schedule), dtype=np.int64)
     return rows_sent(schedule.tables, transfers) * row_bytes[transfers.family]
 
 
 def rows_sent(tables: Tables, transfers: Transfers) -> np.ndarray:
-    """Return the number of rows of each transfer, int64."""
+    """Return the number of rows of each transfer in `transfers`, int64."""
     rows = np.zeros(len(transfers.owner), dtype=np.int64)
     of_keys = np.array([name in ("kv", "dkv") for name in FAMILIES])[transfers.family]
     for selected, bundles in ((of_keys, tables.keys), (~of_keys, tables.queries)):
@@ -76,13 +78,16 @@ def rows_sent(tables: Tables, transfers: Transfers) -> np.ndarray:
 def head_traffic(
     links: Sequence[str], rank: int, sizes: Sizes, resends_q: bool = False
 ) -> tuple[Traffic, Traffic]:
-    """Return the bytes that a rank sends in the all-to-alls of its group: in forward, in backward.
+    """Return the bytes that a rank sends in the all-to-alls of its ulysses group.
 
     Args:
-        links: Link class from the rank to each member of its ulysses group.
+        links: Link class ("intra" or "inter") from the rank to each member of its group.
         rank: Index of the rank in the group.
         sizes: Sizes of one rank on the ring, after the all-to-all.
         resends_q: True if backward sends queries again, as with row chunks.
+
+    Returns:
+        Bytes in forward and bytes in backward.
     """
     peers = [link for peer, link in enumerate(links) if peer != rank]
     counts = {link: peers.count(link) for link in ("intra", "inter")}
@@ -97,9 +102,10 @@ def key_sum_traffic(links: Sequence[str], rank: int, sizes: Sizes) -> Traffic:
     """Return the bytes that a rank sends to sum the gradients of keys that every rank holds.
 
     Args:
-        links: Link class from the rank to each rank, including the rank itself.
+        links: Link class ("intra" or "inter") from the rank to each rank, including the rank
+            itself.
         rank: The rank.
-        sizes: Sizes of one rank.
+        sizes: Sizes of one rank's tensors.
     """
     peers = [link for peer, link in enumerate(links) if peer != rank]
     sent = 2 * key_sum_bytes(links, sizes)
@@ -107,7 +113,10 @@ def key_sum_traffic(links: Sequence[str], rank: int, sizes: Sizes) -> Traffic:
 
 
 def key_sum_bytes(links: Sequence[str], sizes: Sizes) -> int:
-    """Return the bytes of one message of a sum of gradients; a rank sends two per peer."""
+    """Return the bytes of one message of `key_sum_traffic`.
+
+    A rank sends two messages of this size to each other rank.
+    """
     elements = sizes.key_rows * sizes.backward.dkv // sizes.wire_itemsize
     return -(-elements // len(links)) * sizes.wire_itemsize
 
@@ -273,11 +282,12 @@ def visible_pairs(mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) 
 
 
 def ring_spans(layout: Layout, topology: Topology, seq_len: int) -> list[Sequence[Span]]:
-    """Return the spans of the rows with which each rank of a ring computes; none without positions.
+    """Return the spans of the rows with which each rank of a ring computes.
 
     A span is a run of regularly spaced positions. If ranks share heads (ulysses), an all-to-all
     gives each rank the rows of all ranks of its ulysses group, in the order of `shared_spans`. All
-    rings of a grid have the same spans, so rank 0's ring represents all.
+    rings of a grid have the same spans, so the result is computed for the ring of rank 0. If
+    `seq_len` is 0, no rank has spans.
     """
     if not seq_len:
         return [()] * topology.ring_size

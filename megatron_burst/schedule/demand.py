@@ -30,8 +30,9 @@ GRAIN = 1024  # runs of rows begin and end at multiples of 1 / GRAIN of a shard,
 class RowBytes(NamedTuple):
     """Bytes of one row in each family of tensors; 0 for a family that is not sent.
 
-    The families are keys and values, queries, their gradients, and partial outputs (`out`). Forward
-    sends no gradients. Backward sends no partial outputs, and no gradients that are not needed.
+    The families are keys and values (`kv`), queries (`query`), the gradients of both (`dkv` and
+    `dquery`), and partial outputs (`out`). Forward sends no gradients. Backward sends no partial
+    outputs, and no gradients that are not needed.
     """
 
     kv: int = 1
@@ -75,7 +76,7 @@ class Demand:
     Attributes:
         grid: Grid of the ranks.
         side: Tensors that are sent: "kv" (keys and values) or "query". Algorithms that send both
-            ignore it.
+            ignore `side`.
         visibility: Ranks and rows that attend to each other.
         row_bytes: Bytes of a row of each family.
     """
@@ -104,9 +105,10 @@ class Demand:
     def ahead(self, messages: Sequence[np.ndarray], chunks: int, least: int) -> int:
         """Return the number of steps that may pass between the sending and the use of a message.
 
-        The result is `least`, doubled as often as memory allows. In every window of about twice
-        that many steps, a rank may receive at most as many rows as `chunks` whole chunks have. If
-        gradients are sent back, the same limit applies to the gradients that each sender receives.
+        The result is `least`, doubled as often as the memory allows. In every window of about twice
+        as many steps as the result, a rank may receive at most the rows of `chunks` whole chunks.
+        If gradients are sent back, the same limit applies to the gradients that each sender
+        receives.
 
         Args:
             messages: Four arrays with one entry per message: receiver, step of use, sender and
@@ -141,7 +143,7 @@ class Demand:
 
     @property
     def visible(self) -> np.ndarray:
-        """Bool [G, G], true if some query of rank i attends to some key of rank j."""
+        """Bool [G, G] for G ranks: [i, j] is true if some query of rank i sees some key of j."""
         return self.visibility.visible
 
     def used(self, owner: np.ndarray, rank: np.ndarray) -> np.ndarray:
@@ -155,7 +157,7 @@ class Demand:
 
     @property
     def sent_families(self) -> tuple[str, ...]:
-        """Names of the tensors that are sent: `side`, and its gradients if they are needed."""
+        """Families of tensors that are sent: `side`, and its gradients if they are needed."""
         return (self.side, "d" + self.side) if self.gradients else (self.side,)
 
     def pairs(
@@ -166,7 +168,7 @@ class Demand:
         rows: np.ndarray,
         own: np.ndarray | None = None,
     ) -> Pairs:
-        """Return the table of all pairs: of each rank's own chunks, and of received chunks.
+        """Return the table of all pairs: pairs of each rank's own chunks, and of received chunks.
 
         Args:
             rank: Rank that computes each pair with a received chunk.
@@ -200,8 +202,8 @@ class Demand:
             pairs: Pairs of chunks that ranks compute.
             parts: Several `Transfers`, which are concatenated.
             travelling: Bundles (rows of one owner that the same ranks use) of the tensors that are
-                sent. Default: `self.travelling`. An algorithm that splits bundles passes the new
-                ones.
+                sent. Default: `self.travelling`. An algorithm that splits bundles passes the split
+                bundles.
         """
         queries, keys = self.visibility.queries, self.visibility.keys
         if travelling is not None:
@@ -245,7 +247,8 @@ def visibility_of(
 def own_visibility(q_shards: Shards, k_shards: Shards, joined: bool | None = None) -> Visibility:
     """Return the `Visibility` in which each rank uses only its own shards.
 
-    All ranks hold all keys, or there are no keys. The arguments are the same as in `visibility_of`.
+    Callers use it if all ranks hold all keys, or if there are no keys. The arguments are the same
+    as in `visibility_of`.
     """
     seen = np.diag([len(q) > 0 and len(k) > 0 for q, k in zip(q_shards, k_shards, strict=True)])
     return Visibility(seen, _own_bundles(q_shards), _own_bundles(k_shards), joined)
@@ -306,7 +309,7 @@ class RowChunkSpans(NamedTuple):
     Attributes:
         runs: Rows of the chunk as ranges (first, stop) of a rank's rows; the same on all ranks.
         shards: For each rank of a ring, the spans (regularly spaced positions) of its queries after
-            the all-to-all: the chunk's queries of all ranks that share heads with it.
+            the all-to-all. These are the chunk's queries of all ranks in its ulysses group.
         own: For each rank, the spans of its own queries in the chunk, before the all-to-all.
     """
 

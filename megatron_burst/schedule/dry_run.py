@@ -18,7 +18,7 @@ from .program import parts_of
 from .rings import Schedule, totals_of
 from .tables import ALL, Boundary, Chunk, Hop, Pair
 
-# The state of the memory at one moment: for each kind, the rows of its buffers, ascending.
+# The state of the memory at one moment: kind -> number of rows of each buffer, ascending.
 Moment = Mapping[str, tuple[float, ...]]
 
 
@@ -26,17 +26,17 @@ Moment = Mapping[str, tuple[float, ...]]
 class HeldBuffers:
     """The buffers that a rank holds during a pass.
 
-    The kinds of buffers are the kinds of tensors in chunks ("kv", "query", "dkv", "dquery", "out").
-    Partial results that are sent in another dtype have a further kind ("dkv wire"). "kv joined" and
-    "dkv joined" are keys and their gradients in a joined call: one kernel call with several chunks
-    of keys.
+    The kinds of buffers are the families of tensors ("kv", "query", "dkv", "dquery", "out").
+    Partial results that are sent in another dtype have a further kind, such as "dkv wire". "kv
+    joined" and "dkv joined" are keys and their gradients in a joined call: one kernel call with
+    several chunks of keys.
 
     Attributes:
-        moments: Rows of every existing buffer by kind, at several times of the pass. Whatever the
-            bytes per row of each kind, the time with the largest memory is included. The rank's own
+        moments: Number of rows of every existing buffer by kind, at several moments of the pass.
+            For any bytes per row, the moment with the largest memory is one of them. The rank's own
             sums of gradients are always counted.
-        longest: Kind of tensors, such as "kv" -> number of rows of the longest message.
-        in_use: Number of rows in use by kind, at several times of the pass: rows of received
+        longest: Family of tensors, such as "kv" -> number of rows of the longest message or sum.
+        in_use: Number of rows in use by kind, at several moments of the pass: rows of received
             chunks, of messages and of partial results for other ranks. A buffer may have room for
             more rows.
     """
@@ -47,7 +47,7 @@ class HeldBuffers:
 
     @property
     def most(self) -> dict[str, int]:
-        """The largest number of buffers of each kind that exist at a time."""
+        """The largest number of buffers of each kind that exist at the same time."""
         most: dict[str, int] = {}
         for moment in self.moments:
             for kind, rows in moment.items():
@@ -65,7 +65,7 @@ class HeldBuffers:
         )
 
     def bytes(self, size: Callable[[str, float], float]) -> float:
-        """Return the largest total bytes of all buffers at a time.
+        """Return the largest total bytes of all buffers that exist at the same time.
 
         Args:
             size: Function that returns the bytes of a buffer from its kind and its number of rows.
@@ -84,7 +84,7 @@ def dry_run(
     Args:
         schedule: Schedule of the pass.
         rank: The rank.
-        wire: True if partial results are sent in another dtype than the dtype of their sums.
+        wire: True if partial results are not sent in the dtype of their sums.
         packed: True if the tensors of a message are packed into one buffer, as on a CPU. The rank's
             own rows are then copied before they are sent, and all buffers of a kind have room for
             the longest message. False if tensors are sent separately, as on a GPU.
@@ -119,7 +119,7 @@ class _ReplayBuffer(NamedTuple):
 
     Attributes:
         room: Capacity of the buffer in rows.
-        rows: Number of rows of the message in it.
+        rows: Number of rows of the message in the buffer.
     """
 
     room: int = 0
@@ -127,13 +127,13 @@ class _ReplayBuffer(NamedTuple):
 
 
 class _ReplayBuffers:
-    """The buffers of one kind: `execution.buffers.Buffers` with row counts in place of tensors.
+    """The buffers of one kind, as in `execution.buffers.Buffers`, with row counts for tensors.
 
     Attributes:
-        longest: Number of rows of the longest message.
+        longest: Number of rows of the longest message or sum.
         short: True if short messages get short buffers; False if all buffers have `longest` rows.
         used: Sum of the rows of all messages that are in buffers.
-        rows: Number of existing buffers by size in rows.
+        rows: Capacity of a buffer in rows -> number of existing buffers.
     """
 
     def __init__(self, longest: int, short: bool):
@@ -302,7 +302,9 @@ class _Replay:
                     self.sums[self._total(family, part.owner)] |= rows & part.rows
 
     def _waits(self, total: Chunk, part: Chunk, joined: bool) -> bool:
-        """Return True if a sum of key gradients needs no buffer yet, because a joined call has it.
+        """Return True if a sum of key gradients is still in the buffer of a joined call.
+
+        The sum then needs no buffer of its own.
 
         Args:
             total: Chunk with all rows of the sum.
@@ -342,8 +344,8 @@ class _Replay:
         Boundary t is the moment before step t.
 
         Returns:
-            Boundary at which the last receive starts; chunk -> boundary at which its last send
-            ends.
+            Boundary at which the last receive starts; a map from each chunk to the boundary at
+            which its last send ends.
         """
         hops = [h for b in self.program for h in b.posts if not h.chunk.accumulated]
         arrive = {hop.chunk: hop.post for hop in hops if hop.dst == self.me}

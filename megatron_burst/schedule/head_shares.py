@@ -2,9 +2,9 @@
 """The division of heads: among the ranks of a ulysses group, and into head chunks on one rank.
 
 The module also defines the order of the rows on a rank after the all-to-all. It needs no process
-groups, so checks, the executor and the simulator share it. Source: DeepSpeed-Ulysses (arXiv
-2309.14509) for equal shares. If there are fewer key/value heads than ranks, several ranks receive a
-copy of the same head.
+groups, so checks, the executor and the simulator use the same functions. Equal shares are those of
+DeepSpeed-Ulysses (arXiv 2309.14509). If there are fewer key/value heads than ranks, several ranks
+receive a copy of the same head.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Share(NamedTuple):
     size: int
 
     def of(self, peer: int) -> slice:
-        """Return the heads of rank number `peer` of the ulysses group.
+        """Return the heads of the rank with index `peer` in the ulysses group.
 
         Every rank has equally many heads. If there are fewer heads than ranks, a rank has the one
         head that its queries need, and several ranks have copies of the same head.
@@ -56,17 +56,17 @@ def check_heads(heads: int, kv_heads: int, topology: Topology, algorithm: str) -
     if shareable(heads, kv_heads, size):
         return
     if heads % size:
-        reason = f"{size} ulysses ranks must divide the {heads} query heads"
+        reason = f"ulysses={size} must divide the {heads} query heads"
     else:
         reason = (
-            f"{size} ulysses ranks must divide the {kv_heads} key/value heads, or be a "
-            "multiple of them"
+            f"ulysses={size} must divide the {kv_heads} key/value heads, or be a multiple of "
+            f"{kv_heads}"
         )
     sizes = [n for n in topology.ulysses_that_fit if shareable(heads, kv_heads, n)]
     fix = f"make mb.Groups with ulysses={alternatives(sizes)}"
     if algorithm in ("ulysses", "hybrid"):  # ulysses needs all ranks, hybrid more than one
-        hybrid = "algorithm='hybrid' with head above 1, " if any(n > 1 for n in sizes) else ""
-        fix += f" (and {hybrid}algorithm='burst' with any)"
+        hybrid = " or, with ulysses above 1, algorithm='hybrid'"
+        fix += f", and use algorithm='burst'{hybrid * any(n > 1 for n in sizes)}"
     raise ValueError(f"groups: {reason}; {fix}")
 
 
@@ -88,11 +88,14 @@ def shared_spans(shards: Sequence[Sequence[Span]]) -> tuple[Span, ...]:
 
 
 def shared_order(shards: Sequence[Sequence[Span]]) -> np.ndarray | None:
-    """Return, for each row after the all-to-all, its index in the concatenated rows of the members.
+    """Return the order of the rows on a rank after the all-to-all of its ulysses group.
+
+    Args:
+        shards: Spans (regularly spaced positions) of each member before the all-to-all.
 
     Returns:
-        int64 array, or None if the rows stay in the order of the members (ranks of the ulysses
-        group).
+        int64: for each row after the all-to-all, its index in the concatenated rows of all members.
+        None if rows stay in the order of the members.
     """
     spans = tuple(span for shard in shards for span in shard)
     if shared_spans(shards) == spans:
@@ -102,7 +105,7 @@ def shared_order(shards: Sequence[Sequence[Span]]) -> np.ndarray | None:
 
 
 def _joined_stripes(spans: Sequence[Span]) -> list[Span] | None:
-    """Join striped spans if together they are one span with a smaller stride; else return None."""
+    """Join striped spans into one span with a smaller stride; return None if that is impossible."""
     if len(spans) < 2:
         return None
     starts, (_, stride, length) = sorted(span.start for span in spans), spans[0]
@@ -131,10 +134,10 @@ def _joined_runs(spans: Sequence[Span]) -> list[Span] | None:
 
 
 def deferred_chunks(count: int) -> int:
-    """Return how many of the last head chunks compute the pair of the rank's own chunks at the end.
+    """Return the number of head chunks that compute the pair of the rank's own chunks at the end.
 
-    A head chunk is a group of heads with its own transfers. Pairs of earlier head chunks hide the
-    first transfers of these head chunks. The pairs of the rank's own chunks hide their last
-    transfers of gradients.
+    A head chunk is a group of heads with its own transfers. These are the last of `count` head
+    chunks. Pairs of earlier head chunks hide their first transfers. The pairs of the rank's own
+    chunks hide their last transfers of gradients.
     """
     return min(2, count // 2)

@@ -2,8 +2,8 @@
 """The program of one rank: what it does before and in each step, extracted from the tables.
 
 The tables (`tables.Tables`) have the pairs and transfers of all ranks. This module also decides
-when a received chunk is released, and when later head chunks compute the pair of the rank's own
-chunks.
+when the buffer of a received chunk is released. If heads are divided into head chunks, it decides
+when the later head chunks compute the pair of the rank's own chunks.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from .tables import Boundary, Chunk, Grid, Hop, Pair, Tables
 
 
 def program(tables: Tables, grid: Grid, rank: int, own_last: bool = False) -> tuple[Boundary, ...]:
-    """Return what a rank does, in order: one `Boundary` per step.
+    """Return the operations of a rank, in order: one `Boundary` per step.
+
+    After the last step, there are further boundaries, at which the last transfers end.
 
     Args:
         tables: Tables of the pass, for all ranks.
         grid: Grid of the ranks.
         rank: The rank.
         own_last: True to compute the pair of the rank's own chunks during the last transfer of a
-            partial result. False to compute it at its step in the tables. Later head chunks use
-            True: pairs of earlier head chunks hide their first transfers, and their own pair hides
-            their last transfer.
+            partial result. False to compute it at its step in the tables. Later head chunks (groups
+            of heads with their own transfers) use True: pairs of earlier head chunks hide the first
+            transfers of a later one, and the pair of the own chunks hides its last transfer.
     """
     hops = hops_of(tables, grid, rank)
     posted = [hop.post for hop in hops if hop.chunk.accumulated and hop.src == rank]
     pairs, own = pairs_of(tables, rank), Pair(rank, rank)
-    # Gradients land after the last step: boundaries without pairs drain them.
+    # Gradients land after the last step, at boundaries without pairs.
     end = max([tables.steps, *(hop.land for hop in hops), *(pairs.values())])
     if own_last and own in pairs and tables.transfers.accumulated.any():
         # The last boundary that posts a partial result: the rank's own pair runs during that hop.

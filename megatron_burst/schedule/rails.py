@@ -2,11 +2,12 @@
 """Routes of rows between nodes in a multicast: rails and relay nodes.
 
 A rail is the set of ranks with the same index in their nodes. A row crosses once to every other
-node that uses it, on the rail of its carrier. The carrier is normally the owner, because the rows
-then need no earlier hop within the node. If the owner's rail would be busier than the busiest node
-requires, the excess moves to rails with free capacity. If a node cannot send a copy to every target
-node within that load, target nodes relay the rows. Loads are counted in rows. Gradients take the
-same routes back, so both directions are balanced.
+node that uses it, on the rail of its carrier (the rank of the owner's node that sends the row to
+other nodes). The carrier is normally the owner, because the row then needs no earlier hop within
+the node. The busiest node requires a certain load of each rail. If a rail would have a larger load,
+the excess moves to rails with free capacity. If a node cannot send a copy to every target node
+within this load, target nodes relay the rows. Loads are counted in rows. Gradients take the same
+routes back, so both directions are balanced.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class Routes(NamedTuple):
 
     Attributes:
         bundles: The bundles. A bundle with several routes is split into several bundles.
-        carrier: [n], rail that sends the bundle between nodes: the index of these ranks in their
-            nodes.
+        carrier: [n], rail on which the bundle crosses to other nodes: the index of the rail's ranks
+            in their nodes.
         parent: [n, nodes], node that sends the bundle to each node; -1 for the owner's node and for
             nodes that do not use the bundle.
         handed: bool [n], true if other ranks of the owner's node also receive the bundle from the
@@ -51,7 +52,7 @@ class _Crossing(NamedTuple):
 
     Attributes:
         node: [n], owner's node.
-        rail: [n], owner's rail: its index in its node.
+        rail: [n], owner's rail: the index of the owner in its node.
         rows: [n], number of rows.
         targets: bool [n, nodes], other nodes that use the bundle.
         copies: [n], number of nodes to which the owner's node sends the bundle; these nodes relay
@@ -89,7 +90,7 @@ def routes(bundles: Bundles, grid: Grid) -> Routes:
 
 
 def _crossing(bundles: Bundles, grid: Grid) -> tuple[_Crossing, float]:
-    """Return the target nodes of all bundles, and the most rows that a rail may send."""
+    """Return the target nodes of all bundles, and the number of rows that a rail may send."""
     nodes, width = grid
     node, index = np.divmod(bundles.owner, width)
     targets = np.logical_or.reduce(bundles.users.reshape(-1, nodes, width), axis=2)
@@ -129,8 +130,8 @@ def _shares(
     Initially all rows of a bundle are on its owner's rail. If the entry of the bundle in `handed`
     (`Routes.handed`) is true, its rows are spread over all rails instead. Rows then move from rails
     with more than `most` rows to rails with free capacity, at least `least` rows at a time. The
-    function `_turns` determines the order in which bundles move. The result has numbers of rows,
-    int64 [n bundles, rails].
+    function `_turns` determines the order in which bundles move. The result, int64 [bundles,
+    rails], has the number of rows of each bundle on each rail.
     """
     nodes, width = grid
     node, index, rows, targets, copies = crossing
@@ -160,10 +161,11 @@ def _shares(
 
 
 def _turns(selected: np.ndarray, crossing: _Crossing) -> Iterator[np.ndarray]:
-    """Yield groups of bundles whose rows move to other rails at the same time, largest first.
+    """Yield groups of bundles (rows that the same ranks use) that move to other rails together.
 
-    A group has at most one bundle of each owner's node. Bundles with the same target node are
-    divided among `GROUPS` groups.
+    A group has at most one bundle per source node. The bundles of a source node follow in
+    descending order of the rows to send. Bundles of different source nodes with the same target
+    node are divided among at most `GROUPS` groups.
 
     Args:
         selected: Indices of the bundles that may move.
@@ -185,7 +187,7 @@ def _turns(selected: np.ndarray, crossing: _Crossing) -> Iterator[np.ndarray]:
 def _filled(move: np.ndarray, room: np.ndarray, least: int, own: np.ndarray) -> np.ndarray:
     """Divide rows that must leave a rail among other rails, in proportion to their free capacity.
 
-    So every rail keeps capacity for rows that can use only that rail.
+    So every rail keeps some capacity for rows that can use only this rail.
 
     Args:
         move: [i], number of rows of each bundle that must move.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedule of one pass over a grid, by the name of its algorithm.
+"""The schedule of one pass over a grid of ranks, made from the name of its algorithm.
 
-`forward` and `backward` build a schedule. The executor runs it, the simulator times it, `cost`
-counts its bytes, and `show` draws it; all of them read the tables. The tables contain rank numbers
-only: tensors, sizes and process groups are added later.
+`forward` and `backward` make a schedule. The executor runs the schedule, the simulator times it,
+`cost` counts its bytes, and `show` draws it. All of them read its tables. The tables contain only
+rank numbers; tensors, sizes and process groups are added later.
 """
 
 from __future__ import annotations
@@ -68,18 +68,18 @@ class Schedule(Demand):
         return ("out",) if self.row_bytes.out else ("dquery", "dkv")
 
     def travels(self, cache: dict[Any, Any]) -> tuple[list[tuple[str, bool]], set[str]]:
-        """Return which process groups this pass may use, with any mask, and for which transfers.
+        """Return the process groups and the families that this pass may use, with any mask.
 
         The result is computed on the smallest grid with the same levels, which needs the same
-        rings. It combines the transfers for large rows of keys and for large rows of queries,
-        because an algorithm may decide by bytes which of them it sends.
+        rings. It combines two tables of transfers, one for large rows of keys and one for large
+        rows of queries, because an algorithm may choose by bytes which tensors it sends.
 
         Args:
             cache: Dictionary in which results are stored; they do not depend on the mask.
 
         Returns:
-            A list of pairs (name of the ring's process group, whether it carries partial results),
-            and the set of the families that are sent, such as "kv".
+            A list of pairs: name of the process group, and whether its transfers carry partial
+            results. And the set of the families that are sent, such as "kv".
         """
         key = self.algorithm, self.route, self.side, self.grid, self.row_bytes
         if key not in cache:
@@ -106,14 +106,17 @@ class Schedule(Demand):
             yield replace(small, row_bytes=row_bytes).tables.transfers
 
     def program(self, rank: int, own_last: bool = False) -> tuple[Boundary, ...]:
-        """Return what `rank` does before and in each step; see `program.program` for `own_last`."""
+        """Return the operations of `rank` before and in each step.
+
+        `own_last` is the same as in `program.program`.
+        """
         return program(self.tables, self.grid, rank, own_last)
 
 
 def totals_of(
     schedule: Schedule, rank: int, hops: Iterable[Hop], calls: Iterable[tuple[Chunk, Chunk]]
 ) -> dict[tuple[str, int], Chunk]:
-    """Return the rows for which a rank sums partial results in a pass, by family and owner.
+    """Return the rows for which a rank sums partial results in a pass, for each family and owner.
 
     Args:
         schedule: Schedule of the pass.

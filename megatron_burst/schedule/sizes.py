@@ -28,7 +28,7 @@ class Sizes:
             outputs.
         needs_grad: Three bools: whether q, k and v need a gradient.
         key_tokens: Number of key rows of the rank. None: equal to `tokens`.
-        values_are_keys: True if values are the keys, which are then sent once.
+        values_are_keys: True if values and keys are the same tensor, which is then sent once.
     """
 
     tokens: int
@@ -94,7 +94,7 @@ class Sizes:
         return self.forward if schedule.row_bytes.out else self.backward
 
     def chunk_bytes(self, family: str) -> int:
-        """Return the bytes of a whole chunk: the larger number of forward and backward.
+        """Return the bytes of a whole chunk in forward or in backward, whichever are more.
 
         Args:
             family: Kind of tensors, such as "kv".
@@ -115,7 +115,7 @@ class Sizes:
         )
 
     def scattered_bytes(self, ranks: int, resends_q: bool = False) -> tuple[int, int]:
-        """Return the bytes that a rank sends to each other rank of its ulysses group in a pass.
+        """Return the bytes that a rank sends to each other rank of its ulysses group.
 
         `self` must hold the sizes on the ring, after the all-to-all. If there are fewer key/value
         heads than ranks, several ranks receive a copy of the same head.

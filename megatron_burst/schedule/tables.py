@@ -31,7 +31,7 @@ ROUTES: tuple[Route, ...] = get_args(Route)
 LINKS: tuple[Link, ...] = get_args(Link)
 FAMILIES = ("kv", "query", "dkv", "dquery", "out")  # see `Chunk.family`
 ALL = -1  # every bit set: all rows of a rank's own chunk, in the order of its shard
-RINGS = ("flat", "inter", "intra")  # a rank starts their exchanges in this order
+RINGS = ("flat", "inter", "intra")  # process groups, in the order in which a rank starts exchanges
 
 
 class Grid(NamedTuple):
@@ -96,9 +96,9 @@ class Hop(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """The queries and keys of one local attention, each of one owner.
+    """The queries of one owner and the keys of one owner, for which a rank computes attention.
 
-    If a chunk was received in several parts, the pair uses all parts that contain some of its rows.
+    If a chunk was received in several parts, the rank uses all parts with some rows of the pair.
 
     Attributes:
         query: Owner of the queries.
@@ -121,7 +121,7 @@ class Boundary:
         index: Number of the step. After the last step, there are boundaries at which the rank only
             waits for transfers.
         posts: Transfers from or to this rank that start before the step.
-        release: Received chunks that this rank does not need any more.
+        release: Received chunks whose buffers this rank releases before the step.
         pairs: Pairs of chunks that this rank computes in the step.
     """
 
@@ -183,15 +183,15 @@ class Transfers(NamedTuple):
 
     @property
     def accumulated(self) -> np.ndarray:
-        """Bool per transfer, true for partial results (gradients and partial outputs)."""
+        """One bool per transfer, true for partial results (gradients and partial outputs)."""
         return self.family >= FAMILIES.index("dkv")
 
     def where(self, rows: np.ndarray) -> Transfers:
-        """Return the transfers that `rows` selects; `rows` has indices, or a bool per transfer."""
+        """Return the transfers that `rows` selects, by indices or by one bool per transfer."""
         return Transfers(*(column[rows] for column in self))
 
     def between(self, grid: Grid) -> np.ndarray:
-        """Return a bool per transfer, true for transfers between nodes."""
+        """Return one bool per transfer, true for transfers between nodes."""
         return self.src // grid.intra != self.dst // grid.intra
 
     def hops(self, grid: Grid) -> Iterator[Hop]:
@@ -211,9 +211,9 @@ class Tables(NamedTuple):
             wait for transfers, are not counted.
         pairs: Pairs of all ranks.
         transfers: Transfers of all ranks.
-        queries: Bundles of the query rows (rows of one owner that the same ranks use); bit sets of
-            query rows refer to them.
-        keys: Bundles of the key rows; bit sets of key rows refer to them.
+        queries: Bundles of the query rows. A bundle is a group of rows of one owner that the same
+            ranks use. Bit sets of query rows have one bit per bundle.
+        keys: Bundles of the key rows. Bit sets of key rows have one bit per bundle.
     """
 
     steps: int
@@ -252,7 +252,10 @@ def transfers(
     post: np.ndarray,
     land: np.ndarray,
 ) -> Transfers:
-    """Return transfers of one family ("kv", "dkv", ...) on one ring, given the other columns."""
+    """Return transfers of one family ("kv", "dkv", ...) on one ring ("flat", "intra", "inter").
+
+    The other arguments are columns of `Transfers`.
+    """
     codes = FAMILIES.index(family), RINGS.index(ring)
     families, rings = (np.full(len(owner), code, dtype=np.int8) for code in codes)
     return Transfers(families, owner, rows, src, dst, rings, post, land)

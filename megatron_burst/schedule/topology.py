@@ -22,14 +22,14 @@ class Topology:
     Attributes:
         size: Number of ranks.
         per_node: Number of ranks on each node.
-        ulysses: Number of ranks in a ulysses group, which exchange rows for heads; 1 for no
-            ulysses.
+        ulysses: Number of ranks in a ulysses group. The ranks of a group exchange rows for heads. 1
+            if ranks do not share heads.
         placement: "head_first" puts neighbouring ranks into one ulysses group, which keeps the
             all-to-all within a node. "context_first" puts neighbouring ranks into one ring.
 
     Raises:
-        ValueError: The sizes do not divide each other, or the nodes of a ring would hold unequal
-            numbers of ranks. The message lists the sizes that work.
+        ValueError: `per_node` or `ulysses` does not divide `size`, or the nodes of a ring would
+            hold unequal numbers of ranks. The message lists the sizes that work.
     """
 
     size: int
@@ -62,9 +62,9 @@ class Topology:
         if not self.fits(self.ulysses):
             raise ValueError(
                 f"placement: {self.placement} with ulysses={self.ulysses} gives a ring whose nodes "
-                f"hold unequal numbers of ranks ({self._nodes_of_ring(0)}); choose ulysses so that "
-                f"it divides, or is a multiple of, the {self.per_node} ranks per node; "
-                f"use ulysses={alternatives(self.ulysses_that_fit)}"
+                f"hold unequal numbers of ranks (its ranks are on nodes {self._nodes_of_ring(0)}); "
+                f"choose ulysses so that it divides, or is a multiple of, the {self.per_node} "
+                f"ranks per node; use ulysses={alternatives(self.ulysses_that_fit)}"
             )
 
     @classmethod
@@ -110,7 +110,10 @@ class Topology:
         return index, ring
 
     def rank_at(self, index: int, ring: int) -> int:
-        """Return the rank with these indices in its ulysses group and ring; inverts `place`."""
+        """Return the rank at an index in its ulysses group and an index in its ring.
+
+        This is the inverse of `place`.
+        """
         if self.placement == "head_first":
             return ring * self.ulysses + index
         return index * self.ring_size + ring

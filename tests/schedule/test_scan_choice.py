@@ -235,7 +235,7 @@ def test_chains_that_travel_nowhere():
 
 def test_another_grid_is_refused():
     actual = made("ring", 4, 2)[1]
-    with pytest.raises(ValueError, match="topology: it has 8 ranks, but the chains have 4"):
+    with pytest.raises(ValueError, match="topology has 8 ranks, but chains has 4"):
         choose(actual, Topology(8, 2), BIG)
 
 

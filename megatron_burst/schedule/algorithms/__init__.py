@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of algorithms: each makes the `Tables` of a pass from its `Demand`.
+"""The table of algorithms. An algorithm makes the `Tables` of a pass from its `Demand`.
 
 Flags, errors, documentation and the choice of `auto` read the names and properties of algorithms
-from `ALGORITHMS`. Each file is imported when one of its algorithms first makes tables, so a run
+from `ALGORITHMS`. A file is imported when one of its algorithms first makes tables, so a run
 imports only the algorithms that it uses.
 """
 

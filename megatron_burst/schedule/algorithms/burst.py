@@ -6,11 +6,12 @@ started before computation. In the two-level ring, chunks move at every step wit
 per outer step between nodes. Either keys and values or queries are sent, and the other tensors stay
 on their rank. Gradients of the sent chunks follow one step behind and end at their owner.
 
-This module differs from the paper in three ways. A rank's contribution to its own gradient stays on
-the rank, and a node's contribution to its own gradients stays in the node. So copies and gradients
-both make G - 1 hops on one ring of G ranks. With M nodes of L ranks, they make M (L - 1) hops
-within nodes and M - 1 hops between nodes. A hop carries only the rows that a rank further along the
-ring uses, and is omitted if there are none. Rings run in the direction that sends fewer bytes.
+This module differs from the paper in three ways. First, a rank's contribution to its own gradient
+stays on the rank, and a node's contribution to its own gradients stays in the node. So copies and
+gradients both make G - 1 hops on one ring of G ranks. With M nodes of L ranks, they make M (L - 1)
+hops within nodes and M - 1 hops between nodes. Second, a hop carries only the rows that a later
+rank of the ring uses, and is omitted if there are none. Third, rings run in the direction that
+sends fewer bytes.
 
 Steps are counted as in LoongTrain's double ring: an outer step per node, an inner step per rank of
 the node.
@@ -74,8 +75,8 @@ class _Path:
     Attributes:
         users: bool [bundle, outer step, inner step], true if the rank that has the bundle at this
             step uses it.
-        hops: Axis (1 between nodes, 2 within nodes) -> two arrays: how often copies are sent on,
-            and how often gradients are sent on.
+        hops: Axis (1 between nodes, 2 within nodes) -> two arrays: number of hops of the copy of
+            each bundle, and number of hops of its gradient.
         ways: Axis -> direction of the rings: 1 to the next rank or node, -1 to the previous one.
     """
 
@@ -96,7 +97,7 @@ class _Path:
             self._choose_way(axis)
 
     def moves(self, axis: int, gradient: bool) -> np.ndarray:
-        """Return whether a bundle is sent on to the next rank or node after a step.
+        """Return whether each bundle is sent to the next rank or node after each step.
 
         A bundle is the set of an owner's rows that the same ranks use. No gradient is sent within a
         node at inner step 0. The rank that has the bundle at that step collects the sum of its node
@@ -116,7 +117,7 @@ class _Path:
         return step >= length - hops if gradient else step < hops
 
     def _hops(self, axis: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return how often copies and how often gradients are sent on along an axis, as two arrays.
+        """Return the numbers of hops of copies and of gradients along an axis, as two arrays.
 
         A copy is sent up to the last rank or node that uses it. A gradient is sent from the first
         rank or node that adds to it. The arrays are [bundle, outer step] within nodes (axis 2) and
@@ -172,7 +173,7 @@ class _Path:
         A rank starts to send a copy before it computes with it, so the copy travels during the
         rank's step (BurstEngine, Algorithm 1). A gradient is complete only after the step, so it
         travels during the next step, one step behind its chunk. When it arrives, the receiver has
-        computed its own part.
+        computed its own contribution.
 
         Args:
             family: Name of the sent tensors ("kv" or "query"), or of their gradients ("dkv" or

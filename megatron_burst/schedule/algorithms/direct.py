@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Direct transfers: owners send chunks to the ranks that use them, which send gradients back.
 
-Rank r computes with the chunk of r - t at step t, as on one ring. Direct transfers send fewer bytes
-than a ring if a mask leaves few users per chunk (documents, windows). If many ranks use each chunk,
-they send more bytes over slow links than a ring, which uses fast links for most hops.
+Rank r computes with the chunk of rank r - t at step t, as on one ring. If few ranks use each chunk
+(masks with documents or windows), direct transfers send fewer bytes than a ring. If many ranks use
+each chunk, direct transfers send more bytes over slow links than a ring, which uses fast links for
+most hops.
 """
 
 from __future__ import annotations
@@ -18,22 +19,24 @@ from ..tables import Tables, transfers
 def all_gather(demand: Demand) -> Tables:
     """Return the pairs and transfers of `all_gather`: all chunks are sent at the start.
 
-    Owners start all sends of their chunk to the ranks that use it before the first step, and wait
-    for gradients at the end. So ranks need to be equally busy only in total and not at each step,
-    which suits packed documents. A rank holds all chunks that it uses and, at the end, all
-    gradients of its own chunk.
+    Before the first step, an owner starts to send its chunk to all ranks that use it. It waits for
+    gradients at the end. So ranks need equal work only in total and not at each step, which suits
+    packed documents. A rank holds all chunks that it uses and, at the end, all received gradients
+    of its own chunk.
     """
     return tables(demand, ahead=demand.grid.size, at_end=True)
 
 
 def tables(demand: Demand, *, ahead: int | None = None, at_end: bool = False) -> Tables:
-    """Return pairs and transfers with which owners send chunks directly to the ranks that use them.
+    """Return the pairs and transfers of a pass without rings.
+
+    Owners send chunks directly to the ranks that use them.
 
     Args:
         demand: Demand of the pass.
         ahead: Number of steps between the sending of a chunk and its use. Default: one step, so
-            that a rank holds at most two received chunks. If ranks use few rows, the default is the
-            largest number of steps for which rows need at most the memory of two whole chunks.
+            that a rank holds at most two received chunks. If ranks use few rows, the default is
+            `Demand.ahead`: more steps, with at most the memory of two whole chunks.
         at_end: True if ranks wait for all gradients after the last step.
     """
     ring = FlatRing(demand, demand.travelling)

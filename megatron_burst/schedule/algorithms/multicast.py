@@ -23,7 +23,7 @@ this turn, and in the turn that begins when these hops end. Gradients are posted
 after their step.
 
 If ranks use few rows of a chunk, as with packed documents, hops of copies and of gradients may take
-more steps, within the memory that whole chunks would need. Ranks are then unequally busy at a step,
+more steps, within the memory that whole chunks would need. Ranks then have unequal work at a step,
 and a rank that is slow at one step does not delay ranks that need its rows only later.
 """
 
@@ -46,8 +46,8 @@ NEVER = 1 << 30
 class _CopyHops(NamedTuple):
     """All transfers of copies as parallel arrays: transfers to peers, then transfers to gates.
 
-    Gates are the gateways of nodes, and peers are all other ranks. Gradients take the same routes
-    back.
+    A gate is the rank that receives rows for its node and relays them. Peers are all other ranks.
+    Gradients take the same routes back.
 
     Attributes:
         way: Route of the rows, an index into the arrays [ways, ...] of `MulticastPaths`.
@@ -84,7 +84,7 @@ def tables(demand: Demand) -> Tables:
 
 
 def tables_of(timing: MulticastTiming) -> Tables:
-    """Return the pairs and transfers of a pass with these routes and times."""
+    """Return the pairs and transfers of a pass with the routes and times of `timing`."""
     demand, steps = timing.demand, int(timing.step.max()) + 1
     parts = [timing.copies(), *([timing.gradients()] if demand.gradients else [])]
     return demand.as_tables(steps, timing.pairs(), parts, timing.paths.bundles)
@@ -213,8 +213,8 @@ class MulticastTiming:
     Attributes:
         paths: Routes of the rows, shared by all passes that send the same tensors.
         step: [owner, rank], step at which a rank computes with a chunk.
-        within: Number of steps that a transfer within a node may last.
-        between: Number of steps that a transfer between nodes may last.
+        within: Largest number of steps that a transfer within a node lasts.
+        between: Largest number of steps that a transfer between nodes lasts.
     """
 
     def __init__(self, demand: Demand):
@@ -235,7 +235,7 @@ class MulticastTiming:
         return np.maximum(step, least, dtype=np.int32, casting="unsafe")
 
     def _in_turn(self) -> np.ndarray:
-        """Return the step of each pair, int32 [owner, rank], without waits for transfers.
+        """Return the step of each pair, int32 [owner, rank], as if transfers needed no time.
 
         A rank computes with the chunks of one node after another, in rotation. The chunks of its
         own node are first. If gradients are sent, half of these chunks are last instead. The chunks
@@ -277,7 +277,7 @@ class MulticastTiming:
         return self.demand.pairs(rank, step, owner, of_pair, own=self.step.diagonal())
 
     def copies(self) -> Transfers:
-        """Return the transfers of copies; each ends when a pair or a relay needs its rows."""
+        """Return the transfers of copies. Each ends when a pair or a relay needs the rows."""
         paths = self.paths
         hops, step = paths.hops, self.step[paths.owner]
         # A gate needs the rows for its own step, and to serve peers.
@@ -295,7 +295,7 @@ class MulticastTiming:
         return self._transfers(False, hops, hops.src, hops.dst, post, by)
 
     def gradients(self) -> Transfers:
-        """Return the transfers of gradients; each starts after the last contribution to it."""
+        """Return the transfers of gradients. Each starts after the last contribution to the sum."""
         paths = self.paths
         hops, step = paths.hops, self.step[paths.owner]
         adds = (paths.use != 0) & paths.served
@@ -307,7 +307,7 @@ class MulticastTiming:
         return self._transfers(True, hops, hops.dst, hops.src, post, post + self._takes(hops))
 
     def _takes(self, hops: _CopyHops) -> np.ndarray:
-        """Return the number of steps that each transfer lasts."""
+        """Return the number of steps that each transfer may last."""
         return np.where(hops.crosses, self.between, self.within).astype(np.int32)
 
     def _transfers(self, gradient, hops: _CopyHops, src, dst, post, land) -> Transfers:
@@ -321,11 +321,11 @@ class MulticastTiming:
 class _JoinedTiming(MulticastTiming):
     """Times of a pass in which one kernel call computes with all chunks of a node.
 
-    Such a call is at every second step. A transfer lasts two steps, so it runs while the rank
-    computes with the previous node's chunks. A rank receives from its gateway one turn before it
-    computes, and the gateway receives two turns before. So a rank holds the chunks of two nodes,
-    and a gateway also one chunk of a third node. In backward, it also holds the gradients of as
-    many chunks.
+    There is a call at every second step; these two steps are a turn. A transfer lasts two steps, so
+    it runs while the rank computes with the previous node's chunks. A rank receives from its
+    gateway one turn before it computes, and the gateway receives two turns before. So a rank holds
+    the chunks of two nodes, and a gateway also one chunk of a third node. In backward, a rank also
+    holds the gradients of as many chunks.
     """
 
     def __init__(self, demand: Demand):
@@ -350,8 +350,8 @@ def _runs_of_equal_hops(
 
     Returns:
         Index of the first bundle of each group; int [groups, nodes], the node that sends to each
-        node, or -1. If the owner's node sends to all target nodes directly, all entries are -1, so
-        bundles with different target nodes can be in one group.
+        node, or -1. If the owner's node sends to all target nodes directly, all entries of a group
+        are -1, so bundles with different target nodes can be in one group.
     """
     from_home = (parent == parent.max(axis=1, initial=-1)[:, None]) | (parent < 0)
     tree = np.where(from_home.all(axis=1)[:, None], -1, parent)

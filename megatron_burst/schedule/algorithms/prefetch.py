@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefetch: a multicast that sends all rows before ranks use them, and all gradients at the end.
 
-With packed documents, ranks compute unequally much at each step, even if all compute equally much
-in total. With an exchange at every step, ranks wait at each step for the slowest rank. With this
-algorithm, ranks synchronize only twice. Copies are sent at the first boundaries, and are relayed as
-soon as they arrive. A rank that relays rows computes nothing before it has relayed them. Then it
-computes with its own chunk and, when all copies have arrived, with the chunks of other ranks. If
-keys are sent, the chunks of other ranks are one kernel call (`execution.joined`).
+With packed documents, ranks have unequal work at each step, even if they have equal work in total.
+With an exchange at every step, all ranks wait at each step for the slowest rank. With this
+algorithm, ranks synchronize only twice. Copies are sent at the first boundaries (moments between
+steps), and are relayed as soon as they arrive. A rank that relays rows computes nothing before it
+has relayed them. Then it computes with its own chunk and, when all copies have arrived, with the
+chunks of other ranks. If keys are sent, one kernel call computes with all chunks of other ranks
+(`execution.joined`).
 
 Gradients leave after the computation with chunks of other ranks, and are summed on their way back.
 Ranks wait for gradients after the pair of their own chunk, which is the last pair in backward. A

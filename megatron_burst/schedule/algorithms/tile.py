@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tile: each rank computes the queries of its row of a rank grid with the keys of its column.
 
-Source: Attention2D (arXiv 2503.15758) and Mesh-Attention (arXiv 2512.20968). If each rank computes
-with `b` query chunks and `a` key chunks (a * b = G), a chunk is sent to b - 1 or a - 1 ranks
-instead of G - 1. Here, rows and columns have two levels: nodes, and ranks within nodes. A chunk is
-sent once to each other node that uses it. The receiver is the rank with the owner's index in that
-node, and it relays the chunk within the node. Partial results use the same route back and are
-summed in the node before they are sent to the owner's node.
+Source: Attention2D (arXiv 2503.15758) and Mesh-Attention (arXiv 2512.20968). If each of G ranks
+computes with `b` query chunks and `a` key chunks (a * b = G), a query chunk is sent to b - 1 ranks
+and a key chunk to a - 1 ranks, instead of G - 1 ranks. In this module, rows and columns have two
+levels: nodes, and ranks within nodes. A chunk is sent once to each other node that uses it. The
+receiver is the rank with the owner's index in that node, and it relays the chunk within the node.
+Partial results take the same route back and are summed in the node before they are sent to the
+owner's node.
 
 A tile is slower than a ring if computation hides all hops of the ring, because no later pairs hide
 a tile's last partial results. Between two nodes, or if few rows are used, a tile sends no fewer
@@ -14,7 +15,7 @@ bytes than a ring. A rank holds more chunks in a tile than in a ring.
 
 This module decides the order of the pairs, which is the same for all ranks (`_order`). All times
 follow from this order: a copy lands before the first pair that uses it, and a partial result is
-sent after the last pair that adds to it. `tile_shape` decides the grid.
+sent after the last pair that adds to it. `tile_shape` chooses the numbers of chunks.
 """
 
 from __future__ import annotations
@@ -47,17 +48,22 @@ def tables(demand: Demand, *, shape: Shape | None = None) -> Tables:
 def _order(shape: Shape, keys_first: bool) -> np.ndarray:
     """Return the step of each pair: int [query_nodes, query_ranks, key_nodes, key_ranks].
 
-    Indices are the distances from the owner of the queries, and from the owner of the keys, to the
-    rank that computes the pair, in nodes and in ranks.
+    The first two indices are the distance, in nodes and in ranks, from the owner of the queries to
+    the rank that computes the pair. The last two are the distance from the owner of the keys.
 
     Chunks of one family (keys or queries) are gathered first and stay on the rank. Chunks of the
     other family arrive one by one. When such a chunk arrives, it is computed with all gathered
     chunks, and then its partial result is sent. With the last arriving chunk, the gathered chunks
     are finished one after another, the rank's own last. This is the order between nodes, and also
-    within a rank's own node. Half of that node's pairs come before all others and hide the first
-    transfers between nodes. The other half come after all others and hide the last transfers. The
-    rank's own pair is the first, because no transfer delays it. For later head chunks, `program`
-    moves this pair to the end.
+    within a rank's own node. Half of the pairs of the own node are computed before the pairs of
+    other nodes, and hide the first transfers between nodes. The other half are computed after the
+    pairs of other nodes, and hide the last transfers. The pair of the rank's own chunks is the
+    first, because no transfer delays it. For later head chunks, `program` moves this pair to the
+    end.
+
+    Args:
+        shape: Shape of the tile.
+        keys_first: True if keys are gathered, False if queries are gathered.
     """
     if keys_first:
         a, b, ranks_a, ranks_b = shape
@@ -164,10 +170,10 @@ class _TileFamily:
         return np.maximum(self.last[:, 0] + 1, (self.last[:, 1:] + 2).max(axis=1, initial=0))
 
     def copies(self, crossing: dict[int, int]) -> list[Transfers]:
-        """Return the transfers of copies: to the gate of each node, and from there to its ranks.
+        """Return the transfers of copies: from owners to gates, and from gates to other ranks.
 
-        The gate of a node is its rank with the owner's index. A copy travels while ranks compute
-        the pairs of the previous copy.
+        The gate of a node is its rank with the owner's index. It relays the copy within the node. A
+        copy travels while ranks compute the pairs of the previous copy.
 
         Args:
             crossing: Result of `_chained`: boundary at which a transfer between nodes ends ->
@@ -221,7 +227,7 @@ class _TileFamily:
 
 
 class _TilePosition(NamedTuple):
-    """Ranks, and their node and rank coordinates along the column (keys) or row (queries)."""
+    """Ranks, and their coordinates (node, rank in the node) along the column or row of the tile."""
 
     rank: np.ndarray
     node: np.ndarray

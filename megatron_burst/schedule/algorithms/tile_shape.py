@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of a tile: how many query chunks and key chunks a rank computes, chosen by bytes.
+"""The shape of a tile: the numbers of query chunks and key chunks with which a rank computes.
 
-The grid is chosen by the rows that would be sent and the memory that a rank would need. Bytes
-between nodes are compared first and bytes within nodes second. A link between nodes is several
-times slower, and many shapes send the same bytes over it.
+The shape is chosen by the bytes that ranks would send and the memory that a rank would need. Bytes
+between nodes are compared first, because links between nodes are several times slower. Bytes within
+nodes are compared second, because many shapes send the same bytes between nodes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ HOLDS = 32  # largest memory of a tile, as a multiple of a rank's own chunks
 class Shape(NamedTuple):
     """A grid of nodes, and a grid of ranks within each node: columns for keys, rows for queries.
 
-    Node (I, J) has the number I * query_nodes + J, and rank (i, j) of a node has the index i *
-    query_ranks + j. A rank computes the queries of all ranks with its I and i, and the keys of all
-    ranks with its J and j.
+    Node (I, J) has the number I * query_nodes + J. Rank (i, j) of a node has the index i *
+    query_ranks + j. A rank computes with the queries of all ranks that have the same I and i, and
+    with the keys of all ranks that have the same J and j.
     """
 
     key_nodes: int
@@ -59,13 +59,14 @@ def shapes(grid: Grid) -> list[Shape]:
 def memory(shape: Shape, row_bytes: RowBytes, rows: int = 1) -> int:
     """Return the largest number of bytes of whole chunks that a rank holds, including its own.
 
-    In backward, a rank holds at most `keys` chunks of (K, V, dK, dV) and `queries` chunks of (Q,
-    dO, D, lse, dQ). In forward, it holds (K, V) and (Q, O). Keys or queries are gathered
-    (`gathers_keys`): they stay on the rank. Chunks of the other family from other nodes are
-    released node by node. So of this family, a rank holds only the chunks of its own node and of
-    one other node, and the next chunk that crosses. If all chunks of the other family are from one
-    node, chunks of the gathered family are also released node by node. Partial results in flight
-    for other ranks are not counted.
+    In backward, a rank holds chunks of (K, V, dK, dV) and chunks of (Q, dO, delta, lse, dQ). In
+    forward, it holds (K, V) and (Q, O). `chunks_held` returns the numbers of chunks.
+
+    One family, keys or queries, is gathered (`gathers_keys`): its chunks stay on the rank. Chunks
+    of the other family are released node by node. So of the other family, a rank holds only the
+    chunks of its own node and of one other node, and the next chunk that crosses. If all chunks of
+    the other family are from one node, gathered chunks are also released node by node. Partial
+    results in flight for other ranks are not counted.
 
     Args:
         shape: The shape.
@@ -149,9 +150,9 @@ def _bytes_within(demand: Demand, candidates: list[Shape]) -> dict[Shape, int]:
 
 
 def _families(demand: Demand) -> list[tuple[str, Bundles, int]]:
-    """Return (name, bundles, bytes of a row and its results) for keys and for queries.
+    """Return (name, bundles, bytes of a row and of its results) for keys and for queries.
 
-    Bundles are rows of one owner that the same ranks use.
+    A bundle is a group of rows of one owner that the same ranks use.
     """
     kv, query, dkv, dquery, out = demand.row_bytes
     visibility = demand.visibility
@@ -171,11 +172,13 @@ def _rows_elsewhere(bundles: Bundles, users: np.ndarray, own: np.ndarray) -> int
 
 
 def users_by_place(bundles: Bundles, shape: Shape, family: str) -> np.ndarray:
-    """Return which places of the owner's column (keys) or row (queries) use each bundle.
+    """Return which ranks of the owner's column (keys) or row (queries) need each bundle.
+
+    A rank needs keys if some query with which it computes sees them. It needs queries if they see
+    some key with which it computes.
 
     Returns:
-        bool [n, key_nodes, key_ranks] or [n, query_nodes, query_ranks]: true for keys that some
-        query of the rank's row sees, and for queries that see some key of its column.
+        bool [n, key_nodes, key_ranks] for keys, [n, query_nodes, query_ranks] for queries.
     """
     keys, queries, key_ranks, query_ranks = shape
     by_node = bundles.users.reshape(-1, keys, queries, key_ranks * query_ranks)

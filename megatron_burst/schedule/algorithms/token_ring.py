@@ -6,10 +6,10 @@ partial output of a step is sent with its lse directly back to the owner of the 
 direction of the ring, during the next step. The owner merges it by online softmax. The algorithm is
 for ranks that are all directly connected, so that opposite directions do not share a link.
 
-The published code has no backward. Backward in this module works like forward: the side that is
-sent moves to the next rank, and its gradients are sent directly back. This module also differs from
-the publication in two ways: a row is forwarded only as long as a rank further along uses it, and
-the ring runs in the direction that sends fewer bytes.
+The published code has no backward. Backward in this module works like forward: the tensors of
+`demand.side` move to the next rank, and their gradients are sent directly back. This module also
+differs from the publication in two ways. A row is forwarded only if a later rank of the ring uses
+it. And the ring runs in the direction that sends fewer bytes.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 """Two rings in opposite directions: each chunk is sent in two halves, one per direction.
 
 The algorithm is for ranks with a separate direct link to each neighbour. Each link then carries
-half of what one ring sends over one link. At step t, rank r has the first half of the chunk of rank
-r - t, and the second half of the chunk of rank r + t. If the number of ranks is even, both halves
-of the farthest chunk arrive at the same step. Gradients follow their rows one step later and end at
-their owner. A half is sent in the other direction if that sends at most half as many bytes.
+half the bytes that a single ring sends over one link. At step t, rank r has the first half of the
+chunk of rank r - t, and the second half of the chunk of rank r + t. If the number of ranks is even,
+both halves of the farthest chunk arrive at the same step. Gradients follow their rows one step
+later and end at their owner. If the opposite direction sends at most half as many bytes of a half,
+this half is sent in the opposite direction.
 """
 
 from __future__ import annotations
@@ -35,13 +36,17 @@ class OneWay(FlatRing):
     """A ring over all ranks in one direction, and its transfers from neighbour to neighbour."""
 
     def moves(self, family: str) -> np.ndarray:
-        """Return whether each bundle is sent on to the next rank after each step, [bundle, step].
+        """Return whether each bundle is sent to the next rank after each step.
 
-        A bundle is the set of an owner's rows that the same ranks use. A copy is sent on as long as
-        a later rank uses it. A gradient is sent on from the first rank that contributes to it.
+        A bundle is the set of an owner's rows that the same ranks use. A copy is sent to the next
+        rank if that rank or a later one uses it. A gradient is sent from the first rank that
+        contributes to it.
 
         Args:
             family: Name of the sent tensors ("kv" or "query"), or of their gradients.
+
+        Returns:
+            bool [bundle, step].
         """
         if family != self.demand.side:
             return np.logical_or.accumulate(self.users, axis=1)
@@ -53,7 +58,7 @@ class OneWay(FlatRing):
 
         A copy travels to the next rank while this rank computes with it. A gradient is complete
         only after the step, so it travels during the next step. When it arrives, the receiver has
-        computed its own part.
+        computed its own contribution.
 
         Args:
             family: Name of the sent tensors ("kv" or "query"), or of their gradients.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scan algorithm `all_gather`: a piece's map is sent to every rank that holds a later piece.
+"""Scan algorithm `all_gather`: a piece's map is sent to every rank with a later piece.
 
-Source: LASP-2 (arXiv 2502.07563). A map is the effect of a piece on a state. A map crosses to
-another node once, to one rank that needs it. In a second round, this rank sends the map to the
-other ranks of its node that need it.
+Source: LASP-2 (arXiv 2502.07563). A piece is a run of consecutive positions of a document on one
+rank. Its map is its effect on the state of linear attention. A map crosses to another node once, to
+one rank that needs it. In a second round, this rank sends the map to the other ranks of its node
+that need it.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def count_users(runs: PieceRuns) -> int:
 
 
 def _lasts(runs: PieceRuns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return which runs precede a rank's last run in a document, per (document, rank).
+    """Return, for each document and rank, the runs before the rank's last run of the document.
 
     Returns:
         Three parallel arrays: rank; first run of the document; number of the document's runs before
@@ -79,8 +80,8 @@ def carried(
 ) -> tuple:
     """Return hops that send the effect of runs of pieces on a state, as an argument of `table`.
 
-    A run is a sequence of consecutive pieces of a document on one rank. A hop carries its map. For
-    the first run of a document, it carries the state after the run instead. The rank that holds the
+    A run is a sequence of consecutive pieces of a document on one rank. A hop carries the map of a
+    run, or, for the first run of a document, the state after the run. The rank that holds the first
     run can compute this state, because the state before the run is zero or is available on all
     ranks.
     """

@@ -56,13 +56,13 @@ def cut(blocks: int, heads: int, rows: int, columns: int, mixes: bool) -> StateB
         mixes: True if the transition is a matrix, which mixes rows.
 
     Raises:
-        ValueError: Heads, columns and rows cannot be divided that way.
+        ValueError: A state of this size cannot be divided into `blocks` equal blocks.
     """
     shares = _shares(blocks, heads, rows, columns, mixes)
     if shares is None:
         raise ValueError(
             f"blocks: {heads} heads of {rows} x {columns} cannot be cut into {blocks} equal blocks"
-            f"{' of whole columns' * mixes}; of the numbers up to 64 these work: "
+            f"{' of whole columns' * mixes}; these numbers up to 64 work: "
             f"{able(64, heads, rows, columns, mixes)}"
         )
     return StateBlocks((heads, rows, columns), shares)

@@ -34,7 +34,7 @@ class ScanChoice(NamedTuple):
         algorithm: Name of the algorithm.
         blocks: Number of blocks of a state.
         seconds: Predicted seconds until the last rank has finished.
-        tried: (algorithm, blocks, seconds) of all candidates, the chosen one first.
+        tried: (algorithm, blocks, seconds) of all candidates, the chosen candidate first.
     """
 
     algorithm: str
@@ -66,7 +66,7 @@ class LinkRates(Protocol):
 
 
 def links_of(rates: LinkRates | None) -> Links:
-    """Return the links of measured or stated rates, or `NOMINAL` for None."""
+    """Return `Links` with the speeds in `rates`, or `NOMINAL` if `rates` is None."""
     if rates is None:
         return NOMINAL
     values = rates.intra, rates.inter, rates.latency, rates.latency
@@ -104,9 +104,10 @@ def choose(
 def blocks_for(
     algorithm: str, chains: Chains, topology: Topology, sizes: ScanSizes, links: Links = NOMINAL
 ) -> int:
-    """Return the number of blocks with the shortest predicted time for an algorithm of `SCANS`.
+    """Return the number of blocks with the shortest predicted time of an algorithm.
 
-    The other arguments and the errors are the same as in `choose`.
+    `algorithm` is a name in `SCANS`. The other arguments and the errors are the same as in
+    `choose`.
     """
     return _Trials(chains, topology, sizes, links).best(algorithm)[0]
 
@@ -117,8 +118,8 @@ class _Trials:
     def __init__(self, chains: Chains, topology: Topology, sizes: ScanSizes, links: Links):
         if topology.size != chains.ranks:
             raise ValueError(
-                f"topology: it has {topology.size} ranks, but the chains have {chains.ranks}; use "
-                "the same grid for both"
+                f"topology has {topology.size} ranks, but chains has {chains.ranks}; use the same "
+                "grid for both"
             )
         self.chains, self.topology, self.sizes, self.links = chains, topology, sizes, links
         self.runs = runs_of(chains)
@@ -132,8 +133,9 @@ class _Trials:
     def best(self, name: str, limit: float = math.inf) -> tuple[int, float]:
         """Return the fastest number of blocks for algorithm `name`, and its predicted seconds.
 
-        The search starts at an estimate, and halves or doubles the number as long as that is
-        faster. For "scan", it ends at the estimate if no estimated time is below `limit` seconds.
+        The search starts at an estimate, and halves or doubles the number as long as the time
+        decreases. For "scan", it ends at the estimate if no estimated time is below `limit`
+        seconds.
         """
         if name not in ("scan", "two_level") or not self.runs.follows.any():
             return 1, self.seconds(name, 1)
@@ -154,7 +156,10 @@ class _Trials:
 
     @cached_property
     def _crosses(self) -> np.ndarray:
-        """Bool [runs], true for runs of pieces that receive their state from another node."""
+        """Bool [runs], true for runs of pieces that receive their state from another node.
+
+        A run is a sequence of consecutive pieces of a document on one rank.
+        """
         node = self.runs.rank // self.topology.per_node
         return (self.runs.nth > 0) & np.append(False, node[1:] != node[:-1])
 

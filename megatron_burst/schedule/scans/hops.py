@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of hops of a state scan, over all ranks.
 
-A piece i changes a state to map_i(S) = A_i S + B_i. The state that enters a piece is the state
-after the previous piece. At the start of a document, the entering state is the initial state or
-zero. A hop carries either a state that enters a piece or the map of a run of pieces. Algorithms
-decide only whether a state or a map is sent, and when. The executor runs the table, `timing`
-simulates it, and `sizes` counts its bytes.
+Piece i (a run of consecutive positions of a document on one rank) changes a state S to map_i(S) =
+A_i S + B_i. The state that enters a piece is the state after the previous piece. The state that
+enters the first piece of a document is the initial state or zero. A hop carries either a state that
+enters a piece, or the map of a run of pieces. Algorithms decide only whether a state or a map is
+sent, and when. The executor runs the table, `timing` simulates it, and `sizes` counts its bytes.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Hops(NamedTuple):
             `first` to `last`, which are of one document.
         first: Index of the first piece.
         last: Index of the last piece.
-        block: Index of the block of the state that is sent (`blocks.cut`); for a map, the part that
-            this block needs. ALL_BLOCKS for the whole state or map.
+        block: Index of the block of the state (`blocks.cut`) that is sent. A hop of a map carries
+            the part of the map that this block needs. ALL_BLOCKS for the whole state or map.
     """
 
     round: np.ndarray
@@ -87,7 +87,7 @@ class PieceRuns(NamedTuple):
 
     @property
     def document(self) -> np.ndarray:
-        """Number of each run's document, int64 [runs]; empty documents are not counted."""
+        """Index of each run's document among the documents that are not empty, int64 [runs]."""
         return np.cumsum(self.nth == 0) - 1
 
 

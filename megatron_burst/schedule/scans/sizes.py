@@ -68,7 +68,7 @@ class ScanSizes(NamedTuple):
         return able(most, self.heads, self.rows, self.columns, self.form == "matrix")
 
     def of(self, hops: Hops, blocks: int) -> np.ndarray:
-        """Return the bytes of each hop, int64 [hops], if a state is cut into `blocks` blocks."""
+        """Return the bytes of each hop, int64 [hops]; a state has `blocks` blocks."""
         heads, rows, _ = self.cut(blocks).shape
         all_blocks = hops.block == ALL_BLOCKS
         state = np.where(all_blocks, self.state, self.state // blocks)
@@ -76,9 +76,15 @@ class ScanSizes(NamedTuple):
         return state + np.where(hops.kind == MAP, transition, 0)
 
     def sent(self, hops: Hops, blocks: int, topology: Topology) -> np.ndarray:
-        """Return the bytes that each rank sends: within its node, and between nodes.
+        """Return the bytes that each rank sends within its node and to other nodes.
 
-        The array is int64 [ranks, 2].
+        Args:
+            hops: Hops of the scan.
+            blocks: Number of blocks of a state.
+            topology: Placement of the ranks.
+
+        Returns:
+            int64 [ranks, 2].
         """
         nodes = topology.per_node
         far = hops.source // nodes != hops.destination // nodes

@@ -55,7 +55,7 @@ class Messages(NamedTuple):
         far: True if the message crosses between nodes.
         leaves: Seconds from the start of the round on the sender until the message is sent.
         lasts: Seconds during which the message occupies a NIC.
-        fold: Seconds that the receiver needs to combine the message.
+        fold: Seconds that the receiver needs to combine the states and maps of the message.
     """
 
     round: np.ndarray

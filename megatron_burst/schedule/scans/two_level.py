@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scan algorithm `two_level`: maps are sent within nodes, and states between nodes.
 
-Consecutive runs of a chain in one node are a segment of the chain. In each node, one rank handles
-each block of the state. That rank receives this block of the maps of its node, and sends this block
-of the state to the next node. For each run in its node, the rank also sends this block of the
-entering state to the rank that holds the run. So a rank sends the bytes of about two states within
-its node. All NICs of a node are in use: together they send one state to the next node, for any
-number of ranks.
+A run is a sequence of consecutive pieces of a document on one rank. Consecutive runs of a document
+in one node are a segment. In each node, the ranks divide the blocks of the state among themselves.
+For each of its blocks, a rank receives this block of the maps of its node, and sends this block of
+the state to the next node. For each run in its node, it also sends this block of the state at the
+start of the run to the rank that holds the run. So a rank sends the bytes of about two states
+within its node. All NICs of a node are in use: together they send one state to the next node, for
+any number of ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from .all_gather import carried, users_of_maps
 from .hops import ALL_BLOCKS, STATE, Hops, PieceRuns, Task, runs_of, table
 
-DIRECT_RUNS = 4  # with at most this many runs, sending each map to all its users is as fast
+DIRECT_RUNS = 4  # with at most this many runs, sending each map directly to all users is as fast
 
 
 def two_level(task: Task) -> Hops:
