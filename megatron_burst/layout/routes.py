@@ -169,7 +169,7 @@ def lineage(chains: Chains, rank: int) -> Lineage:
 
 
 def relayout(source: Layout, target: Layout, seq_len: int, rank: int) -> Route:
-    """Return the route that moves a rank's rows from layout `source` to layout `target`.
+    """Return the route with which a rank changes the layout of a tensor to `target`.
 
     Args:
         source: Current layout of the shards.

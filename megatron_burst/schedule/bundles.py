@@ -349,7 +349,7 @@ def spans_of(ranges: np.ndarray, shard: Spans) -> SpanArray:
 
 
 def spans_in(ranges: np.ndarray, shard: Spans) -> tuple[np.ndarray, Spans]:
-    """Return the spans of `spans_of` as arrays, after the index of the range of each span."""
+    """Return the index of the range that contains each span, and the spans of `spans_of`."""
     bounds = np.cumsum(np.append(0, shard.length))  # first row of each span
     first, stop = ranges.T
     # Each range overlaps the spans `begin` to `end`.

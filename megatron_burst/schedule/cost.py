@@ -51,7 +51,7 @@ def traffic(schedule: Schedule, rank: int | None, sizes: Sizes) -> Traffic:
 
     Args:
         schedule: Schedule of the pass.
-        rank: A rank of the ring; None for the sum over all ranks.
+        rank: A rank of the ring; None for the total of all ranks.
         sizes: Sizes of the attention call.
     """
     transfers = schedule.tables.transfers

@@ -127,7 +127,7 @@ class _ReplayBuffer(NamedTuple):
 
 
 class _ReplayBuffers:
-    """The buffers of one kind, as in `execution.buffers.Buffers`, with row counts for tensors.
+    """The buffers of one kind: the same as `execution.buffers.Buffers`, but without tensors.
 
     Attributes:
         longest: Number of rows of the longest message or sum.
@@ -364,7 +364,7 @@ class _Replay:
         self._give(kind, buffer)
 
     def _send(self, chunk: Chunk) -> _ReplayBuffer:
-        """Return the buffer from which partial results, the rows of `chunk`, are sent."""
+        """Return the buffer from which the partial results in `chunk` are sent."""
         total, kind = self._total(*chunk[:2]), self._kind(chunk)
         self.sums[total] &= ~chunk.rows
         if total == chunk and kind == chunk.family:

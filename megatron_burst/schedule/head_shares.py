@@ -74,8 +74,8 @@ def shared_spans(shards: Sequence[Sequence[Span]]) -> tuple[Span, ...]:
     """Return the spans of the rows that each rank of a ulysses group has after the all-to-all.
 
     All ranks of the group then have the same rows: the rows of all members. The rows are sorted by
-    position if that makes fewer spans. With zigzag and striped layouts they become contiguous
-    intervals of the sequence, which need few kernel calls.
+    position if that makes fewer spans. With zigzag and striped layouts, the sorted rows are
+    contiguous intervals of the sequence, which need few kernel calls.
 
     Args:
         shards: Spans (regularly spaced positions) of each member before the all-to-all.

@@ -112,8 +112,8 @@ def _crossing(bundles: Bundles, grid: Grid) -> tuple[_Crossing, float]:
 def _handed(bundles: Bundles, grid: Grid) -> np.ndarray:
     """Return the field `handed` of `Routes`: whether a bundle's carrier replaces its owner.
 
-    The carrier then sends the bundle to the other ranks of the owner's node. The field is true for
-    owners that would otherwise send many more rows within their node than any rank receives.
+    The carrier then sends the bundle to the other ranks of the owner's node. The field is true if
+    the owner would otherwise send many more rows within its node than any rank receives.
     """
     users = bundles.users.reshape(-1, *grid)
     home = users[np.arange(len(users)), bundles.owner // grid.intra].sum(axis=1)
@@ -215,9 +215,9 @@ def _filled(move: np.ndarray, room: np.ndarray, least: int, own: np.ndarray) -> 
 
 
 def _limit(shares: np.ndarray, owner: np.ndarray, index: np.ndarray) -> None:
-    """Limit the number of bundles of each owner to `MOST`, in place.
+    """Change `shares` so that each owner gets at most `MOST` bundles.
 
-    The smallest shares move back to the owner's rail, because each share becomes a bundle.
+    Each share becomes a bundle. The smallest shares move back to the owner's rail.
 
     Args:
         shares: Number of rows of each bundle on each rail, [n, rails].

@@ -78,8 +78,8 @@ class Schedule(Demand):
             cache: Dictionary in which results are stored; they do not depend on the mask.
 
         Returns:
-            A list of pairs: name of the process group, and whether its transfers carry partial
-            results. And the set of the families that are sent, such as "kv".
+            A list of pairs (name of a process group, True if its transfers carry partial results),
+            and the set of the families that are sent, such as "kv".
         """
         key = self.algorithm, self.route, self.side, self.grid, self.row_bytes
         if key not in cache:

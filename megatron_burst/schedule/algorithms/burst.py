@@ -28,7 +28,10 @@ from ..tables import Grid, Pairs, Tables, Transfers, transfers
 
 
 def tables(demand: Demand) -> Tables:
-    """Return the pairs and transfers of `burst`: the two-level ring with overlapped gradients."""
+    """Return the pairs and transfers of `burst`: the two-level ring.
+
+    Transfers of gradients overlap with the computation of later steps.
+    """
     return two_level(demand, demand.grid)
 
 
@@ -99,9 +102,10 @@ class _Path:
     def moves(self, axis: int, gradient: bool) -> np.ndarray:
         """Return whether each bundle is sent to the next rank or node after each step.
 
-        A bundle is the set of an owner's rows that the same ranks use. No gradient is sent within a
-        node at inner step 0. The rank that has the bundle at that step collects the sum of its node
-        and sends it to the next node. At outer step 0 this rank is the owner, which keeps the sum.
+        A bundle is the set of an owner's rows that the same ranks use. There is one outer step per
+        node, with one inner step per rank of the node. No gradient is sent within a node at inner
+        step 0. The rank that has the bundle at that step collects the sum of its node and sends it
+        to the next node. At outer step 0 this rank is the owner, which keeps the sum.
 
         Args:
             axis: 1 for sends between nodes, 2 for sends within nodes.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tile: each rank computes the queries of its row of a rank grid with the keys of its column.
+"""Tile: in a grid of ranks, a rank computes with the queries of its row and keys of its column.
 
 Source: Attention2D (arXiv 2503.15758) and Mesh-Attention (arXiv 2512.20968). If each of G ranks
 computes with `b` query chunks and `a` key chunks (a * b = G), a query chunk is sent to b - 1 ranks
@@ -52,14 +52,14 @@ def _order(shape: Shape, keys_first: bool) -> np.ndarray:
     the rank that computes the pair. The last two are the distance from the owner of the keys.
 
     Chunks of one family (keys or queries) are gathered first and stay on the rank. Chunks of the
-    other family arrive one by one. When such a chunk arrives, it is computed with all gathered
-    chunks, and then its partial result is sent. With the last arriving chunk, the gathered chunks
-    are finished one after another, the rank's own last. This is the order between nodes, and also
-    within a rank's own node. Half of the pairs of the own node are computed before the pairs of
-    other nodes, and hide the first transfers between nodes. The other half are computed after the
-    pairs of other nodes, and hide the last transfers. The pair of the rank's own chunks is the
-    first, because no transfer delays it. For later head chunks, `program` moves this pair to the
-    end.
+    other family arrive one by one. When such a chunk arrives, the rank computes its pairs with all
+    gathered chunks, and then sends the partial result of the chunk. With the last arriving chunk,
+    the gathered chunks are finished one after another, the rank's own last. This is the order
+    between nodes, and also within a rank's own node. Half of the pairs of the own node are computed
+    before the pairs of other nodes, and hide the first transfers between nodes. The other half are
+    computed after the pairs of other nodes, and hide the last transfers. The pair of the rank's own
+    chunks is the first, because no transfer delays it. For later head chunks, `program` moves this
+    pair to the end.
 
     Args:
         shape: Shape of the tile.
@@ -164,8 +164,8 @@ class _TileFamily:
     def gathered(self) -> np.ndarray:
         """Step before which the sum of partial results of each node is complete, [nodes].
 
-        The gate of a node (its rank with the owner's index) collects the sum. The parts of other
-        ranks need one step to reach the gate.
+        The gate of a node (its rank with the owner's index) collects the sum. The partial results
+        of the node's other ranks need one step to reach the gate.
         """
         return np.maximum(self.last[:, 0] + 1, (self.last[:, 1:] + 2).max(axis=1, initial=0))
 

@@ -57,7 +57,7 @@ def shapes(grid: Grid) -> list[Shape]:
 
 
 def memory(shape: Shape, row_bytes: RowBytes, rows: int = 1) -> int:
-    """Return the largest number of bytes of whole chunks that a rank holds, including its own.
+    """Return the largest number of bytes of the chunks that a rank holds, its own chunks included.
 
     In backward, a rank holds chunks of (K, V, dK, dV) and chunks of (Q, dO, delta, lse, dQ). In
     forward, it holds (K, V) and (Q, O). `chunks_held` returns the numbers of chunks.
@@ -90,7 +90,7 @@ def gathers_keys(row_bytes: RowBytes) -> bool:
 
 
 def chunks_held(shape: Shape, row_bytes: RowBytes) -> tuple[int, int]:
-    """Return the largest numbers of key chunks and query chunks on a rank, including its own."""
+    """Return the largest numbers of key chunks and query chunks on a rank, its own included."""
     keys = min(shape.keys, 2 * shape.key_ranks + 1)
     queries = min(shape.queries, 2 * shape.query_ranks + 1)
     if gathers_keys(row_bytes):

@@ -69,7 +69,7 @@ def cut(blocks: int, heads: int, rows: int, columns: int, mixes: bool) -> StateB
 
 
 def able(most: int, heads: int, rows: int, columns: int, mixes: bool) -> list[int]:
-    """Return all numbers of blocks up to `most` into which `cut` can divide such a state."""
+    """Return all numbers of blocks up to `most` into which `cut` can divide a state."""
     return [n for n in range(1, most + 1) if _shares(n, heads, rows, columns, mixes)]
 
 
