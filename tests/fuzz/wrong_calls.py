@@ -225,7 +225,7 @@ OTHER_KEYS = [
     ("odd rows in zigzag", {"rows": 3, "key_layout": "zigzag"}, ("k, v: 3 rows", "4 per rank")),
     ("other documents", {"key_layout": layout(cu_seqlens=[0, 4])}, ("documents", "4", "12")),
     ("documents, but no keys", {"rows": 0, "key_layout": layout(cu_seqlens=[0, 4])},
-     ("k, v: 0 rows", "4, got 0")),
+     ("k, v: 0 rows", "must be 4", "got 0")),
     ("keys that are replicated, as queries", {"layout": "replicated", "rows": 4},
      ("layout must be one of", "'replicated'")),
     ("a table of queries", {"mask": masks.Dense(np.ones((8, 8)))}, ("table", "8", "12")),

@@ -88,7 +88,7 @@ def graph_problems(config: Any, burst: BurstConfig, states: bool = False) -> Ite
         captured_now = ", ".join(sorted(modules)) or "whole layers"
         yield Problem(
             f"{flag} captures {captured_now} of a model whose linear layers pass states between "
-            f"ranks; this was not tested in graphs, which may capture {allowed} "
+            f"ranks; this was not tested in graphs; {flag} may capture {allowed} "
             f"(--{scope.replace('_', '-')})",
             remove=(flag,),
         )
