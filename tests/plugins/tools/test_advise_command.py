@@ -198,7 +198,7 @@ def test_what_megatron_lacks_is_told_and_everything_else_printed(capsys):
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "Megatron-LM has no flag for Kimi delta attention: these flags build softmax" in out
-    assert "Not tried: --burst-attention-layout, which passes states" in out
+    assert "Not tried: --burst-attention-layout, a second layout" in out
     for flag in (
         "--multi-latent-attention --kv-lora-rank 512",
         "--context-parallel-size 2",

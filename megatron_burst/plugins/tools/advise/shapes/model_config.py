@@ -2,8 +2,8 @@
 """Shape of a model from a Hugging Face `config.json`.
 
 transformers' configuration class of the model type defines names, defaults and kinds of layers. As
-a check, the number of parameters and the layers with experts or windows are compared with
-transformers' model on torch's meta device. Model types that transformers does not have raise
+a check, the result is compared with transformers' model on torch's meta device: number of
+parameters, and layers with experts or windows. Model types that transformers does not have raise
 ValueError.
 """
 
@@ -39,7 +39,8 @@ TOP_K = "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "mo
 OF_EXPERT = "moe_intermediate_size", "expert_ffn_hidden_size"
 SHARED_WIDTH = "shared_expert_intermediate_size", "shared_intermediate_size"
 SHARED = "n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert"
-# transformers' kind of layer -> letter of `layer_kinds.KINDS`, with both halves and with one half.
+# transformers' kind of layer -> letter of `layer_kinds.KINDS`. Layers in LAYER_TYPES have attention
+# and an MLP, layers in HALVES have one of them.
 LAYER_TYPES = {
     "full_attention": "F", "attention": "F", "indexed_attention": "F", "sliding_attention": "W",
     "chunked_attention": "C", "linear_attention": "L", "mamba": "L",
@@ -61,7 +62,7 @@ UNGATED = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2"
 GATED = ("bitnet", "gemma", "recurrent_gemma", "vaultgemma", "glm4v", "diffusion_gemma")
 NO_POSITIONS = ("nemotron_h", "kimi_linear", "jamba", "zamba")
 GATED_OUTPUT = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "afmoe")
-# Fields with sizes of layers with a window -> fields for other layers; both must be equal.
+# Field for layers with a window -> field for the other layers. The two values must be equal.
 OF_WINDOWS = {
     "swa_head_dim": "head_dim",
     "swa_v_head_dim": "v_head_dim",
@@ -268,7 +269,7 @@ def _check_positions(source: Source) -> None:
 
 
 def _check_windows(fields: Fields) -> None:
-    """Raise ValueError if layers with a window have heads of other sizes or numbers."""
+    """Raise ValueError if layers with a window have heads of another size or number."""
     for key, full_key in OF_WINDOWS.items():
         if (size := fields.size(key)) != fields.size(full_key) and size:
             raise ValueError(
@@ -290,7 +291,7 @@ def _kv_heads(source: Source, heads: int) -> int:
 
 
 def _gated(source: Source) -> bool:
-    """Return whether the MLP is gated (silu, and gelu in some families)."""
+    """Return whether the MLP is gated. It depends on the activation, and for gelu on the family."""
     fields = source.fields
     key = next((key for key in ACTIVATIONS if key in fields), "")
     act = fields.text(key) if key else "silu"
@@ -430,12 +431,12 @@ def _pattern(source: Source, layers: int) -> str:
 
 
 def _one_half(source: Source, types: list[str]) -> bool:
-    """Return whether layers have only one half: attention, a mixer or an MLP."""
+    """Return whether each layer consists of attention, a mixer or an MLP alone."""
     return source.kind in ONE_HALF or bool({"mlp", "moe"} & set(types))
 
 
 def _windows(source: Source, layers: int) -> str:
-    """Return `Model.pattern` if there are no `layer_types`: windows in all layers, or in none."""
+    """Return `Model.pattern` if there are no `layer_types`: a window in all layers, or in none."""
     fields = source.fields
     if source.kind not in ALL_WINDOWS:
         return "F" * layers  # `check_unread` raises for the field of the window
@@ -481,7 +482,7 @@ def _mixer(source: Source) -> Mixer:
 
 
 def _compare(model: Model, made: Built, source: Source) -> None:
-    """Raise ValueError if parameters, experts or windows differ from the model in transformers."""
+    """Raise ValueError if parameters, experts or windows differ from transformers' model."""
     name, kind = source.fields.name, source.kind
     unread = source.fields.unread(model.layers)
     why = f"; unknown fields: {', '.join(unread)}" if unread else ""

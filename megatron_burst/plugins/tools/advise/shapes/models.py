@@ -44,7 +44,7 @@ def _gemma3(name: str, layers: int, hidden: int, heads: int, kv: int, ffn: int, 
 def _gpt_oss(name: str, layers: int, experts: int) -> Model:
     """Return a gpt-oss model.
 
-    Alternate layers have a window of 128 tokens, and attention has sinks (gpt-oss model card).
+    Every other layer has a window of 128 tokens, and attention has sinks (gpt-oss model card).
     """
     return Model(name, hidden=2880, heads=64, kv_heads=8, ffn=2880, vocabulary=201088, head_dim=64,
                  pattern="WF" * (layers // 2), window=128, sinks=True,
@@ -187,11 +187,11 @@ NAMED: dict[str, Model] = {
 
 
 def named(name: str, vocabulary_multiple: int = 1) -> Model:
-    """Return the model of a name, a `config.json`, or the folder of a `config.json`.
+    """Return the model of a name, of a `config.json`, or of the folder that contains one.
 
     Args:
         name: Name in `NAMED`, or path.
-        vocabulary_multiple: The vocabulary is padded to a multiple of this number, as in Megatron.
+        vocabulary_multiple: Number to whose multiple the vocabulary is padded, as in Megatron.
 
     Raises:
         ValueError: The name is unknown; the message contains the most similar name, or all names.
