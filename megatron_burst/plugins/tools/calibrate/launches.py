@@ -2,8 +2,8 @@
 """Measurements of the host's time to launch work on a device: the fields of `HostTime`.
 
 The time of the launching thread is measured until a call returns. With a GPU it is wall-clock time;
-the device is idle at the beginning, so the thread does not wait for the device. With a CPU it is
-the CPU time of the thread. Tensors are small, because launch times do not depend on their sizes.
+the device is idle before the call, so the thread does not wait for the device. With a CPU it is the
+CPU time of the thread. Tensors are small, because launch times do not depend on their sizes.
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ from .ranks import Measurement, Ranks, middle, repeated
 
 WIDTH, HEADS = 64, 4  # hidden size and heads of the layer
 ROWS = 64  # rows per rank of the attention call
-DOCUMENTS, LENGTH = 100, 1024  # documents of a pack, and rows per rank
+DOCUMENTS, LENGTH = 100, 1024  # number of documents of a pack, and rows of a pack per rank
 
 
 def launches(ranks: Ranks, model: Model) -> dict[str, Measurement]:
-    """Return measurements by field of `HostTime`. A collective call.
+    """Measure the fields of `HostTime`. A collective call.
 
     A single rank does not measure `exchange` and `plan`.
+
+    Returns:
+        Field of `HostTime` -> measurement.
     """
     forward, backward, layer = middle(ranks.locally("launches", lambda: _alone(ranks, model)))
     ring = repeated(ranks.rounds(_ring(ranks, model)), "")
@@ -56,7 +59,7 @@ def launches(ranks: Ranks, model: Model) -> dict[str, Measurement]:
 
 
 def _taken(ranks: Ranks, call: Callable[[], object]) -> float:
-    """Return the seconds until one call returns, measured from an idle device."""
+    """Return the seconds until one call returns. The device is idle before the call."""
     settle(ranks.device)
     clock = time.perf_counter if ranks.cuda else time.thread_time
     begun = clock()
@@ -65,14 +68,18 @@ def _taken(ranks: Ranks, call: Callable[[], object]) -> float:
 
 
 def _alone(ranks: Ranks, model: Model) -> list[float]:
-    """Return three launch times in seconds, measured without other ranks."""
+    """Return three launch times of this rank in seconds, without communication.
+
+    They are of forward and of backward of attention, and of both passes of a layer without
+    attention.
+    """
     calls = tile(ranks, model, EMPTY)
     launched = calls.forward, calls.backward, _Layer(ranks).passes
     return [median(ranks.times(partial(_taken, ranks, call))) for call in launched]
 
 
 class _Layer:
-    """Small transformer layer without core attention, whose launches are measured.
+    """Small transformer layer without core attention, whose launch time is measured.
 
     It has norms, four matrix products, rotary embedding, activation and residual connections.
     """
@@ -103,7 +110,7 @@ class _Layer:
 
 
 def _ring(ranks: Ranks, model: Model) -> Callable[[], float]:
-    """Return a function that measures the launch seconds of a ring's forward.
+    """Return a function that measures the launch seconds of forward on a ring of all ranks.
 
     The plan of the ring is made before the measurement.
     """
