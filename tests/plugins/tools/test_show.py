@@ -462,7 +462,7 @@ def test_a_missing_matplotlib_is_named_with_the_cure(monkeypatch, capsys):
         importlib.util, "find_spec", lambda name: None if name == "matplotlib" else there(name)
     )
     assert cli.main(["show", "mask", "--out", "x.png"]) == 2
-    assert "--out needs matplotlib: pip install matplotlib" in capsys.readouterr().err
+    assert "--out requires matplotlib: pip install matplotlib" in capsys.readouterr().err
 
 
 def test_a_picture_as_svg_is_the_same_every_time(tmp_path):
