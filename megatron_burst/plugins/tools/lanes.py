@@ -56,7 +56,7 @@ DASHED = {"edgecolor": "#9ca3af", "linewidth": 0.6, "linestyle": (0, (2, 2))}
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Give matplotlib the style of this package's pictures in this context."""
+    """Use the style of this package's pictures for matplotlib in this context."""
     with style.context(["default", STYLE], after_reset=True):
         yield
 

@@ -358,7 +358,7 @@ def test_bad_input_is_refused_with_what_would_do(change, words):
 
 
 def test_what_fits_nowhere_says_what_would():
-    with pytest.raises(DoesNotFit, match=r"does not fit: a GPU needs .* GiB at TP .* GPUs"):
+    with pytest.raises(DoesNotFit, match=r"does not fit: a GPU needs .* GiB with TP .* GPUs"):
         advise(TINY, cluster(2, memory=6), seq="512K")
 
 

@@ -462,7 +462,7 @@ def test_flags_of_a_family(name, flags):
     (["--model", "llama3-8b", "--gpus", "8", "--seq", "1"], 2, "--seq a power of two, such as 2"),
     (["--model", "llama3-8b", "--gpus", "8", "--seq", "1K", "--packed", ","], 2,
      "--packed ',' contains no length; use lengths such as 8K,32K"),
-    ([*BASE[1:], "--algorithm", "foo"], 2, "--algorithm foo: no such algorithm; use "),
+    ([*BASE[1:], "--algorithm", "foo"], 2, "--algorithm foo does not exist; use "),
     ([*BASE[1:], "--ep", "4"], 2, "--ep 4 requires experts, and llama3-8b has none"),
     ([*BASE[1:], "--", "pretrain_gpt.py", "--num-layers", "8"], 2, "--model llama3-8b and the"),
 ], ids=str)  # fmt: skip

@@ -173,8 +173,8 @@ def test_what_hybrid_attention_has_not_is_refused(given, words):
     with pytest.raises(ValueError, match=words):
         settings.check(FLASH, replace(RUN, **{"wire": "fp32"} | given))
     for kind in ("p2p", "all_gather"):
-        assert "no hybrid attention" in rivals.refused(kind, FLASH, cluster(), RUN)
-    with pytest.raises(ValueError, match="packs are not predicted for the hybrid attention"):
+        assert "does not support DeepSeek-V4" in rivals.refused(kind, FLASH, cluster(), RUN)
+    with pytest.raises(ValueError, match="the hybrid attention of .* is not predicted for packs"):
         PackedForecast(FLASH, cluster(), None, [4096])
 
 
@@ -192,5 +192,5 @@ def test_memory_prints_what_is_sent(capsys):
     main.main(["memory", *words, "--gpu", "h100"])
     said = " ".join(capsys.readouterr().out.split())
     # 2 x 127 rows of 1 KiB; of 1,024 rows: 256 compressed keys, 256 index keys, and 8
-    assert "keys of a window (254 KiB), in CSA layers a rank's compressed keys (256 KiB)" in said
-    assert "index keys (64 KiB), in HCA layers a rank's compressed keys (8 KiB)" in said
+    assert "its window keys (254 KiB), in CSA layers its compressed keys (256 KiB)" in said
+    assert "index keys (64 KiB), in HCA layers its compressed keys (8 KiB)" in said

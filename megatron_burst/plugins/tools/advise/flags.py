@@ -63,7 +63,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     add(
         "--gpu-memory",
         metavar="SIZE",
-        help="memory of one GPU; default: the memory of --gpu; such as 96GiB",
+        help="memory of one GPU, such as 96GiB (default: the memory of --gpu)",
     )
     add("--host-memory", metavar="SIZE", help="host memory per node that may be used (1.6TB)")
     add("--json", action="store_true", help="print JSON, for scripts")

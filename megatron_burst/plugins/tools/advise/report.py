@@ -112,7 +112,7 @@ def headline(advice: Advice) -> str:
 
 
 def step_text(configuration: Configuration, cluster: Cluster) -> str:
-    """Return the predicted time of a step as a text, with the range of the prediction.
+    """Return the predicted time of a step as text, with the range of the prediction.
 
     The range is known only with context parallelism: all published measurements from which it was
     derived use context parallelism.
@@ -147,7 +147,7 @@ def ranking(advice: Advice) -> Table:
 
 
 def stages_text(model: Model, run: Settings) -> str:
-    """Return the pipeline stages as a text.
+    """Return the pipeline stages as text.
 
     "4" means 4 stages, "4 x 2" means 4 stages with 2 virtual stages each, and "4 of 15, 2 x 16, 14"
     means 4 stages with 15, 16, 16 and 14 layers.
@@ -212,7 +212,7 @@ def batches_text(run: Settings) -> str:
 
 
 def attention_text(run: Settings, cut: str = "") -> str:
-    """Return the attention settings of a run as a text.
+    """Return the attention settings of a run as text.
 
     Args:
         run: Settings of the run.
@@ -230,7 +230,7 @@ def attention_text(run: Settings, cut: str = "") -> str:
 
 
 def options_text(run: Settings) -> str:
-    """Return the settings that save memory (recompute, offload, chunks, tiles) as a text."""
+    """Return the settings that save memory (recompute, offload, chunks, tiles) as text."""
     parts = ["no recompute"] if run.recompute == "none" else [f"store {run.store:g}"]
     if run.offload:
         parts.append(f"offload {run.offload:g}")

@@ -236,7 +236,7 @@ def _seconds(timed: Rival) -> float:
 def refused(kind: Kind, model: Model, cluster: Cluster, run: Settings) -> str:
     """Return the reason why a kind of context parallelism does not support a run; "" if it does."""
     if model.hybrid is not None:
-        return "Megatron-Core has no hybrid attention of DeepSeek-V4"
+        return "Megatron-Core does not support DeepSeek-V4's hybrid attention"
     if run.cp == 1:
         return ""
     if model.indexer is not None and kind != "all_gather":
@@ -251,10 +251,11 @@ def refused(kind: Kind, model: Model, cluster: Cluster, run: Settings) -> str:
         return "sinks are not supported"
     heads, kv_heads = model.heads // run.tp, max(1, model.kv_heads // run.tp)
     if kind == "a2a" and (heads % run.cp or kv_heads % run.cp):
-        return f"CP {run.cp} does not divide {heads} and {kv_heads} heads of a rank"
+        return f"CP {run.cp} does not divide {heads} query and {kv_heads} key/value heads"
     if kind == "a2a+p2p" and shared(model, cluster, run) == 1:
         return (
-            f"no part of CP {run.cp} within a node divides {heads} and {kv_heads} heads of a rank"
+            f"no number of ranks on a node, below CP {run.cp}, divides {heads} query and "
+            f"{kv_heads} key/value heads"
         )
     return ""
 
@@ -449,8 +450,8 @@ def peak_bytes(kind: Kind, model: Model, run: Settings, recompute: str) -> int:
 def core(kind: Kind, x: LayerSizes, run: Settings) -> Core:
     """Return the memory of core attention in one layer, on the rank that needs the most.
 
-    The module docstring has the source. `p2p`: forward allocates chunks of all ranks and a partial
-    result of each step; backward allocates two buffers of keys, values and their gradients.
+    Source: see the docstring of the module. `p2p`: forward allocates chunks of all ranks and a
+    partial result of each step; backward allocates two buffers of keys, values and their gradients.
     `all_gather`: forward allocates keys and values of the whole sequence, and half of them again
     for reordering. Backward allocates keys and values, sums of their gradients, and the gradients
     that the kernel returns.

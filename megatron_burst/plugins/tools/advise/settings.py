@@ -66,10 +66,10 @@ class Settings:
     ep: Annotated[int, "expert-parallel size"] = 1
     dp: Annotated[int, "data-parallel size"] = 1
     first_layers: Annotated[
-        int | None, "layers of the first pipeline stage, if it differs from the other stages"
+        int | None, "layers of the first pipeline stage, if different from the other stages"
     ] = None
     last_layers: Annotated[
-        int | None, "layers of the last pipeline stage, if it differs from the other stages"
+        int | None, "layers of the last pipeline stage, if different from the other stages"
     ] = None
     micro_batch: Annotated[int, "sequences per micro-batch"] = 1
     micro_batches: Annotated[int, "micro-batches per step and data-parallel rank"] = 1
@@ -77,37 +77,46 @@ class Settings:
     store: Annotated[float, "fraction of attention outputs kept for the recompute"] = 0.0
     offload: Annotated[float, "fraction of saved activations offloaded to host memory"] = 0.0
     sequence_chunks: Annotated[
-        int, "chunks of rows in which the attention half of a layer runs"
+        int, "number of row chunks in which the attention of a layer runs, one after the other"
     ] = 1
-    mlp_tiles: Annotated[int, "chunks of rows in which the MLP half of a layer runs"] = 1
+    mlp_tiles: Annotated[
+        int, "number of row chunks in which the MLP of a layer runs, one after the other"
+    ] = 1
     lm_head_loss: Annotated[
         Loss, "fused LM head and loss: off, in one pass, or with logits recomputed"
     ] = "single_pass"
     logits_bytes: int = 10
     gradients: Annotated[Dtype, "dtype of the gradient reduction"] = "fp32"
-    distributed_optimizer: Annotated[bool, "shard optimizer states over ranks"] = True
-    optimizer_bytes: Annotated[int, "bytes per parameter of fp32 weights and moments"] = 12
+    distributed_optimizer: Annotated[
+        bool, "shard optimizer states over data- and context-parallel ranks"
+    ] = True
+    optimizer_bytes: Annotated[
+        int, "bytes of optimizer states (fp32 weights and moments) per parameter"
+    ] = 12
     optimizer_offload: Annotated[float, "fraction of optimizer states in host memory"] = 0.0
     algorithm: Annotated[str, "attention algorithm: ring, burst, hybrid, tile, ..."] = "burst"
     window_algorithm: str | None = None
     chunk_algorithm: str | None = None
     kernel: str | None = None
     layout: Annotated[
-        str, "positions of each rank: zigzag or striped; for packs balanced or zigzag"
+        str, "layout of the sequence: zigzag or striped; for packed documents balanced or zigzag"
     ] = "zigzag"
     side: Annotated[str, "tensors sent in backward: kv (K, V) or query (Q, dO)"] = "auto"
-    linear: Annotated[Linear, "how states of linear attention pass between ranks"] = "auto"
+    linear: Annotated[Linear, "how ranks exchange the states of linear attention"] = "auto"
     wire: Annotated[Dtype, "dtype of the gradients that attention sends in backward"] = "fp32"
     rope_local: bool = True
     intra: int | None = None
     ulysses: Annotated[int, "context-parallel ranks that share heads by all-to-all"] = 1
     placement: Annotated[
-        Placement, "head_first: adjacent ranks share heads; context_first: they form a ring"
+        Placement,
+        "head_first: adjacent ranks share heads; context_first: adjacent ranks form a ring",
     ] = "head_first"
     inner: int | None = None
     route: Route = "auto"
-    head_chunks: Annotated[int, "groups of heads; one is sent while another computes"] = 1
-    fsdp: Annotated[bool, "shard parameters and gradients too, not only optimizer states"] = False
+    head_chunks: Annotated[
+        int, "number of groups of heads; one group is sent while another one is computed"
+    ] = 1
+    fsdp: Annotated[bool, "shard parameters and gradients in addition to optimizer states"] = False
     gathered: int = 2
     chunks_on_host: bool = False
     path: Annotated[
@@ -121,7 +130,7 @@ class Settings:
 
     @property
     def rows(self) -> int:
-        """Rows (tokens) of a context-parallel rank in all sequences of a micro-batch."""
+        """Number of rows (tokens) of a context-parallel rank in all sequences of a micro-batch."""
         return self.seq // self.cp * self.micro_batch
 
     @property
@@ -167,9 +176,9 @@ def selection_text(model: Model, run: Settings) -> str | None:
         for width in (index.width, low.kv_rank + low.rope)
     )
     return (
-        f"sparse attention: {index.heads} index heads select {index.top_k:,} keys of a query; "
-        f"a layer sends a rank's index keys ({keys}) and latents ({latents}) to all others, and in "
-        "backward latents again, with their gradients"
+        f"sparse attention: {index.heads} index heads select {index.top_k:,} keys for each query. "
+        f"In each layer, every rank sends its index keys ({keys}) and latents ({latents}) to all "
+        "other ranks. Backward sends the latents again, and their gradients"
     )
 
 
@@ -177,17 +186,17 @@ def _hybrid_text(model: Model, run: Settings) -> str:
     of, row = model.hybrid, model.head_dim * BYTES["bf16"]
     assert of is not None
     pieces = run.micro_batch * {"zigzag": 2}.get(run.layout, 1)
-    parts = [f"keys of a window ({byte_size(pieces * (of.window - 1) * row)})"]
+    parts = [f"its window keys ({byte_size(pieces * (of.window - 1) * row)})"]
     for kind in (CSA, HCA):
         if kind in model.kinds:
             size = byte_size(run.rows // of.ratio_of(kind) * row)
-            parts.append(f"in {kind} layers a rank's compressed keys ({size})")
+            parts.append(f"in {kind} layers its compressed keys ({size})")
         if kind in model.kinds and (index := of.index_of(kind)) is not None:
             size = byte_size(run.rows // CSA_RATIO * index.width * BYTES["bf16"])
             parts.append(f"and index keys ({size})")
     return (
-        f"hybrid attention: a layer sends {', '.join(parts)} to all ranks that attend to them, and "
-        "in backward keys again, with their gradients"
+        f"hybrid attention: in each layer, every rank sends {', '.join(parts)} to the ranks that "
+        "attend to them. Backward sends the keys again, and their gradients"
     )
 
 
@@ -297,7 +306,7 @@ def uneven_ends(layers: int, stages: int) -> tuple[int, int] | None:
 
 
 def _one_of(numbers: Sequence[int]) -> str:
-    """Return possible values of a setting as a text: "4", or "one of 1, 2, 4"."""
+    """Return possible values of a setting as text: "4", or "one of 1, 2, 4"."""
     return f"{'one of ' if len(numbers) > 1 else ''}{', '.join(map(str, numbers))}"
 
 
@@ -421,7 +430,7 @@ def _check_hybrid(model: Model, run: Settings) -> None:
 
 
 def _check_kind(model: Model, run: Settings, kind: str, algorithm: str) -> None:
-    """Raise ValueError if layers of a kind cannot have their own attention algorithm."""
+    """Raise ValueError if a kind of layer cannot have its own attention algorithm."""
     name = {WINDOW: "window_algorithm", CHUNKED: "chunk_algorithm"}[kind]
     field_text = f"{name} {algorithm}"
     if algorithm not in ALGORITHMS:

@@ -110,9 +110,9 @@ class _Layer:
 
 
 def _ring(ranks: Ranks, model: Model) -> Callable[[], float]:
-    """Return a function that measures the launch seconds of forward on a ring of all ranks.
+    """Return a function that measures how many seconds launching forward on a ring takes.
 
-    The plan of the ring is made before the measurement.
+    The ring has all ranks. Its plan is made before the measurement.
     """
     like = {"device": ranks.device, "dtype": dtype(ranks)}
     h, n = heads(model, ranks)
@@ -122,7 +122,7 @@ def _ring(ranks: Ranks, model: Model) -> Callable[[], float]:
 
 
 def _planning(ranks: Ranks, model: Model) -> Callable[[], float]:
-    """Return a function that measures the seconds to make layout and plan of a random pack."""
+    """Return a function that measures how many seconds layout and plan of a random pack take."""
     (h, n), drawn = heads(model, ranks), np.random.default_rng(0)
     seq = ranks.size * LENGTH
 
@@ -140,7 +140,10 @@ def _planning(ranks: Ranks, model: Model) -> Callable[[], float]:
 
 
 def _exchange(ranks: Ranks) -> Callable[[], float]:
-    """Return a function that measures the seconds to start an exchange with both neighbours."""
+    """Return a function that measures how many seconds it takes to start an exchange.
+
+    The exchange is with both neighbours.
+    """
     groups, me = ranks.groups, ranks.groups.rank
     peers = Peers(groups.ring, FLAT, (((me + 1) % ranks.size, (me - 1) % ranks.size),))
     groups.connect([FLAT], ranks.device)

@@ -152,7 +152,7 @@ class Ranks:
         return self._together(lambda: seconds(call, self.device))
 
     def repeats(self, call: Callable[[], object]) -> list[float]:
-        """Return this rank's seconds of repeated calls, except the first call, which may compile."""
+        """Return this rank's seconds of repeated calls, without the first, which may compile."""
         return self.times(lambda: seconds(call, self.device))
 
     def _together(self, once: Callable[[], float]) -> float:

@@ -86,7 +86,7 @@ class MemoryEstimate(NamedTuple):
         cluster: Cluster of the run.
         binds: Memory that limits the longest sequence, as in `MemoryLeft.binds`; None without
             `--longest`.
-        chosen_by: Criterion by which the command chose parallel sizes, as a text; "" if the user
+        chosen_by: Criterion by which the command chose parallel sizes, as text; "" if the user
             set them.
         searched: Whether the command searched all settings that the user did not set.
         packs: Forecast of packed documents; None without packed documents.

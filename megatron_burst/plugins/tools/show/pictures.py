@@ -28,7 +28,7 @@ def draw(scene: words.Scene, path: Path) -> None:
 
 
 def _headed(width: float, height: float, scene: words.Scene, numbers: bool = True) -> Figure:
-    """Return a figure with the title and subtitle of a scene, and empty otherwise.
+    """Return a figure that has only the title and the subtitle of a scene.
 
     Args:
         width: Width in inches.

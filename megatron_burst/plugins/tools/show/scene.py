@@ -75,7 +75,7 @@ class Shards:
 
     @cached_property
     def visibility(self) -> Visibility:
-        """Pairs of ranks whose shards attend to each other, and the rows of the shards that do."""
+        """Pairs of ranks whose shards attend to each other, and the rows that are needed for it."""
         return visibility_of(self.mask, self.spans, self.key_spans)
 
     @cached_property
@@ -90,7 +90,7 @@ class Shards:
 
     @cached_property
     def order(self) -> np.ndarray:
-        """Positions of rank 0, then those of rank 1, and so on, int64 [S]."""
+        """Positions of rank 0, then positions of rank 1, and so on, int64 [S]."""
         parts = [self.layout.positions(rank, self.seq_len) for rank in range(self.size)]
         return np.concatenate(parts)
 

@@ -138,14 +138,13 @@ class TreeScene:
         return rows * 2 * self.key_heads * self.width * BYTES
 
     def sampled(self, most: int) -> tuple[np.ndarray, int]:
-        """Return a sample of the mask: every n-th row and column.
+        """Return a sample of the mask: every n-th row and column, with n as small as possible.
 
         Args:
             most: Maximum number of rows of the sample.
 
         Returns:
-            The rank that computes each pair, -1 for invisible pairs, int64 [rows, rows]; and n, the
-            smallest possible number.
+            The rank that computes each pair, -1 for invisible pairs, int64 [rows, rows]; and n.
         """
         step = -(-self.shards.seq_len // most)
         rows = np.arange(0, self.shards.seq_len, step)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trace of one attention call on ranks of this machine, with gloo on a CPU or NCCL on GPUs.
 
-Events have the same order as in training. On a CPU, transfers use the loopback device, so they take
-another time than on a network.
+Events have the same order as in training. On a CPU, transfers use the loopback device, so their
+durations differ from durations on a network.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def title(call: Namespace) -> str:
 
 @contextmanager
 def profiled(path: Path) -> Iterator[None]:
-    """Run torch's profiler in this context, and write a file that `record.load` reads."""
+    """Run torch's profiler in this context. Then write a file that `record.load` can read."""
     kinds = [ProfilerActivity.CPU]
     kinds += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     with profile(activities=kinds) as recorded:

@@ -142,7 +142,7 @@ def _of_stage(model: Model, run: Settings, stage: int, every: bool, core_of: Cor
 
 
 def states_of(model: Model, run: Settings, stage: int) -> tuple[dict[str, int], int]:
-    """Return the bytes of a rank's states in GPU memory, by item, and of its optimizer on the host.
+    """Return the bytes of a rank's states: in GPU memory by item, and of its optimizer on the host.
 
     States are parameters, gradients and optimizer states. With `fsdp`, parameters and gradients are
     sharded over the same ranks as optimizer states; the module `steps` counts gathered parameters.

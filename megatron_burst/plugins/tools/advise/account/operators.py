@@ -85,33 +85,39 @@ class LayerSizes:
 
     @property
     def scan(self) -> Mixer | None:
-        """`mixer` if its form of linear attention is known, otherwise None; None counts no scan."""
+        """`mixer` if its form of linear attention is known, otherwise None.
+
+        With None, no scan is counted.
+        """
         return self.mixer if self.mixer is not None and self.mixer.form else None
 
     @property
     def query(self) -> int:
-        """Elements of one token's queries."""
+        """Number of elements of one token's queries on this rank."""
         return self.heads * self.width
 
     @property
     def keys(self) -> int:
-        """Elements of one token's keys."""
+        """Number of elements of one token's keys on this rank."""
         return self.kv_heads * self.width
 
     @property
     def values(self) -> int:
-        """Elements of one token's values; 0 if values are part of the keys or equal to the keys."""
+        """Number of elements of one token's values on this rank.
+
+        0 if values are part of the keys or equal to the keys.
+        """
         latent = self.indexer is not None and self.kv_heads == 1
         return 0 if latent or self.hybrid is not None else self.kv_heads * self.value_width
 
     @property
     def kv(self) -> int:
-        """Elements of one token's keys and values."""
+        """Number of elements of one token's keys and values on this rank."""
         return self.keys + self.values
 
     @property
     def out(self) -> int:
-        """Elements of one token's attention result."""
+        """Number of elements of one token's attention result on this rank."""
         return self.heads * self.value_width
 
     @classmethod
@@ -319,8 +325,8 @@ def _selected(x: LayerSizes, index: Indexer, rows: int, core: Core) -> list[Op]:
     """Return the operators of sparse attention: key selection, core attention, up-projection.
 
     The selection saves int32 positions of the selected keys. Core attention attends to latents, and
-    its outputs are projected up to the width of values. Bytes of ring buffers of index keys are
-    derived from those of latents, in proportion to the widths.
+    its outputs are projected up to the width of values. Ring buffers of index keys are assumed to
+    need fewer bytes than ring buffers of latents, in proportion to the width.
     """
     y, chosen = x.absorbed, rows * index.top_k * 4
     index_q = {"index q": rows * index.heads * index.width * B}
@@ -507,7 +513,7 @@ def head_bytes(model: Model, run: Settings) -> dict[str, float]:
     """Return the bytes that the LM head and the loss allocate on one rank.
 
     Returns:
-        Bytes by lifetime. "while" is allocated during forward, "kept" from forward to backward, and
+        Lifetime -> bytes. "while" is allocated during forward, "kept" from forward to backward, and
         "back" during backward. "back" is absent if it would be 0.
     """
     rows, columns = run.rows, model.vocabulary / run.tp

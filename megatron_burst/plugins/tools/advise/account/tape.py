@@ -185,7 +185,7 @@ class Half:
                 self._gone[at].append(name)
 
     def forward(self, tape: Tape, grad: bool) -> None:
-        """Simulate forward. The result stays allocated, and with `grad` also the saved tensors."""
+        """Simulate forward. The result stays allocated, and so do saved tensors if `grad` is True."""
         for op, gone in zip(self.ops, self._gone, strict=True):
             tape.pass_by(op.before)
             tape.enter(op.during)
@@ -219,7 +219,7 @@ class Half:
             self._drop(tape, (f"d {n}" for n in op.makes if n != self.result))
 
     def named(self, name: str) -> str:
-        """Return the name of one of these tensors on the tape."""
+        """Return the name that a tensor of this object has on the tape."""
         return f"{self.prefix}{self.item}: {name}"
 
     def _gradient(self, tape: Tape, name: str, accumulate: bool) -> None:

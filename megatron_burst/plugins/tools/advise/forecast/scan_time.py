@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicted time of communication in one layer of linear attention.
 
-Ranks exchange states (a scan), or heads as in Megatron. `schedule.scans` makes the hops of a scan
-and the choice of "auto", as in training. Communication does not overlap with compute.
+Ranks exchange states (a scan), or heads as in Megatron. `schedule.scans` computes the transfers of
+a scan and, for algorithm "auto", chooses the scan, as in training. Communication does not overlap
+with compute.
 """
 
 from __future__ import annotations

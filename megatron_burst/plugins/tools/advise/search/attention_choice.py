@@ -93,7 +93,10 @@ class AttentionForecast:
         return step_time(self.model, self.cluster, run, self.at_least, self.states, True)
 
     def settled(self, run: Settings) -> Settings:
-        """Return the run with the fastest predicted attention settings, equal in all layers."""
+        """Return the run with the attention settings that are predicted to be fastest.
+
+        All layers have the same settings.
+        """
         if run.cp == 1:
             return run
         if self.model.hybrid is not None:  # each set of keys has the fastest algorithm
@@ -125,7 +128,7 @@ class AttentionForecast:
         return replace(run, **own) if any(own.values()) else run
 
     def _of_kind(self, run: Settings, kind: str) -> str | None:
-        """Return the fastest algorithm for layers of a kind; None if it is the run's algorithm."""
+        """Return the fastest algorithm for a kind of layer; None if it is the run's algorithm."""
         window = self.model.window_of(kind, run.seq)
         if kind not in self.model.kinds or not window:
             return None
@@ -260,9 +263,10 @@ class AttentionForecast:
         whole_heads = [grid for grid in chosen if sizes.shared(grid.ulysses).kv_heads % parts == 0]
         chosen = whole_heads or chosen
         if not chosen:
+            groups = f"--ulysses {size}" if size else f"--algorithm {self.pinned.get('algorithm')}"
             raise ValueError(
-                f"--ulysses {size}: no {size or 'some'} of --cp {run.cp} ranks can share "
-                f"{sizes.heads} query and {sizes.kv_heads} key/value heads of a rank; use "
+                f"{groups}: no such groups of the --cp {run.cp} ranks can share the {sizes.heads} "
+                f"query and {sizes.kv_heads} key/value heads of a rank; use --ulysses "
                 f"{alternatives(sorted({grid.ulysses for grid in all_grids}))}"
             )
         return [grid for grid in chosen if grid.ring_size <= LARGEST_RING] or chosen

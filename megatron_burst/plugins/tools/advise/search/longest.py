@@ -129,13 +129,13 @@ def best(
 
 
 def _unit(model: Model, run: Settings) -> int:
-    """Return the number of tokens of which all tried sequence lengths are multiples."""
+    """Return the number of tokens between tried sequence lengths."""
     even = evenly(model, run)
     return even * -(-GRANULE // even)
 
 
 def evenly(model: Model, run: Settings) -> int:
-    """Return the number of tokens of which sequence lengths must be multiples.
+    """Return the number of tokens by which sequence lengths must be divisible.
 
     All ranks, row chunks and MLP tiles then have equally many rows, and all rows of a compressed
     key (hybrid attention) are on one rank.

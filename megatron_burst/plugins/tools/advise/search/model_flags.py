@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Script and flags of Megatron-LM that build a model, and properties of models that have no flag.
 
-`tools.model_arguments` parses these flags. Tests check that the result is the same model.
+`tools.model_arguments` parses these flags. Tests check that it returns the same model.
 """
 
 from __future__ import annotations
@@ -200,8 +200,8 @@ def lacking(model: Model) -> list[str]:
     if model.chunked:
         sentences.append(
             f"Megatron-LM has no flag for attention in chunks of {model.chunk:,} tokens: these "
-            f"flags build full attention in its {model.chunked} layers. Chunks need a function of "
-            "your own for --burst-mask (docs/megatron-lm.md)."
+            f"flags build full attention in its {model.chunked} layers. For chunks, pass your own "
+            "mask function as --burst-mask (docs/megatron-lm.md)."
         )
     if model.mixers and not carries_state(model):
         sentences.append(
@@ -210,8 +210,8 @@ def lacking(model: Model) -> list[str]:
         )
     if model.mixers and mixer == MAMBA and model.mixer and model.mixer.taps != MAMBA_TAPS:
         sentences.append(
-            f"Megatron-LM has no flag for Mamba-2's convolution over {model.mixer.taps} rows: its "
-            f"own is over {MAMBA_TAPS}."
+            f"Megatron-LM has no flag for the width of Mamba-2's convolution: the model's width is "
+            f"{model.mixer.taps} rows, Megatron-LM's is {MAMBA_TAPS}."
         )
     if model.windows and (is_hybrid(model) or model.mixers):
         sentences.append(

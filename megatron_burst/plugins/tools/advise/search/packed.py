@@ -90,8 +90,8 @@ def lengths_of(stated: str | Sequence[int], seq: int) -> tuple[int, ...]:
         lengths = [tokens_of(length, TITLE) for length in stated]
     if not lengths:
         raise ValueError(
-            f"{TITLE} {stated!r} contains no length; use lengths such as 8K,32K, a file of them, "
-            f"or one of {', '.join(NAMED)}"
+            f"{TITLE} {stated!r} contains no length; use lengths such as 8K,32K, a file of "
+            f"lengths, or one of {', '.join(NAMED)}"
         )
     longest = max(lengths)
     if longest > seq:
@@ -157,7 +157,7 @@ def _words(stated: str) -> list[str]:
     listed = bool(re.fullmatch(r"[\dkKmM., ]+", stated))
     if not listed and not path.is_file():
         raise ValueError(
-            f"{TITLE} must be lengths such as 8K,32K,128K, a file of them, or one of "
+            f"{TITLE} must be lengths such as 8K,32K,128K, a file of lengths, or one of "
             f"{', '.join(NAMED)}, got {stated}"
         )
     return re.findall(r"[^\s,\[\]]+", stated if listed else path.read_text())
@@ -185,7 +185,7 @@ class PackedForecast(AttentionForecast):
     ):
         if model.hybrid is not None:
             raise ValueError(
-                f"{TITLE}: packs are not predicted for the hybrid attention of {model.name}; "
+                f"{TITLE}: the hybrid attention of {model.name} is not predicted for packs; "
                 f"remove {TITLE}"
             )
         super().__init__(model, cluster, pinned)
@@ -313,8 +313,8 @@ class PackedForecast(AttentionForecast):
     def by_kind(self, run: Settings) -> Settings:
         """Return `run` unchanged: all layers of packed documents use one algorithm.
 
-        The predicted time of sliding-window layers is a fraction of the time of full attention
-        (`windowed`), so another algorithm for these layers would not be predicted to be faster.
+        The time of sliding-window layers is predicted as a fraction of the time of full attention
+        (`windowed`), so the fastest algorithm is predicted to be the same.
         """
         return run
 

@@ -2,7 +2,7 @@
 """Settings of a run as command-line flags of Megatron-LM and of this package.
 
 This module converts `Settings` to flags, and `model_flags` converts the model.
-`tools.model_arguments` parses the flags. Tests check that the result is the same.
+`tools.model_arguments` parses the flags. Tests check that it returns the same settings.
 """
 
 from __future__ import annotations

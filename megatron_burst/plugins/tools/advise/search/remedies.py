@@ -62,7 +62,7 @@ def flag_text(name: str, value: Any) -> str:
 def changes(
     model: Model, cluster: Cluster, run: Settings, account_of: AccountOf | None = None
 ) -> list[Remedy]:
-    """Return up to `MOST` changes, the cheapest first. Each change alone makes the run fit.
+    """Return up to `MOST` changes, the cheapest first. Each of them makes the run fit.
 
     Args:
         model: Shape of the model.
@@ -109,19 +109,20 @@ def does_not_fit(
         groups = f"TP {run.tp}" + f" x PP {run.pp}" * (run.pp > 1)
         states = byte_size(sum(rank_account.states.values()))
         need = (
-            f"a GPU needs {byte_size(rank_account.peak.bytes)} at {groups}, {states} of it for "
-            f"states, and has {byte_size(cluster.room)}"
+            f"a GPU needs {byte_size(rank_account.peak.bytes)} with {groups} ({states} of it for "
+            f"parameters, gradients and optimizer), but only {byte_size(cluster.room)} are "
+            "available"
         )
     else:
         need = (
-            f"a GPU needs {byte_size(rank_account.host_bytes)} of host memory, and has "
-            f"{byte_size(cluster.host_per_rank)}"
+            f"each GPU needs {byte_size(rank_account.host_bytes)} of host memory, but only "
+            f"{byte_size(cluster.host_per_rank)} per GPU are available"
         )
     texts = [change.text for change in changes(rank_account.model, cluster, run, account_of)]
     if texts:
         texts[0] = ("it fits " if texts[0].startswith("with ") else "add ") + texts[0]
     else:
-        texts = ["use a shorter sequence, or many more GPUs"]
+        texts = ["use a shorter sequence or many more GPUs"]
     return f"does not fit: {need}; {', or '.join(texts)}"
 
 

@@ -252,10 +252,10 @@ class Search:
         return self.prune and len(ranked) >= top and way.bound > ranked[top - 1].seconds
 
     def at_least(self, groups: Settings) -> float:
-        """Return a lower bound on the step seconds of runs with these parallel sizes that may fit.
+        """Return a lower bound on the step time of runs with these parallel sizes, in seconds.
 
-        If the simplest run certainly does not fit, the bound assumes full recomputation or an
-        offloaded optimizer.
+        Only runs that may fit into memory count. If the simplest run certainly does not fit, the
+        bound assumes full recomputation or an offloaded optimizer.
         """
         candidates = []
         for moved in sorted(self.want.values("optimizer_offload", (0.0, 1.0))):

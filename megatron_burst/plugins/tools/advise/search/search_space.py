@@ -136,8 +136,9 @@ def groups_of(model: Model, cluster: Cluster, goal: TrainingGoal) -> Iterator[Se
 def stages_to_try(model: Model, cluster: Cluster, goal: TrainingGoal) -> list[int]:
     """Return the pipeline-parallel sizes to try.
 
-    They divide the number of layers, or are in UNEVEN. Sizes in UNEVEN that do not divide it have
-    fewer layers on the first and the last stage. They are not tried for HybridModels.
+    These are the divisors of the number of layers and the sizes in UNEVEN. If a size in UNEVEN does
+    not divide the number of layers, the first and the last stage have fewer layers. HybridModels do
+    not support this, so UNEVEN is not tried for them.
     """
     uneven = [pp for pp in UNEVEN if not goal.hybrid and uneven_ends(model.layers, pp) is not None]
     most = min(STAGES, cluster.gpus)
@@ -331,7 +332,7 @@ def check_fixed(goal: TrainingGoal) -> None:
 def _reasons(model: Model, cluster: Cluster, goal: TrainingGoal) -> Iterator[str]:
     pinned, names = goal.pinned, algorithms()
     if pinned.get("algorithm", "auto") not in names:
-        yield f"--algorithm {pinned['algorithm']}: no such algorithm; use {alternatives(names)}"
+        yield f"--algorithm {pinned['algorithm']} does not exist; use {alternatives(names)}"
     sizes = tensor_sizes(model, cluster)
     if "tp" in pinned and pinned["tp"] not in sizes:
         yield (

@@ -103,11 +103,11 @@ class Hybrid:
     out_rank: int = 1024
 
     def ratio_of(self, kind: str | None) -> int:
-        """Return the number of rows per compressed key in layers of a kind; 0 if there are none."""
+        """Return the number of rows per compressed key in a kind of layer; 0 if it has none."""
         return {CSA: CSA_RATIO, HCA: self.ratio}.get(kind or "", 0)
 
     def index_of(self, kind: str | None) -> Indexer | None:
-        """Return the indexer of layers of a kind; None if they have none."""
+        """Return the indexer of a kind of layer; None if it has none."""
         return self.index if kind == CSA else None
 
     def compressors(self, kind: str | None, width: int) -> list[int]:
@@ -189,22 +189,22 @@ class Mixer:
 
     @property
     def values(self) -> int:
-        """Elements of a row's values; its output has equally many."""
+        """Number of elements of one row's values. One row of the output has the same number."""
         return self.heads * self.value_width
 
     @property
     def keys(self) -> int:
-        """Elements of a row's queries and keys together."""
+        """Number of elements of one row's queries and keys together."""
         return 2 * self.key_heads * self.width
 
     @property
     def convolved(self) -> int:
-        """Elements of a row that the short convolution reads: queries, keys and values."""
+        """Number of elements of one row's queries, keys and values, which the convolution reads."""
         return self.keys + self.values
 
     @property
     def state(self) -> int:
-        """Elements of the state of one sequence, over all heads."""
+        """Number of elements of the state of one sequence, over all heads."""
         return self.heads * self.width * self.value_width
 
     @property
@@ -214,7 +214,7 @@ class Mixer:
 
     @property
     def decays(self) -> int:
-        """Elements of a row's decay, over all heads."""
+        """Number of elements of one row's decay, over all heads."""
         return self.heads * {"none": 0, "scalar": 1, "vector": self.width}[self.decay]
 
     @property

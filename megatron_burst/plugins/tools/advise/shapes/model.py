@@ -292,7 +292,7 @@ class Model:
         return sum(self.letters.count(letter) for letter, (_, mlp) in KINDS.items() if mlp)
 
     def number_of(self, kind: str) -> int:
-        """Return the number of layers whose attention half is of a kind."""
+        """Return the number of layers whose attention half has this kind."""
         return sum(self.letters.count(letter) for letter, (of, _) in KINDS.items() if of == kind)
 
     @property
@@ -327,7 +327,7 @@ class Model:
         return self.hidden * (q * (1 + self.output_gate) + kv + out) + 2 * self.hidden
 
     def hybrid_parameters(self, kind: str | None) -> int:
-        """Return the number of parameters of hybrid attention in one layer of a kind."""
+        """Return the number of parameters of hybrid attention in one layer of this kind."""
         of, width = self.hybrid, self.head_dim
         assert of is not None
         ratio, index, q = of.ratio_of(kind), of.index_of(kind), self.heads * width
