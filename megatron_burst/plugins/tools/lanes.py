@@ -86,7 +86,7 @@ def save(figure: Figure, path: Path, shades: int = SHADES) -> None:
 def headed(
     width: float, height: float, title: str, subtitle: str, lines: Sequence[str] = ()
 ) -> Figure:
-    """Return an empty figure with a title at the top and a caption at the bottom.
+    """Return a figure with a title at the top, a caption at the bottom, and no axes.
 
     Args:
         width: Width in inches.

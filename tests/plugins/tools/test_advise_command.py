@@ -173,8 +173,8 @@ def test_layers_of_two_halves_are_two_of_a_hybrid_model():
     (Model("x", 2, 512, 8, 8, 64, 999, pattern="WL", window=9, mixer=DELTA), "windows in some"),
     (Model("x", 2, 512, 8, 8, 64, 999, value_dim=32), "values of width 32 with keys of width 64"),
     (Model("x", 2, 512, 8, 8, 64, 999, pattern="M*", mixer=layer_kinds.mamba2(16, 2, 32, 64, 3)),
-     "convolution over 3 rows"),
-    (models.NAMED["gemma-3-4b"], "GELU gate"),
+     "width is 3 rows"),
+    (models.NAMED["gemma-3-4b"], "gated by GELU"),
 ], ids=lambda each: each if isinstance(each, str) else "")  # fmt: skip
 def test_what_no_flag_says_is_told(model, said):
     (sentence,) = model_flags.lacking(model)

@@ -401,8 +401,8 @@ def _check_heads(model: Model, run: Settings) -> None:
 def _check_hybrid(model: Model, run: Settings) -> None:
     """Raise ValueError for settings that hybrid attention does not support.
 
-    Tensor-parallel ranks must share its output groups equally. Each context-parallel rank must have
-    all rows from which its compressed keys are computed.
+    Tensor-parallel ranks must share the output groups equally. A context-parallel rank must have
+    all rows from which each of its compressed keys is computed.
     """
     assert model.hybrid is not None
     if run.layout not in ("zigzag", "contiguous"):

@@ -251,7 +251,7 @@ def _rate(ranks: Ranks, senders: str, pairs: Pairs, size: int, latency: Measurem
 
 
 def _rounds(ranks: Ranks, pairs: Pairs, size: int, times: int = 1) -> list[float]:
-    """Repeat a number of consecutive exchanges.
+    """Measure `times` consecutive exchanges, and repeat the measurement.
 
     Args:
         ranks: Ranks that measure.

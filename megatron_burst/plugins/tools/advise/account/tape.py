@@ -185,7 +185,7 @@ class Half:
                 self._gone[at].append(name)
 
     def forward(self, tape: Tape, grad: bool) -> None:
-        """Simulate forward. The result stays allocated, and so do saved tensors if `grad` is True."""
+        """Simulate forward. The result stays allocated; with `grad` also the saved tensors."""
         for op, gone in zip(self.ops, self._gone, strict=True):
             tape.pass_by(op.before)
             tape.enter(op.during)

@@ -47,7 +47,7 @@ CHOICE_OUTPUTS = ("algorithm", "side", "head_chunks", "ulysses", "placement")
 # CHOICE_INPUTS: fields of `Settings` on which the choice for a run without row chunks depends.
 _NO_INPUTS = *CHOICE_OUTPUTS, "sequence_chunks"
 CHOICE_INPUTS = tuple(name for name in TIME_INPUTS if name not in _NO_INPUTS)
-CACHED_GRIDS = 24  # grids with cached schedules; more than the grids of one number of ranks
+CACHED_GRIDS = 24  # grids with cached schedules; one number of ranks has fewer grids
 LARGEST_RING = 128  # ranks of a ring; larger rings are tried only if no smaller ring is possible
 
 

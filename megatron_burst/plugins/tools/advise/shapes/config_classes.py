@@ -31,7 +31,7 @@ def _transformers(part: str = "") -> Any:
         return importlib.import_module(f"transformers{part}")
     except ImportError as error:
         raise ValueError(
-            f"a config.json is read with transformers ({error}): "
+            f"reading a config.json requires transformers, which cannot be imported ({error}): "
             "pip install 'megatron-burst[advise]'"
         ) from None
 

@@ -270,7 +270,7 @@ def _lacking(model: Model, fields: Fields, kind: str, structure: Structure) -> I
     narrow, wide = fields.get("num_key_value_heads"), fields.get("swa_num_key_value_heads")
     if kind == "mimo_v2_flash" or (wide is not None and wide != narrow):
         yield (
-            f"{model.kv_heads} key/value heads in layers with a window and fewer in the others; "
+            f"{model.kv_heads} key/value heads in layers with a window and fewer in other layers; "
             f"the forecast assumes {model.kv_heads} in all layers"
         )
     if structure.sinks and kind == "mimo_v2_flash":
@@ -280,11 +280,11 @@ def _lacking(model: Model, fields: Fields, kind: str, structure: Structure) -> I
     if fields.get("dual_chunk_attention_config"):
         yield "dual chunk attention, which changes positions only in inference"
     if kind.startswith("minimax") and model.mixers:
-        yield "residuals that are scaled"
+        yield "scaled residuals"
     if structure.expert_bias and not _scores_by_sigmoid(fields, kind):
         yield "a bias per expert with softmax scores"
     if kind.startswith("llama4"):
-        yield "experts whose inputs are scaled by the router"
+        yield "expert inputs that the router scales"
 
 
 # --- norms and positions ---------------------------------------------------------------------

@@ -72,7 +72,7 @@ def model_from(
 
     kinds = (ModelShape.of(_Values(get)).attention or ())[:layers]  # without multi-token prediction
     pattern, window = _pattern(get, kinds, layers, name, flag)
-    also = ("the head that predicts several tokens",) if get("mtp_num_layers") else ()
+    also = ("multi-token prediction",) if get("mtp_num_layers") else ()
     fields: dict[str, Any] = {
         "name": name,
         "layers": layers,

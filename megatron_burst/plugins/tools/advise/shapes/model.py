@@ -29,7 +29,7 @@ from .layer_kinds import (
 
 NORMS = "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
 # Flags that cannot be derived from sizes alone.
-STRUCTURE = "--qk-layernorm and biases, if it has them"
+STRUCTURE = "--qk-layernorm and biases, if the model has them"
 POSITIONS = "--norm-epsilon, --rotary-base and rope scaling"
 
 
@@ -155,7 +155,8 @@ class Model:
             )
         if self.indexer is not None and (self.latent is None or self.pattern):
             raise ValueError(
-                f"model {self.name}: indexer requires latent attention (latent) and pattern ''"
+                f"model {self.name}: indexer requires latent attention (set latent) and full "
+                "attention in all layers (pattern '')"
             )
         self._check_pattern()
 
@@ -184,7 +185,8 @@ class Model:
             raise ValueError(f"model {self.name}: L and M layers require a mixer")
         if (self.hybrid is not None) != (set(self.letters) <= set("VSH")):
             raise ValueError(
-                f"model {self.name}: V, S and H layers require hybrid, and exclude other layers"
+                f"model {self.name}: V, S and H layers require hybrid, and cannot be combined with "
+                "other layers"
             )
         if not 0 <= self.moe_layers <= self.mlps or (self.moe_layers and not self.experts):
             raise ValueError(

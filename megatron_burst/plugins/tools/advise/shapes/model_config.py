@@ -146,7 +146,9 @@ def _source(config: dict[str, Any], name: str, nested: bool = False) -> Source:
             "hybrids such as nemotron_h are supported"
         )
     if kind in OTHER_ATTENTION:
-        raise ValueError(f"{name}: model_type {kind!r} has {OTHER_ATTENTION[kind]}")
+        raise ValueError(
+            f"{name}: model_type {kind!r} has {OTHER_ATTENTION[kind]}, which is not supported"
+        )
     if kind in ALIBI:
         raise ValueError(
             f"{name}: model_type {kind!r} uses ALiBi, which neither Megatron-LM nor this package "
@@ -203,7 +205,7 @@ def _model(source: Source, config: dict[str, Any]) -> Model:
     mlp = _mlp(source, pattern, with_mlp, hidden)
     also = ("parts that are not the language model (vision, audio)",) * source.nested
     if fields.size("num_nextn_predict_layers") or fields.size("mtp_num_hidden_layers"):
-        also += ("the head that predicts several tokens",)
+        also += ("multi-token prediction",)
     sizes: dict[str, Any] = {
         "name": " ".join(str(config.get("_name_or_path") or fields.name.split(": ")[0]).split()),
         "layers": layers,
@@ -415,7 +417,10 @@ def _pattern(source: Source, layers: int) -> str:
                 "for this model"
             )
         if len(types) != layers:
-            raise ValueError(f"{fields.name}: {key!r} has {len(types)} entries for {layers} layers")
+            raise ValueError(
+                f"{fields.name}: {key!r} must have {layers} entries (one per layer), got "
+                f"{len(types)}"
+            )
         if "sliding_attention" not in types:
             fields.accept("sliding_window")
         if "chunked_attention" not in types:
@@ -424,7 +429,8 @@ def _pattern(source: Source, layers: int) -> str:
     if linear := fields.items_of("attn_type_list", int):  # MiniMax: 0 is linear attention
         if len(linear) != layers:
             raise ValueError(
-                f"{fields.name}: 'attn_type_list' has {len(linear)} entries for {layers} layers"
+                f"{fields.name}: 'attn_type_list' must have {layers} entries (one per layer), got "
+                f"{len(linear)}"
             )
         return "".join("LF"[bool(full)] for full in linear)
     return _windows(source, layers)
