@@ -279,7 +279,7 @@ def settings(
 ) -> Settings:
     """Return settings that describe Megatron's own context parallelism.
 
-    The parallel sizes are those of `run`. Megatron computes the loss separately from the LM head
+    The parallel sizes are copied from `run`. Megatron computes the loss separately from the LM head
     and does not offload activations. The field `seq` includes the padding of documents.
     """
     seq = sum(padded(length, run.cp) for length in lengths) if lengths else run.seq

@@ -38,7 +38,7 @@ def dtype(ranks: Ranks) -> torch.dtype:
 def heads(model: Model, ranks: Ranks) -> tuple[int, int]:
     """Return the numbers of query heads and of key/value heads to measure.
 
-    They are those of the model. On a CPU there are at most `HEADS` query heads.
+    On a GPU they are the model's numbers. On a CPU there are at most `HEADS` query heads.
     """
     group = model.heads // model.kv_heads
     kv = max(1, min(model.kv_heads, HEADS[ranks.device.type] // group))

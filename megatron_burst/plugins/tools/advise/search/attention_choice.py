@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choice of attention settings and prediction of attention times, with caches for a search.
 
-`autotune.select` makes the choice, as for `--context-parallel-algo auto` in training, so that the
-predicted settings are those of training.
+`autotune.select` makes the choice, as for `--context-parallel-algo auto` in training. Predictions
+therefore use the same attention settings as training.
 """
 
 from __future__ import annotations

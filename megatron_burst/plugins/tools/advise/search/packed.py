@@ -234,7 +234,7 @@ class PackedForecast(AttentionForecast):
     ) -> tuple[HeldBuffers, HeldBuffers]:  # fmt: skip
         """Return the sizes of ring buffers as `rings.ring_held` does, for these documents.
 
-        The mask and the layout are those of the documents. Arguments whose names begin with an
+        The documents determine the mask and the layout. Arguments whose names begin with an
         underscore are not used.
         """
         key = (run.tp, run.cp, run.ulysses, run.placement, window, algorithm, side, wire, packed)

@@ -94,7 +94,10 @@ def unbarred(run: Settings) -> Settings:
 
 
 def simplest_first(ranked: Sequence[Configuration]) -> tuple[Configuration, ...]:
-    """Sort configurations by time, but put the simplest within TIE of the fastest first."""
+    """Sort configurations by time, except for the first one.
+
+    The first one is the simplest configuration within TIE of the fastest time.
+    """
     if not ranked:
         return ()
     limit = min(entry.seconds for entry in ranked) * (1 + TIE)

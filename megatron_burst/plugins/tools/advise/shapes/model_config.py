@@ -293,7 +293,10 @@ def _kv_heads(source: Source, heads: int) -> int:
 
 
 def _gated(source: Source) -> bool:
-    """Return whether the MLP is gated. It depends on the activation, and for gelu on the family."""
+    """Return whether the MLP is gated.
+
+    The activation determines it; for gelu, the model family does.
+    """
     fields = source.fields
     key = next((key for key in ACTIVATIONS if key in fields), "")
     act = fields.text(key) if key else "silu"
