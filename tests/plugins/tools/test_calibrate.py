@@ -104,14 +104,14 @@ def test_nics_that_are_shared(monkeypatch):
     monkeypatch.setattr(links, "_rate", rate)
     found, nic_of = links._nics(Two(), 0.5, 1, 10e9, Measurement(0.0, 0.0, ""))
     assert found.value == 2
-    assert "shares its NIC with 1 of 3 tried" in found.method
+    assert "shares its NIC with 1 of 3 ranks" in found.method
     assert len(asked) == 3
     assert nic_of == "neighbours"
     asked.clear()
     monkeypatch.setattr(links, "_rate", lambda *of: rate(*of)._replace(value=(
         5e9 if len(asked) == 2 else 10e9)))  # fmt: skip
     found, nic_of = links._nics(Two(), 0.5, 1, 10e9, Measurement(0.0, 0.0, ""))
-    assert "shares its NIC with 2 of 3 tried" in found.method
+    assert "shares its NIC with 2 of 3 ranks" in found.method
     assert nic_of == "stride"
 
 
