@@ -88,7 +88,7 @@ def test_a_config_json_is_the_named_model():
     )  # fmt: skip
     assert same == FLASH
     assert read.experts_at == FLASH.experts_at
-    assert read.also == ("the head that predicts several tokens", "hyper-connections")
+    assert read.also == ("multi-token prediction", "hyper-connections")
     for field in ("flags", "norms", "gate", "numerics"):
         assert getattr(read.family, field) == getattr(FLASH.family, field), field
     assert read.family.lacking == (
