@@ -33,7 +33,7 @@ def named(name: str) -> tuple[str, ...]:
 
 
 def add_out(parser: argparse.ArgumentParser, picture: str, *, required: bool = False) -> None:
-    """Add `--out FILE` for a picture; `picture` describes the picture in the help text."""
+    """Add `--out FILE`; `picture` describes the picture in the help text."""
     text = f"{picture}: file to write, with a name that ends in .png or .svg"
     parser.add_argument("--out", type=Path, required=required, metavar="FILE", help=text)
 
@@ -49,7 +49,7 @@ def check_out(path: Path | None) -> None:
         raise ValueError(f"--out: the file name must end in .png or .svg, got {path}")
     check_place(path, "--out")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--out needs matplotlib: pip install matplotlib")
+        raise ValueError("--out requires matplotlib: pip install matplotlib")
 
 
 def add_grid(
@@ -89,7 +89,7 @@ def add_heads(parser: argparse.ArgumentParser, *, width: int, queries: bool = Tr
 
 
 def check_positive(arguments: argparse.Namespace, names: Iterable[str]) -> None:
-    """Raise ValueError if one of the arguments `names` is set to a number below 1."""
+    """Raise ValueError if an argument in `names` is set to a number below 1."""
     for name in names:
         value = getattr(arguments, name, None)
         if value is not None and value < 1:
@@ -104,4 +104,4 @@ def check_place(path: Path | None, flag: str) -> None:
         flag: Flag that sets the path, for the message.
     """
     if path is not None and not path.absolute().parent.is_dir():
-        raise ValueError(f"{flag} {path}: its folder does not exist")
+        raise ValueError(f"{flag} {path}: its folder does not exist; create it")

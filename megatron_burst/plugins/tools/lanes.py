@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drawing with matplotlib: figures with a title, and bars and arrows in lanes over time.
 
-A lane is a horizontal strip, such as the lane of a rank. `show`, `advise`, `memory` and `trace` use
-this module. Files are small and reproducible: they depend only on the figure and the version of
-matplotlib.
+A lane is a horizontal strip of a picture, such as the strip of one rank. `show`, `memory` and
+`trace` use this module. Files are small and reproducible: they depend only on the figure and the
+version of matplotlib.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ DASHED = {"edgecolor": "#9ca3af", "linewidth": 0.6, "linestyle": (0, (2, 2))}
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Return a context in which matplotlib has the style of this package's pictures."""
+    """Use the style of this package's pictures for matplotlib in this context."""
     with style.context(["default", STYLE], after_reset=True):
         yield
 
@@ -86,7 +86,7 @@ def save(figure: Figure, path: Path, shades: int = SHADES) -> None:
 def headed(
     width: float, height: float, title: str, subtitle: str, lines: Sequence[str] = ()
 ) -> Figure:
-    """Return an empty figure with a title at the top and a caption at the bottom.
+    """Return a figure with a title at the top, a caption at the bottom, and no axes.
 
     Args:
         width: Width in inches.
@@ -112,7 +112,12 @@ def box(figure: Figure, left: float, bottom: float, width: float, height: float)
 
 
 def inches(text: str, size: float) -> float:
-    """Return the width of a text in inches; `size` is in points, and above 12 the text is bold."""
+    """Return the width of a text in inches.
+
+    Args:
+        text: The text. It is bold if `size` is above 12.
+        size: Size of the text in points.
+    """
     font = FontProperties(family="DejaVu Sans", weight="bold" if size > 12 else "normal")
     return TextPath((0, 0), text, size=size, prop=font).get_extents().width / 72
 
@@ -144,7 +149,7 @@ def clock(axes: Axes, end: float, title: str = "") -> float:
 
 
 def name_lanes(axes: Axes, places: Sequence[float], names: Sequence[str], depth: float) -> None:
-    """Write the names of lanes beside the y axis, which increases downwards.
+    """Write the names of lanes beside the y axis, which points downwards.
 
     Args:
         axes: Axes to draw on.
@@ -234,7 +239,7 @@ def work_bars(
         work: Work of each rank, in visible pairs.
         colours: Colours of the bars.
         high: Height of a bar.
-        most: Largest work that fits on the x axis.
+        most: Maximum work, which sets the width of the x axis.
     """
     axes.barh(places, work, height=high, color=colours)
     axes.axvline(sum(work) / len(work), **MEAN)
@@ -257,7 +262,7 @@ class ArrowLook(NamedTuple):
     edge: str
     width: float
     filled: str
-    stripes: str | None  # colour
+    stripes: str | None
 
 
 def arrow(

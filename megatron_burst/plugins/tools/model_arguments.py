@@ -2,7 +2,8 @@
 """Model and settings that a command line describes: `--model`, or a Megatron command after `--`.
 
 `--model` accepts the name of a model, a Hugging Face `config.json`, or the name of a
-Megatron-Bridge recipe as in `megatron-burst recipe`. Megatron-Bridge is imported only for a recipe.
+Megatron-Bridge recipe, as `megatron-burst recipe` does. Megatron-Bridge is imported only for a
+recipe.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from .advise.shapes import models
 from .advise.shapes.megatron_model import model_from
 from .advise.shapes.models import Model, padded
 
-# Option -> value that the forecast assumes for "auto".
+# Option -> value that predictions assume for "auto".
 AUTO = {"offload": 1.0, "sequence_chunks": 32, "mlp_tiles": 64}
 HELP = "name of a model, config.json of Hugging Face, or name of a Megatron-Bridge recipe"
 
 
 def find(text: str | None, words: Sequence[str]) -> tuple[Model, dict[str, Any]]:
-    """Return the model, and the fields of `Settings` that the recipe or command sets.
+    """Return the model, and the fields of `Settings` that a recipe or a Megatron command sets.
 
     Args:
         text: Value of `--model`; None if it is not set.
         words: Words of a Megatron command; empty if there is none.
 
     Returns:
-        The model, and the fields as a dict. Besides the fields, the dict has "global_batch", the
-            number of sequences of a step.
+        The model, and a dict of fields. The dict also has the key "global_batch", the number of
+            sequences of a step.
 
     Raises:
         ValueError: Neither `text` nor `words` describes a model, or both do.
@@ -63,7 +64,7 @@ def read_command(words: Sequence[str]) -> tuple[Model, dict[str, Any]]:
     """Return the model and the fields of `Settings` that a Megatron command describes.
 
     Args:
-        words: The words of the command.
+        words: Words of the command.
 
     Raises:
         ValueError: A flag is missing or invalid; the message names the flag.
@@ -92,7 +93,7 @@ def read_command(words: Sequence[str]) -> tuple[Model, dict[str, Any]]:
 
 
 def _settled(command: MegatronCommand, burst_flags: Any) -> BurstConfig:
-    """Return the options of this package in a command, with the layout that training would use."""
+    """Return this package's options in a command, with the layout that training would use."""
     # Imported late, because they import torch, which takes seconds.
     from ...megatron.checks.command_line import settings_of
     from ...megatron.layout_choice import complete_flags
@@ -106,7 +107,7 @@ def _settled(command: MegatronCommand, burst_flags: Any) -> BurstConfig:
 
 
 def _command_run(command: MegatronCommand) -> dict[str, Any]:
-    """Return the settings of a run that Megatron's own flags set: fields of `Settings` by name.
+    """Return the fields of `Settings` that Megatron's own flags set: name -> value.
 
     The result also has the key "global_batch".
     """
@@ -143,23 +144,22 @@ def _command_run(command: MegatronCommand) -> dict[str, Any]:
 def choices_of(
     choices: BurstConfig, seq: int, cp: int, name_of: Callable[[str], str]
 ) -> dict[str, Any]:
-    """Convert options of this package (`BurstConfig`) to fields of `Settings`, by name.
+    """Convert options of this package (`BurstConfig`) to fields of `Settings`: name -> value.
 
     Args:
         choices: Options of this package.
         seq: Tokens of a sequence.
         cp: Number of context-parallel ranks.
-        name_of: Function that returns the flag or setting of an option, for messages.
+        name_of: Function that returns the flag or the setting of an option, for messages.
 
     Raises:
-        ValueError: An option that requires BurstAttention is set, but Megatron's attention is
-            selected.
+        ValueError: An option requires BurstAttention, but Megatron's attention is selected.
     """
     # Imported late, because they import torch, which takes seconds.
     from ...megatron.checks.config import ulysses_size
     from ...recompute import tile_counts
 
-    # Row chunks and tiles have at least the minimum number of rows of training.
+    # Minimum numbers of rows of a row chunk and of a tile, as in training.
     fewest = {
         "sequence_chunks": tile_counts.MIN_CHUNK_ROWS,
         "mlp_tiles": tile_counts.MIN_TILE_TOKENS,
@@ -197,26 +197,27 @@ def choices_of(
 
 
 def _is_recipe(text: str) -> bool:
-    """Return True if a text may be the name of a recipe, and is not a model or a file."""
+    """Return True if a text may be the name of a recipe and is neither a model nor a file."""
     exists = text.lower() in models.NAMED or text.endswith(".json") or Path(text).exists()
     return not exists and text.isidentifier() and ("_pretrain" in text or text.endswith("_config"))
 
 
 def recipe(name: str) -> Any:
-    """Return a ready-made recipe of this package or a recipe of Megatron-Bridge, by name.
+    """Return a recipe by name: a ready-made recipe of this package, or one of Megatron-Bridge.
 
     Args:
         name: Name of the recipe.
 
     Raises:
-        ValueError: Megatron-Bridge is not installed, or has no such recipe.
+        ValueError: Megatron-Bridge is not installed, or there is no such recipe.
     """
     try:
         ready = importlib.import_module("megatron_burst.recipes.ready_made")
         return ready.find(name)()
     except ImportError as error:
         raise ValueError(
-            f"--model {name}: recipes need Megatron-Bridge: {error}; or use a config.json"
+            f"--model {name}: recipes require Megatron-Bridge, which cannot be imported ({error}); "
+            "install it, or use a config.json"
         ) from error
 
 

@@ -235,9 +235,9 @@ def test_a_fixed_fraction_of_the_optimizer_has_its_own_bound():
 
 
 @pytest.mark.parametrize(("pinned", "words"), [
-    ({"first_layers": 3, "pp": 1}, "^--first-layers 3: these require a pipeline of several stages"),
-    ({"first_layers": 3, "pp": 2, "vpp": 2}, "--first-layers 3: these require .*--vpp 1"),
-    ({"first_layers": 3, "last_layers": 4}, "these do not fit any --pp .* set --pp"),
+    ({"first_layers": 3, "pp": 1}, "^--first-layers 3: .* require several pipeline stages"),
+    ({"first_layers": 3, "pp": 2, "vpp": 2}, "--first-layers 3: .*--vpp 1"),
+    ({"first_layers": 3, "last_layers": 4}, "is impossible with every --pp .* set --pp"),
     ({"first_layers": 3, "pp": 3}, "^--pp 3 x --vpp 1, --first-layers 3 cannot share"),
 ])  # fmt: skip
 def test_ends_that_no_stages_have_are_told(pinned, words):
@@ -346,7 +346,7 @@ def test_gradients_travel_in_bf16_only_if_that_is_allowed():
     ({"cp": 1, "store": 1.0}, "requires --cp above 1"),
     ({"top": 0}, "--top must be an integer >= 1"),
     ({"ulysses": 7, "cp": 4}, "--ulysses 7"),
-    ({"speed": 9}, "speed cannot be fixed; the settings are tp"),
+    ({"speed": 9}, "speed cannot be fixed; use one of tp"),
     ({"packed": "128K"}, "a document of 131,072 tokens does not fit into a pack of --seq 65,536"),
     ({"packed": "no-such"}, "must be lengths such as 8K,32K,128K"),
     ({"seq": 3001}, "can share 1397 sequences of 3,001 tokens equally"),
@@ -358,7 +358,7 @@ def test_bad_input_is_refused_with_what_would_do(change, words):
 
 
 def test_what_fits_nowhere_says_what_would():
-    with pytest.raises(DoesNotFit, match=r"does not fit: a GPU needs .* GiB at TP .* GPUs"):
+    with pytest.raises(DoesNotFit, match=r"does not fit: a GPU needs .* GiB with TP .* GPUs"):
         advise(TINY, cluster(2, memory=6), seq="512K")
 
 

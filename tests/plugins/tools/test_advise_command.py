@@ -173,8 +173,8 @@ def test_layers_of_two_halves_are_two_of_a_hybrid_model():
     (Model("x", 2, 512, 8, 8, 64, 999, pattern="WL", window=9, mixer=DELTA), "windows in some"),
     (Model("x", 2, 512, 8, 8, 64, 999, value_dim=32), "values of width 32 with keys of width 64"),
     (Model("x", 2, 512, 8, 8, 64, 999, pattern="M*", mixer=layer_kinds.mamba2(16, 2, 32, 64, 3)),
-     "convolution over 3 rows"),
-    (models.NAMED["gemma-3-4b"], "GELU gate"),
+     "width is 3 rows"),
+    (models.NAMED["gemma-3-4b"], "gated by GELU"),
 ], ids=lambda each: each if isinstance(each, str) else "")  # fmt: skip
 def test_what_no_flag_says_is_told(model, said):
     (sentence,) = model_flags.lacking(model)
@@ -198,7 +198,7 @@ def test_what_megatron_lacks_is_told_and_everything_else_printed(capsys):
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "Megatron-LM has no flag for Kimi delta attention: these flags build softmax" in out
-    assert "Not tried: --burst-attention-layout, which passes states" in out
+    assert "Not tried: --burst-attention-layout, a second layout" in out
     for flag in (
         "--multi-latent-attention --kv-lora-rank 512",
         "--context-parallel-size 2",
@@ -462,7 +462,7 @@ def test_flags_of_a_family(name, flags):
     (["--model", "llama3-8b", "--gpus", "8", "--seq", "1"], 2, "--seq a power of two, such as 2"),
     (["--model", "llama3-8b", "--gpus", "8", "--seq", "1K", "--packed", ","], 2,
      "--packed ',' contains no length; use lengths such as 8K,32K"),
-    ([*BASE[1:], "--algorithm", "foo"], 2, "--algorithm foo: no such algorithm; use "),
+    ([*BASE[1:], "--algorithm", "foo"], 2, "--algorithm foo does not exist; use "),
     ([*BASE[1:], "--ep", "4"], 2, "--ep 4 requires experts, and llama3-8b has none"),
     ([*BASE[1:], "--", "pretrain_gpt.py", "--num-layers", "8"], 2, "--model llama3-8b and the"),
 ], ids=str)  # fmt: skip

@@ -241,7 +241,7 @@ def test_measured_kernels_have_their_own_rate(tmp_path):
     assert found.rank_rates().compute == pytest.approx(370e12)
     measured = replace(links, rates=replace(rates, compute=5e14))
     assert cluster_of(flags, measured) == measured
-    with pytest.raises(ValueError, match="--kernel aten: the kernel of this cluster was measured"):
+    with pytest.raises(ValueError, match="--kernel aten selects a published rate"):
         cluster_of(flags, measured, "aten")
     cluster_file.write(found, tmp_path / "one.toml")
     assert cluster_file.read(tmp_path / "one.toml") == found

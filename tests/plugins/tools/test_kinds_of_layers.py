@@ -72,7 +72,7 @@ def test_a_step_takes_the_calls_of_every_kind(own, others):
 def test_a_call_alone_has_one_algorithm():
     run = replace(RUN, window_algorithm="ring")
     with pytest.raises(
-        ValueError, match=r"window_algorithm ring, .*: part='attention' simulates one call"
+        ValueError, match=r"window_algorithm ring, .*: part='attention' predicts one call"
     ):
         mb.simulate(TWO, NODES, run, part="attention")
     assert mb.simulate(TWO, NODES, run).seconds == seconds(window_algorithm="ring")
@@ -132,9 +132,9 @@ def test_windows_with_an_algorithm_of_their_own_hold_little():
         ({"window_algorithm": "hybrid"}, "window_algorithm hybrid: must be one of burst"),
         ({"chunk_algorithm": "ring"},
          "chunk_algorithm ring: two kinds has no chunked layers; remove chunk_algorithm"),
-        ({"window_algorithm": "ring", "cp": 1}, "with --cp 1 ranks do not form a ring"),
+        ({"window_algorithm": "ring", "cp": 1}, "requires ranks that form a ring, got --cp 1"),
         ({"window_algorithm": "ring", "algorithm": "ulysses", "cp": 2, "ulysses": 2, "intra": 2},
-         r"with --ulysses 2 \(equal to --cp\) ranks do not form a ring.* use --ulysses below 2"),
+         r"got --ulysses 2 \(equal to --cp\); use --ulysses below 2"),
         ({"window_algorithm": 5}, "--window-algorithm must be a string, got 5"),
     ],
 )  # fmt: skip

@@ -145,7 +145,7 @@ def test_a_batch_of_a_command_is_shared_out(capsys):
     words = ["memory", "--gpus", "8", "--", *command.split(), "--micro-batch-size", "2"]
     assert main([*words, "--global-batch-size", "10"]) == 2
     told = capsys.readouterr().err
-    assert "batch of 10 sequences is not a multiple of 4, micro-batches of 2 x 2" in told
+    assert "batch of 10 sequences is not a multiple of 4 (micro-batch size 2 x 2 " in told
     assert "use 12 (--global-batch-size" in told
 
 

@@ -97,7 +97,7 @@ def test_config_of_latent_attention_and_dense_first_layers():
     assert read.latent == Latent(32, 8, 0)
     assert (read.head_dim, read.value_dim, read.kv_heads) == (24, 16, 8)
     assert (read.moe_layers, read.dense_ffn, read.ffn, read.shared) == (3, 512, 64, 128)
-    assert read.uncounted == ("the head that predicts several tokens",)
+    assert read.uncounted == ("multi-token prediction",)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_config_of_hybrids():
      ({"ssm_state_size": 16}, "unknown fields 'ssm_state_size' .16."),
      ({"sliding_window": 64}, "unknown fields 'sliding_window' .64."),
      ({"attention_chunk_size": 64}, "unknown fields 'attention_chunk_size' .64."),
-     ({"attn_type_list": [0, 1]}, "'attn_type_list' has 2 entries for 4 layers"),
+     ({"attn_type_list": [0, 1]}, "'attn_type_list' must have 4 entries .*, got 2"),
      ({"attn_type_list": [0, 1, 1, 1]}, "cannot count layers .*from model_type 'llama'"),
      ({"block_configs": [{"no_op": True}] * 4}, "unknown fields 'block_configs'"),
      ({"num_attention_heads_per_layer": [8, 4, 4, 4]}, "'num_attention_heads_per_layer'"),
@@ -310,7 +310,7 @@ def test_a_bridge_recipe(monkeypatch, capsys):
 
 def test_a_recipe_without_bridge_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(model_arguments.importlib, "import_module", _missing)
-    with pytest.raises(ValueError, match=r"need Megatron-Bridge: .*or use a config\.json"):
+    with pytest.raises(ValueError, match=r"require Megatron-Bridge, .* or use a config\.json"):
         model_arguments.find("llama3_8b_pretrain_config", [])
 
 

@@ -59,8 +59,8 @@ def test_words_are_flags_that_there_are():
     assert changes(LLAMA, on(8), run)[0].text == "--offload 1"
     said = does_not_fit(account(LLAMA, run), on(8))
     assert re.match(
-        r"does not fit: a GPU needs [\d.]+ GiB at TP 4, 22.44 GiB of it for states, and has "
-        r"75.1 GiB; add ",
+        r"does not fit: a GPU needs [\d.]+ GiB with TP 4 \(22.44 GiB of it for .*\), but only "
+        r"75.1 GiB are available; add ",
         said,
     )
 
@@ -79,7 +79,7 @@ def test_host_memory_that_is_too_small_says_so():
     small = replace(on(8), host_memory=10**11)
     said = does_not_fit(account(LLAMA, run), small)
     # 10^11 bytes of a node for 8 GPUs.
-    assert re.search(r"a GPU needs [\d.]+ GiB of host memory, and has 11.64 GiB; ", said)
+    assert re.search(r"each GPU needs [\d.]+ GiB of host memory, but only 11.64 GiB per GPU ", said)
 
 
 def test_what_fits_nowhere_says_so():

@@ -424,8 +424,8 @@ def test_gradients_and_node_links_of_backward():
         ("mask --mask dilated --stride 0", "--mask dilated: stride must be at least 1"),
         ("mask --mask causal&full", "--mask causal&full: unknown"),
         ("mask --lengths 3,0", "--lengths must be a whole number of tokens"),
-        ("mask --seq 32 --lengths 30,30", "60 tokens do not fit into 32 positions; set --seq"),
-        ("mask --layout balanced", "--layout balanced requires the documents of --lengths"),
+        ("mask --seq 32 --lengths 30,30", "60 tokens in total, but --seq is 32; set --seq 60"),
+        ("mask --layout balanced", "--layout balanced requires documents; add --lengths"),
         ("mask --layout block_striped", "--layout block_striped requires --block N"),
         ("mask --block 4", "--block applies to --layout block_striped, got zigzag"),
         ("mask --per-document", "--per-document requires --layout zigzag and --lengths"),
@@ -439,7 +439,7 @@ def test_gradients_and_node_links_of_backward():
         ("scan --layout striped", "use zigzag, contiguous or balanced"),
         ("scan --algorithm ring --blocks 2", "--blocks: ring sends whole states"),
         ("scan --blocks 0", "--blocks must be at least 1, got 0"),
-        ("scan --seq 16 --lengths 10,20", "--lengths: 30 tokens do not fit into 16"),
+        ("scan --seq 16 --lengths 10,20", "--lengths: documents have 30 tokens in total"),
         ("scan --ranks 32 --seq 4096 --lengths " + ",".join(["40"] * 100), "at most 128 pieces"),
     ],
 )  # fmt: skip
@@ -462,7 +462,7 @@ def test_a_missing_matplotlib_is_named_with_the_cure(monkeypatch, capsys):
         importlib.util, "find_spec", lambda name: None if name == "matplotlib" else there(name)
     )
     assert cli.main(["show", "mask", "--out", "x.png"]) == 2
-    assert "--out needs matplotlib: pip install matplotlib" in capsys.readouterr().err
+    assert "--out requires matplotlib: pip install matplotlib" in capsys.readouterr().err
 
 
 def test_a_picture_as_svg_is_the_same_every_time(tmp_path):

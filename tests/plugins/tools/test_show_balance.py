@@ -44,5 +44,5 @@ def test_nodes_and_shared_heads_change_who_waits():
     # Halves of four rows: step 0: 10 pairs each; step 1: 16 and nothing.
     got = imbalance(rows, masks.Causal(), 8, topology=shared)
     assert got == pytest.approx(26 * 2 / 36)
-    with pytest.raises(ValueError, match="topology has 4 ranks and the layout 2"):
+    with pytest.raises(ValueError, match="topology has 4 ranks, but the layout has 2"):
         imbalance(layout.make("striped", cp_size=2), mask, 4, topology=nodes)

@@ -198,7 +198,7 @@ def test_chunks_of_rows_compute_as_much_and_send_keys_again():
 
 
 def test_inner_rings_divide_the_ring():
-    with pytest.raises(ValueError, match="inner rings of 3; use a divisor of 8"):
+    with pytest.raises(ValueError, match="inner 3 does not divide the 8 ranks"):
         mb.simulate(MODEL, CLUSTER, Settings(8192, cp=8, inner=3), part="attention")
     got = mb.simulate(MODEL, CLUSTER, Settings(8192, cp=8, inner=2), part="attention")
     assert got.seconds > 0

@@ -130,8 +130,8 @@ def test_memory_has_latents_on_the_ring_and_the_selection():
         ({"store": 0.5, "recompute": "full"}, "--store 0.5 is not supported with the sparse"),
         ({"sequence_chunks": 4, "recompute": "full"}, "--sequence-chunks 4 is not supported"),
         ({"ulysses": 2}, "--ulysses 2: .* use 1$"),
-        ({"algorithm": "tile"}, "--algorithm tile --side kv: sparse attention"),
-        ({"side": "query"}, "sends keys to the queries"),
+        ({"algorithm": "tile"}, "--algorithm tile --side kv: the sparse attention"),
+        ({"side": "query"}, "sends keys, not queries"),
     ],
 )
 def test_what_sparse_attention_has_not_is_refused(given, words):

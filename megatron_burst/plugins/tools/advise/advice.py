@@ -31,12 +31,12 @@ from .settings import flag_of
 from .shapes import models
 from .shapes.model import Model
 
-STEP = 4 * 2**20  # default tokens of a step
-LONGEST = "longest"  # instead of a length
+STEP = 4 * 2**20  # default tokens of a step, over all ranks
+LONGEST = "longest"  # value of `seq` that selects the longest sequence that fits
 
 
 class DoesNotFit(ValueError):
-    """Raised if no settings let the model fit into the memory of the cluster."""
+    """Raised if the model does not fit into the memory of the cluster with any settings."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,15 @@ class Advice:
     Attributes:
         model: Shape of the model.
         cluster: Cluster of GPUs.
-        want: Goal of the search: tokens per sequence and step, and fixed settings.
-        ranked: Best configuration for each choice of parallel sizes (TP, PP, CP, DP) that fits. The
-            recommended configuration is first; the others are ordered by time.
+        want: Goal of the search: tokens per sequence, sequences per step, and the settings that the
+            user has fixed.
+        ranked: Best configuration for each choice of parallel sizes (TP, PP, CP, DP) that fits into
+            memory, at most `top` of them. The recommended configuration is first; the others are
+            ordered by time.
         ways: Number of possible choices of parallel sizes.
-        tried: Number of these choices that the search tried. A lower bound on time excluded the
-            other choices.
-        lengths: Lengths of the documents of a pack; () without packed documents.
+        tried: Number of these choices that the search tried. It skipped the other choices, because
+            a lower bound on their step time showed that they are slower.
+        lengths: Lengths of the documents of a pack in tokens; () without packed documents.
         search: `Search` that returned the result.
     """
 
@@ -72,22 +74,22 @@ class Advice:
 
     @cached_property
     def rivals(self) -> list[Rival]:
-        """Predictions for Megatron's own context parallelism with the parallel sizes of `best`."""
+        """Predictions for Megatron's own context parallelism, with the parallel sizes of `best`."""
         return rivals(self.model, self.cluster, self.best.run, self.lengths)
 
     @cached_property
     def fastest_rival(self) -> Rival | None:
-        """Prediction for the fastest kind of Megatron's own context parallelism that fits.
+        """Prediction for the fastest kind of Megatron's own context parallelism.
 
-        All parallel sizes are tried. None if nothing fits into memory.
+        All choices of parallel sizes are compared. None if no choice fits into memory.
         """
         return fastest(self.model, self.cluster, self.want, lengths=self.lengths)
 
     @cached_property
     def by_kind(self) -> str:
-        """Sentence on how much faster `best` is than with one algorithm for all layers.
+        """Sentence that compares `best` with one attention algorithm for all layers.
 
-        "" if all layers of `best` use one attention algorithm.
+        "" if `best` uses one attention algorithm for all layers.
         """
         run = self.best.run
         if not run.by_kind:
@@ -103,7 +105,7 @@ class Advice:
 
     @cached_property
     def kernel(self) -> AssumedKernel:
-        """Attention kernel of the prediction, and step times of `best` with other kernels."""
+        """Attention kernel that the prediction assumes; step times of `best` with other kernels."""
         assert self.search is not None
         attention, run = self.search.attention, self.best.run
 
@@ -121,7 +123,7 @@ class Advice:
         """Return flags for `megatron-burst pretrain` and Megatron-LM's script of the model.
 
         Each entry is one flag with its values, quoted for a shell. `no_flag_for` lists properties
-        of the model that have no flag.
+        of the model that no flag sets.
 
         Args:
             index: Index in `ranked`.
@@ -130,7 +132,7 @@ class Advice:
 
     @property
     def no_flag_for(self) -> list[str]:
-        """Sentences on properties of the model that no flag of Megatron-LM sets."""
+        """One sentence for each property of the model that no flag of Megatron-LM sets."""
         return model_flags.lacking(self.model)
 
     def job(self, index: int = 0, train_iters: int | None = None) -> str:
@@ -138,8 +140,8 @@ class Advice:
 
         Args:
             index: Index in `ranked`.
-            train_iters: Training steps, from which the time limit is computed; None to write
-                `SET_ME` instead.
+            train_iters: Number of training steps, from which the job's time limit is computed. None
+                writes `SET_ME` instead of a time limit.
 
         Raises:
             ValueError: The number of steps is below 1.
@@ -157,7 +159,7 @@ class Advice:
 
     @property
     def why(self) -> str:
-        """Text with the four longest parts of a step of `best`, and their shares of its time."""
+        """Text with the four longest parts of a step of `best` and the share of each part."""
         time = self.best.time
         parts = sorted(time.parts.items(), key=lambda part: -part[1])
         return ", ".join(f"{name} {taken / time.seconds:.0%}" for name, taken in parts[:4])
@@ -190,14 +192,15 @@ def advise(
         seq: Tokens of a sequence, such as 2**20 or "1M". "longest" first searches for the
             longest sequence that fits with the fixed settings, then for the fastest settings at
             this length.
-        gpus: Number of GPUs.
+        gpus: Number of GPUs, over all nodes.
         per_node: GPUs per node.
-        tokens_per_step: Tokens of a step over all ranks; None for 4M, or one sequence if longer.
+        tokens_per_step: Tokens of a step over all ranks, a multiple of `seq`. None for as many
+            sequences as fit into 4M tokens, at least one.
         packed: Lengths of documents that fill packs of `seq` tokens: a list, the path of a file, or
             a key of `packed.NAMED`.
-        top: Number of configurations to return.
-        progress: Function that is called with two numbers of choices of parallel sizes: finished
-            choices and all choices.
+        top: Maximum number of configurations to return.
+        progress: Function that is called with the number of finished choices of parallel sizes
+            and the number of all choices.
         **fixed: Values of `mb.Settings` fields that are not searched, such as `tp=8, store=0.5`.
 
     Returns:
@@ -238,7 +241,7 @@ def advise(
             raise search.refused or ValueError(_together(goal))
         account_of = attention.account_of if isinstance(attention, PackedForecast) else None
         raise DoesNotFit(does_not_fit(result.closest.account, cluster, account_of))
-    # Memory accounts in the result keep all moments.
+    # The search keeps only the peaks of its memory accounts; the result keeps all moments.
     ranked = tuple(
         replace(entry, account=account(model, entry.run, core_of=search.core_of))
         for entry in result.ranked
@@ -253,7 +256,7 @@ def nodes_and_gpus(cluster: Cluster) -> tuple[int, int]:
 
 
 def _together(goal: TrainingGoal) -> str:
-    """Return the error message for fixed settings that are possible one by one but not together."""
+    """Return the error message for fixed settings that are valid one by one but not together."""
     pinned_flags = " ".join(f"{flag_of(name)} {value}" for name, value in goal.pinned.items())
     return (
         f"{pinned_flags}: no configuration has all these settings; --store requires --cp above 1 "
@@ -286,8 +289,9 @@ def goal_of(
 
     Args:
         seq: Tokens of a sequence.
-        tokens_per_step: Tokens of a step; None for 4M, or one sequence if longer.
-        fixed: Fields of `Settings` that are not searched.
+        tokens_per_step: Tokens of a step over all ranks. None for as many sequences as fit into 4M
+            tokens, at least one.
+        fixed: Values of the `Settings` fields that the user has fixed.
 
     Raises:
         ValueError: `tokens_per_step` is not a multiple of `seq`.

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megatron-burst advise`: find the flags with the shortest step, and predict time and memory.
+"""`megatron-burst advise`: find the settings with the shortest step, and predict time and memory.
 
     megatron-burst advise --model llama3-8b --gpus 64 --gpu h100 --seq 1M
     megatron-burst advise --model qwen3-30b-a3b --cluster cluster.toml --seq 128K --top 3
     megatron-burst advise --gpus 64 --gpu h100 -- pretrain_gpt.py --num-layers 32 ...
 
-The prediction is computed from schedules, sizes of tensors, and rates of links and kernels.
-`tools.advise.search.search` describes the search. Exit status: 0 if settings are found, 1 if no
-settings fit, 2 for invalid input.
+The prediction is computed from communication schedules, sizes of tensors, and rates of links and
+kernels. `tools.advise.search.search` describes the search. Exit status: 0 if settings are found, 1
+if no settings fit into memory, 2 for invalid input.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _model(arguments: argparse.Namespace) -> tuple[Model, str | int]:
-    """Return the model, and the length to pass to `mb.advise` as `seq`."""
+    """Return the model and the sequence length, which is the argument `seq` of `mb.advise`."""
     model, described = model_arguments.find(arguments.model, arguments.megatron)
     if arguments.longest and arguments.seq is not None:
         raise ValueError("--longest and --seq both set the sequence length; use only one of them")
@@ -113,7 +113,7 @@ def _model(arguments: argparse.Namespace) -> tuple[Model, str | int]:
 
 
 def _cluster(arguments: argparse.Namespace) -> clusters.Cluster:
-    """Return the cluster of `--cluster` or `--gpu`; flags such as `--gpus` override its values."""
+    """Return the cluster of `--cluster` or `--gpu`; flags such as `--per-node` override it."""
     if arguments.cluster is None:
         if arguments.gpus is None:
             raise ValueError("--gpus is required, such as --gpus 64, or --cluster FILE")

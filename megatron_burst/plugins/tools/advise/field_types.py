@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 
 def problem_of(kind: Any, value: Any, least: int = 0) -> str:
-    """Return the reason why a value is invalid for a type; "" if it is valid.
+    """Return the reason why a value does not have a type; "" if it does.
 
     Args:
         kind: `int`, `bool`, `str`, `float` (a fraction from 0 to 1), a `Literal` of strings, or a

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags that `advise` and `memory` share: for the model, the cluster and fields of `Settings`.
 
-The flag of a field has the name of the field, and its type or choices.
+The flag of a field has the name of the field, and its type or its choices.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TYPES = get_type_hints(Settings)
 
 
 def add_fields(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
-    """Add one flag to a parser for each of the named fields of `Settings`."""
+    """Add one flag to a parser for each field of `Settings` in `names`."""
     for name in names:
         kind, text = _TYPES[name], FIELDS[name]
         kinds = [option for option in get_args(kind) if option is not NoneType]
@@ -47,7 +47,7 @@ def add_fields(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
 
 
 def given_fields(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Return the values of the named fields whose flags the user has set, by field name."""
+    """Return the fields in `names` whose flags the user has set: field name -> value."""
     values = {name: getattr(arguments, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -63,7 +63,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     add(
         "--gpu-memory",
         metavar="SIZE",
-        help="memory of one GPU; default: the memory of --gpu; such as 96GiB",
+        help="memory of one GPU, such as 96GiB (default: the memory of --gpu)",
     )
     add("--host-memory", metavar="SIZE", help="host memory per node that may be used (1.6TB)")
     add("--json", action="store_true", help="print JSON, for scripts")
@@ -100,7 +100,8 @@ def cluster_of(
         cluster = clusters.Cluster(clusters.gpu(arguments.gpu or "h100"), arguments.gpus, per_node)
     if kernel is not None and cluster.kernels_measured:
         raise ValueError(
-            f"--kernel {kernel}: the kernel of this cluster was measured; remove --kernel"
+            f"--kernel {kernel} selects a published rate, but the cluster file has a measured "
+            "rate; remove --kernel"
         )
     cluster = replace(cluster, gpu=with_kernel(cluster.gpu, kernel))
     if arguments.gpu_memory:

@@ -29,10 +29,10 @@ class AssumedKernel:
     """Attention kernel whose rate a forecast uses.
 
     Attributes:
-        name: Name as in `--burst-kernel`; None if the rate was measured, or if the cluster has a
-            rate without the name of a kernel.
+        name: Name as in `--burst-kernel`; None if the rate was measured, or if the cluster states
+            a rate without naming a kernel.
         measured: Whether `calibrate` measured the rate.
-        here: Text on whether the kernel can be used on this machine; "" if this is unknown.
+        here: Text that says whether the kernel can be used on this machine; "" if this is unknown.
         seconds: Kernel name -> predicted seconds of a step, for other kernels with a published
             rate.
     """
@@ -44,7 +44,7 @@ class AssumedKernel:
 
     @property
     def described(self) -> str:
-        """Line of output: the kernel, and predicted times of a step with other kernels."""
+        """Line for the terminal: the kernel, and predicted times of a step with other kernels."""
         if self.measured:
             return "attention kernel: measured by calibrate; `auto` selects it on this cluster"
         if self.name is None:
@@ -59,7 +59,7 @@ class AssumedKernel:
         return text
 
     def facts(self) -> dict[str, Any]:
-        """Return the attributes as plain data for JSON."""
+        """Return the attributes as a dict for JSON."""
         return {
             "assumed": self.name,
             "title": TITLES.get(self.name or ""),
@@ -70,7 +70,7 @@ class AssumedKernel:
 
 
 def titled(name: str) -> str:
-    """Return the short and the full name of a kernel, such as "flash3 (FlashAttention 3)"."""
+    """Return the name and the title of a kernel, such as "flash3 (FlashAttention 3)"."""
     return f"{name} ({TITLES[name]})" if name in TITLES else name
 
 
@@ -80,7 +80,7 @@ def of_forecast(
     """Return the attention kernel that forecasts for a cluster assume.
 
     Args:
-        cluster: The cluster of the forecast.
+        cluster: Cluster of GPUs.
         seconds_on: Function that returns the predicted seconds of a step on a cluster.
         documents: Whether documents are packed.
     """
@@ -95,7 +95,10 @@ def of_forecast(
 
 
 def installed_here(name: str | None) -> str:
-    """Return a text on whether a kernel can be used on this machine; "" for unknown kernels."""
+    """Return a text that says whether a kernel can be used on this machine.
+
+    The text is "" for kernels that this module does not know.
+    """
     if name not in TITLES:
         return ""
     if not any(path.exists() for path in DRIVER) or importlib.util.find_spec("torch") is None:

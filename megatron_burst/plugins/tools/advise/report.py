@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output of `advise`: tables (ranking, time, memory, flags), and JSON."""
+"""Output of `advise`: tables for the terminal (ranking, time, memory, flags), and JSON."""
 
 from __future__ import annotations
 
@@ -34,7 +34,12 @@ COLUMNS = (
 
 
 def show(advice: Advice, command: Sequence[str] = ()) -> None:
-    """Print the advice; `command` is the Megatron command that described the model, if any."""
+    """Print the advice.
+
+    Args:
+        advice: Result of `mb.advise`.
+        command: Megatron command that described the model; empty if the model has a name.
+    """
     console = wrapped()
     console.print(Text(headline(advice)))
     if set(advice.model.kinds) != {FULL}:
@@ -58,11 +63,12 @@ def show(advice: Advice, command: Sequence[str] = ()) -> None:
             if tried
             else ""
         )
-        console.print(Text(f"Not tried: pipeline stages of unequal numbers of layers{but}."))
+        console.print(Text(f"Not tried: pipeline stages with different numbers of layers{but}."))
     if advice.want.carries:
         console.print(Text(
-            "Not tried: --burst-attention-layout, which passes states of linear attention half as "
-            "far and exchanges rows around softmax attention; --burst-layout auto compares bytes."
+            "Not tried: --burst-attention-layout, a second layout for softmax attention. It halves "
+            "the hops of linear-attention states, but ranks exchange rows around each softmax "
+            "attention layer; --burst-layout auto compares the bytes of one and two layouts."
         ))  # fmt: skip
     console.print(Text(f"step {step_text(advice.best, advice.cluster)}"))
     _show_time(console, advice)
@@ -87,7 +93,7 @@ def show(advice: Advice, command: Sequence[str] = ()) -> None:
 
 
 def layers_text(model: Model) -> str:
-    """Return the numbers of layers by kind, such as "4 full attention, 20 window of 1,024"."""
+    """Return the number of layers of each kind, such as "4 full attention, 20 window of 1,024"."""
     names = {FULL: "full attention", WINDOW: f"window of {model.window:,}",
              CHUNKED: f"chunks of {model.chunk:,}", "none": "MLP alone",
              **{kind: kind for kind in HYBRID},
@@ -106,10 +112,10 @@ def headline(advice: Advice) -> str:
 
 
 def step_text(configuration: Configuration, cluster: Cluster) -> str:
-    """Return the predicted time of a step with its uncertainty, in words.
+    """Return the predicted time of a step as text, with the range of the prediction.
 
-    Without context parallelism no range is stated, because all published measurements used for the
-    range have context parallelism.
+    The range is known only with context parallelism: all published measurements from which it was
+    derived use context parallelism.
     """
     seconds = configuration.seconds
     if configuration.run.cp == 1:
@@ -141,7 +147,7 @@ def ranking(advice: Advice) -> Table:
 
 
 def stages_text(model: Model, run: Settings) -> str:
-    """Return the pipeline stages as a text.
+    """Return the pipeline stages as text.
 
     "4" means 4 stages, "4 x 2" means 4 stages with 2 virtual stages each, and "4 of 15, 2 x 16, 14"
     means 4 stages with 15, 16, 16 and 14 layers.
@@ -154,9 +160,12 @@ def stages_text(model: Model, run: Settings) -> str:
 
 
 def fitting(table: Table, console: Console) -> tuple[Table, list[str]]:
-    """Remove columns until a table fits the console; return it and the names of these columns.
+    """Remove columns until a table fits the console.
 
-    Columns whose cells are all equal are omitted first, then the least important columns.
+    Columns whose cells are all equal are removed first, then the least important columns.
+
+    Returns:
+        The table, and the names of the removed columns.
     """
 
     def equal_cells(column: Column) -> bool:
@@ -184,7 +193,8 @@ def _least_width(table: Table) -> int:
 def grid_text(run: Settings) -> str:
     """Return the context-parallel size, such as "16 = 8 x 2" (ranks per node x nodes).
 
-    If ranks share heads, the text also contains their number and the size of the rings.
+    If ranks share heads, the text also contains the number of these ranks and the size of the
+    rings.
     """
     intra = run.intra or run.cp
     text = str(run.cp)
@@ -196,13 +206,18 @@ def grid_text(run: Settings) -> str:
 
 
 def batches_text(run: Settings) -> str:
-    """Return a rank's micro-batches per step: "4", or "4 x 2" if each has 2 sequences."""
+    """Return a rank's micro-batches per step: "4", or "4 x 2" for 2 sequences per micro-batch."""
     count = str(run.micro_batches)
     return f"{count} x {run.micro_batch}" if run.micro_batch > 1 else count
 
 
 def attention_text(run: Settings, cut: str = "") -> str:
-    """Return the attention settings of a run in words; `cut` is the layout of packed documents."""
+    """Return the attention settings of a run as text.
+
+    Args:
+        run: Settings of the run.
+        cut: Layout of packed documents; "" without packed documents.
+    """
     if run.cp == 1:
         return "on one rank"
     parts = [run.algorithm, run.side, cut or run.layout]
@@ -215,7 +230,7 @@ def attention_text(run: Settings, cut: str = "") -> str:
 
 
 def options_text(run: Settings) -> str:
-    """Return the settings that save memory (recompute, offload, chunks, tiles) in words."""
+    """Return the settings that save memory (recompute, offload, chunks, tiles) as text."""
     parts = ["no recompute"] if run.recompute == "none" else [f"store {run.store:g}"]
     if run.offload:
         parts.append(f"offload {run.offload:g}")
@@ -240,7 +255,10 @@ def _show_time(console: Console, advice: Advice) -> None:
 
 
 def memory_table(account: Account, cluster: Cluster, title: str) -> Table:
-    """Return a table with the bytes of each item at an account's peak, and the available memory."""
+    """Return a table of the memory at an account's peak.
+
+    The rows are the bytes of each item, the sum, the available GPU memory, and host memory.
+    """
     peak = account.peak
     table = Table(Column(title), Column("bytes per GPU", justify="right"),
                   Column("share", justify="right"), box=None, pad_edge=False)  # fmt: skip
@@ -306,7 +324,9 @@ def _show_flags(console: Console, advice: Advice, command: Sequence[str]) -> Non
 
 
 def launched(cluster: Cluster, script: str) -> list[str]:
-    """Return the first lines of the shell command that starts training on all GPUs of a cluster.
+    """Return the first lines of the shell command that starts training.
+
+    The command must be started on every node of the cluster.
 
     Args:
         cluster: Cluster of GPUs.
@@ -322,7 +342,7 @@ def launched(cluster: Cluster, script: str) -> list[str]:
 
 
 def _vocabulary(advice: Advice, command: Sequence[str]) -> str:
-    """Return a note on the assumed vocabulary; "" if the command has --vocab-size."""
+    """Return a note on the assumed vocabulary size; "" if the command has --vocab-size."""
     if any(word.split("=")[0] == "--vocab-size" for word in command):
         return ""
     return (
@@ -331,7 +351,12 @@ def _vocabulary(advice: Advice, command: Sequence[str]) -> str:
 
 
 def facts(advice: Advice, command: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the advice as plain data for JSON, in bytes and seconds; `command` as in `show`."""
+    """Return the advice as a dict for JSON, in bytes and seconds.
+
+    Args:
+        advice: Result of `mb.advise`.
+        command: Megatron command that described the model; empty if the model has a name.
+    """
     cluster = advice.cluster
     return {
         "model": advice.model.name,
@@ -355,14 +380,14 @@ def facts(advice: Advice, command: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _flags(advice: Advice, command: Sequence[str]) -> list[str]:
-    """Return the recommended flags, without flags of the model if `command` describes it."""
+    """Return the recommended flags. Flags of the model are omitted if `command` describes it."""
     if command:
         return run_flags(advice.model, advice.best.run, advice.cut)
     return advice.flags()
 
 
 def configuration_facts(configuration: Configuration, cluster: Cluster) -> dict[str, Any]:
-    """Return one configuration as plain data for JSON, in bytes and seconds."""
+    """Return one configuration as a dict for JSON, in bytes and seconds."""
     run, time, peak = configuration.run, configuration.time, configuration.account.peak
     names = ("tp", "pp", *ENDS, "vpp", "ep", "cp", "dp", "micro_batch", "micro_batches")
     return {

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicted time and memory of Megatron's own context parallelism, for comparison.
 
-There are four kinds (`--cp-comm-type`). The simulator predicts their times, with the same rates and
-kernels as for our algorithms. The predictions follow Transformer Engine's `context_parallel.py`
-(2.20.0.dev0, commit d0067d0d, August 2026):
+Megatron has four kinds of context parallelism (`--cp-comm-type`). The simulator predicts their
+times with the same link and kernel rates as for our algorithms. The predictions follow Transformer
+Engine's `context_parallel.py` (2.20.0.dev0, commit d0067d0d, August 2026):
 
 - `p2p`: one ring over all ranks in rank order. Whole chunks of keys and values are sent, even if
   the mask hides them. Backward also sends their gradients. All messages have the dtype of the keys.
   The chunks of all ranks and the partial results of all steps stay allocated until forward ends.
 - `a2a`: an all-to-all sends q, k and v to the ranks that compute their heads, and the results back.
   The number of ranks must divide the query heads and the key/value heads.
-- `a2a+p2p`: ranks of a node share heads; the other ranks form the ring.
+- `a2a+p2p`: ranks of a node share heads by all-to-all. Ranks of different nodes form rings.
 - `all_gather`: keys and values of the whole sequence are gathered on every rank before computing,
   in forward and again in backward. Gradients of the whole sequence are reduce-scattered. It is the
   only kind that supports sparse attention (Megatron-Core 0.19, `dsa.py`): index keys and latents
@@ -71,8 +71,9 @@ from .shapes.model import Model
 
 Kind = Literal["p2p", "a2a", "a2a+p2p", "all_gather"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-# Recomputation in Megatron: none, all except attention (`--recompute-modules mlp layernorm`), or
-# full. "selective" is predicted like full recomputation with stored attention results.
+# Recomputation in Megatron: nothing, everything except attention (`--recompute-modules mlp
+# layernorm`), or everything. "selective" is predicted as full recomputation with stored attention
+# results.
 RECOMPUTE = ("none", "selective", "full")
 # Fixed settings that also apply to Megatron's own context parallelism.
 _OPTIMIZER = "optimizer_offload", "optimizer_bytes", "distributed_optimizer", "gradients"
@@ -87,7 +88,7 @@ class Rival:
 
     Attributes:
         kind: Value of `--cp-comm-type`.
-        refused: Reason why the kind is not supported. If it is supported, this is "", and all other
+        refused: Reason why the kind does not support the run. If it does, this is "", and all other
             fields are set.
         run: Settings of the run with this kind.
         recompute: Recomputation, an entry of `RECOMPUTE`.
@@ -110,15 +111,15 @@ class Rival:
 def rivals(
     model: Model, cluster: Cluster, run: Settings, lengths: Sequence[int] = ()
 ) -> list[Rival]:
-    """Return an estimate for each kind of context parallelism, with the parallel sizes of a run.
+    """Return a prediction for each kind of context parallelism, with the parallel sizes of a run.
 
-    Without context parallelism all kinds are equal, so one estimate is returned.
+    Without context parallelism all kinds are equal, so one prediction is returned.
 
     Args:
         model: Shape of the model.
         cluster: Cluster of GPUs.
         run: Settings of the run.
-        lengths: Lengths of the documents of a pack; () without packed documents.
+        lengths: Lengths of the documents of a pack in tokens; () without packed documents.
     """
     kinds = KINDS if run.cp > 1 else KINDS[:1]
     return [rival(kind, model, cluster, run, lengths) for kind in kinds]
@@ -129,8 +130,8 @@ def rival(
 ) -> Rival:
     """Return the prediction for one kind of Megatron's context parallelism.
 
-    It has the fastest way of recomputation that fits into memory. If none fits, it has the way with
-    the least memory.
+    The prediction uses the fastest recomputation (`RECOMPUTE`) that fits into memory. If none fits,
+    it uses the recomputation that needs the least memory.
     """
     if reason := refused(kind, model, cluster, run):
         return Rival(kind, reason)
@@ -147,10 +148,9 @@ def _timed(
     kind: Kind, model: Model, cluster: Cluster, run: Settings, lengths: Sequence[int],
     ring: RingOf | None = None,
 ) -> list[Rival]:  # fmt: skip
-    """Return predictions for one kind of context parallelism, one per way of recomputation.
+    """Return predictions for one kind of context parallelism, one per entry of `RECOMPUTE`.
 
-    The ways are the entries of `RECOMPUTE`; the fastest is first. The fields `bytes` and `fits` are
-    not computed.
+    The fastest prediction is first. The fields `bytes` and `fits` are not computed.
     """
     own = settings(kind, model, cluster, run, lengths)
     calls = cache(lambda window: attention(kind, model, cluster, own, window, lengths, ring))
@@ -164,7 +164,7 @@ def _timed(
 
 
 def _fitted(estimate: Rival, model: Model, cluster: Cluster) -> Rival:
-    """Return the prediction with its memory: the fields `bytes` and `fits`."""
+    """Return the prediction with its fields `bytes` and `fits` set."""
     assert estimate.run is not None
     size = peak_bytes(estimate.kind, model, estimate.run, estimate.recompute)
     return replace(estimate, bytes=size, fits=size <= cluster.room)
@@ -184,7 +184,7 @@ def fastest(
         cluster: Cluster of GPUs.
         goal: Goal of the search.
         kinds: Kinds of context parallelism to try, values of `--cp-comm-type`.
-        lengths: Lengths of the documents of a pack; () without packed documents.
+        lengths: Lengths of the documents of a pack in tokens; () without packed documents.
     """
     pinned = {name: groups for name, groups in goal.pinned.items() if name in KEPT_CHOICES}
     goal = replace(
@@ -220,7 +220,8 @@ def fastest(
 def _may_fit(model: Model, cluster: Cluster, run: Settings) -> bool:
     """Return False if a run certainly exceeds GPU memory.
 
-    It exceeds GPU memory if parameters, optimizer and layer inputs do, or if the logits alone do.
+    This is certain if parameters, optimizer and layer inputs together exceed GPU memory, or if the
+    logits alone do.
     """
     logits = run.rows * model.vocabulary / run.tp * run.logits_bytes
     states = least_bytes(model, replace(run, recompute="full"))
@@ -235,7 +236,7 @@ def _seconds(timed: Rival) -> float:
 def refused(kind: Kind, model: Model, cluster: Cluster, run: Settings) -> str:
     """Return the reason why a kind of context parallelism does not support a run; "" if it does."""
     if model.hybrid is not None:
-        return "Megatron-Core has no hybrid attention of DeepSeek-V4"
+        return "Megatron-Core does not support DeepSeek-V4's hybrid attention"
     if run.cp == 1:
         return ""
     if model.indexer is not None and kind != "all_gather":
@@ -250,10 +251,11 @@ def refused(kind: Kind, model: Model, cluster: Cluster, run: Settings) -> str:
         return "sinks are not supported"
     heads, kv_heads = model.heads // run.tp, max(1, model.kv_heads // run.tp)
     if kind == "a2a" and (heads % run.cp or kv_heads % run.cp):
-        return f"CP {run.cp} does not divide {heads} and {kv_heads} heads of a rank"
+        return f"CP {run.cp} does not divide {heads} query and {kv_heads} key/value heads"
     if kind == "a2a+p2p" and shared(model, cluster, run) == 1:
         return (
-            f"no part of CP {run.cp} within a node divides {heads} and {kv_heads} heads of a rank"
+            f"no number of ranks on a node, below CP {run.cp}, divides {heads} query and "
+            f"{kv_heads} key/value heads"
         )
     return ""
 
@@ -261,7 +263,8 @@ def refused(kind: Kind, model: Model, cluster: Cluster, run: Settings) -> str:
 def shared(model: Model, cluster: Cluster, run: Settings) -> int:
     """Return the number of ranks that share heads in `a2a+p2p`.
 
-    This is the largest number of ranks on a node that divides the heads and is less than CP.
+    This is the largest number of ranks on a node that divides the query heads and the key/value
+    heads and is less than CP.
     """
     heads, kv_heads = model.heads // run.tp, max(1, model.kv_heads // run.tp)
     here = cluster.cp_per_node(run.tp, run.cp)
@@ -274,10 +277,10 @@ def shared(model: Model, cluster: Cluster, run: Settings) -> int:
 def settings(
     kind: Kind, model: Model, cluster: Cluster, run: Settings, lengths: Sequence[int] = ()
 ) -> Settings:
-    """Return settings that describe Megatron's own context parallelism with the sizes of `run`.
+    """Return settings that describe Megatron's own context parallelism.
 
-    Megatron computes the loss separately from the LM head and does not offload activations. Padding
-    of documents increases `seq`.
+    The parallel sizes are copied from `run`. Megatron computes the loss separately from the LM head
+    and does not offload activations. The field `seq` includes the padding of documents.
     """
     seq = sum(padded(length, run.cp) for length in lengths) if lengths else run.seq
     ulysses = {"a2a": run.cp, "a2a+p2p": shared(model, cluster, run)}.get(kind, 1)
@@ -295,7 +298,7 @@ def attention(
     kind: Kind, model: Model, cluster: Cluster, run: Settings, window: int = 0,
     lengths: Sequence[int] = (), ring: RingOf | None = None,
 ) -> AttentionTime:  # fmt: skip
-    """Return the time of one attention call.
+    """Return the time of one attention call in forward and backward.
 
     Args:
         kind: Value of `--cp-comm-type`.
@@ -315,7 +318,8 @@ def attention(
     flops = 2.0 * sizes.heads * sizes.batch * (sizes.width + sizes.value_width)
     ranks = topology.ring_size
     seconds = pairs(lengths or (run.seq,), ranks, window) * (flops / rates.compute)
-    # A kernel call on chunks of two ranks computes half of the queries or half of the keys.
+    # A kernel call on chunks of two ranks computes half of the queries or half of the keys, so it
+    # is less efficient.
     loss_at_half = 1 + 2 * rates.half_rows / sizes.tokens, 1 + rates.half_rows / sizes.tokens
     seconds[~np.eye(ranks, dtype=bool)] *= loss_at_half[0] / loss_at_half[1]
     passes = []
@@ -346,9 +350,10 @@ def _ring(topology: Topology, nodes: Nodes, tokens: int, forward: bool) -> Prepa
 def pairs(lengths: Sequence[int], ranks: int, window: int = 0) -> np.ndarray:
     """Return the number of visible pairs of queries of rank i and keys of rank j, float [i, j].
 
-    Zigzag cuts every document into 2 G pieces for G ranks, and rank i has pieces i and 2 G - 1 - i.
-    Of the four pairs of pieces of two ranks, two are fully visible. Of the four pairs of pieces of
-    one rank, one is fully visible, and two are causal. With a window, the visible pairs are assumed
+    For G ranks, the zigzag layout cuts every document into 2 G pieces of equal length. Rank i has
+    pieces i and 2 G - 1 - i. Two ranks i and j have four combinations of a query piece and a key
+    piece. If i and j differ, two of them are fully visible and the others are hidden. If i = j, one
+    is fully visible, two are causal and one is hidden. With a window, the visible pairs are assumed
     to be spread evenly over the ranks.
 
     Args:
@@ -415,7 +420,7 @@ def _sparse(cluster: Cluster, run: Settings, model: Model) -> AttentionTime:
 
 
 def whole_bytes(x: LayerSizes, run: Settings) -> int:
-    """Return the bytes of keys and values of the whole sequence for one rank's heads."""
+    """Return the bytes of the keys and values of whole sequences, for the heads of one rank."""
     return run.seq * run.micro_batch * x.kv * B
 
 
@@ -423,9 +428,10 @@ def whole_bytes(x: LayerSizes, run: Settings) -> int:
 
 
 def peak_bytes(kind: Kind, model: Model, run: Settings, recompute: str) -> int:
-    """Return the peak of GPU memory in bytes, on the rank that needs the most.
+    """Return the peak of GPU memory in bytes on the rank that needs the most.
 
-    Selective recomputation saves q, k, v, results of attention, and the input of the MLP half.
+    Selective recomputation saves q, k, v and the result of attention, and the input of the MLP
+    half (norm, MLP and residual) of each layer.
     """
     peak_account = account(model, run, every=False, core_of=partial(core, kind))
     if recompute != "selective":
@@ -442,13 +448,13 @@ def peak_bytes(kind: Kind, model: Model, run: Settings, recompute: str) -> int:
 
 
 def core(kind: Kind, x: LayerSizes, run: Settings) -> Core:
-    """Return the memory of one layer's core attention, on the rank that needs the most.
+    """Return the memory of core attention in one layer, on the rank that needs the most.
 
-    Source: see the module docstring. p2p: forward allocates chunks of all ranks and a partial
-    result of each step; backward allocates two buffers of keys, values and their gradients.
-    all_gather: forward allocates keys and values of the whole sequence, and half of them again for
-    reordering. Backward allocates keys and values, sums of their gradients, and the gradients that
-    the kernel returns.
+    Source: see the docstring of the module. `p2p`: forward allocates chunks of all ranks and a
+    partial result of each step; backward allocates two buffers of keys, values and their gradients.
+    `all_gather`: forward allocates keys and values of the whole sequence, and half of them again
+    for reordering. Backward allocates keys and values, sums of their gradients, and the gradients
+    that the kernel returns.
     """
     if x.indexer is not None:
         y = x.absorbed
@@ -475,7 +481,7 @@ def core(kind: Kind, x: LayerSizes, run: Settings) -> Core:
 
 
 def facts(estimate: Rival) -> dict[str, Any]:
-    """Return an estimate as plain data for JSON, in seconds and bytes."""
+    """Return a prediction as a dict for JSON, in seconds and bytes."""
     if estimate.run is None or estimate.time is None or estimate.attention is None:
         return {"kind": estimate.kind, "refused": estimate.refused}
     sizes = {name: getattr(estimate.run, name) for name in GROUPS}

@@ -41,15 +41,17 @@ class Settings:
             two fp32 copies.
         window_algorithm: Attention algorithm of sliding-window layers; None to use `algorithm`. In
             training, `--context-parallel-algo auto` chooses it.
-        chunk_algorithm: Like `window_algorithm`, for layers with chunked attention.
+        chunk_algorithm: Same as `window_algorithm`, for layers with chunked attention.
         kernel: Name of the attention kernel; None for the fastest kernel.
-        rope_local: Whether rotary tables contain only this rank's positions, instead of the
-            positions of the whole sequence.
+        rope_local: Whether rotary tables contain only the positions of this rank. If False, they
+            contain the positions of the whole sequence.
         intra: Context-parallel ranks per node, for memory and flags; None if all ranks are on one
             node. Predicted times depend on the nodes of the cluster instead.
-        inner: Ranks of an inner ring; None for all ranks of the ring that are on one node.
-        route: "ring": ranks forward chunks along the ring. "direct": the owner of a chunk sends it
-            to each rank that needs it. "auto": the route with fewer bytes, as in training.
+        inner: Ranks of the inner ring of a two-level ring; None for all ranks of the ring that are
+            on one node.
+        route: "ring": ranks forward chunks (rows of one rank) along the ring. "direct": the rank
+            that owns a chunk sends it to each rank that needs it. "auto": the route with fewer
+            bytes, as in training.
         gathered: Number of layers whose parameters are gathered at the same time with `fsdp`
             (ZeRO-3).
         chunks_on_host: Whether queries, keys, values and results of all row chunks except two are
@@ -64,10 +66,10 @@ class Settings:
     ep: Annotated[int, "expert-parallel size"] = 1
     dp: Annotated[int, "data-parallel size"] = 1
     first_layers: Annotated[
-        int | None, "layers of the first pipeline stage, if it differs from the other stages"
+        int | None, "layers of the first pipeline stage, if different from the other stages"
     ] = None
     last_layers: Annotated[
-        int | None, "layers of the last pipeline stage, if it differs from the other stages"
+        int | None, "layers of the last pipeline stage, if different from the other stages"
     ] = None
     micro_batch: Annotated[int, "sequences per micro-batch"] = 1
     micro_batches: Annotated[int, "micro-batches per step and data-parallel rank"] = 1
@@ -75,37 +77,46 @@ class Settings:
     store: Annotated[float, "fraction of attention outputs kept for the recompute"] = 0.0
     offload: Annotated[float, "fraction of saved activations offloaded to host memory"] = 0.0
     sequence_chunks: Annotated[
-        int, "chunks of rows in which the attention half of a layer runs"
+        int, "number of row chunks in which the attention of a layer runs, one after the other"
     ] = 1
-    mlp_tiles: Annotated[int, "chunks of rows in which the MLP half of a layer runs"] = 1
+    mlp_tiles: Annotated[
+        int, "number of row chunks in which the MLP of a layer runs, one after the other"
+    ] = 1
     lm_head_loss: Annotated[
         Loss, "fused LM head and loss: off, in one pass, or with logits recomputed"
     ] = "single_pass"
     logits_bytes: int = 10
     gradients: Annotated[Dtype, "dtype of the gradient reduction"] = "fp32"
-    distributed_optimizer: Annotated[bool, "shard optimizer states over ranks"] = True
-    optimizer_bytes: Annotated[int, "bytes per parameter of fp32 weights and moments"] = 12
+    distributed_optimizer: Annotated[
+        bool, "shard optimizer states over data- and context-parallel ranks"
+    ] = True
+    optimizer_bytes: Annotated[
+        int, "bytes of optimizer states (fp32 weights and moments) per parameter"
+    ] = 12
     optimizer_offload: Annotated[float, "fraction of optimizer states in host memory"] = 0.0
     algorithm: Annotated[str, "attention algorithm: ring, burst, hybrid, tile, ..."] = "burst"
     window_algorithm: str | None = None
     chunk_algorithm: str | None = None
     kernel: str | None = None
     layout: Annotated[
-        str, "positions of each rank: zigzag or striped; for packs balanced or zigzag"
+        str, "layout of the sequence: zigzag or striped; for packed documents balanced or zigzag"
     ] = "zigzag"
     side: Annotated[str, "tensors sent in backward: kv (K, V) or query (Q, dO)"] = "auto"
-    linear: Annotated[Linear, "how states of linear attention pass between ranks"] = "auto"
+    linear: Annotated[Linear, "how ranks exchange the states of linear attention"] = "auto"
     wire: Annotated[Dtype, "dtype of the gradients that attention sends in backward"] = "fp32"
     rope_local: bool = True
     intra: int | None = None
     ulysses: Annotated[int, "context-parallel ranks that share heads by all-to-all"] = 1
     placement: Annotated[
-        Placement, "head_first: adjacent ranks share heads; context_first: they form a ring"
+        Placement,
+        "head_first: adjacent ranks share heads; context_first: adjacent ranks form a ring",
     ] = "head_first"
     inner: int | None = None
     route: Route = "auto"
-    head_chunks: Annotated[int, "groups of heads; one is sent while another computes"] = 1
-    fsdp: Annotated[bool, "shard parameters and gradients too, not only optimizer states"] = False
+    head_chunks: Annotated[
+        int, "number of groups of heads; one group is sent while another one is computed"
+    ] = 1
+    fsdp: Annotated[bool, "shard parameters and gradients in addition to optimizer states"] = False
     gathered: int = 2
     chunks_on_host: bool = False
     path: Annotated[
@@ -119,24 +130,24 @@ class Settings:
 
     @property
     def rows(self) -> int:
-        """Rows of a context-parallel rank in all sequences of a micro-batch."""
+        """Number of rows (tokens) of a context-parallel rank in all sequences of a micro-batch."""
         return self.seq // self.cp * self.micro_batch
 
     @property
     def by_kind(self) -> dict[str, str]:
-        """Kind of layers -> attention algorithm, for kinds that do not use `algorithm`."""
+        """Kind of layer -> attention algorithm, for kinds that do not use `algorithm`."""
         own = {WINDOW: self.window_algorithm, CHUNKED: self.chunk_algorithm}
         return {kind: algorithm for kind, algorithm in own.items() if algorithm is not None}
 
     @property
     def keys_on_host(self) -> bool:
-        """True if forward keeps other ranks' keys in host memory between row chunks."""
+        """True if forward keeps other ranks' keys and values in host memory between row chunks."""
         ring = ALGORITHMS.get(ring_algorithm(self.algorithm))
         offloaded = self.offload > 0 and ring is not None and ring.keeps
         return offloaded and self.sequence_chunks > 1 and self.cp > self.ulysses
 
     def uniform(self) -> Settings:
-        """Return the settings with `algorithm` for all kinds of layers."""
+        """Return the settings with `algorithm` for all layers."""
         return replace(self, window_algorithm=None, chunk_algorithm=None)
 
     @property
@@ -146,15 +157,15 @@ class Settings:
 
     @property
     def chunked(self) -> bool:
-        """True if the attention half runs in row chunks or the MLP half in tiles."""
+        """True if attention runs in several row chunks, or the MLP in several tiles of rows."""
         return self.sequence_chunks > 1 or self.mlp_tiles > 1
 
 
 def selection_text(model: Model, run: Settings) -> str | None:
-    """Describe sparse attention in a sentence: numbers of selected keys and of sent bytes.
+    """Return a sentence on sparse attention: numbers of selected keys and of bytes that ranks send.
 
     Returns:
-        The sentence; None if the model has no sparse or hybrid attention.
+        The sentence; None if the model has neither sparse nor hybrid attention.
     """
     if model.hybrid is not None:
         return _hybrid_text(model, run)
@@ -165,9 +176,9 @@ def selection_text(model: Model, run: Settings) -> str | None:
         for width in (index.width, low.kv_rank + low.rope)
     )
     return (
-        f"sparse attention: {index.heads} index heads select {index.top_k:,} keys of a query; "
-        f"a layer sends a rank's index keys ({keys}) and latents ({latents}) to all others, and in "
-        "backward latents again, with their gradients"
+        f"sparse attention: {index.heads} index heads select {index.top_k:,} keys for each query. "
+        f"In each layer, every rank sends its index keys ({keys}) and latents ({latents}) to all "
+        "other ranks. Backward sends the latents again, and their gradients"
     )
 
 
@@ -175,17 +186,17 @@ def _hybrid_text(model: Model, run: Settings) -> str:
     of, row = model.hybrid, model.head_dim * BYTES["bf16"]
     assert of is not None
     pieces = run.micro_batch * {"zigzag": 2}.get(run.layout, 1)
-    parts = [f"keys of a window ({byte_size(pieces * (of.window - 1) * row)})"]
+    parts = [f"its window keys ({byte_size(pieces * (of.window - 1) * row)})"]
     for kind in (CSA, HCA):
         if kind in model.kinds:
             size = byte_size(run.rows // of.ratio_of(kind) * row)
-            parts.append(f"in {kind} layers a rank's compressed keys ({size})")
+            parts.append(f"in {kind} layers its compressed keys ({size})")
         if kind in model.kinds and (index := of.index_of(kind)) is not None:
             size = byte_size(run.rows // CSA_RATIO * index.width * BYTES["bf16"])
             parts.append(f"and index keys ({size})")
     return (
-        f"hybrid attention: a layer sends {', '.join(parts)} to all ranks that attend to them, and "
-        "in backward keys again, with their gradients"
+        f"hybrid attention: in each layer, every rank sends {', '.join(parts)} to the ranks that "
+        "attend to them. Backward sends the keys again, and their gradients"
     )
 
 
@@ -197,7 +208,7 @@ def check(model: Model, run: Settings) -> None:
         run: Settings of the run.
 
     Raises:
-        ValueError: A setting is impossible; the message contains a value that works.
+        ValueError: A setting is impossible; the message says what would work.
     """
     check_fields(run)
     if model.heads % run.tp:
@@ -238,7 +249,7 @@ def check(model: Model, run: Settings) -> None:
 
 
 def stage_layers(model: Model, run: Settings) -> list[int]:
-    """Return a list with the number of layers of each pipeline stage.
+    """Return the number of layers of each pipeline stage, in the order of the stages.
 
     Args:
         model: Shape of the model.
@@ -269,7 +280,7 @@ def stage_layers(model: Model, run: Settings) -> list[int]:
 
 
 def uneven_rounds(run: Settings) -> str:
-    """Return an error message if virtual stages need another number of micro-batches, or ""."""
+    """Return an error message if virtual stages do not support the run's micro-batches, or ""."""
     if run.vpp == 1 or run.micro_batches % run.pp == 0:
         return ""
     return (
@@ -281,8 +292,9 @@ def uneven_rounds(run: Settings) -> str:
 def uneven_ends(layers: int, stages: int) -> tuple[int, int] | None:
     """Return numbers of layers for the first and the last pipeline stage.
 
-    These stages have at most as many layers as the other stages, because they also have the
-    embedding and the loss. The result is None if there are too few layers, or only one stage.
+    The first and the last stage have at most as many layers as the other stages, because they also
+    have the embedding and the loss. The result is None if there are too few layers, or only one
+    stage.
 
     Args:
         layers: Number of layers of the model.
@@ -294,7 +306,7 @@ def uneven_ends(layers: int, stages: int) -> tuple[int, int] | None:
 
 
 def _one_of(numbers: Sequence[int]) -> str:
-    """Return the possible values of a setting in words: "4", or "one of 1, 2, 4"."""
+    """Return possible values of a setting as text: "4", or "one of 1, 2, 4"."""
     return f"{'one of ' if len(numbers) > 1 else ''}{', '.join(map(str, numbers))}"
 
 
@@ -310,16 +322,17 @@ def check_experts(model: Model, ep: int) -> None:
 
 
 def check_carried(model: Model, layout: str) -> None:
-    """Raise ValueError if the layout does not support linear attention and the model has it."""
+    """Raise ValueError if the model has linear attention and the layout does not support it."""
     if model.mixers and "striped" in layout:
         raise ValueError(
-            f"--layout {layout}: {model.name} has layers that carry a state from row to row, and "
-            "every row's predecessor is on another rank; use zigzag or contiguous"
+            f"--layout {layout} puts neighbouring rows on different ranks, so the linear "
+            f"attention of {model.name} would send a state after every row; use zigzag or "
+            "contiguous"
         )
 
 
 def check_fields(run: Settings) -> None:
-    """Raise ValueError if a field has a value of a wrong type or outside its range."""
+    """Raise ValueError if a field has a value of a wrong type or out of range."""
     wrong = []
     for name, kind in _TYPES.items():
         problem = problem_of(kind, getattr(run, name), 0 if name.endswith("_bytes") else 1)
@@ -337,7 +350,7 @@ def flag_of(name: str) -> str:
 
 
 def _check_heads(model: Model, run: Settings) -> None:
-    """Raise ValueError if a model's heads or its sparse attention do not support the settings."""
+    """Raise ValueError if the settings do not suit the model's heads or its sparse attention."""
     heads, kv_heads = model.heads // run.tp, max(1, model.kv_heads // run.tp)
 
     def fits(ranks: int) -> bool:
@@ -358,8 +371,9 @@ def _check_heads(model: Model, run: Settings) -> None:
         ring = ALGORITHMS.get(run.algorithm)
         if run.side == "query" or (ring is not None and not ring.keeps):
             raise ValueError(
-                f"--algorithm {run.algorithm} --side {run.side}: sparse attention of {model.name} "
-                "sends keys to the queries; use burst or multicast, and side kv"
+                f"--algorithm {run.algorithm} --side {run.side}: the sparse attention of "
+                f"{model.name} sends keys, not queries; use --algorithm burst or multicast, and "
+                "--side kv"
             )
     if not fits(run.ulysses):
         raise ValueError(
@@ -387,13 +401,14 @@ def _check_heads(model: Model, run: Settings) -> None:
 def _check_hybrid(model: Model, run: Settings) -> None:
     """Raise ValueError for settings that hybrid attention does not support.
 
-    Output groups and windows of compressed keys must fit the ranks.
+    Tensor-parallel ranks must share the output groups equally. A context-parallel rank must have
+    all rows from which each of its compressed keys is computed.
     """
     assert model.hybrid is not None
     if run.layout not in ("zigzag", "contiguous"):
         raise ValueError(
-            f"--layout {run.layout} separates the rows of compressed keys of {model.name}; use "
-            "zigzag or contiguous"
+            f"--layout {run.layout} puts the rows of a compressed key of {model.name} on several "
+            "ranks; use zigzag or contiguous"
         )
     if run.wire != "fp32":
         raise ValueError(
@@ -409,13 +424,13 @@ def _check_hybrid(model: Model, run: Settings) -> None:
     if run.seq % unit:
         near = max(1, round(run.seq / unit)) * unit
         raise ValueError(
-            f"--seq {run.seq} is not a multiple of {unit}, 2 x --cp {run.cp} x the rows of a "
-            f"compressed key of {model.name}; use {near}"
+            f"--seq {run.seq} is not a multiple of {unit} (2 x --cp {run.cp} x {model.key_rows} "
+            f"rows of a compressed key of {model.name}); use {near}"
         )
 
 
 def _check_kind(model: Model, run: Settings, kind: str, algorithm: str) -> None:
-    """Raise ValueError if one kind of layers cannot have its own attention algorithm."""
+    """Raise ValueError if a kind of layer cannot have its own attention algorithm."""
     name = {WINDOW: "window_algorithm", CHUNKED: "chunk_algorithm"}[kind]
     field_text = f"{name} {algorithm}"
     if algorithm not in ALGORITHMS:
@@ -426,16 +441,16 @@ def _check_kind(model: Model, run: Settings, kind: str, algorithm: str) -> None:
         sizes = "--cp 1" if run.cp == 1 else f"--ulysses {run.ulysses} (equal to --cp)"
         fix = "--cp above 1" if run.cp == 1 else f"--ulysses below {run.cp}"
         raise ValueError(
-            f"{field_text}: with {sizes} ranks do not form a ring, so there is no algorithm to "
-            f"choose; use {fix}, or remove {name}"
+            f"{field_text} requires ranks that form a ring, got {sizes}; use {fix}, or remove "
+            f"{name}"
         )
 
 
 def _check_mixer(model: Model, run: Settings) -> None:
     """Raise ValueError if ranks cannot share the heads of linear-attention layers equally.
 
-    The context-parallel size matters only with `linear="megatron"`, which exchanges heads. Scans of
-    states support any context-parallel size.
+    The context-parallel size matters only with `linear="megatron"`, which exchanges heads. Other
+    algorithms send states and support any context-parallel size.
     """
     mixer, shared = model.mixer, run.linear == "megatron" and run.cp > 1
     if mixer is None or model.carried(run.tp, run.cp if shared else 1):
@@ -445,7 +460,7 @@ def _check_mixer(model: Model, run: Settings) -> None:
     if shared and mixer.shares(run.tp):
         raise ValueError(
             f"--linear megatron: --tp {run.tp} x --cp {run.cp} ranks cannot share {heads_text} "
-            "equally; use --linear auto, which passes states on and supports any --cp"
+            "equally; use --linear auto, which supports any --cp"
         )
     good = [n for n in range(1, mixer.heads + 1) if model.heads % n == 0 and mixer.shares(n)]
     raise ValueError(f"--tp {run.tp} does not divide {heads_text}; use {_one_of(good)}")

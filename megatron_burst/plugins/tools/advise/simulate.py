@@ -30,12 +30,12 @@ def simulate(
     *,
     part: Simulated = "step",
 ) -> Any:
-    """Predict the time of a part of a run.
+    """Predict the time of a training step, or of a part of it.
 
     Args:
         model: Name of a model, path of a Hugging Face `config.json`, or `mb.Model`.
-        cluster: Name of a GPU (8 per node, as many as the run needs), path of a cluster file, or
-            `mb.Cluster`.
+        cluster: Name of a GPU, path of a cluster file, or `mb.Cluster`. A name stands for a cluster
+            with 8 GPUs per node and as many GPUs as the run needs.
         run: Settings of the run.
         part: "attention" (one call, forward and backward), "layer" or "step".
 
@@ -62,7 +62,8 @@ def _simulated(
         if run.by_kind:
             raise ValueError(
                 f"window_algorithm {run.window_algorithm}, chunk_algorithm {run.chunk_algorithm}: "
-                "part='attention' simulates one call; set algorithm instead of these two"
+                "part='attention' predicts one call with one algorithm; set algorithm, and set "
+                "these two to None"
             )
         return attention_time(model, cluster, run)
     if part == "layer":
@@ -79,6 +80,6 @@ def _check_groups(cluster: Cluster, run: Settings) -> None:
     if run.gpus > cluster.gpus:
         raise ValueError(
             f"the run requires {run.gpus} GPUs (--tp {run.tp} x --cp {run.cp} x --pp {run.pp} x "
-            f"--dp {run.dp}), and the cluster has {cluster.gpus}; use smaller groups, or a "
-            f"cluster of {run.gpus}"
+            f"--dp {run.dp}), and the cluster has {cluster.gpus}; use smaller parallel sizes, or "
+            f"a cluster of {run.gpus} GPUs"
         )

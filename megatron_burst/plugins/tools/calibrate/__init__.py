@@ -2,9 +2,9 @@
 """`megatron-burst calibrate`: measure a cluster; write the file that `advise --cluster` reads.
 
     torchrun --nnodes 2 --nproc-per-node 8 ... -m megatron_burst calibrate --out cluster.toml
-    megatron-burst calibrate                    # one GPU; prints which figures are not measured
+    megatron-burst calibrate                    # one GPU; lists the figures that are not measured
 
-All ranks measure together, and rank 0 writes the file. The command is meant for GPUs, but it is
+All ranks measure together, and rank 0 writes the file. The command is meant for GPUs, but it was
 tested only with CPU ranks. Exit status: 0 if the file is written, 2 for invalid input.
 """
 
@@ -35,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--out", type=Path, default=Path("cluster.toml"), metavar="FILE",
         help="file that rank 0 writes (cluster.toml)")  # fmt: skip
-    add("--minutes", type=float, default=3.0, metavar="N", help="approximate minutes in total (3)")
+    add("--minutes", type=float, default=3.0, metavar="N",
+        help="approximate duration of all measurements in minutes (3)")  # fmt: skip
     add("--gpu", metavar="NAME", help="type of GPU, for published rates of figures that are not "
         f"measured: {', '.join(GPUS)} (default: from the device's name)")  # fmt: skip
     add("--model", default="llama3-8b", metavar="NAME",
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure the cluster and write the file.
 
     Raises:
-        ValueError: Flags are invalid, or a measurement fails; the same error on all ranks.
+        ValueError: Flags are invalid, or a measurement fails. All ranks raise the same error.
     """
     if not arguments.minutes > 0:
         raise ValueError(f"--minutes must be above 0, got {arguments.minutes}")

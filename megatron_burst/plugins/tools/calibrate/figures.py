@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measurements of `calibrate`, in order, and the cluster file that contains the results.
+"""The measurements of `calibrate`, in order, and the cluster file with their results.
 
 A figure is one number of the file. A figure that cannot be measured gets the published value of the
-device or an assumed value. A comment in the file marks such figures.
+device, or an assumed value. A comment in the file marks such figures.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..call_flags import check_place
 from . import kernels, launches, links
 from .ranks import Figures, Measurement, Ranks, joined, repeated
 
-FIGURES = 60  # number of repeated measurements, among which --minutes is divided
+FIGURES = 60  # number of repeated measurements; each gets an equal share of --minutes
 COPIES = {"cuda": 5, "cpu": 3}  # repeats of a copy to the host
 NOT_MEASURED = "NOT MEASURED: published or assumed"
 
@@ -41,7 +41,7 @@ def calibrate(model: Model, arguments: Namespace) -> None:
         arguments: Arguments of the command.
 
     Raises:
-        ValueError: Flags are invalid, or a measurement fails; the same error on all ranks.
+        ValueError: Flags are invalid, or a measurement fails. All ranks raise the same error.
     """
     budget = 60 * arguments.minutes / FIGURES
     with joined(arguments.per_node, budget, machine.own_device()) as ranks:
@@ -63,10 +63,12 @@ def calibrate(model: Model, arguments: Namespace) -> None:
 
 
 def _fault(arguments: Namespace) -> ValueError | None:
-    """Return the ValueError for flags that are invalid on this machine, or None."""
+    """Return a ValueError for flags that are invalid on this machine; None if all are valid."""
     try:
         if arguments.gpu is not None and not torch.cuda.is_available():
-            raise ValueError(f"--gpu {arguments.gpu}: torch finds no GPU here; remove --gpu")
+            raise ValueError(
+                f"--gpu {arguments.gpu}: torch finds no GPU on this machine; remove --gpu"
+            )
         check_place(arguments.out, "--out")
     except ValueError as error:
         return error
@@ -74,7 +76,7 @@ def _fault(arguments: Namespace) -> ValueError | None:
 
 
 def missing(ranks: Ranks) -> str:
-    """Return a text that names the links that these ranks cannot measure; "" if there are none."""
+    """Return a text that lists the links that these ranks cannot measure; "" if there are none."""
     lines = []
     if ranks.per_node < 2:
         lines.append("links within a node (start a rank on every GPU)")
@@ -89,7 +91,7 @@ def measure_cluster(
     """Measure all figures. A collective call.
 
     Returns:
-        The cluster, and the comment on each figure by its key, such as "links.intra".
+        The cluster; and a dict from the key of a figure, such as "links.intra", to its comment.
     """
     figures = Figures()
     chunks = kernels.CHUNKS[ranks.device.type]
@@ -137,14 +139,14 @@ def measure_cluster(
 
 
 def host_links(ranks: Ranks) -> tuple[Measurement, Measurement]:
-    """Measure the bytes per second that a rank copies between device and host. A collective call.
+    """Measure the bytes/s that a rank copies between device and host. A collective call.
 
     Returns:
-        Two rates of the slowest rank in the slower direction: while all ranks of a node copy, and
-            while one rank of each node copies.
+        Two rates: while all ranks of a node copy, and while one rank of each node copies. Each is
+            the rate of the slowest rank, in its slower direction.
     """
     longseq = registry.required("host_memory", "calibrate")
-    # At most the available memory; a copy uses BYTES of it.
+    # Host memory in bytes, at most the available memory. A copy uses `longseq.BYTES` of it.
     room = max(1, min(4 * longseq.BYTES, host_limit() // ranks.per_node))
 
     def rate() -> float:
@@ -165,7 +167,7 @@ def host_links(ranks: Ranks) -> tuple[Measurement, Measurement]:
 
 
 def _links(figures: Figures, ranks: Ranks, model: Model, gpu: Gpu) -> None:
-    """Add the figures of links: measured, or published or assumed if a link is absent.
+    """Add the figures of links. A figure that is not measured is published or assumed.
 
     A collective call.
     """
@@ -182,13 +184,13 @@ def _links(figures: Figures, ranks: Ranks, model: Model, gpu: Gpu) -> None:
 
 
 def stated_gpu(ranks: Ranks, name: str | None, best: float) -> Gpu:
-    """Return the published data of the GPU that `name` or torch's device name selects.
+    """Return the published data of a GPU.
 
-    An unknown GPU, and a CPU, get the best measured rate as their peak.
+    The peak of a CPU or of a GPU without published data is the highest measured rate.
 
     Args:
         ranks: Ranks that measure.
-        name: Value of `--gpu`; None: torch's device name selects the GPU.
+        name: Value of `--gpu`; None to use the device name of torch.
         best: Highest measured FLOP/s.
     """
     if not ranks.cuda:
@@ -203,7 +205,7 @@ def stated_gpu(ranks: Ranks, name: str | None, best: float) -> Gpu:
 
 
 def stated_figures(gpu: Gpu, ranks: Ranks) -> dict[str, tuple[Any, str]]:
-    """Return the value and comment of each figure that is never measured, by its key."""
+    """Return the figures that are never measured: key -> (value, comment)."""
     published = gpu.name in GPUS
     stated: dict[str, tuple[Any, str]] = {
         "gpu.name": (gpu.name, ""),
@@ -219,9 +221,9 @@ def stated_figures(gpu: Gpu, ranks: Ranks) -> dict[str, tuple[Any, str]]:
 
 
 def unmeasured_links(gpu: Gpu, ranks: Ranks) -> dict[str, float]:
-    """Return published or assumed values for figures of section [links], if they are not measured.
+    """Return published or assumed values for the figures of section [links].
 
-    Rates that are not published are infinite.
+    They are used for figures that are not measured. Rates that are not published are infinite.
     """
     if gpu.name in GPUS:
         rates = {"intra": gpu.nvlink * NVLINK, "inter": gpu.nic * NIC}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements of one device: attention at several chunk sizes, matrix products, copies.
+"""Measurements of one device: attention at several chunk sizes, matrix products, and copies.
 
 All ranks measure at the same time, because GPU clocks are lower when all GPUs of a node are busy.
-The constants in the simulator's formulas are fitted to the measured times.
+Constants of the simulator's formulas are then fitted to the measured times.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from ..advise.shapes.models import Model
 from .ranks import Measurement, Ranks, middle, repeated, worst
 
 CHUNKS = {"cuda": (1024, 2048, 4096, 8192, 16384), "cpu": (64, 128, 256, 512)}  # rows
-EMPTY = 8  # rows of a tile so small that its time is the launch time
+EMPTY = 8  # rows of an attention call that is so small that its time is the launch time
 PRODUCTS = {"cuda": (512, 1024, 2048, 4096, 8192), "cpu": (128, 256, 512, 1024)}  # rows
-WIDEST = {"cuda": 2**20, "cpu": 2048}  # limit of the inner size and the columns of a product
-COPY = {"cuda": 2**29, "cpu": 2**26}  # bytes
-HEADS = {"cuda": 2**20, "cpu": 4}  # limit of query heads
+WIDEST = {"cuda": 2**20, "cpu": 2048}  # maximum inner size and number of columns of a product
+COPY = {"cuda": 2**29, "cpu": 2**26}  # bytes of a copy
+HEADS = {"cuda": 2**20, "cpu": 4}  # maximum number of query heads
 
 
 def dtype(ranks: Ranks) -> torch.dtype:
-    """Return the dtype in which products and attention are measured."""
+    """Return the dtype in which matrix products and attention are measured."""
     return torch.bfloat16 if ranks.cuda else torch.float32
 
 
 def heads(model: Model, ranks: Ranks) -> tuple[int, int]:
-    """Return the numbers of query heads and key/value heads to measure.
+    """Return the numbers of query heads and of key/value heads to measure.
 
-    The numbers are from the model; on a CPU there are at most `HEADS` query heads.
+    On a GPU they are the model's numbers. On a CPU there are at most `HEADS` query heads.
     """
     group = model.heads // model.kv_heads
     kv = max(1, min(model.kv_heads, HEADS[ranks.device.type] // group))
@@ -48,7 +48,7 @@ def heads(model: Model, ranks: Ranks) -> tuple[int, int]:
 def tile(ranks: Ranks, model: Model, rows: int) -> LocalCalls:
     """Return the forward and backward calls of kernel "auto" for one pair of chunks.
 
-    The chunks have `rows` queries and keys. All pairs are visible; the batch is 1.
+    There are `rows` queries and `rows` keys. All pairs are visible; the batch is 1.
     """
     (h, k), width = heads(model, ranks), model.head_dim
     like = {"device": ranks.device, "dtype": dtype(ranks)}
@@ -66,7 +66,7 @@ def _median(ranks: Ranks, call: Callable[[], object]) -> tuple[float, float]:
 def attention(ranks: Ranks, model: Model, rate: float) -> dict[str, Measurement]:
     """Measure the fields compute, launch, half_rows and backward of `Rates`.
 
-    The measured calls are attention of equally many queries and keys, in several sizes.
+    The measured calls are attention of equally many queries and keys, for several numbers of rows.
 
     Args:
         ranks: Ranks that measure.
@@ -75,7 +75,7 @@ def attention(ranks: Ranks, model: Model, rate: float) -> dict[str, Measurement]
             because the simulator has another term for it.
 
     Returns:
-        The measurements, by field of `Rates`.
+        Field of `Rates` -> measurement.
     """
     rows = (EMPTY, *CHUNKS[ranks.device.type])
 
@@ -94,7 +94,9 @@ def attention(ranks: Ranks, model: Model, rate: float) -> dict[str, Measurement]
     h, k = heads(model, ranks)
     # A forward has two matrix products, each with a multiplication and an addition per element.
     flops = [4.0 * h * model.head_dim * count**2 for count in rows]
-    fit = fitted(rows, flops, *(times[0] - _adding(ranks, model, rows, rate)).T)
+    # On a busy machine a call may take less time than the measured rate of adding predicts.
+    own = np.maximum(times[0] - _adding(ranks, model, rows, rate), times[0] / 10)
+    fit = fitted(rows, flops, *own.T)
     name = str(dtype(ranks)).removeprefix("torch.")
     method = (
         f"fit to forward and backward of {rows[1]} to {rows[-1]} rows, {h}:{k} heads of "
@@ -120,7 +122,15 @@ def _adding(ranks: Ranks, model: Model, rows: Sequence[int], rate: float) -> np.
 
 
 class KernelFit(NamedTuple):
-    """Result of `fitted`: the constants, and in `off` the largest relative error of the fit."""
+    """Result of `fitted`.
+
+    Attributes:
+        compute: FLOP/s of large calls.
+        half_rows: Number of rows at which a call reaches half of this rate.
+        launch: Seconds for launching a call, which do not depend on its size.
+        backward: Time of backward divided by time of forward, without `launch`.
+        off: Largest relative error of the fit.
+    """
 
     compute: float
     half_rows: float
@@ -132,20 +142,20 @@ class KernelFit(NamedTuple):
 def fitted(
     rows: Sequence[int], flops: Sequence[float], forward: np.ndarray, backward: np.ndarray
 ) -> KernelFit:
-    """Fit the constants of `Rates` by least squares of relative errors.
+    """Fit four constants of `Rates` by least squares of relative errors.
 
-    The constants are launch, compute, half_rows and backward in the formulas
+    They are launch, compute, half_rows and backward in these formulas:
 
         seconds of forward = launch + flops / compute * (1 + half_rows / rows)
-        seconds of backward = launch + backward * flops / compute * (1 + half_rows / rows).
+        seconds of backward = launch + backward * flops / compute * (1 + half_rows / rows)
 
     The first size is so small that its time is `launch`.
 
     Args:
-        rows: Number of queries, and of keys, of each size.
-        flops: FLOPs of a forward of each size.
-        forward: Seconds of a forward of each size.
-        backward: Seconds of a backward of each size.
+        rows: Number of queries of each size, which is also the number of keys.
+        flops: FLOPs of forward for each size.
+        forward: Seconds of forward for each size.
+        backward: Seconds of backward for each size.
     """
     launch = float(forward[0] + backward[0]) / 2
     size, work = np.array(rows[1:], dtype=float), np.array(flops[1:], dtype=float)
@@ -207,7 +217,7 @@ def products(ranks: Ranks, model: Model) -> tuple[Measurement, Measurement]:
 
 
 def memory(ranks: Ranks, model: Model) -> tuple[Measurement, Measurement, Measurement]:
-    """Measure the bytes per second that a device reads from and writes to its memory.
+    """Measure the bytes/s that a device reads from and writes to its memory.
 
     Returns:
         Three rates: of plain copies (bytes read and written), of copies that reorder heads for an

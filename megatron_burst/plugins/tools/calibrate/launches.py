@@ -2,8 +2,8 @@
 """Measurements of the host's time to launch work on a device: the fields of `HostTime`.
 
 The time of the launching thread is measured until a call returns. With a GPU it is wall-clock time;
-the device is idle at the beginning, so the thread does not wait for the device. With a CPU it is
-the CPU time of the thread. Tensors are small, because launch times do not depend on their sizes.
+the device is idle before the call, so the thread does not wait for the device. With a CPU it is the
+CPU time of the thread. Tensors are small, because launch times do not depend on their sizes.
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ from .ranks import Measurement, Ranks, middle, repeated
 
 WIDTH, HEADS = 64, 4  # hidden size and heads of the layer
 ROWS = 64  # rows per rank of the attention call
-DOCUMENTS, LENGTH = 100, 1024  # documents of a pack, and rows per rank
+DOCUMENTS, LENGTH = 100, 1024  # number of documents of a pack, and rows of a pack per rank
 
 
 def launches(ranks: Ranks, model: Model) -> dict[str, Measurement]:
-    """Return measurements by field of `HostTime`. A collective call.
+    """Measure the fields of `HostTime`. A collective call.
 
     A single rank does not measure `exchange` and `plan`.
+
+    Returns:
+        Field of `HostTime` -> measurement.
     """
     forward, backward, layer = middle(ranks.locally("launches", lambda: _alone(ranks, model)))
     ring = repeated(ranks.rounds(_ring(ranks, model)), "")
@@ -56,7 +59,7 @@ def launches(ranks: Ranks, model: Model) -> dict[str, Measurement]:
 
 
 def _taken(ranks: Ranks, call: Callable[[], object]) -> float:
-    """Return the seconds until one call returns, measured from an idle device."""
+    """Return the seconds until one call returns. The device is idle before the call."""
     settle(ranks.device)
     clock = time.perf_counter if ranks.cuda else time.thread_time
     begun = clock()
@@ -65,14 +68,18 @@ def _taken(ranks: Ranks, call: Callable[[], object]) -> float:
 
 
 def _alone(ranks: Ranks, model: Model) -> list[float]:
-    """Return three launch times in seconds, measured without other ranks."""
+    """Return three launch times of this rank in seconds, without communication.
+
+    They are of forward and of backward of attention, and of both passes of a layer without
+    attention.
+    """
     calls = tile(ranks, model, EMPTY)
     launched = calls.forward, calls.backward, _Layer(ranks).passes
     return [median(ranks.times(partial(_taken, ranks, call))) for call in launched]
 
 
 class _Layer:
-    """Small transformer layer without core attention, whose launches are measured.
+    """Small transformer layer without core attention, whose launch time is measured.
 
     It has norms, four matrix products, rotary embedding, activation and residual connections.
     """
@@ -103,9 +110,9 @@ class _Layer:
 
 
 def _ring(ranks: Ranks, model: Model) -> Callable[[], float]:
-    """Return a function that measures the launch seconds of a ring's forward.
+    """Return a function that measures how many seconds launching forward on a ring takes.
 
-    The plan of the ring is made before the measurement.
+    The ring has all ranks. Its plan is made before the measurement.
     """
     like = {"device": ranks.device, "dtype": dtype(ranks)}
     h, n = heads(model, ranks)
@@ -115,7 +122,7 @@ def _ring(ranks: Ranks, model: Model) -> Callable[[], float]:
 
 
 def _planning(ranks: Ranks, model: Model) -> Callable[[], float]:
-    """Return a function that measures the seconds to make layout and plan of a random pack."""
+    """Return a function that measures how many seconds layout and plan of a random pack take."""
     (h, n), drawn = heads(model, ranks), np.random.default_rng(0)
     seq = ranks.size * LENGTH
 
@@ -133,7 +140,10 @@ def _planning(ranks: Ranks, model: Model) -> Callable[[], float]:
 
 
 def _exchange(ranks: Ranks) -> Callable[[], float]:
-    """Return a function that measures the seconds to start an exchange with both neighbours."""
+    """Return a function that measures how many seconds it takes to start an exchange.
+
+    The exchange is with both neighbours.
+    """
     groups, me = ranks.groups, ranks.groups.rank
     peers = Peers(groups.ring, FLAT, (((me + 1) % ranks.size, (me - 1) % ranks.size),))
     groups.connect([FLAT], ranks.device)

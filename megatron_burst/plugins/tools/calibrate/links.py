@@ -2,9 +2,9 @@
 """Measurements of links: messages, all-to-all, sharing of NICs, and slowdown of compute.
 
 A hop is one message to the next rank, sent as in rings. Hops are measured while one rank of a node
-sends and while all ranks send. If the rate per rank is lower while all ranks send, they share NICs.
-The ratio of the two rates gives the number of NICs of a node. Hops of two ranks at once show which
-ranks share a NIC.
+sends and while all ranks send. If the rate per rank is lower while all ranks send, ranks share
+NICs. The ratio of the two rates gives the number of NICs of a node. Simultaneous hops of two ranks
+show whether these ranks share a NIC.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from ..advise.shapes.models import Model
 from .kernels import CHUNKS, tile
 from .ranks import Figures, Measurement, Ranks, repeated
 
-LARGEST = {"cuda": 2**28, "cpu": 2**22}  # limit of bytes of a message
+LARGEST = {"cuda": 2**28, "cpu": 2**22}  # maximum bytes of a message
 LONG = 0.05  # target seconds of a message
 CHAIN = 8  # number of consecutive small messages, whose mean time is the latency
 SHARED = 1.4  # two ranks share a NIC if simultaneous hops are slower by this factor
 PAIRS = 7  # maximum number of ranks of a node that are measured in pairs with the first rank
-UNLIKE = 1.25  # ratio of measurement and forecast above which a warning is printed
-LONGER = 2.0  # time of a message divided by the time of the computation that it overlaps
+UNLIKE = 1.25  # factor between measurement and forecast above which a warning is printed
+LONGER = 2.0  # time of a message, divided by the time of the compute with which it overlaps
 
-Pairs = Sequence[tuple[int, int]]  # ranks to send to and receive from; empty if a rank is idle
+# Pairs of ranks: one to send to, and one to receive from. Empty if this rank is idle.
+Pairs = Sequence[tuple[int, int]]
 
 
 class LinkMeasurement(NamedTuple):
@@ -41,7 +42,8 @@ class LinkMeasurement(NamedTuple):
 
     Attributes:
         latency: Seconds of a very small message.
-        pairs: Ranks to which this rank sends and from which it receives in the ring of all ranks.
+        pairs: (receiver, sender) pairs of this rank in the ring of all ranks: the rank to which it
+            sends, and the rank from which it receives.
         rate: Bytes per second of each rank while all ranks send.
     """
 
@@ -132,8 +134,8 @@ def _nics(
 ) -> tuple[Measurement, str]:
     """Return the number of NICs of a node, and the assignment of ranks to NICs that fits best.
 
-    Pairs of ranks send at once, to measure which ranks share a NIC with local rank 0. The
-    assignment is the entry of `NIC_OF` that predicts the fewest of these ranks wrongly.
+    Pairs of ranks send at the same time. Their rates show which ranks share a NIC with local rank
+    0. The returned assignment is the entry of `NIC_OF` that is wrong for the fewest of these ranks.
 
     Args:
         ranks: Ranks that measure.
@@ -152,8 +154,8 @@ def _nics(
     shares = f"local rank 0 shares its NIC with {', '.join(map(str, with_first)) or 'none'}"
     tried = min(ranks.per_node - 1, PAIRS)
     method = (
-        f"with all ranks of a node sending, a rank gets {share:.2f} of its rate alone; {shares} of "
-        f"{tried} tried in pairs"
+        f"while all ranks of a node send, a rank gets {share:.2f} of its rate alone; {shares} of "
+        f"{tried} ranks that were tried"
     )
 
     def wrong(nic_of: str) -> int:
@@ -169,7 +171,8 @@ def _by_inner_size(
     """Measure rates between nodes, and return a comment that compares them with the forecast.
 
     The last 2, 4, ... ranks of each node send at once, as in two-level rings with inner rings of
-    this size. Rank 0 prints a warning if a forecast is off by more than `UNLIKE`.
+    this size. Rank 0 prints a warning if a rate differs from its forecast by more than the factor
+    `UNLIKE`.
 
     Args:
         ranks: Ranks that measure.
@@ -222,7 +225,7 @@ def _all_to_all(
 
 
 def _sized(ranks: Ranks, pairs: Pairs) -> tuple[Measurement, int]:
-    """Measure messages; return their latency, and the size that needs about `LONG` seconds."""
+    """Return the latency of messages, and the size of a message that needs about `LONG` seconds."""
     _rounds(ranks, pairs, SMALL)  # opens the connections
     small = repeated(_rounds(ranks, pairs, SMALL, CHAIN), "")
     latency = small._replace(value=small.value / CHAIN)
@@ -248,20 +251,23 @@ def _rate(ranks: Ranks, senders: str, pairs: Pairs, size: int, latency: Measurem
 
 
 def _rounds(ranks: Ranks, pairs: Pairs, size: int, times: int = 1) -> list[float]:
-    """Measure consecutive exchanges repeatedly; return the slowest rank's seconds of each repeat.
+    """Measure `times` consecutive exchanges, and repeat the measurement.
 
     Args:
         ranks: Ranks that measure.
         pairs: Ranks to send to and receive from; empty if this rank is idle.
         size: Bytes of a message.
-        times: Number of consecutive exchanges in a repeat.
+        times: Number of consecutive exchanges in one repeat.
+
+    Returns:
+        Seconds of each repeat, on the slowest rank.
     """
     _exchange(ranks, pairs, size)
     return ranks.rounds(lambda: _exchange(ranks, pairs, size, times)[1])
 
 
 def _exchange(ranks: Ranks, pairs: Pairs, size: int, times: int = 1) -> tuple[float, float]:
-    """Return this rank's seconds until `times` exchanges are started, and until they are done."""
+    """Return this rank's seconds until `times` exchanges have started, and until all are done."""
     if not pairs:
         return 0.0, 0.0
     return measure.exchange_seconds(_starter(ranks, pairs, size), ranks.device, times)
@@ -273,14 +279,14 @@ def _starter(ranks: Ranks, pairs: Pairs, size: int) -> Callable[[], Pending]:
 
 
 def around(ranks: Ranks, link: str, members: Sequence[int] | None = None) -> Pairs:
-    """Return the pair (next rank, previous rank) of this rank's ring over a link class, in a list.
+    """Return the neighbours of this rank in a ring over one link class, as [(next, previous)].
 
     The list is empty if there is no such ring, or if this rank is not in `members`.
 
     Args:
         ranks: Ranks that measure.
         link: "intra" or "inter".
-        members: Indices, within a node, of the ranks that send; default: all ranks.
+        members: Indices, within a node, of the ranks that send; None for all ranks.
     """
     if members is not None and ranks.local not in members:
         return []
@@ -319,7 +325,8 @@ def slowdown(ranks: Ranks, model: Model, link: LinkMeasurement) -> Measurement:
     with_traffic = repeated(ranks.rounds(overlapped), "")
     alone = repeated(ranks.rounds(lambda: measure.seconds(compute, ranks.device)), "")
     method = (
-        f"{times} forwards of {rows} rows during a message of {size} bytes, divided by the same "
-        f"alone; the times vary by {max(with_traffic.spread or 0, alone.spread or 0):.1%}"
+        f"time of {times} forwards of {rows} rows during a message of {size} bytes, divided by "
+        "their time without a message; the times vary by "
+        f"{max(with_traffic.spread or 0, alone.spread or 0):.1%}"
     )
     return Measurement(max(0.0, with_traffic.value / alone.value - 1), None, method)

@@ -2,8 +2,8 @@
 """Synchronized measurements on several ranks, and figures with their spread.
 
 A figure is the median of repeated measurements. Its spread is half the interquartile range, divided
-by the median. The time of a collective operation is the time of the slowest rank. An error of one
-rank is raised on all ranks.
+by the median. The time of a collective operation is the time of the slowest rank. If one rank
+fails, all ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from ....comm.consensus import Facts, agree
 from ....comm.groups import Groups
 
 LIMIT = timedelta(seconds=120)
-# Figures with short times, which vary more and matter less; excluded from the spread in the file.
+# Figures that are short times. They vary more and matter less than rates, so the spread in the file
+# excludes them.
 TIMES = ("gpu.launch", "links.latency", "links.posting", "links.exchange_start", "host.call",
          "host.exchange", "host.start", "host.layer", "host.plan")  # fmt: skip
 REPEATS = 5, 25  # minimum and maximum number of repeats of a figure
@@ -124,7 +125,7 @@ class Ranks:
         return self.device.type == "cuda"
 
     def report(self, line: str) -> None:
-        """Print a line of progress on rank 0."""
+        """Print a line about the progress on rank 0."""
         if self.groups.rank == 0:
             print(f"calibrate: {line}", file=sys.stderr, flush=True)
 
@@ -140,12 +141,14 @@ class Ranks:
             once: Function that measures once and returns seconds; 0 on an idle rank.
 
         Returns:
-            The slowest rank's seconds in each repeat, without the first repeat; equal on all ranks.
+            The slowest rank's seconds of each repeat, equal on all ranks. The first repeat is a
+            warm-up
+                and is not returned.
         """
         return self.times(lambda: self._together(once))
 
     def slowest(self, call: Callable[[], object]) -> float:
-        """Return the slowest rank's seconds of a call. All ranks begin the call together."""
+        """Return the slowest rank's seconds of a call, which all ranks begin together."""
         return self._together(lambda: seconds(call, self.device))
 
     def repeats(self, call: Callable[[], object]) -> list[float]:
@@ -167,14 +170,14 @@ class Ranks:
         return samples
 
     def locally(self, name: str, measure: Callable[[], Sequence[float]]) -> list[list[float]]:
-        """Measure on every rank independently and return the figures of all ranks.
+        """Measure on every rank independently, and return the figures of all ranks.
 
         Args:
             name: Name of the measurement, for errors.
             measure: Function that returns the figures of this rank, equally many on all ranks.
 
         Raises:
-            ValueError: The measurement fails on a rank; the same error on all ranks.
+            ValueError: The measurement fails on a rank. All ranks raise the same error.
         """
         fault: ValueError | None = None
         figures: Sequence[float] = ()
@@ -188,17 +191,17 @@ class Ranks:
         return [gathered.tolist() for gathered in self.groups.gather(own)]
 
     def agree(self, facts: Facts | ValueError) -> None:
-        """Raise the same ValueError on every rank if facts differ, or if a rank passes an error."""
+        """Raise the same ValueError on all ranks if `facts` differ or if a rank passes an error."""
         agree(facts, self.groups.gather)
 
 
 def middle(of_ranks: Sequence[Sequence[float]]) -> list[float]:
-    """Return the median over ranks of each figure; `of_ranks` has a list of figures per rank."""
+    """Return the median over ranks of each figure. `of_ranks` has a list of figures per rank."""
     return [median(values) for values in zip(*of_ranks, strict=True)]
 
 
 def worst(of_ranks: Sequence[Sequence[float]]) -> float:
-    """Return the largest relative deviation of a rank's figure from the median over ranks."""
+    """Return the largest relative deviation of any rank's figure from its median over ranks."""
     return max(
         (abs(value / mid - 1) for figures in of_ranks
          for value, mid in zip(figures, middle(of_ranks), strict=True) if mid),
@@ -214,17 +217,20 @@ def first_line(error: Exception) -> str:
 
 @contextmanager
 def joined(per_node: int | None, budget: float, device: torch.device) -> Iterator[Ranks]:
-    """Return a context with the ranks of this torchrun job, or with this process as the only rank.
+    """Join the ranks of this torchrun job; without torchrun, this process is the only rank.
 
-    The context creates and destroys the default process group.
+    The context manager creates the default process group, and destroys it at the end.
 
     Args:
-        per_node: Ranks per node; None: the ranks on one host form a node.
+        per_node: Ranks per node; None if the ranks on one host form a node.
         budget: Time limit in seconds for repeating one measurement.
         device: Device of this rank.
 
+    Yields:
+        The ranks.
+
     Raises:
-        ValueError: Nodes have different numbers of ranks; the same error on all ranks.
+        ValueError: Nodes have different numbers of ranks. All ranks raise the same error.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if machine.launched():
@@ -254,6 +260,6 @@ def _check(per_node: int | None) -> None:
         raise ValueError(f"--per-node differs among ranks: {of_ranks}; set the same on all ranks")
     if per_node is not None and (per_node < 1 or size % per_node):
         raise ValueError(
-            f"--per-node {per_node} does not divide the {size} ranks that were started; use one "
-            f"of {', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}"
+            f"--per-node {per_node} does not divide the {size} ranks of this job; use one of "
+            f"{', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}"
         )

@@ -2,7 +2,7 @@
 """`megatron-burst doctor --gpu-report FILE`: write a report that a user with a GPU can send back.
 
     megatron-burst doctor --gpu-report report.md
-    torchrun --nproc-per-node 8 -m megatron_burst doctor --gpu-report report.md    # overlap too
+    torchrun --nproc-per-node 8 -m megatron_burst doctor --gpu-report report.md   # also overlap
 
 The report contains errors of every kernel against float64, times of kernels, overlap of
 communication and compute, versions, and the findings of the doctor. `--device cpu` is a dry run and
@@ -37,7 +37,7 @@ def run(path: Path, device_name: str, quick: bool) -> int:
         quick: Skip the checks of installed packages.
 
     Returns:
-        The exit status: 1 on rank 0 if there is a problem, otherwise 0.
+        The exit status: 1 if rank 0 found a problem, otherwise 0. Other ranks return 0.
 
     Raises:
         ValueError: There is no GPU, or the file cannot be written.
@@ -55,7 +55,7 @@ def run(path: Path, device_name: str, quick: bool) -> int:
     measuring = times.overlap(device, facts["overlap"])
     if not writes:
         list(measuring)
-        return 0  # with a nonzero status torchrun would kill rank 0, which reports the findings
+        return 0  # with another status, torchrun would kill rank 0, which reports the findings
     sections: list[tuple[str, Iterable[Finding]]] = [
         ("", _device(facts)),
         ("measuring overlap", measuring),
@@ -81,7 +81,7 @@ def _write(path: Path, facts: document.Facts, shown: report.Report) -> None:
 
 
 def check(path: Path | None, device: str) -> None:
-    """Raise a ValueError with all reasons if the report cannot be made.
+    """Raise ValueError with all reasons why the report cannot be made, if any.
 
     Args:
         path: File of the report; None on a rank that does not write it.
@@ -103,7 +103,7 @@ def check(path: Path | None, device: str) -> None:
 
 
 def _refused(path: Path) -> str:
-    """Return the reason why a file cannot be written; "" if it can. The file is not changed."""
+    """Return the reason why a file cannot be written, or "". The file is not changed."""
     try:
         existed = path.exists()
         with path.open("ab"):
@@ -120,9 +120,9 @@ def _refused(path: Path) -> str:
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """Return the versions of packages that affect kernels and communication, by package.
+    """Return the versions of packages that affect kernels and communication: package -> version.
 
-    An absent package has the version "-".
+    The version of an absent package is "-".
     """
     cuda = device.type == "cuda"
     releases = {

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors of every kernel against float64, relative to the errors of torch's attention.
 
-Each kernel runs in bf16 on the same input as torch's attention, split as over two ranks. The three
-masks of `CASES` and both sides ("kv" and "query") are tested. A result is wrong if its error
-exceeds `BOUND` times the error of torch's attention.
+Each kernel runs in bf16 on the same input as torch's attention. The input is divided as over two
+ranks. The masks of `CASES` are tested with both sides (the tensors that ranks send in backward:
+"kv" or "query"). A result is wrong if its error exceeds `BOUND` times the error of torch's
+attention.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Record = dict[str, Any]
 
 
 class Case(NamedTuple):
-    """Mask, and a function of query and key positions that defines it independently."""
+    """Mask, and an independent definition of it as a function of query and key positions."""
 
     name: str
     mask: masks.Mask
@@ -53,8 +54,11 @@ def kernels(device: torch.device, records: list[Record]) -> Iterator[Finding]:
         device: Device of the kernels.
         records: List to which a record per kernel, mask and side (tensors that backward sends: "kv"
             or "query") is appended. "errors" of a record has the kernel's largest errors of out,
-            dq, dk and dv against float64, "torch" has the errors of torch's attention. If the
+            dq, dk and dv against float64; "torch" has the errors of torch's attention. If the
             kernel gives no result, "refused" or "failed" is the reason.
+
+    Yields:
+        A finding per kernel, and one for "auto".
     """
     problems = [(case, *_problem(case, device)) for case in CASES]
     for name in KERNELS:
@@ -88,7 +92,7 @@ def _finding(name: str, device: torch.device, records: Sequence[Record]) -> Find
 
 
 def ratio(record: Record) -> float:
-    """Return the largest ratio of the kernel's error to torch's error over out, dq, dk, dv."""
+    """Return the kernel's error divided by torch's error, the maximum over out, dq, dk and dv."""
     pairs = [(record["errors"][part], record["torch"][part]) for part in PARTS]
     return max(math.inf if error is None else error / max(stock, 1e-7) for error, stock in pairs)
 
@@ -119,7 +123,7 @@ def _errors(got: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> Recor
 def _problem(case: Case, device: torch.device) -> tuple[list[torch.Tensor], Any, Record]:
     """Return a test problem for a mask: its inputs, its exact results, and torch's errors.
 
-    Inputs are q, k, v, dout. Exact results are out, dq, dk, dv in float64. Inputs and results are
+    Inputs are q, k, v, dout in bf16. Exact results are out, dq, dk, dv in float64. Both have shape
     [positions, 1, heads, width]. Errors are the result of `_errors` for torch's attention.
     """
     draw, length = torch.Generator().manual_seed(2), LENGTH[device.type]
@@ -136,7 +140,10 @@ def _problem(case: Case, device: torch.device) -> tuple[list[torch.Tensor], Any,
 
 
 def _stock(inputs: Sequence[torch.Tensor], seen: torch.Tensor) -> list[torch.Tensor]:
-    """Return out, dq, dk, dv of torch's attention, which gets a copy of k and v per query head."""
+    """Return out, dq, dk, dv of torch's attention.
+
+    Its inputs k and v are copied once per query head.
+    """
     group = HEADS[0] // HEADS[1]
     wide = [x if x.shape[2] == HEADS[0] else x.repeat_interleave(group, 2) for x in inputs]
     *leaves, dout = (x.permute(1, 2, 0, 3).contiguous() for x in wide)

@@ -2,7 +2,7 @@
 """Text of the GPU report: Markdown, and the same facts as JSON at the end.
 
 The report contains versions, device types, figures and messages. Paths, addresses, host names and
-user names are removed if a pattern of this module matches them.
+user names are removed if they match a pattern of this module.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PORT = re.compile(
 ADDRESS = re.compile(
     r"(?<![\w:.])(?:\d+(?:\.\d+){3}|[\da-fA-F]*:[\da-fA-F:.]*[\da-fA-F:])(?:%\w+)?(?!\w)"
 )
-UNFINISHED = "The examination did not end: the last sections are missing."
+UNFINISHED = "The report is incomplete: the process ended early, and the last sections are missing."
 Facts = dict[str, Any]
 
 
@@ -72,7 +72,7 @@ def names() -> set[str]:
     """Return the private names to remove: of this machine, of rank 0's machine, and of the user.
 
     Single letters, numbers (such as the beginning of an address), "root" and "localhost" are not
-    private and are omitted.
+    private, so they are omitted.
     """
     hosts = [socket.gethostname(), os.environ.get("MASTER_ADDR", "")]
     named = {*hosts, *(host.partition(".")[0] for host in hosts), Path.home().name}
@@ -83,7 +83,7 @@ def names() -> set[str]:
 
 
 def impersonal(value: Any, private: Iterable[str]) -> Any:
-    """Return a copy of a value without private names, addresses, and folders in paths.
+    """Return a copy of a value without private names, addresses, and folders of paths.
 
     Args:
         value: String, or nested lists and dictionaries of strings and other values.

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times of each kernel on this device, and overlap of communication and compute.
 
-Each kernel runs forward and backward of one causal pair of chunks. The kernels alternate, so that
-other load on the machine affects all of them equally.
+Each kernel runs forward and backward of one causal pair of chunks (queries and keys). The kernels
+alternate, so that other load on the machine affects all of them equally.
 
 Overlap is measured under torchrun for two pairs of activities: an exchange with the neighbour
-during local attention, and an exchange on the inner ring during an exchange on the outer ring. Each
-half of the ranks counts as a node. If the activities need a and b seconds alone and c seconds
-together, the hidden fraction is (a + b - c) / min(a, b). It is 1 if the shorter activity adds no
-time, and 0 if the activities run one after the other. For two rings on one node, values below 1 are
-normal, because the rings share links.
+during local attention, and an exchange on the inner ring during an exchange on the outer ring. For
+the rings, each half of the ranks counts as a node. If the activities need a and b seconds alone and
+c seconds together, the hidden fraction is (a + b - c) / min(a, b). It is 1 if the shorter activity
+adds no time, and 0 if the activities run one after the other. For two rings on one node, values
+below 1 are normal, because the rings share links.
 """
 
 from __future__ import annotations
@@ -42,13 +42,16 @@ Start = Callable[[], Call]  # starts work and returns a function that waits for 
 
 
 def in_turn(runs: Mapping[Any, Call], measure: Callable[[Call], float]) -> dict[Any, list[float]]:
-    """Run all calls once per round, and return the seconds of each call in all rounds, by key.
+    """Run all calls once per round, and measure them.
 
     The first round is a warm-up and is not returned.
 
     Args:
-        runs: Calls by key.
+        runs: Key -> call.
         measure: Function that runs a call and returns its seconds.
+
+    Returns:
+        Key -> seconds of the call in each round.
     """
     times: dict[Any, list[float]] = {key: [] for key in runs}
     for turn in range(1 + ROUNDS):
@@ -69,12 +72,16 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def kernels(device: torch.device, records: list[Record]) -> Iterator[Finding]:
-    """Measure all kernels at several sizes; yield a finding per size.
+    """Measure all kernels with several numbers of rows.
 
     Args:
         device: Device of the kernels.
-        records: List to which a record per kernel, size and direction is appended. It has the
-            seconds, as returned by `spread`, and the TFLOP/s on visible pairs at the median time.
+        records: List to which a record per kernel, number of rows and direction is appended. It has
+            the seconds, as returned by `spread`, and the TFLOP/s on visible pairs at the median
+            time.
+
+    Yields:
+        A finding per number of rows.
     """
     for rows in ROWS[device.type]:
         timed_calls = {}
@@ -102,7 +109,7 @@ def kernels(device: torch.device, records: list[Record]) -> Iterator[Finding]:
 
 
 def calls(name: Any, rows: int, device: torch.device) -> dict[tuple[str, str], Call]:
-    """Return the forward and backward calls of a kernel, by (kernel, direction).
+    """Return the forward and backward calls of a kernel: (kernel, direction) -> call.
 
     Each call has run once, as a warm-up.
     """
@@ -176,7 +183,7 @@ def compared(ranks: Ranks, first: Start, second: Start) -> Record:
 
     Returns:
         The slowest rank's median seconds of the activities alone ("first", "second") and together
-            ("both"), and the fraction "hidden", see the module's docstring.
+            ("both"), and the fraction "hidden", which the docstring of the module defines.
     """
 
     def at_once() -> None:
@@ -192,9 +199,9 @@ def compared(ranks: Ranks, first: Start, second: Start) -> Record:
 
 
 def _attention_and_exchange(ranks: Ranks) -> tuple[Start, Start]:
-    """Return functions that start an exchange, and local attention of about the same duration.
+    """Return functions that start an exchange and local attention, in this order, as in a ring.
 
-    The exchange starts first, as in a ring.
+    Local attention is repeated so that it takes about as long as the exchange.
     """
     exchange, device = _exchange(ranks, "intra"), ranks.device
     forward = calls("auto", ROWS[device.type][0], device)["auto", "forward"]

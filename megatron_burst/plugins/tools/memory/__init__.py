@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megatron-burst memory`: estimate the memory of one rank, by items, over one training step.
+"""`megatron-burst memory`: estimate the memory of one rank over one training step, item by item.
 
     megatron-burst memory --model llama3-8b --gpus 8 --gpu h100 --seq 1M
     megatron-burst memory --model llama3-8b --gpus 8 --gpu h100 --longest
@@ -7,8 +7,8 @@
     megatron-burst memory --model llama3_8b_pretrain_8gpu_h100_256k --gpus 8    (a recipe)
 
 The numbers are an analytical estimate from tensor sizes, not a measurement.
-`tools.advise.account.memory` describes the items. Exit status: 0 if the run fits in memory, 1 if it
-does not fit, 2 for invalid input.
+`tools.advise.account.memory` describes the items. Exit status: 0 if the run fits into memory, 1 if
+it does not fit, 2 for invalid input.
 """
 
 from __future__ import annotations
@@ -84,9 +84,11 @@ class MemoryEstimate(NamedTuple):
     Attributes:
         account: Memory of the run, by items and phases.
         cluster: Cluster of the run.
-        binds: Name of the memory that limits the longest sequence; None without `--longest`.
-        chosen_by: Criterion by which parallel sizes were chosen, in words; "" if the user set them.
-        searched: True if the command searched all settings that the user did not set.
+        binds: Memory that limits the longest sequence, as in `MemoryLeft.binds`; None without
+            `--longest`.
+        chosen_by: Criterion by which the command chose parallel sizes, as text; "" if the user
+            set them.
+        searched: Whether the command searched all settings that the user did not set.
         packs: Forecast of packed documents; None without packed documents.
     """
 
@@ -104,8 +106,8 @@ class MemoryEstimate(NamedTuple):
     def time(self) -> StepTime | str:
         """Return the predicted time of a step, or the reason why there is no prediction.
 
-        There is no prediction if the run does not fit in memory, or if a ring has different numbers
-        of ranks on different nodes.
+        There is no prediction if the run does not fit into memory, or if the ranks of a ring cannot
+        be divided equally among nodes.
         """
         if not self.left.fits:
             return "the run does not fit"
@@ -132,15 +134,17 @@ def run(arguments: argparse.Namespace) -> int:
     """Estimate the memory and print it.
 
     Returns:
-        The exit status.
+        The exit status: 0 if the run fits into memory, otherwise 1.
 
     Raises:
         ValueError: Flags are invalid.
     """
     if arguments.longest and arguments.seq is not None:
-        raise ValueError("--longest searches the value of --seq; remove one of them")
+        raise ValueError("--longest and --seq both set the sequence length; use only one of them")
     if arguments.longest and arguments.packed is not None:
-        raise ValueError("--longest searches the length of one sequence; remove --packed")
+        raise ValueError(
+            "--longest does not support packed documents; remove --packed, or use --seq"
+        )
     check_out(arguments.out)
     cluster, model, base, sized, free, packs = _read(arguments)
     documents = packs.lengths if packs is not None and packs.cut == "zigzag" else ()
@@ -179,8 +183,8 @@ def run(arguments: argparse.Namespace) -> int:
 def filled(run: settings.Settings) -> settings.Settings:
     """Return the run with the smallest number of micro-batches that keeps all pipeline stages busy.
 
-    More micro-batches take more time, but no more memory. With interleaved stages, up to pp * vpp +
-    pp - 1 forward passes of model chunks wait for backward, and micro-batches run in rounds of pp.
+    More micro-batches need no more memory. With interleaved stages, up to pp * vpp + pp - 1 forward
+    passes of model chunks wait for their backward, and micro-batches run in rounds of pp.
     """
     return replace(run, micro_batches=run.pp if run.vpp == 1 else 2 * run.pp)
 
@@ -188,9 +192,10 @@ def filled(run: settings.Settings) -> settings.Settings:
 def _settled(
     model: models.Model, cluster: clusters.Cluster, run: settings.Settings
 ) -> settings.Settings:
-    """Return the run with the predicted choice of algorithm for each kind of layer.
+    """Return the run with the attention settings that are predicted to be fastest.
 
-    A run whose algorithm is not "auto" is returned unchanged. Parallel sizes are kept.
+    Only a run with algorithm "auto" is changed. Parallel sizes are kept. Each kind of layer may get
+    its own algorithm.
     """
     if run.algorithm != "auto":
         return run
@@ -206,7 +211,7 @@ def _settled(
 
 
 def _searched(model: models.Model, cluster: clusters.Cluster, free: dict[str, Any]) -> Longest:
-    """Search all settings that the user did not set, and return the longest sequence.
+    """Return the longest sequence over all settings that the user did not set.
 
     Args:
         model: The model.
@@ -268,7 +273,7 @@ def _read(
 
 
 def _with_batch(run: settings.Settings, batch: int) -> settings.Settings:
-    """Return the run with `micro_batches` set for a global batch of `batch` sequences.
+    """Return the run with as many micro-batches as a global batch of `batch` sequences has.
 
     Raises ValueError if `batch` is not a multiple of micro-batch size x data-parallel size.
     """
@@ -276,8 +281,8 @@ def _with_batch(run: settings.Settings, batch: int) -> settings.Settings:
     if batch % unit or batch < 1:
         near = max(1, -(-batch // unit)) * unit
         raise ValueError(
-            f"a global batch of {batch} sequences is not a multiple of {unit}, micro-batches of "
-            f"{run.micro_batch} x {run.dp} data-parallel ranks; use {near} (--global-batch-size, "
+            f"a global batch of {batch} sequences is not a multiple of {unit} (micro-batch size "
+            f"{run.micro_batch} x {run.dp} data-parallel ranks); use {near} (--global-batch-size, "
             "or train.global_batch_size of a recipe), or set --micro-batches"
         )
     return replace(run, micro_batches=batch // unit)
@@ -286,7 +291,7 @@ def _with_batch(run: settings.Settings, batch: int) -> settings.Settings:
 def _groups(
     base: settings.Settings, fixed: dict[str, Any], cluster: clusters.Cluster
 ) -> tuple[settings.Settings, bool]:
-    """Compute the parallel size that the user did not set, from the number of GPUs.
+    """Compute the parallel size (cp or dp) that the user did not set, from the number of GPUs.
 
     Args:
         base: Settings of the run.
@@ -303,7 +308,8 @@ def _groups(
         last = f"--cp {base.cp}" if "cp" in fixed else f"--dp {base.dp}"
         raise ValueError(
             f"--gpus {cluster.gpus} is not a multiple of the {ranks} ranks of --tp {base.tp} x "
-            f"--pp {base.pp} x {last}"
+            f"--pp {base.pp} x {last}; use {-(-cluster.gpus // ranks) * ranks} GPUs, or smaller "
+            "parallel sizes"
         )
     size = cluster.gpus // ranks
     if "cp" in fixed and "dp" in fixed and size != base.dp:
@@ -360,7 +366,7 @@ def _step(time: StepTime | str, cluster: clusters.Cluster) -> str:
 
 
 def facts(estimate: MemoryEstimate) -> dict[str, Any]:
-    """Return the output of `show` as plain data for JSON, in bytes and seconds."""
+    """Return the output of `show` as a dict for JSON, in bytes and seconds."""
     shown, packs, time = estimate.account, estimate.packs, estimate.time()
     run = shown.run
     groups = {name: getattr(run, name) for name in ("tp", "cp", "pp", "vpp", "ep", "dp")}
@@ -388,7 +394,7 @@ def facts(estimate: MemoryEstimate) -> dict[str, Any]:
 def _batch(run: settings.Settings, chosen_by: str) -> str:
     """Return the output line with the sequences per step and the parallel sizes.
 
-    Sizes are included only if the command chose them, with the criterion `chosen_by`.
+    Parallel sizes are included only if the command chose them; `chosen_by` is the criterion.
     """
     count = run.micro_batch * run.micro_batches * run.dp
     text = f"{count} sequence{'s' * (count > 1)} per step"
@@ -399,7 +405,7 @@ def _batch(run: settings.Settings, chosen_by: str) -> str:
 
 
 def _packs(packs: PackedForecast, run: settings.Settings) -> str:
-    """Return the output line about packed documents: number, layout and padding."""
+    """Return the output line about packed documents: number of documents, layout and padding."""
     count, padding = len(packs.lengths), run.seq - sum(packs.lengths)
     text = f"packs of {count} document{'s' * (count > 1)}, layout {packs.cut}"
     return text + f", {padding:,} tokens of padding" * (padding > 0)

@@ -26,7 +26,7 @@ STATES = ("#c7ccd4", "#aab1bc", "#8d96a3", "#747d8b", "#5f6876", "#4b5461")
 
 
 def draw(account: Account, cluster: Cluster, path: Path) -> None:
-    """Draw the predicted memory of a GPU over a training step, by item, and write it to a file."""
+    """Draw the predicted memory of a GPU over a training step, by item, and write the file."""
     run, peak = account.run, account.peak
     title = (
         f"{account.model.name}, {run.seq:,} tokens on {cluster.gpus} x {cluster.gpu.name}: memory "
@@ -63,13 +63,13 @@ def draw(account: Account, cluster: Cluster, path: Path) -> None:
 def _times(account: Account) -> tuple[list[float], list[Moment], dict[str, float]]:
     """Return the columns of the picture, and the marks of its x axis.
 
-    A phase, such as the forward of a layer, has width 1 and up to `COLUMNS` columns. A column shows
-    the moment with the most bytes among the moments that it covers.
+    A phase, such as forward of one layer, has width 1 and up to `COLUMNS` columns. A column
+    represents several moments and shows the one with the most bytes.
 
     Returns:
-        The left and right x coordinate of each column; the moment that it shows, twice; and the x
-            coordinate of the centre of each group of phases, such as the forward passes of all
-            layers, by name.
+        The left and the right x coordinate of each column; the moment that it shows, twice; and a
+            dict from the name of several phases, such as "forward" of all layers, to the x
+            coordinate of their centre.
     """
     places: list[float] = []
     moments: list[Moment] = []

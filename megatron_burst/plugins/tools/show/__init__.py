@@ -3,7 +3,7 @@
 
 This module defines the flags and the size limits. `inputs` creates masks and layouts from flags.
 `scene`, `scans` and `trees` compute the content of a picture. `pictures` and `timeline` draw it
-with matplotlib, which is imported only then.
+with matplotlib, which is imported only for drawing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PICTURES = {
     "schedule": "what each rank computes and sends in each step",
     "layout": "which positions each rank holds",
     "scan": "how ranks send states of linear attention to each other",
-    "tree": "a prefix tree of trajectories: the rank of each part, and the mask",
+    "tree": "a prefix tree of trajectories: the rank that holds each part, and the mask",
 }
 STRIP = 4096  # maximum positions of a layout strip, which has one bar per range of positions
 
@@ -91,11 +91,12 @@ def _add_schedule(sub: argparse.ArgumentParser) -> None:
         "directly from their owners (default: auto, the route with fewer bytes)")  # fmt: skip
     add("--rank", type=int, metavar="N", help="draw only this rank")
     call_flags.add_heads(sub, width=128)
-    add("--values-are-keys", action="store_true", help="values are the keys, which are sent once")
+    add("--values-are-keys", action="store_true",
+        help="the values are equal to the keys, so only keys are sent")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Draw the picture that the flags describe, and print its path.
+    """Draw the picture that the flags describe, and print the path of its file.
 
     Raises:
         ValueError: A flag is invalid.
@@ -109,7 +110,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def scene_of(arguments: argparse.Namespace) -> Scene:
-    """Return the scene, the content of the picture, that the flags describe.
+    """Return the scene (the content of the picture) that the flags describe.
 
     Raises:
         ValueError: Flags are inconsistent.
@@ -140,14 +141,15 @@ def scene_of(arguments: argparse.Namespace) -> Scene:
 def _shards(
     arguments: argparse.Namespace, shown: inputs.ShownMask, name: str, grid: Grid, seq_len: int
 ) -> Shards:
-    """Return the sequence, divided into the shards of the layout `name`."""
+    """Return the sequence and its mask, divided into shards by the layout `name`."""
     layout, text = inputs.layout_of(arguments, name, grid, shown.documents, shown.window)
     layout.check(seq_len)
     shards = Shards(shown.mask, layout, seq_len, shown.text, text)
     if shards.key_len != seq_len:
         if arguments.picture != "schedule":
             raise ValueError(
-                f"--mask {shown.text}: keys are another sequence, which only `show schedule` draws"
+                f"--mask {shown.text}: keys are a shorter sequence than queries, which only `show "
+                "schedule` draws; use `show schedule`, or another mask"
             )
         layout.check(shards.key_len)
     return shards

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imbalance of a layout: work of each step's busiest rank, relative to the mean over ranks."""
+"""Imbalance of a layout: work of the busiest rank of each step, divided by the mean over ranks."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ def imbalance(
     topology: Topology | None = None,
     algorithm: str = "ring",
 ) -> float:
-    """Return the sum over steps of the busiest rank's work, divided by the sum of the mean work.
+    """Return the imbalance of a layout; 1.0 is ideal.
 
-    1.0 is ideal. The unit of work is a visible pair. Every step waits for its busiest rank. The
-    result depends on the algorithm, the nodes and the ulysses groups, because they determine which
-    pairs are computed in the same step.
+    It is the work of the busiest rank of each step, summed over steps, divided by the sum of the
+    mean work per step. The unit of work is a visible pair. All ranks wait for the busiest rank of a
+    step. The result depends on the algorithm, the nodes and the ulysses groups, because they
+    determine the pairs that are computed in the same step.
 
     Args:
         layout: Layout of the sequence.
         mask: Mask of the sequence.
         seq_len: Number of positions.
-        topology: Nodes and ulysses groups; default: one ring over all ranks.
+        topology: Nodes and ulysses groups; None for one ring over all ranks.
         algorithm: Name of the algorithm.
 
     Raises:
@@ -43,7 +44,7 @@ def imbalance(
     topology = topology or Topology(size, size)
     if topology.size != size:
         raise ValueError(
-            f"topology has {topology.size} ranks and the layout {size}; use equal sizes"
+            f"topology has {topology.size} ranks, but the layout has {size}; use equal numbers"
         )
     mask.check(seq_len)
     spans = cost.ring_spans(layout, topology, seq_len)
@@ -55,7 +56,7 @@ def imbalance(
 
 
 def imbalance_of(schedule: Schedule, pairs: np.ndarray) -> float:
-    """Return the imbalance of a schedule, as in `imbalance`.
+    """Return the imbalance of a schedule, which `imbalance` defines.
 
     Args:
         schedule: Schedule of a forward pass over G ranks.

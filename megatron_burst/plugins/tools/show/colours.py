@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Colours of pictures, distinguishable for colour-blind readers.
+"""Colours of pictures that colour-blind readers can distinguish.
 
 Up to nine ranks use Paul Tol's "muted" colour scheme, ordered so that adjacent ranks differ in
-lightness. More ranks use the perceptually uniform colour map viridis. Compute, transfers and kinds
-of memory have fixed colours in all commands (`MEANINGS`).
+lightness. More ranks use the perceptually uniform colour map viridis. Compute, transfers and items
+of memory have the same colours in all commands (`MEANINGS`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCALE = (
 
 
 def of_rank(rank: int, ranks: int) -> str:
-    """Return the colour of `rank` among `ranks`, as #rrggbb."""
+    """Return the colour of rank `rank` of `ranks` ranks, as #rrggbb."""
     if ranks <= len(RANKS):
         return RANKS[rank]
     place = rank / (ranks - 1) * (len(SCALE) - 1)

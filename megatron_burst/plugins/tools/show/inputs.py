@@ -2,7 +2,8 @@
 """Masks, layouts and documents that the flags of `show` describe.
 
 `--mask` is a key of `MASKS`, or MODULE:NAME of a mask or of a function without arguments that
-returns a mask. Parameters of masks have their own flags. `--lengths` adds documents to any mask.
+returns a mask. Parameters of masks have their own flags. `--lengths` restricts a mask to pairs
+within the same document.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ MASKS: dict[str, tuple[type[Mask], tuple[_Number, ...]]] = {
     ),
     "compressed": (
         masks.Compressed,
-        (_Number("--key-rows", "stride", None, "rows of a key, for --mask compressed"),),
+        (_Number("--key-rows", "stride", None, "rows per compressed key, for --mask compressed"),),
     ),
     "prefix": (
         masks.Prefix,
@@ -80,12 +81,12 @@ def add_mask(parser: argparse.ArgumentParser, default: str | None) -> None:
 
 def add_lengths(parser: argparse.ArgumentParser) -> None:
     """Add `--lengths`, the tokens of each packed document."""
-    text = "tokens of each packed document, such as 300,20,5; remaining positions are one more "
-    parser.add_argument("--lengths", metavar="N,N,...", help=f"{text}document")
+    text = "tokens of each packed document, such as 300,20,5; positions after them count as one "
+    parser.add_argument("--lengths", metavar="N,N,...", help=f"{text}more document")
 
 
 def add_layout(parser: argparse.ArgumentParser, default: str | None) -> None:
-    """Add `--layout`, and `--block` for layout block_striped."""
+    """Add `--layout`, and `--block` for the layout block_striped."""
     parser.add_argument(
         "--layout", default=default, choices=NAMES,
         help="which positions a rank holds "
@@ -98,11 +99,11 @@ def add_layout(parser: argparse.ArgumentParser, default: str | None) -> None:
 
 
 def add_per_document(parser: argparse.ArgumentParser) -> None:
-    """Add `--per-document`, which cuts each document separately."""
+    """Add `--per-document`, with which a layout cuts each document separately."""
     parser.add_argument(
         "--per-document",
         action="store_true",
-        help="cut each document separately by --layout zigzag, as Megatron does",
+        help="let --layout zigzag cut each document separately, as Megatron does",
     )
 
 
@@ -119,7 +120,9 @@ def lengths_of(text: str) -> list[int]:
 
 
 def least_seq(text: str | None, ranks: int) -> int:
-    """Return the smallest sequence length that contains the documents and fits all layouts.
+    """Return the smallest sequence length that contains the documents and suits the layouts.
+
+    It is a multiple of twice the number of ranks.
 
     Args:
         text: Lengths of documents, such as "300,20,5"; None gives 0.
@@ -141,8 +144,8 @@ def bounds_of(text: str | None, seq_len: int) -> list[int]:
     lengths = lengths_of(text) if text is not None else []
     if sum(lengths) > seq_len:
         raise ValueError(
-            f"--lengths: {sum(lengths)} tokens do not fit into {seq_len} positions; set --seq "
-            f"{sum(lengths)} or use shorter documents"
+            f"--lengths: documents have {sum(lengths)} tokens in total, but --seq is {seq_len}; "
+            f"set --seq {sum(lengths)}, or use shorter documents"
         )
     return np.unique([*np.cumsum([0, *lengths]).tolist(), seq_len]).tolist()
 
@@ -151,14 +154,14 @@ def bounds_of(text: str | None, seq_len: int) -> list[int]:
 
 
 class ShownMask(NamedTuple):
-    """Mask with a description for titles.
+    """Mask, and its description for titles.
 
     Attributes:
         mask: The mask, restricted to documents if there are any.
         text: Description of the mask for titles.
         documents: Cumulative lengths of the documents of `--lengths`; None without the flag.
-        window: (left, right): how many earlier and later tokens of its document a token sees; None
-            if causal.
+        window: For masks window and full, (left, right): how many earlier and later tokens of its
+            document a token attends to, None for all of them. None for other masks.
     """
 
     mask: Mask
@@ -178,7 +181,7 @@ def mask_of(arguments: argparse.Namespace, seq_len: int) -> ShownMask:
         ValueError: The mask does not exist or does not fit, or a flag belongs to another mask.
     """
     mask, text = named_mask(arguments, arguments.mask or "full")
-    window: Window | None = None  # window within a document; None for causal
+    window: Window | None = None  # window within a document; None for other masks
     if isinstance(mask, masks.Window):
         window = mask.left, mask.right
     elif isinstance(mask, masks.Full):
@@ -233,7 +236,8 @@ def imported_mask(path: str) -> Mask:
     """Return the mask MODULE:NAME, or the mask that the function MODULE:NAME returns.
 
     Raises:
-        ValueError: The module cannot be imported, or NAME is neither a mask nor such a function.
+        ValueError: The module cannot be imported, or NAME is neither a mask nor a function that
+            returns one.
     """
     module, _, name = path.partition(":")
     expected = (
@@ -301,7 +305,9 @@ def layout_of(
     if tree is not None:
         return ShownLayout(make(name, cp_size=grid.size, tree=tree, per_node=grid.intra), name)
     if documents is None:
-        raise ValueError("--layout balanced requires the documents of --lengths")
+        raise ValueError(
+            "--layout balanced requires documents; add --lengths, or use another layout"
+        )
     layout = make(
         name, cp_size=grid.size, cu_seqlens=documents, per_node=grid.intra,
         windows=None if window is None else [window],

@@ -22,13 +22,13 @@ from .trees import SAMPLED, TreeScene
 
 
 def draw(scene: words.Scene, path: Path) -> None:
-    """Draw the picture of a scene, and write it to a file."""
+    """Draw the picture of a scene and write it to a file."""
     with lanes.styled():
         lanes.save(DRAWERS[type(scene)](scene), path)
 
 
 def _headed(width: float, height: float, scene: words.Scene, numbers: bool = True) -> Figure:
-    """Return an empty figure with the title and subtitle of the scene.
+    """Return a figure that has only the title and the subtitle of a scene.
 
     Args:
         width: Width in inches.
@@ -79,7 +79,7 @@ def _matrix(axes: Axes, computers: np.ndarray, ranks: int) -> None:
 
 
 def _blocks(axes: Axes, scene: MaskScene) -> None:
-    """Draw lines between shards, and write the step at which each pair of shards is computed."""
+    """Draw lines between shards, and write the step in which each pair of shards is computed."""
     shards, edges = scene.shards, scene.shards.edges
     middles, names = (edges[:-1] + edges[1:]) / 2, [str(rank) for rank in range(shards.size)]
     for rules, ticks in ((axes.hlines, axes.set_xticks), (axes.vlines, axes.set_yticks)):
@@ -93,7 +93,7 @@ def _blocks(axes: Axes, scene: MaskScene) -> None:
 
 
 def _step(axes: Axes, scene: MaskScene, pair: tuple[int, int]) -> None:
-    """Write the step of a pair of shards into the part of its block that has few visible pairs."""
+    """Write the step of a pair of shards into the quarter of its block with the fewest pairs."""
     order, edges = scene.shards.order, scene.shards.edges
     rows, columns = (order[edges[i] : edges[i + 1]] for i in pair)
     seen = scene.computers[np.ix_(rows, columns)] >= 0
@@ -109,7 +109,7 @@ def _step(axes: Axes, scene: MaskScene, pair: tuple[int, int]) -> None:
 
 
 def _work_of_mask(axes: Axes, scene: MaskScene) -> None:
-    """Draw the work of each rank as a bar beside the rank's rows of the matrix."""
+    """Draw the work of each rank as a bar beside the rows of the matrix that the rank holds."""
     shards, work, edges = scene.shards, scene.shards.work, scene.shards.edges
     middles, mean = ((edges[:-1] + edges[1:]) / 2).tolist(), sum(work) / len(work)
     axes.set_title("work", loc="left", fontsize=10)
@@ -147,7 +147,7 @@ def _layouts(scene: LayoutScene) -> Figure:
 
 
 def _strip(axes: Axes, holders: np.ndarray, ranks: int) -> None:
-    """Draw the sequence as a strip: a bar for each range of positions on one rank."""
+    """Draw the sequence as a strip, with one bar for each range of positions on one rank."""
     count, runs = len(holders), runs_of(holders)
     owners = [rank for *_, rank in runs]
     lanes.bars(axes, 0, 1, [run[:2] for run in runs], [of_rank(rank, ranks) for rank in owners],
@@ -164,7 +164,7 @@ def _columns(axes: Axes, work: list[int], most: int) -> None:
     Args:
         axes: Axes to draw on.
         work: Work of each rank.
-        most: Largest work that fits on the y axis.
+        most: Maximum work, which sets the height of the y axis.
     """
     ranks = len(work)
     axes.bar(range(ranks), work, width=0.78, color=[of_rank(rank, ranks) for rank in range(ranks)])
@@ -177,11 +177,8 @@ def _columns(axes: Axes, work: list[int], most: int) -> None:
 # --- scans of states -----------------------------------------------------------------------
 
 ROW, GAP = 0.34, 0.5  # height of a rank in inches; gap between nodes in rows
-LEFT, NARROW, BROAD = (
-    0.75,
-    1.15,
-    1.9,
-)  # inches: width of rank names, of a round with few or many hops
+# Widths in inches: of rank names, of a round with few hops, of a round with many hops.
+LEFT, NARROW, BROAD = 0.75, 1.15, 1.9
 CHAIN = 0.5  # height of the chain in inches
 LABELS = 8  # maximum hops of a round for which labels are drawn
 MOST = 9.5  # target width of all rounds in inches; readable rounds may need more
@@ -190,8 +187,8 @@ MOST = 9.5  # target width of all rounds in inches; readable rounds may need mor
 def _scan(scene: ScanScene) -> Figure:
     """Draw the pieces of all documents as a strip, and below it one column per round of transfers.
 
-    A piece is consecutive positions of a document on one rank. Arrows lead from the sender at the
-    left of a column to the receiver at the right.
+    A piece is a run of consecutive positions of a document on one rank. Arrows lead from the sender
+    at the left of a column to the receiver at the right.
     """
     rounds, ranks = max(1, scene.rounds), scene.grid.size
     busiest = max([int((scene.hops.round == n).sum()) for n in range(rounds)], default=0)
@@ -215,15 +212,15 @@ def _scan(scene: ScanScene) -> Figure:
 
 
 def _middle(scene: ScanScene, rank: int) -> float:
-    """Return the y coordinate of the centre of a rank's row; a row has height 1."""
+    """Return the y coordinate of a rank's line. Ranks of a node are 1 apart."""
     return rank + GAP * (rank // scene.grid.intra)
 
 
 def _chain(axes: Axes, scene: ScanScene) -> None:
     """Draw the pieces of all documents in the order of positions.
 
-    A piece is consecutive positions of a document on one rank. Its width is proportional to its
-    rows.
+    A piece is a run of consecutive positions of a document on one rank. Its width is proportional
+    to its number of positions.
     """
     chain = scene.chains
     edges = np.cumsum([0, *(int(chain.table[i, 2]) for i in scene.pieces)]).tolist()
@@ -242,7 +239,7 @@ def _chain(axes: Axes, scene: ScanScene) -> None:
 
 
 def _ranks(axes: Axes, scene: ScanScene, rounds: int, column: float) -> None:
-    """Draw a line per rank with a dot before and after each round.
+    """Draw a horizontal line for each rank, with a dot before and after each round.
 
     Args:
         axes: Axes to draw on.

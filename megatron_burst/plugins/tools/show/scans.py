@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Content of pictures of state scans: chains of pieces, and the hops of every round.
 
-A state scan gives every piece of a document the state of linear attention at its start. This module
-also defines the flags of `show scan`. The hops are the same as in training (`schedule.scans`).
+A state scan computes the state of linear attention at the start of every piece of a document. (A
+piece is a run of consecutive positions of a document on one rank.) This module also defines the
+flags of `show scan`. The hops are the same as in training (`schedule.scans`).
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class ScanScene:
         layout_text: Description of the layout.
         seq_len: Number of positions.
         grid: Number of nodes and of ranks per node.
-        chains: Pieces (consecutive positions of a document on one rank) of all documents, in order.
-            In backward they are reversed, so that piece 0 is the last piece of the sequence.
+        chains: Pieces (runs of consecutive positions of a document on one rank) of all documents,
+            in order. In backward the order is reversed: piece 0 is the last piece of the sequence.
         hops: Transfers between ranks, by round.
         blocks: Number of parts into which a state is cut.
         backward: True if the picture shows backward.
@@ -55,7 +56,7 @@ class ScanScene:
 
     @cached_property
     def between(self) -> np.ndarray:
-        """True for each transfer that leads to another node, bool [hops]."""
+        """True for each transfer to another node, bool [hops]."""
         return self.hops.source // self.grid.intra != self.hops.destination // self.grid.intra
 
     @property
@@ -65,10 +66,10 @@ class ScanScene:
         return numbers[::-1] if self.backward else numbers
 
     def name(self, hop: int) -> str:
-        """Return the label of a transfer, which names what it sends.
+        """Return the label of a transfer, which names its content.
 
         s3 is the state at the start of piece 3, s3.1 is part 1 of this state, and m3-4 is the map
-        from the state before piece 3 to the state after piece 4.
+        (function) from the state before piece 3 to the state after piece 4.
         """
         first, last = int(self.hops.first[hop]), int(self.hops.last[hop])
         if self.hops.kind[hop] == MAP:
@@ -79,7 +80,7 @@ class ScanScene:
         return f"{label}.{block}" if block != ALL_BLOCKS and self.blocks > 1 else label
 
     def counts(self) -> list[str]:
-        """Return a caption line per link class, with the numbers of sent states and maps."""
+        """Return caption lines with the numbers of sent states and maps, one per link class."""
         lines = []
         for link, chosen in (("intra", ~self.between), ("inter", self.between)):
             parts = []
@@ -126,8 +127,8 @@ def scan_scene(arguments: argparse.Namespace, grid: Grid, seq_len: int) -> ScanS
     chain = chains(layout, seq_len, bounds)
     if len(chain) > PIECES:
         raise ValueError(
-            f"a picture shows at most {PIECES} pieces, these documents have {len(chain)}; use "
-            "fewer ranks or documents"
+            f"a picture shows at most {PIECES} pieces (runs of positions of a document on one "
+            f"rank), got {len(chain)}; use fewer ranks or documents"
         )
     blocks = arguments.blocks or default
     turned = chain.backward() if arguments.backward else chain

@@ -2,8 +2,8 @@
 """Content of pictures of masks, layouts and schedules.
 
 A scene contains only data; `pictures` and `timeline` draw it. `cost` creates the schedules, as for
-plans. Scenes also compute which hops a schedule omits, and how many bytes of received chunks a rank
-holds.
+plans. Scenes also compute the hops (transfers) that a schedule omits, and the bytes of received
+chunks that a rank holds. A chunk is some rows of the tensors of one rank, sent as a unit.
 
 Shape letters: G ranks, S positions.
 """
@@ -30,13 +30,13 @@ from ....schedule.tables import ALL, FAMILIES, Chunk, Grid, Hop, Pair
 from . import balance
 
 KINDS = {"kv": "", "query": "", "dkv": "gradient", "dquery": "gradient", "out": "partial output"}
-COUNTED = 99  # up to this number of rows, a part of a chunk is written as 4/8, otherwise in percent
+COUNTED = 99  # a part of a shard is written as 4/8 up to this number of rows, then in percent
 Kind = tuple[str, str]  # (link class, content of a hop from `KINDS`)
 
 
 @dataclass(frozen=True)
 class Shards:
-    """Sequence that a layout divides into shards, one per rank, and its mask.
+    """Sequence with its mask, divided by a layout into shards, one per rank.
 
     Attributes:
         mask: Mask of the sequence.
@@ -58,24 +58,24 @@ class Shards:
 
     @cached_property
     def spans(self) -> list[Sequence[Span]]:
-        """Spans of positions that each rank holds."""
+        """Spans of positions, for each rank."""
         return [self.layout.spans(rank, self.seq_len) for rank in range(self.size)]
 
     @property
     def key_len(self) -> int:
-        """Number of key positions: one per window of a mask of compressed keys."""
+        """Number of keys. It is smaller than `seq_len` with a mask of compressed keys."""
         if isinstance(self.mask, Compressed):
             return int(self.mask.windows(self.seq_len))
         return self.seq_len
 
     @cached_property
     def key_spans(self) -> list[Sequence[Span]]:
-        """Spans of key positions that each rank holds; the layout also cuts compressed keys."""
+        """Spans of keys, for each rank. The layout also divides compressed keys."""
         return [self.layout.spans(rank, self.key_len) for rank in range(self.size)]
 
     @cached_property
     def visibility(self) -> Visibility:
-        """Ranks whose shards attend to each other, and the rows of these shards that are used."""
+        """Pairs of ranks whose shards attend to each other, and the rows that are needed for it."""
         return visibility_of(self.mask, self.spans, self.key_spans)
 
     @cached_property
@@ -90,7 +90,7 @@ class Shards:
 
     @cached_property
     def order(self) -> np.ndarray:
-        """Positions that rank 0 holds, then the positions of rank 1, and so on, int64 [S]."""
+        """Positions of rank 0, then positions of rank 1, and so on, int64 [S]."""
         parts = [self.layout.positions(rank, self.seq_len) for rank in range(self.size)]
         return np.concatenate(parts)
 
@@ -108,7 +108,7 @@ class Shards:
 
     @property
     def edges(self) -> np.ndarray:
-        """Cumulative number of positions of ranks 0, 1, ..., int64 [G + 1]."""
+        """Cumulative number of positions of ranks 0, 1, ..., int64 [G + 1], starting with 0."""
         return np.cumsum([0, *self.lengths])
 
     @property
@@ -127,7 +127,7 @@ class Shards:
 
 @dataclass(frozen=True)
 class MaskScene:
-    """Content of a picture of a mask: the rank and the step that compute each (query, key) pair.
+    """Content of a picture of a mask: rank and step in which each (query, key) pair is computed.
 
     `plan` is the schedule of a ring over all ranks.
     """
@@ -150,9 +150,9 @@ class MaskScene:
 
     @cached_property
     def steps(self) -> np.ndarray:
-        """Step at which queries on rank i (rows) attend to keys on rank j (columns).
+        """Step in which queries on rank i (rows) attend to keys on rank j (columns), int64 [G, G].
 
-        int64 [G, G]; -1 if no pair is visible, so that the step is skipped.
+        -1 if no pair is visible; the step is then skipped.
         """
         steps = np.full((self.shards.size, self.shards.size), -1)
         pairs = self.plan.tables.pairs
@@ -162,15 +162,15 @@ class MaskScene:
 
 @dataclass(frozen=True)
 class LayoutScene:
-    """Content of a picture of layouts: `rows` has the shards of each layout of one sequence."""
+    """Content of a picture of layouts of one sequence: `rows` has the shards of each layout."""
 
     rows: tuple[Shards, ...]
 
     @cached_property
     def best(self) -> str | None:
-        """Layout with the least imbalance; zigzag, Megatron's layout, if it is one of the best.
+        """Layout with the least imbalance; None if there is only one layout or no mask.
 
-        None if there is only one layout or no mask.
+        If zigzag (Megatron's layout) is one of several best layouts, it is returned.
         """
         if len(self.rows) == 1 or not self.rows[0].mask_text:
             return None
@@ -180,12 +180,12 @@ class LayoutScene:
 
 
 class Cell(NamedTuple):
-    """Pair of chunks that a rank computes at a step.
+    """Pair of chunks (rows of one rank) that a rank computes in a step.
 
     Attributes:
         pair: Chunk of queries and chunk of keys.
         cover: FULL, PARTIAL or EMPTY: all, some or no (query, key) pairs are visible.
-        share: Number of visible pairs, divided by the largest number that any rank computes at any
+        share: Number of visible pairs, divided by the largest number that any rank computes in any
             step.
     """
 
@@ -195,7 +195,14 @@ class Cell(NamedTuple):
 
 
 class Total(NamedTuple):
-    """Number and bytes of all transfers (hops) of one kind, over all ranks."""
+    """Number and bytes of all transfers (hops) of one kind, over all ranks.
+
+    Attributes:
+        hops: Number of transfers with the mask.
+        bytes: Bytes of these transfers.
+        hops_of_all: Number of transfers if all pairs were visible.
+        bytes_of_all: Bytes of these transfers.
+    """
 
     hops: int = 0
     bytes: int = 0
@@ -232,31 +239,31 @@ class ScheduleScene:
 
     @cached_property
     def steps(self) -> int:
-        """Number of steps with compute; transfers may arrive later."""
+        """Number of steps with compute. Transfers may arrive after the last one."""
         return max(self.plan.tables.steps, int(self.plan.tables.pairs.step.max(initial=-1)) + 1)
 
     @cached_property
     def end(self) -> int:
-        """First step before which all transfers have arrived and all pairs are computed."""
+        """First step before which all transfers have arrived and all pairs have been computed."""
         return max([self.steps, *(hop.land for hop in self.hops)])
 
     # --- computation -----------------------------------------------------------------------
 
     def owner(self, rank: int, pair: Pair) -> int:
-        """Return the owner of the pair's keys if `rank` received them, otherwise of its queries."""
+        """Return the rank that owns the pair's keys, or its queries if `rank` owns the keys."""
         return pair.key if pair.key != rank else pair.query
 
     def cells(self, rank: int, step: int) -> list[Cell]:
-        """Return the pairs of chunks that `rank` computes at `step`, or an empty list."""
+        """Return the pairs of chunks that `rank` computes in `step`."""
         return self._cells.get((rank, step), [])
 
     def most(self, rank: int) -> int:
-        """Return the largest number of pairs of chunks that `rank` computes at one step."""
+        """Return the largest number of pairs of chunks that `rank` computes in one step."""
         return max((len(self.cells(rank, step)) for step in range(self.steps)), default=0)
 
     @cached_property
     def _counts(self) -> list[tuple[int, int, Pair, int]]:
-        """(rank, step, pair of chunks, number of visible pairs) for each pair of chunks."""
+        """For each pair of chunks: rank, step, the pair, and its number of visible pairs."""
         columns = (column.tolist() for column in self.plan.tables.pairs)
         rows = [(rank, step, Pair(*pair)) for rank, step, *pair in zip(*columns, strict=True)]
         return [(rank, step, pair, self._visible(pair)) for rank, step, pair in rows]
@@ -285,21 +292,21 @@ class ScheduleScene:
     # --- transfers -------------------------------------------------------------------------
 
     def rows(self, chunk: Chunk) -> tuple[int, int]:
-        """Return two numbers of rows: of the chunk, and of the shard of the chunk's owner."""
+        """Return the number of rows of a chunk, and of its owner's whole shard."""
         bundles, owner = self.plan.tables.bundles(chunk.family), np.array([chunk.owner] * 2)
         rows, of = bundles.rows_of(owner, np.array([chunk.rows, ALL])).tolist()
         return rows, of
 
     def parts(self, pair: Pair) -> list[str]:
-        """Return a text for each chunk of the pair that has only some rows of its owner's shard.
+        """Return a text such as "4/8" for each chunk of the pair that is not a whole shard.
 
-        The text is such as "4/8", for 4 of the shard's 8 rows.
+        "4/8" means 4 of the 8 rows of the owner's shard.
         """
         chunks = Chunk("query", *pair[::2]), Chunk("kv", *pair[1::2])
         return [part for part in (share(*self.rows(chunk)) for chunk in chunks) if part]
 
     def partial(self, chunk: Chunk) -> bool:
-        """Return True if a chunk has only some rows of its owner's shard."""
+        """Return whether a chunk has only some rows of its owner's shard."""
         rows, of = self.rows(chunk)
         return rows < of
 
@@ -341,7 +348,7 @@ class ScheduleScene:
 
     @property
     def totals(self) -> dict[Kind, Total]:
-        """Number and bytes of transfers, by (link class, kind of content)."""
+        """(link class, kind of content) -> number and bytes of transfers, over all ranks."""
         sums: dict[Kind, Counter[str]] = defaultdict(Counter)
         for scene, of in ((self, ""), (self._full, "_of_all")):
             for hop in scene.hops:
@@ -350,7 +357,10 @@ class ScheduleScene:
 
     @property
     def once_per_node(self) -> int:
-        """Bytes between nodes if each row and gradient were sent once per node that needs it."""
+        """Bytes sent between nodes if each row were sent once to every node that needs it.
+
+        In backward the gradient of the row is included.
+        """
         bundles, grid = self.plan.travelling, self.plan.grid
         nodes = np.logical_or.reduce(bundles.users.reshape(-1, *grid), axis=2)
         nodes[np.arange(len(nodes)), bundles.owner // grid.intra] = False
@@ -359,12 +369,12 @@ class ScheduleScene:
         return int((nodes.sum(axis=1) * bundles.rows).sum()) * row
 
     def released(self, rank: int) -> dict[int, list[Chunk]]:
-        """Return the received chunks that `rank` frees just before each step, by step."""
+        """Return the received chunks that `rank` frees just before a step: step -> chunks."""
         return {b.index: list(b.release) for b in self.plan.program(rank) if b.release}
 
     @cached_property
     def received_bytes(self) -> int:
-        """Maximum bytes of received chunks that a rank holds at the same time."""
+        """Maximum bytes of received chunks that any rank holds at the same time."""
         row_bytes = self.plan.row_bytes
         return max(
             rows.get("kv", 0) * row_bytes.kv + rows.get("query", 0) * row_bytes.query
@@ -376,12 +386,12 @@ class ScheduleScene:
 
     @property
     def computed(self) -> int:
-        """Number of pairs of shards with visible pairs, at most G x G."""
+        """Number of pairs of shards with at least one visible pair, at most G x G."""
         return int((self.shards.pairs > 0).sum())
 
     @cached_property
     def _work(self) -> np.ndarray:
-        """Number of visible pairs of each step and rank, int64 [steps, G]."""
+        """Number of visible pairs in each step on each rank, int64 [steps, G]."""
         work = np.zeros((self.steps, self.size), dtype=np.int64)
         for rank, step, _, count in self._counts:
             work[step, rank] += count
@@ -389,12 +399,12 @@ class ScheduleScene:
 
     @property
     def work(self) -> list[int]:
-        """Number of visible pairs that each rank computes."""
+        """Number of visible pairs that each rank computes in total."""
         return self._work.sum(axis=0).tolist()
 
     @property
     def imbalance(self) -> float:
-        """Imbalance of this schedule, as in `balance.imbalance_of`."""
+        """Imbalance of this schedule, which `balance.imbalance` defines."""
         total = int(self._work.sum())
         return int(self._work.max(axis=1).sum()) * self.size / total if total else 1.0
 
@@ -406,22 +416,22 @@ def runs_of(values: np.ndarray) -> list[tuple[int, int, int]]:
 
 
 def share(rows: int, of: int) -> str:
-    """Return the text for a number of rows out of `of` rows, such as 4/8 or 50%.
-
-    It is "" for all rows.
-    """
+    """Return the text for `rows` of `of` rows, such as 4/8 or 50%; "" for all rows."""
     if rows == of:
         return ""
     return f"{rows}/{of}" if of <= COUNTED else f"{rows / of:.0%}"
 
 
 def kind_of(hop: Hop) -> Kind:
-    """Return the link class of a transfer, and the kind of its content: a value of `KINDS`."""
+    """Return the link class of a transfer (intra or inter), and the kind of its content.
+
+    The kind is a value of `KINDS`.
+    """
     return hop.link, KINDS[hop.chunk.family]
 
 
 def in_order(kind: Kind) -> tuple[str, bool]:
-    """Return the sort key of a kind of transfers: by content, intra before inter."""
+    """Return a sort key for kinds of transfers: by content, and intra before inter."""
     return kind[1], kind[0] != "intra"
 
 
@@ -458,7 +468,7 @@ def schedule_scene(
     if only is not None and not 0 <= only < grid.size:
         raise ValueError(f"--rank must be in 0..{grid.size - 1}, got {only}")
     if not backward and side != "auto":
-        raise ValueError("--side applies to backward; add --backward")
+        raise ValueError(f"--side {side} applies to backward; add --backward, or remove --side")
     call = algorithm, grid, shards.visibility, sizes
     if backward:
         plan = cost.backward_schedule(*call, side=side, route=route)

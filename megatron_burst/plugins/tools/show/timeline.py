@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Picture of a schedule: time on the x axis; for each rank a row of steps, and hops below.
+"""Picture of a schedule. Time is on the x axis; each rank has a row of steps, and hops below it.
 
-A box is a step, with one line per pair of chunks. The length of a bar in a box is proportional to
-the number of visible pairs; the remaining width is waiting time. A box has the colour of the owner
-of the received chunk.
+A box is a step, with one line per pair of chunks (queries of one rank, keys of another). The length
+of a bar in a box is proportional to the number of visible pairs; the remaining width is waiting
+time. A box has the colour of the rank that owns the received chunk.
 
 An arrow is a hop (one message), from the boundary at which it is posted to the boundary at which it
-arrives. It has the colour of the chunk's owner. Its length represents the owner's shard, with the
-first row on the left; the parts that are sent are filled. Queries, keys and values have the full
-colour, gradients are lighter, partial outputs are striped. A hop that blocks compute has a red
-edge.
+arrives. A boundary is the moment before a step. The arrow has the colour of the chunk's owner. Its
+length represents the owner's shard, with the first row on the left; the sent rows are filled.
+Queries, keys and values have the full colour, gradients are lighter, partial outputs are striped. A
+hop that blocks compute has a red edge.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ UNIT = 0.3  # height of a box with one pair, in inches
 ROW = 0.62  # height of a pair in a box with several pairs, in units
 STEP, WIDEST_STEP = 1.05, 1.6  # minimum and maximum width of a step, in inches
 LANE, GAP, NODE_GAP = 0.5, 0.42, 0.55  # in units
-LABELS = 1.12  # minimum space left of step 0, in inches
+LABELS = 1.12  # minimum space to the left of step 0, in inches
 DRAIN = 0.58  # distance of boundaries after the last step, in steps
 SMALL = 6.4  # size of the text on arrows, in points
 NARROWEST = 7.6  # minimum width of a picture, in inches
@@ -43,12 +43,12 @@ LINE, COLUMN = 0.2, 3.4  # height of a line and width of a column of the legend,
 
 
 class _HopLanes:
-    """Lanes (strips) for the transfers of each rank; transfers in one lane do not overlap.
+    """Lanes (strips of the picture) for each rank's transfers. Transfers in a lane do not overlap.
 
     Attributes:
-        of: Lane number of each transfer, among the lanes of the sender.
-        names: Names of a rank's groups of lanes, by rank, then by first lane of the group.
-        count: Number of lanes, by rank.
+        of: Transfer -> number of its lane, among the lanes of the sender.
+        names: Rank -> first lane of a group -> name of the group. A group has one kind of transfer.
+        count: Rank -> number of its lanes.
     """
 
     def __init__(self, hops: Iterable[Hop], ranks: Iterable[int]):
@@ -67,7 +67,7 @@ class _HopLanes:
             self.names[rank], self.count[rank] = names, first
 
     def _stack(self, hops: list[Hop], first: int) -> int:
-        """Assign lanes to transfers, beginning with lane `first`; return the number of lanes."""
+        """Assign lanes, from number `first` on, to transfers. Return the number of these lanes."""
         ends: list[int] = []
         for hop in sorted(hops, key=lambda hop: (hop.post, hop.land)):
             free = [lane for lane, end in enumerate(ends) if end <= hop.post]
@@ -126,11 +126,11 @@ def _x(boundary: int, steps: int) -> float:
 def _tops(
     scene: ScheduleScene, high: dict[int, float], lanes: _HopLanes
 ) -> tuple[dict[int, float], float]:
-    """Return the y coordinate of the top of each rank's boxes, by rank, and the total height.
+    """Return the y coordinate of the top of each rank's boxes, and the total height.
 
     Args:
         scene: The scene.
-        high: Height of the boxes, by rank.
+        high: Rank -> height of its boxes.
         lanes: Lanes of the transfers.
     """
     tops, y = {}, 0.0
@@ -143,12 +143,12 @@ def _tops(
 
 
 def _time(axes: Axes, steps: int, last: int, depth: float) -> None:
-    """Draw a thin vertical line before each step, and write the names of steps above.
+    """Draw a thin vertical line at each boundary (before a step), and the names of steps above.
 
     Args:
         axes: Axes to draw on.
         steps: Number of steps with compute.
-        last: Last boundary, at which ranks only wait for transfers.
+        last: Last boundary, after all transfers have arrived.
         depth: y coordinate at which the lines end.
     """
     for boundary in range(last + 1):
@@ -185,7 +185,7 @@ def _rank(
 
 
 def _box(axes: Axes, scene: ScheduleScene, rank: int, step: int, top: float, high: float) -> None:
-    """Draw the box of a step, with a line per pair of chunks; if the rank is idle, an outline.
+    """Draw the box of a step, with a line per pair of chunks. An idle step is an empty outline.
 
     Args:
         axes: Axes to draw on.
@@ -212,15 +212,15 @@ def _pair(
     axes: Axes, scene: ScheduleScene, rank: int, cell: Cell, place: tuple[float, float, float],
     done: float,
 ) -> None:  # fmt: skip
-    """Draw one pair of chunks of a box.
+    """Draw the line of one pair of chunks in a box.
 
     Args:
         axes: Axes to draw on.
         scene: The scene.
         rank: The rank.
         cell: The pair of chunks.
-        place: (left, top, height) of the pair's line in the box.
-        done: Sum of `Cell.share` of the previous pairs of the box, at which the bar begins.
+        place: (left, top, height) of the line.
+        done: Sum of `Cell.share` of the previous pairs in the box, at which the bar begins.
     """
     left, top, high = place
     query, key = (of_rank(owner, scene.size) for owner in cell.pair[:2])
@@ -243,7 +243,7 @@ def _pair(
 
 
 def _look(colour: str, family: str, blocks: bool) -> ArrowLook:
-    """Return the style of the arrow of a transfer.
+    """Return the style of a transfer's arrow.
 
     Args:
         colour: Colour of the chunk's owner.
@@ -298,7 +298,7 @@ def _hop(axes: Axes, scene: ScheduleScene, hop: Hop, y: float, inch: float, made
 
 
 def _freed_chunks(axes: Axes, scene: ScheduleScene, rank: int, y: float) -> None:
-    """Write the names of the chunks that the rank frees before each step, in a row at `y`."""
+    """Write the names of the chunks that the rank frees before each step, at height `y`."""
     axes.text(-0.14, y + 0.04, "released", ha="right", va="center_baseline", fontsize=7, color=GREY)
     for boundary, chunks in scene.released(rank).items():
         axes.text(_x(boundary, scene.steps) + 0.04, y + 0.04, " ".join(map(name_of, chunks)),
@@ -333,10 +333,10 @@ def _legend(figure: Figure, scene: ScheduleScene, missing: bool, columns: int) -
             entry(family, f"{LETTERS[family]}0: {FAMILIES[family]} of rank 0, whole: {size}")
         )
     if any(scene.partial(hop.chunk) for hop in scene.hops):
-        handles.append(Patch(facecolor="none", edgecolor=colour, label="4/8: 4 of its 8 rows"))
+        handles.append(Patch(facecolor="none", edgecolor=colour, label="4/8: 4 of the 8 rows"))
     blocking = [hop.chunk.family for hop in scene.hops if hop.land == hop.post]
     if blocking:
-        handles.append(entry(blocking[0], "hop that blocks", blocks=True))
+        handles.append(entry(blocking[0], "hop that blocks compute", blocks=True))
     if missing:
         handles.append(Patch(facecolor="none", label="skipped transfer", **DASHED))
     return figure.legend(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Content of pictures of prefix trees: segments, and each rank's rows, work and received bytes.
+"""Content of pictures of prefix trees: segments, and rows, work and received bytes of each rank.
 
-A prefix tree contains several trajectories, whose common prefixes are computed once. This module
-also defines the flags of `show tree`.
+A prefix tree contains several trajectories, whose common prefixes are computed only once. This
+module also defines the flags of `show tree`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from . import inputs
 from .scene import Shards, runs_of
 
 ROWS = 1 << 20  # maximum rows of a tree; only ranges of rows are drawn
-SEGMENTS = 512  # maximum number of segments of a readable picture
+SEGMENTS = 512  # maximum number of segments, so that the picture is readable
 SAMPLED = 512  # maximum rows and columns of the drawn mask; larger masks are sampled
 BYTES = 2  # bytes of a bf16 number
 
@@ -36,8 +36,8 @@ class TreeBar(NamedTuple):
         stop: Row after the last row.
         depth: Position of the first row in its trajectory.
         parent: Index of the parent segment; -1 for a root.
-        lane: y coordinate of the segment. A leaf has a lane of height 1 of its own; a parent is
-            centred between its children.
+        lane: y coordinate of the segment. Segments without children are 1 apart; other segments are
+            centred between their children.
     """
 
     begin: int
@@ -88,7 +88,7 @@ class TreeScene:
 
     @property
     def lanes(self) -> int:
-        """Number of lanes of the picture, which is the number of segments without children."""
+        """Number of lanes of the picture: one per segment without children."""
         return len(self.segments) - len({segment.parent for segment in self.segments} - {-1})
 
     @property
@@ -121,7 +121,7 @@ class TreeScene:
         return self.shards.spread
 
     def received(self, ranks: int) -> int:
-        """Return the bytes of keys and values that all groups of ranks must receive.
+        """Return the bytes of keys and values that groups of ranks receive, summed over all groups.
 
         Args:
             ranks: Ranks per group, for example the ranks of a node. A row counts once for each
@@ -138,10 +138,13 @@ class TreeScene:
         return rows * 2 * self.key_heads * self.width * BYTES
 
     def sampled(self, most: int) -> tuple[np.ndarray, int]:
-        """Return the mask at every n-th row and column, and n.
+        """Return a sample of the mask: every n-th row and column, with n as small as possible.
 
-        The mask is an int64 matrix [rows, rows] with the rank that computes each pair; -1 for
-        invisible pairs. n is as small as possible for at most `most` rows.
+        Args:
+            most: Maximum number of rows of the sample.
+
+        Returns:
+            The rank that computes each pair, -1 for invisible pairs, int64 [rows, rows]; and n.
         """
         step = -(-self.shards.seq_len // most)
         rows = np.arange(0, self.shards.seq_len, step)
@@ -192,7 +195,7 @@ def tree_scene(arguments: argparse.Namespace, grid: Grid) -> TreeScene:
 
 
 def _read(path: Path) -> list[Any]:
-    """Read trajectories from a file with one JSON list per line."""
+    """Read trajectories from a file that has one JSON list of token ids per line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -26,7 +26,7 @@ LETTERS = {"kv": "k", "query": "q", "dkv": "dk", "dquery": "dq", "out": "o"}
 
 
 def title(scene: Scene) -> str:
-    """Return the title of a scene's picture, in one line."""
+    """Return the title of a scene's picture, one line."""
     if isinstance(scene, TreeScene):
         paths = _counted(len(scene.tree.paths), "trajectory", "trajectories")
         return f"{paths} as a tree, {_grid(scene.grid)}: {_short(scene.shards.layout_text)}"
@@ -48,14 +48,14 @@ def title(scene: Scene) -> str:
 
 
 def subtitle(scene: Scene) -> str:
-    """Return the subtitle, one line that explains the picture of a scene."""
+    """Return the subtitle of a scene's picture: one line that explains it."""
     if isinstance(scene, TreeScene):
         return "a bar is a run of tokens without a branch, in the colour of the rank that holds it"
     if isinstance(scene, ScanScene):
         cut = f", part 1 of {scene.blocks}: s3.1" if scene.blocks > 1 else ""
         state = "gradient of the state after piece 3" if scene.backward else "state before piece 3"
         nodes = "; red: to another node" if scene.grid.inter > 1 else ""
-        return f"s3: the {state}{cut}; m3: the map of states by piece 3{nodes}"
+        return f"s3: {state}{cut}; m3: map from states before to states after piece 3{nodes}"
     if isinstance(scene, MaskScene):
         return (
             f"{scene.shards.seq_len} positions over {scene.shards.size} ranks; each visible pair "
@@ -78,12 +78,12 @@ def _transfers(scene: ScheduleScene) -> str:
 
 
 def name_of(chunk: Chunk) -> str:
-    """Return the short name of a chunk, such as dk3: letters of the family, and owner."""
+    """Return the short name of a chunk, such as dk3: its kind of tensors, then its owner."""
     return f"{LETTERS[chunk.family]}{chunk.owner}"
 
 
 def caption(scene: Scene) -> list[str]:
-    """Return the lines of the caption, with numbers of transfers, bytes and work."""
+    """Return the caption lines of a scene's picture: numbers of transfers, bytes and work."""
     if isinstance(scene, ScanScene):
         pieces, rounds = _counted(len(scene.chains), "piece"), _counted(scene.rounds, "round")
         return [f"{pieces}, {scene.seq_len} positions; {rounds}", *scene.counts()]
@@ -117,8 +117,8 @@ def _tree(scene: TreeScene) -> list[str]:
     for name, size in (("rank", 1), ("node", scene.grid.intra)):
         if size < scene.grid.size:
             received = byte_size(scene.received(size))
-            lines.append(f"keys and values from other {name}s, each row once to every {name} that "
-                         f"needs it: {received}")  # fmt: skip
+            lines.append(f"keys and values from other {name}s, if each row is sent once to every "
+                         f"{name} that needs it: {received}")  # fmt: skip
     return [*lines, f"({heads}, one layer)"]
 
 
@@ -151,7 +151,9 @@ def _totals(scene: ScheduleScene) -> list[str]:
     if scene.plan.grid.inter > 1:
         gradient = ", and its gradient back" if scene.backward else ""
         once = byte_size(scene.once_per_node)
-        totals.append(f"each row once to every node that needs it{gradient}: {once} between nodes")
+        totals.append(
+            f"if each row is sent once to every node that needs it{gradient}: {once} between nodes"
+        )
     received = byte_size(scene.received_bytes)
     totals.append(f"memory of received chunks on a rank: at most {received}")
     sizes = scene.sizes

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`megatron-burst trace`: record when every rank computes, sends and waits.
 
-The command starts ranks on this machine and runs one attention call on them, or it reads traces of
-torch's profiler from an earlier run. It writes a picture, or a trace in Chrome's format (Perfetto).
-`record` extracts events from a profile, and `picture` draws them.
+The command starts ranks on this machine and runs one attention call on them. With `--events` it
+reads traces of torch's profiler from an earlier run instead. It writes a picture, or a trace in
+Chrome's format (Perfetto). `record` extracts events from a profile, and `picture` draws them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     call_flags.add_out(parser, "draw a picture")
     add("--chrome", type=Path, metavar="FILE", help="write a Chrome trace")
     add("--events", type=Path, nargs="+", metavar="FILE",
-        help="read these traces, written by --chrome or torch.profiler, and run nothing",
+        help="read these traces of --chrome or torch.profiler instead of running attention",
     )  # fmt: skip
     call_flags.add_grid(parser, 2, 2)
     rings = [*ALGORITHMS, "auto"]
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Record or read a trace, and write the files that the flags name.
+    """Record or read a trace, and write the files of `--out` and `--chrome`.
 
     Raises:
         ValueError: Flags are invalid, or a rank fails.
@@ -78,7 +78,9 @@ def run(arguments: argparse.Namespace) -> None:
         call_flags.check_positive(arguments, SIZES)
         ranks = arguments.nodes * arguments.per_node
         if ranks > RANKS:
-            raise ValueError(f"--nodes x --per-node: at most {RANKS} processes, got {ranks}")
+            raise ValueError(
+                f"--nodes x --per-node must be at most {RANKS} processes, got {ranks}; use fewer"
+            )
         from . import local  # imports torch, which takes seconds
 
         with progress(f"tracing {ranks} ranks"):

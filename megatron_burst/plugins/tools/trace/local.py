@@ -2,7 +2,7 @@
 """Trace of one attention call on ranks of this machine, with gloo on a CPU or NCCL on GPUs.
 
 Events have the same order as in training. On a CPU, transfers use the loopback device, so their
-times differ from the times on a network.
+durations differ from durations on a network.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .record import PASS, Trace, load
 
 
 def title(call: Namespace) -> str:
-    """Return the title of the picture, which describes the attention call."""
+    """Return the title of the picture: a description of the attention call."""
     chunks = f", {call.head_chunks} head chunks" if call.head_chunks > 1 else ""
     device = " (CPU, loopback)" if call.device == "cpu" else ""
     return (
@@ -41,7 +41,7 @@ def title(call: Namespace) -> str:
 
 @contextmanager
 def profiled(path: Path) -> Iterator[None]:
-    """Return a context that runs torch's profiler and writes a file that `record.load` reads."""
+    """Run torch's profiler in this context. Then write a file that `record.load` can read."""
     kinds = [ProfilerActivity.CPU]
     kinds += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     with profile(activities=kinds) as recorded:
@@ -50,7 +50,7 @@ def profiled(path: Path) -> Iterator[None]:
 
 
 def run(call: Namespace, limit: float = 120.0) -> Trace:
-    """Start the ranks, run the call on them twice, and return the trace of the second run.
+    """Start the ranks, run the attention call twice, and return the trace of the second call.
 
     Args:
         call: Flags of the command.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Picture of a trace: time on the x axis, and for each rank one lane per stream.
 
-Transfers are translucent, so that overlapping transfers are darker. Waits are red, because a better
-schedule would save this time.
+A stream is compute, transfer or wait. Transfers are translucent, so that overlapping transfers are
+darker. Waits are red, because a better schedule would save this time.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ LEFT, WIDTH = 0.77, 8.8  # left edge and width of the time axis in inches
 HEAD, FOOT = 1.3, 0.42  # space above and below the lanes in inches
 # Text style of notes at the right of the lanes.
 OUTSIDE = {"xycoords": ("axes fraction", "data"), "color": GREY, "annotation_clip": False}
-SHORTEST = 5e-5  # minimal seconds of a bar, so that it is visible
+SHORTEST = 5e-5  # minimum length of a bar in seconds, so that it is visible
 
 
 def draw(trace: Trace, path: Path) -> None:
-    """Draw the picture of a trace, and write it to a file."""
+    """Draw the picture of a trace and write it to a file."""
     with lanes.styled():
         lanes.save(_figure(trace), path, lanes.ALL_SHADES)
 
@@ -53,13 +53,13 @@ def _figure(trace: Trace) -> Figure:
 
 
 def _lane(axes: Axes, trace: Trace, rank: int, stream: str, y: float, scale: float) -> None:
-    """Draw a bar per event of a stream, such as "compute"; write how much of the time it is busy.
+    """Draw a bar per event of a stream, and write the fraction of time in which the stream is busy.
 
     Args:
         axes: Axes to draw on.
         trace: The trace.
         rank: Rank of the stream.
-        stream: Name of the stream.
+        stream: Name of the stream, such as "compute".
         y: y coordinate of the lane's upper edge.
         scale: Units of the x axis per second.
     """
@@ -78,7 +78,7 @@ def _lane(axes: Axes, trace: Trace, rank: int, stream: str, y: float, scale: flo
 
 
 def _marks(axes: Axes, trace: Trace, depth: int, scale: float) -> None:
-    """Write name and duration of each pass above its start, at different heights if they overlap.
+    """Write name and duration of each pass above its start. Texts that would overlap are stacked.
 
     Args:
         axes: Axes to draw on.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Events of attention in traces of torch's profiler, as three streams per rank.
 
-`execution` marks the kernel call of every pair of chunks, and every wait, with `record_function`.
-So this module can read profiles of the command `trace` and of training runs. The streams are
+`execution` marks each kernel call (one pair of chunks) and each wait with `record_function`.
+Therefore this module can read profiles of the command `trace` and of training runs. The streams are
 compute (a kernel call and the merge of its result), transfer (from posting a message until the rank
 detects completion) and wait. On a GPU, compute and transfer are device times. A wait is then a gap
 between two kernel calls of one pass, because the host runs ahead of the device.
@@ -31,9 +31,9 @@ NAMES = {
 
 
 class TraceEvent(NamedTuple):
-    """Event of one stream of a rank, such as a kernel call, a transfer or a wait.
+    """Event of one stream of a rank: a kernel call, a transfer or a wait.
 
-    `begin` and `end` are seconds on a clock of all ranks.
+    `begin` and `end` are seconds on one clock for all ranks.
     """
 
     rank: int
@@ -136,8 +136,8 @@ def events_of(record: dict[str, Any]) -> Iterator[TraceEvent]:
     """Yield the attention events of one file in Chrome's format.
 
     Args:
-        record: Content of a file of torch's profiler, or of `save`, which writes the rank as the
-            process id.
+        record: Content of a file of torch's profiler, or of a file of `save`. In a file of `save`,
+            the process id is the rank.
     """
     rank = record.get("distributedInfo", {"rank": None})["rank"]
     on_gpu = any(entry.get("cat") == "gpu_user_annotation" for entry in record["traceEvents"])
@@ -157,7 +157,7 @@ def events_of(record: dict[str, Any]) -> Iterator[TraceEvent]:
 
 
 def _stream(entry: dict[str, Any], on_gpu: bool) -> str | None:
-    """Return the stream ("compute", "transfer", "wait" or "pass") to which a trace entry belongs.
+    """Return the stream to which a trace entry belongs: "compute", "transfer", "wait" or "pass".
 
     None if the entry does not belong to attention, or is only a kernel launch on the host.
     """

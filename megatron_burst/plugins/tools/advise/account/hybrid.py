@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention half of a layer with DeepSeek-V4's hybrid attention, as a list of operators.
 
-The operators match `plugins.sparse.megatron.hybrid_layers`. Queries and outputs are split
-over tensor-parallel ranks. Keys, latents and the indexer are computed for all rows on each of these
-ranks. The indexer's loss is not counted.
+The attention half is norm, projections, attention and residual. The operators match
+`plugins.sparse.megatron.hybrid_layers`. Queries and outputs are split over tensor-parallel ranks.
+Each of these ranks computes keys, latents and the indexer for all rows. The indexer's loss is not
+counted.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ def hybrid_half(x: LayerSizes, kind: str | None, rows: int, core: Core, prefix: 
 
     Args:
         x: Sizes of the layer.
-        kind: Kind of the layer.
+        kind: Kind of the layer, one of `layer_kinds.HYBRID`.
         rows: Number of rows.
         core: Memory of core attention, in addition to queries, keys and outputs.
-        prefix: Prefix of the names of the half's tensors on the tape (the simulated memory).
+        prefix: Prefix of the tensor names on the tape (the simulated memory).
     """
     of = x.hybrid
     assert of is not None
@@ -59,9 +60,9 @@ def hybrid_half(x: LayerSizes, kind: str | None, rows: int, core: Core, prefix: 
 
 
 def _compressed(x: LayerSizes, kind: str | None, rows: int, source: str, core: Core) -> list[Op]:
-    """Return the operators of compressed keys, index keys and the selection.
+    """Return the operators of compressed keys, index keys and the key selection.
 
-    `mb.compress` computes in fp32, and saves the weights and the rows.
+    `mb.compress` computes in fp32 and saves its weights and its input rows.
     """
     of, ops = x.hybrid, []
     assert of is not None

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory account: bytes of one rank by item (such as "optimizer"), over one training step.
+"""Memory account: predicted bytes of one rank by item (such as "optimizer") over one training step.
 
-To compute it, every tensor is allocated and freed on a `tape.Tape`, in the order of training. The
-tape records the peak of each phase and the items at the peak. Temporary tensors of a kernel are
-counted if they have as many rows as the input of the kernel. Memory of CUDA, NCCL and the allocator
-(`Cluster.reserve`) and temporary gradients of norms and biases are not counted.
+To compute it, every tensor is allocated and freed on a `tape.Tape` (a simulated memory), in the
+order of training. The tape records the peak of each phase and the items at the peak. Temporary
+tensors of a kernel are counted if they have as many rows as the input of the kernel. Memory of
+CUDA, NCCL and the allocator (`Cluster.reserve`) and temporary gradients of norms and biases are not
+counted.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ class Account:
     model: Model
     run: Settings
     states: Mapping[str, int]
-    moments: tuple[Moment, ...] = field(repr=False)  # thousands
+    moments: tuple[Moment, ...] = field(repr=False)  # thousands of entries
     host: Mapping[str, int]
 
     @cached_property
     def peak(self) -> Moment:
-        """Moment with the most bytes of GPU memory."""
+        """Snapshot with the most bytes of GPU memory."""
         return max(self.moments, key=lambda moment: moment.bytes)
 
     @property
     def peaks(self) -> list[Moment]:
-        """For each phase, in order, the moment with the most bytes of GPU memory."""
+        """For each phase, in order, the snapshot with the most bytes of GPU memory."""
         return peaks(self.moments)
 
     @property
@@ -68,9 +69,9 @@ class MemoryLeft(NamedTuple):
 
     Attributes:
         device: Unused bytes of GPU memory.
-        host: Unused bytes of host memory.
+        host: Unused bytes of host memory, of the share of one GPU.
         binds: Memory with the smaller unused fraction: "host memory", or "GPU memory: " and the
-            largest item.
+            name of the largest item.
     """
 
     device: float
@@ -84,13 +85,14 @@ class MemoryLeft(NamedTuple):
 
 
 def account(model: Model, run: Settings, every: bool = True, core_of: CoreOf = core_of) -> Account:
-    """Return the predicted memory of the rank that needs the most.
+    """Return the predicted memory of the rank that needs the most GPU memory.
 
     Args:
         model: Shape of the model.
         run: Settings of the run.
-        every: Keep all snapshots and simulate all layers. False keeps the peak of each phase and
-            skips layers that cannot set a new peak, which suffices for a search.
+        every: Keep all snapshots and simulate all layers. False keeps only snapshots that exceed
+            all earlier ones of their phase, and skips layers that cannot set a new peak. This
+            suffices for a search.
         core_of: Function that returns the memory of core attention, such as `rings.core_of`.
 
     Raises:
@@ -105,16 +107,16 @@ def fullest_stages(run: Settings) -> list[int]:
     """Return the pipeline stages that may need the most memory.
 
     The first stage keeps activations of the most micro-batches, and the last stage has the LM head.
-    If one of them has its own number of layers, the second stage is included, too.
+    If the first or the last stage has its own number of layers, the second stage is included too.
     """
     return sorted({0, run.pp - 1, *([1] if run.uneven and run.pp > 2 else [])})
 
 
 def fit(rank_account: Account, cluster: Cluster) -> MemoryLeft:
-    """Return the unused memory per GPU of a cluster during a run.
+    """Return the unused memory of a rank during a run on a cluster.
 
     Args:
-        rank_account: Predicted memory of a rank.
+        rank_account: Predicted memory of the rank.
         cluster: Cluster of GPUs.
     """
     items = rank_account.peak.items
@@ -140,10 +142,10 @@ def _of_stage(model: Model, run: Settings, stage: int, every: bool, core_of: Cor
 
 
 def states_of(model: Model, run: Settings, stage: int) -> tuple[dict[str, int], int]:
-    """Return the GPU bytes of a rank's states by item, and the host bytes of its optimizer.
+    """Return the bytes of a rank's states: in GPU memory by item, and of its optimizer on the host.
 
-    States are parameters, gradients and the optimizer. With `fsdp`, parameters and gradients are
-    sharded like the optimizer; the module `steps` counts the gathered parameters.
+    States are parameters, gradients and optimizer states. With `fsdp`, parameters and gradients are
+    sharded over the same ranks as optimizer states; the module `steps` counts gathered parameters.
     """
     dense, experts = parameters(model, run, stage)
     ranks = run.dp * run.cp
@@ -174,7 +176,7 @@ def parameters(model: Model, run: Settings, stage: int) -> tuple[float, float]:
 
 
 def least_bytes(model: Model, run: Settings) -> float:
-    """Return a lower bound on GPU memory in bytes: states, and activations kept for backward."""
+    """Return a lower bound on GPU memory in bytes: states, and activations saved for backward."""
     plain = model.attentions == model.mlps == model.layers
     rows, hidden = run.rows, run.rows / run.tp * model.hidden
     out = rows * (model.heads // run.tp) * model.value_dim
@@ -182,7 +184,7 @@ def least_bytes(model: Model, run: Settings) -> float:
         left = hidden * (1 - run.offload)
     elif run.recompute == "full":
         left = (hidden + run.store * out) * (1 - run.offload)
-    else:  # inputs of both norms, queries, results, and the input of the last product
+    else:  # inputs of both norms, queries, attention results, and the input of the last product
         ffn = model.top_k * model.ffn if model.experts else model.ffn
         ffn = min(ffn, model.dense_ffn) if model.moe_layers not in (0, model.layers) else ffn
         left = 2 * hidden + rows * (model.heads // run.tp) * model.head_dim + out

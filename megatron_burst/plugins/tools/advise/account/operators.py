@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention half and the MLP half of a transformer layer as lists of operators (`tape.Op`).
 
-Each operator lists the tensors that the modules of Megatron allocate and save for autograd.
-`Settings.path` selects the modules. "gpu" means Transformer Engine's fused norm and linear modules,
-fused rope and SwiGLU, and weight gradients that are accumulated in place. "cpu" means Megatron's
-local modules: torch's RMSNorm in fp32, rope of several operators, SwiGLU as silu and product, and
+The attention half is norm, projections, attention and residual; the MLP half is norm, MLP and
+residual. Each operator lists the tensors that the modules of Megatron allocate and save for
+autograd. `Settings.path` selects the modules. "gpu" means Transformer Engine's fused norm and
+linear modules, fused rope and SwiGLU, and weight gradients that are accumulated in place. "cpu"
+means Megatron's local modules: torch's RMSNorm in fp32, rope and SwiGLU of several operators, and
 separate weight gradients. Activations are bf16, statistics fp32.
 
-`rows` are rows of a context-parallel rank, or of a row chunk. n = rows / TP are rows of a
-tensor-parallel rank with sequence parallelism.
+`rows` is the number of rows of a context-parallel rank, or of a row chunk. n = rows / TP is the
+number of rows of a tensor-parallel rank with sequence parallelism.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..shapes.layer_kinds import Hybrid, Indexer, Mixer
 from ..shapes.models import Model
 from .tape import Half, Op
 
-B, F = 2, 4  # bytes of an activation, of an fp32 number
+B, F = 2, 4  # bytes of a bf16 activation, bytes of an fp32 number
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,14 @@ class LayerSizes:
 
     Attributes:
         hidden: Width of hidden states.
-        heads: Query heads.
-        kv_heads: Key/value heads.
+        heads: Number of query heads.
+        kv_heads: Number of key/value heads.
         width: Width of a query or key head.
         value_width: Width of a value head.
         ffn: Width of the MLP, or total width of the experts that process a row.
         experts: Number of experts that process a row.
         gated: Whether the MLP has a gate.
-        tp: Tensor-parallel ranks.
+        tp: Number of tensor-parallel ranks.
         cpu: Whether the modules are Megatron's local modules (`Settings.path` is "cpu").
         gate: Whether attention's result is multiplied by a gate.
         latent: Total width of the latents of multi-head latent attention, which are not split over
@@ -49,7 +50,7 @@ class LayerSizes:
             for dense attention.
         kv_rank: Width of the latent from which keys and values are projected.
         rope: Width of the rotary part of a key.
-        hybrid: Sizes of hybrid attention, whose values are the keys; None for other attention.
+        hybrid: Sizes of hybrid attention, which uses the keys as values; None for other attention.
     """
 
     hidden: int
@@ -74,47 +75,54 @@ class LayerSizes:
 
     @property
     def absorbed(self) -> LayerSizes:
-        """Sizes of sparse core attention, which computes on latents.
+        """Sizes of core attention on latents, for sparse attention.
 
-        All query heads share one key head: a latent and the rotary part. The latent is the value.
+        All query heads share one key head, which consists of a latent and the rotary part. The
+        latent is also the value.
         """
         width = self.kv_rank + self.rope
         return replace(self, kv_heads=1, width=width, value_width=self.kv_rank)
 
     @property
     def scan(self) -> Mixer | None:
-        """`mixer` if its form of linear attention is known; otherwise None: no scan is counted."""
+        """`mixer` if its form of linear attention is known, otherwise None.
+
+        With None, no scan is counted.
+        """
         return self.mixer if self.mixer is not None and self.mixer.form else None
 
     @property
     def query(self) -> int:
-        """Elements of one token's queries."""
+        """Number of elements of one token's queries on this rank."""
         return self.heads * self.width
 
     @property
     def keys(self) -> int:
-        """Elements of one token's keys."""
+        """Number of elements of one token's keys on this rank."""
         return self.kv_heads * self.width
 
     @property
     def values(self) -> int:
-        """Elements of one token's values; 0 if values are columns of the keys, or the keys."""
+        """Number of elements of one token's values on this rank.
+
+        0 if values are part of the keys or equal to the keys.
+        """
         latent = self.indexer is not None and self.kv_heads == 1
         return 0 if latent or self.hybrid is not None else self.kv_heads * self.value_width
 
     @property
     def kv(self) -> int:
-        """Elements of one token's keys and values."""
+        """Number of elements of one token's keys and values on this rank."""
         return self.keys + self.values
 
     @property
     def out(self) -> int:
-        """Elements of one token's attention result."""
+        """Number of elements of one token's attention result on this rank."""
         return self.heads * self.value_width
 
     @classmethod
     def of(cls, model: Model, run: Settings, sparse: bool | None = None) -> LayerSizes:
-        """Return the sizes of a layer of a model on one tensor-parallel rank.
+        """Return the sizes of a model's layer on one tensor-parallel rank.
 
         Args:
             model: Shape of the model.
@@ -166,7 +174,7 @@ class Core:
         reordered: Whether rows are reordered after the all-to-all of ranks that share heads.
         parts: Number of head chunks (groups of heads with their own rings), whose outputs are
             concatenated.
-        wire: Bytes per element of gradients that are sent.
+        wire: Bytes per element of gradients that ranks send.
         room: Minimum size of a message buffer in bytes; 0 on a GPU.
     """
 
@@ -183,10 +191,15 @@ class Core:
 
 
 def core_ops(x: LayerSizes, rows: int, core: Core) -> list[Op]:
-    """Return the operators of core attention of `rows` queries, computed on a ring of ranks.
+    """Return the operators of core attention on a ring of ranks.
 
-    Forward accumulates out in fp32; backward accumulates dq, dk and dv in fp32. The kernel itself
-    also allocates fp32 gradients on a GPU, and tiles of half the queries on a CPU.
+    Forward accumulates out in fp32; backward accumulates dq, dk and dv in fp32. The kernel also
+    allocates temporary tensors: fp32 gradients on a GPU, and tiles of half the queries on a CPU.
+
+    Args:
+        x: Sizes of the layer.
+        rows: Number of query rows.
+        core: Memory of core attention, in addition to q, k, v and out.
     """
     if core.heads_shared > 1:
         return _with_all_to_all(x, rows, core)
@@ -210,14 +223,13 @@ def core_ops(x: LayerSizes, rows: int, core: Core) -> list[Op]:
 def _with_all_to_all(x: LayerSizes, rows: int, core: Core) -> list[Op]:
     """Return the operators of core attention if ranks share heads (`execution.ulysses`).
 
-    Ranks send copies of q, k and v to the ranks that compute their heads and receive out. Backward
-    sends the gradient of out and receives the gradients of q, k and v. The tensors after the
-    all-to-all are saved for backward: q, k, v, out and lse of this rank's heads, with the rows of
-    all ranks that share heads. Keys are copied if there are fewer heads than ranks.
+    Forward: an all-to-all sends copies of q, k and v to the ranks that compute their heads, and a
+    second one returns out. Backward sends the gradient of out and returns the gradients of q, k and
+    v. Saved for backward are q, k, v, out and lse after the first all-to-all: this rank's heads of
+    the rows of all ranks that share heads. Keys are copied if there are fewer heads than ranks.
 
-    An all-to-all needs the sent and the received tensors, and on a CPU also packed messages of
-    both. If rows are reordered, the result is another copy. Tensors of the ring exist until
-    backward ends.
+    An all-to-all allocates its input and its output, and on a CPU also packed messages for both. If
+    rows are reordered, its output is copied. Tensors of the ring exist until backward ends.
     """
     q, kv, out, lse = rows * x.query, rows * x.kv, rows * x.out, rows * x.heads * F
     copies = max(1, core.heads_shared / x.kv_heads)
@@ -266,7 +278,7 @@ def attention_half(x: LayerSizes, rows: int, core: Core, prefix: str = "") -> Ha
         x: Sizes of the layer.
         rows: Number of rows.
         core: Memory of core attention, in addition to q, k, v and out.
-        prefix: Prefix of the names of the half's tensors on the tape (the simulated memory).
+        prefix: Prefix of the tensor names on the tape (the simulated memory).
     """
     n = rows / x.tp
     inputs = {"x": n * x.hidden * B}
@@ -313,8 +325,8 @@ def _selected(x: LayerSizes, index: Indexer, rows: int, core: Core) -> list[Op]:
     """Return the operators of sparse attention: key selection, core attention, up-projection.
 
     The selection saves int32 positions of the selected keys. Core attention attends to latents, and
-    its outputs are projected up to the width of values. Ring buffers of index keys are estimated
-    from the ring buffers of latents.
+    its outputs are projected up to the width of values. Ring buffers of index keys are assumed to
+    need fewer bytes than ring buffers of latents, in proportion to the width.
     """
     y, chosen = x.absorbed, rows * index.top_k * 4
     index_q = {"index q": rows * index.heads * index.width * B}
@@ -339,7 +351,12 @@ def _selected(x: LayerSizes, index: Indexer, rows: int, core: Core) -> list[Op]:
 def mlp_half(x: LayerSizes, rows: int, prefix: str = "") -> Half:
     """Return the MLP half of a layer: norm, MLP and residual.
 
-    If the MLP has experts, rows are copied to the experts and back.
+    If the MLP has experts, rows are copied to the experts, and their results are copied back.
+
+    Args:
+        x: Sizes of the layer.
+        rows: Number of rows.
+        prefix: Prefix of the tensor names on the tape (the simulated memory).
     """
     n, wide, experts = rows / x.tp, (2 if x.gated else 1) * x.ffn, x.experts
     ops = norm_linear(x, rows, "x", "wide", wide, "fc1")
@@ -360,8 +377,8 @@ def mlp_half(x: LayerSizes, rows: int, prefix: str = "") -> Half:
 def norm_linear(x: LayerSizes, rows: int, source: str, made: str, wide: int, name: str) -> list[Op]:
     """Return the operators of a norm and a column-parallel linear layer.
 
-    With sequence parallelism, rows are gathered for the product, and again in backward for the
-    weight's gradient.
+    With sequence parallelism, rows are gathered for the matrix product of forward. Backward gathers
+    them again for the gradient of the weight.
 
     Args:
         x: Sizes of the layer.
@@ -376,7 +393,7 @@ def norm_linear(x: LayerSizes, rows: int, source: str, made: str, wide: int, nam
     gathered = rows * h * B if x.tp > 1 else 0.0
     weight = h * wide * B if x.cpu else 0.0
     statistics = {f"rstd of {name}": n * F}
-    if x.cpu:  # x and the normalised rows in fp32 are saved, and the product with the weight
+    if x.cpu:  # saved in fp32: x, the normalized rows, and their product with the weight
         extra = statistics | {f"fp32 of {name}": n * h * F, f"normed32 of {name}": n * h * F}
         during, back = {item: n * h * F}, {item: 3 * n * h * F}
     else:
@@ -404,7 +421,7 @@ def _activation(x: LayerSizes, rows: int) -> list[Op]:
     act = rows * x.ffn * B
     if not x.cpu or not x.gated:
         return [Op("activation", ("wide",), {"act": act}, ("wide",))]
-    # silu saves its input; the product saves silu's result and the other half of the input.
+    # silu saves its input; the product saves the result of silu and the other half of the columns.
     return [Op("activation", ("wide",), {"act": act}, ("wide",), {"silu": act, "linear": act},
                back_before={MLP: 2 * act})]  # fmt: skip
 
@@ -430,13 +447,19 @@ def projection(x: LayerSizes, rows: int, source: str, wide: int, made: str, name
 
 
 CHUNK = 64  # rows of a chunk in our kernel and in flash-linear-attention
-PIECES = 2  # pieces of the sequence per rank, with layout zigzag
+PIECES = 2  # runs of consecutive positions (pieces) per rank, with layout zigzag
 
 
 def mixer_half(x: LayerSizes, rows: int, prefix: str = "") -> Half:
-    """Return the attention half of a layer with a mixer: norm, projections, mixer and residual.
+    """Return the attention half of a layer with a mixer (linear attention or a state-space model).
 
-    If `Mixer.form` is empty, only the projections are counted.
+    The operators are norm, projections, mixer and residual. If `Mixer.form` is empty, the mixer
+    itself is not counted.
+
+    Args:
+        x: Sizes of the layer.
+        rows: Number of rows.
+        prefix: Prefix of the tensor names on the tape (the simulated memory).
     """
     n, mixer = rows / x.tp, x.mixer
     assert mixer is not None
@@ -453,7 +476,7 @@ def mixer_half(x: LayerSizes, rows: int, prefix: str = "") -> Half:
 
 
 def _linear_attention(x: LayerSizes, scan: Mixer, rows: int) -> list[Op]:
-    """Return the operators of a mixer between its input and its output projection."""
+    """Return the operators between the input projection and the output projection of a mixer."""
     values, keys = rows * scan.values * B, rows * scan.keys * B
     ops, source = [], "mixed"
     if scan.taps:
@@ -478,19 +501,19 @@ def _linear_attention(x: LayerSizes, scan: Mixer, rows: int) -> list[Op]:
 
 
 def chunk_states(x: LayerSizes, scan: Mixer, rows: int) -> float:
-    """Return the bytes of the linear-attention states that are stored, one per chunk of rows.
+    """Return the bytes of the linear-attention states that one layer stores, one per chunk of rows.
 
-    flash-linear-attention (on a GPU) stores them in the dtype of the keys, our kernel (on a CPU) in
-    fp32.
+    flash-linear-attention (on a GPU) stores them in the dtype of the keys. Our kernel (on a CPU)
+    stores them in fp32.
     """
     return -(-rows // CHUNK) * scan.state * (F if x.cpu else B)
 
 
 def head_bytes(model: Model, run: Settings) -> dict[str, float]:
-    """Return the bytes that the LM head and the loss allocate.
+    """Return the bytes that the LM head and the loss allocate on one rank.
 
     Returns:
-        Bytes by lifetime. "while" is allocated during forward, "kept" from forward to backward, and
+        Lifetime -> bytes. "while" is allocated during forward, "kept" from forward to backward, and
         "back" during backward. "back" is absent if it would be 0.
     """
     rows, columns = run.rows, model.vocabulary / run.tp

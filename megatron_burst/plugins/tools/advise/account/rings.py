@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes of the ring buffers of core attention, from the schedules that a run would execute.
 
-`schedule.dry_run` simulates these schedules with short shards and counts rows of buffers. This
-module converts rows to bytes.
+`schedule.dry_run` simulates these schedules with few rows per rank and counts the rows of buffers.
+This module converts rows to bytes.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ ALIGNMENT, ENVELOPE = 16, 40  # bytes, from `comm.packing`; only CPU messages ha
 ALL_GRADIENTS = (True, True, True)
 RingBuffersOf = Callable[..., tuple[HeldBuffers, HeldBuffers]]  # called as `ring_held`
 CoreOf = Callable[..., Core]  # called as `core_of`
-SHORT = 64  # rows of a rank in the schedules whose buffers are counted
+SHORT = 64  # rows of a rank in the simulated schedules
 
 
 def core_of(
     x: LayerSizes, run: Settings, buffers_of: RingBuffersOf | None = None, window: int = 0,
     kind: str = KEY_WINDOW,
 ) -> Core:  # fmt: skip
-    """Return the memory of one layer's core attention with a causal mask.
+    """Return the memory of core attention in one layer, with a causal mask.
 
     Args:
         x: Sizes of the layer.
@@ -91,11 +91,12 @@ def core_of(
 
 
 def _hybrid_core(x: LayerSizes, run: Settings, buffers_of: RingBuffersOf, kind: str) -> Core:
-    """Return the memory of one layer's hybrid attention.
+    """Return the memory of hybrid attention in one layer.
 
     The rings of window keys, compressed keys and index keys run one after the other. Buffers of
-    compressed keys are computed for a causal ring and scaled to the number of these keys. With
-    algorithm "auto", all these keys are assumed to be in memory at once (`prefetch`), the maximum.
+    compressed keys are computed for a causal ring and scaled to the number of compressed keys. With
+    algorithm "auto", all compressed keys are assumed to be in memory at once (`prefetch`), which
+    needs the most memory.
     """
     assert x.hybrid is not None
     ratio, rows = x.hybrid.ratio_of(kind), run.rows
@@ -128,7 +129,7 @@ def _hybrid_core(x: LayerSizes, run: Settings, buffers_of: RingBuffersOf, kind: 
 def key_algorithm(
     run: Settings, hybrid: Hybrid, kind: str, width: int
 ) -> tuple[str | None, bool | None]:
-    """Return how the keys of hybrid attention are sent.
+    """Return the ring algorithm that sends the keys of hybrid attention.
 
     Args:
         run: Settings of the run.
@@ -137,7 +138,7 @@ def key_algorithm(
         width: Width of the keys.
 
     Returns:
-        The algorithm, None for the fastest; and `joined` of `Visibility`.
+        The algorithm, None for the fastest; and the value of `Visibility.joined`.
     """
     ratio = 0 if kind == KEY_WINDOW else hybrid.ratio_of(kind)
     hybrid_keys = registry.required("hybrid_keys", "a model with hybrid attention")
@@ -148,10 +149,10 @@ def key_algorithm(
 
 
 def cached_core_of() -> CoreOf:
-    """Return the function `core_of`, the memory of core attention, with a cache.
+    """Return `core_of` with a cache of ring buffers.
 
-    The cache keeps the buffers that a ring holds for received chunks, as fractions of a shard.
-    Therefore many sequence lengths share one entry.
+    The cache keeps the sizes of ring buffers as fractions of a shard, so all sequence lengths share
+    one entry.
     """
     return partial(core_of, buffers_of=cache(ring_held))
 
@@ -159,23 +160,30 @@ def cached_core_of() -> CoreOf:
 def on_ring(x: LayerSizes, run: Settings) -> LayerSizes:
     """Return the sizes of a layer on a rank of the ring, with 1 / `run.ulysses` of the heads.
 
-    If there are fewer key/value heads than ranks that share heads, each rank has a copy of one
-    key/value head.
+    If ranks that share heads outnumber the key/value heads, each rank has a copy of one key/value
+    head.
     """
     heads, kv_heads = x.heads // run.ulysses, max(1, x.kv_heads // run.ulysses)
     return replace(x, heads=heads, kv_heads=kv_heads)
 
 
 def joins(sparse: bool) -> bool | None:
-    """Return True if one kernel call reads all keys of a step; None if the algorithm decides.
+    """Return `Visibility.joined`: True for sparse attention, otherwise None.
 
-    It is True for sparse attention, else None, as in `Visibility.joined`.
+    True: one kernel call reads all keys of a step. None: the algorithm decides.
     """
     return True if sparse else None
 
 
 def visiting_rows(run: Settings, window: int = 0) -> int:
-    """Return an upper bound on the rows of other ranks that this rank's queries attend to."""
+    """Return an upper bound on the number of key rows that a rank receives from other ranks.
+
+    With a sliding window, only keys in the windows of the rank's queries are counted.
+
+    Args:
+        run: Settings of the run.
+        window: Tokens that a query attends to (sliding window); 0 for full causal attention.
+    """
     ring = run.cp // run.ulysses
     ring_rows = run.rows * run.ulysses * (ring - 1)
     pieces = {"contiguous": 1, "zigzag": 2}.get(run.layout)
@@ -185,7 +193,10 @@ def visiting_rows(run: Settings, window: int = 0) -> int:
 
 
 def intra_of(run: Settings) -> int:
-    """Return the number of ranks of an inner ring: `run.inner`, or the ring's ranks on one node."""
+    """Return the number of ranks of an inner ring.
+
+    It is `run.inner`. If that is None, it is the number of the ring's ranks on one node.
+    """
     size = run.cp // run.ulysses
     if run.inner is not None:
         return run.inner if size % run.inner == 0 else size
@@ -196,8 +207,8 @@ def intra_of(run: Settings) -> int:
 def side_by_bytes(run: Settings, sizes: RowSizes) -> str:
     """Return the tensors that ranks send in backward (the side): "kv" or "query".
 
-    If `run.side` is "auto", this is the side with fewer bytes. Keys and values are sent once per
-    row chunk.
+    If `run.side` is "auto", the side with fewer bytes is returned. Keys and values are sent once
+    per row chunk, queries once in total.
 
     Args:
         run: Settings of the run.
@@ -215,13 +226,13 @@ def room_bytes(
 ) -> Callable[[str, int], float]:
     """Return a function that computes the bytes of a ring buffer from its kind and its rows.
 
-    The kinds of buffers are explained in `HeldBuffers`. On a CPU each buffer has room for the
+    `HeldBuffers` explains the kinds of buffers. On a CPU each buffer is at least as large as the
     longest message.
 
     Args:
         x: Sizes of a layer on the ring.
         run: Settings of the run.
-        of: Sizes of the tensors of one rank on the ring.
+        of: Sizes of one rank's tensors on the ring.
         side: Tensors that backward sends: "kv" or "query".
     """
     least = 0.0
@@ -254,7 +265,7 @@ def ring_held(
     algorithm: str, layout: str, cp: int, intra: int, side: str, wire: bool, packed: bool,
     joined: bool | None = None, before: int | None = None, host: bool = False,
 ) -> tuple[HeldBuffers, HeldBuffers]:  # fmt: skip
-    """Return the ring buffers in forward and in backward, of the rank with the most rows.
+    """Return the sizes of ring buffers in forward and in backward, on the rank with the most rows.
 
     Args:
         algorithm: Name of the ring algorithm.
@@ -284,10 +295,18 @@ def most_held(
     algorithm: str, grid: Grid, seen: Visibility, sizes: RowSizes, side: str, ranks: Sequence[int],
     *, wire: bool, packed: bool, host: bool = False,
 ) -> tuple[HeldBuffers, HeldBuffers]:  # fmt: skip
-    """Return the ring buffers in forward and in backward, of the rank with the most rows.
+    """Return the sizes of ring buffers in forward and in backward, on the rank with the most rows.
 
-    Only the ranks in `ranks` are simulated. `seen` has the ranks and rows that attend to each
-    other, and `sizes` the sizes of their tensors. `ring_held` explains the other arguments.
+    Args:
+        algorithm: Name of the ring algorithm.
+        grid: Grid of the ranks of the ring.
+        seen: Pairs of queries and keys that the mask allows.
+        sizes: Sizes of one rank's tensors on the ring.
+        side: Tensors that backward sends: "kv" or "query".
+        ranks: Ranks to simulate.
+        wire: Whether gradients are sent in bf16.
+        packed: Whether messages are packed into one buffer (on a CPU).
+        host: Whether each kernel call of forward reads one chunk, as in `ring_held`.
     """
     name = ring_algorithm(algorithm)
     one_by_one = replace(seen, joined=False) if host else seen

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Allocations of one training step of one rank: batch, layers forward, LM head, layers backward.
+"""Tensors that one rank allocates and frees in one training step.
 
-`LayerWalk` simulates one layer on a `Tape`. The halves of a layer run whole, or in chunks and tiles
-of rows. Saved tensors remain until backward, or backward recomputes them from the layer's input.
-One micro-batch is simulated. With a pipeline, the activations of the other micro-batches in flight
-are added.
+The order is: batch, layers forward, LM head, layers backward. `LayerWalk` simulates one layer on a
+`Tape` (a simulated memory). The attention half and the MLP half of a layer run whole, or in row
+chunks and tiles. Saved tensors remain until backward, or backward recomputes them from the layer's
+input. One micro-batch is simulated. With a pipeline, the activations of the other micro-batches
+in flight are added.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class LayerWalk:
     Attributes:
         hidden: Bytes of a layer's input.
         store: Bytes of a layer's stored attention results.
-        on_host: Bytes of row chunks of one layer in host memory (`Settings.chunks_on_host`).
+        on_host: Bytes of one layer's row chunks in host memory (`Settings.chunks_on_host`).
     """
 
     def __init__(self, model: Model, run: Settings, tape: Tape, core_of: CoreOf = core_of):
@@ -61,7 +62,7 @@ class LayerWalk:
         # Elements of the keys and values that row chunks attend to.
         self.keys = rows * run.ulysses * on_ring(x, run).kv
         on_device = 2 / run.sequence_chunks if run.chunks_on_host else 1.0
-        self.on_device = min(1.0, on_device)  # the fraction of chunks that is on the device
+        self.on_device = min(1.0, on_device)  # fraction of row chunks in GPU memory
         self.key_row = on_ring(x, run).kv * B  # bytes of one row's keys and values on a ring
         self.on_host = rows * (x.query + x.kv + 2 * x.out) * B * (1 - self.on_device)
 
@@ -79,10 +80,10 @@ class LayerWalk:
         """Allocate and free the tensors of a layer's forward.
 
         Args:
-            part: Kinds of the halves of the layer.
+            part: Kinds of the attention half and the MLP half of the layer.
             made: Name of the result on the tape (the simulated memory).
             item: Item of the memory account to which the result belongs.
-            time: "first", or "again" for a recomputation.
+            time: "first" for the first forward, or "again" for the recomputation.
             grad: Keep the tensors that backward needs.
             prefix: Prefix of tensor names on the tape.
             left: (name, item, bytes) of further tensors that stay allocated after the attention
@@ -104,10 +105,14 @@ class LayerWalk:
             self.tape.drop(f"{prefix}y1")
 
     def backward_saved(self, part: LayerPart, prefix: str) -> None:
-        """Simulate backward from the tensors that `forward` saved.
+        """Simulate backward of a layer from the tensors that `forward` saved.
 
         The tensor "dy" on the tape is the gradient of the layer's result before the call, and of
         the layer's input after the call.
+
+        Args:
+            part: Kinds of the attention half and the MLP half of the layer.
+            prefix: Prefix of tensor names on the tape, as passed to `forward`.
         """
         for kind in reversed(halves_of(part)):
             half = self._half(part, kind, "first", prefix)
@@ -125,10 +130,13 @@ class LayerWalk:
         return tape.moments[-1].bytes
 
     def backward(self, part: LayerPart, name: str, left: tuple[str, str]) -> None:
-        """Simulate recomputation and backward of a layer; then free the tensors `left`.
+        """Simulate recomputation and backward of a layer.
 
-        These are the layer's input and its stored attention results. `name` is the name of the
-        layer in phases of the tape (the simulated memory).
+        Args:
+            part: Kinds of the attention half and the MLP half of the layer.
+            name: Name of the layer in the phases of the tape (the simulated memory).
+            left: Names of the layer's input and of its stored attention results, which are freed at
+                the end.
         """
         tape, run, results = self.tape, self.run, []
         if self._in_pieces(part, ATTENTION):
@@ -152,9 +160,9 @@ class LayerWalk:
         tape.move("dx", "dy", BETWEEN)
 
     def visiting(self, part: LayerPart) -> float:
-        """Return the host memory of one layer that keeps keys of other ranks, in bytes.
+        """Return the bytes of other ranks' keys and values that one layer keeps in host memory.
 
-        "Keys" means keys and values. The forward of the layer keeps them between its row chunks.
+        The forward of the layer keeps them from one row chunk to the next.
         """
         own = replace(self.run, algorithm=part.algorithm) if part.algorithm else self.run
         if not own.keys_on_host or not self._in_pieces(part, ATTENTION):
@@ -163,11 +171,11 @@ class LayerWalk:
         return visiting_rows(own, window) * self.key_row
 
     def _in_pieces(self, part: LayerPart, kind: str) -> bool:
-        """Return whether a half of a layer runs in several parts: row chunks or MLP tiles.
+        """Return whether a half of a layer runs in several row chunks or MLP tiles.
 
         Args:
-            part: Kinds of the halves of the layer.
-            kind: ATTENTION or MLP.
+            part: Kinds of the attention half and the MLP half of the layer.
+            kind: The half: ATTENTION or MLP.
         """
         if kind == MLP:
             return self.run.mlp_tiles > 1
@@ -176,12 +184,20 @@ class LayerWalk:
     def _pieces(
         self, part: LayerPart, kind: str, time: str, made: str, item: str, *, grad: bool
     ) -> None:
-        """Simulate one row chunk or MLP tile of a half of a layer; with `grad` also its backward.
+        """Simulate a half of a layer that runs in row chunks (attention) or in tiles (MLP).
 
-        All chunks or tiles have equal sizes, so one suffices. Tensors that exist during all of them
-        are allocated first. In forward these are keys and values of all rows, and results of all
-        chunks. In backward these are also sums of gradients. `made` is the name of the result;
-        with `grad` it is the name of the gradient of the input.
+        All chunks or tiles have equal sizes, so one of them is simulated. Tensors that exist during
+        all chunks or tiles are allocated first. For attention these are the keys and values of all
+        rows, and in forward the results of all chunks. In backward these are also sums of
+        gradients.
+
+        Args:
+            part: Kinds of the attention half and the MLP half of the layer.
+            kind: The half: ATTENTION or MLP.
+            time: "first" for the first forward, or "again" for the recomputation.
+            made: Name of the result; with `grad`, name of the gradient of the input.
+            item: Item of the memory account to which `made` belongs.
+            grad: Simulate forward and backward instead of forward only.
         """
         tape, run, chunks = self.tape, self.run, kind == ATTENTION
         beside = [("keys", ATTENTION, self.keys * B * self.on_device)] if chunks else []
@@ -192,7 +208,7 @@ class LayerWalk:
             beside += [("dkv", ATTENTION, self.keys * F * self.on_device)] if chunks else []
             model = self.model
             weights = model.attention_parameters if chunks else model.mlp_parameters(part, run.ep)
-            # fp32 sums of weight gradients over the pieces, and the gradients of one piece.
+            # fp32 sums of weight gradients over all chunks or tiles, and the gradients of one.
             # Transformer Engine adds to Megatron's own gradients in place.
             beside.append(("sums", SUMS, weights / run.tp * (F + B) if self.dense.cpu else 0.0))
         result = (made, item, self.hidden)
@@ -200,7 +216,7 @@ class LayerWalk:
             tape.make(*tensor)
         if chunks:
             half = self._half(part, kind, time, "chunk ", run.rows // run.sequence_chunks)
-            # The chunk's rows of the input and of the gradient are copies.
+            # The rows of the chunk are copied from the input and from the gradient.
             copied = {ATTENTION: (1 + grad) * self.hidden / run.sequence_chunks}
         else:
             half = self._half(part, kind, time, "tile ", -(-run.rows // run.mlp_tiles))
@@ -217,7 +233,7 @@ class LayerWalk:
     ) -> Half:
         """Return the operators of a half of a layer (ATTENTION or MLP), from a cache.
 
-        `rows` is the number of rows; None means all rows.
+        `rows` is the number of rows; None means all rows of the rank.
         """
         key = part, kind, time, prefix, rows
         if key not in self._halves:
@@ -236,8 +252,8 @@ class LayerWalk:
     def _core(self, part: LayerPart, time: str) -> Core:
         """Return the memory of core attention in the first forward or in the recomputation.
 
-        `time` is "first" or "again". A layer without its own algorithm counts as full attention,
-        which needs the most memory.
+        `time` is "first" or "again". A layer that uses `Settings.algorithm` counts as full
+        attention, which needs the most memory.
         """
         core = self.cores[time]
         if part.attention in HYBRID:
@@ -251,7 +267,7 @@ class LayerWalk:
 
 
 def halves_of(part: LayerPart) -> list[str]:
-    """Return the halves of a layer in forward order: ATTENTION, MLP or both."""
+    """Return the halves of a layer in the order of forward: ATTENTION, MLP or both."""
     return [ATTENTION] * (part.attention is not None) + [MLP] * part.mlp
 
 
@@ -268,13 +284,13 @@ class TrainingStep:
         run: Settings of the run.
         stage: Index of the pipeline stage.
         core_of: Function that returns the memory of core attention, such as `rings.core_of`.
-        every: Simulate all layers and keep all moments. False keeps the peak of each phase and
-            skips layers that cannot set a new peak.
+        every: Simulate all layers and keep all moments. False keeps only moments that exceed all
+            earlier ones of their phase, and skips layers that cannot set a new peak.
 
     Attributes:
         host: Bytes of activations in host memory.
-        keys_on_host: Bytes of other ranks' keys and values in host memory, kept for one layer at
-            a time.
+        keys_on_host: Bytes of other ranks' keys and values in host memory. Only one layer at a time
+            keeps them.
     """
 
     def __init__(
@@ -320,17 +336,17 @@ class TrainingStep:
         tape.drop("dy", "rope", "batch", "whole")
 
     def _different(self) -> set[int]:
-        """Return the indices of layers that suffice to find the peak.
+        """Return the indices of the layers that must be simulated to find the peak.
 
         These are the first two layers, the last two, and one layer for each pair of kinds of
-        adjacent layers, because the stores of adjacent layers may be on the device at the same
-        time.
+        adjacent layers. Pairs matter because the attention stores of two adjacent layers may be in
+        GPU memory at the same time.
         """
         last = {neighbours: layer for layer, neighbours in enumerate(pairwise(self.parts), 1)}
         return {0, 1, self.layers - 2, self.layers - 1, *last.values()}
 
     def _gathered(self) -> float:
-        """Return the bytes of gathered parameters and gradients with `fsdp`, otherwise 0.
+        """Return the bytes of gathered parameters and of gradients with `fsdp`; otherwise 0.
 
         These are the parameters of `run.gathered` layers and the gradients of one layer. Each layer
         counts as the largest layer of the stage.
@@ -348,13 +364,14 @@ class TrainingStep:
         return rows * (low.rope if low else self.model.head_dim) * F
 
     def _stored(self, layer: int) -> float:
-        """Return the bytes of stored attention results of a layer; 0 without softmax attention."""
+        """Return the bytes of a layer's stored attention results; 0 without softmax attention."""
         return self.walk.store * (self.parts[layer].attention in SOFTMAX)
 
     def _in_flight(self) -> None:
         """Add the activations that the pipeline schedule keeps for other micro-batches.
 
-        The schedule is 1F1B or interleaved. Nothing is added without pipeline parallelism.
+        The schedule is 1F1B, or interleaved with virtual stages. Nothing is added without pipeline
+        parallelism.
         """
         run = self.run
         first = (run.vpp - 1) * run.pp + 2 * (run.pp - 1 - self.stage) + 1
@@ -371,7 +388,10 @@ class TrainingStep:
         self.tape.make("others", IN_FLIGHT, layers * left)
 
     def _head(self, hidden: str) -> None:
-        """Simulate forward and backward of final norm, LM head and loss on the tensor `hidden`."""
+        """Simulate forward and backward of final norm, LM head and loss.
+
+        `hidden` is the name of the tensor that the norm reads.
+        """
         tape, sizes = self.tape, head_bytes(self.model, self.run)
         tape.begin("LM head and loss")
         tape.drop("whole")
@@ -417,13 +437,16 @@ class TrainingStep:
             self.tape.drop(f"input {layer}")
             return
         self.tape.begin(f"recompute of layer {layer}")
-        for fetched in (layer, layer - 1):  # the next layer is fetched at the same time
+        for fetched in (layer, layer - 1):  # the layer before it is fetched at the same time
             self._resize("input", fetched, 1)
             self._resize("store", fetched, 1)
         self.walk.backward(part, f"layer {layer}", (f"input {layer}", f"store {layer}"))
 
     def _move_out(self, layer: int) -> None:
-        """Move a layer's input, and the attention store of the layer before it, to host memory."""
+        """Move a layer's input, and the attention store of the layer before it, to host memory.
+
+        Only the fraction `Settings.offload` of each tensor is moved.
+        """
         if offload := self.run.offload:
             self.host += round(offload * (self.hidden + self._stored(layer)))
             self._resize("input", layer, 1 - offload)
@@ -439,7 +462,7 @@ class TrainingStep:
 
 
 def layers_of(model: Model, run: Settings, stage: int) -> list[int]:
-    """Return the layer indices of a pipeline stage, over all virtual stages."""
+    """Return the layer indices of a pipeline stage, over all its virtual stages."""
     if run.uneven:
         sizes = stage_layers(model, run)
         return list(range(sum(sizes[:stage]), sum(sizes[: stage + 1])))
@@ -449,7 +472,7 @@ def layers_of(model: Model, run: Settings, stage: int) -> list[int]:
 
 
 def parts_of(model: Model, run: Settings, stage: int) -> list[LayerPart]:
-    """Return a `LayerPart` per layer of a stage, with the layer's own algorithm, if any."""
+    """Return the `LayerPart` of each layer of a stage, with the layer's own algorithm, if any."""
     parts = [model.parts[layer] for layer in layers_of(model, run, stage)]
     own = run.by_kind
     return [part._replace(algorithm=own.get(part.attention or "")) for part in parts]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory over time: a record of allocations and frees, in the order in which training does them.
 
-`Tape` sums the bytes and records moments of each phase. `Half` is a small symbolic autograd over a
-list of operators. Each operator lists the tensors that it returns, saves for backward and allocates
-temporarily. `Half` derives the lifetimes of tensors in forward and backward. No tensor is computed.
+`Tape` sums the bytes and records moments (snapshots) of each phase. `Half` is a small symbolic
+autograd over a list of operators. Each operator lists the tensors that it returns, saves for
+backward and allocates temporarily. `Half` derives the lifetimes of tensors in forward and backward.
+No tensor is computed.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from typing import NamedTuple
 
 
 class Moment(NamedTuple):
-    """Snapshot of the memory: name of the phase, and bytes by item."""
+    """Snapshot of the memory: name of the phase, and item -> bytes."""
 
     phase: str
     items: Mapping[str, int]
 
     @property
     def bytes(self) -> int:
-        """Bytes of all items."""
+        """Total bytes of all items."""
         return sum(self.items.values())
 
 
@@ -36,7 +37,7 @@ def peaks(moments: Iterable[Moment]) -> list[Moment]:
 
 
 class Tape:
-    """Simulated memory: allocated bytes by item, and a record of moments.
+    """Simulated memory: allocated bytes by item, and recorded moments (snapshots).
 
     Args:
         every: Keep all moments. False keeps only moments that exceed all earlier moments of their
@@ -47,13 +48,13 @@ class Tape:
         self.moments: list[Moment] = []
         self.every = every
         self._most = -1  # bytes of the phase's largest moment
-        self._here = 0  # bytes of all items
+        self._here = 0  # allocated bytes of all items
         self._tensors: dict[str, tuple[str, int]] = {}  # name -> item, bytes
         self._items: dict[str, int] = defaultdict(int)
         self._phase = "start"
 
     def begin(self, phase: str) -> None:
-        """Begin a phase; snapshots (moments) that are recorded from now on have its name."""
+        """Begin a phase. Moments (snapshots) that are recorded from now on have its name."""
         self._phase, self._most = phase, -1
         self._note()
 
@@ -87,7 +88,7 @@ class Tape:
         return name in self._tensors
 
     def enter(self, sizes: Mapping[str, float]) -> None:
-        """Add temporary bytes (item -> bytes), which `leave` removes."""
+        """Add temporary bytes (item -> bytes), which `leave` removes again; record a moment."""
         if sizes:
             for item, size in sizes.items():
                 self._items[item] += round(size)
@@ -95,13 +96,13 @@ class Tape:
             self._note()
 
     def leave(self, sizes: Mapping[str, float]) -> None:
-        """Remove temporary bytes that `enter` has added, without recording a moment."""
+        """Remove the temporary bytes that `enter` added, without recording a moment."""
         for item, size in sizes.items():
             self._items[item] -= round(size)
             self._here -= round(size)
 
     def pass_by(self, sizes: Mapping[str, float]) -> None:
-        """Record a snapshot with temporary bytes (item -> bytes), which are then removed."""
+        """Record a moment (snapshot) with temporary bytes (item -> bytes); then remove them."""
         self.enter(sizes)
         self.leave(sizes)
 
@@ -126,8 +127,8 @@ class Op:
         extra_saves: Name -> bytes of other tensors that are saved for backward.
         before: Item -> temporary bytes that are freed before the results are allocated.
         during: Item -> temporary bytes that are freed after the results are allocated.
-        back_before: Like `before`, for backward, whose results are the gradients of `reads`.
-        back: Like `during`, for backward.
+        back_before: Same as `before`, for backward, whose results are the gradients of `reads`.
+        back: Same as `during`, for backward.
         adds: Whether the operator is a sum. Backward of a sum allocates no gradients.
         elsewhere: Result name -> bytes of its gradient, for results that are counted elsewhere and
             have 0 bytes in `makes`.
@@ -153,9 +154,9 @@ class Half:
         item: Item of the memory account to which the tensors belong.
         ops: Operators in forward order.
         inputs: Input name -> bytes. The caller allocates and frees the inputs.
-        held_until: Name of a tensor -> name of the operator after which it is freed, if a Python
-            variable references the tensor after its last use.
-        prefix: Prefix of the names of its tensors on the tape.
+        held_until: Name of a tensor -> name of the operator after which the tensor is freed, if a
+            Python variable references the tensor after its last use.
+        prefix: Prefix of the tensor names on the tape.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class Half:
                 self._gone[at].append(name)
 
     def forward(self, tape: Tape, grad: bool) -> None:
-        """Simulate forward. The result stays allocated, and with `grad` also the saved tensors."""
+        """Simulate forward. The result stays allocated; with `grad` also the saved tensors."""
         for op, gone in zip(self.ops, self._gone, strict=True):
             tape.pass_by(op.before)
             tape.enter(op.during)
@@ -218,11 +219,14 @@ class Half:
             self._drop(tape, (f"d {n}" for n in op.makes if n != self.result))
 
     def named(self, name: str) -> str:
-        """Return the name that a tensor of this half has on the tape."""
+        """Return the name that a tensor of this object has on the tape."""
         return f"{self.prefix}{self.item}: {name}"
 
     def _gradient(self, tape: Tape, name: str, accumulate: bool) -> None:
-        """Allocate a gradient, if absent; `accumulate` adds a temporary gradient to it."""
+        """Allocate the gradient of a tensor, if absent.
+
+        With `accumulate`, also record a moment with a temporary gradient that is added to it.
+        """
         size = self._gradients.get(name, self.sizes[name])
         if not tape.holds(self.named(f"d {name}")):
             tape.make(self.named(f"d {name}"), self.item, size)

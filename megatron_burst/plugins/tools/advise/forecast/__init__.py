@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicted time of attention, of a layer and of a step, from schedules, sizes and rates."""
+"""Predicted time of attention, of a layer and of a step."""

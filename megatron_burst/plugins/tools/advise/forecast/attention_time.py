@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicted time of core attention of one layer, in forward and backward.
 
-`autotune.simulator` simulates the schedules that the run would execute, on the links of the
-cluster. The placement of ranks decides which ranks share a NIC. A search caches schedules by
-`RingKey`, so that it creates each schedule once.
+`autotune.simulator` simulates the schedules that the run would execute on the links of the cluster.
+The placement of ranks decides which ranks share a NIC. A search caches the schedules of a ring by
+`RingKey`, so they are computed only once.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ LARGEST = 256  # maximum ranks of a cached ring; schedules of larger rings need 
 
 
 class RingKey(NamedTuple):
-    """Cache key of a ring's schedules: all inputs from which they are made.
+    """Cache key of a ring's schedules: all values from which the schedules are computed.
 
     Attributes:
         algorithm: Algorithm of the ring.
         side: Tensors that ranks send in backward: "kv" or "query".
         route: Route of chunks: "ring", "direct" or "auto".
-        layout: Layout of the rows.
+        layout: Name of the layout.
         topology: Topology of the context-parallel ranks.
         inner: Number of ranks of an inner ring.
         seq: Tokens of a sequence.
@@ -84,7 +84,7 @@ class RingPasses(NamedTuple):
     """Schedules of a ring, and the number of visible pairs.
 
     With row chunks, these are the schedules of the last row chunk. If keys of other ranks are kept
-    in host memory, the schedule of forward sends the keys that all row chunks need.
+    in host memory, the forward schedule sends the keys that all row chunks need.
 
     Attributes:
         pairs: Number of visible pairs of queries of rank i and keys of rank j, float [i, j].
@@ -98,7 +98,7 @@ class RingPasses(NamedTuple):
 
 
 def sizes_of(model: Model, run: Settings) -> Sizes:
-    """Return the sizes of one rank's q, k and v; the keys of sparse attention are latents."""
+    """Return the sizes of one rank's q, k and v. In sparse attention, k and v are latents."""
     if model.indexer is not None and (low := model.latent) is not None:
         return Sizes(run.seq // run.cp, run.micro_batch, model.heads // run.tp, 1, low.rope,
                      low.kv_rank, 2, 4, BYTES[run.wire], (True, True, True))  # fmt: skip
@@ -110,7 +110,7 @@ def sizes_of(model: Model, run: Settings) -> Sizes:
 def index_sizes(model: Model, run: Settings) -> Sizes:
     """Return the sizes of one rank's index queries and index keys in sparse attention.
 
-    Every tensor-parallel rank computes the scores of all index heads.
+    Every tensor-parallel rank computes the scores of all index heads, so these are not split.
     """
     assert model.indexer is not None
     return Sizes(run.seq // run.cp, run.micro_batch, model.indexer.heads, 1, model.indexer.width, 0,
@@ -126,7 +126,7 @@ def topology_of(cluster: Cluster, run: Settings) -> Topology:
 
     Raises:
         ValueError: The context-parallel size is not a multiple of the ranks per node, or of the
-            ranks that share heads.
+            number of ranks that share heads.
     """
     return Topology(run.cp, cluster.cp_per_node(run.tp, run.cp), run.ulysses, run.placement)
 
@@ -141,14 +141,14 @@ def ring_of(model: Model, cluster: Cluster, run: Settings, window: int = 0) -> R
         window: Tokens that a query attends to (sliding window); 0 for full causal attention.
 
     Raises:
-        ValueError: The size of a ring is not a multiple of the size of an inner ring.
+        ValueError: The size of a ring is not a multiple of the size of its inner rings.
     """
     topology, sizes = topology_of(cluster, run), sizes_of(model, run).shared(run.ulysses)
     inner = min(run.inner or topology.intra_size, topology.ring_size)
     if inner < 1 or topology.ring_size % inner:
         raise ValueError(
-            f"inner: rings of {topology.ring_size} ranks cannot be cut into inner rings of "
-            f"{run.inner}; use a divisor of {topology.ring_size}"
+            f"inner {run.inner} does not divide the {topology.ring_size} ranks of a ring; use a "
+            f"divisor of {topology.ring_size}"
         )
     side = side_by_bytes(run, sizes) if model.indexer is None else "kv"
     least = gcd(sizes.heads, sizes.kv_heads)
@@ -189,26 +189,30 @@ RingsOf = Callable[[RingKey], RingPasses]  # called as `ring_passes`
 
 
 def cached_ring_passes() -> RingsOf:
-    """Return `ring_passes` with a cache of `CACHED_RINGS` rings of at most `LARGEST` ranks."""
+    """Return the function `ring_passes` with a cache.
+
+    The cache keeps the results of `CACHED_RINGS` rings. Rings of more than `LARGEST` ranks are not
+    cached.
+    """
     cached = lru_cache(CACHED_RINGS)(ring_passes)
     return lambda ring: ring_passes(ring) if ring.topology.ring_size > LARGEST else cached(ring)
 
 
 @dataclass(frozen=True)
 class AttentionTime:
-    """Predicted time of one attention call: all sequences of a micro-batch, one layer, one rank.
+    """Predicted time of one attention call: one layer, all sequences of a micro-batch, on one rank.
 
     Attributes:
         forward: Seconds of forward, including the all-to-all of ranks that share heads.
         backward: Seconds of backward, including the all-to-all.
         exchange: Seconds of the all-to-all in forward and in backward.
-        busy: Resource -> seconds in which the busiest rank uses it, in forward and backward
-            together: device ("compute"), links within a node ("intra"), and between nodes
-            ("inter").
-        host: CPU seconds spent launching kernels, in forward and in backward; overlaps with device
-            time.
+        busy: Resource -> seconds for which the busiest rank uses it, in forward and backward
+            together. Resources are the device ("compute"), links within a node ("intra") and links
+            between nodes ("inter").
+        host: CPU seconds spent launching kernels, in forward and in backward. They overlap with
+            device time.
         planning: CPU seconds before the first layer of each micro-batch, if every micro-batch needs
-            a new plan.
+            a new plan; otherwise 0.
         kernel: Attention kernel whose published rate is assumed; None if the rate was measured or
             stated. Only `simulate` sets it.
     """
@@ -249,12 +253,12 @@ class AttentionTime:
 
     @property
     def seconds(self) -> float:
-        """Seconds of forward and backward; each takes at least the CPU time of its launches."""
+        """Seconds of forward and backward; each takes at least the CPU seconds of its launches."""
         return sum(map(max, (self.forward, self.backward), self.host))
 
     @property
     def bottleneck(self) -> str:
-        """Resource with the most busy seconds: "compute", "intra" or "inter".
+        """Resource that is busy for the longest time: "compute", "intra" or "inter".
 
         "host" if forward or backward waits for kernel launches.
         """
@@ -285,13 +289,14 @@ def attention_time(
         kind: Kind of the layer, if the model has hybrid attention.
 
     Raises:
-        ValueError: The topology is impossible with this number of ranks per node, or `kind` is
-            missing.
+        ValueError: The ranks cannot form these rings with this number of ranks per node, or `kind`
+            is missing.
     """
     if model.hybrid is not None:
         if kind not in HYBRID:
             raise ValueError(
-                f"{model.name}: attention differs between layers; simulate a layer or a step"
+                f"{model.name} has several kinds of hybrid attention layers; use part='layer' or "
+                "part='step'"
             )
         idle = simulator.IDLE, simulator.IDLE
         passes = hybrid_passes(model, cluster, run, topology_of(cluster, run), kind)
@@ -301,7 +306,7 @@ def attention_time(
     ring = ring_of(model, cluster, run, window)
     passes = rings(ring)
     latent = model.indexer is not None
-    if latent:  # the time of a call depends only on the number of queries
+    if latent:  # the time of a call is proportional to the number of queries
         rates = replace(rates, half_rows=0.0)
     works = pass_works(
         topology, sizes, rates, passes.pairs, chunks, ring.nodes, sparse=latent, latent=latent
@@ -328,7 +333,7 @@ def attention_time(
 def _selection(
     model: Model, run: Settings, rings: RingsOf, ring: RingKey, rates: Rates
 ) -> simulator.PassTime:
-    """Return the time that sparse attention takes to score keys; no time if attention is dense."""
+    """Return the time in which sparse attention scores keys; `IDLE` if attention is dense."""
     if model.indexer is None:
         return simulator.IDLE
     assert rates.compute is not None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicted time of DeepSeek-V4's hybrid attention of one layer, in forward and backward.
 
-Each set of keys has its own ring, with its own algorithm if the algorithm of the run is "auto", as
-in training: window keys, compressed keys, and the index keys of the selection. The rings run one
+Window keys, compressed keys, and the index keys of the selection each have their own ring. If the
+algorithm of the run is "auto", each ring has its own algorithm, as in training. The rings run one
 after the other.
 """
 
@@ -27,12 +27,15 @@ from ..shapes.models import Model
 
 
 def key_sets(model: Model, run: Settings, kind: str) -> Iterator[tuple[str, Workload]]:
-    """Yield the kind and the workload of attention to each set of keys, and of the selection.
+    """Yield the sets of keys that a layer attends to, and the index keys of its selection.
 
     Args:
         model: Shape of the model.
         run: Settings of the run.
-        kind: Kind of the layer.
+        kind: Kind of the layer, one of `layer_kinds.HYBRID`.
+
+    Yields:
+        Kind of the keys (an argument of `key_algorithm`), and workload of attention to them.
     """
     of, rows, layout = model.hybrid, run.seq // run.cp, make(run.layout, cp_size=run.cp)
     assert of is not None
@@ -46,7 +49,7 @@ def key_sets(model: Model, run: Settings, kind: str) -> Iterator[tuple[str, Work
         return
     keys, mask = rows // ratio, Compressed(ratio)
     attended = index.top_k if index else None
-    # Each piece of the layout contains whole windows, so the layout also cuts the keys.
+    # All rows of a compressed key are on one rank, so the compressed keys have the same layout.
     yield (
         kind,
         Workload(
@@ -69,7 +72,7 @@ def hybrid_passes(
         cluster: Cluster of GPUs.
         run: Settings of the run.
         topology: Topology of the context-parallel ranks.
-        kind: Kind of the layer.
+        kind: Kind of the layer, one of `layer_kinds.HYBRID`.
     """
     forward = backward = IDLE
     assert model.hybrid is not None

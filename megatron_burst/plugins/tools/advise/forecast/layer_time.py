@@ -3,18 +3,18 @@
 
 The times of these operations are added: matrix products, memory-bound operators, core attention
 (`attention_time`), linear attention (`scan_time`), and collectives of tensor- and expert-parallel
-ranks. Copies to the host overlap with these operations; only the time by which the copies are
-longer is added. Kernel launches overlap in the same way within a layer, because the launch queue of
-a GPU holds about one layer.
+ranks. Copies to the host overlap with these operations; only the excess time of longer copies is
+added. Kernel launches overlap in the same way within a layer, because the launch queue of a GPU
+holds the kernels of about one layer.
 
-There are no published times of linear attention kernels. Their predicted time is the time of the
-products of chunks of `CHUNK` rows at the rate of large matrix products, or the time of memory
-traffic if it is longer. This is a lower bound, because products of 64 rows do not reach this rate.
-Sources: the chunkwise forms of Mamba-2's SSD (arXiv 2405.21060, section 6) and of delta rules
-(2412.06464, section 3).
+There are no published times of linear attention kernels. Their predicted time is the larger of two
+times: of memory traffic, and of the matrix products of chunks of `CHUNK` rows at the rate of large
+products. This is a lower bound, because products of 64 rows do not reach this rate. Sources: the
+chunkwise forms of Mamba-2's SSD (arXiv 2405.21060, section 6) and of delta rules (2412.06464,
+section 3).
 
-`Settings.rows` are rows of a context-parallel rank; n = rows / TP are rows of a tensor-parallel
-rank with sequence parallelism.
+`Settings.rows` is the number of rows of a context-parallel rank. n = rows / TP is the number of
+rows of a tensor-parallel rank with sequence parallelism.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .scan_time import States, scan_seconds
 
 
 class SecondsByPart(dict[str, float]):
-    """Dict from a part of the step (such as "attention") to seconds; absent parts have 0 s."""
+    """Dict from a part of the step (such as "attention") to seconds; absent parts count as 0 s."""
 
     def __missing__(self, name: str) -> float:
         return 0.0
@@ -49,15 +49,15 @@ class SecondsByPart(dict[str, float]):
 
     @property
     def total(self) -> float:
-        """Seconds of all parts."""
+        """Total seconds of all parts."""
         return sum(self.values())
 
     @property
     def largest(self) -> str:
         """Part with the most seconds; "" if there are no parts.
 
-        It is `LAUNCHES` if waiting for launches exceeds the fraction `LITTLE` of the total, because
-        then only fewer launches shorten the layer.
+        It is `LAUNCHES` if waiting for kernel launches takes more than the fraction `LITTLE` of the
+        total, because then only fewer launches shorten the layer.
         """
         if self[LAUNCHES] > LITTLE * self.total:
             return LAUNCHES
@@ -73,11 +73,11 @@ class Product(NamedTuple):
 
     Attributes:
         rows: Rows of the result.
-        inner: Inner size.
+        inner: Dimension over which the product sums.
         columns: Columns of the result.
         times: Number of products of this shape.
-        repeats: Number of additional executions for row chunks or tiles, in forward and in
-            backward.
+        repeats: Number of additional executions of all these products, in forward and in backward.
+            Row chunks and tiles cause them.
     """
 
     rows: float
@@ -88,11 +88,11 @@ class Product(NamedTuple):
 
 
 def products(model: Model, run: Settings, part: LayerPart) -> Iterator[Product]:
-    """Yield the matrix products of a layer's forward on one rank.
+    """Yield the matrix products in forward of a layer on one rank.
 
     Backward has two products for each product of forward. With row chunks, the projections to q, k
-    and v run twice in forward and three more times in backward. The output projection with row
-    chunks, and the products of MLP tiles, run once more in backward.
+    and v run twice in forward and three more times in backward. With row chunks the output
+    projection, and with MLP tiles the products of the MLP, run once more in backward.
     """
     x = LayerSizes.of(model, run, part.sparse)
     if part.attention == MIXER:
@@ -129,7 +129,10 @@ def _projections(model: Model, x: LayerSizes, run: Settings) -> Iterator[Product
 
 
 def _hybrid_projections(x: LayerSizes, run: Settings, kind: str | None) -> Iterator[Product]:
-    """Yield the products of hybrid attention; only queries and outputs are split over ranks."""
+    """Yield the projections of hybrid attention.
+
+    Only queries and outputs are split over tensor-parallel ranks.
+    """
     of, rows = x.hybrid, run.rows
     assert of is not None
     yield Product(rows, x.hidden, of.q_rank)
@@ -173,16 +176,17 @@ def product_seconds(gpu: Gpu, product: Product) -> float:
 
 
 def memory_bytes(model: Model, run: Settings, part: LayerPart) -> tuple[float, float]:
-    """Return the bytes that operators other than products and attention read and write.
+    """Return the bytes that one rank reads and writes in memory-bound operators of a layer.
 
-    The result is the pair (forward, backward).
+    These are all operators except matrix products and attention. Forward: a norm reads and writes
+    hidden states. A residual reads two and writes one. Rope reads and writes queries and keys. The
+    activation reads its input, and writes half as much if it is gated, otherwise as much. With
+    experts, rows are copied to the experts and back. In layers with linear attention, the
+    convolution and the norm of keys read and write their rows, and the gated norm reads the result
+    and a gate. Backward reads gradients and saved inputs, and writes a gradient for each input.
 
-    Norms read and write rows in each half, and residuals read two rows and write one. Rope reads
-    and writes queries and keys. The activation reads its input and writes half as much (if gated)
-    or equally much. In backward the norm also reads its input, and the activation reads its input
-    and a gradient and writes one. Rows are copied to experts and back. Around linear attention, the
-    convolution and the norm of keys read and write rows, and the gated norm reads results and a
-    gate. Their backward also reads gradients and writes a gradient for each input.
+    Returns:
+        Bytes in forward, and bytes in backward.
     """
     x = LayerSizes.of(model, run, part.sparse)
     n = run.rows / run.tp
@@ -210,18 +214,19 @@ def memory_bytes(model: Model, run: Settings, part: LayerPart) -> tuple[float, f
     return B * forward, B * backward
 
 
-# FLOPs of linear-attention backward relative to forward: backward recomputes chunks, and it has two
-# products for each product of forward.
+# FLOPs of linear-attention backward divided by FLOPs of forward. Backward recomputes chunks, and it
+# has two products for each product of forward.
 BACKWARD = 3
 
 
 def output_operations(scan: Mixer, rows: int) -> float:
-    """Return the FLOPs of linear-attention forward over all heads, after states are exchanged.
+    """Return the FLOPs of a linear-attention layer's forward after ranks have exchanged states.
 
-    The FLOPs of a row are: query times keys of the chunk, these products times values of the chunk,
-    reading the state and writing the state. Delta rules add: key times keys of the chunk, the
-    solution of a triangular system (c^2 / 3 for c rows), products of the solution with keys and
-    values, and reading the state for the key.
+    They are summed over all heads. For each row they are: the query times the keys of the chunk,
+    the result times the values of the chunk, reading the state, and writing the state. Delta rules
+    add: the key times the keys of the chunk, the solution of a triangular system (c^2 / 3 per row
+    for chunks of c rows), products of the solution with keys and values, and reading the state for
+    the key.
     """
     c, d, w = CHUNK, scan.width, scan.value_width
     per_row = 2 * c * (d + w) + 4 * d * w
@@ -231,11 +236,12 @@ def output_operations(scan: Mixer, rows: int) -> float:
 
 
 def state_operations(scan: Mixer, rows: int) -> float:
-    """Return the FLOPs of linear attention over all heads, before ranks exchange states.
+    """Return the FLOPs of a linear-attention layer's forward before ranks exchange states.
 
-    A rank computes the map: the function from the state before its rows to the state after its
-    rows. Without delta rules it only writes the state. With delta rules it computes the recurrence
-    of a state with d + w columns instead of w, for key width d and value width w.
+    They are summed over all heads. A rank computes the function from the state before its rows to
+    the state after its rows (the map). Without delta rules it only writes the state. With delta
+    rules it computes the recurrence of a state with d + w columns instead of w, for key width d and
+    value width w.
     """
     c, d, w = CHUNK, scan.width, scan.value_width
     per_row = 2.0 * d * w
@@ -245,10 +251,10 @@ def state_operations(scan: Mixer, rows: int) -> float:
 
 
 def memory_traffic(x: LayerSizes, scan: Mixer, rows: int) -> float:
-    """Return the bytes that one pass of linear attention over the rows reads and writes.
+    """Return the bytes that one pass of linear attention over a rank's rows reads and writes.
 
-    A pass computes outputs, or states. The sum includes arguments, results, and the states of
-    chunks, which are written and read.
+    A pass computes either the outputs or the states that are sent. The bytes are the arguments,
+    the results, and the states of chunks, which are written and read.
     """
     arguments = scan.convolved * B + (scan.decays + scan.heads * scan.delta) * F
     return rows * (arguments + scan.values * B) + 2 * chunk_states(x, scan, rows)
@@ -259,7 +265,7 @@ def linear_seconds(
 ) -> tuple[float, float]:
     """Return the seconds of linear attention in forward and in backward, without communication.
 
-    If ranks exchange states (`scanned`), the time includes the computation of states to send.
+    If ranks exchange states (`scanned`), the time includes computing the states to send.
     """
     computed = output_operations(scan, rows) + scanned * state_operations(scan, rows)
     read = (1 + scanned) * memory_traffic(x, scan, rows)
@@ -270,20 +276,21 @@ def linear_seconds(
 ATTENTION, PRODUCTS, MEMORY = "attention", "linear layers", "norms, rope and activations"
 LINEAR, STATES = "linear attention", "states between ranks"
 TENSOR, EXPERTS, HOST = "tensor parallel", "expert exchange", "host link"
-LAUNCHES, LITTLE = "waiting for launches", 0.05  # part; fraction from which it is the bottleneck
+# Part of a layer, and the fraction of the total above which this part is the bottleneck.
+LAUNCHES, LITTLE = "waiting for launches", 0.05
 TimesAttention = Callable[..., AttentionTime]  # called as `attention_time`
 
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Predicted seconds of one layer and one micro-batch, by part.
+    """Predicted seconds of one layer and one micro-batch, by part (such as "attention").
 
     Attributes:
         forward: Seconds of forward.
         recompute: Seconds of forward operations that are repeated in backward.
         backward: Seconds of backward without recompute.
         core: Time of core attention; None if the layer has none.
-        launching: CPU seconds spent launching kernels, in forward, and in recompute and backward
+        launching: CPU seconds spent launching kernels: in forward, and in recompute and backward
             together.
         kernel: Attention kernel whose published rate is assumed, as in `AttentionTime`.
     """
@@ -296,9 +303,9 @@ class LayerTime:
     kernel: str | None = None
 
     def waiting(self) -> LayerTime:
-        """Return a copy that also has the seconds in which the GPU waits for kernel launches.
+        """Return a copy that includes the seconds in which the GPU waits for kernel launches.
 
-        They are the part `LAUNCHES`. Call this only once.
+        They are added as the part `LAUNCHES`, so this method may be called only once.
         """
         forward, backward = SecondsByPart(self.forward), SecondsByPart(self.backward)
         first, second = self.launching
@@ -308,7 +315,7 @@ class LayerTime:
 
     @property
     def planning(self) -> float:
-        """Seconds by which planning delays the first layer of a micro-batch.
+        """Seconds by which planning of attention delays the first layer of a micro-batch.
 
         The CPU plans before it launches kernels.
         """
@@ -317,7 +324,7 @@ class LayerTime:
 
     @property
     def parts(self) -> SecondsByPart:
-        """Seconds of forward, recompute and backward together."""
+        """Seconds by part, for forward, recompute and backward together."""
         total = SecondsByPart()
         for part_seconds in (self.forward, self.recompute, self.backward):
             total.add(part_seconds)
@@ -325,12 +332,12 @@ class LayerTime:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all parts."""
+        """Total seconds of all parts."""
         return self.parts.total
 
     @property
     def bottleneck(self) -> str:
-        """Part with the most seconds."""
+        """Part with the most seconds, or `LAUNCHES`; see `SecondsByPart.largest`."""
         return self.parts.largest
 
 
@@ -348,9 +355,9 @@ def layer_time(
         model: Shape of the model.
         cluster: Cluster of GPUs.
         run: Settings of the run.
-        part: Layer from `parts_of`; None for the last layer.
+        part: Layer from `parts_of`; None for the last layer of the model.
         attention: Function that predicts the time of core attention; a search passes a cached one.
-        states: Function that predicts the seconds that ranks take to exchange states of linear
+        states: Function that predicts the seconds in which ranks exchange states of linear
             attention.
     """
     part = part or parts_of(model, run, run.pp - 1)[-1]
@@ -399,10 +406,10 @@ def layer_time(
 def launching(
     cluster: Cluster, run: Settings, part: LayerPart, core: AttentionTime | None
 ) -> tuple[float, float]:
-    """Return CPU seconds spent launching a layer's kernels, in forward and in backward.
+    """Return the CPU seconds spent launching a layer's kernels, in forward and in backward.
 
-    Backward includes the recomputation. Each row chunk or tile launches all kernels of its half
-    except core attention.
+    Backward includes the recomputation. Each row chunk launches all kernels of the attention half
+    except core attention. Each tile launches all kernels of the MLP half.
     """
     pieces = run.sequence_chunks * (part.attention is not None) + run.mlp_tiles * part.mlp
     launches, (forward, backward) = (
@@ -425,8 +432,9 @@ def collectives(
 ) -> None:
     """Add the seconds of tensor- and expert-parallel collectives to `forward` and `backward`.
 
-    With sequence parallelism, rows are gathered before each half and reduce-scattered after it.
-    Backward gathers rows once more for weight gradients. All-to-alls send rows to experts and back.
+    With sequence parallelism, rows are gathered before the attention half and the MLP half of a
+    layer, and reduce-scattered after them. Backward gathers rows once more for weight gradients.
+    All-to-alls send rows to experts and back.
     """
     rows = run.rows * model.hidden * B
     halves = (part.attention is not None) + part.mlp
@@ -439,14 +447,20 @@ def collectives(
 
 
 def host_bytes(model: Model, run: Settings, part: LayerPart) -> float:
-    """Return the bytes that one rank copies to the host for a layer: input and attention store."""
+    """Return the bytes that one rank copies to the host for a layer.
+
+    These are the offloaded fractions of the layer's input and of its attention store.
+    """
     x = LayerSizes.of(model, run, part.sparse)
     out = 0.0 if part.attention in (None, MIXER) else run.rows * (x.out * B + x.heads * F)
     return run.offload * (run.rows / run.tp * model.hidden * B + run.store * out)
 
 
 def key_bytes(model: Model, run: Settings, part: LayerPart) -> float:
-    """Return the bytes of other ranks' keys and values that forward copies to host memory."""
+    """Return the bytes of other ranks' keys and values that forward copies to host memory.
+
+    They are counted for one layer on one rank.
+    """
     own = replace(run, algorithm=part.algorithm) if part.algorithm else run
     if part.attention not in SOFTMAX or not own.keys_on_host:
         return 0.0
@@ -469,22 +483,22 @@ def visible(seq: int, window: int = 0) -> float:
 
 
 def recomputed_attention(core: AttentionTime, run: Settings) -> float:
-    """Return the seconds that backward takes to recompute attention of rows that are not stored.
+    """Return the seconds in which backward recomputes the attention of rows that are not stored.
 
     The attention store has the results of the last rows. Compute time is proportional to the
-    busiest rank's visible pairs, transfer time to the number of keys.
+    visible pairs of the busiest rank, and transfer time to the number of keys.
     """
     pairs = recomputed_pairs(run.layout, run.cp, run.store)
     return core.forward * (pairs if core.bottleneck == "compute" else 1 - run.store)
 
 
 def recomputed_pairs(layout: str, cp: int, store: float) -> float:
-    """Return the share of the busiest rank's causal attention that backward computes again.
+    """Return the fraction of the busiest rank's visible pairs that backward computes again.
 
-    Backward recomputes the first (1 - store) of all rows. The share is counted in visible pairs. It
-    is (1 - store)^2 if all ranks have equally many of these rows. It is larger with zigzag and
-    contiguous, which give some ranks more early rows. Source: BurstEngine, section on
-    sequence-level selective checkpointing.
+    Backward recomputes the first (1 - store) of all rows. If all ranks have equally many of these
+    rows, the fraction is (1 - store)^2. It is larger with zigzag and contiguous, which give more
+    early rows to some ranks. Source: BurstEngine, section on sequence-level selective
+    checkpointing.
 
     Args:
         layout: Name of the layout.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicted time of collectives of one rank, within a node and between nodes.
+"""Predicted time of collectives, within a node and between nodes.
 
-The module uses the link rates of a cluster. Rings of attention are simulated message by message in
-`autotune.simulator`.
+The time is computed from the link rates of a cluster. `autotune.simulator` simulates the messages
+of attention rings instead.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from .....autotune.clusters import Cluster
 
 
 def rates_of(cluster: Cluster) -> tuple[float, float]:
-    """Return the bytes per second that a rank sends within its node, and to other nodes.
+    """Return the bytes/s that a rank sends to ranks of its node, and to ranks of other nodes.
 
     All ranks of the node send at the same time and share the NICs.
     """
@@ -20,15 +20,21 @@ def rates_of(cluster: Cluster) -> tuple[float, float]:
 
 
 def in_node(cluster: Cluster, size: int, stride: int) -> int:
-    """Return how many of the `size` ranks of a group, `stride` ranks apart, are on one node."""
+    """Return the number of ranks of a group that are on one node.
+
+    Args:
+        cluster: Cluster of GPUs.
+        size: Number of ranks of the group.
+        stride: Difference between adjacent global ranks of the group.
+    """
     return max(1, min(size, cluster.ranks_per_node // stride))
 
 
 def ring_seconds(cluster: Cluster, size: int, stride: int, total: float) -> float:
     """Return the seconds of an all-gather or reduce-scatter that all groups run at the same time.
 
-    Each node sends the tensor once, over the NICs of the group's ranks on this node. Within a node
-    each rank sends it.
+    Each node sends the tensor once to other nodes, over the NICs of the group's ranks on this node.
+    Within a node each rank sends it.
 
     Args:
         cluster: Cluster of GPUs.
@@ -44,13 +50,16 @@ def ring_seconds(cluster: Cluster, size: int, stride: int, total: float) -> floa
 
 
 def all_to_all_seconds(cluster: Cluster, size: int, stride: int, sent: float) -> float:
-    """Return the seconds of an all-to-all, which uses links in and between nodes at the same time.
+    """Return the seconds of an all-to-all.
+
+    Links within a node and links between nodes are used at the same time.
 
     Args:
         cluster: Cluster of GPUs.
         size: Number of ranks of the group.
         stride: Difference between adjacent global ranks of the group.
-        sent: Bytes that each rank sends to all ranks of the group, including itself.
+        sent: Bytes of the tensor that each rank sends in equal parts to all ranks of the group,
+            including itself.
     """
     if size < 2:
         return 0.0
@@ -60,5 +69,8 @@ def all_to_all_seconds(cluster: Cluster, size: int, stride: int, sent: float) ->
 
 
 def send_seconds(cluster: Cluster, stride: int, size: float) -> float:
-    """Return the seconds of one message to the rank `stride` ranks away, while all ranks send."""
+    """Return the seconds of one message of `size` bytes while all ranks send at the same time.
+
+    The receiver is the rank `stride` ranks away.
+    """
     return size / rates_of(cluster)[stride >= cluster.ranks_per_node]

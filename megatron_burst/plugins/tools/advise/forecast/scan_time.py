@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicted time of communication in one layer of linear attention.
 
-Ranks exchange states (a scan), or heads as in Megatron. The hops of a scan and the choice of "auto"
-are from `schedule.scans`, as in training. Communication does not overlap with compute.
+Ranks exchange states (a scan), or heads as in Megatron. `schedule.scans` computes the transfers of
+a scan and, for algorithm "auto", chooses the scan, as in training. Communication does not overlap
+with compute.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ ACCESSES = 3  # memory accesses per received state: read the state and a map, wr
 def scan_time(
     algorithm: str, layout: str, topology: Topology, sizes: ScanSizes, links: timing.Links
 ) -> float:
-    """Return the seconds of a scan of linear-attention states, until the last rank has finished."""
+    """Return the seconds until all ranks finish a scan (exchange of linear-attention states)."""
     # The result does not depend on the length of the pieces.
     chain = chains(make(layout, cp_size=topology.size), 2 * topology.size)
     if algorithm == "auto":
@@ -42,12 +43,12 @@ def scan_time(
 def scan_seconds(
     cluster: Cluster, run: Settings, x: LayerSizes, timed: Callable[..., float] = scan_time
 ) -> float:
-    """Return the seconds of a layer's communication in forward; backward takes equally long.
+    """Return the seconds of communication in forward of a layer. Backward takes equally long.
 
-    A scan sends states from piece to piece (consecutive positions of a document on one rank), and
-    gradients in the opposite direction. The short convolution receives rows from the previous rank.
-    With `linear="megatron"`, ranks exchange heads: the input projection is sent to the ranks of the
-    heads, and results are sent back.
+    A scan sends states from piece to piece, and gradients in the opposite direction. (A piece is
+    consecutive positions of a document on one rank.) The short convolution receives rows from the
+    previous rank. With `linear="megatron"`, ranks exchange heads: an all-to-all sends the outputs
+    of the input projection to the ranks of the heads, and another one sends results back.
 
     Args:
         cluster: Cluster of GPUs.
@@ -70,7 +71,7 @@ def sizes_of(scan: Mixer, batch: int) -> ScanSizes:
     """Return the sizes of the fp32 states of one rank's heads.
 
     Args:
-        scan: Mixer on one rank.
+        scan: Sizes of linear attention on one rank.
         batch: Sequences of a micro-batch.
     """
     form: Form = "matrix" if scan.delta else scan.decay
@@ -87,9 +88,10 @@ def links_of(cluster: Cluster) -> timing.Links:
 
 
 def rows_before(topology: Topology, run: Settings, scan: Mixer, links: timing.Links) -> float:
-    """Return the seconds that a short convolution takes to send the rows that other ranks need.
+    """Return the seconds in which ranks exchange the rows that a short convolution needs.
 
-    These are the rows before each piece: consecutive positions of a document on one rank.
+    A convolution of n taps needs the n - 1 rows before each piece (consecutive positions of a
+    document on one rank).
     """
     if scan.taps < 2:
         return 0.0

@@ -2,12 +2,12 @@
 """Predicted time of a training step by parts.
 
 Pipeline stages process embedding, layers and LM head, micro-batch by micro-batch. Then gradients
-are reduced and the optimizer updates parameters. `StepTime.parts` describes the busiest stage. The
-time in which this stage waits is the pipeline bubble.
+are reduced and the optimizer updates parameters. `StepTime.parts` describes the busiest pipeline
+stage. The time in which this stage waits is the pipeline bubble.
 
 There are three kinds of data parallelism. Without sharding, gradients are all-reduced and every
 rank updates all parameters. The distributed optimizer reduce-scatters gradients over data- and
-context-parallel ranks, updates a shard and gathers parameters once a step (LoongTrain's hybrid
+context-parallel ranks, updates a shard and gathers parameters once per step (LoongTrain's hybrid
 ZeRO). FSDP gathers a layer's parameters before forward and again before backward, and
 reduce-scatters gradients, in every micro-batch.
 """
@@ -47,13 +47,13 @@ GRADIENTS, GATHERING, OPTIMIZER = "gradient reduction", "parameter gathering", "
 
 
 def over_ranks(cluster: Cluster, run: Settings, dense: float, experts: float) -> float:
-    """Return the seconds of an all-gather or reduce-scatter of all parameters on a rank.
+    """Return the seconds of an all-gather or reduce-scatter of all parameters of a rank.
 
     Args:
         cluster: Cluster of GPUs.
         run: Settings of the run.
         dense: Bytes of dense parameters, which data- and context-parallel ranks exchange.
-        experts: Bytes of expert parameters, which ranks with equal experts exchange.
+        experts: Bytes of expert parameters, which ranks with the same experts exchange.
     """
     size = run.dp * run.cp
     dense_seconds = ring_seconds(cluster, size, run.tp, dense)
@@ -72,8 +72,8 @@ def states_seconds(
         cluster: Cluster of GPUs.
         run: Settings of the run.
         rank_parameters: Dense and expert parameters of a rank, from `memory.parameters`.
-        hiding: Seconds of forward and of backward of one micro-batch on this stage. Transfers
-            overlap with them, up to the fraction `Cluster.overlap` of the transfers.
+        hiding: Seconds of forward and of backward of one micro-batch on this stage. At most the
+            fraction `Cluster.overlap` of each transfer overlaps with them.
     """
     in_forward, in_backward = hiding
     gradients, gathered = (
@@ -105,7 +105,7 @@ def optimizer_seconds(
     """Return the seconds of the optimizer's update.
 
     The update reads and writes optimizer states, reads gradients and writes parameters. For states
-    in host memory, gradients are also copied to the host and parameters back.
+    in host memory, gradients are also copied to the host, and parameters are copied back.
     """
     dense, experts = rank_parameters
     size = run.dp * run.cp
@@ -121,9 +121,9 @@ def optimizer_seconds(
 
 HEAD, RECOMPUTE = "LM head and loss", "recompute"
 BUBBLE, SENDS = "pipeline bubble", "pipeline sends"
-# Bytes that the loss reads and writes per logit outside the products. Fused: bf16 logits are read
-# and their gradient is written in place, once or (recompute) after another pass. Separate: softmax,
-# target and gradient each process fp32 copies.
+# Bytes that the loss reads and writes per logit outside the matrix products. Fused ("single_pass",
+# "recompute"): bf16 logits are read and their gradient is written in place. "recompute" reads them
+# in one more pass. Separate ("off"): softmax, target and gradient each process fp32 copies.
 LOSS_BYTES = {"single_pass": 6, "recompute": 8, "off": 24}
 LOSS_PRODUCTS = {"single_pass": 3, "recompute": 4, "off": 3}
 
@@ -134,11 +134,11 @@ class StepTime:
 
     Attributes:
         seconds: Seconds of the step.
-        parts: Seconds of the busiest rank by part; the sum is `seconds`.
-        bottleneck: Name of the longest part.
+        parts: Part -> seconds, on the busiest pipeline stage; the sum is `seconds`.
+        bottleneck: Part with the most seconds, or `LAUNCHES`; see `SecondsByPart.largest`.
         tokens: Tokens of one step over all ranks.
-        mfu: Model FLOPs (`model_operations`) of a step divided by the peak FLOPs of all GPUs in
-            `seconds`.
+        mfu: Model FLOPs utilization: model FLOPs (`model_operations`) of a step, divided by the
+            FLOPs that all GPUs could execute in `seconds` at their peak rate.
         kernel: Attention kernel whose published rate is assumed, as in `AttentionTime`.
     """
 
@@ -155,14 +155,14 @@ class StepTime:
 
 
 class Stage(NamedTuple):
-    """Seconds by part of one micro-batch on one pipeline stage; backward includes recompute."""
+    """Seconds by part of one micro-batch on one pipeline stage; `backward` includes recompute."""
 
     forward: SecondsByPart
     backward: SecondsByPart
 
     @property
     def seconds(self) -> float:
-        """Seconds of forward and backward."""
+        """Total seconds of forward and backward."""
         return self.forward.total + self.backward.total
 
 
@@ -181,10 +181,10 @@ def step_time(
         cluster: Cluster of GPUs.
         run: Settings of the run.
         attention: Function that predicts the time of core attention; a search passes a cached one.
-        states: Function that predicts the seconds that ranks take to exchange states of one layer
-            of linear attention.
-        bound: Return a lower bound for runs with slower layers, in which another stage may be the
-            busiest.
+        states: Function that predicts the seconds in which ranks exchange states of one layer of
+            linear attention.
+        bound: Return a lower bound that also holds for runs with slower layers, in which another
+            pipeline stage may be the busiest.
 
     Raises:
         ValueError: The settings are impossible.
@@ -222,12 +222,12 @@ def step_time(
 
 
 def model_operations(model: Model, seq: int) -> float:
-    """Return the model FLOPs per token, forward and backward, without recomputation.
+    """Return the model FLOPs per token in forward and backward, without recomputation.
 
-    Each active parameter counts six operations, including the LM head but not the embedding.
-    Attention counts two products over the visible keys (half of a causal sequence), times three for
+    Each active parameter counts six FLOPs. The LM head is included, the embedding is not. Attention
+    counts two matrix products over the visible keys (half of a causal sequence), times three for
     forward and backward. BurstEngine counts in the same way. Linear attention counts the
-    recurrence: a state is written and read once per token, and read twice with delta rules.
+    recurrence: a state is written once and read once per token, or read twice with delta rules.
 
     Args:
         model: Shape of the model.
@@ -252,7 +252,7 @@ def model_operations(model: Model, seq: int) -> float:
 def stages_of(
     model: Model, cluster: Cluster, run: Settings, layer: Callable[[LayerPart], LayerTime]
 ) -> list[Stage]:
-    """Return the time of one micro-batch on each stage; `layer` predicts the time of a layer."""
+    """Return the time of one micro-batch on each stage; `layer` predicts the time of one layer."""
     timed = cache(layer)
     return [_stage(model, cluster, run, index, timed) for index in range(run.pp)]
 
@@ -270,7 +270,7 @@ def _stage(
     kinds = Counter(parts_of(model, run, index))
     planning: dict[
         tuple[str | None, str | None], float
-    ] = {}  # layers with equal attention share a plan
+    ] = {}  # layers with the same kind of attention and algorithm share a plan
     for part, count in kinds.items():
         layer_seconds = layer(part)
         forward.add(layer_seconds.forward, count)
@@ -290,8 +290,8 @@ def _stage(
 def head_seconds(model: Model, cluster: Cluster, run: Settings) -> tuple[float, float]:
     """Return the seconds of forward and backward of the LM head and its loss.
 
-    There are three products, or four if logits are recomputed. With `single_pass` all products are
-    in forward.
+    There are three matrix products, or four if logits are recomputed. With `single_pass` all
+    products are in forward.
     """
     columns = max(1, model.vocabulary // run.tp)
     per_product = product_seconds(cluster.gpu, Product(run.rows, model.hidden, columns))
@@ -303,7 +303,7 @@ def head_seconds(model: Model, cluster: Cluster, run: Settings) -> tuple[float, 
 
 
 def send_time(model: Model, cluster: Cluster, run: Settings) -> float:
-    """Return the seconds per step that stages take to send activations and gradients.
+    """Return the seconds per step in which pipeline stages send activations and gradients.
 
     With 1F1B every micro-batch waits for its transfer. With interleaved stages, only micro-batches
     that fill or drain the pipeline wait.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choice of attention settings and their predicted times, with caches for a search.
+"""Choice of attention settings and prediction of attention times, with caches for a search.
 
-`autotune.select` makes the choice, as for `--context-parallel-algo auto` in training, so that the
-prediction agrees with training.
+`autotune.select` makes the choice, as for `--context-parallel-algo auto` in training. Predictions
+therefore use the same attention settings as training.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ TIME_INPUTS = (
     "intra", "ulysses", "placement", "inner", "head_chunks",
 )  # fmt: skip
 CHOICE_OUTPUTS = ("algorithm", "side", "head_chunks", "ulysses", "placement")
-# Fields of `Settings` on which the choice without row chunks depends.
+# CHOICE_INPUTS: fields of `Settings` on which the choice for a run without row chunks depends.
 _NO_INPUTS = *CHOICE_OUTPUTS, "sequence_chunks"
 CHOICE_INPUTS = tuple(name for name in TIME_INPUTS if name not in _NO_INPUTS)
-CACHED_GRIDS = 24  # grids with cached schedules; a number of ranks has fewer grids than this
+CACHED_GRIDS = 24  # grids with cached schedules; one number of ranks has fewer grids
 LARGEST_RING = 128  # ranks of a ring; larger rings are tried only if no smaller ring is possible
 
 
@@ -89,11 +89,14 @@ class AttentionForecast:
         return step_time(self.model, self.cluster, run, self.time, self.states)
 
     def step_at_least(self, run: Settings) -> StepTime:
-        """Return a lower bound of `step` for all attention settings."""
+        """Return a lower bound of `step` that holds for all attention settings."""
         return step_time(self.model, self.cluster, run, self.at_least, self.states, True)
 
     def settled(self, run: Settings) -> Settings:
-        """Return the run with the fastest predicted attention settings, the same in all layers."""
+        """Return the run with the attention settings that are predicted to be fastest.
+
+        All layers have the same settings.
+        """
         if run.cp == 1:
             return run
         if self.model.hybrid is not None:  # each set of keys has the fastest algorithm
@@ -107,7 +110,7 @@ class AttentionForecast:
         return settled if run.sequence_chunks == 1 else self._in_chunks(settled)
 
     def by_kind(self, run: Settings) -> Settings:
-        """Return the run with the fastest predicted algorithm for each kind of layers.
+        """Return the run with the fastest predicted algorithm for each kind of layer.
 
         Kinds are full attention, sliding windows and chunked attention. `--context-parallel-algo
         auto` makes the same choice. All kinds use the same other settings: the tensors that
@@ -125,7 +128,7 @@ class AttentionForecast:
         return replace(run, **own) if any(own.values()) else run
 
     def _of_kind(self, run: Settings, kind: str) -> str | None:
-        """Return the fastest algorithm for a kind of layers; None if it is the run's algorithm."""
+        """Return the fastest algorithm for a kind of layer; None if it is the run's algorithm."""
         window = self.model.window_of(kind, run.seq)
         if kind not in self.model.kinds or not window:
             return None
@@ -141,9 +144,9 @@ class AttentionForecast:
         return None if own == ring_algorithm(run.algorithm) else own
 
     def _in_chunks(self, run: Settings) -> Settings:
-        """Return the run with the fastest choice of sent tensors (`side`) for row chunks.
+        """Return the run with the fastest `side` (tensors sent in backward) for row chunks.
 
-        Backward sends keys once per row chunk, or each query once.
+        Backward sends keys once per row chunk, but queries only once in total.
         """
         key = self._key(run)
         if key not in self._choices:
@@ -166,7 +169,7 @@ class AttentionForecast:
         return self._times[key]
 
     def timed(self, run: Settings, window: int = 0, kind: str = "") -> AttentionTime:
-        """Compute the time of an attention call, without the cache."""
+        """Predict the time of an attention call without the cache of `time`."""
         return attention_time(self.model, self.cluster, run, self.rings, window, kind)
 
     def at_least(
@@ -174,7 +177,7 @@ class AttentionForecast:
     ) -> AttentionTime:
         """Return a lower bound of `time`.
 
-        It assumes no communication, perfect balance, and a single kernel launch.
+        The bound assumes no communication, equal work on all ranks, and one kernel call.
         """
         alone = replace(run, cp=1, ulysses=1, algorithm="burst", head_chunks=1, sequence_chunks=1,
                         intra=1, inner=None, side="kv", layout="contiguous")  # fmt: skip
@@ -189,7 +192,7 @@ class AttentionForecast:
         return *(getattr(run, name) for name in TIME_INPUTS), run.keys_on_host
 
     def candidate(self, run: Settings) -> Candidate:
-        """Return the attention settings (`Candidate`) that are fastest for this run."""
+        """Return the attention settings that are fastest for this run, as a `Candidate`."""
         work = Workload(sizes_of(self.model, run), self.mask(run), self.layout(run))
         if (index := self.model.indexer) is not None:
             work = replace(work, attended=index.top_k, latent=True)
@@ -202,7 +205,7 @@ class AttentionForecast:
     ) -> GridSchedules:
         """Return the schedules of an attention call on a grid of ranks.
 
-        Recent schedules are cached, because successive runs often share them.
+        Recently used schedules are cached, because successive runs often have the same schedules.
         """
         key, cached = (layout, workload.seq_len, topology, nodes), self._schedules
         schedules = cached.pop(key, None) or GridSchedules(workload, topology, nodes)
@@ -213,11 +216,11 @@ class AttentionForecast:
         return schedules
 
     def rates(self) -> Rates:
-        """Return the compute and link rates of a rank."""
+        """Return the compute rate and the link rates of a rank."""
         return self.cluster.rank_rates()
 
     def mask(self, run: Settings) -> Mask:
-        """Return the attention mask of a run, without sliding windows."""
+        """Return the attention mask of full-attention layers."""
         return Causal()
 
     def layout(self, run: Settings) -> Layout:
@@ -236,7 +239,7 @@ class AttentionForecast:
     def _grids(self, run: Settings, sizes: Sizes) -> list[Topology]:
         """Return the grids of ranks that are compatible with the fixed settings.
 
-        Rings larger than `LARGEST_RING` are excluded if there are smaller ones.
+        Grids whose rings have more than `LARGEST_RING` ranks are excluded if there are other grids.
         """
         all_grids = grids(run.cp, self.cluster.cp_per_node(run.tp, run.cp), sizes)
         size = {"ulysses": run.cp}.get(self.pinned.get("algorithm", ""))
@@ -252,16 +255,18 @@ class AttentionForecast:
             and (grid.ulysses == 1 or placement in (None, grid.placement))
         ]
         if self.pinned.get("algorithm", "auto") not in ("auto", "ulysses") and size is None:
-            chosen = [grid for grid in chosen if grid.ulysses < max(2, run.cp)]  # a ring remains
+            # Not all ranks share heads, so that they form rings.
+            chosen = [grid for grid in chosen if grid.ulysses < max(2, run.cp)]
         if self.pinned.get("algorithm") == "hybrid" and size is None:
             chosen = [grid for grid in chosen if 1 < grid.ulysses < run.cp]
         parts = self.pinned.get("head_chunks", 1)
         whole_heads = [grid for grid in chosen if sizes.shared(grid.ulysses).kv_heads % parts == 0]
         chosen = whole_heads or chosen
         if not chosen:
+            groups = f"--ulysses {size}" if size else f"--algorithm {self.pinned.get('algorithm')}"
             raise ValueError(
-                f"--ulysses {size}: no {size or 'some'} of --cp {run.cp} ranks can share "
-                f"{sizes.heads} query and {sizes.kv_heads} key/value heads of a rank; use "
+                f"{groups}: no such groups of the --cp {run.cp} ranks can share the {sizes.heads} "
+                f"query and {sizes.kv_heads} key/value heads of a rank; use --ulysses "
                 f"{alternatives(sorted({grid.ulysses for grid in all_grids}))}"
             )
         return [grid for grid in chosen if grid.ring_size <= LARGEST_RING] or chosen

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Script for Slurm's sbatch that trains with the settings of a run (`advise --sbatch`).
 
-The scripts in examples/slurm/ contain copies of `LAUNCH` and `DIRECTIVES`; a test compares them.
+The scripts in examples/slurm/ contain copies of `LAUNCH` and `DIRECTIVES`; a test checks that they
+are equal.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from ..shapes.model import Model
 from .model_flags import lacking, script_of
 from .pasted import DOCUMENTS, flags_of, left_to_the_user
 
-CPUS = 8  # CPUs per GPU: two Python threads, NCCL's threads, and workers of the data loader
-START = 30 * 60  # seconds to start a job, run the doctor, build the model and save
+CPUS = 8  # CPUs per GPU, for two Python threads, NCCL's threads and workers of the data loader
+START = 30 * 60  # seconds to start a job, run the doctor, build the model and save a checkpoint
 SAVE = 10 * 60  # seconds that Megatron-LM has to save before the time limit
 BETWEEN = 30 * 60  # seconds between checkpoints
 UNSET = "SET_ME"  # a time limit that sbatch refuses
@@ -85,7 +86,8 @@ DOCTOR = """\
 on_all_nodes -m megatron_burst doctor --distributed --tensor-model-parallel-size {tp} \\
   --context-parallel-size {cp} --gpus-per-node "$GPUS"\
 """
-ONE_RANK = "srun --kill-on-bad-exit=1 megatron-burst doctor --quick"  # without rings to check
+# Without context parallelism there are no rings to check.
+ONE_RANK = "srun --kill-on-bad-exit=1 megatron-burst doctor --quick"
 
 
 def job_of(
@@ -94,18 +96,18 @@ def job_of(
 ) -> str:  # fmt: skip
     """Return a script for sbatch that trains with `flags_of(model, run, cut)`.
 
-    The script appends its own arguments to the flags.
+    Arguments of the script are appended to these flags.
 
     Args:
         model: Shape of the model.
         run: Settings of the run.
-        nodes: Nodes of the job.
-        per_node: GPUs of each node.
+        nodes: Number of nodes of the job.
+        per_node: Number of GPUs of each node.
         summary: Description of the job in one line.
         cut: Layout of packed documents; "" without packed documents.
         step: Predicted seconds of a step, and the upper end of the range of the prediction.
-        train_iters: Number of training steps, from which the time limit is computed; None to let
-            the user set the time limit.
+        train_iters: Number of training steps, from which the time limit is computed. None writes
+            `SET_ME` instead of a time limit.
     """
     included = ["checkpoints"] + ["--train-iters"] * (train_iters is not None)
     missing = [left_to_the_user(model, included), *lacking(model)]
@@ -139,7 +141,11 @@ def job_of(
 
 
 def job_name(model: str) -> str:
-    """Return the name of a job and of its checkpoint folder, from a model's name or path."""
+    """Return the name of a job, which is also part of the name of its checkpoint folder.
+
+    Args:
+        model: Name of the model, or path of its config.json.
+    """
     path = PurePath(model)
     last = path.parent.name if path.name == "config.json" else path.name
     return re.sub(r"[^\w.-]+", "-", last, flags=re.ASCII).strip("-.") or "burst"
@@ -158,7 +164,7 @@ def _time(longest: float, train_iters: int | None) -> Iterator[str]:
 
 
 def time_limit(seconds: float) -> str:
-    """Return seconds in Slurm's notation, rounded up to minutes, such as "1-02:30:00"."""
+    """Return a duration in Slurm's notation, rounded up to minutes, such as "1-02:30:00"."""
     hours, minutes = divmod(math.ceil(seconds / 60), 60)
     days, hours = divmod(hours, 24)
     return f"{days}-{hours:02}:{minutes:02}:00"

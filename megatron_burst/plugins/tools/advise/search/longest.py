@@ -2,9 +2,9 @@
 """Search for the longest sequence that fits into memory.
 
 `mb.advise(seq="longest")` and `memory --longest` use it. For each choice of parallel sizes, the
-settings with the least memory are tried, regardless of their speed. Attention settings are the ones
-that `auto` would choose at this length. `advise` then searches for the fastest settings at this
-length.
+settings that need the least memory are tried, even if they are slow. Attention settings are the
+ones that `auto` would choose at this length. `advise` then searches for the fastest settings at
+this length.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Longest:
         run: Settings with `seq` set to the longest length.
         account: Memory account at this length.
         left: Unused memory at this length.
-        binds: Memory that a longer sequence would exceed, with the values of `MemoryLeft.binds`.
+        binds: Memory that a longer sequence would exceed, in the notation of `MemoryLeft.binds`.
     """
 
     run: Settings
@@ -64,7 +64,7 @@ def longest_of(
         core_of: Function that returns the memory of core attention, such as a cached one.
 
     Raises:
-        ValueError: Not even the shortest length fits; the message names a remedy.
+        ValueError: Not even the shortest length fits; the message names settings that would fit.
     """
     unit, core_of = _unit(model, run), core_of or cached_core_of()
 
@@ -89,16 +89,16 @@ def longest_of(
 def best(
     model: Model, cluster: Cluster, runs: Iterable[Settings], core_of: CoreOf | None = None
 ) -> Longest:
-    """Return the longest sequence of any run in `runs`; runs that do not fit are skipped.
+    """Return the longest sequence that fits with any run in `runs`.
 
     Args:
         model: Shape of the model.
         cluster: Cluster of GPUs.
-        runs: Settings of the runs.
+        runs: Settings of the runs; `seq` is ignored.
         core_of: Function that returns the memory of core attention, such as a cached one.
 
     Raises:
-        ValueError: No run fits; the message names a remedy for the last run.
+        ValueError: No run fits; the message names settings that would fit.
     """
     longest: Longest | None = None
     core_of = core_of or cached_core_of()
@@ -123,22 +123,22 @@ def best(
         return longest_of(model, cluster, last, core_of)
     if longest is None:
         raise refused or ValueError(
-            "--longest: no run is possible with these settings; remove some of them"
+            "--longest: no run is possible with the fixed settings; remove some of their flags"
         )
     return longest
 
 
 def _unit(model: Model, run: Settings) -> int:
-    """Return the number of tokens that divides each tried sequence length."""
+    """Return the number of tokens between tried sequence lengths."""
     even = evenly(model, run)
     return even * -(-GRANULE // even)
 
 
 def evenly(model: Model, run: Settings) -> int:
-    """Return the number that must divide a sequence length.
+    """Return the number of tokens by which sequence lengths must be divisible.
 
-    All ranks, row chunks and MLP tiles then have equally many rows, and no rank cuts the rows of a
-    compressed key.
+    All ranks, row chunks and MLP tiles then have equally many rows, and all rows of a compressed
+    key (hybrid attention) are on one rank.
     """
     rows = run.tp * math.lcm(run.sequence_chunks, run.mlp_tiles)
     return 2 * run.cp * math.lcm(rows, model.key_rows)
@@ -153,9 +153,10 @@ def layouts_of(
     Args:
         model: Shape of the model.
         cluster: Cluster of GPUs.
-        run: Settings of the run. Ranks that are not tensor-parallel become context-parallel.
-            Pipeline sizes and micro-batch size are not changed.
-        ep: Expert-parallel size; None for the largest that divides ranks and experts.
+        run: Settings of the run. The remaining GPUs become context-parallel ranks. Pipeline sizes
+            and micro-batch size are not changed.
+        ep: Expert-parallel size; None for the largest that divides the number of ranks and the
+            number of experts.
         documents: Lengths of the documents of a pack, as in `TrainingGoal.documents`.
 
     Raises:
@@ -195,14 +196,15 @@ def longest(
         cluster: Cluster of GPUs.
         want: Goal of the search; `seq` is ignored.
         attention: Forecast of attention for the model and the cluster.
-        micro_batches: Micro-batches of a step; None for enough to keep all pipeline stages busy.
+        micro_batches: Micro-batches of a step per data-parallel rank; None for enough to keep all
+            pipeline stages busy.
 
     Raises:
         ValueError: The fixed settings contradict each other, or not even a short sequence fits.
     """
     check_fixed(want)
-    # Data-parallel ranks do not shorten sequences per rank, so a data-parallel size of 1 is tried
-    # first.
+    # More data-parallel ranks do not reduce the tokens of a sequence on a rank, so a data-parallel
+    # size of 1 is tried first.
     for dp in ({"dp": 1}, {}):
         goal = replace(
             want, seq=EVEN * cluster.gpus, sequences=FULL * cluster.gpus,
@@ -230,10 +232,7 @@ def longest(
 
 
 def _at(model: Model, run: Settings, seq: float) -> Settings:
-    """Return the run with sequence length `seq`, rounded down to a multiple of `evenly`.
-
-    All ranks, row chunks and MLP tiles then have equally many rows.
-    """
+    """Return the run with sequence length `seq`, rounded down to a multiple of `evenly`."""
     step = evenly(model, run)
     return replace(run, seq=max(1, int(seq) // step) * step)
 
@@ -241,8 +240,8 @@ def _at(model: Model, run: Settings, seq: float) -> Settings:
 def _smallest(groups: Settings, goal: TrainingGoal) -> Iterator[Settings]:
     """Yield the settings with these parallel sizes that may need the least memory.
 
-    Row chunks with the largest offload come first. Attention stores of 0 and 0.5 are tried, because
-    the layout of a partial store may need less memory.
+    Settings with row chunks and full offload come first. Attention stores of 0 and 0.5 are tried,
+    because a run with a partial store has another layout, which may need less memory.
     """
     for chunked in (True, False):
         yield from options_of(groups, goal, chunked, STORES[:0:-1], (1.0, 0.5, 0.0))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Script and flags of Megatron-LM that build a model, and properties that have no flag.
+"""Script and flags of Megatron-LM that build a model, and properties of models that have no flag.
 
-`tools.model_arguments` parses these flags; tests check the round trip.
+`tools.model_arguments` parses these flags. Tests check that it returns the same model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAMBA_TAPS = 4  # width of Megatron's short convolution, which no flag sets
 
 
 def is_hybrid(model: Model) -> bool:
-    """Return whether the model is a Megatron HybridModel, which is built from a layer pattern."""
+    """Return whether Megatron-LM builds the model as a HybridModel, from a layer pattern."""
     return bool(set(model.letters) & set(HYBRID)) or _mamba_blocks(model)
 
 
@@ -37,7 +37,8 @@ def model_flags(model: Model, stages: int = 1) -> Iterator[str]:
 
     Args:
         model: Shape of the model.
-        stages: Number of pipeline stages, which the layer pattern of a hybrid model marks.
+        stages: Total number of pipeline stages, including virtual ones. The layer pattern of a
+            HybridModel marks them.
     """
     family = model.family or Family()
     hybrid, experts = is_hybrid(model), bool(model.experts)
@@ -126,12 +127,12 @@ def _delta_net(model: Model) -> Iterator[str]:
 
 
 def hybrid_flags(model: Model, stages: int = 1) -> Iterator[str]:
-    """Yield flags for the layer pattern of a HybridModel and the sizes of mixers.
+    """Yield flags for the layer pattern of a HybridModel and the sizes of its mixers.
 
     Args:
         model: Shape of the model.
-        stages: Number of pipeline stages, which the pattern marks. Megatron accepts no flag for
-            stages together with a pattern.
+        stages: Total number of pipeline stages, including virtual ones. The pattern marks them,
+            because Megatron accepts no flag for virtual stages together with a pattern.
     """
     per_stage = model.layers // stages
     signs = [_signs(model, index) for index in range(model.layers)]
@@ -147,7 +148,7 @@ def hybrid_flags(model: Model, stages: int = 1) -> Iterator[str]:
 
 
 def _signs(model: Model, index: int) -> str:
-    """Return Megatron's pattern letters for a layer, one per half."""
+    """Return Megatron's pattern letters for a layer: attention, then MLP, if it has them."""
     attention, mlp, sparse, _ = model.parts[index]
     first = ""
     if attention == MIXER:
@@ -168,7 +169,7 @@ def _experts(model: Model, hybrid: bool) -> Iterator[str]:
 
 
 def frequency(layers: Sequence[bool]) -> str:
-    """Return the selected layers (True) in Megatron's notation for layer frequencies.
+    """Return selected layers (True) in Megatron's notation for layer frequencies.
 
     The result is N if all layers except every Nth are selected, otherwise `layer_list(layers)`.
     """
@@ -179,13 +180,13 @@ def frequency(layers: Sequence[bool]) -> str:
 
 
 def layer_list(layers: Sequence[bool]) -> str:
-    """Return the selected layers as ones in a quoted list, such as "'([1]*3+[0]*1)'"."""
+    """Return selected layers (True) as ones in a quoted list, such as "'([1]*3+[0]*1)'"."""
     runs = [(int(has), len([*run])) for has, run in groupby(layers)]
     return shlex.quote("(" + "+".join(f"[{has}]*{count}" for has, count in runs) + ")")
 
 
 def lacking(model: Model) -> list[str]:
-    """Return a sentence for each property of the model for which Megatron-LM has no flag."""
+    """Return a sentence for each property of the model that no flag of Megatron-LM sets."""
     sentences, mixer = [], _name(model)
     for words in model.family.lacking if model.family is not None else ():
         sentences.append(f"Megatron-LM has no flag for {words}.")
@@ -199,8 +200,8 @@ def lacking(model: Model) -> list[str]:
     if model.chunked:
         sentences.append(
             f"Megatron-LM has no flag for attention in chunks of {model.chunk:,} tokens: these "
-            f"flags build full attention in its {model.chunked} layers. Chunks need a function of "
-            "your own for --burst-mask (docs/megatron-lm.md)."
+            f"flags build full attention in its {model.chunked} layers. For chunks, pass your own "
+            "mask function as --burst-mask (docs/megatron-lm.md)."
         )
     if model.mixers and not carries_state(model):
         sentences.append(
@@ -209,8 +210,8 @@ def lacking(model: Model) -> list[str]:
         )
     if model.mixers and mixer == MAMBA and model.mixer and model.mixer.taps != MAMBA_TAPS:
         sentences.append(
-            f"Megatron-LM has no flag for Mamba-2's convolution over {model.mixer.taps} rows: its "
-            f"own is over {MAMBA_TAPS}."
+            f"Megatron-LM has no flag for the width of Mamba-2's convolution: the model's width is "
+            f"{model.mixer.taps} rows, Megatron-LM's is {MAMBA_TAPS}."
         )
     if model.windows and (is_hybrid(model) or model.mixers):
         sentences.append(
@@ -228,12 +229,11 @@ def lacking(model: Model) -> list[str]:
 
 
 def carries_state(model: Model) -> bool:
-    """Return whether the flags build layers that carry a state (linear attention, Mamba-2)."""
+    """Return whether the flags build linear-attention or Mamba-2 layers, which carry a state."""
     return bool(model.mixers) and _name(model) in (DELTA_NET, MAMBA)
 
 
 def _mamba_blocks(model: Model) -> bool:
-    """Return whether the model has Mamba-2 layers, which require a HybridModel."""
     return bool(model.mixers) and _name(model) == MAMBA
 
 

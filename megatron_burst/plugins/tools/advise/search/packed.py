@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predictions for packed documents: lengths of the documents, and time of attention.
+"""Predictions for packed documents: lengths of the documents, and times of attention.
 
 A pack has as many tokens as a sequence. The prediction assumes that all packs of a step are equal;
 `--burst-pack documents` approximates this.
@@ -48,7 +48,7 @@ class LogNormalLengths(NamedTuple):
 
     Attributes:
         median: Median in tokens.
-        sigma: Standard deviation of the logarithm.
+        sigma: Standard deviation of the natural logarithm.
         most: Maximum length in tokens.
     """
 
@@ -67,11 +67,13 @@ NAMED: Mapping[str, LogNormalLengths] = {
 
 
 def lengths_of(stated: str | Sequence[int], seq: int) -> tuple[int, ...]:
-    """Return the lengths of the documents that fill one pack; the last document is cut to fit.
+    """Return the lengths of the documents that fill one pack.
+
+    The last document is shortened so that it fits.
 
     Args:
-        stated: Key of `NAMED`, lengths such as "8K,32K,128K", or the path of a file with lengths.
-            Lengths are repeated in this order until the pack is full.
+        stated: Key of `NAMED`, lengths such as "8K,32K,128K", the path of a file with lengths, or
+            a list of lengths. Lengths are repeated in this order until the pack is full.
         seq: Tokens of a pack.
 
     Raises:
@@ -88,8 +90,8 @@ def lengths_of(stated: str | Sequence[int], seq: int) -> tuple[int, ...]:
         lengths = [tokens_of(length, TITLE) for length in stated]
     if not lengths:
         raise ValueError(
-            f"{TITLE} {stated!r} contains no length; use lengths such as 8K,32K, a file of them, "
-            f"or one of {', '.join(NAMED)}"
+            f"{TITLE} {stated!r} contains no length; use lengths such as 8K,32K, a file of "
+            f"lengths, or one of {', '.join(NAMED)}"
         )
     longest = max(lengths)
     if longest > seq:
@@ -106,9 +108,10 @@ def lengths_of(stated: str | Sequence[int], seq: int) -> tuple[int, ...]:
 
 
 def packed_pins(pinned: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fixed settings and the settings that packs require: one pack per micro-batch.
+    """Return the fixed settings, together with the settings that packs require.
 
-    Row chunks are off. `layout` is removed, because `PackedForecast.cut` contains it.
+    Packs require one pack per micro-batch and no row chunks. `layout` is removed, because
+    `PackedForecast.cut` contains it.
 
     Args:
         pinned: Settings that the user has fixed.
@@ -132,7 +135,7 @@ def packed_pins(pinned: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cut_of(pinned: Mapping[str, Any]) -> Cut:
-    """Return how packs are distributed over ranks: the fixed layout, else "balanced".
+    """Return the layout of packs over ranks: the fixed layout, or "balanced" if none is fixed.
 
     Args:
         pinned: Settings that the user has fixed.
@@ -154,7 +157,7 @@ def _words(stated: str) -> list[str]:
     listed = bool(re.fullmatch(r"[\dkKmM., ]+", stated))
     if not listed and not path.is_file():
         raise ValueError(
-            f"{TITLE} must be lengths such as 8K,32K,128K, a file of them, or one of "
+            f"{TITLE} must be lengths such as 8K,32K,128K, a file of lengths, or one of "
             f"{', '.join(NAMED)}, got {stated}"
         )
     return re.findall(r"[^\s,\[\]]+", stated if listed else path.read_text())
@@ -168,8 +171,8 @@ class PackedForecast(AttentionForecast):
         cluster: Cluster of GPUs.
         pinned: Fields of `Settings` that the user has fixed.
         lengths: Lengths of the documents of a pack in tokens.
-        cut: Layout over several ranks: "balanced", or "zigzag", which cuts every document as
-            Megatron does, after padding to a multiple of 2 x CP.
+        cut: Layout over several ranks: "balanced" or "zigzag". Zigzag pads every document to a
+            multiple of 2 x CP and cuts it, as Megatron does.
     """
 
     def __init__(
@@ -182,7 +185,7 @@ class PackedForecast(AttentionForecast):
     ):
         if model.hybrid is not None:
             raise ValueError(
-                f"{TITLE}: packs are not predicted for the hybrid attention of {model.name}; "
+                f"{TITLE}: the hybrid attention of {model.name} is not predicted for packs; "
                 f"remove {TITLE}"
             )
         super().__init__(model, cluster, pinned)
@@ -229,9 +232,10 @@ class PackedForecast(AttentionForecast):
         side: str, wire: bool, packed: bool, joined: bool | None, _before: int | None,
         _host: bool,
     ) -> tuple[HeldBuffers, HeldBuffers]:  # fmt: skip
-        """Return the same as `rings.ring_held`, for the mask and layout of these documents.
+        """Return the sizes of ring buffers as `rings.ring_held` does, for these documents.
 
-        Arguments whose names begin with an underscore are not used.
+        The documents determine the mask and the layout. Arguments whose names begin with an
+        underscore are not used.
         """
         key = (run.tp, run.cp, run.ulysses, run.placement, window, algorithm, side, wire, packed)
         if key not in self._buffers:
@@ -255,7 +259,7 @@ class PackedForecast(AttentionForecast):
     ) -> AttentionTime:
         """Return a lower bound of `time`, which does not include padding of documents.
 
-        The bound is computed for one rank, so fixed settings for several ranks are ignored.
+        The bound is computed for one rank. Fixed settings that require several ranks are ignored.
         """
         if not self.pinned:
             return super().at_least(model, cluster, run, window=window)
@@ -268,18 +272,18 @@ class PackedForecast(AttentionForecast):
 
     @property
     def effective(self) -> float:
-        """Length in tokens of a sequence with as many visible keys per query as the pack."""
+        """Tokens of a sequence with as many visible keys per query as the pack has on average."""
         lengths = np.array(self.lengths, dtype=float)
         return float((lengths**2).sum() / lengths.sum())
 
     def rates(self) -> Rates:
-        """Return the compute and link rates of a rank for packed documents."""
+        """Return the compute rate and the link rates of a rank for packed documents."""
         return self.cluster.rank_rates(documents=True)
 
     def bounds(self, run: Settings) -> np.ndarray:
-        """Return the cumulative lengths of padded documents, starting with 0.
+        """Return the boundaries of padded documents in the pack, starting with 0, in tokens.
 
-        Padding of the pack counts as one more document.
+        Padding at the end of the pack counts as one more document.
         """
         lengths = list(self.lengths)
         if self.cut == "zigzag":
@@ -294,7 +298,7 @@ class PackedForecast(AttentionForecast):
         return Documents(bounds, range(len(self.lengths), len(bounds) - 1)) & Causal()
 
     def layout(self, run: Settings) -> Layout:
-        """Return the layout of a pack over the ranks and nodes of the run."""
+        """Return the layout of a pack over the context-parallel ranks and nodes of the run."""
         if run.cp == 1:
             return make("contiguous", cp_size=1)
         if self.cut == "zigzag":
@@ -309,13 +313,13 @@ class PackedForecast(AttentionForecast):
     def by_kind(self, run: Settings) -> Settings:
         """Return `run` unchanged: all layers of packed documents use one algorithm.
 
-        The time of sliding-window layers is estimated as a share of the time of full attention
-        (`windowed`), so no other algorithm would be faster for them.
+        The time of sliding-window layers is predicted as a fraction of the time of full attention
+        (`windowed`), so the fastest algorithm is predicted to be the same.
         """
         return run
 
     def timed(self, run: Settings, window: int = 0, kind: str = "") -> AttentionTime:
-        """Compute the time of an attention call; for a window, estimate it from full attention."""
+        """Predict the time of an attention call; for a window, estimate it from full attention."""
         if window:
             return windowed(self.time(self.model, self.cluster, run), window, round(self.effective))
         taken = self.candidate(run)
@@ -332,7 +336,7 @@ def windowed(core: AttentionTime, window: int, seq: int) -> AttentionTime:
     """Estimate the time of sliding-window attention from the time of full attention.
 
     The estimate is proportional to the number of visible pairs. It ignores imbalance between ranks,
-    and keys that need not be sent.
+    and that some keys need not be sent.
 
     Args:
         core: Time of full attention.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of a run as command-line flags of Megatron-LM and of this package.
 
-This module converts `Settings` to flags; `model_flags` converts the model. `tools.model_arguments`
-parses the flags; tests check the round trip.
+This module converts `Settings` to flags, and `model_flags` converts the model.
+`tools.model_arguments` parses the flags. Tests check that it returns the same settings.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ def flags_of(model: Model, run: Settings, cut: str = "") -> list[str]:
     """Return all flags for `megatron-burst pretrain SCRIPT`, quoted for a shell.
 
     SCRIPT is `script_of(model)`. Each entry is one flag with its values. `model_flags.lacking`
-    lists properties of the model that have no flag. `cut` is the layout of packed documents, or "".
+    lists properties of the model that no flag sets.
+
+    Args:
+        model: Shape of the model.
+        run: Settings of the run.
+        cut: Layout of packed documents; "" without packed documents.
     """
     return [*model_flags(model, run.pp * run.vpp), *_beside(model, run, cut)]
 
@@ -36,8 +41,12 @@ def run_flags(model: Model, run: Settings, cut: str = "") -> list[str]:
     """Return the flags of a run, without the flags of the model.
 
     They set the sequence length, parallel sizes, batch sizes, and options of Megatron-LM and this
-    package. The layer pattern of a hybrid model is included if it marks pipeline stages. `cut` is
-    the layout of packed documents, or "".
+    package. The layer pattern of a HybridModel is included if it marks pipeline stages.
+
+    Args:
+        model: Shape of the model.
+        run: Settings of the run.
+        cut: Layout of packed documents; "" without packed documents.
     """
     stages = run.pp * run.vpp
     marked = list(hybrid_flags(model, stages))[:1] if is_hybrid(model) and stages > 1 else []
@@ -63,7 +72,7 @@ DOCUMENTS = {
 
 
 def left_to_the_user(model: Model, included: Sequence[str] = ()) -> str:
-    """Return a sentence on flags that the user must add; those in `included` are not listed."""
+    """Return a sentence that lists the flags that the user must add, except those in `included`."""
     names = ["data", "tokenizer", "learning rate", "--train-iters", "checkpoints"]
     names = [name for name in names if name not in included]
     if model.family is None:
@@ -76,7 +85,7 @@ def left_to_the_user(model: Model, included: Sequence[str] = ()) -> str:
 def group_flags(model: Model, run: Settings) -> Iterator[str]:
     """Yield flags for sequence length, parallel sizes and batch sizes.
 
-    Virtual stages of a hybrid model have no flag, because the layer pattern marks them.
+    Virtual stages of a HybridModel have no flag; its layer pattern marks them.
     """
     yield f"--seq-length {run.seq} --max-position-embeddings {run.seq}"
     sequence = " --sequence-parallel" if run.tp > 1 else ""
@@ -99,8 +108,8 @@ def group_flags(model: Model, run: Settings) -> Iterator[str]:
 def _expert_groups(model: Model, run: Settings) -> Iterator[str]:
     """Yield flags for expert parallelism.
 
-    Megatron cannot split experts with biases over tensor-parallel ranks. Such experts are then
-    distributed over tensor- and expert-parallel ranks together, with the same memory per rank.
+    Megatron cannot split experts with biases over tensor-parallel ranks. Such experts are
+    distributed whole over the tensor- and expert-parallel ranks, with the same memory per rank.
     """
     biases = model.family.biases if model.family is not None else model.sinks
     ep = run.ep
@@ -137,9 +146,9 @@ def burst_flags(run: Settings, cut: str = "", carries: bool = False) -> list[str
 
 
 def choices(run: Settings, cut: str = "", carries: bool = False) -> dict[str, Any]:
-    """Return the fields of `BurstConfig` to set for a run, by name.
+    """Return the fields of `BurstConfig` to set for a run: name -> value.
 
-    They are the fields that differ from the defaults, the algorithm, and with `carries` the
+    They are the fields that differ from their defaults, the algorithm, and with `carries` the
     algorithm of linear attention.
 
     Args:

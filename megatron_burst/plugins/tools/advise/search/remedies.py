@@ -21,8 +21,8 @@ from .search_space import TrainingGoal, groups_of
 
 MOST = 3  # maximum number of changes in a message
 DOUBLINGS = 6  # maximum number of times that the number of GPUs is doubled
-TRIALS = 12  # parallel sizes to try per number of GPUs, with the fewest changes first
-BUSY = 64  # micro-batches per GPU; the total is divisible by all data-parallel sizes
+TRIALS = 12  # choices of parallel sizes to try per number of GPUs, the fewest changes first
+BUSY = 64  # micro-batches per GPU; the total is a multiple of all data-parallel sizes
 IMPLIED = ("intra",)  # fields that follow from other fields
 LARGEST = 1024  # context-parallel ranks; schedules of more ranks take minutes
 AccountOf = Callable[[Settings], Account]  # from the settings of a run to its memory account
@@ -34,7 +34,7 @@ class Remedy(NamedTuple):
     Attributes:
         run: Settings after the change.
         fields: Name of a field of `Settings` that the user must change -> new value.
-        gpus: Required number of GPUs; None if unchanged.
+        gpus: Required number of GPUs; None if it does not change.
     """
 
     run: Settings
@@ -62,7 +62,7 @@ def flag_text(name: str, value: Any) -> str:
 def changes(
     model: Model, cluster: Cluster, run: Settings, account_of: AccountOf | None = None
 ) -> list[Remedy]:
-    """Return up to `MOST` changes, each of which makes a run fit, the cheapest first.
+    """Return up to `MOST` changes, the cheapest first. Each of them makes the run fit.
 
     Args:
         model: Shape of the model.
@@ -101,33 +101,35 @@ def does_not_fit(
     Args:
         rank_account: Memory account of the run.
         cluster: Cluster of GPUs.
-        account_of: See `changes`.
+        account_of: Function that returns the memory account of a run with packed documents; None
+            without packed documents.
     """
     left, run = fit(rank_account, cluster), rank_account.run
     if left.device < 0:
         groups = f"TP {run.tp}" + f" x PP {run.pp}" * (run.pp > 1)
         states = byte_size(sum(rank_account.states.values()))
         need = (
-            f"a GPU needs {byte_size(rank_account.peak.bytes)} at {groups}, {states} of it for "
-            f"states, and has {byte_size(cluster.room)}"
+            f"a GPU needs {byte_size(rank_account.peak.bytes)} with {groups} ({states} of it for "
+            f"parameters, gradients and optimizer), but only {byte_size(cluster.room)} are "
+            "available"
         )
     else:
         need = (
-            f"a GPU needs {byte_size(rank_account.host_bytes)} of host memory, and has "
-            f"{byte_size(cluster.host_per_rank)}"
+            f"each GPU needs {byte_size(rank_account.host_bytes)} of host memory, but only "
+            f"{byte_size(cluster.host_per_rank)} per GPU are available"
         )
     texts = [change.text for change in changes(rank_account.model, cluster, run, account_of)]
     if texts:
         texts[0] = ("it fits " if texts[0].startswith("with ") else "add ") + texts[0]
     else:
-        texts = ["use a shorter sequence, or many more GPUs"]
+        texts = ["use a shorter sequence or many more GPUs"]
     return f"does not fit: {need}; {', or '.join(texts)}"
 
 
 def _steps(run: Settings, chunks: bool) -> Iterator[dict[str, Any]]:
     """Yield changes of settings that need no more GPUs, the cheapest first.
 
-    `chunks` permits changes to row chunks.
+    With `chunks`, changes to row chunks are included.
     """
     pieces = {"sequence_chunks": 32, "mlp_tiles": 64} if chunks else {"mlp_tiles": 64}
     for step in (
@@ -157,8 +159,8 @@ def _more_gpus(
 ) -> Remedy | None:
     """Return the change of parallel sizes that fits on the fewest GPUs; None if none fits.
 
-    Each choice of parallel sizes is combined with the settings in `beside`: the run, unchanged and
-    with all changes that cost little time.
+    Each choice of parallel sizes is combined with each run in `beside`: the run itself, and if
+    nothing else fits, the run with all changes that cost little time.
     """
     pinned = {"micro_batch": run.micro_batch, "vpp": run.vpp}
     for doubling in range(DOUBLINGS + 1):
@@ -181,7 +183,7 @@ def _more_gpus(
 
 
 def _regrouped(run: Settings, groups: Settings) -> Settings:
-    """Return a run with the parallel sizes of other settings (`groups`)."""
+    """Return a run with the parallel sizes of `groups`."""
     names = ("tp", "pp", "first_layers", "last_layers", "ep", "cp", "dp", "intra")
     return replace(run, **{name: getattr(groups, name) for name in names})
 

@@ -2,7 +2,7 @@
 """Search for the fastest settings that fit into memory: the ranking of `mb.advise`.
 
 A `Way` is a choice of parallel sizes. For each way, options (recompute, store, offload, ...) are
-tried in order of predicted time until one fits. A way is skipped if a lower bound on its time
+tried in the order of predicted time until one fits. A way is skipped if a lower bound on its time
 exceeds the best times so far. The bound assumes that attention sends nothing. `step_time` predicts
 times, `account` predicts memory, and `autotune.select` chooses attention settings. Of all runs
 within the fraction TIE of the fastest time, the simplest is chosen.
@@ -52,14 +52,17 @@ class Configuration:
 
     @property
     def lacks(self) -> float:
-        """Bytes by which the run exceeds GPU memory and host memory, added; 0 if it fits."""
+        """Bytes by which the run exceeds GPU memory, plus bytes by which it exceeds host memory.
+
+        0 if the run fits.
+        """
         return -min(0.0, self.fit.device) - min(0.0, self.fit.host)
 
 
 def simplicity(run: Settings) -> tuple[float, ...]:
     """Return a sort key by which the simplest run is first.
 
-    The key contains, most important first: offload, row chunks and tiles, pipeline stages, a
+    In order of importance, the key contains: offload, row chunks and tiles, pipeline stages, a
     partial attention store, recomputation, ranks that share heads, and expert-parallel ranks.
     """
     return (
@@ -79,20 +82,22 @@ def simplicity(run: Settings) -> tuple[float, ...]:
 def plainest(groups: Settings) -> Settings:
     """Return the simplest run with the parallel sizes of `groups`.
 
-    If attention sends nothing, the time of this run is a lower bound for all runs with these
-    parallel sizes.
+    Its time without communication is a lower bound for all runs with these parallel sizes.
     """
     return replace(unbarred(groups), algorithm="burst", ulysses=1, head_chunks=1)
 
 
 def unbarred(run: Settings) -> Settings:
-    """Return the run without settings that save memory; attention settings are unchanged."""
+    """Return the run without settings that save memory. Attention settings stay the same."""
     return replace(run, recompute="none", store=0.0, offload=0.0, optimizer_offload=0.0,
                    sequence_chunks=1, mlp_tiles=1)  # fmt: skip
 
 
 def simplest_first(ranked: Sequence[Configuration]) -> tuple[Configuration, ...]:
-    """Sort configurations by time, but put the simplest within TIE of the fastest first."""
+    """Sort configurations by time, except for the first one.
+
+    The first one is the simplest configuration within TIE of the fastest time.
+    """
     if not ranked:
         return ()
     limit = min(entry.seconds for entry in ranked) * (1 + TIE)
@@ -110,12 +115,12 @@ class SearchResult:
     """Result of a search.
 
     Attributes:
-        ranked: Best configuration that fits, for each way. The recommended configuration is first;
-            the others are ordered by time.
-        ways: Number of ways (choices of parallel sizes).
+        ranked: Best configuration that fits, for each way (choice of parallel sizes). The
+            recommended configuration is first; the others are ordered by time.
+        ways: Number of ways.
         tried: Number of ways that were not skipped.
-        closest: Configuration that exceeds memory the least; None if all computed configurations
-            fit.
+        closest: Configuration that exceeds memory by the fewest bytes; None if all computed
+            configurations fit.
     """
 
     ranked: tuple[Configuration, ...]
@@ -127,9 +132,11 @@ class SearchResult:
 class Way(NamedTuple):
     """Choice of parallel sizes (TP, PP, CP, DP), or one variant of it.
 
+    Variants differ in micro-batch size, virtual stages and expert-parallel size.
+
     Attributes:
         bound: Lower bound on the seconds of a step.
-        simplest: Lower bound on `simplicity` of all runs.
+        simplest: Lower bound on `simplicity` of the runs of this way.
         content: For a choice of parallel sizes, the list of its variants (`Way`). For a variant,
             `Settings` with its parallel sizes.
     """
@@ -168,13 +175,14 @@ class Search:
         self.prune = True
 
     def run(self, top: int, progress: Progress | None = None, prune: bool = True) -> SearchResult:
-        """Search all ways and return the `top` fastest configurations.
+        """Search all ways (choices of parallel sizes) and return the `top` fastest configurations.
 
         Args:
             top: Number of configurations to return.
-            progress: Function that is called with two numbers of ways: finished ways and all ways.
-            prune: Skip ways that cannot be among the results. Tests set it to False, which takes
-                long.
+            progress: Function that is called with the number of finished ways and the number of all
+                ways.
+            prune: Skip ways that cannot be among the results. Tests set it to False, which makes
+                the search slow.
         """
         self.prune = prune
         variants: dict[tuple[int, ...], list[Way]] = {}
@@ -191,17 +199,15 @@ class Search:
             self.closest = self._configuration(*self.timed([self.least[1]])[0])
         closer: list[Configuration] = []
         for candidate in simplest_first(ranked):
-            # Once there are `top` runs, refine only runs that unlimited memory would make faster.
+            # Once there are `top` runs, refine a run only if it would be faster than the fastest of
+            # them with unlimited memory.
             limit = min((finished.seconds for finished in closer), default=math.inf)
             if len(closer) < top or self.attention.step(unbarred(candidate.run)).seconds < limit:
                 closer.append(self.best_of(candidate.run, thorough=True) or candidate)
         return SearchResult(simplest_first(closer)[:top], len(ways), tried, self.closest)
 
     def _best_variant(self, variants: list[Way]) -> Configuration | None:
-        """Return the best configuration for one choice of parallel sizes, over its variants.
-
-        Variants differ in micro-batch size, virtual stages and expert-parallel size.
-        """
+        """Return the best configuration of a choice of parallel sizes, over its variants."""
         ranked, _ = self._explore(variants, 1, self.best_of)
         return simplest_first(ranked)[0] if ranked else None
 
@@ -212,11 +218,11 @@ class Search:
         best: Callable[[Any], Configuration | None],
         progress: Progress | None = None,
     ) -> tuple[list[Configuration], int]:
-        """Return the best configuration of each way that is tried, and how many are tried.
+        """Return the best configuration of each way that is tried, and the number of tried ways.
 
-        A way is a choice of parallel sizes. It is tried if it may be among the `top` fastest, or if
-        it may be simpler and within TIE of the fastest. `best` returns the best configuration for a
-        `Way.content`.
+        A way is a choice of parallel sizes or one variant of it. It is tried if it may be among the
+        `top` fastest, or if it may be simpler and within TIE of the fastest. `best` returns the
+        best configuration for a `Way.content`.
         """
         ranked: list[Configuration] = []
         left = deque(sorted(ways, key=lambda way: (way.bound, way.simplest)))
@@ -249,10 +255,10 @@ class Search:
         return self.prune and len(ranked) >= top and way.bound > ranked[top - 1].seconds
 
     def at_least(self, groups: Settings) -> float:
-        """Return a lower bound on the step seconds of runs with these parallel sizes that may fit.
+        """Return a lower bound on the step time of runs with these parallel sizes, in seconds.
 
-        If the simplest run certainly does not fit, the bound assumes full recomputation or an
-        offloaded optimizer.
+        Only runs that may fit into memory count. If the simplest run certainly does not fit, the
+        bound assumes full recomputation or an offloaded optimizer.
         """
         candidates = []
         for moved in sorted(self.want.values("optimizer_offload", (0.0, 1.0))):
@@ -272,9 +278,9 @@ class Search:
         """Return the fastest run with these parallel sizes that fits; None if none fits.
 
         Of the runs within TIE of the fastest, the simplest is returned. More runs are tried if none
-        fits, or with `thorough` if the fastest run does not fit: first runs with a partial
-        attention store (layout striped) or row chunks, then fractions of stored outputs and of
-        offloading that are multiples of 0.1.
+        fits, and with `thorough` also if a faster run does not fit. These are first runs with a
+        partial attention store (layout striped) or row chunks. Then the fractions of stored outputs
+        and of offloading are varied in steps of 0.1.
         """
         self._accounts, self._failed = {}, []
         try:
@@ -298,15 +304,15 @@ class Search:
                 if best is not None or any(failure.fit.device >= 0 for failure in self._failed):
                     best = self._taken(self._finer(groups, best)) or best
             return best and self._by_kind(best)
-        except ValueError as error:  # the fixed settings are impossible with these groups
+        except ValueError as error:  # the fixed settings are impossible with these parallel sizes
             self.refused = error
             return None
 
     def _finer(self, groups: Settings, best: Configuration | None) -> list[TimedRun]:
         """Return runs with finer fractions that are faster than `best` by more than TIE.
 
-        Their fractions of stored outputs and of offloading are multiples of 0.1. Stores that exceed
-        GPU memory with every offload are excluded.
+        The fractions are the stored outputs and the offloading; their values are multiples of 0.1.
+        Stores that exceed GPU memory even with the largest offload are excluded.
         """
         other_options = attrgetter(
             "recompute", "optimizer_offload", "sequence_chunks", "mlp_tiles", "layout"
@@ -342,7 +348,10 @@ class Search:
         return [x for x in self.timed(possible) if x.time.seconds * (1 + TIE) < limit]
 
     def _taken(self, timed: Sequence[TimedRun]) -> Configuration | None:
-        """Return the simplest fitting run within TIE of the fastest fitting run, if any."""
+        """Return the simplest run within TIE of the fastest run, of the runs that fit.
+
+        None if no run fits.
+        """
         ordered = sorted(timed, key=attrgetter("order"))
         first = next(self._fitting(ordered), None)
         if first is None:
@@ -353,7 +362,7 @@ class Search:
         return next(self._fitting(tied), first)
 
     def _possible(self, runs: Iterable[Settings]) -> list[Settings]:
-        """Return the runs whose lower bound on memory (`least_bytes`) fits."""
+        """Return the runs whose lower bound on memory (`least_bytes`) fits into GPU memory."""
         possible = []
         for run in runs:
             need = least_bytes(self.model, run)
@@ -364,15 +373,15 @@ class Search:
         return possible
 
     def timed(self, runs: Iterable[Settings]) -> list[TimedRun]:
-        """Choose attention settings of runs, predict their times, and sort them by time."""
+        """Choose attention settings of the runs, predict their times, and sort them by time."""
         settled = map(self.attention.settled, runs)
         times = [TimedRun(self.attention.step(run), run) for run in settled]
         return sorted(times, key=attrgetter("order"))
 
     def _by_kind(self, configuration: Configuration) -> Configuration:
-        """Return the configuration with the fastest algorithm for each kind of layers.
+        """Return the configuration with the fastest algorithm for each kind of layer.
 
-        The configuration is returned unchanged if the gain is at most TIE or the result does not
+        The configuration is returned unchanged if the gain is at most TIE or if the result does not
         fit.
         """
         run = self.attention.by_kind(configuration.run)
@@ -383,7 +392,7 @@ class Search:
         return by_kind if gains and by_kind.fit.fits else configuration
 
     def _configuration(self, time: StepTime, run: Settings) -> Configuration:
-        """Return a run as a `Configuration`, with its memory account from a cache."""
+        """Return a run as a `Configuration`. Its memory account comes from a cache."""
         return Configuration(run, time, self._account_of(run), self.left(run))
 
     def _account_of(self, run: Settings) -> Account:
@@ -392,7 +401,7 @@ class Search:
         return self._accounts[run]
 
     def left(self, run: Settings) -> MemoryLeft:
-        """Return the unused memory of a run, from a cache."""
+        """Return the unused memory of a run. Its memory account comes from a cache."""
         return fit(self._account_of(run), self.cluster)
 
     def _fitting(self, timed: Sequence[TimedRun]) -> Iterator[Configuration]:
@@ -411,7 +420,7 @@ class Search:
 
 
 def _takes_more(run: Settings, failed: Configuration) -> bool:
-    """Return whether a run certainly exceeds memory, because a similar run (`failed`) does.
+    """Return whether a run certainly exceeds memory, because the similar run `failed` does.
 
     False if the runs differ in more than the fractions of stored outputs and of offloading.
     """

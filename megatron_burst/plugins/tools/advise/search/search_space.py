@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that a search tries: parallel sizes (groups), and options for each of them.
+"""Settings that a search tries: parallel sizes (groups), and options for each choice of them.
 
-Tensor-parallel ranks are within a node. Pipeline stages have equally many layers, or fewer on the
-first and the last stage. Context-parallel ranks have equally many rows. Data-parallel ranks use the
-remaining GPUs. Options are recompute, store, offload, row chunks and tiles, with a few values each.
-`check_wanted` raises ValueError if fixed settings are impossible with all parallel sizes.
+Tensor-parallel ranks are within a node. Pipeline stages have equally many layers, except that the
+first and the last stage may have fewer. Context-parallel ranks have equally many rows.
+Data-parallel ranks use the remaining GPUs. Options are recompute, store, offload, row chunks and
+tiles, with a few values each. `check_wanted` raises ValueError if the fixed settings are impossible
+with all parallel sizes.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from ..settings import (
 from ..shapes.model import Model
 
 STAGES = 16  # maximum number of pipeline stages
-# Numbers of stages that are tried with unequal numbers of layers, and the minimum number of
-# micro-batches per stage. With fewer micro-batches a fifth of a step would be pipeline bubble. Each
-# entry makes a search longer.
+# Numbers of stages that are tried with different numbers of layers, and the minimum number of
+# micro-batches divided by stages. With fewer micro-batches the pipeline bubble would take a fifth
+# of a step. Each entry of UNEVEN makes a search longer.
 UNEVEN, BUSY = (8, 16), 4
 VIRTUAL = (1, 2, 4)  # virtual stages per pipeline rank
 FEW_ROWS = 4096  # with fewer rows per rank, micro-batches of several sequences are tried
@@ -42,7 +43,7 @@ STORES = (1.0, 0.5, 0.0)
 OFFLOADS = (0.0, 1.0)
 # Values of store and offload, if memory limits them.
 FRACTIONS = tuple(tenth / 10 for tenth in range(11))
-TILES = (1, 8)  # MLP tiles if the attention half runs whole
+TILES = (1, 8)  # MLP tiles, if attention does not run in row chunks
 CHUNKED = ((8, 32), (32, 64))  # pairs (sequence chunks, MLP tiles), if nothing else fits
 # Fields of `Settings` that are parallel sizes; other fields are options.
 GROUPS = ("tp", "pp", *ENDS, "vpp", "ep", "cp", "dp", "micro_batch")
@@ -66,8 +67,8 @@ class TrainingGoal:
             layout.
         hybrid: Whether the model is Megatron's HybridModel, which does not support
             `--burst-offload`.
-        selects: Whether attention is sparse or hybrid; it then has no store, no row chunks and no
-            `--burst-offload`.
+        selects: Whether attention is sparse or hybrid. Such attention supports no store, no row
+            chunks and no `--burst-offload`.
         documents: Lengths of the documents of a pack if zigzag cuts each document; otherwise ().
             The sum of the lengths is `seq`.
     """
@@ -81,9 +82,9 @@ class TrainingGoal:
     documents: tuple[int, ...] = ()
 
     def rows(self, tp: int, cp: int) -> int:
-        """Return the tokens of a sequence including the padding for these parallel sizes.
+        """Return the tokens of a sequence, including the padding that these parallel sizes require.
 
-        Each document is padded, and then the sequence, so that sequence-parallel ranks have
+        Each document is padded. Then the sequence is padded, so that sequence-parallel ranks have
         equally many rows.
         """
         if not self.documents:
@@ -108,7 +109,7 @@ def of_model(model: Model) -> dict[str, Any]:
 
 
 def groups_of(model: Model, cluster: Cluster, goal: TrainingGoal) -> Iterator[Settings]:
-    """Yield settings for each choice of parallel sizes; options are fixed or have defaults."""
+    """Yield settings for each choice of parallel sizes. Other fields are fixed or have defaults."""
     options = {k: v for k, v in goal.pinned.items() if k not in (*GROUPS, "micro_batches")}
     stages = stages_to_try(model, cluster, goal)
     sizes = goal.values("tp", tensor_sizes(model, cluster)), goal.values("pp", stages)
@@ -135,8 +136,9 @@ def groups_of(model: Model, cluster: Cluster, goal: TrainingGoal) -> Iterator[Se
 def stages_to_try(model: Model, cluster: Cluster, goal: TrainingGoal) -> list[int]:
     """Return the pipeline-parallel sizes to try.
 
-    The sizes divide the number of layers. Sizes in UNEVEN are also tried with fewer layers on the
-    first and the last stage, except for hybrid models.
+    These are the divisors of the number of layers and the sizes in UNEVEN. If a size in UNEVEN does
+    not divide the number of layers, the first and the last stage have fewer layers. HybridModels do
+    not support this, so UNEVEN is not tried for them.
     """
     uneven = [pp for pp in UNEVEN if not goal.hybrid and uneven_ends(model.layers, pp) is not None]
     most = min(STAGES, cluster.gpus)
@@ -146,7 +148,7 @@ def stages_to_try(model: Model, cluster: Cluster, goal: TrainingGoal) -> list[in
 def _ends(model: Model, goal: TrainingGoal, pp: int) -> dict[str, int]:
     """Return `first_layers` and `last_layers` as keyword arguments; {} if stages are equally large.
 
-    The numbers are fixed by the user, or chosen if `pp` does not divide the layers.
+    The numbers are fixed by the user, or chosen if `pp` does not divide the number of layers.
     """
     fixed = {name: goal.pinned[name] for name in ENDS if name in goal.pinned}
     if fixed or model.layers % pp == 0 or goal.hybrid:
@@ -156,7 +158,7 @@ def _ends(model: Model, goal: TrainingGoal, pp: int) -> dict[str, int]:
 
 
 def _odd_stages(model: Model, run: Settings) -> str:
-    """Return the error message if the pipeline stages of a run cannot share the layers, or ""."""
+    """Return the error message if the layers cannot be divided into the stages of a run, or ""."""
     try:
         stage_layers(model, run)
     except ValueError as error:
@@ -167,9 +169,8 @@ def _odd_stages(model: Model, run: Settings) -> str:
 def tensor_sizes(model: Model, cluster: Cluster) -> list[int]:
     """Return the tensor-parallel sizes that Megatron-Core accepts.
 
-    The sizes divide the GPUs of a node and the query heads. They divide the key/value heads, or are
-    multiples of them, in which case Megatron replicates heads. They divide the output groups of
-    hybrid attention.
+    They divide the GPUs of a node, the query heads, and the output groups of hybrid attention. They
+    divide the key/value heads, or are multiples of their number; Megatron then replicates heads.
     """
     return [
         tp
@@ -186,8 +187,8 @@ def tensor_sizes(model: Model, cluster: Cluster) -> list[int]:
 def _rows_fit(model: Model, cluster: Cluster, goal: TrainingGoal, tp: int, cp: int) -> bool:
     """Return whether all ranks get equally many rows, and all nodes equally many ranks.
 
-    Rows are divided by zigzag (2 x CP) and by sequence parallelism (TP x CP). No rank cuts the rows
-    of a compressed key.
+    Rows are divided by zigzag (2 x CP) and by sequence parallelism (TP x CP). All rows of a
+    compressed key (hybrid attention) must be on one rank.
     """
     if (rows := goal.rows(tp, cp)) % (2 * cp * model.key_rows) or rows % (cp * tp):
         return False
@@ -195,7 +196,7 @@ def _rows_fit(model: Model, cluster: Cluster, goal: TrainingGoal, tp: int, cp: i
 
 
 def _micro_batches(model: Model, goal: TrainingGoal, base: Settings) -> Iterator[Settings]:
-    """Yield `base` with each micro-batch, virtual-pipeline and expert-parallel size."""
+    """Yield `base` with each micro-batch size, number of virtual stages and expert parallelism."""
     short = goal.seq // base.cp < FEW_ROWS
     for size in goal.values("micro_batch", SEQUENCES if short else SEQUENCES[:1]):
         count, remainder = divmod(goal.sequences, base.dp * size)
@@ -212,7 +213,7 @@ def _micro_batches(model: Model, goal: TrainingGoal, base: Settings) -> Iterator
 
 
 def _experts(model: Model, goal: TrainingGoal, base: Settings) -> list[int]:
-    """Return expert-parallel sizes that divide the numbers of experts and of DP x CP ranks."""
+    """Return expert-parallel sizes that divide the number of experts and DP x CP."""
     if not model.experts:
         return goal.values("ep", [1])
     sizes = goal.values("ep", divisors(model.experts))
@@ -231,8 +232,8 @@ def options_of(
     Args:
         run: Settings with the parallel sizes.
         goal: Goal of the search.
-        chunked: Whether the attention half runs in row chunks, which requires several
-            context-parallel ranks.
+        chunked: Whether attention runs in row chunks, which requires several context-parallel
+            ranks.
         stores: Values of `store` (fraction of rows with stored attention outputs) to try if the
             user has not fixed it.
         offloads: Values of `offload` to try if the user has not fixed it.
@@ -260,12 +261,12 @@ def options_of(
 
 
 def layout_of(goal: TrainingGoal, store: float) -> str:
-    """Return the layout of a candidate run.
+    """Return the layout of a run: the fixed layout, or the one that suits its attention store.
 
     Args:
-        goal: Goal of the search. If it fixes the layout, that layout is returned.
+        goal: Goal of the search.
         store: Fraction of the rows whose attention outputs are stored. A fraction between 0 and 1
-            selects "striped", unless linear-attention layers exclude it; otherwise "zigzag" is
+            selects "striped", unless the model has linear-attention layers. Otherwise "zigzag" is
             selected.
     """
     striped = 0 < store < 1 and not goal.carries
@@ -280,7 +281,7 @@ def _plain(goal: TrainingGoal) -> bool:
 
 
 def _pieces(run: Settings, goal: TrainingGoal, chunked: bool) -> list[tuple[int, int]]:
-    """Return the numbers of row chunks and of MLP tiles to try, as pairs."""
+    """Return pairs to try: number of row chunks, and number of MLP tiles."""
     if goal.selects and chunked:
         return []
     pairs = CHUNKED if chunked else tuple((1, tiles) for tiles in TILES)
@@ -309,7 +310,7 @@ def check_wanted(model: Model, cluster: Cluster, goal: TrainingGoal) -> None:
         goal: Goal of the search.
 
     Raises:
-        ValueError: No choice is possible; the message contains settings that work.
+        ValueError: No choice is possible; the message says what would work.
     """
     check_fixed(goal)
     check_experts(model, goal.pinned.get("ep", 1))
@@ -324,14 +325,14 @@ def check_fixed(goal: TrainingGoal) -> None:
     """Raise ValueError if a fixed setting does not exist or has an impossible value."""
     for name in goal.pinned:
         if name not in SEARCHED:
-            raise ValueError(f"{name} cannot be fixed; the settings are {', '.join(SEARCHED)}")
+            raise ValueError(f"{name} cannot be fixed; use one of {', '.join(SEARCHED)}")
     check_fields(Settings(goal.seq, **goal.pinned))
 
 
 def _reasons(model: Model, cluster: Cluster, goal: TrainingGoal) -> Iterator[str]:
     pinned, names = goal.pinned, algorithms()
     if pinned.get("algorithm", "auto") not in names:
-        yield f"--algorithm {pinned['algorithm']}: no such algorithm; use {alternatives(names)}"
+        yield f"--algorithm {pinned['algorithm']} does not exist; use {alternatives(names)}"
     sizes = tensor_sizes(model, cluster)
     if "tp" in pinned and pinned["tp"] not in sizes:
         yield (
@@ -348,11 +349,11 @@ def _reasons(model: Model, cluster: Cluster, goal: TrainingGoal) -> Iterator[str
     odd = [_odd_stages(model, Settings(goal.seq, pp=n, **ends)) for n in stages] if ends else []
     if ends and (stages == [1] or vpp > 1):
         yield (
-            f"{stated_ends}: these require a pipeline of several stages without virtual stages; "
-            "use --pp 2 or more, and --vpp 1"
+            f"{stated_ends}: different numbers of layers require several pipeline stages and no "
+            "virtual stages; use --pp 2 or more, and --vpp 1"
         )
     elif odd and all(odd):
-        none = f"{stated_ends}: these do not fit any --pp that the search tries; set --pp"
+        none = f"{stated_ends} is impossible with every --pp that the search tries; set --pp too"
         yield odd[0] if "pp" in pinned else none
     elif not ends and model.layers % (pp * vpp) and (vpp > 1 or not _ends(model, goal, pp)):
         good = [n for n in divisors(model.layers) if n <= min(STAGES, cluster.gpus)]
@@ -374,12 +375,12 @@ def _reasons(model: Model, cluster: Cluster, goal: TrainingGoal) -> Iterator[str
         stated_ends = " x ".join(f"--{name} {pinned[name]}" for name in stated)
         yield (
             f"--gpus {cluster.gpus} is not a multiple of the {ranks} ranks of {stated_ends}; use "
-            f"{-(-cluster.gpus // ranks) * ranks} GPUs, or smaller groups"
+            f"{-(-cluster.gpus // ranks) * ranks} GPUs, or smaller parallel sizes"
         )
 
 
 def _no_way(model: Model, cluster: Cluster, goal: TrainingGoal) -> str:
-    """Return the error message for fixed settings that are possible one by one but not together."""
+    """Return the error message for fixed settings that are valid one by one but not together."""
     tokens = goal.seq * goal.sequences
     # Lengths that are powers of two are not divisible by the odd factor of the ranks.
     odd = cluster.gpus // (cluster.gpus & -cluster.gpus)

@@ -2,7 +2,7 @@
 """Configurations and models of Hugging Face transformers, offline and without remote code.
 
 `config_of` creates the configuration of a language model. `built` instantiates the model on torch's
-meta device, which allocates no memory, and reads parameters, windows and norms.
+meta device, which allocates no memory, and reads its parameters, windows and norms.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _transformers(part: str = "") -> Any:
         return importlib.import_module(f"transformers{part}")
     except ImportError as error:
         raise ValueError(
-            f"a config.json is read with transformers ({error}): "
+            f"reading a config.json requires transformers, which cannot be imported ({error}): "
             "pip install 'megatron-burst[advise]'"
         ) from None
 
@@ -51,7 +51,7 @@ def config_of(fields: dict[str, Any], name: str) -> tuple[Any, bool]:
     """Create transformers' configuration of the language model in a config.json.
 
     Args:
-        fields: The fields of a `config.json`.
+        fields: Fields of the config.json.
         name: Name of the file, for errors.
 
     Returns:
@@ -84,7 +84,8 @@ def config_of(fields: dict[str, Any], name: str) -> tuple[Any, bool]:
 def _made(transformers: Any, kind: str, fields: dict[str, Any]) -> Any:
     """Create a configuration; convert values that only older releases of transformers accepted.
 
-    Older releases did not check types, so files contain null values, and integers for booleans.
+    Older releases did not check types, so some files contain null values, or integers instead of
+    booleans.
     """
     while True:
         try:
@@ -98,7 +99,7 @@ def _made(transformers: Any, kind: str, fields: dict[str, Any]) -> Any:
 
 
 def _retyped(fields: dict[str, Any], key: str, kind: str) -> dict[str, Any]:
-    """Return `fields` without the nulls of `key`, or with its integers as booleans.
+    """Return `fields` without the null values of `key`, or with its integers as booleans.
 
     `kind` is the type to remove or convert: "NoneType" or "int". Nested fields are included.
     """
@@ -114,7 +115,7 @@ def _retyped(fields: dict[str, Any], key: str, kind: str) -> dict[str, Any]:
 
 
 def _stated_tie(fields: dict[str, Any]) -> bool | None:
-    """Return `tie_word_embeddings` of the top level, or else of a nested object; None if absent."""
+    """Return `tie_word_embeddings` of the top level or of a nested object; None if absent."""
     if fields.get("tie_word_embeddings") is not None:
         return bool(fields["tie_word_embeddings"])
     parts = (fields[key] for key in NESTED if isinstance(fields.get(key), dict))
@@ -129,7 +130,7 @@ def _generates(kind: str, text: Any) -> bool:
 
 
 def _shapes(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields without `NOT_SHAPES`, also in nested `*_config` objects."""
+    """Return the fields without those in `NOT_SHAPES`, also in nested `*_config` objects."""
     shapes = {key: value for key, value in fields.items() if key not in NOT_SHAPES}
     for key, value in shapes.items():
         if isinstance(value, dict) and key.endswith("_config"):
@@ -139,7 +140,7 @@ def _shapes(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def values_of(config: Any) -> dict[str, Any]:
-    """Return the values of a configuration, by the attribute names of its class."""
+    """Return the values of a configuration: attribute name of its class -> value."""
     values = dict(config.to_dict())
     for key in ("layer_types", "layers_block_type"):
         if key not in values and getattr(config, key, None) is not None:
@@ -186,7 +187,7 @@ class Built:
 
 
 def built(config: Any, name: str, layers: int) -> Built:
-    """Instantiate the language model of a configuration on the meta device and describe it.
+    """Instantiate a language model on torch's meta device, and return its properties.
 
     Args:
         config: Configuration from `config_of`.
@@ -195,8 +196,11 @@ def built(config: Any, name: str, layers: int) -> Built:
 
     Returns:
         The properties of the model.
+
+    Raises:
+        ValueError: transformers cannot create the model.
     """
-    import torch  # late: it takes seconds
+    import torch  # imported late, because the import takes seconds
 
     transformers = _transformers()
     modeling_auto = _transformers(".models.auto.modeling_auto")
@@ -229,7 +233,7 @@ def built(config: Any, name: str, layers: int) -> Built:
 
 
 def _text_model(config_class: type) -> Any:
-    """Return the class of a text model that transformers' auto classes do not list."""
+    """Return the class of a text model that is absent from transformers' auto classes."""
     pretrained = _transformers().PreTrainedModel
     name = config_class.__module__.replace("configuration_", "modeling_")
     for model_class in vars(importlib.import_module(name)).values():
@@ -274,7 +278,7 @@ def _layer(layer: Any) -> BuiltLayer:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Return a context without Python warnings, in which transformers logs only errors."""
+    """Suppress Python warnings and logging of transformers below errors."""
     logging = _transformers().logging
     before = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -288,7 +292,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _refused(name: str, kind: str) -> Iterator[None]:
-    """Return a context that converts errors of transformers to ValueError with one line."""
+    """Convert errors of transformers to ValueError with a message of one line."""
     try:
         yield
     except Exception as error:

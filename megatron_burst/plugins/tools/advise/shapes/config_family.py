@@ -45,18 +45,18 @@ class Structure(NamedTuple):
     """Biases, norms, gates and sinks in the layers of a model.
 
     Attributes:
-        qkv_bias: Projections to queries, keys and values have biases.
-        out_bias: The output projection of attention has a bias.
-        mlp_bias: The matrices of the MLP have biases.
+        qkv_bias: Whether projections to queries, keys and values have biases.
+        out_bias: Whether the output projection of attention has a bias.
+        mlp_bias: Whether the matrices of the MLP have biases.
         head_norms: Norms of queries and keys: "head" (per head), "all" (over all heads), or ""
             (none).
-        layer_norm: Norms are LayerNorm instead of RMSNorm.
-        norm_bias: Norms have a bias.
+        layer_norm: Whether norms are LayerNorm instead of RMSNorm.
+        norm_bias: Whether norms have a bias.
         norms: Number of norms of hidden states per layer.
-        after: Norms are applied to the output of each half of a layer instead of its input.
-        expert_bias: The router has a bias per expert for load balancing.
-        shared_gate: The shared experts have a gate.
-        sinks: Attention has sinks.
+        after: Whether norms are applied to the outputs of attention and MLP instead of the inputs.
+        expert_bias: Whether the router has a bias per expert for load balancing.
+        shared_gate: Whether the shared experts have a gate.
+        sinks: Whether attention has sinks.
     """
 
     qkv_bias: bool = False
@@ -73,15 +73,16 @@ class Structure(NamedTuple):
 
 
 def family_of(model: Model, fields: Fields, kind: str, made: Built) -> tuple[Family, bool]:
-    """Return Megatron's flags of the model, such as its norm and activation, without sizes.
-
-    The second result is True if attention has sinks.
+    """Return Megatron's flags for properties of a model that are not sizes, such as its norm.
 
     Args:
         model: Shape of the model.
         fields: Fields of the config.json.
         kind: Model type, such as "llama".
-        made: Properties of the module that transformers makes of the config.json.
+        made: Properties of transformers' model for the config.json.
+
+    Returns:
+        The flags, and whether attention has sinks.
     """
     structure = _of_model(made, model)
     fields.accept("add_swa_attention_sink_bias")  # sinks are read from the model
@@ -179,7 +180,7 @@ def _norm_flags(kind: str, structure: Structure) -> Iterator[str]:
 
 
 def _router_flags(fields: Fields, kind: str, structure: Structure) -> Iterator[str]:
-    """Yield the flags of the router that differ from a softmax over the selected experts."""
+    """Yield the flags for a router that is not a softmax over the selected experts."""
     score = _score_function(fields, kind)
     if score != "softmax":
         yield f"--moe-router-score-function {score}"
@@ -224,12 +225,12 @@ def _activation(fields: Fields, model: Model) -> tuple[str, list[str]]:
     """Return the flags for the activation of the MLP.
 
     Args:
-        fields: Fields of the configuration.
+        fields: Fields of the config.json.
         model: Shape of the model.
 
     Returns:
-        The flags of a gated MLP; a list with a text about an activation that no flag sets, or an
-        empty list.
+        The flags of a gated MLP; and a list with a description of the activation if no flag sets
+        it, otherwise an empty list.
     """
     act = _act(fields)
     if not model.gated:
@@ -244,12 +245,12 @@ def _activation(fields: Fields, model: Model) -> tuple[str, list[str]]:
         )
     if act in ("silu", "swish", "swiglu"):
         return "--swiglu", []
-    return "--swiglu", [f"a gate of {act} in the MLP (--swiglu has its sizes)"]
+    return "--swiglu", [f"an MLP gated by {act}; --swiglu sets an MLP of the same size"]
 
 
 def _lacking(model: Model, fields: Fields, kind: str, structure: Structure) -> Iterator[str]:
     if structure.out_bias and not structure.mlp_bias:
-        yield "a bias of attention's output alone"
+        yield "a bias of only the output projection of attention"
     if structure.mlp_bias and not structure.qkv_bias:
         yield "biases of the MLP without biases of attention"
     if structure.head_norms == "all":
@@ -259,13 +260,13 @@ def _lacking(model: Model, fields: Fields, kind: str, structure: Structure) -> I
     if fields.get("linear_allow_neg_eigval"):
         yield "negative eigenvalues of the gated delta net"
     if structure.after:
-        yield "norms after each half of a layer and none before"
+        yield "norms after attention and MLP but not before them"
     elif structure.norms > 2:
-        yield "norms after both halves of a layer"
+        yield "additional norms after attention and MLP"
     elif structure.norms < 2 or any(
         fields.get(key) is True for key in ("parallel_attn", "use_parallel_residual")
     ):
-        yield "attention and MLP side by side in a layer"
+        yield "attention and MLP in parallel in a layer"
     if kind.startswith("gemma"):
         yield "scaled embeddings"
     factors = [key for key in FACTORS if fields.get(key) not in (None, 1, 1.0, 0, 0.0)]
@@ -276,7 +277,7 @@ def _lacking(model: Model, fields: Fields, kind: str, structure: Structure) -> I
     narrow, wide = fields.get("num_key_value_heads"), fields.get("swa_num_key_value_heads")
     if kind == "mimo_v2_flash" or (wide is not None and wide != narrow):
         yield (
-            f"{model.kv_heads} key/value heads in layers with a window and fewer in the others; "
+            f"{model.kv_heads} key/value heads in layers with a window and fewer in other layers; "
             f"the forecast assumes {model.kv_heads} in all layers"
         )
     if structure.sinks and kind == "mimo_v2_flash":
@@ -288,13 +289,13 @@ def _lacking(model: Model, fields: Fields, kind: str, structure: Structure) -> I
     if kind == "kimi_linear":
         yield "latent attention without rotary positions"
     if fields.get("dual_chunk_attention_config"):
-        yield "dual chunk attention, which changes the positions of inference alone"
+        yield "dual chunk attention, which changes positions only in inference"
     if kind.startswith("minimax") and model.mixers:
-        yield "residuals that are scaled"
+        yield "scaled residuals"
     if structure.expert_bias and _score_function(fields, kind) == "softmax":
-        yield "a bias of experts whose scores are a softmax"
+        yield "a bias per expert with softmax scores"
     if kind.startswith("llama4"):
-        yield "experts whose inputs are scaled by the router"
+        yield "expert inputs that the router scales"
 
 
 # --- norms and positions ---------------------------------------------------------------------
@@ -308,7 +309,11 @@ EPSILONS = "rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon
 
 
 def _numerics(fields: Fields, head_dim: int) -> tuple[str, list[str]]:
-    """Return flags for the norms' epsilon and rotary positions, and properties without a flag."""
+    """Return flags for the epsilon of norms and for rotary positions.
+
+    Returns:
+        The flags, and descriptions of properties that no flag sets.
+    """
     flags = [f"--norm-epsilon {fields.number(key):g}" for key in EPSILONS if key in fields][:1]
     rope = fields.object_of("rope_parameters")
     hybrid = set(rope) == {"main", "compress"}  # DeepSeek-V4
@@ -344,7 +349,7 @@ def _numerics(fields: Fields, head_dim: int) -> tuple[str, list[str]]:
 
 
 def _scaled(kind: str, rope: Fields, latent: bool) -> str:
-    """Return flags of Megatron-LM for rope scaling; "" if Megatron-LM does not support it."""
+    """Return Megatron-LM's flags for a rope scaling; "" if Megatron-LM does not support it."""
     factor = rope.number("factor") if "factor" in rope else 0.0
     if kind == "linear" and not latent and 0 < factor == int(factor):
         return f"--rotary-seq-len-interpolation-factor {int(factor)}"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of a `config.json`: type checks, and a record of which fields are read.
+"""Fields of a `config.json`: type checks, and a record of the fields that code has read.
 
-Ignoring a field that describes layers would silently give a wrong model. `Fields.check_unread`
+An ignored field that describes layers would silently give a wrong model. `Fields.check_unread`
 therefore raises ValueError for such fields if no code has read them.
 """
 
@@ -28,7 +28,8 @@ HARMLESS = re.compile(
     r"|inference|cache|expert_bias|_group$|score|combine|fused|tensor_parallel|^num_hidden_layers$"
     r"|scale$|_multiplier|^linear_(a_log|dt_|allow)|^mamba_dt|^mtp_|^moe_gate$|aux_free"
 )
-OF_EXPERTS = re.compile(r"expert|moe")  # names within nested objects, such as DBRX's ffn_config
+# Names of fields within nested objects, such as DBRX's ffn_config.
+OF_EXPERTS = re.compile(r"expert|moe")
 
 
 class Missing(ValueError):
@@ -36,10 +37,10 @@ class Missing(ValueError):
 
 
 class Fields(Mapping[str, Any]):
-    """Fields of a config.json, without null values; records which fields are read.
+    """Fields of a config.json, without null values. Records which fields are read.
 
     Args:
-        values: Values by name.
+        values: Field name -> value.
         name: Name of the file, for errors.
         aliases: Standard field name -> name in the configuration class of the model type.
     """
@@ -71,7 +72,7 @@ class Fields(Mapping[str, Any]):
         return key in self.values_by_name or self.aliases.get(str(key)) in self.values_by_name
 
     def size(self, *keys: str) -> int:
-        """Return the integer in one of several alternative fields; 0 if no field is set.
+        """Return the integer in one of several fields with the same meaning; 0 if none is set.
 
         A list of equal numbers counts as one number. Raises ValueError if the fields contradict
         each other.
@@ -103,7 +104,7 @@ class Fields(Mapping[str, Any]):
         return self.size(*keys)
 
     def number(self, key: str) -> float:
-        """Return the number in a required field as a float, from 0 to `LARGEST`."""
+        """Return the number in a required field as a float. It must be from 0 to `LARGEST`."""
         number = self[key]
         if type(number) not in (int, float) or not 0 <= number <= LARGEST:
             raise ValueError(
@@ -139,11 +140,11 @@ class Fields(Mapping[str, Any]):
         return value
 
     def accept(self, *keys: str) -> None:
-        """Mark fields as read, for example if another field has the same information."""
+        """Mark fields as read, for example because another field has the same information."""
         self._read.update(keys, (self.aliases.get(key, key) for key in keys))
 
     def unread(self, layers: int) -> list[str]:
-        """Return the names of fields that no code has read and that may describe layers.
+        """Return the names of fields that may describe layers but that no code has read.
 
         Args:
             layers: Number of layers of the model; a list of this length may describe layers.
@@ -159,7 +160,7 @@ class Fields(Mapping[str, Any]):
         return unread
 
     def check_unread(self, layers: int) -> None:
-        """Raise ValueError with the fields that `unread` returns, if any."""
+        """Raise ValueError if `unread` returns any fields."""
         if wrong := self.unread(layers):
             listed = ", ".join(f"{key!r} ({self.values_by_name[key]!r:.60})" for key in wrong)
             raise ValueError(
@@ -169,7 +170,7 @@ class Fields(Mapping[str, Any]):
 
 
 def _neutral(value: Any) -> bool:
-    """Return whether a value (such as false or 0) has no effect on the shape."""
+    """Return whether a value (such as false, 0, 1 or an empty list) has no effect on the shape."""
     if isinstance(value, (list, tuple, dict, str)):
         return not value
     return value is False or (value is not True and value in (0, 1))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kinds of decoder layers, and sizes of latent attention, indexers and mixers.
 
-Mixers are linear attention and state-space models. The functions return the mixers of known models.
+A mixer is linear attention or a state-space model. The functions return the mixers of known models.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FULL, WINDOW, CHUNKED, MIXER = "full", "window", "chunked", "mixer"
 KEY_WINDOW, CSA, HCA = "window keys", "CSA", "HCA"  # DeepSeek-V4's hybrid attention
 HYBRID = KEY_WINDOW, CSA, HCA
 SOFTMAX = FULL, WINDOW, CHUNKED, *HYBRID  # attention halves with softmax attention
-CSA_RATIO = 4  # rows of a compressed key of CSA
+CSA_RATIO = 4  # rows from which a compressed key of CSA is computed
 KINDS: dict[str, tuple[str | None, bool]] = {
     "F": (FULL, True),
     "W": (WINDOW, True),
@@ -32,13 +32,13 @@ KINDS: dict[str, tuple[str | None, bool]] = {
 
 
 class LayerPart(NamedTuple):
-    """Kinds of the halves of one layer.
+    """Kinds of the attention half and the MLP half of one layer.
 
     Attributes:
         attention: Kind of the attention half: one of `SOFTMAX`, "mixer" or None.
         mlp: Whether the layer has an MLP half, dense or with experts.
         sparse: Whether the MLP half has experts.
-        algorithm: Attention algorithm of this kind of layers; None for `Settings.algorithm`.
+        algorithm: Attention algorithm of layers of this kind; None for `Settings.algorithm`.
     """
 
     attention: str | None
@@ -87,10 +87,11 @@ class Hybrid:
     Attributes:
         index: Indexer of CSA layers (`dsa_indexer_*`); None if queries attend to all compressed
             keys (`csa_dense_mode`).
-        window: Window keys of a query, the own key included (`csa_window_size`).
-        ratio: Rows of a compressed key of HCA layers (`csa_compress_ratios`).
+        window: Number of window keys of a query, including its own key (`csa_window_size`).
+        ratio: Number of rows from which a compressed key of an HCA layer is computed
+            (`csa_compress_ratios`).
         q_rank: Width of the latent from which queries are projected (`q_lora_rank`).
-        groups: Groups of heads with their own output projection (`o_groups`).
+        groups: Number of groups of heads, each with its own output projection (`o_groups`).
         out_rank: Width of the output of a group (`o_lora_rank`).
     """
 
@@ -102,17 +103,18 @@ class Hybrid:
     out_rank: int = 1024
 
     def ratio_of(self, kind: str | None) -> int:
-        """Return the rows of a compressed key in layers of a kind; 0 without such keys."""
+        """Return the number of rows per compressed key in a kind of layer; 0 if it has none."""
         return {CSA: CSA_RATIO, HCA: self.ratio}.get(kind or "", 0)
 
     def index_of(self, kind: str | None) -> Indexer | None:
-        """Return the indexer of layers of a kind; None if they have none."""
+        """Return the indexer of a kind of layer; None if it has none."""
         return self.index if kind == CSA else None
 
     def compressors(self, kind: str | None, width: int) -> list[int]:
-        """Return the widths of the rows that a layer compresses, for keys and index keys.
+        """Return the widths of the rows that a layer compresses: for keys, then for index keys.
 
-        Keys of CSA have two series of columns, of the own and the previous window.
+        In CSA layers the width is doubled: a compressed key is computed from its own window and
+        from the previous one, with separate columns for each.
 
         Args:
             kind: Kind of the layer.
@@ -124,7 +126,7 @@ class Hybrid:
         return [2 * w for w in (width, *([index.width] if index else []))] if kind == CSA else []
 
     def seen(self, kind: str | None, seq: int) -> float:
-        """Return the average number of keys that a query of a causal sequence attends to."""
+        """Return the average number of keys that a query attends to in a causal sequence."""
         ratio, index = self.ratio_of(kind), self.index_of(kind)
         compressed = seq / ratio / 2 if ratio else 0.0
         if index is not None and seq / ratio > (most := index.top_k):
@@ -179,7 +181,7 @@ class Mixer:
             )
 
     def on_rank(self, tp: int) -> Mixer:
-        """Return the mixer with the sizes on one of `tp` tensor-parallel ranks."""
+        """Return the mixer with its sizes on one of `tp` tensor-parallel ranks."""
         keys = max(1, self.key_heads // tp) if self.form else 0
         return replace(
             self, into=self.into // tp, out=self.out // tp, heads=self.heads // tp, key_heads=keys
@@ -187,22 +189,22 @@ class Mixer:
 
     @property
     def values(self) -> int:
-        """Elements of a row's values, and equally of a row's output."""
+        """Number of elements of one row's values. One row of the output has the same number."""
         return self.heads * self.value_width
 
     @property
     def keys(self) -> int:
-        """Elements of a row's queries and keys together."""
+        """Number of elements of one row's queries and keys together."""
         return 2 * self.key_heads * self.width
 
     @property
     def convolved(self) -> int:
-        """Elements of a row that the short convolution reads: queries, keys and values."""
+        """Number of elements of one row's queries, keys and values, which the convolution reads."""
         return self.keys + self.values
 
     @property
     def state(self) -> int:
-        """Elements of the state of one sequence, over all heads."""
+        """Number of elements of the state of one sequence, over all heads."""
         return self.heads * self.width * self.value_width
 
     @property
@@ -212,12 +214,12 @@ class Mixer:
 
     @property
     def decays(self) -> int:
-        """Elements of a row's decay, over all heads."""
+        """Number of elements of one row's decay, over all heads."""
         return self.heads * {"none": 0, "scalar": 1, "vector": self.width}[self.decay]
 
     @property
     def delta(self) -> bool:
-        """True if the state is updated by a delta rule, so that the transition is a matrix."""
+        """True if a delta rule updates the state; the transition is then a matrix."""
         return FORMS[self.form].delta if self.form else False
 
     def shares(self, tp: int, cp: int = 1) -> bool:

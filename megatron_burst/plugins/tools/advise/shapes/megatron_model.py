@@ -31,14 +31,14 @@ NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
 # Supported symbols of a hybrid pattern: M is Mamba-2, G a gated delta net, + latent attention, E an
 # MLP with experts.
 SYMBOLS = "MG*+-E"
-# Kind of layer in `ModelShape` -> letter of `layer_kinds.KINDS`, for layers with one half and with
-# both halves.
+# Kind of layer in `ModelShape` -> letter of `layer_kinds.KINDS`. Layers in ONE_HALF have attention
+# or an MLP, layers in BOTH_HALVES have both.
 ONE_HALF = {"softmax": "*", "delta_net": "M", "mamba": "M", "none": "-"}
 BOTH_HALVES = {"softmax": "F", "sparse": "F", "delta_net": "L"}
 
 
 class _Values:
-    """Object on which every attribute `x` returns `get("x")`; `ModelShape.of` reads attributes."""
+    """Object whose attribute `x` is `get("x")`, for `ModelShape.of`, which reads attributes."""
 
     def __init__(self, get: Get) -> None:
         self._get = get
@@ -57,7 +57,7 @@ def model_from(
         name: Name of the model, for output.
         gated: Whether the MLP is gated (three matrices).
         tied: Whether embedding and LM head share weights.
-        flag: Function that converts the name of an argument to the user's notation, for messages.
+        flag: Function that returns the user's notation of an argument's name, for messages.
 
     Raises:
         ValueError: A value is missing or not supported.
@@ -72,7 +72,7 @@ def model_from(
 
     kinds = (ModelShape.of(_Values(get)).attention or ())[:layers]  # without multi-token prediction
     pattern, window = _pattern(get, kinds, layers, name, flag)
-    also = ("the head that predicts several tokens",) if get("mtp_num_layers") else ()
+    also = ("multi-token prediction",) if get("mtp_num_layers") else ()
     fields: dict[str, Any] = {
         "name": name,
         "layers": layers,
@@ -107,8 +107,8 @@ def _hybrid_attention(
     heavy = sorted({*ratios} - {0, CSA_RATIO})
     if len(ratios) < layers or len(heavy) > 1:
         raise ValueError(
-            f"{name}: {flag('csa_compress_ratios')} needs 0, {CSA_RATIO} or one other number for "
-            f"each of the {layers} layers, got {ratios!r:.100}"
+            f"{name}: {flag('csa_compress_ratios')} must be a list with 0, {CSA_RATIO} or one "
+            f"other number for each of the {layers} layers, got {ratios!r:.100}"
         )
     sizes = (get(f"dsa_indexer_{key}") for key in ("n_heads", "head_dim", "topk"))
     index = Indexer(*(size or usual for size, usual in zip(sizes, V4_INDEX, strict=True)))
@@ -145,7 +145,8 @@ def _latent(get: Get, heads: int) -> dict[str, Any]:
 def _mlp(get: Get, pattern: str, gated: bool) -> dict[str, Any]:
     """Return the fields of `Model` that describe MLPs and experts.
 
-    Megatron's default width is 4 x hidden. With a gate it is 8/3 x hidden, in multiples of 64.
+    Megatron's default width of an MLP is 4 x hidden. With a gate it is 8/3 x hidden, rounded down
+    to a multiple of 64.
     """
     hidden, experts = get("hidden_size"), get("num_moe_experts") or get("num_experts") or 0
     ffn = get("ffn_hidden_size") or (int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden)
@@ -175,7 +176,7 @@ def _pattern(
     hybrid = _hybrid(get)
     if set(hybrid) - set(SYMBOLS) or (hybrid and len(hybrid) != layers):
         raise ValueError(
-            f"{name}: {flag('hybrid_override_pattern')} {hybrid!r} needs one of "
+            f"{name}: {flag('hybrid_override_pattern')} {hybrid!r} must have one of "
             f"{', '.join(SYMBOLS)} for each of the {layers} layers"
         )
     if {"mamba", "delta_net"} <= set(kinds):
@@ -200,9 +201,9 @@ def _pattern(
     window = ast.literal_eval(window) if isinstance(window, str) else window
     if isinstance(window, int):
         raise ValueError(
-            f"{name}: {flag('window_size')} {window} is one number. Set two numbers, the tokens "
-            "before and after the query, such as [1023, 0], and also set window_attn_skip_freq. "
-            "Or pass the name of a known model as --model"
+            f"{name}: {flag('window_size')} must be two numbers, the tokens before and after the "
+            f"query, got {window}. Use for example [1023, 0], and also set window_attn_skip_freq, "
+            "or pass the name of a known model as --model"
         )
     left = window[0]
     skip = get("window_attn_skip_freq")
@@ -211,7 +212,10 @@ def _pattern(
 
 
 def _hybrid(get: Get) -> str:
-    """Return the hybrid pattern without symbols for stages and multi-token prediction, or ""."""
+    """Return the layer pattern of a HybridModel, one letter per layer; "" for other models.
+
+    Symbols for pipeline stages and multi-token prediction are removed.
+    """
     text = get("hybrid_override_pattern") or get("hybrid_layer_pattern") or ""
     return text.split("/")[0].replace("|", "")
 
@@ -219,10 +223,10 @@ def _hybrid(get: Get) -> str:
 def _layers(frequency: Any, layers: int, *, every_is: bool) -> list[bool]:
     """Expand a Megatron layer frequency (integer or list) to one bool per layer.
 
-    An integer N sets one layer in N to `every_is`, and the other layers to its negation.
+    An integer N sets one of N layers to `every_is`, and the other layers to its negation.
     """
     if isinstance(frequency, int):
-        # The layer with experts is the first of N, the layer with full attention is the last of N.
+        # Of N layers, the first has experts, and the last has full attention.
         at = 0 if every_is else frequency - 1
         return [(layer % frequency == at) is every_is for layer in range(layers)]
     if len(frequency) != layers:
@@ -233,7 +237,10 @@ def _layers(frequency: Any, layers: int, *, every_is: bool) -> list[bool]:
 
 
 def _mixer(get: Get, kinds: Sequence[str]) -> Mixer | None:
-    """Return the mixer, Mamba-2 or a gated delta net, with Megatron's defaults; None if absent."""
+    """Return the mixer of a model (Mamba-2 or gated delta net); None if it has none.
+
+    Arguments that are not set have Megatron's defaults.
+    """
     if "delta_net" in kinds:
         return gated_delta_net(*(get(name) or size for name, size in DELTA_NET.items()))
     if "mamba" not in kinds:

@@ -29,7 +29,7 @@ from .layer_kinds import (
 
 NORMS = "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
 # Flags that cannot be derived from sizes alone.
-STRUCTURE = "--qk-layernorm and biases, if it has them"
+STRUCTURE = "--qk-layernorm and biases, if the model has them"
 POSITIONS = "--norm-epsilon, --rotary-base and rope scaling"
 
 
@@ -41,10 +41,11 @@ class Family(NamedTuple):
         numerics: Flags for the epsilon of norms and for rotary positions.
         norms: Flags for the type of norms, for biases and for the type of position embeddings.
         gate: Flag of a gated MLP.
-        lacking: Descriptions of properties that have no flag.
+        lacking: Descriptions of properties that no flag sets.
         biases: Whether experts have biases, which Megatron does not split over tensor-parallel
             ranks.
-        left: Text on flags that cannot be derived from the description of the model.
+        left: Names of flags that the user must set, because the description of the model does not
+            determine them; "" if there are none.
     """
 
     flags: str = ""
@@ -64,8 +65,8 @@ class Model:
         name: Name for output.
         layers: Number of layers.
         hidden: Width of hidden states.
-        heads: Query heads.
-        kv_heads: Key/value heads.
+        heads: Number of query heads.
+        kv_heads: Number of key/value heads.
         ffn: Width of the MLP, or of one expert.
         vocabulary: Size of the vocabulary, including padding.
         head_dim: Width of a query or key head; 0 for hidden / heads.
@@ -79,21 +80,21 @@ class Model:
         value_dim: Width of a value head; 0 for `head_dim`.
         latent: Sizes of multi-head latent attention; None for other attention.
         output_gate: Whether attention's result is multiplied by a gate as wide as the queries.
-        pattern: One letter per layer (`layer_kinds.KINDS`): "F" full attention, "W" sliding window,
-            "C" chunked attention, "L" a mixer such as linear attention, "V", "S" and "H" hybrid
-            attention (window keys only, CSA, HCA), each with an MLP; "*" full attention, "M" a
-            mixer, "-" an MLP alone. "" for "F" in all layers.
+        pattern: One letter per layer (`layer_kinds.KINDS`); "" for "F" in all layers. Letters with
+            attention and an MLP: "F" full attention, "W" sliding window, "C" chunked attention, "L"
+            a mixer such as linear attention, "V", "S" and "H" hybrid attention (window keys only,
+            CSA, HCA). Letters with one of them: "*" full attention, "M" a mixer, "-" an MLP.
         window: Tokens that a query of a "W" layer attends to, including itself.
         mixer: Mixer of "L" and "M" layers.
         sinks: Whether attention has a learned sink per head.
-        also: Names of parts outside the decoder, which no number includes.
+        also: Names of parts outside the decoder, which are not counted in any number.
         indexer: Indexer of sparse attention over latents, in all layers; None for dense attention.
         family: Megatron flags of the model that affect neither time nor memory; None if only sizes
             are known.
         chunk: Tokens of a chunk of "C" layers. A query attends to itself and the earlier tokens of
             its chunk.
         expert_pattern: "1" (experts) or "0" (dense) for each layer with an MLP; "" if the last
-            `moe_layers` layers have experts.
+            `moe_layers` of these layers have experts.
         hybrid: Sizes of hybrid attention; None if the model has no such layers.
 
     Raises:
@@ -154,12 +155,13 @@ class Model:
             )
         if self.indexer is not None and (self.latent is None or self.pattern):
             raise ValueError(
-                f"model {self.name}: indexer requires latent attention (latent) and pattern ''"
+                f"model {self.name}: indexer requires latent attention (set latent) and full "
+                "attention in all layers (pattern '')"
             )
         self._check_pattern()
 
     def _check_kinds(self) -> None:
-        """Raise ValueError for fields with values of wrong types."""
+        """Raise ValueError if a field has a value of a wrong type."""
         kinds = {"int": int, "bool": bool, "str": str}
         wrong = []
         for field in fields(self):
@@ -183,7 +185,8 @@ class Model:
             raise ValueError(f"model {self.name}: L and M layers require a mixer")
         if (self.hybrid is not None) != (set(self.letters) <= set("VSH")):
             raise ValueError(
-                f"model {self.name}: V, S and H layers require hybrid, and exclude other layers"
+                f"model {self.name}: V, S and H layers require hybrid, and cannot be combined with "
+                "other layers"
             )
         if not 0 <= self.moe_layers <= self.mlps or (self.moe_layers and not self.experts):
             raise ValueError(
@@ -206,12 +209,12 @@ class Model:
 
     @property
     def letters(self) -> str:
-        """One letter of `KINDS` per layer."""
+        """One letter per layer; see `pattern`."""
         return self.pattern or "F" * self.layers
 
     @cached_property
     def parts(self) -> tuple[LayerPart, ...]:
-        """Kinds of the two halves of each layer, and whether the layer has experts."""
+        """For each layer, the kinds of its attention half and its MLP half."""
         parts, mlps = [], 0
         for letter in self.letters:
             attention, mlp = KINDS[letter]
@@ -221,7 +224,7 @@ class Model:
 
     @cached_property
     def experts_at(self) -> tuple[bool, ...]:
-        """Tuple with one bool per layer with an MLP: True if the layer has experts."""
+        """For each layer with an MLP, whether it has experts."""
         if self.expert_pattern:
             return tuple(sign == "1" for sign in self.expert_pattern)
         return tuple(at >= self.mlps - self.moe_layers for at in range(self.mlps))
@@ -233,17 +236,17 @@ class Model:
 
     @property
     def selects(self) -> bool:
-        """True if attention is sparse or hybrid: keys are sent, and heads are not shared."""
+        """True if attention is sparse or hybrid. Ranks then send keys and do not share heads."""
         return self.indexer is not None or self.hybrid is not None
 
     @property
     def key_rows(self) -> int:
-        """Rows of the longest window of a compressed key; 1 without hybrid attention."""
+        """Maximum rows of a compressed key over all layers; 1 without hybrid attention."""
         return max(1, *map(self.hybrid.ratio_of, self.kinds)) if self.hybrid else 1
 
     @property
     def windows(self) -> int:
-        """Number of layers with window attention."""
+        """Number of layers with sliding-window attention."""
         return self.number_of(WINDOW)
 
     @property
@@ -254,8 +257,8 @@ class Model:
     def window_of(self, kind: str | None, seq: int) -> int:
         """Return the window in tokens with which a kind of attention is predicted; 0 for none.
 
-        Chunked attention is approximated by a window of half a chunk, which has as many visible
-        pairs.
+        Chunked attention is predicted with a window of half a chunk, which has about as many
+        visible pairs.
 
         Args:
             kind: Kind of the attention half; None for a layer without attention.
@@ -287,11 +290,11 @@ class Model:
 
     @property
     def mlps(self) -> int:
-        """Number of layers with an MLP half (experts or dense)."""
+        """Number of layers with an MLP half (dense or with experts)."""
         return sum(self.letters.count(letter) for letter, (_, mlp) in KINDS.items() if mlp)
 
     def number_of(self, kind: str) -> int:
-        """Return the number of layers whose attention half is of this kind."""
+        """Return the number of layers whose attention half has this kind."""
         return sum(self.letters.count(letter) for letter, (of, _) in KINDS.items() if of == kind)
 
     @property
@@ -306,9 +309,9 @@ class Model:
 
     @property
     def attention_parameters(self) -> int:
-        """Number of parameters of attention in one layer, with the norms of both halves.
+        """Number of parameters of softmax attention in one layer, plus all norms of the layer.
 
-        Hybrid attention is counted without compressed keys; see `hybrid_parameters`.
+        For hybrid attention, compressed keys are not counted; see `hybrid_parameters`.
         """
         if self.hybrid is not None:
             return self.hybrid_parameters(None) + 2 * self.hidden
@@ -326,7 +329,7 @@ class Model:
         return self.hidden * (q * (1 + self.output_gate) + kv + out) + 2 * self.hidden
 
     def hybrid_parameters(self, kind: str | None) -> int:
-        """Return the number of parameters of hybrid attention in one layer of a kind."""
+        """Return the number of parameters of hybrid attention in one layer of this kind."""
         of, width = self.hybrid, self.head_dim
         assert of is not None
         ratio, index, q = of.ratio_of(kind), of.index_of(kind), self.heads * width
@@ -340,7 +343,7 @@ class Model:
 
     @property
     def mixer_parameters(self) -> int:
-        """Number of parameters of the mixer in one layer, with the norms of both halves."""
+        """Number of parameters of the mixer in one layer, plus all norms of the layer."""
         if self.mixer is None:
             return 0
         projections = self.hidden * (self.mixer.into + self.mixer.out)
@@ -375,11 +378,11 @@ class Model:
         return dense, halves * self.hidden, experts
 
     def mlp_parameters(self, part: LayerPart, ep: int = 1) -> float:
-        """Return the number of parameters of the MLP half of a layer.
+        """Return the number of parameters of the MLP half of a layer on one expert-parallel rank.
 
         Args:
-            part: Kinds of the halves of the layer.
-            ep: Expert-parallel size; experts are counted for one rank.
+            part: Kinds of the attention half and the MLP half of the layer.
+            ep: Expert-parallel size, by which experts are divided.
         """
         if part.sparse:
             return self.dense_parameters + self.expert_parameters / ep
@@ -390,18 +393,21 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters of the decoder, without biases, norms of heads and sinks."""
+        """Number of parameters of the decoder, without biases, sinks and norms of heads."""
         ends = self.hidden * (self.vocabulary * (1 if self.tied else 2) + 1)
         return ends + sum(map(sum, self.by_layer))
 
     @property
     def active_parameters(self) -> int:
-        """Number of parameters that process a token: `top_k` of the experts, and no embedding."""
+        """Number of parameters that process a token, without the embedding.
+
+        Of the experts, only `top_k` are counted.
+        """
         unseen = (self.experts - self.top_k) * self.expert_parameters // max(1, self.experts)
         embedding = 0 if self.tied else self.hidden * self.vocabulary
         return self.parameters - self.moe_layers * unseen - embedding
 
 
 def padded(model: Model, multiple: int) -> Model:
-    """Return the model with the size of the vocabulary padded to a multiple of `multiple`."""
+    """Return the model with its vocabulary padded to a multiple of `multiple`."""
     return replace(model, vocabulary=-(-model.vocabulary // multiple) * multiple)

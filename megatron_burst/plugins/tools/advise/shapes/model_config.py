@@ -2,8 +2,8 @@
 """Shape of a model from a Hugging Face `config.json`.
 
 transformers' configuration class of the model type defines names, defaults and kinds of layers. As
-a check, the number of parameters and the layers with experts or windows are compared with
-transformers' model on torch's meta device. Model types that transformers does not have raise
+a check, the result is compared with transformers' model on torch's meta device: number of
+parameters, and layers with experts or windows. Model types that transformers does not have raise
 ValueError.
 """
 
@@ -43,7 +43,8 @@ TOP_K = "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "mo
 OF_EXPERT = "moe_intermediate_size", "expert_ffn_hidden_size"
 SHARED_WIDTH = "shared_expert_intermediate_size", "shared_intermediate_size"
 SHARED = "n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert"
-# transformers' kind of layer -> letter of `layer_kinds.KINDS`, with both halves and with one half.
+# transformers' kind of layer -> letter of `layer_kinds.KINDS`. Layers in LAYER_TYPES have attention
+# and an MLP, layers in HALVES have one of them.
 LAYER_TYPES = {
     "full_attention": "F", "attention": "F", "indexed_attention": "F", "sliding_attention": "W",
     "chunked_attention": "C", "linear_attention": "L", "mamba": "L",
@@ -72,7 +73,7 @@ UNGATED = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2"
 GATED = ("bitnet", "gemma", "recurrent_gemma", "vaultgemma", "glm4v", "diffusion_gemma")
 NO_POSITIONS = ("nemotron_h", "kimi_linear", "jamba", "zamba")
 GATED_OUTPUT = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "afmoe")
-# Fields with sizes of layers with a window -> fields for other layers; both must be equal.
+# Field for layers with a window -> field for the other layers. The two values must be equal.
 OF_WINDOWS = {
     "swa_head_dim": "head_dim",
     "swa_v_head_dim": "v_head_dim",
@@ -156,7 +157,9 @@ def _source(config: dict[str, Any], name: str, nested: bool = False) -> Source:
             "hybrids such as nemotron_h are supported"
         )
     if kind in OTHER_ATTENTION:
-        raise ValueError(f"{name}: model_type {kind!r} has {OTHER_ATTENTION[kind]}")
+        raise ValueError(
+            f"{name}: model_type {kind!r} has {OTHER_ATTENTION[kind]}, which is not supported"
+        )
     if kind in ALIBI:
         raise ValueError(
             f"{name}: model_type {kind!r} uses ALiBi, which neither Megatron-LM nor this package "
@@ -213,7 +216,7 @@ def _model(source: Source, config: dict[str, Any]) -> Model:
     mlp = _mlp(source, pattern, with_mlp, hidden)
     also = ("parts that are not the language model (vision, audio)",) * source.nested
     if fields.size("num_nextn_predict_layers") or fields.size("mtp_num_hidden_layers"):
-        also += ("the head that predicts several tokens",)
+        also += ("multi-token prediction",)
     sizes: dict[str, Any] = {
         "name": " ".join(str(config.get("_name_or_path") or fields.name.split(": ")[0]).split()),
         "layers": layers,
@@ -281,7 +284,7 @@ def _check_positions(source: Source) -> None:
 
 
 def _check_windows(fields: Fields) -> None:
-    """Raise ValueError if layers with a window have heads of other sizes or numbers."""
+    """Raise ValueError if layers with a window have heads of another size or number."""
     for key, full_key in OF_WINDOWS.items():
         if (size := fields.size(key)) != fields.size(full_key) and size:
             raise ValueError(
@@ -303,7 +306,10 @@ def _kv_heads(source: Source, heads: int) -> int:
 
 
 def _gated(source: Source) -> bool:
-    """Return whether the MLP is gated (silu, and gelu in some families)."""
+    """Return whether the MLP is gated.
+
+    The activation determines it; for gelu, the model family does.
+    """
     fields = source.fields
     key = next((key for key in ACTIVATIONS if key in fields), "")
     act = fields.text(key) if key else "silu"
@@ -455,7 +461,10 @@ def _pattern(source: Source, layers: int) -> str:
                 "for this model"
             )
         if len(types) != layers:
-            raise ValueError(f"{fields.name}: {key!r} has {len(types)} entries for {layers} layers")
+            raise ValueError(
+                f"{fields.name}: {key!r} must have {layers} entries (one per layer), got "
+                f"{len(types)}"
+            )
         if "sliding_attention" not in types:
             fields.accept("sliding_window")
         if "chunked_attention" not in types:
@@ -464,19 +473,20 @@ def _pattern(source: Source, layers: int) -> str:
     if linear := fields.items_of("attn_type_list", int):  # MiniMax: 0 is linear attention
         if len(linear) != layers:
             raise ValueError(
-                f"{fields.name}: 'attn_type_list' has {len(linear)} entries for {layers} layers"
+                f"{fields.name}: 'attn_type_list' must have {layers} entries (one per layer), got "
+                f"{len(linear)}"
             )
         return "".join("LF"[bool(full)] for full in linear)
     return _windows(source, layers)
 
 
 def _one_half(source: Source, types: list[str]) -> bool:
-    """Return whether layers have only one half: attention, a mixer or an MLP."""
+    """Return whether each layer consists of attention, a mixer or an MLP alone."""
     return source.kind in ONE_HALF or bool({"mlp", "moe"} & set(types))
 
 
 def _windows(source: Source, layers: int) -> str:
-    """Return `Model.pattern` if there are no `layer_types`: windows in all layers, or in none."""
+    """Return `Model.pattern` if there are no `layer_types`: a window in all layers, or in none."""
     fields = source.fields
     if source.kind not in ALL_WINDOWS:
         return "F" * layers  # `check_unread` raises for the field of the window
@@ -522,7 +532,7 @@ def _mixer(source: Source) -> Mixer:
 
 
 def _compare(model: Model, made: Built, source: Source) -> None:
-    """Raise ValueError if parameters, experts or windows differ from the model in transformers."""
+    """Raise ValueError if parameters, experts or windows differ from transformers' model."""
     name, kind = source.fields.name, source.kind
     unread = source.fields.unread(model.layers)
     why = f"; unknown fields: {', '.join(unread)}" if unread else ""

@@ -44,7 +44,7 @@ def _gemma3(name: str, layers: int, hidden: int, heads: int, kv: int, ffn: int, 
 def _gpt_oss(name: str, layers: int, experts: int) -> Model:
     """Return a gpt-oss model.
 
-    Alternate layers have a window of 128 tokens, and attention has sinks (gpt-oss model card).
+    Every other layer has a window of 128 tokens, and attention has sinks (gpt-oss model card).
     """
     return Model(name, hidden=2880, heads=64, kv_heads=8, ffn=2880, vocabulary=201088, head_dim=64,
                  pattern="WF" * (layers // 2), window=128, sinks=True,
@@ -84,7 +84,7 @@ _QWEN = (
     Model("qwen3-next-80b-a3b", hidden=2048, heads=16, kv_heads=2, ffn=512, vocabulary=151936,
           head_dim=256, output_gate=True, pattern="LLLF" * 12,
           mixer=gated_delta_net(32, 16, 128, 128, 4),
-          also=("the head that predicts several tokens",),
+          also=("multi-token prediction",),
           **_moe(48, experts=512, top_k=10, shared=512)),
 )  # fmt: skip
 _FURTHER = (
@@ -96,14 +96,14 @@ _FURTHER = (
           dense_ffn=12288),
     Model("deepseek-v3", 61, 7168, 128, 128, 2048, 129280, head_dim=192, value_dim=128,
           latent=Latent(512, 64, 1536), experts=256, top_k=8, shared=2048, moe_layers=58,
-          dense_ffn=18432, also=("the head that predicts several tokens",)),
+          dense_ffn=18432, also=("multi-token prediction",)),
     Model("deepseek-v3.2", 61, 7168, 128, 128, 2048, 129280, head_dim=192, value_dim=128,
           latent=Latent(512, 64, 1536), experts=256, top_k=8, shared=2048, moe_layers=58,
-          dense_ffn=18432, also=("the head that predicts several tokens", "the indexer's loss"),
+          dense_ffn=18432, also=("multi-token prediction", "the indexer's loss"),
           indexer=Indexer(64, 128, 2048)),
     Model("deepseek-v4-flash", hidden=4096, heads=64, kv_heads=1, ffn=2048, vocabulary=129280,
           head_dim=512, pattern="VV" + "SH" * 20 + "S", hybrid=Hybrid(Indexer(64, 128, 512)),
-          also=("the head that predicts several tokens", "hyper-connections",
+          also=("multi-token prediction", "hyper-connections",
                 "the indexer's loss"),
           **_moe(43, experts=256, top_k=6, shared=2048)),
     _gpt_oss("gpt-oss-20b", 24, 32),
@@ -163,16 +163,17 @@ FAMILIES = {
                       "--normalization RMSNorm --position-embedding-type rope", "--quick-geglu",
                       biases=True),
     "gemma-3": Family("--qk-layernorm --apply-layernorm-1p", f"{_SMALL} --rotary-base 1000000",
-                      lacking=("a GELU gate in the MLP (--swiglu has its sizes), norms after both "
-                               "halves of a layer, scaled embeddings, and a separate rotary base "
-                               "in layers with a window and scaled positions in the others",)),
+                      lacking=("an MLP gated by GELU (--swiglu sets an MLP of the same size), "
+                               "additional norms after attention and MLP, scaled embeddings, a "
+                               "separate rotary base in layers with a window, and scaled positions "
+                               "in other layers",)),
     "nemotron-h": Family("--squared-relu", norms="--normalization RMSNorm --disable-bias-linear "
                          "--position-embedding-type none"),
     "kimi-linear": Family(f"{_LATENT} --moe-router-score-function sigmoid "
                           "--moe-router-enable-expert-bias --moe-router-topk-scaling-factor 2.446",
                           lacking=("latent attention without rotary positions",)),
     "minimax-text": Family(numerics="--rotary-base 10000000 --rotary-percent 0.5",
-                           lacking=("residuals that are scaled",)),
+                           lacking=("scaled residuals",)),
 }  # fmt: skip
 
 
@@ -187,11 +188,11 @@ NAMED: dict[str, Model] = {
 
 
 def named(name: str, vocabulary_multiple: int = 1) -> Model:
-    """Return the model of a name, a `config.json`, or the folder of a `config.json`.
+    """Return the model of a name, of a `config.json`, or of the folder that contains one.
 
     Args:
         name: Name in `NAMED`, or path.
-        vocabulary_multiple: The vocabulary is padded to a multiple of this number, as in Megatron.
+        vocabulary_multiple: Number to whose multiple the vocabulary is padded, as in Megatron.
 
     Raises:
         ValueError: The name is unknown; the message contains the most similar name, or all names.
