@@ -327,7 +327,7 @@ def abandoned(where):
 @pytest.mark.parametrize(
     ("where", "words"),
     [
-        ("plan", "exchange failed: header of attention"),
+        ("plan", "exchange failed: comparison of arguments"),
         ("ring", "exchange failed: attention forward.* kv of rank "),
     ],
 )
