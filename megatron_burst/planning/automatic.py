@@ -25,15 +25,15 @@ CHOICES_KEPT = 64  # cached choices per grid, for kinds of layers and batches of
 
 
 def resolve(request: Request, groups: Groups, rates: Rates | None) -> Request | ValueError:
-    """Choose the settings of an attention call that are "auto". A collective call.
+    """Choose values for the settings of an attention call that are "auto". A collective call.
 
     Args:
         request: Checked arguments of this rank.
         groups: Groups of the call.
-        rates: Rates of links and compute; missing rates are measured.
+        rates: Rates of links and compute, or None. Missing rates are measured.
 
     Returns:
-        A copy of `request` with the chosen settings in its options and facts, or the error of this
+        A copy of `request` with the chosen settings in the options and facts; or the error of this
         rank.
     """
     with groups.running():
@@ -50,7 +50,7 @@ def resolve(request: Request, groups: Groups, rates: Rates | None) -> Request | 
 
 
 def rates_of(request: Request, groups: Groups, rates: Rates | None) -> Rates:
-    """Return `rates`, or the rates of `groups`; measure missing rates. A collective call."""
+    """Return `rates`, or the cached rates of `groups`; measure missing rates. A collective call."""
     rates = rates or groups.cache.get("rates")
     if rates is None:
         rates = measure.links(groups, request.tensors[0].device)
@@ -88,12 +88,12 @@ def _fastest(request: Request, sizes: Sizes, groups: Groups, rates: Rates) -> Ch
 
 
 def fastest(workload: Workload, fixed: FixedSettings, groups: Groups, rates: Rates) -> Choice:
-    """Return the settings with the shortest predicted time, cached and without communication.
+    """Return the settings with the shortest predicted time. Does not communicate.
 
     Args:
         workload: Sizes, mask and layout of the call.
         fixed: Settings that the user chose.
-        groups: Groups of the call, which also have the cache.
+        groups: Groups of the call. They cache the result.
         rates: Rates of links and compute.
     """
     choices, key = groups.recent("choices", CHOICES_KEPT), (workload, fixed, rates)
