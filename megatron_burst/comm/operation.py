@@ -64,7 +64,7 @@ def prepared(
         build: Function that is called in place of `operation.build`, if given.
 
     Raises:
-        ValueError: A rank has an error, or facts differ.
+        ValueError: A rank has an error, or the `facts` of requests or plans differ between ranks.
     """
     request = attempt(operation.check)
     if operation.measures:  # measuring waits for all ranks, so they must agree first

@@ -81,8 +81,8 @@ class Payload:
         hop: Transfer of the schedule.
         count: Number of rows.
         digest: Digest of pass and chunk, for the envelope.
-        packed: True if the tensors are sent as one message on every device. False if the owner of
-            the chunk sends it; on devices other than the CPU, it then sends each tensor separately,
+        packed: True if the tensors are sent as one message on every device. False if the owner
+            sends the chunk: on devices other than the CPU, each tensor is then sent separately,
             without a copy.
         target: Rows of a partial result; None if queries or keys are sent.
         source: Chunk and position of the queries or keys that this rank copies into the message.

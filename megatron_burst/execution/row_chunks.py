@@ -203,7 +203,7 @@ class RowChunkState:
         return dk, dv, dsink
 
     def _zeros(self) -> list[Tensors]:
-        """Return zeros, in which dk and dv are summed, one tuple per head chunk.
+        """Return tensors of zeros for the sums of dk and dv, one tuple per head chunk.
 
         A gradient that is not needed is omitted.
         """

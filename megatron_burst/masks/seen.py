@@ -388,8 +388,8 @@ def _among(ranks: np.ndarray, begin: np.ndarray, end: np.ndarray, size: int) -> 
     words, level = one_each(ranks, size), _level(begin, end)
     sets = np.zeros((len(begin), words.shape[1]), dtype=np.uint64)
     for power in range(level.max(initial=-1) + 1):
-        # Entry i of `words` has the ranks from index i to i + 2**power. Two entries with these
-        # lengths unite to an interval.
+        # Entry i of `words` has the ranks from index i to i + 2**power (exclusive). Every interval
+        # of this level is the union of two such entries.
         at = np.flatnonzero(level == power)
         sets[at] = words[begin[at]] | words[end[at] - (1 << power)]
         words[: -1 << power] |= words[1 << power :]

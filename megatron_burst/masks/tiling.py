@@ -192,7 +192,7 @@ class _CutTiles(NamedTuple):
 
     @classmethod
     def sorted(cls, parts: Sequence[_CutTiles]) -> _CutTiles:
-        """Return the tiles of all parts, sorted by owner; tiles of an owner keep their order."""
+        """Return the tiles of all parts, sorted by rectangle; otherwise the order is kept."""
         if len(parts) == 1:
             return parts[0]
         owner, bounds, pattern = (np.concatenate(x, axis=-1) for x in zip(*parts, strict=True))
@@ -203,7 +203,7 @@ class _CutTiles(NamedTuple):
         return _CutTiles(self.owner[index], self.bounds[:, index], self.pattern[index])
 
     def joined(self) -> _CutTiles:
-        """Join adjacent fully visible tiles of an owner, because one large call is faster."""
+        """Join adjacent fully visible tiles of a rectangle, because one large call is faster."""
         tiles = self
         # Join along rows first, because tiles are in row order; then join tiles of equal width.
         for along, other in ((_COLUMNS, _ROWS), (_ROWS, _COLUMNS)):
@@ -372,7 +372,7 @@ class _MaskTiles:
 
     def _bands(self, q: Slices, k: Slices, left: np.ndarray, right: np.ndarray) -> list[_CutTiles]:
         """Return the tiles of pairs of slices whose visible pairs are bands (see `Band`)."""
-        # A window between the positions of a strided pair is empty.
+        # A window of strided slices is empty if it contains none of their positions.
         (some,) = np.nonzero(left + right >= 0)
         q, k, far = q.at(some), k.at(some), 2 * (q.span.length + k.span.length)[some]
         left, right = (np.clip(x[some], -far, far) for x in (left, right))
@@ -438,7 +438,7 @@ class _MaskTiles:
         """
         rows, columns = q.span.length, k.span.length
         limit = np.maximum(rows, 1)
-        if block is not None:  # an edge wastes half a block: keep that small
+        if block is not None:  # at an edge, half of a block is hidden pairs
             small = np.maximum(_SMALLEST_BLOCK, np.minimum(rows, left + right + 1) // 8)
             limit = np.minimum(block, small)
         begin = np.maximum(0, -right)  # earlier rows see nothing
@@ -615,7 +615,9 @@ class _BandTiles(NamedTuple):
 def _triangles(
     band: np.ndarray, begin: np.ndarray, end: np.ndarray, right: np.ndarray, block: np.ndarray
 ) -> _BandTiles:
-    """Divide lower triangles into a square and two triangles, down to triangles of `block` rows.
+    """Divide lower triangles recursively, each into a square and two triangles.
+
+    Triangles of at most `block` rows are not divided.
 
     The squares are as large as possible, which is fastest for kernels. Each row is in few squares,
     so few results are merged. If the triangle were cut into equal blocks, causal attention of 4K
@@ -629,7 +631,7 @@ def _triangles(
         block: Largest number of rows of a triangle that is not divided.
     """
     blocks = -((begin - end) // block)
-    count = 2 * blocks - 1  # triangles and, before each but the first, a square left of it
+    count = 2 * blocks - 1  # a triangle per block, and a square to the left of all but the first
     of, item = np.repeat(np.arange(len(band)), count), counted(0, count)
     band, begin, end, right, block = (x[of] for x in (band, begin, end, right, block))
     middle, square = (item + 1) // 2, item % 2 == 1  # in blocks

@@ -21,7 +21,7 @@ from ..layout import Replicated
 from ..schedule.cost import Sizes
 from .validate import WIRE, Request
 
-CHOICES_KEPT = 64  # cached choices per grid, for kinds of layers and batches of documents
+CHOICES_KEPT = 64  # cached choices per grid: one per kind of layer and batch of documents
 
 
 def resolve(request: Request, groups: Groups, rates: Rates | None) -> Request | ValueError:
@@ -67,7 +67,7 @@ def _choice(request: Request, groups: Groups, rates: Rates) -> Choice:
     if options.grad_wire_dtype != "auto" or request.wire_dtype == torch.float64:
         return choice
     if request.tensors[0].dtype == torch.bfloat16:
-        # bf16 rounds sums at every hop, so use it only if it is faster by more than a tie.
+        # bf16 rounds sums at every hop, so use it only if it is faster by more than TIE.
         sizes = replace(request.sizes, wire_itemsize=torch.bfloat16.itemsize)
         narrow = _fastest(request, sizes, groups, rates)
         if narrow.seconds < choice.seconds * (1 - TIE):
