@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Process groups for the channels of a grid: reuse of existing groups, creation of new groups.
 
-A process group is made when a plan first needs its channel, on all ranks in the same order. An
+A channel is a ring (or another group of ranks) and a kind of traffic: activations or gradients. Its
+process group is made when a plan first needs the channel, on all ranks in the same order. An
 existing group (argument `reuse`) carries the activations of a ring if it has exactly the ranks of
 the ring. Gradients overlap with activations, so they always have a separate communicator.
 
 Process groups are referenced weakly. `torch.distributed` owns them until `destroy_process_group()`,
 which joins the threads of a group only if nothing else references the group. gloo's threads need
 the interpreter lock to free the tensors of their last collective. If they do this while the
-interpreter exits, they abort the process (pytorch issue 190489). Strong references from plans and
-autograd graphs often live until the exit.
+interpreter exits, they abort the process (pytorch issue 190489). Plans and autograd graphs often
+live until the exit, so they must not hold strong references to process groups.
 """
 
 from __future__ import annotations
@@ -64,11 +65,11 @@ class GridPlace(NamedTuple):
 
 
 class Communicators:
-    """The process groups of one rank. Making the object is a collective call of the grid.
+    """The process groups of one rank. The constructor is a collective call of all ranks.
 
     Args:
         place: Position of this rank in the grid.
-        parent: Process group whose backends and timeout new groups get.
+        parent: Process group. New groups have the same backends and the same timeout.
         name: Unique name of the new group for collectives on the host.
         reuse: Existing process groups that may carry activations.
         max_ctas: Maximum number of thread blocks of NCCL's kernels on new groups; None for NCCL's
@@ -77,7 +78,7 @@ class Communicators:
     Attributes:
         groups: Process group by (channel, device type).
         backend: Backend of the parent, in torch's notation.
-        moves: Device type -> backend that sends its tensors.
+        moves: Device type -> backend that sends tensors of this device type.
         used: Weak references to the process groups that are in use.
     """
 
@@ -106,7 +107,7 @@ class Communicators:
         self._made: MutableMapping[tuple[tuple[int, ...], bool, str], dist.ProcessGroup] = (
             WeakValueDictionary()
         )
-        self._taken: int | None = None  # bytes of device memory
+        self._taken: int | None = None  # bytes of device memory that new communicators use
         self._control = ref(new_group(place.ranks, "gloo", self._timeout, name))
         self.used = {self._control}
 
@@ -130,7 +131,7 @@ class Communicators:
         return max_ctas
 
     def connect(self, channels: Iterable[Channel], device: torch.device) -> None:
-        """Make the process groups of channels that have none. A collective call if any is missing.
+        """Make the missing process groups of channels. A collective call if any group is missing.
 
         Args:
             channels: Channels that a plan needs.
@@ -196,17 +197,20 @@ class Communicators:
         return f"{line}, {byte_size(max(0, self._taken))} of device memory before any message"
 
     def _reused(self, channel: Channel, device: torch.device) -> dist.ProcessGroup | None:
-        """Return the reusable group with exactly the ranks of the channel, if it fits `device`."""
+        """Return the reusable group with exactly the ranks of the channel, or None.
+
+        None if there is no such group, if it has no backend for `device`, or for gradients.
+        """
         if channel.gradient:
             return None
         group = self._reusable.get(_key(self.place.members(channel)))
         return group if group is not None and device.type in backends(group) else None
 
     def _own(self, channel: Channel, device: torch.device, name: str) -> dist.ProcessGroup:
-        """Return the new group of a channel, which channels with the same ranks share.
+        """Return the group made for a channel; make it on first use.
 
-        The rings of the grid make their groups with the same `name`, so the lowest rank of the
-        group is appended.
+        Channels with the same ranks and the same kind of traffic share a group. Ranks of different
+        rings pass the same `name`, so the lowest rank of the ring is appended.
         """
         members, backend = self.place.members(channel), self.moves[device.type]
         key = _key(members), channel.gradient, backend
@@ -243,7 +247,7 @@ def memory_taken(device: torch.device) -> int | None:
 
 
 def _key(members: Iterable[int]) -> tuple[int, ...]:
-    """Return the sorted members: groups for point-to-point messages do not depend on the order."""
+    # A process group for point-to-point messages does not depend on the order of its ranks.
     return tuple(sorted(members))
 
 

@@ -28,7 +28,7 @@ Arguments = ParamSpec("Arguments")
 def attempt(
     make: Callable[Arguments, T], *args: Arguments.args, **named: Arguments.kwargs
 ) -> T | ValueError:
-    """Call `make`; return its result, or its error as a ValueError, which `agree` accepts."""
+    """Call `make`; return the result, or the error as a ValueError, which `agree` accepts."""
     try:
         return make(*args, **named)
     except Exception as error:
@@ -36,7 +36,7 @@ def attempt(
 
 
 def as_value_error(error: Exception) -> ValueError:
-    """Return `error` if it is a ValueError, otherwise a ValueError that names its type."""
+    """Return `error` if it is a ValueError, otherwise a ValueError with its type and message."""
     if isinstance(error, ValueError):
         return error
     value_error = ValueError(f"{type(error).__name__} in the arguments: {error}")
@@ -51,7 +51,8 @@ def agree(facts: Facts | ValueError, gather: Callable[[torch.Tensor], list[torch
         facts: Values by name, with the same names in the same order on all ranks; or the
             ValueError of this rank. With more than 31 facts, errors quote several facts together.
         gather: Function that all-gathers a uint8 tensor [HEADER_BYTES] of this rank and returns the
-            tensors of all ranks. The tensor has a digest of each fact, and the start of its text.
+            tensors of all ranks. The tensor contains a digest of each fact, and as much of the text
+            of the facts as fits.
 
     Raises:
         ValueError: A rank has an error, or facts differ.
@@ -93,7 +94,8 @@ class _Header(NamedTuple):
     texts: list[str]  # "name value" of each fact that fits, or the error
 
     def quote(self, fields: Sequence[int]) -> str:
-        return ", ".join(self.texts[i] if i < len(self.texts) else "another" for i in fields)
+        missing = "a value whose text was cut off"
+        return ", ".join(self.texts[i] if i < len(self.texts) else missing for i in fields)
 
 
 def _pack(fact: Facts | ValueError) -> torch.Tensor:
@@ -111,7 +113,7 @@ def _pack(fact: Facts | ValueError) -> torch.Tensor:
 
 
 def _short(text: str) -> str:
-    """Return the text on one line, without its middle if it is long."""
+    """Join the lines of a text, and replace the middle of a long text by "..."."""
     text = " ".join(text.split())
     return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]}...{text[-LONGEST // 2 :]}"
 

@@ -4,10 +4,10 @@
 Ranks first agree on the grid. `communicators` makes the process groups of rings when plans need
 them.
 
-This module also counts the calls on a grid. Ranks that skip a call, or call in another order or
-with another plan, would exchange wrong tensors. On the CPU every message contains the number of its
-call, so a wrong message raises an error. On every device, ranks compare their calls when they make
-a plan.
+This module also counts the calls (of functions such as `mb.attention`) on a grid. If ranks make
+different calls, or the same calls in different orders, they would exchange wrong tensors. On the
+CPU every message contains the number of its call, so a wrong message raises an error. On every
+device, ranks compare the calls so far when they make a plan.
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ class CallCounter:
     Attributes:
         forwards: Number of forward calls.
         backwards: Number of backward calls.
-        order: Digest of the sequence of all calls, with plan, label and direction of each.
-        warns: True if calls that ranks cannot distinguish cause a warning.
+        order: Digest of the sequence of all calls. It contains the plan, the label and the
+            direction (forward or backward) of each call.
+        warns: True if `forward` warns about calls that ranks cannot distinguish: a line that calls
+            the same plan twice without a label.
     """
 
     forwards: int = 0
@@ -62,11 +64,11 @@ class CallCounter:
     _unlabelled: set[tuple[int, str]] = field(default_factory=set)
 
     def forward(self, plan: int, label: object, sink: bool, host: bool = False) -> CallTag:
-        """Count a forward call and return the tag of its messages and of its backward.
+        """Count a forward call. Return the tag for the messages of the call and for its backward.
 
         Args:
             plan: Digest of the plan.
-            label: Label of the call. None: file and line of the calling code are the label.
+            label: Label of the call. If None, the label is the file and line of the calling code.
             sink: True if the call has a sink, which is not part of the plan.
             host: True if the call keeps keys in host memory, which is not part of the plan.
 
@@ -92,8 +94,8 @@ class CallCounter:
         """Return "file:line" of the innermost caller outside this package and torch.
 
         The method warns once if a line calls the same plan twice before any backward, as in a loop
-        over layers: ranks that skip different iterations would exchange wrong tensors. Calls
-        without gradients do not warn, because an evaluation has no backward.
+        over layers. If ranks skipped different iterations of such a loop, they would exchange wrong
+        tensors. Calls without gradients do not warn, because an evaluation has no backward.
         """
         frame = sys._getframe(2)
         while frame.f_back and frame.f_globals.get("__name__", "").startswith(INNER):
@@ -119,7 +121,7 @@ class CallCounter:
 
 
 def check_label(label: object) -> None:
-    """Check that a label is of a type whose `repr` is equal in all processes.
+    """Check that a label has a type whose `repr` is the same in all processes.
 
     Raises:
         ValueError: The label is not a string, an integer, a tuple of them, or None.
@@ -132,7 +134,6 @@ def check_label(label: object) -> None:
 
 
 def _plain(label: object) -> bool:
-    """Return True for a string, an integer, None, or a tuple of them."""
     if isinstance(label, tuple):
         return all(map(_plain, label))
     return label is None or isinstance(label, (str, int))
@@ -149,9 +150,9 @@ def check_groups(groups: object) -> None:
 
 
 class Groups:
-    """The context-parallel ranks as a grid of nodes and ranks per node, with their process groups.
+    """A grid of the context-parallel ranks (ranks per node x nodes), with their process groups.
 
-    Make it once, on every rank and before the first attention, usually with `by_host`,
+    Make the object once on every rank, before the first call of attention, usually with `by_host`,
     `from_topology` or `flat`. Ranks are numbered 0 to size - 1, node by node; `rank` is the number
     of this rank. The object cannot be copied or pickled. Process groups of rings are made by a
     collective call when a plan first needs them, and freed by
@@ -166,10 +167,11 @@ class Groups:
             Rings connect these groups.
         placement: "head_first" if neighbouring ranks share heads, "context_first" if they form a
             ring.
-        reuse: Existing process groups, equal on all ranks. A group with exactly the ranks of a ring
-            carries the activations of the ring. All ranks must use these groups in the same order.
+        reuse: Existing process groups of this rank, the same number and sizes on all ranks. A group
+            with exactly the ranks of a ring carries the activations of the ring. The members of a
+            group must start all their operations on it in the same order.
         nccl_max_ctas: Maximum number of thread blocks of a kernel on new NCCL communicators. Each
-            occupies a multiprocessor that attention could use. Default: NCCL's choice.
+            block occupies a multiprocessor that attention could use. Default: NCCL's choice.
 
     Raises:
         ValueError: The ranks do not form a grid, or arguments differ between ranks.
@@ -183,7 +185,7 @@ class Groups:
     topology: Topology
     rank: int
     backend: str
-    devices: tuple[str, ...]  # device types that `backend` sends; empty without process groups
+    devices: tuple[str, ...]  # device types whose tensors can be sent; empty for `single()`
     ring: Endpoint  # `ring.rank` is the index in the ring
     ulysses: Endpoint  # `ulysses.rank` is the index among the ranks that share heads
     grid: Endpoint  # `grid.rank` is `rank`
@@ -225,7 +227,8 @@ class Groups:
             ulysses: Same as in `Groups`.
 
         Raises:
-            ValueError: `group` is not a process group of this rank, or arguments differ.
+            ValueError: `group` is not a process group of this rank, or arguments differ between
+                ranks.
 
         Example:
             >>> import torch.distributed as dist
@@ -253,7 +256,7 @@ class Groups:
 
         Args:
             group: Process group of the context-parallel ranks.
-            intra: Ranks per node.
+            intra: Number of ranks per node.
             ulysses: Same as in `Groups`.
             placement: Same as in `Groups`.
             reuse: Same as in `Groups`.
@@ -283,12 +286,11 @@ class Groups:
         """Make a grid in which the ranks of each host are a node. A collective call.
 
         A host is identified by host name and boot id, so machines whose containers have the same
-        host name are different nodes. Warns if the launcher's LOCAL_WORLD_SIZE contradicts the
-        hosts.
+        host name are different nodes. Warns if the launcher's LOCAL_WORLD_SIZE implies other nodes.
 
         Args:
             group: Process group of the context-parallel ranks.
-            **options: Options of `from_topology` without `intra`.
+            **options: Arguments of `from_topology`, except `intra`.
 
         Raises:
             ValueError: Hosts have different numbers of ranks, or the ranks of a host are not
@@ -326,7 +328,7 @@ class Groups:
         return self.ring.counters
 
     def gather(self, header: torch.Tensor) -> list[torch.Tensor]:
-        """Return the headers of all ranks, in order. A collective call on the host.
+        """Return the headers of all ranks, in the order of ranks. A collective call on the host.
 
         Args:
             header: CPU tensor of this rank, with the same shape and dtype on all ranks.
@@ -340,14 +342,15 @@ class Groups:
         try:
             dist.all_gather(gathered, header, group=self._communicators.control)
         except RuntimeError as error:
-            raise RuntimeError(f"exchange failed: header of attention: {error}") from error
+            raise RuntimeError(f"exchange failed: comparison of arguments: {error}") from error
         return gathered
 
     def compare_calls(self) -> None:
-        """Raise the same ValueError on every rank unless all made the same calls in the same order.
+        """Raise the same ValueError on every rank unless all ranks made the same calls in order.
 
-        This is a small collective call on the host, which `prepare` includes. Messages are not
-        checked on CUDA, so call it every few steps if one plan is used for many steps.
+        This is a small collective call on the host; `mb.prepare` includes it. Messages are not
+        checked on CUDA. If one plan is used for many training steps, call this method every few
+        steps.
 
         Raises:
             ValueError: Ranks made different calls.
@@ -355,7 +358,7 @@ class Groups:
         self.compare({})
 
     def compare(self, facts: Facts) -> None:
-        """Compare facts and calls of all ranks. A collective call on the host.
+        """Compare facts, and the calls so far, of all ranks. A collective call on the host.
 
         Args:
             facts: Values by name, which must be equal on all ranks.
@@ -366,10 +369,11 @@ class Groups:
         self.agree(attempt(self.check) or facts)
 
     def agree(self, facts: Facts | ValueError) -> None:
-        """Compare facts and calls of all ranks. A collective call on the host.
+        """Compare facts, and the calls so far, of all ranks. A collective call on the host.
 
         Args:
-            facts: Facts of this rank, or an error, which all ranks then raise.
+            facts: Values by name, which must be equal on all ranks; or an error of this rank, which
+                all ranks then raise.
 
         Raises:
             ValueError: Facts or calls differ, or a rank has an error.
@@ -382,7 +386,7 @@ class Groups:
         return self.cache.setdefault(name, RecentCache(most))
 
     def connect(self, channels: Iterable[Channel], device: torch.device) -> None:
-        """Make the process groups of channels that have none. A collective call if any is missing.
+        """Make the missing process groups of channels. A collective call if any group is missing.
 
         Args:
             channels: Channels that a plan needs.
@@ -404,7 +408,7 @@ class Groups:
         return self._communicators.groups if self.devices and self.size > 1 else {}
 
     def expect(self, message: int) -> None:
-        """Set the minimum size of receive buffers on the CPU to at least `message` bytes."""
+        """Increase the minimum size of receive buffers on the CPU to `message` bytes."""
         for end in (self.ring, self.ulysses, self.grid):
             end.room = max(end.room, message)
 
@@ -412,8 +416,9 @@ class Groups:
     def running(self, device: str = "cpu") -> Iterator[None]:
         """Return a context manager for a call on these groups.
 
-        If the call raises an error, `check` refuses later calls, because ranks may be out of step.
-        Autocast is disabled for the device type, because the plan defines the precision.
+        If the call raises an error, `check` raises an error before later calls, because ranks may
+        be out of step. Autocast is disabled for the device type, because the plan defines the
+        precision.
         """
         on = torch.is_autocast_enabled(device)
         try:
@@ -425,7 +430,7 @@ class Groups:
             raise
 
     def check(self) -> None:
-        """Check that calls are still possible.
+        """Check that the groups can still be used for calls.
 
         Raises:
             ValueError: An earlier call failed, or the process groups were destroyed.
@@ -451,7 +456,16 @@ class Groups:
         reuse: Sequence[dist.ProcessGroup],
         max_ctas: int | None,
     ) -> None:
-        """Initialize the grid from global ranks, node by node; `name` is unique to the grid."""
+        """Initialize the grid.
+
+        Args:
+            ranks: Global rank of each index, node by node.
+            name: Name of the grid, the same on all ranks and unique in the job.
+            topology: Topology of the grid.
+            parent: Same as in `Communicators`.
+            reuse: Same as in `Communicators`.
+            max_ctas: Same as in `Communicators`.
+        """
         unbind_default_arguments()
         self.topology, self.rank = topology, ranks.index(dist.get_rank())
         self.cache, self.calls, counters = {}, CallCounter(warns=len(ranks) > 1), Counters()
@@ -489,7 +503,7 @@ class _SingleRank(Groups):
         self._place(lambda members: ProcessEndpoint(0, members, {}, counters))
 
     def connect(self, channels: Iterable[Channel], device: torch.device) -> None:
-        """Do nothing: no message is sent."""
+        """Do nothing, because no message is sent."""
 
     def check(self) -> None:
-        """Do nothing: there are no process groups and no other ranks."""
+        """Do nothing, because there are no process groups and no other ranks."""

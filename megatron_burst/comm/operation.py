@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps between a call and its plan: check, agree, build, cache.
+"""The steps that make the plan of a call: check, agree, build, cache.
 
 Attention, linear attention, sparse attention and the LM head loss describe the call of one rank as
 an `Operation`. `prepared` compares the call between ranks and makes the plan. `derived` makes and
@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from .consensus import Facts, attempt, identity
 from .recent import RecentCache
 
-# Request and plan have a dict `facts`, which must be equal on all ranks.
+# Requests and plans have an attribute `facts`, a dict that must be equal on all ranks.
 Request = TypeVar("Request", bound=Any)
 Plan = TypeVar("Plan", bound=Any)
 
@@ -25,7 +25,7 @@ class Operation(ABC, Generic[Request, Plan]):
 
     @abstractmethod
     def check(self) -> Request:
-        """Return the checked request, without communication.
+        """Check the arguments; return them as a request. Does not communicate.
 
         Raises:
             ValueError: An argument is not supported.
@@ -37,16 +37,16 @@ class Operation(ABC, Generic[Request, Plan]):
 
     @property
     def measures(self) -> bool:
-        """Return True if `choose` must measure before the plan is built."""
+        """Return True if `choose` must be called before `build`, because it runs measurements."""
         return False
 
     def choose(self, request: Request) -> Request | ValueError:
-        """Resolve "auto" values; return the request or this rank's error. A collective call."""
+        """Resolve "auto" values; return the request, or this rank's error. A collective call."""
         return request
 
     @abstractmethod
     def build(self, request: Request) -> Plan:
-        """Return the plan of this rank for a checked request, without communication."""
+        """Return the plan of this rank for a checked request. Does not communicate."""
 
     def connect(self, plan: Plan) -> None:
         """Make the process groups and buffers that the plan needs. A collective call."""
@@ -61,11 +61,10 @@ def prepared(
 
     Args:
         operation: The operation.
-        build: Function that returns the plan of a checked request, without communication. Default:
-            `operation.build`.
+        build: Function that is called in place of `operation.build`, if given.
 
     Raises:
-        ValueError: A rank has an error, or facts differ.
+        ValueError: A rank has an error, or the `facts` of requests or plans differ between ranks.
     """
     request = attempt(operation.check)
     if operation.measures:  # measuring waits for all ranks, so they must agree first
@@ -83,9 +82,10 @@ def prepared(
 def derived(operation: Operation[Request, Plan], plans: RecentCache) -> Plan:
     """Return the plan of an operation, made without communication and cached.
 
-    The operation must depend only on a plan on which all ranks agreed. Layers then do not wait for
-    a comparison on the host. The facts contain the identity of the agreed plan, and messages
-    contain the identity of the derived plan. So a rank with another plan causes an error.
+    The operation must depend only on a plan on which all ranks agreed. Ranks then need no
+    comparison on the host in each layer. The facts contain the identity of the agreed plan, and
+    messages on the CPU contain the identity of the derived plan. So a rank with a different plan
+    causes an error.
 
     Args:
         operation: The operation.

@@ -9,8 +9,8 @@ longest message of the grid, because gloo aborts the process if a message is lon
 
 On other devices there is no envelope, because reading it would block the device at every hop. On
 these devices, ranks compare calls only when they make a plan, or in `Groups.compare_calls`. A rank
-sends its own tensors without a copy, as separate operations of one batch. It sends forwarded
-tensors and sums as one message, which halves the time on the host.
+sends its own tensors without a copy, as separate operations of one batch. Received tensors that it
+sends on, and sums of partial results, are one message each, to halve the time on the host.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ NO_CALL = CallTag()  # for messages outside calls, such as measurements
 
 
 class Envelope(NamedTuple):
-    """Identity of a message, equal at sender and receiver; all int64.
+    """Identity of a message, which must be equal at sender and receiver. All values are int64.
 
     Attributes:
         call: Tag of the call to which the message belongs.
-        content: Digest of the names of the pass and the chunk.
+        content: Digest of the name of the content, such as pass and chunk.
     """
 
     call: CallTag
@@ -59,7 +59,7 @@ class Message(NamedTuple):
     """Tensors that are sent together from one buffer.
 
     Attributes:
-        flat: The message, uint8; None if it is never sent.
+        flat: The whole message, uint8; None if the tensors are never sent as one message.
         tensors: Views of `flat`, or separate tensors if `flat` is None.
         room: Buffer that begins with `flat`, and may be larger; or None.
     """
@@ -74,7 +74,7 @@ class MessageLayout(NamedTuple):
 
     Attributes:
         length: Bytes without the envelope.
-        parts: dtype, shape, strides and offset (in elements of its dtype) of each tensor.
+        parts: dtype, shape, strides and offset (in elements of this dtype) of each tensor.
     """
 
     length: int
@@ -125,7 +125,7 @@ def carve(buffer: torch.Tensor, layout: MessageLayout) -> Message:
 
 
 def pack(tensors: Sequence[torch.Tensor], envelope: Envelope) -> Message:
-    """Return a message with copies of the tensors."""
+    """Return a message with copies of the tensors and with the envelope."""
     message = empty([(t.shape, t.dtype) for t in tensors], tensors[0].device)
     for target, source in zip(message.tensors, tensors, strict=True):
         target.copy_(source)

@@ -2,10 +2,10 @@
 """Comparison of arguments before process groups are made, and creation of a process group.
 
 Creating a group is a collective call. Ranks with different grids would wait for each other until
-the timeout. So ranks first compare their arguments over an existing group, and all ranks raise an
-error that names the differing rank. Only members take part in the creation of a group, under a name
-on which they agreed. The number of created groups may differ between ranks of the job, for example
-if every micro-batch has its own context-parallel groups.
+the timeout. So ranks first compare their arguments over an existing group. If they differ, all
+ranks raise an error that names the first differing rank. Only the members of a group take part in
+its creation, and they first agree on its name. The number of created groups may differ between
+ranks of the job, for example if every micro-batch has its own context-parallel groups.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ T = TypeVar("T")
 
 
 class GridArguments(NamedTuple):
-    """The arguments of a grid on one rank, which ranks compare before groups are made.
+    """Arguments of one rank, which ranks compare before they make process groups.
 
     Attributes:
         rank: Global rank.
-        name: Unique name made by this rank. New groups get the name that the first rank made.
+        name: Unique name made by this rank. New groups use the name that the first rank made.
         arguments: Text to compare: the `Groups` arguments of this rank (`arguments_text`), or the
             channels that the rank needs.
         reused: (ranks, name) of each process group that this rank will reuse.
@@ -43,8 +43,8 @@ def process_group(group: dist.ProcessGroup, name: str = "group") -> dist.Process
     """Check that `group` is a process group of this rank, and return it.
 
     Args:
-        group: Value of an argument.
-        name: Name of the argument, for the message.
+        group: The value to check.
+        name: Name of the argument with this value, for the error.
 
     Raises:
         ValueError: `group` is not a process group of this rank.
@@ -60,7 +60,7 @@ def process_group(group: dist.ProcessGroup, name: str = "group") -> dist.Process
 
 
 def arguments_text(ulysses: int, placement: str, reuse: object, nccl_max_ctas: int | None) -> str:
-    """Serialize the arguments of `Groups` as text, for the comparison between ranks."""
+    """Return the arguments of `Groups` as text, for the comparison between ranks."""
     reuse_text = f"not a list but {type(reuse).__name__}"
     if isinstance(reuse, (list, tuple)):
         sizes = [
@@ -140,11 +140,12 @@ def agreed_ranks(arguments_of_ranks: list[GridArguments]) -> list[int]:
 def unbind_default_arguments() -> None:
     """Replace the default process group by None in the default arguments of torch.distributed.nn.
 
-    None means the default process group. If `torch.distributed.nn` is imported after
-    `init_process_group`, its functions reference the default process group even after
-    `destroy_process_group`. They also keep gloo's threads alive, which can abort the process at its
-    end (pytorch issue 190489). torch imports `torch.distributed.nn` when an optimizer is made. This
-    function imports it first, so that a later import cannot bind the group.
+    For these functions, None also means the default process group. If `torch.distributed.nn` is
+    imported after `init_process_group`, its functions reference the default process group even
+    after `destroy_process_group`. These references keep gloo's threads alive, which can abort the
+    process at its end (pytorch issue 190489). torch imports `torch.distributed.nn` when an
+    optimizer is made. `unbind_default_arguments` imports it first, so that no later import can bind
+    the group.
     """
     from torch.distributed.nn import functional
 
@@ -176,7 +177,7 @@ def backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Return the timeout of `group`, to create groups with it; None if the backend has none."""
+    """Return the timeout of `group`, for new groups; None if the backend has none."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     return getattr(options, "_timeout", None)
 
@@ -188,17 +189,17 @@ def new_group(
     name: str,
     options: Any = None,
 ) -> dist.ProcessGroup:
-    """Make a process group of the given global ranks. Only its members take part.
+    """Make a process group of the given global ranks. A collective call of these ranks only.
 
-    Other ranks of the job need not call it. If `init_process_group(device_id=...)` has bound a
-    device, torch would split the communicator off the world's communicator, which waits for every
-    rank of the job. So the bound device of the world is unset during the call.
+    If `init_process_group(device_id=...)` has bound a device to the default process group, torch
+    would make the communicator by a split of the default communicator. The split waits for every
+    rank of the job. So the bound device of the default process group is unset during the call.
 
     Args:
         ranks: Global ranks of the members.
         backend: Backend, such as "nccl".
         timeout: Timeout, or None for torch's default.
-        name: Unique name, equal on all members.
+        name: Unique name, the same on all members.
         options: Options of the backend.
     """
     world = dist.distributed_c10d._get_default_group()
@@ -222,16 +223,15 @@ def new_group(
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Give the name `name` to a process group that is made in this context.
+    """Return a context in which new process groups get the name `name`.
 
-    By default, torch derives the name from a count of groups on the rank. Members with different
-    counts would wait for each other until the timeout, for example if ranks outside this group
-    later made a group together with its members.
+    By default, torch derives the name from the number of groups that the rank has made. This number
+    may differ between the members. They would then wait for each other until the timeout.
     """
-    home = dist.distributed_c10d
-    stock = home._process_group_name
-    home._process_group_name = lambda *ranks, **ways: name
+    c10d = dist.distributed_c10d
+    original = c10d._process_group_name
+    c10d._process_group_name = lambda *ranks, **options: name
     try:
         yield
     finally:
-        home._process_group_name = stock
+        c10d._process_group_name = original

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class RecentCache(dict[Any, Any]):
-    """A dict that keeps at most `most` values and evicts the least recently used one."""
+    """A dict that keeps at most `most` values and evicts the least recently used value."""
 
     def __init__(self, most: int):
         super().__init__()
@@ -27,5 +27,5 @@ class RecentCache(dict[Any, Any]):
         return value
 
     def of(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the value of a key; if the key is missing, add the result of `make`."""
+        """Return the value of a key; if the key is missing, add and return the result of `make`."""
         return self.keep(key, self[key] if key in self else make())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Differentiable exchange of rows between ranks; backward sends the gradients of rows back.
 
-A `Route` lists the rows that a rank sends to and receives from each rank. All rows for one rank are
-one message. If a row was sent to several ranks, its gradients are summed in float32 (float64 rows
-in float64). Gradients are sent in the dtype of their rows.
+A `Route` lists the rows that one rank sends to each rank and receives from each rank. All rows for
+one rank are one message. If a row was sent to several ranks, its gradients are summed in float32
+(float64 rows in float64). Gradients are sent in the dtype of their rows.
 
 Shape letters: s local rows; r rows of the result.
 """
@@ -28,11 +28,12 @@ GRID = Channel("grid", False)
 
 
 class DeviceRoute(NamedTuple):
-    """A `Route` with row numbers on a device, int64.
+    """A `Route` whose row indices are int64 tensors on a device.
 
     Attributes:
-        sends: For each destination rank: indices of this rank's rows to send.
-        receives: For each source rank: indices of the result's rows for the received rows.
+        sends: For each destination rank: indices of the rows that this rank sends.
+        receives: For each source rank: indices of the result rows to which the received rows are
+            added.
         rows: Number of rows of the result.
     """
 
@@ -42,7 +43,7 @@ class DeviceRoute(NamedTuple):
 
 
 def route_on_device(route: Route | DeviceRoute, device: torch.device) -> DeviceRoute:
-    """Return the route with its row indices copied to the device."""
+    """Copy the row indices of a route to a device."""
 
     def move(all_numbers: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         return tuple(
@@ -63,8 +64,8 @@ def exchange_rows(
     """Exchange rows (dimension 0) of several tensors by a route, with one message per rank.
 
     Forward and backward are collective calls of all ranks of the grid. Gradients of any order are
-    supported. The caller must have called `groups.connect([GRID], device)` and `groups.expect` with
-    the longest message.
+    supported. The caller must have called `groups.connect([GRID], device)`, and `groups.expect`
+    with the size in bytes of the longest message on any rank.
 
     Args:
         tensors: Tensors of this rank, [s, ...] each, of any dtypes.
@@ -111,7 +112,7 @@ def over_grid(
 
 
 def longest(rows: int, tensors: Sequence[torch.Tensor]) -> int:
-    """Return the bytes of a message with `rows` rows of each tensor."""
+    """Return an upper bound for the bytes of a message with `rows` rows of each tensor."""
     sizes = [t[:1].numel() * t.element_size() if len(t) else 0 for t in tensors]
     return sum(rows * size + packing.ALIGNMENT for size in sizes) + packing.ENVELOPE
 
@@ -124,7 +125,7 @@ class _RankExchange:
         groups: Groups of the ranks.
         route: Rows that this rank sends and receives.
         call: Tag of the call.
-        home: In backward, number of rows of the shard that gets the gradients; None in forward.
+        home: None in forward. In backward, the number of rows that this rank passed to forward.
     """
 
     groups: Groups
@@ -133,7 +134,10 @@ class _RankExchange:
     home: int | None = None
 
     def reversed(self, rows: int) -> _RankExchange:
-        """Return the exchange in the other direction, which sends the gradients of the result."""
+        """Return the exchange in the other direction; its result has `rows` rows.
+
+        The reverse of a forward exchange sends the gradients of the result.
+        """
         forward_route, home = self.route, rows if self.home is None else None
         return replace(
             self, route=DeviceRoute(forward_route.receives, forward_route.sends, rows), home=home

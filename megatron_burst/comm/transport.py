@@ -43,7 +43,7 @@ class Send(NamedTuple):
     """Contiguous tensors to send.
 
     Attributes:
-        peer: Rank that receives them, as an index of the endpoint.
+        peer: Rank that receives the tensors, as an index of the endpoint.
         link: Link class for the counters: "intra" or "inter".
         tensors: The tensors.
         flat: Message in one buffer that contains all tensors, or None.
@@ -59,10 +59,9 @@ class Receive(NamedTuple):
     """Contiguous tensors to receive.
 
     Attributes:
-        peer: Rank that sends them, as an index of the endpoint.
+        peer: Rank that sends the tensors, as an index of the endpoint.
         tensors: Tensors to fill.
-        message: Message whose views are the tensors, if they are received as one message; else
-            None.
+        message: Message that contains the tensors, if they are received as one message; else None.
         envelope: Expected envelope of the message.
     """
 
@@ -95,9 +94,9 @@ class AllToAll(NamedTuple):
 class Pending(Protocol):
     """A started exchange.
 
-    `wait` returns when all tensors were received and all sent tensors may be reused. With NCCL, the
-    host does not block: the guarantee is for later operations on the current stream. With torch up
-    to 2.7, the memory of the buffers is freed later.
+    `wait` returns when all tensors were received and all sent tensors may be overwritten. With
+    NCCL, `wait` does not block the host. Instead, later operations of the current stream wait for
+    the exchange on the device.
     """
 
     def wait(self) -> None: ...
@@ -218,7 +217,7 @@ class _PendingWorks:
             try:
                 work.wait()
             except RuntimeError as error:
-                # NCCL makes one work of all operations.
+                # NCCL returns one `Work` for all operations of a batch.
                 ops = self.ops if len(self.works) != len(self.ops) else [self.ops[number]]
                 raise _exchange_error(self.label, f"{_operations(ops)}: {error}") from error
         for receive in self.receives:

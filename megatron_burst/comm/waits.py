@@ -17,7 +17,7 @@ import torch
 
 
 class Waitable(Protocol):
-    """Handle of an exchange that has started; `wait` blocks until the exchange has ended."""
+    """Handle of an exchange that has started; `wait` waits for the exchange on host or stream."""
 
     def wait(self) -> None: ...
 

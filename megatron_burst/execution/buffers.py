@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of one rank during a pass: message buffers and partial results.
 
-Buffers of a kind have few sizes: the length of the longest message, and 1/4, 1/16, ... of that
-length. So messages of similar length share buffers, and short messages use little memory. Partial
-results are gradients, which are added, and outputs, which are merged by online softmax. Results for
-a rank's own rows stay on the rank. Results for rows of other ranks are sent, in messages that may
-contain only some of the rows.
+The buffers of one kind of message (such as "kv") have few sizes: the length of the longest message,
+and 1/4, 1/16, ... of that length. So messages of similar length share buffers, and short messages
+use little memory. Partial results are gradients, which are added, and outputs, which are merged by
+online softmax. Results for a rank's own rows stay on the rank. Results for rows of other ranks are
+sent, in messages that may contain only some of the rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from .rank_plan import RowPlace, Target, Tensors
 
 
 class MessageKind:
-    """Tensors of one kind of message. Message layouts are cached by number of rows.
+    """Shapes and dtypes of the tensors in one kind of message.
+
+    Message layouts are cached by number of rows.
 
     Args:
         rows: (shape of one row, dtype) of each tensor.
@@ -97,7 +99,7 @@ class _RowTotals:
     """Sums of partial results (gradients or outputs) for rows of one rank.
 
     Attributes:
-        message: The sums; empty as long as `write` is set.
+        message: The sums. It has no tensors as long as `write` is set.
         filled: Bit set of the rows that have a result (one bit per bundle: rows that the same ranks
             use).
         write: Function that writes the initial sums into a message on first use, or None.
@@ -113,7 +115,8 @@ class ResultAccumulator:
 
     Args:
         buffers: Message buffers of the pass.
-        wire: Family of partial results ("out", "dquery", "dkv") -> kind of the sent messages.
+        wire: Family of partial results ("out", "dquery", "dkv") -> kind of message in which these
+            results are sent.
     """
 
     def __init__(self, buffers: Buffers, wire: Mapping[str, str]):
@@ -125,8 +128,13 @@ class ResultAccumulator:
     ) -> bool:
         """Set the initial sums of a chunk, unless the chunk already has sums.
 
+        Args:
+            target: The chunk, as `target.total`.
+            sums: Initial sums of all rows; empty with `write`.
+            write: Function that writes the initial sums into a message on first use, or None.
+
         Returns:
-            False if the chunk already has sums, which are then kept.
+            True if the initial sums were set. False if the chunk already has sums; they are kept.
         """
         if first := target.total not in self._totals:
             self._totals[target.total] = _RowTotals(Message(None, sums), target.total.rows, write)
@@ -135,8 +143,8 @@ class ResultAccumulator:
     def open(self, target: Target) -> Message:
         """Return tensors into which the caller adds results for the rows of `target`.
 
-        If the rows are not consecutive, the tensors are a temporary buffer without results. The
-        caller must pass it to `merge`.
+        If the rows are not consecutive, the tensors are a temporary buffer that is initialized to
+        the empty result. The caller must pass this buffer to `merge`.
         """
         total, place = self._total(target), target.place
         total.filled |= target.rows
@@ -149,12 +157,12 @@ class ResultAccumulator:
         return message
 
     def merge(self, target: Target, part: Message) -> None:
-        """Add a temporary buffer that `open` returned to the rows of `target`; free the buffer."""
+        """Add the temporary buffer from `open` to the sums of `target`, and free the buffer."""
         _add_or_merge(self._total(target).message, target, part)
         self._buffers.give(target.total.family, part)
 
     def total_rows(self, target: Target) -> Tensors:
-        """Return the sums of all rows of a chunk; rows without a result are 0, and -inf in lse."""
+        """Return the sums of all rows of a chunk. Rows without a result are 0 (lse: -inf)."""
         return self._total(target).message.tensors
 
     def receive(self, target: Target, message: Message) -> None:
@@ -173,7 +181,7 @@ class ResultAccumulator:
         self._buffers.give(kind, message)
 
     def send(self, target: Target) -> Message:
-        """Return a message with the sums of the rows of `target`; reset these sums on this rank."""
+        """Return a message with the sums of the rows of `target`, and reset or free these sums."""
         total, family = self._total(target), target.total.family
         kind = self._wire[family]
         total.filled &= ~target.rows
@@ -202,7 +210,7 @@ class ResultAccumulator:
 
 
 def _add_or_merge(total: Message, target: Target, part: Message) -> None:
-    """Add `part` to the rows of the target, or merge it by online softmax."""
+    """Add gradients to the rows of the target, or merge outputs into them by online softmax."""
     place = target.place
     rows = rows_at(total.tensors, place)
     if target.total.family == "out":
@@ -216,7 +224,7 @@ def _add_or_merge(total: Message, target: Target, part: Message) -> None:
 
 
 def rows_at(tensors: Tensors, place: RowPlace) -> Tensors:
-    """Select the rows of `place` in each tensor: views for a slice, otherwise copies."""
+    """Return the rows of `place` of each tensor: views for a slice, otherwise copies."""
     if place.whole:
         return tensors
     if isinstance(place.at, slice):

@@ -53,8 +53,9 @@ def forward(
             ring computes.
 
     Returns:
-        out [s, b, h, w], and the tensors that backward needs: `shard`, out and lse. If
-        ranks share heads, these have the rows of all ranks that share heads, and this rank's heads.
+        out [s, b, h, w], and the tensors that backward needs: `shard`, out and lse. If ranks share
+        heads, the tensors for backward have the rows of all ranks that share heads, and this rank's
+        heads.
     """
     chunk, shared = rank_plan.chunks[0], len(rank_plan.ulysses_links) > 1
     if len(rank_plan.chunks) > 1:
@@ -202,7 +203,7 @@ class RankCall:
         recompute_plan: Plan of the recomputation; None means `rank_plan`. It differs if the kernel
             depends on the query rows and the recomputed rows need another kernel.
         max_logits: [h], updated in place as in `forward`, or None.
-        return_lse: Also return lse, without a gradient.
+        return_lse: True to return lse too. Autograd treats lse as not differentiable.
     """
 
     operation: str
@@ -216,7 +217,7 @@ class RankCall:
 
 
 class Attention(torch.autograd.Function):
-    """Autograd function for the attention of this rank. Forward and backward wait for other ranks.
+    """Autograd function for the attention of this rank; forward and backward communicate.
 
     Inputs are a `RankCall`, the sink [h] or None, q, k and, unless values are the keys, v. The
     output is out, or (out, lse) with `return_lse`.

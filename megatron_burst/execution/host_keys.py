@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys and values of other ranks, kept in host memory between the forwards of row chunks.
 
-"Keys" means keys and values. The first forward receives the keys for all row chunks and copies them
-to host memory while it computes. Later forwards do not communicate. They fetch keys from host
-memory one chunk ahead, so at most two chunks of keys are on the device.
+In this module, "keys" means keys and values. The first forward of a call (of any row chunk)
+receives the keys for all row chunks and copies them to host memory while it computes. The forwards
+of the other row chunks do not exchange keys. They fetch keys from host memory one chunk ahead, so
+at most two chunks of keys are on the device.
 
 Source: FPDT (arXiv 2408.16978), section 4.2: offload with double buffering.
 """
@@ -47,7 +48,7 @@ class KeyHostMemory(Protocol):
 
 
 class _DeviceCopy:
-    """A copy on the device, used if host memory is full."""
+    """A copy of a tensor on the device, used if host memory is full."""
 
     moved = False
 
@@ -55,10 +56,10 @@ class _DeviceCopy:
         self._tensor = tensor.clone()
 
     def fetch(self) -> None:
-        """Do nothing: the tensor is already on the device."""
+        """Do nothing, because the tensor is already on the device."""
 
     def release(self) -> None:
-        """Do nothing: no copy is pending."""
+        """Do nothing, because no copy is pending."""
 
     def get(self) -> torch.Tensor:
         """Return the tensor."""
@@ -66,9 +67,9 @@ class _DeviceCopy:
 
 
 def _move_or_copy(host: KeyHostMemory, tensor: torch.Tensor) -> HostTensor:
-    """Copy a tensor to host memory, or on the device if host memory is full.
+    """Copy a tensor to host memory; if host memory is full, copy the tensor on the device.
 
-    A reference is not enough, because the caller reuses the buffer of the tensor.
+    A reference to the tensor is not enough, because the caller reuses the buffer of the tensor.
     """
     moved = host.move(tensor, framed=False)
     return moved if moved.moved else _DeviceCopy(tensor)
@@ -80,7 +81,8 @@ HostChunks = dict[Chunk, tuple[HostTensor, ...]]
 class HostKeys:
     """Keys of other ranks in host memory, for one call in row chunks.
 
-    The object has one dict per ring (group of heads), from a chunk to its tensors on the host.
+    The object has one dict per ring (group of heads), from a chunk to the host copies of its
+    tensors.
     """
 
     def __init__(self, host: KeyHostMemory):
@@ -90,12 +92,12 @@ class HostKeys:
     def provide(self, rings: Sequence[Ring]) -> None:
         """Connect the rings of one row chunk's forward to host memory.
 
-        In the first call, the rings copy received keys to host memory. In the calls for later row
-        chunks, the rings fetch keys from host memory, and do not communicate.
+        The rings of the first forward copy received keys to host memory. The rings of later
+        forwards fetch keys from host memory, and do not communicate.
 
         Args:
-            rings: Rings of the forward, one per head chunk (group of heads); `provide` replaces
-                their attribute `chunks`.
+            rings: Rings of the forward, one per head chunk (group of heads). Their attribute
+                `chunks` is replaced; in later forwards, also the attribute `steps`.
         """
         first = not self._stashes
         if first:
@@ -106,18 +108,18 @@ class HostKeys:
             else:
                 ring.steps = tuple(replace(step, exchanges=(), release=()) for step in ring.steps)
                 needed = [call.keys for step in ring.steps for call in step.calls]
-                visitors = [chunk for chunk in needed if chunk.owner != ring.me]
-                ring.chunks = _PrefetchingChunks(ring.chunks, visitors, stash)
+                remote = [chunk for chunk in needed if chunk.owner != ring.me]
+                ring.chunks = _PrefetchingChunks(ring.chunks, remote, stash)
 
     def finish(self) -> None:
-        """Wait for pending copies to host memory. Call it after the rings ran."""
+        """Wait for pending copies to host memory. Call this method after the rings ran."""
         for stash in self._stashes:
             for moved in stash.values():
                 _release(moved)
 
 
 class _OffloadingChunks:
-    """Chunks in the first forward: the keys of other ranks are also copied to host memory."""
+    """Chunks in the first forward of a call; copies the keys of other ranks to host memory."""
 
     def __init__(self, own: ChunkTable, me: int, host: KeyHostMemory, stash: HostChunks):
         self._own, self._me, self._host, self._stash = own, me, host, stash
@@ -131,32 +133,39 @@ class _OffloadingChunks:
         return self._own[chunk]
 
     def pop(self, chunk: Chunk, /) -> Message:
-        """Remove and return a chunk, after its copy to host memory: the ring reuses its buffer."""
+        """Wait for the copy of a chunk to host memory; then remove and return the chunk.
+
+        The ring reuses the buffer of the chunk after this call.
+        """
         _release(self._stash.get(chunk, ()))
         return self._own.pop(chunk)
 
 
 class _PrefetchingChunks:
-    """Chunks of keys that are fetched from host memory, for the second and later row chunks.
+    """Chunks in later forwards of a call; fetches the keys of other ranks from host memory.
 
-    The forward of the first row chunk stored the keys of other ranks in host memory. Each chunk is
-    fetched while the kernel computes with the chunk before it.
+    Each chunk is fetched while the kernel computes with the previous chunk.
+
+    Args:
+        own: Chunks of this rank.
+        order: Chunks of keys of other ranks, in the order of the kernel calls.
+        stash: Host copies of the tensors of each chunk of keys of other ranks.
     """
 
-    def __init__(self, own: ChunkTable, visitors: list[Chunk], stash: HostChunks):
-        self._own, self._order, self._stash = own, visitors, stash
-        self._visitor: Chunk | None = None
+    def __init__(self, own: ChunkTable, order: list[Chunk], stash: HostChunks):
+        self._own, self._order, self._stash = own, order, stash
+        self._fetched: Chunk | None = None
         self._message = Message(None, ())
         self._fetch()
 
     def __getitem__(self, chunk: Chunk, /) -> Message:
         if chunk not in self._stash:
             return self._own[chunk]
-        if chunk != self._visitor:
+        if chunk != self._fetched:
             # Free the previous chunk first, so that at most two chunks are on the device.
             self._message = Message(None, ())
             self._message = Message(None, tuple(moved.get() for moved in self._stash[chunk]))
-            self._visitor = chunk
+            self._fetched = chunk
             while self._order and self._order[0] != chunk:
                 del self._order[0]
             while self._order and self._order[0] == chunk:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joined calls: all pairs of a step in one kernel call, over one buffer with several key chunks.
+"""Joined calls: kernel calls that read several key chunks from one buffer.
 
-Each kernel call reads and writes all of its query rows. One call per key chunk is expensive if few
-keys of a chunk are visible, as with sparse attention or short documents. Copying the keys into one
-buffer moves far fewer bytes. Each key chunk is copied once, to its position in the order that the
-kernel reads, and is then freed if nothing else needs it. Key gradients stay in one buffer until the
-gradients of a chunk are needed.
+Without joined calls, a step has one kernel call per pair of a query chunk and a key chunk, and each
+call reads and writes all query rows. This is expensive if few keys of a chunk are visible, as with
+sparse attention or short documents. Copying the keys into one buffer moves far fewer bytes. Each
+key chunk is copied once, to its position in the order that the kernel reads, and is then freed if
+nothing else needs it. Key gradients stay in one buffer until the gradients of a chunk are needed.
 
 The schedule decides which pairs a step computes. This module decides which pairs form one call, and
 the order of their keys.
@@ -76,11 +76,11 @@ class JoinedKeys(tuple[KeyPart, ...]):
 
 
 def joined(run: RankPass, schedule: Schedule, works: WorkSource, device: torch.device) -> RankPass:
-    """Return the pass with one call for the pairs of a step that have the same query rows.
+    """Return a pass in which one call computes all pairs of a step with the same query rows.
 
-    Keys are sorted by position if that makes fewer spans, because fewer spans need fewer tiles. A
-    rank's own keys are a separate call without a copy. Kernels with the attribute `joins` get one
-    call for all pairs, including the rank's own pair, and sort keys themselves.
+    Keys are sorted by position if that makes fewer spans, because fewer spans need fewer tiles. The
+    rank's own keys get a separate call, which needs no copy. If the kernel has a true attribute
+    `joins`, the call also includes the rank's own keys, and the kernel sorts the keys itself.
 
     Args:
         run: The pass with one call per pair.
@@ -174,7 +174,7 @@ def _places(
 
 
 def compute(call: KernelCall, ring: Ring) -> None:
-    """Run one kernel call for several chunks of keys, and add its gradients to the partial results.
+    """Run one kernel call over several chunks of keys, and add the results to the partial results.
 
     Args:
         call: The call. `call.targets` has one target, for out or dquery. The targets of key
@@ -220,6 +220,6 @@ def _gather_keys(parts: Sequence[KeyPart], ring: Ring) -> Tensors:
 
 
 def _write(grads: Tensors, at: slice | torch.Tensor, message: Message) -> None:
-    """Copy the rows `at` of the key gradients of all chunks into a message."""
+    """Copy the key gradients of one chunk (the rows `at` of `grads`) into a message."""
     for tensor, rows in zip(message.tensors, grads, strict=True):
         tensor.copy_(rows[at])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One softmax over several sets of keys, as one autograd function.
 
-The ring of each set of keys adds to the same outputs and log-sum-exps. In backward, the ring of
-each set computes with the log-sum-exp and the output over all sets. Therefore each ring computes
-the gradients of the joint softmax.
+Each set of keys has its own ring, and all rings merge into the same outputs and log-sum-exps. In
+backward, the ring of each set uses the log-sum-exp and the output over all sets. Therefore each
+ring computes the gradients of the joint softmax.
 
 Shape letters: s local query rows, t local key rows, b batch, h query heads, k key/value heads, d
 width, w value width.
@@ -48,8 +48,8 @@ def forward(
 
     Returns:
         out [s, b, h, w]. Then the tensors that backward needs: q, out and lse, and k and v of each
-        set. If ranks share heads, these have the rows of all ranks that share heads, and this
-        rank's heads.
+        set. If ranks share heads, the tensors for backward have the rows of all ranks that share
+        heads, and this rank's heads.
     """
     first, first_tag, max_logits = calls[0].rank_plan, calls[0].tag, calls[0].max_logits
     order, name = first.chunks[0].order, first.forward.name
@@ -81,12 +81,12 @@ def forward(
 
 
 def _accumulate(rings: Sequence[ring.Ring], family: str, sums: Sequence[Tensors]) -> list[Tensors]:
-    """Run the rings of one set of keys, which add to `sums`; return the sums per head chunk.
+    """Run the rings of one set of keys, starting from `sums`; return the new sums.
 
     Args:
         rings: Rings of all head chunks.
-        family: Partial results that all sets of keys share, "out" or "dquery".
-        sums: Sums of earlier sets of keys, one tuple per head chunk; empty before the first set.
+        family: Partial results that are summed over the sets of keys, "out" or "dquery".
+        sums: Sums over the earlier sets of keys, one tuple per head chunk; empty for the first set.
     """
     if sums and len(sums) != len(rings):  # the sets have different numbers of head chunks
         whole = [ring.join(parts) for parts in zip(*sums, strict=True)]
@@ -100,7 +100,7 @@ def _accumulate(rings: Sequence[ring.Ring], family: str, sums: Sequence[Tensors]
 
 
 def _sums_of(rings: Sequence[ring.Ring], family: str) -> list[Tensors]:
-    """Return the sums of one family of results for this rank's own rows, per head chunk."""
+    """Return the partial results of a family for this rank's own rows, one tuple per head chunk."""
     return [
         head_ring.partials.total_rows(head_ring.run.totals[family, head_ring.me])
         for head_ring in rings
@@ -120,12 +120,12 @@ def backward(
         calls: One call per set of keys.
         dout: Gradient of the output, [s, b, h, w].
         saved: q, out and lse that `forward` returned.
-        ring_keys: k and v, or k alone, of each set that `forward` returned.
+        ring_keys: k and v (or k alone) of each set of keys, as `forward` returned them.
         sink: Sink logits [h] of the forward, or None.
 
     Returns:
-        dq; dk and dv of each set, one after the other; dsink [h]. None for a gradient that is not
-        needed.
+        dq; a list with dk and dv of the first set, then of the next set, and so on; dsink [h]. None
+        for a gradient that is not needed.
     """
     first = calls[0].rank_plan
     (q, out, lse), order = saved, first.chunks[0].order

@@ -32,7 +32,7 @@ def keys_to_owners(
     """Return dk and dv of this rank's own keys, from the gradients that its ring computed.
 
     Ranks that share heads exchange the gradients back. If every rank holds all keys, ranks share no
-    heads, and sum their gradients if the plan requires it.
+    heads. They then sum their gradients if the plan has a `key_sum`.
 
     Args:
         rank_plan: Plan of this rank.
@@ -40,7 +40,7 @@ def keys_to_owners(
         name: Name of the pass, the same on every rank.
         gradients: dk and dv of this rank's ring, or dk alone if values are the keys; None for a
             gradient that is not needed.
-        dtype: dtype in which copied heads are summed.
+        dtype: dtype in which the gradients of copied key heads are summed.
     """
     if rank_plan.key_sum is not None:
         return summed_over_ranks(rank_plan, rank_plan.key_sum, call, name, gradients)

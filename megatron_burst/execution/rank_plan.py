@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of one rank for an attention call: plain data, made by `planning/build.py`.
 
-The loop in `ring` runs a `RankPass`. A pass contains everything that can be computed before the
-call: which transfers start together, where their rows are in buffers, and where each kernel call
-adds its results.
+The loop in `ring` runs a `RankPass`. The pass contains everything that can be computed before the
+call: which transfers start together, where the sent and received rows are in buffers, and where
+each kernel call adds its results.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass
 class RowPlace:
-    """Location of some rows of a chunk in its buffer.
+    """Location of some rows of a chunk in the buffer of the chunk.
 
     Attributes:
         count: Number of rows.
-        at: A slice if the rows are consecutive, otherwise an int64 index on the device.
+        at: A slice if the rows are consecutive, otherwise an int64 index tensor on the device.
         whole: True if the rows are all rows of the buffer.
     """
 
@@ -58,10 +58,10 @@ class KernelCall:
 
     Attributes:
         pair: Owners of the queries and of the keys, with their rows, as in the schedule.
-        queries: Chunk with the queries, a key of `Ring.chunks`.
-        keys: Chunk with the keys, a key of `Ring.chunks`.
+        queries: Chunk with the queries; `Ring.chunks` maps it to the tensors.
+        keys: Chunk with the keys; `Ring.chunks` maps it to the tensors.
         work: Result of `Kernel.works_for` for the two chunks.
-        targets: Partial results that the call adds to: out, or dquery and dkv.
+        targets: Partial results to which the call adds: out, or dquery and dkv.
         parts: All chunks of keys (`joined.JoinedKeys`) if the call reads several, otherwise empty.
     """
 
@@ -81,8 +81,9 @@ class Payload:
         hop: Transfer of the schedule.
         count: Number of rows.
         digest: Digest of pass and chunk, for the envelope.
-        packed: True if the tensors are one message on every device. False if the owner of a chunk
-            sends its tensors, which need no copy on devices other than the CPU.
+        packed: True if the tensors are sent as one message on every device. False if the owner
+            sends the chunk: on devices other than the CPU, each tensor is then sent separately,
+            without a copy.
         target: Rows of a partial result; None if queries or keys are sent.
         source: Chunk and position of the queries or keys that this rank copies into the message.
             None if this rank receives, or forwards a received chunk unchanged.
@@ -137,8 +138,8 @@ class RankPass:
     Attributes:
         name: Name in envelopes, errors and profiles.
         steps: Steps of the pass.
-        deferred: Steps of head chunks that compute the pair of the rank's own chunks last; empty if
-            the plan has no such head chunks.
+        deferred: Steps of the head chunks (groups of heads) that compute attention of the rank's
+            own queries to its own keys last; empty if the plan has no such head chunks.
         totals: (family, owner) -> all rows of the owner for which this rank holds partial results.
             A family is "out", "dquery" or "dkv".
         longest: Family (kind of tensors, such as "kv") -> largest number of rows of a sent or
@@ -160,14 +161,14 @@ class RankPass:
 class RecomputePass:
     """A forward pass that is repeated for some rows only.
 
-    Row numbers are int64. They count the rows that this rank has in the ring, after the all-to-all
-    of heads; with row chunks, the rows of the row chunk.
+    Rows are int64 indices. With row chunks, they are indices within the row chunk.
 
     Attributes:
-        kept: Rows whose results are in the store.
-        missing: Rows that are computed again: the queries of `run`.
-        own_kept: Kept rows of this rank's own shard (before the all-to-all of heads), as row
-            numbers of that shard or its row chunk.
+        kept: Rows whose results are in the store, among the rows that this rank has in the ring
+            (after the all-to-all of heads).
+        missing: Rows that are computed again, among the same rows: the queries of `run`.
+        own_kept: Rows whose results are in the store, among the rows of this rank's own shard
+            (before the all-to-all of heads).
         run: The forward pass of `missing`.
     """
 
@@ -192,8 +193,8 @@ class RowChunk:
 
     Attributes:
         rows: int64 row numbers in this rank's shard; None for all rows.
-        order: int64, one entry per row of this row chunk in the ring: its index in the concatenated
-            row chunks of the ranks that share heads. None if the two orders are equal.
+        order: int64, one entry per row of this row chunk in the ring: the index of the row in the
+            concatenated row chunks of the ranks that share heads. None if the two orders are equal.
         forward: Forward pass.
         backward: Backward pass.
         recompute: Forward pass of the rows whose outputs the attention store does not keep; None
@@ -213,10 +214,10 @@ class RowChunk:
 
 @dataclass(frozen=True)
 class KeySum:
-    """Sum of the gradients of keys and values that every rank holds.
+    """The ranks that sum the gradients of keys and values that every rank holds.
 
     Attributes:
-        endpoint: Endpoint of all ranks.
+        endpoint: Endpoint with all ranks of the grid.
         links: Link class to each rank, including this rank.
     """
 
@@ -226,7 +227,7 @@ class KeySum:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """Process-group endpoints, kernel and passes of one rank.
+    """Endpoints (transports to other ranks), kernel and passes of one rank.
 
     Attributes:
         ring: Endpoint of the ring.
@@ -236,14 +237,14 @@ class RankPlan:
         scoring: Scale and softcap of the scores.
         wire_dtype: dtype in which gradients are sent.
         needs_grad: Whether q, k and v need a gradient.
-        heads: Query heads of the call's tensors, before ranks share them.
-        kv_heads: Key/value heads of the call's tensors, before ranks share them.
+        heads: Number of heads of q before the all-to-all of heads.
+        kv_heads: Number of heads of k and v before the all-to-all of heads.
         head_chunks: Number of head chunks.
         chunks: One row chunk with all rows, or several that run one after the other.
-        key_order: int64, one entry per key of this rank in the ring: its index in the concatenated
-            shards of the ranks that share heads. None if the two orders are equal.
-        key_sum: How the gradients of keys that every rank holds are summed; None if every rank has
-            its own keys or keeps its own contributions.
+        key_order: int64, one entry per key of this rank in the ring: the index of the key in the
+            concatenated shards of the ranks that share heads. None if the two orders are equal.
+        key_sum: Ranks that sum the gradients of keys that every rank holds. None if every rank has
+            its own keys, or if ranks do not sum the gradients.
         values_are_keys: True if values are the keys, which are then sent once.
     """
 

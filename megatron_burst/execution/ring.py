@@ -55,7 +55,7 @@ class HeadChunk(NamedTuple):
         number: Number of the head chunk.
         heads: Query heads of the head chunk.
         kv_heads: Key/value heads of the head chunk.
-        deferred: True if the pair of the rank's own chunks is computed last.
+        deferred: True if attention of the rank's own queries to its own keys is computed last.
         title: Suffix for the name of the pass in errors and profiles.
     """
 
@@ -94,8 +94,8 @@ class Ring:
             `Forward`, `Backward`, or an object of the plugin `sparse`.
         own: Family ("query", "kv") -> tensors of this rank's own chunk.
         sums: Family of partial results -> shape of one row of each tensor.
-        exact: In each family of `sums`, the last `exact` tensors are sent in the dtype of the sums.
-            The other tensors are sent in the wire dtype.
+        exact: Number of tensors, at the end of each family of `sums`, that are sent in the dtype of
+            the sums. The other tensors are sent in the wire dtype.
     """
 
     def __init__(
@@ -249,17 +249,18 @@ def kinds(
     total: torch.dtype,
     wire: torch.dtype,
 ) -> tuple[dict[str, MessageKind], dict[str, str]]:
-    """Return the kinds of messages of a pass by name, and the kind in which each family is sent.
+    """Return the message kinds of a pass by name, and the kind in which each family is sent.
 
-    A family is a kind of tensors in a chunk, such as "kv" or "dkv". If sums are sent in another
-    dtype, their messages are a separate kind, such as "dkv wire".
+    A family names the tensors of a chunk, such as "kv" or "dkv". The message kind of a family has
+    the same name. If sums are rounded before they are sent, they are sent in a second kind, such as
+    "dkv wire".
 
     Args:
         run: The pass.
         own: Same as in `Ring`.
         sums: Same as in `Ring`.
         exact: Same as in `Ring`.
-        total: dtype of sums.
+        total: dtype in which partial results are added.
         wire: dtype in which sums are sent.
     """
     kind_of = {
@@ -298,8 +299,8 @@ def run(rings: Sequence[Ring]) -> None:
     """Run the rings of all head chunks (groups of heads), each one step behind the previous one.
 
     While one ring computes, the transfers of another ring are in flight. The last transfers of a
-    ring overlap with the computation of the next ring, so only the last transfers of the last ring
-    are exposed.
+    ring overlap with the computation of the next ring. So only the last transfers of the last ring
+    overlap with no computation.
     """
     waiting, running = [iter(ring) for ring in rings], []
     while waiting or running:
@@ -314,14 +315,14 @@ def head_chunks(rank_plan: RankPlan, heads: int, kv_heads: int) -> list[HeadChun
     """Return the head chunks of a rank.
 
     A head chunk is a group of heads with its own transfers. Attention of the rank's own queries to
-    its own keys needs no transfer. The last head chunks compute it last, to hide their last
-    transfers of gradients. Computation of the first head chunks hides the first transfers of the
-    last head chunks.
+    its own keys needs no transfer. The last head chunks do this computation last, to hide their
+    last transfers of gradients. Computation of the first head chunks hides the first transfers of
+    the last head chunks.
 
     Args:
         rank_plan: Plan of this rank.
-        heads: Query heads of this rank's ring.
-        kv_heads: Key/value heads of this rank's ring.
+        heads: Number of query heads in this rank's ring.
+        kv_heads: Number of key/value heads in this rank's ring.
     """
     count = rank_plan.head_chunks
     if count == 1:
@@ -348,7 +349,7 @@ def head_chunks(rank_plan: RankPlan, heads: int, kv_heads: int) -> list[HeadChun
 
 @dataclass(frozen=True)
 class Forward:
-    """Forward of one kernel call: out and lse over one key chunk, merged into the sums.
+    """The computation of a kernel call in forward: out and lse, merged into the sums.
 
     Attributes:
         kernel: Local attention kernel.
@@ -386,7 +387,7 @@ def forward_rings(
         tag: Tag of the call; messages on the CPU contain it.
         q: [s, b, h, d].
         keys: k [s, b, k, d] and v [s, b, k, w], or k alone if values are the keys.
-        max_logits: [h] or None.
+        max_logits: [h], updated in place to the largest score of each head, or None.
     """
     rings = []
     for part in head_chunks(rank_plan, q.shape[2], keys[0].shape[2]):
@@ -409,7 +410,7 @@ def outputs(
     Args:
         rings: Rings of all head chunks, after they ran.
         dtype: dtype of out.
-        sink: [h], an additional logit without a value for every row, or None.
+        sink: Sink logits [h], which are added to the softmax of every row; or None.
     """
     outs, lses = [], []
     for ring in rings:
@@ -426,14 +427,14 @@ def outputs(
 
 @dataclass(frozen=True)
 class Backward:
-    """Backward of one kernel call: contributions to dq, dk and dv, added to the sums.
+    """The computation of a kernel call in backward: parts of dq, dk and dv, added to the sums.
 
     Attributes:
         kernel: Local attention kernel.
         scoring: Scale and softcap.
         out: Output of this rank's queries, or None. Query chunks of other ranks have delta instead
             (BurstEngine 3.1).
-        me: This rank in the ring.
+        me: Index of this rank in the ring.
         needs_grad: Whether q, k and v need a gradient; q and k if values are the keys.
     """
 
@@ -462,7 +463,7 @@ class Backward:
 def backward_rings(
     rank_plan: RankPlan, run: RankPass, tag: CallTag, rows: Rows, keys: Tensors
 ) -> list[Ring]:
-    """Return one ring per head chunk that computes the gradients of the local q, k, v.
+    """Return one ring per head chunk; each computes gradients of this rank's q, k and v.
 
     The schedule decides whether queries or keys are sent. Each rank sums its own contributions to
     the gradients of a chunk. On the way to the owner of the chunk, each rank adds its sum to the
@@ -474,7 +475,7 @@ def backward_rings(
         rank_plan: Plan of this rank.
         run: The backward pass.
         tag: Tag of the call; messages on the CPU contain it.
-        rows: The local query chunk.
+        rows: q, dout, lse, delta and out of this rank.
         keys: k [s, b, k, d] and v [s, b, k, w], or k alone if values are the keys.
     """
     rings, needs = [], rank_plan.needs_grad[: 1 + len(keys)]
@@ -500,7 +501,10 @@ def gradients(
 ) -> tuple[torch.Tensor | None, ...]:
     """Return dq, dk, dv in the accumulation dtype; None for a gradient that is not needed.
 
-    If `needs_grad` has no entry for v, because values are the keys, dk is the sum of both.
+    Args:
+        rings: Rings of all head chunks, after they ran.
+        needs_grad: Whether q, k and v need a gradient. If values are the keys, v has no entry, and
+            dk includes the gradient of the values.
     """
     parts = []
     for ring in rings:
@@ -522,7 +526,7 @@ def key_gradients(
     """Return dk and dv in the accumulation dtype; None for a gradient that is not needed.
 
     Args:
-        sums: dk and dv of each head chunk, each only if needed.
+        sums: dk and dv of each head chunk; a gradient that is not needed is omitted.
         needs_grad: Whether k and v, or k alone if values are the keys, need a gradient.
     """
     joined = iter([join(parts) for parts in zip(*sums, strict=True)])

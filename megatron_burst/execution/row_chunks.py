@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention with queries in row chunks that are computed one after the other, on any ring.
 
-Only one row chunk of partial results and sent queries exists at a time. The gradients of keys and
-values are summed in one buffer over all row chunks. Each row chunk has its own passes, made by
+Partial results and sent queries exist for only one row chunk at a time. The gradients of keys and
+values are summed over all row chunks in one buffer. Each row chunk has its own passes, made by
 `planning`. `RowChunkState` runs these passes. `forward` and `backward` use it for a call with all
 rows. `RowChunkedCall` is for a layer that computes projection, attention and output projection one
 row chunk at a time, without a complete q.
@@ -33,18 +33,18 @@ Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 class RowChunkState:
-    """State of one call on one rank: all its keys, and their gradients summed over row chunks.
+    """State of a call on one rank: the keys and values, and gradients summed over row chunks.
 
     Args:
         rank_plan: Plan of this rank.
         call: Tag of the call; messages on the CPU contain it.
         keys: Contiguous k [s, b, k, d] and v [s, b, k, w]; with `exchanged`, the attribute `keys`
-            of another call with the same tensors.
+            of a `RowChunkState` that was made from these tensors.
         sink: Sink logits [h], or None.
         max_logits: [h], updated in place to the largest score of each head, or None.
         exchanged: True if ranks already exchanged the heads of `keys`.
-        host: Host memory that keeps keys of other ranks between the forwards of row chunks. None:
-            the forward of every row chunk receives them.
+        host: Host memory that keeps keys of other ranks between the forwards of row chunks. If
+            None, the forward of every row chunk receives these keys again.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class RowChunkState:
         return ring.forward_rings(self.rank_plan, run, self.call, *tensors)
 
     def kept(self, index: int, out: torch.Tensor, lse: torch.Tensor) -> Tensors:
-        """Return copies of the results of a row chunk that the store of the plan keeps.
+        """Return out and lse of the rows of a row chunk that the attention store keeps.
 
         Args:
             index: Number of the row chunk.
@@ -203,7 +203,7 @@ class RowChunkState:
         return dk, dv, dsink
 
     def _zeros(self) -> list[Tensors]:
-        """Return buffers of zeros for the sums of dk and dv, one tuple per head chunk.
+        """Return tensors of zeros for the sums of dk and dv, one tuple per head chunk.
 
         A gradient that is not needed is omitted.
         """
@@ -229,7 +229,11 @@ def forward(
     stored: Tensors | None,
     max_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Tensors]:
-    """Compute all row chunks, one after the other. Arguments and results: `function.forward`."""
+    """Compute the attention output of all row chunks, one after the other.
+
+    Arguments and results are the same as in `function.forward`, but lse has the row chunks one
+    after the other.
+    """
     q, k, v = shard
     chunks = RowChunkState(rank_plan, call, (k, v), sink, max_logits)
     out, lses = q.new_empty((*q.shape[:3], v.shape[3])), []
@@ -298,16 +302,16 @@ def _by_chunk(
 
     Args:
         rank_plan: Plan of this rank.
-        lse: lse of all row chunks, one after the other. Each has the rows of all ranks that share
-            heads.
-        all_rows: Any tensor whose length is the number of rows of this rank.
+        lse: lse of all row chunks, one after the other. Each row chunk has the rows of all ranks
+            that share heads.
+        all_rows: A tensor whose length is the number of rows of this rank.
     """
     rows = [len(all_rows) if chunk.rows is None else len(chunk.rows) for chunk in rank_plan.chunks]
     return lse.split([len(rank_plan.ulysses_links) * count for count in rows])
 
 
 def _rows_of_chunk(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-    """Return the rows of x with these indices, contiguous. None selects all rows."""
+    """Return a contiguous tensor with the rows of x at the indices `rows`; None: all rows."""
     return x.contiguous() if rows is None else x.index_select(0, rows)
 
 
@@ -338,7 +342,10 @@ def check_keys(k: torch.Tensor, v: torch.Tensor, made_for_k: object, made_for_v:
         if isinstance(tensor, torch.Tensor):
             actual = tuple(tensor.shape), tensor.dtype, str(tensor.device)
         if actual != expected:
-            raise ValueError(f"{name}: the plan was made for {expected}, got {actual}")
+            raise ValueError(
+                f"{name}: the plan was made for {expected}, got {actual}; call mb.prepare for "
+                "these tensors"
+            )
 
 
 class RowChunkedCall:
@@ -347,7 +354,7 @@ class RowChunkedCall:
     Every method is a collective call: all ranks of the plan call the same methods in the same
     order. Row chunks may be computed in any order. Autograd does not record the methods, so pass
     detached tensors. The object keeps a reference to keys and values. The caller must keep out and
-    lse. `forward` and `backward` may be called on two objects made from the same keys and values.
+    lse. Backward may use another `RowChunkedCall` than forward, made from the same keys and values.
 
     Args:
         rank_plan: Plan of this rank.
@@ -355,7 +362,7 @@ class RowChunkedCall:
         identity: Digest of the plan.
         keys: Contiguous, detached k [s, b, k, d] and v [s, b, k, w].
         sink: Detached sink [h], or None.
-        label: Identifies the call, as in `mb.attention`.
+        label: Same as in `mb.attention`.
         max_logits: [h], updated in place to the largest score of each head, or None.
         host: Host memory for keys, or None.
     """
@@ -404,12 +411,15 @@ class RowChunkedCall:
 
     @torch.no_grad()
     def kept(self, c: int, out_c: torch.Tensor, lse_c: torch.Tensor) -> Tensors:
-        """Return the results of a row chunk that the plan's `store` keeps, for `forward(stored=)`.
+        """Return out and lse of the rows of a row chunk that the plan's `store` keeps.
 
         Args:
             c: Number of the row chunk.
-            out_c: From `forward`.
-            lse_c: From `forward`.
+            out_c: Output from `forward`.
+            lse_c: lse from `forward`.
+
+        Returns:
+            Copies of out and lse, for the argument `stored` of `forward` in a recomputation.
 
         Raises:
             ValueError: The plan keeps no results.
@@ -478,17 +488,19 @@ class RowChunkedCall:
     def _check_open(self, name: str) -> None:
         if self._ended:
             raise ValueError(
-                f"{name}: gradients() of this call was already called; make a new call with "
-                "`plan.chunked`"
+                f"{name}: gradients() was called before, which ends a row-chunked call; start a "
+                "new one with `plan.chunked`"
             )
 
     def _check_results(
         self, c: int, out_c: torch.Tensor, lse_c: torch.Tensor, dout_c: torch.Tensor
     ) -> None:
-        """Raise ValueError if backward of row chunk c was called before, or if a shape is wrong."""
+        """Raise ValueError if backward was already called for row chunk c, or a shape is wrong."""
         self._check_open("backward")
         if c in self._differentiated:
-            raise ValueError(f"backward was already called for row chunk {c}")
+            raise ValueError(
+                f"backward was already called for row chunk {c}; call it once per row chunk"
+            )
         rank_plan, rows = self._job, self._job.chunks[c].rows
         count, ranks = self._shape[0] if rows is None else len(rows), len(rank_plan.ulysses_links)
         result = count, self._shape[1], rank_plan.heads, self._value_width

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Head parallelism: an all-to-all that exchanges sequence rows for heads, around any ring.
+"""Head parallelism: an all-to-all that exchanges sequence rows for heads, before and after a ring.
 
 Before the exchange, each rank of a ulysses group has its own rows and all heads. After `scatter`,
 each rank has the rows of the whole group and its share of the heads. `gather` is the inverse.
-`schedule.head_shares` decides the order of the rows in the ring. One ulysses group over all ranks
-is DeepSpeed-Ulysses; around a ring it is 2D attention (LoongTrain section 4.2).
+`schedule.head_shares` decides the order of the rows in the ring. One ulysses group with all ranks
+is DeepSpeed-Ulysses. Several ulysses groups with rings between them are 2D attention (LoongTrain
+section 4.2).
 
 If there are fewer key/value heads than ranks, each rank receives a copy of the head that it needs.
 `gather` sums the gradients of the copies in a dtype that the caller chooses. Gradients may be sent
-in a narrower dtype than this sum.
+in a narrower dtype.
 
 Shape letters: s local rows, b batch, n heads, d width; p ranks of the ulysses group.
 """
@@ -77,7 +78,7 @@ def rows_to_heads(
         name: Name of the pass, the same on every rank.
         tensors: Tensors [p s, b, share of n, d]. For None, the result is None.
         heads: n of each tensor.
-        sums: dtype in which copied heads are summed, as in `gather`.
+        sums: dtype in which the gradients of copied heads are summed, as in `gather`.
         orders: Order of the rows of each tensor, as in `RowChunk.order` and `RankPlan.key_order`.
     """
     if len(rank_plan.ulysses_links) == 1:
@@ -107,10 +108,10 @@ def scatter(
         links: Link class to each rank.
         tensors: Tensors of this rank, [s, b, n, d] each.
         envelope: Envelope of the messages.
-        label: Text for errors.
+        label: Text that names the exchange in errors.
 
     Returns:
-        [p s, b, share of n, d] for each tensor, rows in the order of the group's ranks.
+        [p s, b, share of n, d] for each tensor. Rows are in the order of the group's ranks.
     """
     parts = [_parts(t, len(links)) for t in tensors]
     received = [p.new_empty(p.shape) for p in parts]
@@ -150,7 +151,7 @@ def gather(
         sums: dtype in which the gradients of copied heads are summed. A tensor without copied heads
             keeps its dtype.
         envelope: Envelope of the messages.
-        label: Text for errors.
+        label: Text that names the exchange in errors.
     """
     size = len(links)
     parts = [t.unflatten(0, (size, -1)) for t in tensors if t is not None]

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Base class `Mask`, the types of its results, and combinations of masks by `&` and `|`.
 
-A custom mask must define `visible`, which is exact, for arrays of positions. All other methods are
-optional. `cover` describes two spans: EMPTY and FULL must be exact, and PARTIAL is always allowed.
-`cover` saves computation and messages; `verify.check` compares it with `visible`. With `bands` and
-`breaks`, fewer rows are sent, and a partly visible rectangle is cut into fewer tiles. `modulus` is
-for masks that depend on distances modulo a number, such as `Dilated`. `viewers` makes plans faster;
-without it, the package derives viewers from `covers` (`seen.viewers_of`).
+A custom mask must define `visible`, which decides for every pair of positions whether it attends.
+All other methods are optional. `cover` describes a query span and a key span: EMPTY and FULL must
+be exact, and PARTIAL is always allowed. `cover` saves computation and messages; `verify.check`
+compares it with `visible`. With `bands` and `breaks`, fewer rows are sent, and a partly visible
+rectangle is cut into fewer tiles. `modulus` is for masks that depend on distances modulo a number,
+such as `Dilated`. `viewers` makes planning faster. Without `viewers`, the package derives the
+result from `covers` (`seen.viewers_of`).
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ EMPTY, PARTIAL, FULL = (int(cover) for cover in Cover)
 class Band(NamedTuple):
     """Visible pairs of a query span and a key span that form a band along the diagonal.
 
-    Row m (query number m of its span) sees column n (key number n of its span) if m - left <= n <=
-    m + right.
+    Row m is query number m of the query span, and column n is key number n of the key span, both
+    counted from 0. Row m sees column n if m - left <= n <= m + right.
 
     Attributes:
         left: Number of visible columns before the diagonal.
@@ -63,8 +64,8 @@ class SpanBands(NamedTuple):
     Attributes:
         left: Same as in `Band`.
         right: Same as in `Band`.
-        known: bool, true if the visible pairs are exactly this band; otherwise `left` and `right`
-            are undefined.
+        known: bool, true if the visible pairs are exactly the band from `left` to `right`;
+            otherwise `left` and `right` are undefined.
     """
 
     left: np.ndarray
@@ -91,7 +92,7 @@ class Viewers(NamedTuple):
     exact: np.ndarray
 
     def holds(self, others: Viewers) -> np.ndarray:
-        """Return whether these queries see all keys that `others` may see, one bool per key span.
+        """Return, for each key span, whether these queries see all keys that `others` may see.
 
         Args:
             others: Queries that see the same key spans under another mask.
@@ -100,15 +101,15 @@ class Viewers(NamedTuple):
         return wider & (self.left >= others.left) & (self.right >= others.right) & self.exact
 
     def reached(self, keys: Spans) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return two ranges of query positions per span of `keys`.
+        """Return the queries that may see some key of each key span, and those that may see all.
 
         Args:
             keys: Key spans.
 
         Returns:
-            First and last query that may see some key of each span; first and last query that may
-            see all of its keys. If `exact` is true, the queries of the second range do see all
-            keys.
+            Two pairs of arrays with one entry per key span: (first, last) query position that may
+            see some key of the span; (first, last) query position that may see all keys of the
+            span. If `exact` is true, all queries from this first to this last do see all keys.
         """
         return [
             (np.maximum(self.first, x - self.right), np.minimum(self.last, y + self.left))
@@ -117,7 +118,9 @@ class Viewers(NamedTuple):
 
 
 class UsedRows(NamedTuple):
-    """Rows of query spans and key spans that include all visible pairs, arrays with one entry each.
+    """Rows of a query span and a key span that include all visible pairs of the two spans.
+
+    All attributes are arrays with one entry per pair of spans.
 
     Attributes:
         q_first: Index of the first query in the query span.
@@ -136,8 +139,8 @@ class Mask:
     """Base class of masks. A custom mask defines `visible`, and usually `cover`.
 
     Attributes:
-        modulus: 1 for most masks. If above 1, the mask depends only on distances modulo this
-            number, and tiles are cut by residue class.
+        modulus: 1 for most masks. If above 1, visibility depends on the distance of the positions
+            modulo this number, and rectangles may be cut into residue classes.
         flash_compatible: True if a few rectangles and lower triangles describe the mask, as flash
             attention kernels require.
 
@@ -154,7 +157,7 @@ class Mask:
 
     @property
     def cacheable(self) -> bool:
-        """True if masks with equal `repr` are equal, so that plans for one may be used for another.
+        """True if a cached plan may be used for every mask with the same `repr`.
 
         A cacheable mask is the same in every batch, and its `repr` describes it completely. By
         default only masks of this package are cacheable.
@@ -202,7 +205,7 @@ class Mask:
         return np.array(covers, dtype=np.int64).reshape(fields[0].shape)
 
     def bands(self, q_spans: Spans, k_spans: Spans) -> SpanBands:
-        """Return the visible pairs of each pair of spans as a band, if they are known to be a band.
+        """Return the band of visible pairs of each pair of spans, if they are known to be a band.
 
         Args:
             q_spans: Spans of queries.
@@ -334,8 +337,8 @@ class Combined(VectorMask):
 
     Attributes:
         symbol: The operator, "&" or "|".
-        inner: Function that computes the `Cover` values of the combination from the values of both
-            masks.
+        inner: Function that combines the results of `visible` of both masks, and the results of
+            `covers` of both masks.
     """
 
     symbol: str
@@ -387,7 +390,7 @@ class Combined(VectorMask):
 
 
 def parts(mask: Mask) -> Iterator[Mask]:
-    """Yield the masks that a combination consists of, or `mask` if it is no combination."""
+    """Yield the masks of which a combination consists, or `mask` if it is not a combination."""
     if isinstance(mask, Combined):
         yield from parts(mask.a)
         yield from parts(mask.b)
@@ -434,7 +437,7 @@ class _And(Combined):
 
 
 class _Or(Combined):
-    """Combination `a | b`: the pairs that are visible in at least one of both masks."""
+    """Combination `a | b`: the pairs that are visible in at least one of the two masks."""
 
     symbol, inner = "|", np.maximum
 

@@ -23,9 +23,10 @@ class Compressed(VectorMask):
         stride: Number of positions from one window to the next.
         length: Number of positions of a window. Default: `stride`.
         cu_seqlens: Cumulative lengths of the documents. Default: one document.
-        key_cu_seqlens: Cumulative numbers of keys of the documents. A document has at least one key
-            per complete window; no query sees further keys, which are padding. Default: one key per
-            complete window. Without `cu_seqlens`, keys after the last complete window are padding.
+        key_cu_seqlens: Cumulative numbers of keys of the documents. A document must have at least
+            one key per complete window; more keys are padding, which no query sees. Default: one
+            key per complete window. Without `cu_seqlens`, keys after the last complete window are
+            padding.
         padding: Indices of documents that are padding. They have no windows, and their rows attend
             to nothing.
 
@@ -102,7 +103,10 @@ class Compressed(VectorMask):
         return not self.packed  # every batch has other documents
 
     def _queries(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first query position that sees each key, and the position after the last."""
+        """Return the first query position that sees each key, and the position after the last one.
+
+        The end is the end of the key's document. If no query sees a key, both positions are equal.
+        """
         document = np.searchsorted(self.key_bounds, keys, side="right")
         end = self._end[document]
         window = (keys - self._first_key[document]) * self.stride
@@ -117,7 +121,8 @@ class Compressed(VectorMask):
             back: 0 for the window of each key, 1 for the previous window.
 
         Returns:
-            int64 [n]; -1 for keys that are padding, and for windows before the document.
+            int64 [n]; -1 for keys that are padding, and for windows that would begin before the
+            document.
         """
         document = np.searchsorted(self.key_bounds, keys, side="right")
         window = keys - self._first_key[document] - back
@@ -127,7 +132,7 @@ class Compressed(VectorMask):
         return np.where((window >= 0) & (own_end <= end), first, -1)
 
     def keys_of_queries(self, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first key position that each query sees, and the position after the last.
+        """Return the first key position that each query sees, and the position after the last one.
 
         Args:
             q: Query positions [n], each in a document.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks of diffusion models: BlockDiffusion for text and chunks of frames, FrameTiles for video.
 
-Both masks divide the sequence into blocks of equal length and compare the indices of the blocks of
-query and key.
+Both masks divide the sequence into blocks of equal length. They compare the block index of the
+query with the block index of the key.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .positions import Causal, position_field
 
 
 def _at_least_one(mask: VectorMask, *names: str) -> None:
-    """Convert fields of a frozen mask to integers, in place.
+    """Convert fields of a frozen mask to integers, in place, and check that they are at least 1.
 
     Raises:
         ValueError: A field is not an integer >= 1.
@@ -30,12 +30,14 @@ def _at_least_one(mask: VectorMask, *names: str) -> None:
 
 
 class _CopyPart(NamedTuple):
-    """The positions of spans in one of the two copies, counted from the start of the copy.
+    """The part of each span that is in one of the two copies (noised, clean).
+
+    Positions are counted from the start of the copy.
 
     Attributes:
-        first: First position; undefined if there is none.
-        last: Last position; undefined if there is none.
-        present: bool, true if the span has a position in this copy.
+        first: First position; undefined if the span has no position in the copy.
+        last: Last position; undefined if the span has no position in the copy.
+        present: bool, true if the span has a position in the copy.
     """
 
     first: np.ndarray
@@ -49,8 +51,8 @@ class BlockDiffusion(VectorMask):
 
     Both copies have `length` positions and are divided into blocks of `block` positions. A noised
     position attends to the noised positions of its block and to the clean positions of earlier
-    blocks. A clean position attends to clean positions only: with `causal`, to its own position and
-    earlier ones; otherwise, to its block and earlier blocks. Source: Block Diffusion (arXiv
+    blocks. A clean position attends only to clean positions: with `causal`, to itself and earlier
+    positions; otherwise, to its block and earlier blocks. Source: Block Diffusion (arXiv
     2503.09573), section 3.2.
 
     For video models that denoise one chunk of frames after another, `block` is the number of tokens
@@ -102,7 +104,7 @@ class BlockDiffusion(VectorMask):
         return cover_where(empty, full)
 
     def _parts(self, spans: Spans) -> tuple[_CopyPart, _CopyPart]:
-        """Return the noised and the clean positions of spans."""
+        """Return the parts of spans in the noised copy, and the parts in the clean copy."""
         start, last, stride = np.asarray(spans.start), np.asarray(spans.last), spans.stride
         # First position in the clean copy, and last position in the noised copy, of each span.
         steps = np.maximum(-((start - self.length) // stride), 0)  # rounded up
@@ -113,7 +115,14 @@ class BlockDiffusion(VectorMask):
         )
 
     def _cover(self, q: _CopyPart, k: _CopyPart, q_clean: int, k_clean: int) -> np.ndarray:
-        """Return the cover of the parts of spans in one copy of queries and one copy of keys."""
+        """Return the `Cover` values of parts of query spans and parts of key spans.
+
+        Args:
+            q: Parts of query spans in one copy.
+            k: Parts of key spans in one copy.
+            q_clean: 1 if the queries are in the clean copy, else 0.
+            k_clean: 1 if the keys are in the clean copy, else 0.
+        """
         q_first, q_last, k_first, k_last = (
             x // self.block for x in (q.first, q.last, k.first, k.last)
         )
@@ -140,7 +149,8 @@ class BlockDiffusion(VectorMask):
 
     def viewers(self, k_spans: Spans) -> Viewers:
         noised, clean = self._parts(k_spans)
-        # Queries of the last block see no clean keys of it, but later clean queries do.
+        # The first noised query that sees a clean key is in the next block. After the last block
+        # comes the clean copy, so the bound is then the first clean query.
         after = np.minimum((clean.first // self.block + 1) * self.block, self.length)
         first = np.where(clean.present, after, 2 * self.length)
         first = np.where(
@@ -166,15 +176,16 @@ class BlockDiffusion(VectorMask):
 
 @dataclass(frozen=True, eq=False)
 class FrameTiles(VectorMask):
-    """Mask of sparse attention in video models, with a cost that is linear in the frames.
+    """Mask of sparse attention in video models.
 
     A query attends to the keys of its own frame and to the keys of every `every`-th frame (frame
-    numbers count from 0). Source: Efficient-vDiT (arXiv 2502.06155), section 3.2.
+    numbers count from 0). The number of visible pairs is linear in the number of frames if `every`
+    is proportional to the number of frames. Source: Efficient-vDiT (arXiv 2502.06155), section 3.2.
 
     Args:
         length: Number of positions of the sequence.
         frame: Number of positions of a frame.
-        every: Frames whose number is a multiple of this number are visible to all queries.
+        every: Every query sees the frames whose number is a multiple of `every`.
 
     Raises:
         ValueError: A value is not an integer >= 1, or `frame` does not divide `length`.
@@ -203,7 +214,7 @@ class FrameTiles(VectorMask):
             np.floor_divide(x, self.frame)
             for x in (q_spans.start, q_spans.last, k_spans.start, k_spans.last)
         )
-        # Of the frames from the first to the last one, those that all queries see and the others.
+        # Frames of the key span that all queries see, and its other frames.
         shared = k_last // self.every - (k_first - 1) // self.every
         others = k_last - k_first + 1 - shared
         apart = (q_last < k_first) | (k_last < q_first)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks that compare the positions of query and key: Full, Causal, Window, Dilated, Prefix.
 
-Their methods compute with arrays of spans, so plans for many ranks need no Python loop.
+The methods of these masks compute with arrays of spans, so plans for many ranks need no Python
+loop.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .base import FAR, Band, Cover, Mask, SpanBands, VectorMask, Viewers, cover_
 
 
 def position_field(mask: Mask, name: str) -> int:
-    """Convert field `name` of a frozen mask to an int of at most FAR, in place, and return it.
+    """Convert field `name` of a frozen mask to an int of at most FAR, in place; return the int.
 
     FAR means "no limit". Sums of larger numbers would overflow int64.
 

@@ -2,13 +2,13 @@
 """Computation of the rows of every shard that other ranks use, which a schedule must send.
 
 Spans are cut into pieces at the breaks of the mask (`Mask.breaks`, `Mask.key_breaks`). For bands,
-documents and prefixes, the queries that see a piece of keys are an interval of positions, and each
-of them sees a band (`Mask.viewers`). Pieces of queries are sorted by position. So most pieces of
-queries that see a piece of keys see all of it, and they are one range of indices. Only pieces at
-the edges of the interval or of the band are compared one by one.
+documents and prefixes, the queries that see a key piece are an interval of positions, and each of
+these queries sees a band of keys (`Mask.viewers`). Most query pieces in the interval see the whole
+key piece. Query pieces are sorted by position, so these pieces are one range of indices. Only query
+pieces at the edges of the interval or of the band are compared with the key piece one by one.
 
-The used rows of a piece are one interval, which is exact for bands. If a pair of pieces is partly
-visible and not a band, the mask returns the used rows (`Mask.used`).
+For each pair of pieces, the used rows of a piece are one interval, which is exact for bands. If a
+pair is partly visible and not a band, the mask returns the used rows (`Mask.used`).
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class _Ranges(NamedTuple):
     """Query pieces that may see each key piece, as ranges of indices of query pieces.
 
     A piece is a part of a span of positions. Query pieces are sorted by position. Query pieces
-    `begin` to `end` (exclusive) may see some keys of the piece. Query pieces `full_begin` to
-    `full_end` (exclusive) see all of its keys.
+    `begin` to `end` (exclusive) may see some keys of the key piece. Query pieces `full_begin` to
+    `full_end` (exclusive) see all keys of the key piece.
     """
 
     begin: np.ndarray
@@ -143,11 +143,12 @@ def meeting(
 ) -> tuple[Pieces, Pieces, np.ndarray, np.ndarray]:
     """Return the pairs of a query piece and a key piece that may attend.
 
-    A piece is a part of a span, cut where the mask changes (`Mask.breaks`), unless that makes too
-    many pairs.
+    A piece is a part of a span. Spans are cut where the mask changes (`Mask.breaks`). If these cuts
+    would make too many pairs, spans are not cut.
 
     Returns:
-        Query pieces; key pieces; parallel arrays i, j: queries of piece i may see keys of piece j.
+        Query pieces; key pieces; parallel arrays i, j: queries of query piece i may see keys of key
+        piece j.
     """
     q_spans = k_spans = pieces_of(q_shards)
     if k_shards is not q_shards:
@@ -168,7 +169,7 @@ def viewers_of(mask: Mask, queries: Spans, keys: Spans) -> Viewers:
     """Return the query positions that may see each key span.
 
     If a mask does not define `viewers`, `covers` is computed for groups of neighbouring queries.
-    Groups that see nothing are excluded from the range of queries, so their queries need not be
+    Groups that see nothing are excluded at both ends of the range, so their queries need not be
     compared one by one.
 
     Args:
@@ -211,7 +212,7 @@ def _ranges(queries: Spans, keys: Spans, viewers: Viewers) -> _Ranges:
 
 
 def _inside(queries: Spans, viewers: Viewers, ranges: _Ranges) -> np.ndarray:
-    """Return whether all query pieces that may see a key piece are within its viewers.
+    """Return whether the query pieces that may see a key piece have only viewers of the key piece.
 
     A query piece can extend beyond `viewers.first` or `viewers.last` only if breaks were omitted.
 
@@ -245,8 +246,8 @@ def _bands(
         j: Index of the key piece of each pair.
 
     Returns:
-        i and j of the visible pairs; (first, stop) of the query rows that see something; (first,
-        stop) of the key rows that are seen.
+        i and j of the pairs of pieces with visible rows. For each of these pairs, (first, stop) of
+        the query rows that see some key, and (first, stop) of the key rows that some query sees.
     """
     # There may be a million pairs, so use the smallest integers that hold the positions.
     small = max(x.span.last.max(initial=0) for x in (queries, keys)) < 1 << 28
@@ -287,8 +288,8 @@ def _bands(
 def _mask_bands(mask: Mask, q: Spans, k: Spans) -> tuple[np.ndarray, np.ndarray]:
     """Return the band of visible pairs of each pair of spans, as two arrays: left and right.
 
-    `masks.base.Band` explains them. Both are FAR if the visible pairs are not a band, and -FAR if
-    nothing is visible.
+    `masks.base.Band` explains left and right. Both are FAR if the visible pairs are not a band or
+    are all pairs, and -FAR if no pair is visible.
     """
     covers = mask.covers(q, k)
     reach = np.where(covers == Cover.EMPTY, -FAR, FAR)
@@ -302,7 +303,7 @@ def _mask_bands(mask: Mask, q: Spans, k: Spans) -> tuple[np.ndarray, np.ndarray]
 
 
 def nearby(mask: Mask, q: Pieces, k: Pieces) -> tuple[np.ndarray, np.ndarray]:
-    """Return the query pieces that may see each key piece of the same owner.
+    """Return the query pieces that may see each key piece; both pieces have the same owner.
 
     Positions are shifted by owner, so that one binary search handles all owners.
 
@@ -347,15 +348,15 @@ def cuts(breaks: np.ndarray, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
 def divided(
     length: np.ndarray, index: np.ndarray, cut: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Divide spans before `cuts`.
+    """Divide spans at the cuts that `cuts` returned.
 
     Args:
         length: Length of each span.
-        index: Index of the span of each cut, as from `cuts`.
-        cut: Index in the span of each cut.
+        index: Index of the span that each cut divides.
+        cut: Index within the span before which each cut divides it.
 
     Returns:
-        Index of the span, first index in the span, and length of each part.
+        For each part: index of the span, first index within the span, and length.
     """
     of = np.repeat(np.arange(len(length)), np.bincount(index, minlength=len(length)) + 1)
     first = np.zeros(len(of), dtype=np.int64)
@@ -377,8 +378,8 @@ def _among(ranks: np.ndarray, begin: np.ndarray, end: np.ndarray, size: int) -> 
 
     Args:
         ranks: Array of ranks.
-        begin: Start of each interval, [n].
-        end: End of each interval, [n].
+        begin: First index of each interval, [n].
+        end: Index after the last index of each interval, [n].
         size: Number of ranks.
 
     Returns:
@@ -387,8 +388,8 @@ def _among(ranks: np.ndarray, begin: np.ndarray, end: np.ndarray, size: int) -> 
     words, level = one_each(ranks, size), _level(begin, end)
     sets = np.zeros((len(begin), words.shape[1]), dtype=np.uint64)
     for power in range(level.max(initial=-1) + 1):
-        # Entry i of `words` has the ranks from index i to i + 2**power. Two entries with these
-        # lengths unite to an interval.
+        # Entry i of `words` has the ranks from index i to i + 2**power (exclusive). Every interval
+        # of this level is the union of two such entries.
         at = np.flatnonzero(level == power)
         sets[at] = words[begin[at]] | words[end[at] - (1 << power)]
         words[: -1 << power] |= words[1 << power :]

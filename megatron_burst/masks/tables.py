@@ -18,7 +18,7 @@ from .base import FAR, Cover, Mask, VectorMask, Viewers, cover_where
 
 
 class Documents(VectorMask):
-    """Mask of packed documents: positions attend to each other within a document.
+    """Mask of packed documents: the positions of a document attend to each other.
 
     Causal packed documents are `Documents(cu_seqlens) & Causal()`.
 
@@ -26,8 +26,9 @@ class Documents(VectorMask):
         cu_seqlens: Cumulative lengths 0 = c_0 <= c_1 <= ... <= c_n = length of the sequence.
         padding: Indices of documents that are padding. Their rows attend to nothing, and nothing
             attends to them.
-        key_cu_seqlens: Cumulative lengths of the keys' documents, as many as documents of queries,
-            if keys are another sequence (option `key_layout`). Default: `cu_seqlens`.
+        key_cu_seqlens: Cumulative lengths of the documents of the keys, if keys are another
+            sequence (option `key_layout`). The number of documents must be the same as in
+            `cu_seqlens`. Default: `cu_seqlens`.
 
     Raises:
         ValueError: `cu_seqlens`, `padding` or `key_cu_seqlens` is invalid.
@@ -92,7 +93,7 @@ class Documents(VectorMask):
         return self._key_bounds is not self._bounds
 
     def document(self, positions: np.ndarray | int) -> np.ndarray:
-        """Return the index of each position's document plus one; 0 for negative positions.
+        """Return, for each position, 1 + the index of the document; 0 for negative positions.
 
         Args:
             positions: Integer array of query positions.
@@ -100,7 +101,11 @@ class Documents(VectorMask):
         return np.searchsorted(self.bounds, positions, side="right")
 
     def document_of_key(self, positions: np.ndarray | int) -> np.ndarray:
-        """Return the same as `document`, for key positions."""
+        """Return, for each key position, 1 + the index of the document; 0 for negative positions.
+
+        Args:
+            positions: Integer array of key positions.
+        """
         return np.searchsorted(self.key_bounds, positions, side="right")
 
     def visible(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
@@ -108,7 +113,7 @@ class Documents(VectorMask):
         return np.equal(document, self.document_of_key(k)) & ~self._hidden[document]
 
     def keys_of_queries(self, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first key position that each query sees, and the position after the last.
+        """Return the first key position that each query sees, and the position after the last one.
 
         Args:
             q: Query positions [n], each in a document.
@@ -136,7 +141,9 @@ class Documents(VectorMask):
         return Viewers(first, last, far, far, (after == end) | hidden)
 
     def _all_hidden(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Return whether only padding documents are in each range of documents.
+        """Return whether each range of documents contains no visible pair.
+
+        A document has no visible pair if it is padding, or if it has no queries or no keys.
 
         Args:
             first: First document of each range, as from `document`.
@@ -241,7 +248,7 @@ class _Table(Mask):
 
     @cached_property
     def digest(self) -> str:
-        """Text with shape and hash of the table, for the mask's repr."""
+        """Text with the shape and a hash of the table, for the `repr` of the mask."""
         digest = hashlib.blake2b(np.packbits(self.table).tobytes(), digest_size=8).hexdigest()
         return f"<{self.table.shape[0]} x {self.table.shape[1]}, {digest}>"
 
@@ -285,7 +292,7 @@ class BlockSparse(_Table, VectorMask):
 
     @cached_property
     def _sums(self) -> np.ndarray:
-        """Number of visible blocks above and left of each block corner, [n + 1, m + 1]."""
+        """Number of visible blocks above and to the left of each corner, int64 [n + 1, m + 1]."""
         return np.pad(self.table.cumsum(0).cumsum(1), ((1, 0), (1, 0)))
 
     def viewers(self, k_spans: Spans) -> Viewers:
@@ -298,9 +305,9 @@ class BlockSparse(_Table, VectorMask):
 
     @cached_property
     def _rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """First and last query block that sees each key block, int64 [m].
+        """First and last query block that sees each key block, int64 [m] each.
 
-        If no query block sees the key block, they are n and -1.
+        If no query block sees the key block, the first is n and the last is -1.
         """
         any_, n = self.table.any(axis=0), len(self.table)
         last = n - 1 - self.table[::-1].argmax(axis=0)
@@ -324,7 +331,7 @@ class BlockSparse(_Table, VectorMask):
             if blocks * self.block != length:
                 raise ValueError(
                     f"table: {blocks} blocks of {self.block} describe {blocks * self.block} "
-                    f"positions, {has} {length}"
+                    f"positions, but {has} {length}"
                 )
 
     def __repr__(self) -> str:
@@ -332,9 +339,9 @@ class BlockSparse(_Table, VectorMask):
 
 
 class Dense(_Table):
-    """Dense mask: query q attends to key k if table[q, k]. Use it if no other class fits.
+    """Dense mask: query q attends to key k if table[q, k]. Use this class if no other class fits.
 
-    The table needs a byte of host memory per pair on every rank.
+    The table needs one byte of host memory per (query, key) pair on every rank.
 
     Args:
         table: bool or 0/1, [S, S]; or [S, T] if keys are another sequence (option `key_layout`).
@@ -369,7 +376,7 @@ class Dense(_Table):
             self.table.shape, (seq_len, key_len), _holders(seq_len, key_len), strict=True
         ):
             if rows != length:
-                raise ValueError(f"table describes {rows} positions, {has} {length}")
+                raise ValueError(f"table describes {rows} positions, but {has} {length}")
 
     def __repr__(self) -> str:
         return f"Dense({self.digest})"
@@ -378,8 +385,8 @@ class Dense(_Table):
 def shards_visible(mask: Mask, q_shards: Shards, k_shards: Shards) -> np.ndarray:
     """Return a bool [query ranks, key ranks], true if some query may see some key.
 
-    If an entry is false, no pair is visible. If it is true, `Mask.cover` is not EMPTY, but all
-    pairs may still be hidden.
+    If an entry is false, no pair of the two shards is visible. If an entry is true, `Mask.cover` is
+    not EMPTY for some pair of spans, but all pairs of positions may still be hidden.
 
     Args:
         mask: The mask.
@@ -414,7 +421,7 @@ def _spans(spans: Sequence[tuple[int, int]] | np.ndarray) -> tuple[tuple[int, in
 
 
 def _holders(seq_len: int, key_len: int) -> tuple[str, str]:
-    """Return the subjects of messages about the numbers of query positions and key positions."""
+    """Return who has the query positions, and who has the key positions, for messages."""
     if seq_len == key_len:
         return "the sequence has", "the sequence has"
     return "queries have", "keys have"
@@ -423,8 +430,8 @@ def _holders(seq_len: int, key_len: int) -> tuple[str, str]:
 def _bool_table(table: np.ndarray) -> np.ndarray:
     """Return a copy of `table` as bool [n, m].
 
-    ValueError is raised unless the table is a matrix of 0 and 1. Additive masks, with 0 for visible
-    and -inf for hidden pairs, are not converted, because their 0 has the opposite meaning.
+    Raises ValueError unless the table is a matrix of 0 and 1. Additive masks, with 0 for visible
+    and -inf for hidden pairs, are not converted, because 0 has the opposite meaning there.
     """
     try:
         array = np.asarray(table)  # np.array warns for tensors, which have no copy keyword

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiles: rectangles of a pair of shards that one operator call can compute, as objects and arrays.
 
-`tiling` makes them; kernels read them. This module does not import torch.
+`tiling` makes tiles, and kernels read them. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class Tile(NamedTuple):
 
     Attributes:
         rows: Query rows of the shard, possibly with a step.
-        columns: Key rows of the shard, possibly with a step. All pairs are visible, unless one of
-            the next fields is set.
-        triangle: True if only the lower triangle is visible.
-        table: bool [rows, columns], true for visible pairs, or None.
-        band: Band of visible pairs, in which every row sees some column, or None.
+        columns: Key rows of the shard, possibly with a step.
+        triangle: True if only the lower triangle is visible. If `triangle`, `table` and `band` are
+            not set, all pairs are visible.
+        table: bool [rows, columns], true for visible pairs; or None.
+        band: Band of visible pairs, in which every row sees some column; or None.
     """
 
     rows: slice
@@ -75,7 +75,7 @@ class Tiles(Sequence[Tile]):
     Attributes:
         bounds: int64 [n, 6], start, stop and step of the rows, then of the columns.
         pattern: int [n], index of each tile's pattern.
-        patterns: Visible pairs of tiles; the first pattern is `Pattern()`, everything.
+        patterns: Patterns of the tiles. The first pattern is `Pattern()`: all pairs are visible.
     """
 
     def __init__(self, bounds: np.ndarray, pattern: np.ndarray, patterns: Sequence[Pattern]):

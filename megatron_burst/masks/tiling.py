@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiling: cuts a pair of shards into tiles that flash attention operators can compute.
 
-A tile is a rectangle of local rows and columns. Its visible part is everything, a square's lower
-triangle (column <= row), a band, or a table. Hidden pairs are in no tile, or False in a table. The
-cuts depend on the mask and on the abilities of the kernel (`Cutter`). A slice is a regular run of
-rows of a shard that holds one span. If a pair of slices is partly visible but not a band, it is cut
-further. This module does not import torch, so `schedule.cost` uses it to count exactly the tiles
-that run.
+A tile is a rectangle of local rows and columns. The visible pairs of a tile are all pairs, the
+lower triangle of a square (column <= row), a band, or the True entries of a table. Hidden pairs are
+in no tile, or False in a table. The cuts depend on the mask and on the abilities of the kernel
+(`Cutter`). A slice is a regular run of rows of a shard that holds one span. If a pair of slices is
+partly visible but not a band, it is cut further. This module does not import torch, so
+`schedule.cost` uses it to count exactly the tiles that run.
 
 Each tile is one kernel call, so few and large tiles are fast. But at the slanted edge of a band (a
 causal mask or a sliding window over local rows and columns) a kernel also computes hidden pairs:
@@ -42,8 +42,8 @@ class Slices(NamedTuple):
     A slice is every `step`-th row from row `start` on; these rows hold the positions of `span`.
 
     Attributes:
-        owner: Index of the rectangle that the slice is part of, ascending. The largest rectangles
-            are pairs of shards.
+        owner: Index of the rectangle (a pair of shards, or a part of it) to which the slice
+            belongs, ascending.
         start: First row in the shard.
         step: Distance between rows.
         span: Positions of the rows.
@@ -65,7 +65,7 @@ class Slices(NamedTuple):
         return Slices(self.owner[index], self.start[index], self.step[index], self.span.at(index))
 
     def take(self, first: np.ndarray, count: np.ndarray, every: np.ndarray | int = 1) -> Slices:
-        """Return `count` rows of each slice: every `every`-th one from index `first` on."""
+        """Return `count` rows of each slice: every `every`-th row, from index `first` on."""
         start, stride, _ = self.span
         span = Spans(start + first * stride, stride * every, count)
         return Slices(self.owner, self.start + first * self.step, self.step * every, span)
@@ -125,8 +125,8 @@ class Cutter:
             rectangle becomes a table if only a table describes it, or if a table is cheaper than
             its tiles. None if the kernel supports no tables; a mask that needs a table then raises
             ValueError.
-        windows: Whether the kernel supports a whole band with a left edge. Otherwise such bands
-            need tables.
+        windows: True if the kernel supports a band with a left edge (a window) in one tile. If
+            False, such bands need tables.
         tile_cost: Fixed cost of a tile: the number of pairs whose computation takes as long as one
             more call.
     """
@@ -139,7 +139,7 @@ class Cutter:
     tile_cost: int = 2048
 
     def tiles(self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -> Tiles:
-        """Return the tiles of a pair of shards; arguments and errors as in `all_tiles`."""
+        """Return the tiles of one pair of shards; arguments and errors are as in `all_tiles`."""
         return self.all_tiles(mask, [(q_spans, k_spans)])[0]
 
     def all_tiles(
@@ -175,7 +175,7 @@ class _CutTiles(NamedTuple):
 
     Attributes:
         owner: Index of the rectangle.
-        bounds: int64 [6, n], the columns of `Tiles.bounds`.
+        bounds: int64 [6, n], the transpose of `Tiles.bounds`.
         pattern: Same as in `Tiles`.
     """
 
@@ -192,7 +192,7 @@ class _CutTiles(NamedTuple):
 
     @classmethod
     def sorted(cls, parts: Sequence[_CutTiles]) -> _CutTiles:
-        """Return the tiles of all parts, sorted by owner; tiles of an owner keep their order."""
+        """Return the tiles of all parts, sorted by rectangle; otherwise the order is kept."""
         if len(parts) == 1:
             return parts[0]
         owner, bounds, pattern = (np.concatenate(x, axis=-1) for x in zip(*parts, strict=True))
@@ -203,7 +203,7 @@ class _CutTiles(NamedTuple):
         return _CutTiles(self.owner[index], self.bounds[:, index], self.pattern[index])
 
     def joined(self) -> _CutTiles:
-        """Join adjacent fully visible tiles of an owner, because one large call is faster."""
+        """Join adjacent fully visible tiles of a rectangle, because one large call is faster."""
         tiles = self
         # Join along rows first, because tiles are in row order; then join tiles of equal width.
         for along, other in ((_COLUMNS, _ROWS), (_ROWS, _COLUMNS)):
@@ -220,8 +220,9 @@ class _CutTiles(NamedTuple):
     def joined_triangles(self) -> _CutTiles:
         """Join two triangles and the square between them to one triangle.
 
-        The square is below the first triangle and left of the second. Such tiles are made from
-        adjacent pieces of a document on one rank, such as the two zigzag pieces of the last rank.
+        The square is below the first triangle and to the left of the second triangle. Such tiles
+        are made from adjacent pieces of a document on one rank, such as the two zigzag pieces of
+        the last rank.
         """
         owner, (top, bottom, step, left, right, column_step), pattern = self
         triangle = (pattern == TRIANGLE) & (step == 1) & (column_step == 1)
@@ -296,7 +297,7 @@ class _MaskTiles:
         Args:
             q: Query slice of each pair.
             k: Key slice of each pair.
-            parent: Index of each pair's rectangle in `limit`.
+            parent: Index in `limit` of the rectangle that contains each pair.
             limit: Same as in `cut`.
         """
         mask, size, number = self.mask, self.cutter.table_rows, np.arange(len(parent))
@@ -370,8 +371,8 @@ class _MaskTiles:
         return [_CutTiles.of(q.owner, q.rows(top, bottom), k.rows(left, right), pattern)]
 
     def _bands(self, q: Slices, k: Slices, left: np.ndarray, right: np.ndarray) -> list[_CutTiles]:
-        """Return the tiles of pairs of slices whose visible pairs are the bands (left, right)."""
-        # A window between the positions of a strided pair is empty.
+        """Return the tiles of pairs of slices whose visible pairs are bands (see `Band`)."""
+        # A window of strided slices is empty if it contains none of their positions.
         (some,) = np.nonzero(left + right >= 0)
         q, k, far = q.at(some), k.at(some), 2 * (q.span.length + k.span.length)[some]
         left, right = (np.clip(x[some], -far, far) for x in (left, right))
@@ -425,8 +426,8 @@ class _MaskTiles:
         """Return the tiles of bands.
 
         Rows that see the first column become a rectangle and a lower triangle. Later rows are cut
-        into blocks of at most `block` rows. A block becomes a tile of the columns that all its rows
-        see, and tiles of the slanted edges.
+        into blocks of at most `block` rows. A block becomes one tile with the columns that all rows
+        of the block see, and tiles for the slanted edges.
 
         Args:
             q: Query slice of each band.
@@ -437,7 +438,7 @@ class _MaskTiles:
         """
         rows, columns = q.span.length, k.span.length
         limit = np.maximum(rows, 1)
-        if block is not None:  # an edge wastes half a block: keep that small
+        if block is not None:  # at an edge, half of a block is hidden pairs
             small = np.maximum(_SMALLEST_BLOCK, np.minimum(rows, left + right + 1) // 8)
             limit = np.minimum(block, small)
         begin = np.maximum(0, -right)  # earlier rows see nothing
@@ -515,11 +516,17 @@ class _MaskTiles:
 def _coarse(
     index: np.ndarray, cut: np.ndarray, length: np.ndarray, size: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return only the first and last cut in each group of `size` rows of longer slices.
+    """Remove cuts of slices with more than `size` rows.
 
-    Slices that still contain cuts then have fewer than `size` rows, so a table can describe them.
-    For documents of a few tokens, a table is cheaper than one tile per document. `index` and `cut`
-    are a result of `cuts`, and `length` has the number of rows of each slice.
+    Such a slice keeps only the first and the last cut in each group of `size` rows. The parts in
+    which cuts were removed have fewer than `size` rows, so a table can describe them. For documents
+    of a few tokens, a table is cheaper than one tile per document.
+
+    Args:
+        index: Index of the slice of each cut, as from `cuts`.
+        cut: Index within the slice of each cut.
+        length: Number of rows of each slice.
+        size: Number of rows of a group; None keeps all cuts.
     """
     if size is None:
         return index, cut
@@ -530,7 +537,7 @@ def _coarse(
 
 
 def _mixed(x: Slices, modulus: int) -> np.ndarray:
-    """Return whether each slice has rows of several residue classes."""
+    """Return whether each slice has positions of several residue classes modulo `modulus`."""
     return (x.span.stride % modulus != 0) & (x.span.length > 1)
 
 
@@ -542,7 +549,7 @@ def _parts(
     classes: np.ndarray,
     modulus: int,
 ) -> Slices:
-    """Cut slices; the owner of a part is the index of its slice.
+    """Cut slices into parts; the owner of a part is the index of the slice that was cut.
 
     The stride of each residue class is a multiple of `modulus`. So in a dilated mask, all pairs of
     a query class and a key class are visible, or none.
@@ -550,9 +557,9 @@ def _parts(
     Args:
         x: The slices.
         index: Index of the slice of each cut.
-        cut: Index in the slice before which it is cut.
-        halved: Indices of slices that are cut in the middle instead.
-        classes: Indices of slices that are split into residue classes instead.
+        cut: Index within the slice before which the slice is cut.
+        halved: Indices of slices without cuts that are cut in the middle.
+        classes: Indices of slices without cuts that are split into residue classes.
         modulus: Modulus of the residue classes.
     """
     if len(halved):
@@ -586,7 +593,7 @@ _SMALLEST_BLOCK = 128  # a smaller call costs more than the hidden pairs that it
 
 
 class _BandTiles(NamedTuple):
-    """Tiles of bands, as arrays; rows and columns count from the first ones of the band.
+    """Tiles of bands, as arrays. Rows and columns are numbered from the start of the band's slices.
 
     Attributes:
         band: Index of the band.
@@ -608,21 +615,23 @@ class _BandTiles(NamedTuple):
 def _triangles(
     band: np.ndarray, begin: np.ndarray, end: np.ndarray, right: np.ndarray, block: np.ndarray
 ) -> _BandTiles:
-    """Divide lower triangles into a square and two triangles, down to triangles of `block` rows.
+    """Divide lower triangles recursively, each into a square and two triangles.
+
+    Triangles of at most `block` rows are not divided.
 
     The squares are as large as possible, which is fastest for kernels. Each row is in few squares,
-    so few results are merged. Causal attention of 4K tokens on a CPU is up to 10 % slower if the
-    triangle is cut into rows of equal blocks.
+    so few results are merged. If the triangle were cut into equal blocks, causal attention of 4K
+    tokens on a CPU would be up to 10 % slower.
 
     Args:
         band: Index of the band of each triangle.
         begin: First row of each triangle.
         end: Row after the last row.
-        right: Column after the first row's last column is `begin + right + 1`.
+        right: Row m sees the columns up to m + right.
         block: Largest number of rows of a triangle that is not divided.
     """
     blocks = -((begin - end) // block)
-    count = 2 * blocks - 1  # triangles and, before each but the first, a square left of it
+    count = 2 * blocks - 1  # a triangle per block, and a square to the left of all but the first
     of, item = np.repeat(np.arange(len(band)), count), counted(0, count)
     band, begin, end, right, block = (x[of] for x in (band, begin, end, right, block))
     middle, square = (item + 1) // 2, item % 2 == 1  # in blocks

@@ -2,8 +2,8 @@
 """Mask `Tree`, for prefix trees of token sequences whose rows are in depth-first order.
 
 The rows of a subtree are one interval, so one bound per key decides visibility: query q sees key k
-if k <= q < out[k]. Runs of rows with equal bounds are segments of the tree. Between two breaks the
-mask is a causal band or empty.
+if k <= q < out[k]. Runs of rows with equal bounds are segments of the tree. For the queries of one
+segment and the keys of one segment, the mask is causal or empty.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ class Tree(VectorMask):
     """Mask of prefix trees: a token attends to itself and its ancestors.
 
     Row q sees row k if k <= q < out[k]. A sequence may have several trees, one after another. If
-    out[k] is the end of k's document for every k, the mask equals `Documents(cu_seqlens) &
-    Causal()`. `Tree(out) & Window(w, 0)` is `Tree(out, window=w)`.
+    out[k] is the end of the document of row k for every k, the mask is equal to
+    `Documents(cu_seqlens) & Causal()`. `Tree(out) & Window(w, 0)` is `Tree(out, window=w)`.
 
     Args:
-        out: Integers [S]. out[k] is the first row after the subtree of row k, with rows in
-            depth-first order (`mb.trees.pack` makes them). A row with out[k] <= k is padding: it
-            sees nothing, and no row sees it.
+        out: Integers [S]. out[k] is the first row after the subtree of row k. Rows must be in
+            depth-first order, as from `mb.trees.pack`. A row with out[k] <= k is padding: it sees
+            nothing, and no row sees it.
         window: Number of nearest ancestors that a row sees, in addition to itself. Distances are
             counted along the path to the root, not in rows. None for no limit.
 
     Attributes:
         bounds: int64 [segments + 1], first row of each segment, then S. A segment is a run of rows
             with equal `out`.
-        parents: int64 [segments], index of each segment's parent segment; -1 for roots and padding.
+        parents: int64 [segments], index of the parent of each segment; -1 for roots and padding.
 
     Raises:
         ValueError: `out` does not describe trees, or `window` is invalid.
@@ -66,7 +66,7 @@ class Tree(VectorMask):
 
     @cached_property
     def depths(self) -> np.ndarray:
-        """Number of ancestors of each row, int64 [S]: its position on the path from the root."""
+        """Number of ancestors of each row, int64 [S]."""
         rows, size = np.flatnonzero(self.out), len(self.out) + 1
         begun = np.bincount(rows + 1, minlength=size)
         return np.cumsum(begun - np.bincount(self.out[rows], minlength=size))[:-1]
@@ -167,7 +167,7 @@ class Tree(VectorMask):
             )
 
     def _segments(self, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
-        """Return the segment of the first position, and of the last position, of each span."""
+        """Return the segment of the first position, and that of the last position, of each span."""
         first, last = (
             np.searchsorted(self.bounds, row, side="right") - 1 for row in (spans.start, spans.last)
         )
@@ -222,7 +222,7 @@ class Tree(VectorMask):
 
 
 class _Extremes:
-    """A sparse table that computes the minimum or maximum of values[first..last] in O(1).
+    """Sparse table, which computes the minimum or maximum of values[first..last] in O(1).
 
     Row j of the table has the minimum (or maximum) of 2^j consecutive values.
     """
@@ -240,7 +240,10 @@ class _Extremes:
 
 
 def _bounds(out: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Return a copy of `out` as int64 [S], with 0 for padding; raise ValueError if invalid."""
+    """Return a copy of `out` as int64 [S], with 0 for padding.
+
+    Raises ValueError unless `out` has one integer per row, at most the number of rows.
+    """
     try:
         array = np.asarray(out)
     except (TypeError, ValueError, RuntimeError) as error:  # ragged, on a device, or with gradient

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check of masks: compares the methods of a mask with its `visible`.
+"""Check of masks: comparison of the methods of a mask with the method `visible`.
 
 `cover`, `covers`, `bands`, `used` and `viewers` must agree with `visible`. If they do not,
 attention is wrong without an error: ranks skip pairs with cover EMPTY, and compute pairs with cover
@@ -21,7 +21,7 @@ from .base import EMPTY, FULL, Cover, Mask, parts
 EXHAUSTIVE = 16  # longest sequence whose pairs of spans are all compared
 PAIRS, POINTS = 1 << 12, 32  # pairs of spans, and pairs of positions in each, of a full check
 FEW_PAIRS, FEW_POINTS = 1 << 9, 16  # same numbers for the check at a custom mask's first plan
-CANDIDATES = 1 << 10  # keys of a query that are searched for edges of the visible region
+CANDIDATES = 1 << 10  # positions at which edges of the visible region of a row are searched
 MOST_CHANGES = 32  # largest number of edges for each query and each key
 
 
@@ -33,7 +33,7 @@ class _SpanPairs(NamedTuple):
 
 
 class _TwoLengths(NamedTuple):
-    """Numbers of positions of the sequences of queries and keys."""
+    """Number of positions in the sequence of queries, and in the sequence of keys."""
 
     queries: int
     keys: int
@@ -60,7 +60,7 @@ def check(mask: Mask, seq_len: int, key_len: int | None = None) -> None:
         >>> mb.masks.check(mb.masks.Causal() & mb.masks.Dilated(2), seq_len=16)
     """
     if not isinstance(mask, Mask):
-        raise ValueError(f"mask must be a mask of mb.masks, got {mask!r:.100}")
+        raise ValueError(f"mask must be a mask from mb.masks, got {mask!r:.100}")
     key_len = seq_len if key_len is None else key_len
     for name, length in (("seq_len", seq_len), ("key_len", key_len)):
         if integer(name, length) < 1:
@@ -76,7 +76,7 @@ def check_custom(mask: Mask, seq_len: int, key_len: int | None = None) -> None:
     Args:
         mask: The mask.
         seq_len: Number of positions of the queries, at least 1.
-        key_len: Number of positions of the keys; nothing is checked if there are none. Default:
+        key_len: Number of positions of the keys. If it is 0, nothing is checked. Default:
             `seq_len`.
     """
     key_len = seq_len if key_len is None else key_len
@@ -126,8 +126,8 @@ def _all_spans(seq_len: int) -> np.ndarray:
 def _sample(mask: Mask, lengths: _TwoLengths, count: int, rng: np.random.Generator) -> _SpanPairs:
     """Return `count` pairs of spans.
 
-    25 % are shards of layouts, at most 50 % are at positions where `visible` changes, and the
-    others are random.
+    25 % are pairs of shards of common layouts, at most 50 % are at positions where `visible`
+    changes, and the other pairs are random.
     """
     shards = [_shards(length) for length in lengths]
     chosen = [spans[rng.integers(0, len(spans), count // 4)] for spans in shards]
@@ -159,7 +159,10 @@ def _inside(spans: np.ndarray, seq_len: int) -> np.ndarray:
 
 
 def _shards(seq_len: int) -> np.ndarray:
-    """Return the shards of 1 to 16 ranks, contiguous and striped, as (start, stride, length)."""
+    """Return the shards of contiguous and striped layouts on 1, 2, 4, 8 and 16 ranks.
+
+    The result is int64 [n, 3]: start, stride and length.
+    """
     spans = [(0, 1, seq_len)]
     for ranks in (2, 4, 8, 16):
         size = -(-seq_len // ranks)
@@ -199,9 +202,10 @@ def _changes(mask: Mask, row: int, seq_len: int, of_key: bool) -> np.ndarray:
 
     Args:
         mask: The mask.
-        row: Position of the query, or of the key.
+        row: Position of the query, or of the key with `of_key`.
         seq_len: Number of positions of the keys, or of the queries with `of_key`.
-        of_key: True if `row` is a key and the result is query positions; False for the opposite.
+        of_key: False if `row` is a query and the result has key positions. True if `row` is a key
+            and the result has query positions.
     """
     near = np.arange(max(0, row - CANDIDATES // 2), min(seq_len, row + CANDIDATES // 2))
     far = np.linspace(0, seq_len - 1, CANDIDATES // 2).astype(np.int64)
@@ -238,8 +242,8 @@ def _check_shapes(mask: Mask, lengths: _TwoLengths) -> None:
         if (by_row != table[i]).any():
             k = keys[(by_row != table[i]).argmax()]
             raise ValueError(
-                f"{_name(mask)}: visible is {not by_row.all()} or {bool(by_row.any())} for query "
-                f"{q} and key {k}, depending on array shapes; compute it from q and k alone"
+                f"{_name(mask)}: visible depends on the shapes of the arrays for query {q} and key "
+                f"{k}; compute each entry only from its q and its k"
             )
     for name in ("breaks", "key_breaks"):
         breaks = np.asarray(getattr(mask, name))
@@ -270,7 +274,7 @@ def _covers(mask: Mask, pairs: _SpanPairs) -> np.ndarray:
 
 
 def _check_all(mask: Mask, lengths: _TwoLengths, pairs: _SpanPairs) -> None:
-    """Compare `covers` with `visible` at all positions of all pairs of spans."""
+    """Compare `covers` with `visible` for all pairs of positions of all pairs of spans."""
     at_queries, at_keys = (np.arange(seq_len) for seq_len in lengths)
     seen = _visible(mask, at_queries[:, None], at_keys[None])
     inside = []
@@ -293,13 +297,13 @@ def _check_all(mask: Mask, lengths: _TwoLengths, pairs: _SpanPairs) -> None:
 def _points(
     pairs: _SpanPairs, points: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return which positions to compare in each pair of spans.
+    """Return the pairs of positions (points) to compare in each pair of spans.
 
-    These are corners of the rectangle of pairs, and random points. For a small rectangle, they are
-    all its points.
+    The points are the four corners of the rectangle of positions, and random points. If the
+    rectangle has at most `points` points, all of them are returned.
 
     Returns:
-        Index in the query span and index in the key span, [pairs, points] each.
+        Index within the query span and index within the key span, [pairs, points] each.
     """
     rows, columns = (x.length[:, None] for x in pairs)
     index = np.arange(points)[None]
@@ -390,15 +394,15 @@ def _check_viewers(
 def _raise(
     mask: Mask, method: str, value: str, pairs: _SpanPairs, i: Any, at: tuple[Any, Any]
 ) -> None:
-    """Raise the error that a method of a mask contradicts `visible`.
+    """Raise an error: a method of a mask contradicts `visible`.
 
     Args:
         mask: The mask.
         method: Name of the method.
-        value: Its result, as text.
+        value: Result of the method, as text.
         pairs: Pairs of spans.
-        i: Index of the pair of spans.
-        at: Positions of the query and of the key.
+        i: Index of the pair of spans with the contradiction.
+        at: Position of the query and position of the key with the contradiction.
     """
     q_span, k_span = (f"Span({x.start[i]}, {x.stride[i]}, {x.length[i]})" for x in pairs)
     q, k = map(int, at)

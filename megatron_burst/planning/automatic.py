@@ -21,19 +21,19 @@ from ..layout import Replicated
 from ..schedule.cost import Sizes
 from .validate import WIRE, Request
 
-CHOICES_KEPT = 64  # cached choices per grid, for kinds of layers and batches of documents
+CHOICES_KEPT = 64  # cached choices per grid: one per kind of layer and batch of documents
 
 
 def resolve(request: Request, groups: Groups, rates: Rates | None) -> Request | ValueError:
-    """Choose the settings of an attention call that are "auto". A collective call.
+    """Choose values for the settings of an attention call that are "auto". A collective call.
 
     Args:
         request: Checked arguments of this rank.
         groups: Groups of the call.
-        rates: Rates of links and compute; missing rates are measured.
+        rates: Rates of links and compute, or None. Missing rates are measured.
 
     Returns:
-        A copy of `request` with the chosen settings in its options and facts, or the error of this
+        A copy of `request` with the chosen settings in the options and facts; or the error of this
         rank.
     """
     with groups.running():
@@ -50,7 +50,7 @@ def resolve(request: Request, groups: Groups, rates: Rates | None) -> Request | 
 
 
 def rates_of(request: Request, groups: Groups, rates: Rates | None) -> Rates:
-    """Return `rates`, or the rates of `groups`; measure missing rates. A collective call."""
+    """Return `rates`, or the cached rates of `groups`; measure missing rates. A collective call."""
     rates = rates or groups.cache.get("rates")
     if rates is None:
         rates = measure.links(groups, request.tensors[0].device)
@@ -67,7 +67,7 @@ def _choice(request: Request, groups: Groups, rates: Rates) -> Choice:
     if options.grad_wire_dtype != "auto" or request.wire_dtype == torch.float64:
         return choice
     if request.tensors[0].dtype == torch.bfloat16:
-        # bf16 rounds sums at every hop, so use it only if it is faster by more than a tie.
+        # bf16 rounds sums at every hop, so use it only if it is faster by more than TIE.
         sizes = replace(request.sizes, wire_itemsize=torch.bfloat16.itemsize)
         narrow = _fastest(request, sizes, groups, rates)
         if narrow.seconds < choice.seconds * (1 - TIE):
@@ -88,12 +88,12 @@ def _fastest(request: Request, sizes: Sizes, groups: Groups, rates: Rates) -> Ch
 
 
 def fastest(workload: Workload, fixed: FixedSettings, groups: Groups, rates: Rates) -> Choice:
-    """Return the settings with the shortest predicted time, cached and without communication.
+    """Return the settings with the shortest predicted time. Does not communicate.
 
     Args:
         workload: Sizes, mask and layout of the call.
         fixed: Settings that the user chose.
-        groups: Groups of the call, which also have the cache.
+        groups: Groups of the call. They cache the result.
         rates: Rates of links and compute.
     """
     choices, key = groups.recent("choices", CHOICES_KEPT), (workload, fixed, rates)

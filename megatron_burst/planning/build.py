@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Construction of the `RankPass` of one rank (its steps in one pass) from a schedule.
+"""Construction of a `RankPass` (the steps of one rank in one pass) from a schedule.
 
 Positions of rows in buffers, kernel plans and exchanges are computed here once per plan, so the
 loop in `execution.ring` does no planning. If the chunks of a pair are received in several parts,
@@ -53,9 +53,9 @@ class KernelWorkCache:
         self._planned: dict[tuple[bytes, bytes], Any] = {}
 
     def of(self, pairs: Sequence[tuple[SpanArray, SpanArray]]) -> list[Any]:
-        """Return the kernel's plan for each pair of query and key spans; None if nothing is seen.
+        """Return the kernel plan of each pair of query and key spans; None if no pair is visible.
 
-        The kernel plans all pairs at once, which is much faster than one by one.
+        The kernel plans all pairs of spans at once, which is much faster than one by one.
         """
         keys = [(queries.key, keys.key) for queries, keys in pairs]
         new = {key: pair for key, pair in zip(keys, pairs, strict=True) if key not in self._planned}
@@ -271,8 +271,8 @@ def _step(
 class RowMaps:
     """Locations of rows in the buffers of chunks.
 
-    In a buffer, rows have the order of messages, see `schedule.bundles`. Call `place` for all rows
-    first. Then call `finish`, which copies all index arrays to the device at once.
+    Rows have the same order in a buffer as in a message (see `schedule.bundles`). First call
+    `place` for all rows. Then call `finish`, which copies all index arrays to the device at once.
     """
 
     def __init__(self, tables: Tables):
@@ -280,7 +280,12 @@ class RowMaps:
         self._places: dict[Any, RowPlace] = {}
 
     def place(self, chunk: Chunk, rows: int) -> RowPlace:
-        """Return where some rows of a chunk are in its buffer; `rows` is a bit set of bundles."""
+        """Return where some rows of a chunk are in the buffer of the chunk.
+
+        Args:
+            chunk: The chunk.
+            rows: Bit set of the rows (one bit per bundle: rows that the same ranks use).
+        """
         # Families "kv" and "dkv" share positions, and so do "query", "out" and "dquery".
         key = chunk.family in ("kv", "dkv"), chunk.owner, chunk.rows, rows
         if key not in self._places:

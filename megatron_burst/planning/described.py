@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Plan.describe`: a plan in one line, for the start of a training run."""
+"""`Plan.describe`: the description of a plan in one line, for the start of a training run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from . import pipeline
 
 
 def described(plan: Any) -> str:
-    """Return one line about a plan: its settings, and its bytes per layer and rank.
+    """Return one line with the settings of a plan and the bytes that this rank sends per layer.
 
-    The line also has the bytes that backward would send if it sent the other tensors (queries
-    instead of keys and values, or vice versa).
+    The line also has the bytes that backward would send with the other side (queries instead of
+    keys and values, or vice versa).
     """
     topology, csrc = plan.groups.topology, native.serves(plan.device.type)
     forward, backward = plan.traffic()
@@ -56,8 +56,8 @@ def _keys(key_layout: Layout | Replicated | None) -> str:
 def _host(plan: Any) -> str:
     """Return the part of the line about keys in host memory.
 
-    The text has the bytes of a forward that receives the keys for all row chunks into host memory,
-    or the reason why it is not possible.
+    The text has the bytes that this rank sends in a forward with keys in host memory, or the reason
+    why such a forward is not possible.
     """
     if plan.host_refusal is not None:
         return f"no keys in host memory: {plan.host_refusal}"

@@ -3,9 +3,9 @@
 
 `demands` computes the queries of each pass and the keys that they see. `schedules` makes the
 schedules of all ranks. `programs` makes the passes of one rank. A call has one or several row
-chunks, which run one after the other. Each row chunk has a forward and a backward. If a store keeps
-some results, the row chunk also has a forward for recomputing the other rows. This forward sends
-only the keys that these rows see.
+chunks, which run one after the other. Each row chunk has a forward and a backward. If an attention
+store keeps the results of some rows, the row chunk also has a forward that recomputes the other
+rows. This forward sends only the keys that the other rows see.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from .validate import Request
 
 
 class PlannedPasses(NamedTuple):
-    """The passes of one rank in a ring. They depend only on the arguments of `passes`.
+    """The passes of one rank in a ring, with the schedules from which they are made.
 
     Attributes:
         schedules: (forward, backward) of every row chunk.
-        chunks: Passes of every row chunk.
+        chunks: Passes of every row chunk on this rank.
         recomputes: Recomputation of every row chunk; empty without an attention store.
         key_order: Order of the keys after the all-to-all, as in `RankPlan.key_order`.
         digest: Checksum of all pairs and transfers of the schedules.
@@ -66,7 +66,7 @@ class RingPlace:
     """The ring of this rank, and the ranks with which this rank shares heads.
 
     Attributes:
-        topology: Placement of the ranks.
+        topology: Topology of the grid.
         rank: Index of this rank in the grid.
         ring: Endpoint of the ring.
         ulysses: Endpoint of the ranks that share heads.
@@ -87,10 +87,10 @@ class RingRequest:
     Attributes:
         request: Checked arguments.
         place: Ring of this rank.
-        sizes: Sizes of one rank of the ring.
-        queries: Query spans of each rank of the ring.
-        keys: Key spans of each rank of the ring. The same object as `queries` if keys and queries
-            are the same sequence.
+        sizes: Sizes of this rank's tensors in the ring, after the all-to-all of heads.
+        queries: Spans (regularly spaced positions) of the queries of each rank of the ring.
+        keys: Spans of the keys of each rank of the ring. The same object as `queries` if keys and
+            queries are the same sequence.
     """
 
     request: Request
@@ -129,7 +129,7 @@ class RingRequest:
 
     @property
     def algorithm(self) -> str:
-        """Return the algorithm of the ring, such as "burst" for "hybrid"."""
+        """Return the algorithm that the ring runs, such as "burst" for the algorithm "hybrid"."""
         return ring_algorithm(self.request.options.algorithm)
 
     def visibility(self, queries: Shards, joined: bool | None = None) -> Visibility:
@@ -165,9 +165,11 @@ class RecomputeDemand(NamedTuple):
 
     Attributes:
         queries: Rows to recompute, for each rank of the ring.
-        kept: int64 indices of the kept rows in this rank's shard of the ring, after the all-to-all.
-        own_kept: int64 indices of the kept rows in this rank's own shard, before the all-to-all.
-        visibility: Which of these queries attend to which keys, and their rows.
+        kept: int64 indices of the kept rows among the rows of the row chunk that this rank has in
+            the ring, after the all-to-all of heads.
+        own_kept: int64 indices of the kept rows among this rank's own rows of the row chunk, before
+            the all-to-all of heads.
+        visibility: Which of the queries to recompute attend to which keys.
     """
 
     queries: tuple[ShardRows, ...]
@@ -180,13 +182,14 @@ class RowDemand(NamedTuple):
     """The queries and keys of the passes of one row chunk.
 
     Attributes:
-        rows: int64 indices of the chunk's rows in this rank's shard; None for all rows.
-        queries: Query spans on each rank of the ring.
-        members: Query spans of each rank of the ulysses group, before the all-to-all.
-        visible: Queries of the chunk and keys that attend to each other.
+        rows: int64 indices of the row chunk in this rank's shard; None for all rows.
+        queries: Query spans of the row chunk on each rank of the ring.
+        members: Query spans of the row chunk on each rank of the ulysses group, before the
+            all-to-all of heads.
+        visible: Which queries of the row chunk attend to which keys.
         host: Same as `visible`, for the forward that receives the keys for all row chunks into host
             memory. None with one row chunk, and for algorithms that send more than keys in forward.
-        recompute: Demand of the rows that the store does not keep; None without a store.
+        recompute: Demand of the rows that the attention store does not keep; None without a store.
     """
 
     rows: np.ndarray | None
@@ -236,12 +239,12 @@ def _recompute_demand(
     kept: Sequence[Interval],
     dropped: Sequence[Interval],
 ) -> RecomputeDemand:
-    """Return the rows of a row chunk that backward must recompute, and the keys that they need.
+    """Return the rows of a row chunk that backward must recompute, and the keys that they see.
 
     Args:
         ring: Input of every stage.
-        queries: Query spans of each rank of the ring.
-        own: This rank's query spans before the all-to-all.
+        queries: Query spans of the row chunk on each rank of the ring.
+        own: Query spans of the row chunk on this rank, before the all-to-all of heads.
         kept: Intervals of positions whose results the store keeps.
         dropped: Intervals of positions whose results are recomputed.
     """
@@ -257,7 +260,7 @@ def _recompute_demand(
 
 
 class RowSchedules(NamedTuple):
-    """The schedules of one row chunk; None for a pass that the row chunk does not have."""
+    """The schedules of one row chunk. A pass that the row chunk does not have is None."""
 
     demand: RowDemand
     forward: Schedule
@@ -270,8 +273,12 @@ def schedules(ring: RingRequest, demands: Sequence[RowDemand]) -> list[RowSchedu
     """Return the schedules of each row chunk.
 
     Backward sends the same tensors (the side) in all row chunks. Side "auto" selects the tensors
-    with fewer bytes over all row chunks. Side "kv" sends keys once per row chunk, and side "query"
-    sends each query once.
+    with fewer bytes in total over all row chunks. Side "kv" sends keys once per row chunk, and side
+    "query" sends each query once.
+
+    Args:
+        ring: Input of every stage.
+        demands: Result of the function `demands`.
     """
     name, grid, sizes, options = ring.algorithm, ring.grid, ring.sizes, ring.request.options
     backward = cost.backward_schedules(
@@ -295,7 +302,7 @@ def schedules(ring: RingRequest, demands: Sequence[RowDemand]) -> list[RowSchedu
 
 @dataclass(frozen=True)
 class RecomputePlan:
-    """The recomputation of a row chunk whose results are partly kept.
+    """The recomputation of the rows of a row chunk that the attention store does not keep.
 
     Attributes:
         keep: Fraction of the outputs that the store keeps.
@@ -303,7 +310,7 @@ class RecomputePlan:
         run: Pass of this rank.
         mask: Mask of the call.
         queries: Rows to recompute, for each rank of the ring.
-        keys: Spans of all keys.
+        keys: Spans of all keys of the sequence.
     """
 
     keep: float
@@ -321,7 +328,7 @@ class RecomputePlan:
         ]
 
     def imbalance(self) -> float:
-        """Return the recomputed pairs of the busiest rank divided by the mean; 1.0 is balanced."""
+        """Return the pairs that the busiest rank recomputes, divided by the mean over ranks."""
         return imbalance([self])
 
     def traffic(self, rank: int, sizes: Sizes) -> cost.Traffic:
@@ -330,7 +337,10 @@ class RecomputePlan:
 
 
 def imbalance(recomputes: Sequence[RecomputePlan]) -> float:
-    """Return the recomputed pairs of the busiest rank divided by the mean, over all row chunks."""
+    """Return the pairs that the busiest rank recomputes in all row chunks, divided by the mean.
+
+    1.0 is perfectly balanced.
+    """
     work = [
         sum(work_by_chunk)
         for work_by_chunk in zip(*(recompute.work() for recompute in recomputes), strict=True)
@@ -339,9 +349,9 @@ def imbalance(recomputes: Sequence[RecomputePlan]) -> float:
 
 
 def without_tables(schedule: Schedule) -> Schedule:
-    """Return a copy without the cached pairs and transfers, which are large.
+    """Return a copy of a schedule without the cached pairs and transfers, which are large.
 
-    They are computed again on demand.
+    The copy computes them again when they are needed.
     """
     return replace(schedule, visibility=replace(schedule.visibility))
 
@@ -400,7 +410,7 @@ def programs(ring: RingRequest, scheduled: Sequence[RowSchedules]) -> PlannedPas
 def _row_chunk(ring: RingRequest, scheduled: RowSchedules, title: str) -> RowChunk:
     """Return the forward, backward and recomputation of a row chunk on this rank.
 
-    The names of the passes end with `title`.
+    `title` is part of the names of the forward and the backward; it identifies the row chunk.
     """
     (rows, queries, members, *_, demand), forward, backward, host, recompute = scheduled
     rank, kernel, mask = ring.place.ring.rank, ring.request.kernel, ring.request.mask
@@ -429,9 +439,9 @@ def _row_chunk(ring: RingRequest, scheduled: RowSchedules, title: str) -> RowChu
 
 
 def _order(ring: RingRequest, members: Shards) -> torch.Tensor | None:
-    """Return the order of the rows after the all-to-all (`shared_order`), on the device.
+    """Return the order of the rows after the all-to-all of heads (`shared_order`), on the device.
 
-    None if the rows stay in the order of the members of the ulysses group.
+    None if the rows stay in the order of the ranks of the ulysses group.
     """
     order = shared_order(members)
     return None if order is None else to_device(order, ring.request.tensors[0].device)

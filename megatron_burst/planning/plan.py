@@ -174,7 +174,7 @@ class Plan:
             label: Argument of `mb.attention`, which identifies the call.
 
         Raises:
-            ValueError: The checkpoint keeps another fraction than the plan.
+            ValueError: The checkpoint keeps a different fraction of the outputs than the plan.
         """
         if store is None:
             return None
@@ -189,7 +189,7 @@ class Plan:
         return StoredResults(store, (self.call, label))
 
     def with_kernel(self, kernel: Kernel) -> Plan:
-        """Return a copy that runs its kernel plans with another kernel, for measurements."""
+        """Return a copy of the plan with another kernel, which runs the existing kernel plans."""
         return replace(self, rank_plan=replace(self.rank_plan, kernel=kernel))
 
     def chunked(
@@ -210,12 +210,13 @@ class Plan:
             label: Argument of `mb.attention`.
             max_logits: Argument of `mb.attention`.
             host: A `mb.HostMemory`, on all ranks or on none. The first forward then receives the
-                keys for all row chunks, and later forwards fetch them from host memory. None: every
-                forward receives the keys that its row chunk sees.
+                keys for all row chunks, and later forwards fetch them from host memory. If None,
+                every forward receives the keys that its row chunk sees.
 
         Returns:
-            The call. It sends the bytes that `traffic` returns. If ranks share heads, each call
-            object sends k and v once. So a second object, made for backward, sends them again.
+            An object whose methods compute row chunks. If ranks share heads, every such object
+            sends k and v once when it is made, also an object that is made only for backward.
+            `traffic` returns the bytes for one object.
 
         Raises:
             ValueError: A tensor has another shape, dtype or device, or the plan has a
@@ -249,7 +250,7 @@ class Plan:
 
     @property
     def host_refusal(self) -> str | None:
-        """Return why `chunked` cannot use host memory, and what works instead; None if it can."""
+        """Return why `chunked` cannot use host memory, and what would work; None if it can."""
         if len(self.passes) == 1:
             return "a single row chunk receives its keys once; use sequence_chunks of 2 or more"
         if self.host_forward is None:
@@ -287,7 +288,7 @@ class Plan:
 
     @property
     def row_chunks(self) -> tuple[np.ndarray, ...]:
-        """Return the row indices of every row chunk: int64, ascending, equal on all ranks.
+        """Return the row indices of every row chunk: int64, ascending, the same on all ranks.
 
         Every row of q (dimension 0) is in exactly one row chunk.
         """
@@ -305,8 +306,8 @@ class Plan:
         """Return the bytes that this rank sends per call, in forward and in backward.
 
         Args:
-            side: Tensors that backward sends: "kv" (keys and values) or "query". Default: as in the
-                plan.
+            side: Tensors that backward sends: "kv" (keys and values) or "query". Default: the side
+                of the plan.
             host: True for a call of `chunked` with host memory.
 
         Raises:
@@ -364,7 +365,7 @@ class Plan:
 
     @property
     def held_bytes(self) -> int:
-        """Return the peak bytes of received chunks and of partial results for other ranks."""
+        """Return this rank's peak bytes of received chunks and of partial results for others."""
         rank, sizes = self.rank_plan.ring.rank, self.sizes
         summed = replace(sizes, wire_itemsize=sizes.stat_itemsize)
         return max(
@@ -374,7 +375,7 @@ class Plan:
 
     @property
     def longest_message(self) -> int:
-        """Return the bytes of the longest message of any rank, with envelope and alignment."""
+        """Return an upper bound for the bytes of a message of any rank, with the envelope."""
         longest = rows = self.signature[0][0][0]
         if len(self.passes) > 1:
             longest = max(map(len, self.row_chunks))
@@ -401,10 +402,10 @@ class Plan:
         return max(sizes, default=0) + tensors * packing.ALIGNMENT + packing.ENVELOPE
 
     def describe(self) -> str:
-        """Return one line with the settings of the plan and the bytes that a rank sends per layer.
+        """Return one line with the plan's settings and the bytes that this rank sends per layer.
 
-        The line also has the bytes that backward would send if it sent the other tensors: queries
-        instead of keys and values, or vice versa.
+        The line also has the bytes that backward would send with the other side: queries instead of
+        keys and values, or vice versa.
         """
         return described(self)
 
@@ -415,7 +416,7 @@ class Plan:
 
     @property
     def store_bytes(self) -> int:
-        """Return the bytes that one call keeps in the store of a checkpoint."""
+        """Return the bytes that one call on this rank keeps in the store of a checkpoint."""
         sizes = self.sizes
         row_bytes = sizes.value_width * sizes.itemsize + sizes.stat_itemsize
         return (

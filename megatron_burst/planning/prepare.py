@@ -52,9 +52,10 @@ def prepare(
 ) -> Plan:
     """Make a plan for `mb.attention`: check the arguments on all ranks and resolve every "auto".
 
-    This is a collective call: every rank of `groups` must call it. Each rank exchanges 1.3 KB on
-    the host, and twice as much with algorithm "auto". The first plan for a ring makes its process
-    groups. Make one plan per micro-batch and use it for every layer with the same shapes.
+    This is a collective call: every rank of `groups` must call it. Each rank sends 1.3 KB to the
+    other ranks on the host, and twice as much with algorithm "auto". The first plan for a ring
+    makes the process groups of the ring. Make one plan per micro-batch and use it for every layer
+    with the same shapes.
 
     Pass either q, k and v, or `shape` with `kv_heads`, `value_width`, `key_rows`, `dtype` and
     `device`.
@@ -64,8 +65,8 @@ def prepare(
             `requires_grad` are read.
         k: Keys of this rank, [s, b, k, d]; k divides h. With option `key_layout`, [t, b, k, d] with
             t key rows.
-        v: Values of this rank, [s, b, k, w] or [t, b, k, w]. None, with q and k: values are the
-            keys, which are then sent once.
+        v: Values of this rank, [s, b, k, w] or [t, b, k, w]. If v is None and q and k are tensors,
+            values are the keys, which are then sent once.
         groups: Ranks over which the sequence is split.
         shape: Shape of q on this rank, (s, b, h, d), if there are no tensors yet.
         kv_heads: Number of key/value heads. Default: the number of query heads.
@@ -75,9 +76,9 @@ def prepare(
         device: Device of the tensors. Default: torch's default device.
         needs_grad: Three booleans, whether q, k and v need a gradient. A call may need fewer
             gradients. Default: `requires_grad` of the tensors; with `shape`, all True.
-        sink: Sink that the calls will pass. It is only checked; pass it to each call.
-        max_logits: Buffer that the calls will pass. It is only checked; pass it to each call.
-            Kernel "auto" then picks a kernel that returns the largest scores.
+        sink: Sink that the calls will pass. `prepare` only checks it; pass it to each call too.
+        max_logits: Buffer that the calls will pass. `prepare` only checks it; pass it to each call
+            too. With `max_logits`, kernel "auto" picks a kernel that returns the largest scores.
         rates: Link and compute rates for algorithm "auto". Default: measured once per `groups`.
         **options: Fields of `mb.options.AttentionOptions`.
 
@@ -195,7 +196,7 @@ class AttentionOperation(RingOperation):
 
 
 def _key_sum(key_layout: Replicated, groups: Groups) -> KeySum | None:
-    """Return the ranks that sum the gradients of replicated keys; None without a sum."""
+    """Return the ranks that sum the gradients of replicated keys; None if ranks do not sum them."""
     if not key_layout.sum_gradients or groups.size == 1:
         return None
     links = tuple(groups.topology.link(groups.rank, peer) for peer in range(groups.size))
@@ -203,9 +204,9 @@ def _key_sum(key_layout: Replicated, groups: Groups) -> KeySum | None:
 
 
 def _passes(ring: RingRequest, groups: Groups) -> PlannedPasses:
-    """Return the passes (forward, backward) of this rank.
+    """Return the passes of this rank, from the cache of `groups` if they are in it.
 
-    They are cached if the mask does not depend on the batch.
+    Passes are cached only if the mask does not depend on the batch.
     """
     request = ring.request
     if not request.mask.cacheable:

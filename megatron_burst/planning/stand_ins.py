@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins for tensors: views of one element, for plans that are made before tensors exist."""
+"""Stand-ins for tensors, for plans that are made before tensors exist.
+
+A stand-in has the shape, dtype and device of a tensor, but only one element of memory.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ class TensorShapes:
 def of_shape(
     tensors: Sequence[Any], shapes: TensorShapes
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q, k and v with these shapes, each a view of one element.
+    """Return stand-ins for q, k and v with these shapes, each a view of one element.
 
     Args:
         tensors: q, k and v of the caller; all must be None.
@@ -46,7 +49,7 @@ def of_shape(
     shape, kv_heads, value_width = shapes.shape, shapes.kv_heads, shapes.value_width
     if any(tensor is not None for tensor in tensors):
         raise ValueError(
-            "pass q, k, v or shape with kv_heads, value_width, dtype, device; not both"
+            "pass either q, k, v, or shape with kv_heads, value_width, key_rows, dtype, device"
         )
     if shape is None:
         raise ValueError("pass q, k and v, or shape=(rows, batch, heads, width)")
@@ -75,10 +78,10 @@ def of_shape(
 
 
 def rows_like(x: torch.Tensor, *sizes: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a view [s, b, *sizes] of one element, with s, b and the device of x [s, b, ...].
+    """Return a stand-in [s, b, *sizes] on the device of x, a view of one element.
 
     Args:
-        x: Tensor [s, b, ...].
+        x: Tensor [s, b, ...], from which s and b are taken.
         *sizes: Sizes of the other dimensions.
         dtype: Data type. Default: the dtype of x.
     """

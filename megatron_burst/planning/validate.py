@@ -57,8 +57,8 @@ class Request:
         layout: Layout of the queries, and of the keys unless `key_layout` is set.
         key_layout: Layout of keys that are another sequence, or `Replicated`; None if keys and
             queries are the same sequence.
-        seq_len: Number of positions of the queries' sequence.
-        key_len: Number of positions of the keys' sequence.
+        seq_len: Number of positions in the sequence of the queries, over all ranks.
+        key_len: Number of positions in the sequence of the keys, over all ranks.
         mask: Mask.
         kernel: Local attention kernel.
         scoring: Scale and softcap.
@@ -66,8 +66,8 @@ class Request:
         needs_grad: Three booleans: whether q, k and v need a gradient.
         facts: Values by name that must be equal on all ranks; ranks compare them.
         values_are_keys: True if values are the keys, which are then sent once.
-        choice: Settings that algorithm "auto" chose, and the reason; None before that or with
-            another algorithm.
+        choice: Settings that algorithm "auto" chose, and the reason; None before the choice, and
+            with another algorithm.
     """
 
     tensors: QKV
@@ -87,7 +87,7 @@ class Request:
 
     @property
     def sizes(self) -> Sizes:
-        """Return the sizes of this rank's tensors, before the all-to-all of ulysses groups."""
+        """Return the sizes of this rank's tensors, before the all-to-all of heads."""
         q, k, v = self.tensors
         return Sizes(
             tokens=q.shape[0], batch=q.shape[1], heads=q.shape[2], kv_heads=k.shape[2],
@@ -205,7 +205,7 @@ def check(
 
 
 def _wire_dtype(options: AttentionOptions, q: torch.Tensor) -> torch.dtype:
-    """Return the dtype of sent gradients. For "auto", `automatic` may replace it later."""
+    """Return the dtype of sent gradients; for "auto", a dtype that `automatic` may replace."""
     requested: object = options.grad_wire_dtype
     if requested == "auto" and options.algorithm != "auto":
         raise ValueError(
@@ -283,7 +283,7 @@ def _check_rates(rates: Rates, algorithm: str) -> None:
 
 
 def _without_choice(options: AttentionOptions) -> AttentionOptions:
-    """Return options in which "auto" is replaced by the defaults."""
+    """Return options in which algorithm "auto" and its wire dtype are replaced by the defaults."""
     if options.algorithm != "auto":
         return options
     wire = None if options.grad_wire_dtype == "auto" else options.grad_wire_dtype
@@ -343,10 +343,10 @@ def _layout(name: str, layout: object, groups: Groups, rows: int) -> Layout:
     """Return the layout of the queries or of the keys.
 
     Args:
-        name: Option that the layout is passed as, "layout" or "key_layout".
+        name: Name of the option, "layout" or "key_layout".
         layout: Value of the option.
         groups: Groups of the call.
-        rows: Number of rows of a rank.
+        rows: Number of rows per rank.
     """
     replicated = ", replicated" if name == "key_layout" else ""
     if not isinstance(layout, (str, Layout)):
@@ -470,7 +470,8 @@ def check_max_logits(max_logits: torch.Tensor, q: torch.Tensor) -> None:
     """Check that `max_logits` has one element per head of q.
 
     Raises:
-        ValueError: Shape, dtype, device or strides are wrong, or `max_logits` requires a gradient.
+        ValueError: Shape, dtype, device or strides are not supported, or `max_logits` requires a
+            gradient.
     """
     expected, got = (accumulation_dtype(q.dtype), (q.shape[2],), q.device), f"{max_logits!r:.100}"
     if isinstance(max_logits, torch.Tensor) and not max_logits.requires_grad:

@@ -248,8 +248,8 @@ def test_a_shape_in_place_of_tensors(algorithm):
     ("given", "words"),
     [
         ({}, r"pass q, k and v, or shape=\(rows, batch, heads, width\)"),
-        ({"q": qkv()[0], "dtype": torch.float32}, "pass q, k, v or shape"),
-        ({"q": 1, "shape": (4, 1, 4, 8)}, "pass q, k, v or shape"),
+        ({"q": qkv()[0], "dtype": torch.float32}, "pass either q, k, v, or shape"),
+        ({"q": 1, "shape": (4, 1, 4, 8)}, "pass either q, k, v, or shape"),
         ({"shape": (4, 1, 4)}, r"shape of q on this rank must be .* got \(4, 1, 4\)"),
         ({"shape": (4, 1, 4, 0)}, "shape of q on this rank must"),
         ({"shape": 4}, "shape of q on this rank must"),
@@ -327,7 +327,7 @@ def abandoned(where):
 @pytest.mark.parametrize(
     ("where", "words"),
     [
-        ("plan", "exchange failed: header of attention"),
+        ("plan", "exchange failed: comparison of arguments"),
         ("ring", "exchange failed: attention forward.* kv of rank "),
     ],
 )

@@ -219,7 +219,7 @@ def taken_twice(call, q, plan):
         ),
         (
             lambda call, q, k, plan: taken_twice(call, q, plan),
-            r"gradients\(\) of this call was already called",
+            r"gradients\(\) was called before",
         ),
         (lambda call, q, k, plan: plan.chunked(k[:4], k), "k: the plan was made for"),
         (

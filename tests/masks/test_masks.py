@@ -327,7 +327,7 @@ def test_any_kind_of_integer_will_do():
     [
         (Documents([0, 4]), "cu_seqlens must end at the length of the sequence, 8, got 4"),
         (BlockSparse(np.ones((2, 2)), 3), "2 blocks of 3 describe 6 positions, .* has 8"),
-        (Dense(np.ones((4, 4))), "table describes 4 positions, the sequence has 8"),
+        (Dense(np.ones((4, 4))), "table describes 4 positions, but the sequence has 8"),
         (Causal() & Documents([0, 4]), "cu_seqlens must end at"),
     ],
 )

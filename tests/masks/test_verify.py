@@ -197,7 +197,7 @@ def test_masks_of_the_package_are_right(length):
 
 
 def test_what_check_refuses():
-    with pytest.raises(ValueError, match="must be a mask of mb"):
+    with pytest.raises(ValueError, match="must be a mask from mb"):
         mb.masks.check(3, 8)
     with pytest.raises(ValueError, match="seq_len"):
         mb.masks.check(Causal(), 0)
