@@ -54,7 +54,7 @@ WRONG = {
     "decay batch first": ({"decay": two(B, S, H)}, r"got \[2, 4, 2\]; rows come first"),
     "scale": ({"scale": float("inf")}, "scale must be a finite number or None, got inf"),
     "layout": ({"layout": "diagonal"}, "layout must be one of balanced, contiguous"),
-    "striped": ({"layout": "striped"}, "use zigzag, contiguous or balanced"),
+    "striped": ({"layout": "striped"}, "use layout zigzag, contiguous or balanced"),
     "other ranks": ({"layout": mb.layout.make("zigzag", cp_size=4)}, "layout is for 4 ranks"),
     "balanced": ({"layout": "balanced"}, "cu_seqlens: layout balanced needs"),
     "documents": ({"cu_seqlens": [0, 5]}, "cu_seqlens must end at 8, .* of the 2 ranks, got 5"),

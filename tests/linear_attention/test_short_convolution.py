@@ -127,7 +127,7 @@ WRONG = {
     "weight": ({"weight": torch.ones(C + 1, 4)}, r"weight must be \[c, width\]"),
     "bias": ({"bias": torch.ones(1)}, r"bias must be \[c\], here \[3\], got \[1\]"),
     "activation": ({"activation": "gelu"}, "activation, if not None, must be one of silu"),
-    "layout": ({"layout": "striped"}, "use zigzag, contiguous or balanced"),
+    "layout": ({"layout": "striped"}, "use layout zigzag, contiguous or balanced"),
     "documents": ({"cu_seqlens": [0, 7]}, "cu_seqlens must end at 8, .* of the 2 ranks, got 7"),
     "groups": ({"groups": None}, "groups must be made with mb.Groups, got None"),
     "integers": ({"x": [torch.ones(4, 1, C, dtype=torch.int32)] * 2}, "one of the dtypes"),

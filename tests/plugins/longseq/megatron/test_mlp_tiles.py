@@ -120,5 +120,5 @@ def test_experts(four, name):
 
 def test_fewer_rows_than_tiles(four):
     check(four, layers.MOE, layers.ROWS + 2)
-    with pytest.raises(WorkerError, match="--burst-mlp-tiles 13 is more than the 11 rows"):
+    with pytest.raises(WorkerError, match="--burst-mlp-tiles 13 is more than this rank's 11 rows"):
         four(layers.compare, layers.MOE | EP, layers.ROWS + 2)
