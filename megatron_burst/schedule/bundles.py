@@ -315,11 +315,9 @@ def _numbered(
         owner; index of the first range of each bundle.
     """
     # A hash sorts equal patterns next to each other. The patterns themselves decide equality.
-    factors = np.random.default_rng(0).integers(1 << 63, size=words.shape[1], dtype=np.uint64)
-    hashes = (words * (2 * factors + 1)).sum(axis=1, dtype=np.uint64)
-    order = np.argsort(
-        hashes + owner.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15), kind="stable"
-    )
+    odd = np.uint64(0x9E3779B97F4A7C15)
+    factors = np.cumprod(np.full(words.shape[1] + 1, odd))  # powers of an odd number, modulo 2**64
+    order = np.argsort(words @ factors[1:] + owner.astype(np.uint64) * odd, kind="stable")
     fresh = np.ones(len(owner), dtype=bool)
     fresh[1:] = (owner[order][1:] != owner[order][:-1]) | (
         words[order][1:] != words[order][:-1]
@@ -332,8 +330,8 @@ def _numbered(
     bundle = np.empty_like(order)
     bundle[order] = numbers[np.cumsum(fresh) - 1]
     start = start[place]
-    _, first, count = np.unique(owner[start], return_index=True, return_counts=True)
-    return bundle, np.arange(len(start)) - np.repeat(first, count), start
+    owners = owner[start]
+    return bundle, np.arange(len(start)) - np.searchsorted(owners, owners), start
 
 
 def spans_of(ranges: np.ndarray, shard: Spans) -> SpanArray:
