@@ -100,16 +100,24 @@ def seen_pairs(mask: Mask, q: Slices, k: Slices) -> SeenPairs | None:
     Pairs that `Mask.viewers` excludes are not compared. The result is None if there are too many
     pairs of several owners to compare them at once.
     """
-    order = np.lexsort((q.span.start, q.owner))
-    by_position = Pieces(q.owner[order], q.start[order], q.span.at(order))
+    by_position, order = Pieces(q.owner, q.start, q.span), None
+    start, same = q.span.start, q.owner[1:] == q.owner[:-1]
+    if (same & (start[1:] < start[:-1])).any():
+        order = np.lexsort((start, q.owner))
+        by_position = by_position.at(order)
     begin, count = nearby(mask, by_position, Pieces(k.owner, k.start, k.span))
     if count.sum() > AT_ONCE and q.owner[0] != q.owner[-1]:
         return None
-    i, j = order[counted(begin, count)], np.repeat(np.arange(len(count)), count)
-    order = np.argsort(i, kind="stable")  # equal ones stay in the order of keys
-    i, j = i[order], j[order]
+    i, j = counted(begin, count), np.repeat(np.arange(len(count)), count)
+    if order is not None:
+        i = order[i]
+    if (i[1:] < i[:-1]).any():
+        order = np.argsort(i, kind="stable")  # equal ones stay in the order of keys
+        i, j = i[order], j[order]
     covers = mask.covers(q.span.at(i), k.span.at(j))
-    seen = np.flatnonzero(covers != EMPTY)
+    if covers.all():  # none is EMPTY
+        return SeenPairs(i, j, covers)
+    seen = np.flatnonzero(covers)
     return SeenPairs(i[seen], j[seen], covers[seen])
 
 
@@ -270,19 +278,23 @@ class _MaskTiles:
             late = [x.owner >= middle for x in (q, k)]
             first = self.cut(q.at(~late[0]), k.at(~late[1]), limit)
             return _CutTiles.sorted([first, self.cut(q.at(late[0]), k.at(late[1]), limit)])
-        owner, number = q.owner[seen.query], np.arange(len(seen.query))
-        q, k = (x.at(i)._replace(owner=number) for x, i in ((q, seen.query), (k, seen.key)))
+        owner = q.owner[seen.query]
         full, partly = (np.flatnonzero(seen.cover == cover) for cover in (FULL, PARTIAL))
-        rows, columns = (x.at(full).rows(0, x.span.length[full]) for x in (q, k))
+        # Most pairs are fully visible, and they need only the rows of their slices.
+        rows, columns = (
+            np.take(x.rows(0, x.span.length), i[full], axis=1)
+            for x, i in ((q, seen.query), (k, seen.key))
+        )
         parts = [_CutTiles.of(full, rows, columns, ALL_VISIBLE)]
         if len(partly):
-            left, right, known = self.mask.bands(q.span.at(partly), k.span.at(partly))
+            q, k = (x.at(i[partly])._replace(owner=partly)
+                    for x, i in ((q, seen.query), (k, seen.key)))  # fmt: skip
+            left, right, known = self.mask.bands(q.span, k.span)
             (band,), (other,) = np.nonzero(known), np.nonzero(~known)
-            at = partly[band]
-            parts += self._bands(q.at(at), k.at(at), left[band], right[band])
+            parts += self._bands(q.at(band), k.at(band), left[band], right[band])
             if len(other):
-                at = partly[other]
-                parts += self._divided(q.at(at), k.at(at), owner[at], limit)
+                parent = owner[partly[other]]
+                parts += self._divided(q.at(other), k.at(other), parent, limit)
         tiles = _CutTiles.sorted(parts)
         return tiles._replace(owner=owner[tiles.owner]).joined()
 

@@ -86,8 +86,7 @@ class Bundles:
             owner: The owner.
             bits: Bit set: bit i selects the owner's bundle number i.
         """
-        rows = self._rows_by_bit[:, owner]
-        return int(rows @ (np.right_shift(bits, np.arange(len(rows))) & 1))
+        return sum(rows for bit, rows in enumerate(self._rows_by_owner[owner]) if bits >> bit & 1)
 
     def bits(self, selected: np.ndarray) -> np.ndarray:
         """Return the bit set of the selected bundles of each owner, int64 [G, ...].
@@ -172,10 +171,7 @@ class Bundles:
             held: Bit set of the bundles in the buffer; `ALL` for the owner's shard.
             bits: Bit set of the bundles, a subset of `held`.
         """
-        low, high = np.searchsorted(self.owner, (owner, owner + 1))
-        own = slice(*np.searchsorted(self.runs.bundle, (low, high)))
-        bundle, first, rows = (column[own] for column in self.runs)
-        number = self.number[bundle]
+        number, first, rows = self._runs_of(owner)
         if held >= 0:
             held_rows = rows * (np.right_shift(held, number) & 1)
             first = np.cumsum(held_rows) - held_rows
@@ -239,6 +235,25 @@ class Bundles:
         order = np.lexsort((self.runs.first, self.owner[self.runs.bundle]))
         bundle, first, rows = (column[order] for column in self.runs)
         return bundled(self.owner[bundle], first, rows, self.users[bundle], most)
+
+    def _runs_of(self, owner: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return bundle number, first row and number of rows of each run of an owner."""
+        if owner not in self._runs:
+            low, high = np.searchsorted(self.owner, (owner, owner + 1))
+            own = slice(*np.searchsorted(self.runs.bundle, (low, high)))
+            bundle, first, rows = (column[own] for column in self.runs)
+            self._runs[owner] = self.number[bundle], first, rows
+        return self._runs[owner]
+
+    @cached_property
+    def _runs(self) -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Results of `_runs_of`."""
+        return {}
+
+    @cached_property
+    def _rows_by_owner(self) -> list[list[int]]:
+        """Number of rows of each bundle: [owner][bundle number]; 0 for no bundle."""
+        return self._rows_by_bit.T.tolist()
 
     @cached_property
     def _rows_by_bit(self) -> np.ndarray:
