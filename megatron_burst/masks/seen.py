@@ -26,6 +26,7 @@ from .base import FAR, Cover, Mask, Viewers
 _Rows = tuple[np.ndarray, np.ndarray]  # first rows, stops
 PAIRS = 1 << 20  # largest number of pairs of pieces that are compared one by one
 FEW = 2  # pairs per piece of keys up to which comparing them is faster than widening ranges
+SHORT = 4  # most rows of a group that a loop combines faster than `reduceat`
 ALL_PAIRS = 1 << 12  # most pairs for which queries are not grouped if there is no `viewers`
 
 
@@ -419,7 +420,10 @@ def cuts(breaks: np.ndarray, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
         Index of the span of each cut, ascending; index i of each cut, ascending for each span.
     """
     start, stride, _ = spans
-    low, high = np.searchsorted(breaks, (start + 1, spans.last + 1))
+    low = np.searchsorted(breaks, start, side="right")
+    if (np.append(breaks, FAR)[low] > spans.last).all():  # usual if the layout depends on documents
+        return low[:0], low[:0]
+    high = np.searchsorted(breaks, spans.last, side="right")
     index, at = np.repeat(np.arange(len(start)), high - low), counted(low, high - low)
     local = -((start[index] - breaks[at]) // stride[index])  # rounded up
     # A span with a large stride may have no position between two close breaks.
@@ -450,7 +454,10 @@ def divided(
 
 def cut_at(spans: Pieces, breaks: np.ndarray) -> Pieces:
     """Cut spans before the positions `breaks`; return the pieces."""
-    of, first, count = divided(spans.span.length, *cuts(breaks, spans.span))
+    index, cut = cuts(breaks, spans.span)
+    if not len(index):
+        return spans
+    of, first, count = divided(spans.span.length, index, cut)
     start, stride, _ = spans.span.at(of)
     piece = Spans(start + first * stride, stride, count)
     return Pieces(spans.owner[of], spans.first[of] + first, piece)
@@ -522,8 +529,8 @@ def _level(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
 
 def one_each(ranks: np.ndarray, size: int) -> np.ndarray:
     """Return one bit set of `size` ranks for each entry of `ranks`, which has only this rank."""
-    sets = np.zeros((len(ranks), -(-size // 64)), dtype=np.uint64)
-    return with_ranks(sets, np.arange(len(ranks)), ranks)
+    every = np.arange(size)
+    return with_ranks(np.zeros((size, -(-size // 64)), dtype=np.uint64), every, every)[ranks]
 
 
 def with_ranks(sets: np.ndarray, index: np.ndarray, rank: np.ndarray) -> np.ndarray:
@@ -556,6 +563,12 @@ def united(sets: np.ndarray, first: np.ndarray, count: np.ndarray) -> np.ndarray
     """
     if not len(first):
         return sets[:0]
+    if (longest := int(count.max())) <= SHORT:
+        combined = sets[first]
+        for index in range(1, longest):
+            at = np.flatnonzero(count > index)
+            combined[at] |= sets[first[at] + index]
+        return combined
     ends = np.stack([first, first + count], axis=1).ravel()
     return np.bitwise_or.reduceat(np.concatenate([sets, sets[:1]]), ends, axis=0)[::2]
 

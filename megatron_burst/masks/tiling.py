@@ -29,7 +29,7 @@ import numpy as np
 
 from ..layout import Span, Spans
 from ..layout.layouts import Pieces, Shards, SpanArray, counted, pieces_of
-from .base import EMPTY, FAR, FULL, PARTIAL, Band, Mask
+from .base import FAR, FULL, PARTIAL, Band, Mask
 from .seen import cuts, divided, nearby
 from .tiles import ALL_VISIBLE, TRIANGLE, Pattern, Tiles
 

@@ -288,9 +288,12 @@ def _bundles(seen: VisibleRows, size: int) -> Bundles:
     edge[np.arange(len(rows)) * cells + ends] = False
     before = np.cumsum(edge, dtype=np.int32) - edge  # number of runs that begin before each cell
     owner, first = np.divmod(np.flatnonzero(edge), cells)
-    run = np.arange(len(owner))
-    piece = np.searchsorted(before[stop], run, side="right")
-    pieces = np.searchsorted(before[low], run, side="right") - piece
+    # Numbers of pieces that end before each run, and that begin before its end.
+    piece, begun = (
+        np.cumsum(np.bincount(before[column], minlength=len(owner) + 1))[: len(owner)]
+        for column in (stop, low)
+    )
+    pieces = begun - piece
     covered, count = united(whole, piece, pieces), before[end] - before[begin]
     at, rank = counted(before[begin], count), np.repeat(rank, count)
     covered = with_ranks(covered, at, rank)
