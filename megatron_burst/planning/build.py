@@ -48,7 +48,7 @@ class KernelWorkCache:
     def __init__(self, kernel: Kernel, mask: Mask, queries: Shards, keys: Shards, sizes: Sizes):
         self.kernel, self.mask, self.sizes = kernel, mask, sizes
         self._shards: dict[str, Shards] = {"query": queries, "kv": keys}
-        self._pieces: dict[str, Pieces] = {}
+        self._pieces: dict[int, Pieces] = {}
         self._spans: dict[tuple[Bundles, Chunk], SpanArray] = {}
         self._planned: dict[tuple[bytes, bytes], Any] = {}
 
@@ -74,9 +74,10 @@ class KernelWorkCache:
                    if chunk.family == family and key not in self._spans]  # fmt: skip
             if not new:
                 continue
-            if family not in self._pieces:
-                self._pieces[family] = pieces_of(self._shards[family])
-            pieces = self._pieces[family]
+            shards = self._shards[family]
+            if id(shards) not in self._pieces:  # keys and queries may have the same shards
+                self._pieces[id(shards)] = pieces_of(shards)
+            pieces = self._pieces[id(shards)]
             owner, bits = np.array([chunk[1:] for chunk in new]).T
             of_chunk, ranges = bundles_of(family).all_ranges(owner, bits)
             # Rows are numbered over all shards, as if they were one shard.

@@ -234,13 +234,29 @@ def _by_route(ring: Schedule, route: str, sizes: Sizes) -> Schedule:
         return replace(ring, route=route)
     # If every rank uses every row, both routes send every row to every rank, and the ring uses the
     # fast links. Some algorithms have one route only.
-    if ring.all_use_all or not ALGORITHMS[ring.algorithm].routed:
+    if ring.all_use_all or not ALGORITHMS[ring.algorithm].routed or _crosses_less(ring):
         return ring
     direct = replace(ring, route="direct")
     if _clearly_fewer(ring, ring.grid):
         return direct
+    if 1 in ring.grid:  # with one ring, the comparison is exact, so the bytes are equal
+        return ring
     sent = {schedule: traffic(schedule, None, sizes) for schedule in (ring, direct)}
     return min(sent, key=lambda schedule: (sent[schedule].inter, sent[schedule].intra))
+
+
+def _crosses_less(ring: Schedule) -> bool:
+    """Return True if the ring certainly sends fewer bytes between nodes than direct transfers.
+
+    This comparison does not need tables of transfers. On a ring, a row crosses at most once to each
+    node. Direct transfers send it once to each rank of another node that uses it. Gradients take
+    the same numbers of hops.
+    """
+    bundles, grid = ring.travelling, ring.grid
+    users, home = np.count_nonzero(bundles.users, axis=1), bundles.owner // grid.intra
+    at_home = bundles.users.reshape(-1, *grid)[np.arange(len(home)), home]
+    direct = bundles.rows @ (users - np.count_nonzero(at_home, axis=1))
+    return int(bundles.rows[users > 0].sum()) * grid.inter < direct
 
 
 def _clearly_fewer(ring: Schedule, grid: Grid) -> bool:
@@ -249,7 +265,7 @@ def _clearly_fewer(ring: Schedule, grid: Grid) -> bool:
     The ring may run in either direction. This comparison does not need its table of transfers. It
     counts bytes between nodes, or bytes within the node if there is only one node. On a ring, a
     copy passes every node up to its last user, and a gradient passes every node from the first user
-    on.
+    on. The comparison is exact with one node, and with one rank per node.
     """
     bundles, width = ring.travelling, grid.intra if grid.inter > 1 else 1
     length = grid.size // width
