@@ -280,8 +280,8 @@ def _widened(
         np.searchsorted(q.start, k_head + viewers.left, side="right"),
     )
     end = np.minimum(end, np.searchsorted(tail, k.last + viewers.left, side="right"))
-    wide = viewers.exact & (viewers.left + viewers.right >= q.stride.max(initial=1) - 1)
-    wide &= viewers.left + viewers.right >= k.stride.max(initial=1) - 1
+    stride = max(x.stride.max(initial=1) for x in (q, k))
+    wide = viewers.exact & (viewers.left + viewers.right >= stride - 1)
     begin = np.where(wide, np.clip(begin, ranges.begin, ranges.end), ranges.full_begin)
     end = np.where(wide, np.clip(end, begin, ranges.end), ranges.full_end)
     return ranges._replace(full_begin=begin, full_end=end)
