@@ -325,6 +325,8 @@ class _MaskTiles:
         tables = uncut & ~classes & (within | (size is None))
         if size is None and tables.any():
             self._no_table(q, k, int(tables.argmax()))
+        if tables.all():
+            return self._tables(q, k, parent, limit)
         halves = uncut & ~classes & ~tables
         middles = (np.flatnonzero(halves & longer) for longer in (rows >= columns, rows < columns))
         q_parts, k_parts = (
@@ -335,15 +337,15 @@ class _MaskTiles:
         # If both a table and tiles are possible, use whichever computes fewer pairs, including
         # tile_cost.
         most = np.where(within, rows * columns + self.cutter.tile_cost, FAR)
-        tiles = self.cut(q_parts, k_parts, most) if not tables.all() else None
-        if tiles is not None and size is not None:
+        tiles = self.cut(q_parts, k_parts, most)
+        if size is not None:
             height, width = (-((a - b) // c) for a, b, c in (tiles.bounds[:3], tiles.bounds[3:]))
             cost = np.bincount(tiles.owner, height * width + self.cutter.tile_cost, len(number))
             tables |= cost > most
             tiles = tiles.at(~tables[tiles.owner])
         (at,) = np.nonzero(tables)
         made = self._tables(q.at(at), k.at(at), parent[at], limit)
-        return made if tiles is None else [tiles._replace(owner=q.owner[tiles.owner]), *made]
+        return [tiles._replace(owner=q.owner[tiles.owner]), *made]
 
     def _no_table(self, q: Slices, k: Slices, pair: int) -> None:
         q_span, k_span = (SpanArray(x.span)[pair] for x in (q, k))

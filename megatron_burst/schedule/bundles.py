@@ -179,7 +179,7 @@ class Bundles:
         first, stop = first[taken], (first + rows)[taken]
         apart = np.ones(len(taken) + 1, dtype=bool)  # consecutive rows are one range
         apart[1:-1] = first[1:] != stop[:-1]
-        return np.stack([first[apart[:-1]], stop[apart[1:]]], axis=1)
+        return np.array([first[apart[:-1]], stop[apart[1:]]]).T
 
     def whole(self) -> Bundles:
         """Join the bundles of each owner to one bundle.
