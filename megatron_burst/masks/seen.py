@@ -136,7 +136,10 @@ def rows_seen(
         # If every rank has a piece of every block, use larger blocks.
         breaks, key_breaks = breaks[1::2], key_breaks[1::2]
     viewers = viewers._replace(exact=viewers.exact & _inside(queries.span, viewers, ranges))
-    grains = [_grain(pieces, cells) for pieces in (queries, keys)]
+    grains = [1, 1]
+    if cells is not None:
+        rows = (np.bincount(x.owner, x.span.length) for x in (queries, keys))
+        grains = [max(1, int(of_shards.max(initial=1)) // cells) for of_shards in rows]
     if compared > FEW * len(keys.owner) and not mask.has_used:
         ranges = _widened(ranges, queries, keys, viewers, grains)
     i, j, rows, columns = _bands(mask, queries, keys, viewers, *ranges.partial_pairs())
@@ -166,12 +169,6 @@ def _visible_rows(
     sets[order] = full
     stop = pieces.first + pieces.span.length
     return VisibleRows(pieces.owner, pieces.first, stop, sets, partial, size, grain)
-
-
-def _grain(pieces: Pieces, cells: int | None) -> int:
-    """Return the number of rows of a cell if the longest shard has `cells` cells; 1 for None."""
-    rows = np.bincount(pieces.owner, pieces.span.length)
-    return 1 if cells is None else max(1, int(rows.max(initial=1)) // cells)
 
 
 def meeting(

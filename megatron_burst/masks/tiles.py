@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,6 +67,7 @@ class Pattern(NamedTuple):
 ALL_VISIBLE, TRIANGLE = 0, 1  # indices of the first two patterns in `Tiles.patterns`
 
 
+@dataclass
 class Patterns:
     """The patterns of the tiles of a mask. Equal patterns are one, so kernels convert them once.
 
@@ -73,9 +75,8 @@ class Patterns:
         all: The patterns; the first two are `ALL_VISIBLE` and `TRIANGLE`.
     """
 
-    def __init__(self) -> None:
-        self.all = [Pattern(), Pattern(triangle=True)]
-        self._known: dict[tuple, int] = {}  # by kind and numbers
+    all: list[Pattern] = field(default_factory=lambda: [Pattern(), Pattern(triangle=True)])
+    _known: dict[tuple, int] = field(default_factory=dict)  # by kind and numbers
 
     def of_band(self, left: int, right: int) -> int:
         """Return the index of the pattern of a band."""

@@ -9,7 +9,7 @@ forwards only a part of a message, the omitted rows are then mostly at its end.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -53,6 +53,7 @@ class Bundles:
     number: np.ndarray
     users: np.ndarray
     runs: Runs
+    _runs: dict[int, tuple[np.ndarray, ...]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -86,7 +87,10 @@ class Bundles:
             owner: The owner.
             bits: Bit set: bit i selects the owner's bundle number i.
         """
-        return sum(rows for bit, rows in enumerate(self._rows_by_owner[owner]) if bits >> bit & 1)
+        return sum(
+            int(sets[owner, bits >> 8 * first & (sets.shape[1] - 1)])
+            for first, sets in enumerate(self._rows_by_octet)
+        )
 
     def bits(self, selected: np.ndarray) -> np.ndarray:
         """Return the bit set of the selected bundles of each owner, int64 [G, ...].
@@ -236,7 +240,7 @@ class Bundles:
         bundle, first, rows = (column[order] for column in self.runs)
         return bundled(self.owner[bundle], first, rows, self.users[bundle], most)
 
-    def _runs_of(self, owner: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _runs_of(self, owner: int) -> tuple[np.ndarray, ...]:
         """Return bundle number, first row and number of rows of each run of an owner."""
         if owner not in self._runs:
             low, high = np.searchsorted(self.owner, (owner, owner + 1))
@@ -244,11 +248,6 @@ class Bundles:
             bundle, first, rows = (column[own] for column in self.runs)
             self._runs[owner] = self.number[bundle], first, rows
         return self._runs[owner]
-
-    @cached_property
-    def _runs(self) -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Results of `_runs_of`."""
-        return {}
 
     @cached_property
     def _rows_by_octet(self) -> list[np.ndarray]:
@@ -264,11 +263,6 @@ class Bundles:
                 sets = np.concatenate([sets, sets + rows[:, None]], axis=1)
             octets.append(sets)
         return octets
-
-    @cached_property
-    def _rows_by_owner(self) -> list[list[int]]:
-        """Number of rows of each bundle: [owner][bundle number]; 0 for no bundle."""
-        return self._rows_by_bit.T.tolist()
 
     @cached_property
     def _rows_by_bit(self) -> np.ndarray:
