@@ -468,13 +468,19 @@ class DocumentZigzag(Layout):
             )
 
     def _spans(self, rank: int, seq_len: int) -> SpanArray:
+        first, lengths = self._documents
+        length = np.repeat(lengths, 2)
+        pieces = np.array([rank, 2 * self.cp_size - 1 - rank])
+        start = (first[:, None] + lengths[:, None] * pieces).reshape(-1)
+        return SpanArray(Spans(start, np.ones_like(start), length))
+
+    @cached_property
+    def _documents(self) -> tuple[np.ndarray, np.ndarray]:
+        """First position of each document that is not empty, and length of its pieces."""
         bounds = np.array(self.bounds, dtype=np.int64)
         lengths = np.diff(bounds) // (2 * self.cp_size)
         filled = np.flatnonzero(lengths)
-        length = np.repeat(lengths[filled], 2)
-        pieces = np.tile([rank, 2 * self.cp_size - 1 - rank], len(filled))
-        start = np.repeat(bounds[filled], 2) + pieces * length
-        return SpanArray(Spans(start, np.ones_like(start), length))
+        return bounds[filled], lengths[filled]
 
 
 @dataclass(frozen=True)

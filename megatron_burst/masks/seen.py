@@ -14,6 +14,7 @@ pair is partly visible and not a band, the mask returns the used rows (`Mask.use
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,8 @@ from .base import FAR, Cover, Mask, Viewers
 
 _Rows = tuple[np.ndarray, np.ndarray]  # first rows, stops
 PAIRS = 1 << 20  # largest number of pairs of pieces that are compared one by one
+FEW = 2  # pairs per piece of keys up to which comparing them is faster than widening ranges
+SHORT = 4  # most rows of a group that a loop combines faster than `reduceat`
 ALL_PAIRS = 1 << 12  # most pairs for which queries are not grouped if there is no `viewers`
 
 
@@ -50,9 +53,10 @@ class VisibleRows(NamedTuple):
         owner: Rank that owns each piece; pieces are sorted by owner and row.
         first: First row of each piece in the owner's shard.
         stop: Row after the last row of each piece.
-        full: Bit set of the ranks that use all rows of each piece, as from `packed`.
+        full: Bit set of the ranks that use rows of all cells of each piece, as from `packed`.
         partial: Ranks that use some rows of a piece, and these rows.
         size: Number of ranks.
+        grain: Number of rows of a cell. The first cell of a shard has its first `grain` rows.
     """
 
     owner: np.ndarray
@@ -61,6 +65,7 @@ class VisibleRows(NamedTuple):
     full: np.ndarray
     partial: RankRows
     size: int
+    grain: int = 1
 
     def ranks(self, owners: int) -> np.ndarray:
         """Return a bool [owners, G], true for ranks that use some row of the owner's shard."""
@@ -96,7 +101,9 @@ class _Ranges(NamedTuple):
         return counted(first, count), keys
 
 
-def rows_seen(mask: Mask, q_shards: Shards, k_shards: Shards) -> tuple[VisibleRows, VisibleRows]:
+def rows_seen(
+    mask: Mask, q_shards: Shards, k_shards: Shards, cells: int | None = None
+) -> tuple[VisibleRows, VisibleRows]:
     """Return the query rows that see keys of each rank, and the key rows that each rank sees.
 
     The first result has the query rows with the ranks whose keys they may see. The second result
@@ -107,13 +114,20 @@ def rows_seen(mask: Mask, q_shards: Shards, k_shards: Shards) -> tuple[VisibleRo
         mask: The mask.
         q_shards: Query spans of each rank, possibly none.
         k_shards: Key spans of each rank, possibly none.
+        cells: Number of cells of the longest shard, if the caller rounds rows to whole cells. Far
+            fewer pieces are then compared one by one. Default: a cell is a row.
     """
     shards = pieces_of(q_shards), None if k_shards is q_shards else pieces_of(k_shards)
     breaks, key_breaks = mask.breaks, mask.key_breaks
     while True:
-        queries = cut_at(shards[0], breaks)
-        keys = queries if shards[1] is None else cut_at(shards[1], key_breaks)
-        queries = queries.at(np.argsort(queries.span.start, kind="stable"))
+        # A binary search for ascending positions is much faster, so keys are sorted too.
+        q_pieces = k_pieces = cut_at(shards[0], breaks)
+        q_order = k_order = np.argsort(q_pieces.span.start, kind="stable")
+        queries = keys = q_pieces.at(q_order)
+        if shards[1] is not None:
+            k_pieces = cut_at(shards[1], key_breaks)
+            k_order = np.argsort(k_pieces.span.start, kind="stable")
+            keys = k_pieces.at(k_order)
         viewers = viewers_of(mask, queries.span, keys.span)
         ranges = _ranges(queries.span, keys.span, viewers)
         compared = sum((r[1] - r[0]).sum() for r in (ranges[:2], ranges[2:]))
@@ -122,20 +136,39 @@ def rows_seen(mask: Mask, q_shards: Shards, k_shards: Shards) -> tuple[VisibleRo
         # If every rank has a piece of every block, use larger blocks.
         breaks, key_breaks = breaks[1::2], key_breaks[1::2]
     viewers = viewers._replace(exact=viewers.exact & _inside(queries.span, viewers, ranges))
+    grains = [1, 1]
+    if cells is not None:
+        rows = (np.bincount(x.owner, x.span.length) for x in (queries, keys))
+        grains = [max(1, int(of_shards.max(initial=1)) // cells) for of_shards in rows]
+    if compared > FEW * len(keys.owner) and not mask.has_used:
+        ranges = _widened(ranges, queries, keys, viewers, grains)
     i, j, rows, columns = _bands(mask, queries, keys, viewers, *ranges.partial_pairs())
     full = ranges.full_begin, ranges.full_end
-    by_row = np.lexsort((queries.first, queries.owner))
-    place = np.empty_like(by_row)
-    place[by_row] = np.arange(len(by_row))
-    q, k = queries.at(by_row), keys
-    return (
-        VisibleRows(q.owner, q.first, q.first + q.span.length,
-             _within(keys.owner, *full, len(k_shards), len(q.owner))[by_row],
-             RankRows(place[i], keys.owner[j], *rows), len(k_shards)),
-        VisibleRows(k.owner, k.first, k.first + k.span.length,
-             _among(queries.owner, *full, len(q_shards)),
-             RankRows(j, queries.owner[i], *columns), len(q_shards)),
-    )  # fmt: skip
+    used = _within(keys.owner, *full, len(k_shards), len(queries.owner))
+    partial = RankRows(q_order[i], keys.owner[j], *rows)
+    seen = _visible_rows(q_pieces, q_order, used, partial, len(k_shards), grains[0])
+    used = _among(queries.owner, *full, len(q_shards))
+    partial = RankRows(k_order[j], queries.owner[i], *columns)
+    return seen, _visible_rows(k_pieces, k_order, used, partial, len(q_shards), grains[1])
+
+
+def _visible_rows(
+    pieces: Pieces, order: np.ndarray, full: np.ndarray, partial: RankRows, size: int, grain: int
+) -> VisibleRows:
+    """Return `VisibleRows` of pieces; the other arguments are its attributes.
+
+    Args:
+        pieces: Pieces, sorted by owner and row.
+        order: Indices of the pieces, sorted by position.
+        full: Bit sets of the pieces, sorted by position.
+        partial: Ranks that use some rows.
+        size: Number of ranks.
+        grain: Number of rows of a cell.
+    """
+    sets = np.empty_like(full)
+    sets[order] = full
+    stop = pieces.first + pieces.span.length
+    return VisibleRows(pieces.owner, pieces.first, stop, sets, partial, size, grain)
 
 
 def meeting(
@@ -209,6 +242,55 @@ def _ranges(queries: Spans, keys: Spans, viewers: Viewers) -> _Ranges:
     full_begin = np.clip(np.searchsorted(queries.start, low), begin, end)
     full_end = np.clip(np.searchsorted(top, high, side="right"), full_begin, end)
     return _Ranges(begin, full_begin, full_end, end)
+
+
+def _widened(
+    ranges: _Ranges, queries: Pieces, keys: Pieces, viewers: Viewers, grains: Sequence[int]
+) -> _Ranges:
+    """Extend the full ranges to pieces of queries that use rows of all cells of both pieces.
+
+    If a band is at least as wide as the distance between queries, the used rows are a range. So the
+    cells at the ends of both pieces decide. Pieces of strided shards are nearly equal: most pairs
+    of a document differ by less than a cell, and need no comparison one by one.
+
+    Args:
+        ranges: Ranges of query pieces.
+        queries: Query pieces, sorted by position.
+        keys: Key pieces.
+        viewers: Query positions that see each key piece.
+        grains: Number of rows of a cell of queries, and of keys.
+    """
+    q, k = queries.span, keys.span
+    (q_head, q_tail), (k_head, k_tail) = (
+        _cell_ends(pieces, grain) for pieces, grain in zip((queries, keys), grains, strict=True)
+    )
+    # Envelopes ascend, so that a binary search returns the pieces from or up to which all fulfil a
+    # condition.
+    last, head = (np.minimum.accumulate(x[::-1])[::-1] for x in (q.last, q_head))
+    begin = np.maximum(
+        np.searchsorted(q.start, viewers.first),
+        np.searchsorted(last, k_tail - viewers.right),
+    )
+    begin = np.maximum(begin, np.searchsorted(head, k.start - viewers.right))
+    last, tail = (np.maximum.accumulate(x) for x in (q.last, q_tail))
+    end = np.minimum(
+        np.searchsorted(last, viewers.last, side="right"),
+        np.searchsorted(q.start, k_head + viewers.left, side="right"),
+    )
+    end = np.minimum(end, np.searchsorted(tail, k.last + viewers.left, side="right"))
+    stride = max(x.stride.max(initial=1) for x in (q, k))
+    wide = viewers.exact & (viewers.left + viewers.right >= stride - 1)
+    begin = np.where(wide, np.clip(begin, ranges.begin, ranges.end), ranges.full_begin)
+    end = np.where(wide, np.clip(end, begin, ranges.end), ranges.full_end)
+    return ranges._replace(full_begin=begin, full_end=end)
+
+
+def _cell_ends(pieces: Pieces, grain: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the positions of the last row in a piece's first cell, and first in its last cell."""
+    span, stop = pieces.span, pieces.first + pieces.span.length
+    head = np.minimum(grain - pieces.first % grain, span.length)  # rows in the first cell
+    tail = np.minimum((stop - 1) % grain + 1, span.length)  # rows in the last cell
+    return span.start + (head - 1) * span.stride, span.last - (tail - 1) * span.stride
 
 
 def _inside(queries: Spans, viewers: Viewers, ranges: _Ranges) -> np.ndarray:
@@ -336,7 +418,10 @@ def cuts(breaks: np.ndarray, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
         Index of the span of each cut, ascending; index i of each cut, ascending for each span.
     """
     start, stride, _ = spans
-    low, high = np.searchsorted(breaks, (start + 1, spans.last + 1))
+    low = np.searchsorted(breaks, start, side="right")
+    if (np.append(breaks, FAR)[low] > spans.last).all():  # usual if the layout depends on documents
+        return low[:0], low[:0]
+    high = np.searchsorted(breaks, spans.last, side="right")
     index, at = np.repeat(np.arange(len(start)), high - low), counted(low, high - low)
     local = -((start[index] - breaks[at]) // stride[index])  # rounded up
     # A span with a large stride may have no position between two close breaks.
@@ -367,7 +452,10 @@ def divided(
 
 def cut_at(spans: Pieces, breaks: np.ndarray) -> Pieces:
     """Cut spans before the positions `breaks`; return the pieces."""
-    of, first, count = divided(spans.span.length, *cuts(breaks, spans.span))
+    index, cut = cuts(breaks, spans.span)
+    if not len(index):
+        return spans
+    of, first, count = divided(spans.span.length, index, cut)
     start, stride, _ = spans.span.at(of)
     piece = Spans(start + first * stride, stride, count)
     return Pieces(spans.owner[of], spans.first[of] + first, piece)
@@ -412,6 +500,13 @@ def _within(
         Bit sets of `size` ranks, as from `packed`, [count, words]: set i has rank r if some j has
         ranks[j] = r and begin[j] <= i < end[j].
     """
+    some = np.flatnonzero(begin < end)
+    ranks, begin, end = ranks[some], begin[some], end[some]
+    if (begin[1:] >= begin[:-1]).all() and (end[1:] >= end[:-1]).all():
+        # The intervals that contain a row are consecutive.
+        row = np.arange(count)
+        first, stop = np.searchsorted(end, row, "right"), np.searchsorted(begin, row, "right")
+        return _among(ranks, first, stop, size)
     words, level = one_each(ranks, size), _level(begin, end)
     sets = np.zeros((count, words.shape[1]), dtype=np.uint64)
     for power in range(level.max(initial=-1), -1, -1):
@@ -432,25 +527,24 @@ def _level(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
 
 def one_each(ranks: np.ndarray, size: int) -> np.ndarray:
     """Return one bit set of `size` ranks for each entry of `ranks`, which has only this rank."""
-    return packed(np.eye(size, dtype=bool))[ranks]
+    every = np.arange(size)
+    return with_ranks(np.zeros((size, -(-size // 64)), dtype=np.uint64), every, every)[ranks]
 
 
-def with_ranks(sets: np.ndarray, index: np.ndarray, rank: np.ndarray, size: int) -> np.ndarray:
+def with_ranks(sets: np.ndarray, index: np.ndarray, rank: np.ndarray) -> np.ndarray:
     """Return bit sets with further ranks.
 
     Args:
-        sets: Bit sets of `size` ranks, as from `packed`, [rows, words].
+        sets: Bit sets of ranks, as from `packed`, [rows, words].
         index: Index of the set to which each rank is added.
         rank: Ranks.
-        size: Number of ranks.
     """
-    changed = np.zeros(len(sets), dtype=bool)
-    changed[index] = True
-    row = np.cumsum(changed) - 1
-    table = np.zeros((np.count_nonzero(changed), size), dtype=bool)
-    table.reshape(-1)[row[index] * size + rank] = True
+    if not len(index):
+        return sets
     sets = sets.copy()
-    sets[changed] |= packed(table)
+    octets = sets.view(np.uint8).reshape(-1)
+    at = index * (8 * sets.shape[1]) + (rank >> 3)
+    np.bitwise_or.at(octets, at, np.right_shift(128, rank & 7).astype(np.uint8))
     return sets
 
 
@@ -467,6 +561,12 @@ def united(sets: np.ndarray, first: np.ndarray, count: np.ndarray) -> np.ndarray
     """
     if not len(first):
         return sets[:0]
+    if (longest := int(count.max())) <= SHORT:
+        combined = sets[first]
+        for index in range(1, longest):
+            at = np.flatnonzero(count > index)
+            combined[at] |= sets[first[at] + index]
+        return combined
     ends = np.stack([first, first + count], axis=1).ravel()
     return np.bitwise_or.reduceat(np.concatenate([sets, sets[:1]]), ends, axis=0)[::2]
 
@@ -474,7 +574,9 @@ def united(sets: np.ndarray, first: np.ndarray, count: np.ndarray) -> np.ndarray
 def packed(table: np.ndarray) -> np.ndarray:
     """Return the rows of a bool [rows, columns] as bit sets, uint64 [rows, words]."""
     octets = np.packbits(table, axis=1)
-    return np.pad(octets, ((0, 0), (0, -octets.shape[1] % 8))).view(np.uint64)
+    sets = np.zeros((len(octets), -(-octets.shape[1] // 8)), dtype=np.uint64)
+    sets.view(np.uint8)[:, : octets.shape[1]] = octets
+    return sets
 
 
 def unpacked(sets: np.ndarray, columns: int) -> np.ndarray:

@@ -123,14 +123,14 @@ class Documents(VectorMask):
         return low, np.where(self._hidden[document], low, high)
 
     def covers(self, q_spans: Spans, k_spans: Spans) -> np.ndarray:
-        q_first, q_last = self.document(q_spans.start), self.document(q_spans.last)
-        k_first, k_last = (self.document_of_key(x) for x in (k_spans.start, k_spans.last))
+        q_first, q_last = _documents_of(self.bounds, q_spans)
+        k_first, k_last = _documents_of(self.key_bounds, k_spans)
         first, last = np.maximum(q_first, k_first), np.minimum(q_last, k_last)
         empty = (last < first) | self._all_hidden(first, np.maximum(first, last))
         return cover_where(empty, (q_first == q_last) & (k_first == k_last) & (q_first == k_first))
 
     def viewers(self, k_spans: Spans) -> Viewers:
-        after, end = (self.document_of_key(x) for x in (k_spans.start, k_spans.last))
+        after, end = _documents_of(self.key_bounds, k_spans)
         edges = np.concatenate([[-FAR], self.bounds, [FAR]])  # before, in and after the documents
         hidden = self._all_hidden(after, end)
         first, last = (
@@ -399,6 +399,19 @@ def shards_visible(mask: Mask, q_shards: Shards, k_shards: Shards) -> np.ndarray
     visible = np.zeros((len(q_shards), len(k_shards)), dtype=bool)
     visible[queries.owner[i], keys.owner[j]] = True
     return visible
+
+
+def _documents_of(bounds: np.ndarray, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
+    """Return the documents of the first and of the last position of each span, as from `document`.
+
+    Args:
+        bounds: Cumulative lengths of the documents.
+        spans: The spans.
+    """
+    first = np.searchsorted(bounds, spans.start, side="right")
+    if (spans.last < np.append(bounds, FAR)[first]).all():  # no span leaves its document
+        return first, first
+    return first, np.searchsorted(bounds, spans.last, side="right")
 
 
 def _spans(spans: Sequence[tuple[int, int]] | np.ndarray) -> tuple[tuple[int, int], ...]:

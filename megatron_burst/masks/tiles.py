@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,6 +65,79 @@ class Pattern(NamedTuple):
 
 
 ALL_VISIBLE, TRIANGLE = 0, 1  # indices of the first two patterns in `Tiles.patterns`
+
+
+@dataclass
+class Patterns:
+    """The patterns of the tiles of a mask. Equal patterns are one, so kernels convert them once.
+
+    Attributes:
+        all: The patterns; the first two are `ALL_VISIBLE` and `TRIANGLE`.
+    """
+
+    all: list[Pattern] = field(default_factory=lambda: [Pattern(), Pattern(triangle=True)])
+    _known: dict[tuple, int] = field(default_factory=dict)  # by kind and numbers
+
+    def of_band(self, left: int, right: int) -> int:
+        """Return the index of the pattern of a band."""
+        return self._number(("band", left, right), lambda: Pattern(band=Band(left, right)))
+
+    def of_edge(self, rows: int, columns: int, low: int, high: int) -> int:
+        """Return the index of the pattern in which row m sees columns m + low to m + high."""
+
+        def made() -> Pattern:
+            ahead = np.arange(columns)[None, :] - np.arange(rows)[:, None]
+            return Pattern(table=(ahead >= low) & (ahead <= high))
+
+        return self._number(("edge", rows, columns, low, high), made)
+
+    def of_rows(self, begin: np.ndarray, end: np.ndarray) -> tuple[int, int, int, int, int] | None:
+        """Return the visible part of a rectangle in which a range of rows sees each column.
+
+        Tables of strided shards differ only at the bounds of documents, so many are equal.
+
+        Args:
+            begin: First row that sees each column.
+            end: Row after the last row that sees the column; `begin` if no row does.
+
+        Returns:
+            First row and row after the last row of the part, first column and column after the
+            last column, and index of the pattern. None if nothing is visible.
+        """
+        seen = begin < end
+        (columns,) = np.nonzero(seen)
+        if not len(columns):
+            return None
+        left, right = int(columns[0]), int(columns[-1]) + 1
+        top, bottom = int(begin[columns].min()), int(end[columns].max())
+        # Columns that no row sees may have any range, so they get the same empty one.
+        begin, end = ((x[left:right] - top) * seen[left:right] for x in (begin, end))
+
+        def made() -> Pattern:
+            row = np.arange(bottom - top, dtype=begin.dtype)[:, None]
+            return Pattern(table=(row >= begin) & (row < end))
+
+        key = "rows", bottom - top, begin.tobytes(), end.tobytes()
+        return top, bottom, left, right, self._number(key, made)
+
+    def of_table(self, table: np.ndarray) -> tuple[int, int, int, int, int] | None:
+        """Return the same as `of_rows` for a table of visible pairs, bool [rows, columns]."""
+        table = np.asarray(table)
+        (rows,), (columns,) = np.nonzero(table.any(axis=1)), np.nonzero(table.any(axis=0))
+        # Remove hidden rows and columns at the ends: padding is there and may hold NaN, and a
+        # probability of 0 times NaN is NaN.
+        if not len(rows):
+            return None
+        top, bottom, left, right = rows[0], rows[-1] + 1, columns[0], columns[-1] + 1
+        self.all.append(Pattern(table=np.array(table[top:bottom, left:right], order="C")))
+        return top, bottom, left, right, len(self.all) - 1
+
+    def _number(self, key: tuple, made: Callable[[], Pattern]) -> int:
+        """Return the index of the pattern with this key, which `made` returns if it is new."""
+        if key not in self._known:
+            self._known[key] = len(self.all)
+            self.all.append(made())
+        return self._known[key]
 
 
 class Tiles(Sequence[Tile]):

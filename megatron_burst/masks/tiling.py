@@ -29,9 +29,9 @@ import numpy as np
 
 from ..layout import Span, Spans
 from ..layout.layouts import Pieces, Shards, SpanArray, counted, pieces_of
-from .base import EMPTY, FAR, FULL, PARTIAL, Band, Mask
+from .base import FAR, FULL, PARTIAL, Mask
 from .seen import cuts, divided, nearby
-from .tiles import ALL_VISIBLE, TRIANGLE, Pattern, Tiles
+from .tiles import ALL_VISIBLE, TRIANGLE, Patterns, Tiles
 
 AT_ONCE = 1 << 20  # largest number of pairs of slices that are compared at once
 
@@ -100,16 +100,24 @@ def seen_pairs(mask: Mask, q: Slices, k: Slices) -> SeenPairs | None:
     Pairs that `Mask.viewers` excludes are not compared. The result is None if there are too many
     pairs of several owners to compare them at once.
     """
-    order = np.lexsort((q.span.start, q.owner))
-    by_position = Pieces(q.owner[order], q.start[order], q.span.at(order))
+    by_position, order = Pieces(q.owner, q.start, q.span), None
+    start, same = q.span.start, q.owner[1:] == q.owner[:-1]
+    if (same & (start[1:] < start[:-1])).any():
+        order = np.lexsort((start, q.owner))
+        by_position = by_position.at(order)
     begin, count = nearby(mask, by_position, Pieces(k.owner, k.start, k.span))
     if count.sum() > AT_ONCE and q.owner[0] != q.owner[-1]:
         return None
-    i, j = order[counted(begin, count)], np.repeat(np.arange(len(count)), count)
-    order = np.argsort(i, kind="stable")  # equal ones stay in the order of keys
-    i, j = i[order], j[order]
+    i, j = counted(begin, count), np.repeat(np.arange(len(count)), count)
+    if order is not None:
+        i = order[i]
+    if (i[1:] < i[:-1]).any():
+        order = np.argsort(i, kind="stable")  # equal ones stay in the order of keys
+        i, j = i[order], j[order]
     covers = mask.covers(q.span.at(i), k.span.at(j))
-    seen = np.flatnonzero(covers != EMPTY)
+    if covers.all():  # none is EMPTY
+        return SeenPairs(i, j, covers)
+    seen = np.flatnonzero(covers)
     return SeenPairs(i[seen], j[seen], covers[seen])
 
 
@@ -165,7 +173,7 @@ class Cutter:
             tiles = tiles.joined_triangles()
         ends = np.searchsorted(tiles.owner, np.arange(len(pairs) + 1)).tolist()
         return [
-            Tiles(tiles.bounds[:, a:b].T, tiles.pattern[a:b], tiling.patterns)
+            Tiles(tiles.bounds[:, a:b].T, tiles.pattern[a:b], tiling.patterns.all)
             for a, b in pairwise(ends)
         ]
 
@@ -254,8 +262,7 @@ class _MaskTiles:
 
     def __init__(self, cutter: Cutter, mask: Mask):
         self.cutter, self.mask = cutter, mask
-        self.patterns = [Pattern(), Pattern(triangle=True)]
-        self._known: dict[tuple, int] = {}  # numbers of patterns of equal edges and bands
+        self.patterns = Patterns()
 
     def cut(self, q: Slices, k: Slices, limit: np.ndarray) -> _CutTiles:
         """Return the tiles of every visible combination of a query slice and a key slice.
@@ -271,19 +278,23 @@ class _MaskTiles:
             late = [x.owner >= middle for x in (q, k)]
             first = self.cut(q.at(~late[0]), k.at(~late[1]), limit)
             return _CutTiles.sorted([first, self.cut(q.at(late[0]), k.at(late[1]), limit)])
-        owner, number = q.owner[seen.query], np.arange(len(seen.query))
-        q, k = (x.at(i)._replace(owner=number) for x, i in ((q, seen.query), (k, seen.key)))
+        owner = q.owner[seen.query]
         full, partly = (np.flatnonzero(seen.cover == cover) for cover in (FULL, PARTIAL))
-        rows, columns = (x.at(full).rows(0, x.span.length[full]) for x in (q, k))
+        # Most pairs are fully visible, and they need only the rows of their slices.
+        rows, columns = (
+            np.take(x.rows(0, x.span.length), i[full], axis=1)
+            for x, i in ((q, seen.query), (k, seen.key))
+        )
         parts = [_CutTiles.of(full, rows, columns, ALL_VISIBLE)]
         if len(partly):
-            left, right, known = self.mask.bands(q.span.at(partly), k.span.at(partly))
+            q, k = (x.at(i[partly])._replace(owner=partly)
+                    for x, i in ((q, seen.query), (k, seen.key)))  # fmt: skip
+            left, right, known = self.mask.bands(q.span, k.span)
             (band,), (other,) = np.nonzero(known), np.nonzero(~known)
-            at = partly[band]
-            parts += self._bands(q.at(at), k.at(at), left[band], right[band])
+            parts += self._bands(q.at(band), k.at(band), left[band], right[band])
             if len(other):
-                at = partly[other]
-                parts += self._divided(q.at(at), k.at(at), owner[at], limit)
+                parent = owner[partly[other]]
+                parts += self._divided(q.at(other), k.at(other), parent, limit)
         tiles = _CutTiles.sorted(parts)
         return tiles._replace(owner=owner[tiles.owner]).joined()
 
@@ -315,6 +326,8 @@ class _MaskTiles:
         tables = uncut & ~classes & (within | (size is None))
         if size is None and tables.any():
             self._no_table(q, k, int(tables.argmax()))
+        if tables.all():
+            return self._tables(q, k, parent, limit)
         halves = uncut & ~classes & ~tables
         middles = (np.flatnonzero(halves & longer) for longer in (rows >= columns, rows < columns))
         q_parts, k_parts = (
@@ -325,15 +338,15 @@ class _MaskTiles:
         # If both a table and tiles are possible, use whichever computes fewer pairs, including
         # tile_cost.
         most = np.where(within, rows * columns + self.cutter.tile_cost, FAR)
-        tiles = self.cut(q_parts, k_parts, most) if not tables.all() else None
-        if tiles is not None and size is not None:
+        tiles = self.cut(q_parts, k_parts, most)
+        if size is not None:
             height, width = (-((a - b) // c) for a, b, c in (tiles.bounds[:3], tiles.bounds[3:]))
             cost = np.bincount(tiles.owner, height * width + self.cutter.tile_cost, len(number))
             tables |= cost > most
             tiles = tiles.at(~tables[tiles.owner])
         (at,) = np.nonzero(tables)
         made = self._tables(q.at(at), k.at(at), parent[at], limit)
-        return made if tiles is None else [tiles._replace(owner=q.owner[tiles.owner]), *made]
+        return [tiles._replace(owner=q.owner[tiles.owner]), *made]
 
     def _no_table(self, q: Slices, k: Slices, pair: int) -> None:
         q_span, k_span = (SpanArray(x.span)[pair] for x in (q, k))
@@ -347,28 +360,48 @@ class _MaskTiles:
     ) -> list[_CutTiles]:
         """Return one tile with a table for each pair of slices; arguments as in `_divided`."""
         cost, kept, ends = dict.fromkeys(parent.tolist(), 0), [], []
-        spans = zip(SpanArray(q.span), SpanArray(k.span), parent.tolist(), strict=True)
-        for number, (q_span, k_span, rectangle) in enumerate(spans):
+        begin, end, known = self._rows_of_keys(q, k)
+        last = np.cumsum(k.span.length).tolist()
+        for number, rectangle in enumerate(parent.tolist()):
             if cost[rectangle] > limit[rectangle]:  # a fine mask can have very many tables
                 continue
-            seen = self.mask.visible(q_span.positions()[:, None], k_span.positions()[None, :])
-            table = np.array(seen)
-            (rows,), (columns,) = np.nonzero(table.any(axis=1)), np.nonzero(table.any(axis=0))
-            # Remove hidden rows and columns at the ends: padding is there and may hold NaN, and a
-            # probability of 0 times NaN is NaN.
-            if len(rows):
-                top, bottom, left, right = rows[0], rows[-1] + 1, columns[0], columns[-1] + 1
-                inner = np.ascontiguousarray(table[top:bottom, left:right])
-                cost[rectangle] += inner.size + self.cutter.tile_cost
-                self.patterns.append(Pattern(table=inner))
+            if known[number]:
+                of_keys = slice(last[number - 1] if number else 0, last[number])
+                part = self.patterns.of_rows(begin[of_keys], end[of_keys])
+            else:
+                rows, columns = (SpanArray(x.span)[number].positions() for x in (q, k))
+                part = self.patterns.of_table(self.mask.visible(rows[:, None], columns[None, :]))
+            if part is not None:
+                top, bottom, left, right, _ = part
+                cost[rectangle] += (bottom - top) * (right - left) + self.cutter.tile_cost
                 kept.append(number)
-                ends.append((top, bottom, left, right))
+                ends.append(part)
         if not kept:
             return []
         q, k = (x.at(np.array(kept)) for x in (q, k))
-        top, bottom, left, right = np.array(ends).T
-        pattern = np.arange(len(self.patterns) - len(kept), len(self.patterns))
+        top, bottom, left, right, pattern = np.array(ends).T
         return [_CutTiles.of(q.owner, q.rows(top, bottom), k.rows(left, right), pattern)]
+
+    def _rows_of_keys(self, q: Slices, k: Slices) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the range of rows that sees each key of pairs of slices.
+
+        Returns:
+            First row and row after the last row of each key, int32, one pair of slices after the
+            other; bool [pairs], true if such a range describes all keys of a pair.
+        """
+        pair = np.repeat(np.arange(len(k.owner)), k.span.length)
+        if not self.mask.has_viewers:
+            return pair, pair, np.zeros(len(k.owner), dtype=bool)
+        start, stride, length = q.span.at(pair)
+        key = k.span.start[pair] + counted(0, k.span.length) * k.span.stride[pair]
+        viewers = self.mask.viewers(Spans(key, np.ones_like(key), np.ones_like(key)))
+        low = np.maximum(viewers.first, key - viewers.right) - start
+        high = np.minimum(viewers.last, key + viewers.left) - start
+        begin = np.clip(-(-low // stride), 0, length).astype(np.int32)
+        end = np.clip(high // stride + 1, begin, length).astype(np.int32)
+        known = np.ones(len(k.owner), dtype=bool)
+        known[pair[~viewers.exact]] = False
+        return begin, end, known
 
     def _bands(self, q: Slices, k: Slices, left: np.ndarray, right: np.ndarray) -> list[_CutTiles]:
         """Return the tiles of pairs of slices whose visible pairs are bands (see `Band`)."""
@@ -413,7 +446,7 @@ class _MaskTiles:
         # With more rows than columns, the first rows would lose some columns.
         over = np.maximum(0, q.span.length - k.span.length)
         bands = zip((left - over).tolist(), np.minimum(right + over, columns).tolist(), strict=True)
-        pattern = [self._number(band, Pattern(band=Band(*band))) for band in bands]
+        pattern = [self.patterns.of_band(*band) for band in bands]
         inner = q.rows(over, q.span.length), k.rows(0, k.span.length)
         return [
             *self._band_tiles(q.take(0 * over, over), k, over, right, None),
@@ -487,7 +520,7 @@ class _MaskTiles:
         high = np.where(narrow, top + right - first, columns)
         (at,) = np.nonzero(narrow | (first < first_full))
         shapes = (x[at].tolist() for x in (end - top, last - first, top - left - first, high))
-        edges = [self._edge(*shape) for shape in zip(*shapes, strict=True)]
+        edges = [self.patterns.of_edge(*shape) for shape in zip(*shapes, strict=True)]
         parts = [_BandTiles(band[at], top[at], end[at], first[at], last[at], np.array(edges, int))]
         for shown, a, b, pattern in (
             (first_full < stop_full, first_full, stop_full, ALL_VISIBLE),
@@ -496,21 +529,6 @@ class _MaskTiles:
             (at,) = np.nonzero(shown & ~narrow)
             parts.append(_BandTiles(band[at], top[at], end[at], a[at], b[at], pattern + 0 * at))
         return parts
-
-    def _edge(self, rows: int, columns: int, low: int, high: int) -> int:
-        """Return the number of a pattern in which row m sees columns m + low to m + high."""
-        key = (rows, columns, low, high)
-        if key not in self._known:  # equal edges share a table, so kernels convert it once
-            ahead = np.arange(columns)[None, :] - np.arange(rows)[:, None]
-            return self._number(key, Pattern(table=(ahead >= low) & (ahead <= high)))
-        return self._known[key]
-
-    def _number(self, key: tuple[int, ...], pattern: Pattern) -> int:
-        """Return the number of a pattern, which is added if no pattern with this key is known."""
-        if key not in self._known:
-            self._known[key] = len(self.patterns)
-            self.patterns.append(pattern)
-        return self._known[key]
 
 
 def _coarse(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import Any
 from zlib import crc32
@@ -48,7 +48,7 @@ class KernelWorkCache:
     def __init__(self, kernel: Kernel, mask: Mask, queries: Shards, keys: Shards, sizes: Sizes):
         self.kernel, self.mask, self.sizes = kernel, mask, sizes
         self._shards: dict[str, Shards] = {"query": queries, "kv": keys}
-        self._pieces: dict[str, Pieces] = {}
+        self._pieces: dict[int, Pieces] = {}
         self._spans: dict[tuple[Bundles, Chunk], SpanArray] = {}
         self._planned: dict[tuple[bytes, bytes], Any] = {}
 
@@ -74,9 +74,10 @@ class KernelWorkCache:
                    if chunk.family == family and key not in self._spans]  # fmt: skip
             if not new:
                 continue
-            if family not in self._pieces:
-                self._pieces[family] = pieces_of(self._shards[family])
-            pieces = self._pieces[family]
+            shards = self._shards[family]
+            if id(shards) not in self._pieces:  # keys and queries may have the same shards
+                self._pieces[id(shards)] = pieces_of(shards)
+            pieces = self._pieces[id(shards)]
             owner, bits = np.array([chunk[1:] for chunk in new]).T
             of_chunk, ranges = bundles_of(family).all_ranges(owner, bits)
             # Rows are numbered over all shards, as if they were one shard.
@@ -116,21 +117,27 @@ def make_pass(
     pairs = _calls(schedule, works, copies, [pair for b in program for pair in b.pairs])
     computed = [(call.queries, call.keys) for calls in pairs.values() for call in calls]
     totals = totals_of(schedule, rank, hops, computed)
-    rows = _PassRows(name, rank, copies, set(received), totals, RowMaps(schedule.tables))
+    maps = RowMaps(schedule.tables)
+    all_rows = {
+        key: Target(total, (place := maps.place(total, total.rows)).count, total.rows, place)
+        for key, total in totals.items()
+    }
+    rows = _PassRows(name, rank, copies, set(received), all_rows, maps)
 
     calls = {
         pair: [rows.with_targets(call) for call in pair_calls] for pair, pair_calls in pairs.items()
     }
     payloads = {hop: rows.payload(hop) for hop in hops}
-    longest = rows.longest(hops)
-    all_rows = {key: rows.target(total, total.rows) for key, total in totals.items()}
-    rows.maps.finish(device)
+    longest: dict[str, int] = defaultdict(int)
+    for hop, payload in payloads.items():
+        longest[hop.chunk.family] = max(longest[hop.chunk.family], payload.count)
+    maps.finish(device)
 
     steps = tuple(_step(boundary, rank, payloads, calls) for boundary in program)
     own_last = schedule.program(rank, own_last=True) if deferred else ()
     run = RankPass(
         name, steps, tuple(_step(boundary, rank, payloads, calls) for boundary in own_last),
-        all_rows, longest, Counter(hop.chunk for hop in hops if hop.src == rank),
+        all_rows, dict(longest), Counter(hop.chunk for hop in hops if hop.src == rank),
     )  # fmt: skip
     if schedule.joined:
         run = joined.joined(run, schedule, works, device)
@@ -147,8 +154,8 @@ class _PassRows:
         copies: (family, owner) -> chunks of queries or keys on this rank: its own, then received
             ones.
         received: Received chunks of queries and keys.
-        totals: (family, owner) -> chunk with all rows for which this rank sums partial results. A
-            family is "out", "dquery" or "dkv".
+        totals: (family, owner) -> all rows for which this rank sums partial results. A family is
+            "out", "dquery" or "dkv".
         maps: Positions of rows in buffers.
     """
 
@@ -156,7 +163,7 @@ class _PassRows:
     rank: int
     copies: dict[tuple[str, int], list[Chunk]]
     received: set[Chunk]
-    totals: dict[tuple[str, int], Chunk]
+    totals: dict[tuple[str, int], Target]
     maps: RowMaps
 
     def target(self, chunk: Chunk, rows: int) -> Target:
@@ -166,9 +173,8 @@ class _PassRows:
             chunk: Chunk of the results.
             rows: Bit set of the rows that have results.
         """
-        total = self.totals[chunk[:2]]
-        all_rows = self.maps.place(total, total.rows)
-        return Target(total, all_rows.count, rows, self.maps.place(total, chunk.rows))
+        total, size, *_ = self.totals[chunk[:2]]
+        return Target(total, size, rows, self.maps.place(total, chunk.rows))
 
     def with_targets(self, call: KernelCall) -> KernelCall:
         results = (
@@ -177,7 +183,7 @@ class _PassRows:
             ("dkv", call.keys, call.pair.key_rows),
         )
         targets = tuple(
-            self.target(part._replace(family=family), rows & part.rows)
+            self.target(Chunk(family, part.owner, part.rows), rows & part.rows)
             for family, part, rows in results
             if (family, part.owner) in self.totals
         )
@@ -189,29 +195,19 @@ class _PassRows:
         The rows belong to a sum of partial results, or to a chunk of queries or keys.
         """
         chunk = hop.chunk
-        target = source = None
-        if chunk.accumulated:
+        accumulated, target, source = chunk.accumulated, None, None
+        if accumulated:
             target = self.target(chunk, chunk.rows)
+            place = target.place
         elif hop.src == self.rank and chunk not in self.received:
             (held,) = parts_of(self.copies, chunk)
-            source = held, self.maps.place(held, chunk.rows)
+            place = self.maps.place(held, chunk.rows)
+            source = held, place
+        else:
+            place = self.maps.place(chunk, chunk.rows)
         digest = crc32(f"{self.name} {chunk}".encode())
-        packed = chunk.accumulated or hop.src != chunk.owner
-        return Payload(hop, self._count(chunk), digest, packed, target, source)
-
-    def longest(self, hops: Sequence[Hop]) -> dict[str, int]:
-        """Return the largest number of rows of a sent or received chunk, by kind of tensors.
-
-        The kinds (families) are "kv", "query", "dkv", "dquery" and "out".
-        """
-        longest: dict[str, int] = defaultdict(int)
-        for hop in hops:
-            family = hop.chunk.family
-            longest[family] = max(longest[family], self._count(hop.chunk))
-        return dict(longest)
-
-    def _count(self, chunk: Chunk) -> int:
-        return self.maps.place(chunk, chunk.rows).count
+        packed = accumulated or hop.src != chunk.owner
+        return Payload(hop, place.count, digest, packed, target, source)
 
 
 def _calls(
@@ -225,27 +221,24 @@ def _calls(
     If the chunks were received in several parts, each combination of a query part and a key part
     with visible pairs is a call.
     """
-    calls = [
-        KernelCall(pair, *parts, None, ())
+    parts = [
+        (pair, queries, keys)
         for pair in pairs
-        for parts in product(
+        for queries, keys in product(
             parts_of(copies, Chunk("query", pair.query, pair.query_rows)),
             parts_of(copies, Chunk("kv", pair.key, pair.key_rows)),
         )
     ]
+    planned: Sequence[Any] = [None] * len(parts)
     if not schedule.joined:  # otherwise the joined call is planned instead
-        chunks = list({chunk: None for call in calls for chunk in (call.queries, call.keys)})
+        chunks = list({chunk: None for _, *of_pair in parts for chunk in of_pair})
         spans = dict(zip(chunks, works.spans(schedule, chunks), strict=True))
-        planned = works.of([(spans[call.queries], spans[call.keys]) for call in calls])
-        calls = [
-            replace(call, work=work)
-            for call, work in zip(calls, planned, strict=True)
-            if work is not None
-        ]
-    by_pair: dict[Pair, list[KernelCall]] = {pair: [] for pair in pairs}
-    for call in calls:
-        by_pair[call.pair].append(call)
-    return by_pair
+        planned = works.of([(spans[queries], spans[keys]) for _, queries, keys in parts])
+    calls: dict[Pair, list[KernelCall]] = {pair: [] for pair in pairs}
+    for (pair, queries, keys), work in zip(parts, planned, strict=True):
+        if work is not None or schedule.joined:
+            calls[pair].append(KernelCall(pair, queries, keys, work, ()))
+    return calls
 
 
 def _step(
@@ -256,14 +249,12 @@ def _step(
 ) -> Step:
     if not (boundary.posts or boundary.release or boundary.pairs):  # the usual case with many ranks
         return Step(boundary.index, (), (), ())
-    starting: dict[tuple[Channel, int], list[Payload]] = defaultdict(list)
+    # Channel and landing boundary -> payloads that leave, and payloads that arrive
+    starting: dict[tuple[Channel, int], tuple[list[Payload], list[Payload]]] = {}
     for hop in boundary.posts:
-        starting[Channel(hop.ring, hop.chunk.accumulated), hop.land].append(payloads[hop])
-    exchanges = []
-    for key in sorted(starting):
-        leaving = tuple(payload for payload in starting[key] if payload.hop.src == rank)
-        arriving = tuple(payload for payload in starting[key] if payload.hop.src != rank)
-        exchanges.append(Exchange(*key, leaving, arriving))
+        key = Channel(hop.ring, hop.chunk.accumulated), hop.land
+        starting.setdefault(key, ([], []))[hop.src != rank].append(payloads[hop])
+    exchanges = (Exchange(*key, *map(tuple, starting[key])) for key in sorted(starting))
     computed = [call for pair in boundary.pairs for call in calls[pair]]
     return Step(boundary.index, boundary.release, tuple(exchanges), tuple(computed))
 

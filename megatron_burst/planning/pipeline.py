@@ -205,7 +205,7 @@ def demands(ring: RingRequest) -> list[RowDemand]:
     topology, mask, layout = ring.place.topology, ring.request.mask, ring.request.layout
     options, length = ring.request.options, ring.request.seq_len
     ranks = topology.ulysses_group(ring.place.rank)
-    whole_shards = [layout.spans(rank, length) for rank in ranks]
+    whole_shards = [layout.span_array(rank, length) for rank in ranks]
     cuts: list[tuple[np.ndarray | None, Shards, Shards]] = [(None, ring.queries, whole_shards)]
     if options.sequence_chunks > 1:
         count, blocks = options.sequence_chunks, options.row_blocks

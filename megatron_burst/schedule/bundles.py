@@ -10,7 +10,7 @@ of the message.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -54,6 +54,7 @@ class Bundles:
     number: np.ndarray
     users: np.ndarray
     runs: Runs
+    _runs: dict[int, tuple[np.ndarray, ...]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -74,8 +75,8 @@ class Bundles:
                 i.
         """
         total = np.zeros(np.shape(bits), dtype=np.int64)
-        for bit, rows in enumerate(self._rows_by_bit):
-            total += rows[owner] * (np.right_shift(bits, bit) & 1)
+        for first, sets in enumerate(self._rows_by_octet):
+            total += sets[owner, np.right_shift(bits, 8 * first) & (sets.shape[1] - 1)]
         return total
 
     def count(self, owner: int, bits: int) -> int:
@@ -87,8 +88,10 @@ class Bundles:
             owner: The owner.
             bits: Bit set: bit i selects the owner's bundle number i.
         """
-        rows = self._rows_by_bit[:, owner]
-        return int(rows @ (np.right_shift(bits, np.arange(len(rows))) & 1))
+        return sum(
+            int(sets[owner, bits >> 8 * first & (sets.shape[1] - 1)])
+            for first, sets in enumerate(self._rows_by_octet)
+        )
 
     def bits(self, selected: np.ndarray) -> np.ndarray:
         """Return the bit set of the selected bundles of each owner, int64 [G, ...].
@@ -174,10 +177,7 @@ class Bundles:
             held: Bit set of the bundles in the buffer; `ALL` for the owner's shard.
             bits: Bit set of the bundles, a subset of `held`.
         """
-        low, high = np.searchsorted(self.owner, (owner, owner + 1))
-        own = slice(*np.searchsorted(self.runs.bundle, (low, high)))
-        bundle, first, rows = (column[own] for column in self.runs)
-        number = self.number[bundle]
+        number, first, rows = self._runs_of(owner)
         if held >= 0:
             held_rows = rows * (np.right_shift(held, number) & 1)
             first = np.cumsum(held_rows) - held_rows
@@ -185,7 +185,7 @@ class Bundles:
         first, stop = first[taken], (first + rows)[taken]
         apart = np.ones(len(taken) + 1, dtype=bool)  # consecutive rows are one range
         apart[1:-1] = first[1:] != stop[:-1]
-        return np.stack([first[apart[:-1]], stop[apart[1:]]], axis=1)
+        return np.array([first[apart[:-1]], stop[apart[1:]]]).T
 
     def whole(self) -> Bundles:
         """Return one bundle per owner, with all rows of the owner's bundles.
@@ -242,6 +242,30 @@ class Bundles:
         bundle, first, rows = (column[order] for column in self.runs)
         return bundled(self.owner[bundle], first, rows, self.users[bundle], most)
 
+    def _runs_of(self, owner: int) -> tuple[np.ndarray, ...]:
+        """Return bundle number, first row and number of rows of each run of an owner."""
+        if owner not in self._runs:
+            low, high = np.searchsorted(self.owner, (owner, owner + 1))
+            own = slice(*np.searchsorted(self.runs.bundle, (low, high)))
+            bundle, first, rows = (column[own] for column in self.runs)
+            self._runs[owner] = self.number[bundle], first, rows
+        return self._runs[owner]
+
+    @cached_property
+    def _rows_by_octet(self) -> list[np.ndarray]:
+        """Number of rows of each bit set of bundles 0 to 7, 8 to 15 and so on, int64 [owner, set].
+
+        One look-up per octet is faster than an addition per bundle, because there may be a million
+        transfers.
+        """
+        octets = []
+        for first in range(0, len(self._rows_by_bit), 8):
+            sets = np.zeros((self.size, 1), dtype=np.int64)
+            for rows in self._rows_by_bit[first : first + 8]:
+                sets = np.concatenate([sets, sets + rows[:, None]], axis=1)
+            octets.append(sets)
+        return octets
+
     @cached_property
     def _rows_by_bit(self) -> np.ndarray:
         """Number of rows of each bundle, int64 [bundle number, owner]; 0 for no bundle."""
@@ -291,7 +315,8 @@ def bundles_of_sets(
         )
         users[order] = united(users[order], begin, count)[index]
         bundle, number, start = _numbered(owner, users, size)
-    order = np.lexsort((first, bundle))
+    # The ranges of a bundle are in the order of rows. Sorting small integers is much faster.
+    order = np.argsort(bundle.astype(np.min_scalar_type(len(start))), kind="stable")
     runs = Runs(bundle[order], first[order], rows[order])
     return Bundles(owner[start], number, unpacked(users[start], size), runs)
 
@@ -317,11 +342,9 @@ def _numbered(
         owner; index of the first range of each bundle.
     """
     # A hash sorts equal patterns next to each other. The patterns themselves decide equality.
-    factors = np.random.default_rng(0).integers(1 << 63, size=words.shape[1], dtype=np.uint64)
-    hashes = (words * (2 * factors + 1)).sum(axis=1, dtype=np.uint64)
-    order = np.argsort(
-        hashes + owner.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15), kind="stable"
-    )
+    odd = np.uint64(0x9E3779B97F4A7C15)
+    factors = np.cumprod(np.full(words.shape[1] + 1, odd))  # powers of an odd number, modulo 2**64
+    order = np.argsort(words @ factors[1:] + owner.astype(np.uint64) * odd, kind="stable")
     fresh = np.ones(len(owner), dtype=bool)
     fresh[1:] = (owner[order][1:] != owner[order][:-1]) | (
         words[order][1:] != words[order][:-1]
@@ -334,8 +357,8 @@ def _numbered(
     bundle = np.empty_like(order)
     bundle[order] = numbers[np.cumsum(fresh) - 1]
     start = start[place]
-    _, first, count = np.unique(owner[start], return_index=True, return_counts=True)
-    return bundle, np.arange(len(start)) - np.repeat(first, count), start
+    owners = owner[start]
+    return bundle, np.arange(len(start)) - np.searchsorted(owners, owners), start
 
 
 def spans_of(ranges: np.ndarray, shard: Spans) -> SpanArray:

@@ -246,21 +246,26 @@ def _by_route(ring: Schedule, route: str, sizes: Sizes) -> Schedule:
     if ring.all_use_all or not ALGORITHMS[ring.algorithm].routed:
         return ring
     direct = replace(ring, route="direct")
-    if _clearly_fewer(ring, ring.grid):
-        return direct
+    clear = _clear_route(ring, ring.grid)
+    if clear is not None:
+        return direct if clear == "direct" else ring
     sent = {schedule: traffic(schedule, None, sizes) for schedule in (ring, direct)}
     return min(sent, key=lambda schedule: (sent[schedule].inter, sent[schedule].intra))
 
 
-def _clearly_fewer(ring: Schedule, grid: Grid) -> bool:
-    """Return True if direct transfers certainly send fewer bytes than the ring.
+def _clear_route(ring: Schedule, grid: Grid) -> str | None:
+    """Return the route that certainly sends fewer bytes; None if tables of transfers must decide.
 
-    The ring may run in either direction. This comparison does not need its table of transfers. It
-    counts bytes between nodes, or bytes within the node if there is only one node. On a ring, a
-    copy passes every node up to its last user, and a gradient passes every node from the first user
-    on.
+    The ring may run in either direction. Bytes between nodes are compared, or bytes within the node
+    if there is only one node. On a ring, a copy passes every node up to its last user, and a
+    gradient passes every node from the first user on. Direct transfers send both once per user.
     """
     bundles, width = ring.travelling, grid.intra if grid.inter > 1 else 1
+    users, home = np.count_nonzero(bundles.users, axis=1), bundles.owner // grid.intra
+    at_home = bundles.users.reshape(-1, *grid)[np.arange(len(home)), home]
+    crossings = bundles.rows @ (users - np.count_nonzero(at_home, axis=1))
+    if int(bundles.rows[users > 0].sum()) * grid.inter < crossings:
+        return "ring"  # on a ring, a row crosses at most once to each node
     length = grid.size // width
     bundle, rank = np.divmod(np.flatnonzero(bundles.users), grid.size)
     ahead = (rank // width - bundles.owner[bundle] // width) % length
@@ -271,7 +276,10 @@ def _clearly_fewer(ring: Schedule, grid: Grid) -> bool:
     turned = rows[first] @ (length - np.minimum.reduceat(ahead, first))
     copy, gradient = (getattr(ring.row_bytes, name) for name in (ring.side, "d" + ring.side))
     hops = copy * last + gradient * turned, copy * turned + gradient * last
-    return rows.sum() * (copy + gradient) < min(hops)
+    if rows.sum() * (copy + gradient) < min(hops):
+        return "direct"
+    # With one ring over all ranks, the bytes of both routes are equal.
+    return "ring" if 1 in grid else None
 
 
 def visible_pairs(mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]) -> int:

@@ -235,7 +235,7 @@ def visibility_of(
     """
     if not any(map(len, k_shards)):
         return own_visibility(q_shards, k_shards, joined)
-    queries, keys = rows_seen(mask, q_shards, k_shards)
+    queries, keys = rows_seen(mask, q_shards, k_shards, GRAIN)
     return Visibility(
         queries.ranks(len(q_shards)),
         _bundles(queries, len(q_shards)),
@@ -272,7 +272,7 @@ def _bundles(seen: VisibleRows, size: int) -> Bundles:
     rows = np.bincount(seen.owner, seen.stop - seen.first, size).astype(np.int64)
     # Divide shards into cells of equal size. A cumulative sum over a fixed grid then yields the
     # runs of rows. This is faster than sorting the edges of up to a million pieces.
-    grain = max(1, int(rows.max(initial=1)) // GRAIN)
+    grain = seen.grain
     ends = -(-rows // grain)
     cells = int(ends.max(initial=0)) + 1  # cells per shard: `grain` rows each, and an end cell
     low, stop = (
@@ -283,7 +283,7 @@ def _bundles(seen: VisibleRows, size: int) -> Bundles:
     begin, end = (owner * cells + column for column in (limits[0] // grain, -(-limits[1] // grain)))
     covers = (begin == low[piece]) & (end == stop[piece])
     used = np.flatnonzero(covers & (rank != owner))  # rows are not sent to their owner
-    whole = with_ranks(seen.full, piece[used], rank[used], seen.size)
+    whole = with_ranks(seen.full, piece[used], rank[used])
     begin, end, rank = (column[~covers] for column in (begin, end, rank))
     # A run of rows is between two edges. No run begins at the end of a shard.
     edge = np.zeros(len(rows) * cells, dtype=bool)
@@ -291,12 +291,15 @@ def _bundles(seen: VisibleRows, size: int) -> Bundles:
     edge[np.arange(len(rows)) * cells + ends] = False
     before = np.cumsum(edge, dtype=np.int32) - edge  # number of runs that begin before each cell
     owner, first = np.divmod(np.flatnonzero(edge), cells)
-    run = np.arange(len(owner))
-    piece = np.searchsorted(before[stop], run, side="right")
-    pieces = np.searchsorted(before[low], run, side="right") - piece
+    # Numbers of pieces that end before each run, and that begin before its end.
+    piece, begun = (
+        np.cumsum(np.bincount(before[column], minlength=len(owner) + 1))[: len(owner)]
+        for column in (stop, low)
+    )
+    pieces = begun - piece
     covered, count = united(whole, piece, pieces), before[end] - before[begin]
     at, rank = counted(before[begin], count), np.repeat(rank, count)
-    covered = with_ranks(covered, at, rank, seen.size)
+    covered = with_ranks(covered, at, rank)
     first *= grain
     last = np.append(owner[1:] != owner[:-1], True)
     length = np.where(last, rows[owner], np.append(first[1:], 0)) - first

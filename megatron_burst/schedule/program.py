@@ -62,7 +62,7 @@ def pairs_of(tables: Tables, rank: int) -> dict[Pair, int]:
     """Return the pairs that `rank` computes, each with its step."""
     rows = np.flatnonzero(tables.pairs.rank == rank)
     steps, *columns = (column[rows].tolist() for column in tables.pairs[1:])
-    return {Pair(*pair): step for step, *pair in zip(steps, *columns, strict=True)}
+    return dict(zip(map(Pair, *columns), steps, strict=True))
 
 
 def parts_of(chunks: Mapping[tuple[str, int], Sequence[Chunk]], selected: Chunk) -> list[Chunk]:

@@ -195,12 +195,11 @@ class Transfers(NamedTuple):
         return self.src // grid.intra != self.dst // grid.intra
 
     def hops(self, grid: Grid) -> Iterator[Hop]:
-        """Yield one `Hop` per transfer."""
-        for family, owner, rows, src, dst, ring, post, land in zip(
-            *(column.tolist() for column in self), strict=True
-        ):
-            chunk = Chunk(FAMILIES[family], owner, rows)
-            yield Hop(chunk, src, dst, RINGS[ring], grid.link(src, dst), post, land)
+        """Return an iterator over one `Hop` per transfer."""
+        family, owner, rows, src, dst, ring, post, land = (column.tolist() for column in self)
+        chunks = map(Chunk, [FAMILIES[index] for index in family], owner, rows)
+        rings, links = [RINGS[index] for index in ring], map(grid.link, src, dst)
+        return map(Hop, chunks, src, dst, rings, links, post, land)
 
 
 class Tables(NamedTuple):

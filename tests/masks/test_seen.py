@@ -165,6 +165,25 @@ def test_rows_are_told_exactly(mask, name):
     check(mask, own, own, exact=True)
 
 
+@pytest.mark.parametrize("cells", [2, 5])
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("mask", EXACT, ids=repr)
+def test_rows_are_told_to_the_cell(mask, name, cells):
+    """All rows that are seen, and none of a cell without such a row."""
+    own = shards(name)
+    longest = max(len(positions(shard)) for shard in own)
+    grain = max(1, longest // cells)
+    for found, table in zip(rows_seen(mask, own, own, cells), sees(mask, own, own), strict=True):
+        assert found.grain == grain
+        got = told(found, [len(positions(shard)) for shard in own])
+        for a, b in zip(got, table, strict=True):
+            assert not (b & ~a).any()
+            rounded = b.copy()
+            for first in range(0, len(b), grain):
+                rounded[first : first + grain] = b[first : first + grain].any(axis=0)
+            assert not (a & ~rounded).any()
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("mask", CONSERVATIVE, ids=repr)
 def test_every_row_that_is_seen_is_told(mask, name):
