@@ -41,10 +41,13 @@ class _PrefetchTiming(MulticastTiming):
         np.maximum.at(ready, (paths.owner[hops.way], hops.dst), land)
         relays = ~hops.from_owner
         last = np.zeros(size, dtype=np.int32)  # last boundary at which a rank relays rows
-        np.maximum.at(last, hops.src[relays], land[relays] - 1)
+        if not self.demand.visibility.streams:
+            np.maximum.at(last, hops.src[relays], land[relays] - 1)
         if self.demand.side == "kv" and self.demand.visibility.joined is not False:
-            other_ranks = ~np.eye(size, dtype=bool)  # one call, when all copies have arrived
-            np.maximum(ready, ready.max(axis=0), out=ready, where=other_ranks)
+            # One call when all copies have arrived. With streams, copies that arrive first have
+            # their own call, which hides relays.
+            together = ready > 1 if self.demand.visibility.streams else ~np.eye(size, dtype=bool)
+            np.maximum(ready, ready.max(axis=0), out=ready, where=together)
         step = np.maximum(ready, last)
         if self.demand.gradients:  # the own chunk is last: gradients travel during its pair
             np.fill_diagonal(step, 0)
@@ -72,7 +75,8 @@ class _PrefetchTiming(MulticastTiming):
         """
         paths = self.paths
         hops, begin = paths.hops, int(self.step.max())
-        end = begin + 1 + int(paths.depth.max(initial=0))
+        to_gates = paths.served.reshape(-1)[hops.peers].any()  # their hops are before those of gates
+        end = begin + max(1, int(to_gates) + int(paths.depth.max(initial=0)))
         depth = np.where(paths.served, paths.of_ranks(paths.depth), 0).reshape(-1)[hops.peers]
         way, above = (column[len(depth) :] for column in (hops.way, hops.above))
         to_gate = paths.gate[way, above] == hops.src[len(depth) :]
