@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -128,6 +129,9 @@ class Ring:
         of_kind, self._wire = run.kinds[key]
         self.buffers = Buffers(device, rank_plan.ring, of_kind)
         self.partials = ResultAccumulator(self.buffers, self._wire)
+        self._relays = rank_plan.ring.relays(device)
+        # Partial results of the rank's own rows that the relay stream received, by boundary.
+        self._own_parts: dict[int, list[tuple[Target, Message]]] = {}
         self._pending: dict[int, list[_PendingExchange]] = {}  # by the boundary that waits
         self._packed: dict[Chunk, Message] = {}  # copies of rows that are being sent
         self._sends = dict(run.sends)  # remaining number of sends
@@ -145,6 +149,8 @@ class Ring:
             # and 2).
             for exchange in step.exchanges:
                 self._post(exchange, step.index)
+            if step.relays:
+                self._relays.start(partial(self._relay, step.relays))
             yield
             # An exchange that ends at its own boundary blocks, so every rank must have posted it.
             self._finish(step.index)
@@ -184,8 +190,27 @@ class Ring:
         flight = _PendingExchange(pending, arriving, leaving)
         self._pending.setdefault(exchange.land, []).append(flight)
 
+    def _relay(self, chain: Sequence[tuple[int, Sequence[Exchange]]]) -> None:
+        """Run a chain of transfers, `Step.relays`, on the relay stream.
+
+        Sums of the rank's own rows are left to `_finish`, because kernels add to them.
+        """
+        with self.buffers.beside(self._relays.memory):
+            for boundary, exchanges in chain:
+                self._end(boundary, relayed=True)
+                self._relays.mark(boundary)
+                for exchange in exchanges:
+                    self._post(exchange, boundary)
+
     def _finish(self, boundary: int) -> None:
         """Wait for the transfers that end before step `boundary`, and free sent messages."""
+        self._relays.wait(boundary)
+        for target, message in self._own_parts.pop(boundary, ()):
+            self.partials.receive(target, message)
+        self._end(boundary, relayed=False)
+
+    def _end(self, boundary: int, relayed: bool) -> None:
+        """Wait on the current stream for transfers; `relayed` is true on the relay stream."""
         for flight in self._pending.pop(boundary, ()):
             with self._range("wait, boundary %d", boundary):
                 flight.pending.wait()
@@ -194,6 +219,8 @@ class Ring:
             for payload, message in flight.arriving:
                 if payload.target is None:
                     self.chunks[payload.hop.chunk] = message
+                elif relayed and payload.hop.chunk.owner == self.me:
+                    self._own_parts.setdefault(boundary, []).append((payload.target, message))
                 else:
                     self.partials.receive(payload.target, message)
 

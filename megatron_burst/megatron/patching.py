@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
+from ..comm.relays import one_queue
 from ..seam import PLACES, Seam, SeamPlace, inside
 from .run_state import RunState
 
@@ -429,8 +430,8 @@ def log_once(state: RunState, line: str, subject: str | None = None) -> None:
 
 
 def launches_in_order() -> bool:
-    """Return whether CUDA has one queue for all streams; only log lines depend on the result."""
-    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    """Return whether CUDA has one queue for all streams; here only log lines depend on it."""
+    return one_queue()
 
 
 def show_log(patches: PatchSet | None = None) -> None:

@@ -44,9 +44,10 @@ class _PrefetchTiming(MulticastTiming):
         if not self.demand.visibility.streams:
             np.maximum.at(last, hops.src[relays], land[relays] - 1)
         if self.demand.side == "kv" and self.demand.visibility.joined is not False:
-            # One call when all copies have arrived. With streams, copies that arrive first have
-            # their own call, which hides relays.
-            together = ready > 1 if self.demand.visibility.streams else ~np.eye(size, dtype=bool)
+            # One call when all copies have arrived. With a relay stream, chunks that arrive first
+            # have their own call, which hides relays, unless a call must join all chunks.
+            early = self.demand.visibility.streams and self.demand.visibility.joined is None
+            together = ready > 1 if early else ~np.eye(size, dtype=bool)
             np.maximum(ready, ready.max(axis=0), out=ready, where=together)
         step = np.maximum(ready, last)
         if self.demand.gradients:  # the own chunk is last: gradients travel during its pair
