@@ -14,7 +14,7 @@ Rules for memory, which make `record_stream` unnecessary:
   chain takes is not in use by a kernel.
 - The chain takes message buffers from its own pool (`Buffers.beside`), which the computing stream
   does not use. Memory comes from the allocator's pool of the computing stream.
-- The computing stream waits for the end of the chain before the pass ends and its buffers are freed.
+- The computing stream waits for the end of the chain before the buffers of the pass are freed.
 
 All transfers of a chain use the communicators of the pass, in the order of its boundaries. So the
 order on each communicator is equal on all ranks, as without a relay stream.
@@ -102,7 +102,8 @@ class StreamRelays:
             work()
 
     def mark(self, boundary: int) -> None:
-        self._marks[boundary] = self.stream.record_event()
+        self._marks[boundary] = mark = torch.cuda.Event()
+        mark.record(self.stream)
 
     def wait(self, boundary: int) -> None:
         mark = self._marks.pop(boundary, None)

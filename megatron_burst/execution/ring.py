@@ -29,7 +29,7 @@ from ..kernels.online_softmax import accumulation_dtype, add_sink_
 from ..schedule.head_shares import deferred_chunks
 from ..schedule.tables import Chunk
 from .buffers import Buffers, MessageKind, ResultAccumulator, rows_at
-from .rank_plan import Exchange, KernelCall, Payload, RankPass, RankPlan, Tensors
+from .rank_plan import Exchange, KernelCall, Payload, RankPass, RankPlan, Target, Tensors
 
 UNNAMED = nullcontext()
 DONE = object()

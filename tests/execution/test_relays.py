@@ -1,7 +1,7 @@
 """A relay stream: `prefetch` passes rows on while kernels run.
 
-Results equal the oracle in whatever order a device runs the two streams; the order of messages obeys
-NCCL's rules; buffers of one stream are not used by the other.
+Results equal the oracle in whatever order a device runs the two streams; the order of messages
+obeys NCCL's rules; buffers of one stream are not used by the other.
 """
 
 import random
@@ -99,8 +99,12 @@ def test_a_send_before_its_receive_has_landed_is_seen():
         case.error()
     communicator = COMMUNICATORS["all apart"](case.groups.topology)
     assert nccl_faults(traces, communicator) == []
-    gate = next(rank for rank, trace in enumerate(traces) for event in trace
-                if isinstance(event, Post) and any(m.received_by is not None for m in event.sent))
+    gate = next(
+        rank
+        for rank, trace in enumerate(traces)
+        for event in trace
+        if isinstance(event, Post) and any(m.received_by is not None for m in event.sent)
+    )
     late = [event._replace(stream="computing") if isinstance(event, Wait) else event
             for event in traces[gate]]  # fmt: skip
     found = nccl_faults([late if rank == gate else trace for rank, trace in enumerate(traces)],

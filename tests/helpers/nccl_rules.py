@@ -228,7 +228,7 @@ def faults(
 ) -> list[str]:
     """What is wrong with these traces; what does not match is not replayed."""
     matching = _Matching(traces, communicator)
-    found = matching.faults + _not_waited_for(traces) + _not_landed(traces)
+    found = matching.faults + _not_waited_for(traces) or _not_landed(traces)
     return found or [
         f"{fault} ({one})" for one in rules for fault in _Replay(traces, matching, one).run()
     ]
@@ -364,9 +364,9 @@ class _Replay:
         while self.next[rank] < len(self.traces[rank]):
             at = rank, self.next[rank]
             event = self.traces[rank][at[1]]
-            if isinstance(event, Wait):
-                if self.rules.host_waits and (rank, event.post) not in self.done:
-                    break
+            waits = self.rules.host_waits and isinstance(event, Wait)
+            if waits and (rank, event.post) not in self.done:
+                break
             if not isinstance(event, Post):
                 self.streams[rank].take(event)
             else:

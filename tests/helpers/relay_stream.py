@@ -2,8 +2,8 @@
 
 A CUDA device may run the work of the relay stream as soon as it is launched, or as late as the
 computing stream waits for it. `EARLY` and `LATE` do so for whole chains. Buffers of the in-process
-transport are filled with NaN until their message has landed and when they are released, so a missing
-wait is NaN, or a message that was overwritten in flight.
+transport are filled with NaN until their message has landed and when they are released. So a
+missing wait is NaN, or a message that was overwritten in flight.
 """
 
 from contextlib import contextmanager
@@ -34,8 +34,12 @@ EARLY, LATE = InOrder, Late
 @contextmanager
 def relay_stream(order):
     """Plans of in-process ranks use a relay stream, whose work runs in this order."""
+
+    def relays(self, device):
+        return order()
+
     with (
-        mock.patch.object(pipeline, "has_relay_stream", lambda device: True),
-        mock.patch.object(LocalEndpoint, "relays", lambda self, device: order()),
+        mock.patch.object(pipeline, "has_relay_stream", return_value=True),
+        mock.patch.object(LocalEndpoint, "relays", relays),
     ):
         yield

@@ -18,8 +18,8 @@ from megatron_burst.layout import Layout, Span, make
 from megatron_burst.masks import Causal, Documents, Mask
 from megatron_burst.schedule import rings
 from megatron_burst.schedule.algorithms import ALGORITHMS
-from megatron_burst.schedule.rings import Schedule
 from megatron_burst.schedule.demand import visibility_of
+from megatron_burst.schedule.rings import Schedule
 from megatron_burst.schedule.tables import Grid
 from megatron_burst.schedule.topology import Topology
 

@@ -76,7 +76,9 @@ class _PrefetchTiming(MulticastTiming):
         """
         paths = self.paths
         hops, begin = paths.hops, int(self.step.max())
-        to_gates = paths.served.reshape(-1)[hops.peers].any()  # their hops are before those of gates
+        to_gates = paths.served.reshape(-1)[
+            hops.peers
+        ].any()  # their hops are before those of gates
         end = begin + max(1, int(to_gates) + int(paths.depth.max(initial=0)))
         depth = np.where(paths.served, paths.of_ranks(paths.depth), 0).reshape(-1)[hops.peers]
         way, above = (column[len(depth) :] for column in (hops.way, hops.above))
