@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from . import packing
 from .packing import NO_CALL, Envelope, Message, Shapes
+from .relays import InOrder, Relays, StreamRelays
 
 if TYPE_CHECKING:
-    from .relays import InOrder, Relays, StreamRelays
-from .waits import WaitClock
+    from .waits import WaitClock
 
 Tensors = Sequence[torch.Tensor]
 

@@ -194,6 +194,7 @@ class Run(NamedTuple):
     Attributes:
         algorithm, head_chunks: Settings of the ring.
         share: GPUs that share heads, 1 for none.
+        calls: Result of `calls_of`.
     """
 
     algorithm: str
@@ -202,6 +203,7 @@ class Run(NamedTuple):
     expected: float
     forward: PassTime
     backward: PassTime
+    calls: np.ndarray | None = None
 
     def speeds(self, pack: Pack) -> tuple[float, float]:
         """Return TFLOP/s per GPU in visible pairs, forward and backward."""
@@ -237,7 +239,8 @@ def runs(
     found, adds = [], adding(own, MEMORY)
     for name in tried if grid.size > 1 else ("ring",):
         there = PreparedSchedule(rings.forward(name, grid, visibility=want, row_bytes=own.forward))
-        done = work(pack, calls=calls_of(there.schedule))
+        calls = calls_of(there.schedule)
+        done = work(pack, calls=calls)
         back = PreparedSchedule(
             rings.backward(name, grid, "kv", visibility=want, row_bytes=own.backward)
         )
@@ -253,7 +256,8 @@ def runs(
                 simple = done.pairs * (flops / kernel.rate / share)
                 known = pass_time(each, own, simple, rates, count, adding=of_sums)
                 plain += known.seconds + exchange.seconds
-            found.append(Run(name, count, share, plain * ALGORITHMS[name].handicap, *took))
+            expected = plain * ALGORITHMS[name].handicap
+            found.append(Run(name, count, share, expected, *took, calls))
     return found
 
 

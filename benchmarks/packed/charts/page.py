@@ -10,7 +10,7 @@ from benchmarks.advise.fitting import errors
 from benchmarks.report import DOCS, markdown, write_section
 
 from . import fit
-from .speeds import CHOSEN, CHOSEN_SHARED, SHARES
+from .speeds import CHOSEN, CHOSEN_SHARED, SHARES, STREAMS
 
 PAGE, CHART = DOCS / "packed-published.md", "packed-published-speed.png"
 Known = dict[str, Any]
@@ -69,7 +69,7 @@ def goals(record: Known) -> str:
     """Return a table of goals and results for packed causal documents."""
     magi = {way: _published("varlen_causal_mask", way)["magi_native"] for way in PASSES}
     lines = []
-    for name in (CHOSEN, CHOSEN_SHARED, BEST):
+    for name in (CHOSEN, CHOSEN_SHARED, BEST, *(n + STREAMS for n in (CHOSEN, CHOSEN_SHARED))):
         own = {way: _ours(record, True, way)[name] for way in PASSES}
         lines.append([
             name,
@@ -103,7 +103,7 @@ def write(record: Known, page: Path = PAGE) -> None:
 
 GREY = {"ring_p2p": "#b9bec6", "ulysses": "#8d96a3", "allgather": "#c9a45c", "usp": "#626d7d",
         "loongtrain": "#76b900", "magi_native": "#4a7fb5"}  # fmt: skip
-RED = {CHOSEN: "#e59a8c", BEST: "#c8452e"}
+RED = {CHOSEN: "#e59a8c", BEST: "#c8452e", CHOSEN_SHARED + STREAMS: "#7a2b1d"}
 
 
 def _speeds(figure: Any, record: Known) -> None:
