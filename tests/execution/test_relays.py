@@ -135,6 +135,32 @@ def test_kernels_do_not_delay_relays():
         assert sum(n for (me, _), n in events.items() if me == rank) == 3
 
 
+@pytest.mark.parametrize("grid", GRIDS)
+def test_own_pairs_are_first_and_early_chunks_have_a_call(grid):
+    """Calls of forward: own keys, keys that arrive first, all others. In backward own keys last."""
+    with relay_stream(EARLY):
+        case = Case(3, grid, side="kv", head_chunks=1, layout="striped")
+        q = [torch.zeros(S // case.groups.size, 1, 4, 3, requires_grad=True)
+             for _ in case.groups.ranks]  # fmt: skip
+        plan = in_process.prepare(q, q, q, groups=case.groups, **case.options)
+    most = 0
+    for of in plan.ranks:
+        me = of.rank_plan.ring.rank
+        for run, at in ((of.rank_plan.forward, 0), (of.rank_plan.backward, -1)):
+            calls = [(step.index, call) for step in run.steps for call in step.calls]
+            assert calls[at][1].keys.owner == me
+            assert not calls[at][1].parts
+            assert len(calls) <= 3
+            assert at or calls[0][0] == 0
+            others = [index for index, call in calls if call is not calls[at][1]]
+            assert others[:1] in ([1], [])
+            most = max(most, len(calls))
+            assert [bool(step.relays) for step in run.steps].count(True) == 1 - at
+            assert "relays on a stream" in of.describe()
+    two_levels = min(case.groups.topology.intra_size, case.groups.topology.inter_size) > 1
+    assert most == 2 + two_levels
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_streams_share_no_buffers(seed, monkeypatch):
     """The computing stream takes no buffer that a chain has taken or freed, until it has waited for
