@@ -32,7 +32,8 @@ QUICK = (
     "two_way", "packing", "trajectories", "balanced", "tree", "trees", "rows", "state_scan",
     "short_convolution", "linear_attention_ranks", "linear_trees", "linear_reverse",
     "own_masks", "sight", "sparse", "indexer_loss", "indexer_gradients", "sparse_joined",
-    "one_call", "held", "uneven_steps", "relays", "relay_stream", "other_keys", "compressed_attention",
+    "one_call", "held", "uneven_steps", "relays", "relay_stream", "other_keys",
+    "compressed_attention",
 )  # fmt: skip
 
 # The tests to run first for the files of a folder, or for one file: most mutants do not live long.
@@ -480,7 +481,7 @@ MUTANTS = [
            "a chunk takes its rows in another order than its spans"),
     Mutant("schedule/cost.py", "for s in passes)", "for s in passes[:1])",
            "side auto counts one chunk"),
-    Mutant("planning/pipeline.py", "replace(all_rows, queries=visible.queries)", "visible",
+    Mutant("planning/pipeline.py", "replace(all_rows, queries=visible.queries, streams=False)", "visible",
            "the first chunk brings only what it needs itself into host memory"),
     Mutant("layout/row_chunks.py", "taken + inwards + 1", "taken + 1",
            "a block that has one end of a document begins with the rows farther out"),
