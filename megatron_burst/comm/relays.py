@@ -14,6 +14,8 @@ Rules for memory, which make `record_stream` unnecessary:
   chain takes is not in use by a kernel.
 - The chain takes message buffers from its own pool (`Buffers.beside`), which the computing stream
   does not use. Memory comes from the allocator's pool of the computing stream.
+- Sums that exist at the start of a chain are kept until the pass ends (`Ring`), because the chain
+  may read them while kernels run.
 - The computing stream waits for the end of the chain before the buffers of the pass are freed.
 
 All transfers of a chain use the communicators of the pass, in the order of its boundaries. So the

@@ -176,6 +176,10 @@ class ResultAccumulator:
         """Return the sums of all rows of a chunk; rows without a result are 0, and -inf in lse."""
         return self._total(target).message.tensors
 
+    def held(self) -> list[object]:
+        """Return an object per sum; the memory of the sum is not freed while the object exists."""
+        return list(self._totals.values())
+
     def receive(self, target: Target, message: Message) -> None:
         """Add a received message to the sums of `target`.
 

@@ -132,6 +132,7 @@ class Ring:
         self._relays = rank_plan.ring.relays(device)
         # Partial results of the rank's own rows that the relay stream received, by boundary.
         self._own_parts: dict[int, list[tuple[Target, Message]]] = {}
+        self._read_beside: list[object] = []  # sums that the relay stream may still read
         self._pending: dict[int, list[_PendingExchange]] = {}  # by the boundary that waits
         self._packed: dict[Chunk, Message] = {}  # copies of rows that are being sent
         self._sends = dict(run.sends)  # remaining number of sends
@@ -150,6 +151,7 @@ class Ring:
             for exchange in step.exchanges:
                 self._post(exchange, step.index)
             if step.relays:
+                self._read_beside += self.partials.held()
                 self._relays.start(partial(self._relay, step.relays))
             yield
             # An exchange that ends at its own boundary blocks, so every rank must have posted it.
@@ -166,6 +168,7 @@ class Ring:
                         if not isinstance(target.place.at, slice):
                             self.partials.merge(target, part)
                     del queries, keys, sums  # otherwise alive until the next pair
+        self._read_beside.clear()
 
     def _post(self, exchange: Exchange, boundary: int) -> None:
         """Start the transfers of an exchange; `boundary` is the index of the step, for errors."""

@@ -359,7 +359,9 @@ class _Replay:
                 self.freed.add(chunk)
                 self._pool(chunk.family).drop(self.received.pop(chunk))
         if len(self.families) > 1:
-            self.joined["dkv joined"] = rows
+            # With a relay stream, gradients of earlier calls exist until the pass ends.
+            before = self.joined.get("dkv joined", 0) if self.chains else 0
+            self.joined["dkv joined"] = before + rows
         self._note()
         del self.joined["kv joined"]
 
@@ -414,7 +416,7 @@ class _Replay:
             self.place[chunk] = self._take(family, chunk)
         if chunk in self.waiting:
             self.waiting.remove(chunk)
-            if not self.waiting:
+            if not self.waiting and not self.chains:
                 self._note()
                 del self.joined["dkv joined"]
         return chunk

@@ -5,6 +5,7 @@ obeys NCCL's rules; buffers of one stream are not used by the other.
 """
 
 import random
+import weakref
 from collections import Counter
 
 import numpy as np
@@ -165,15 +166,21 @@ def test_own_pairs_are_first_and_early_chunks_have_a_call(grid):
 def test_the_streams_share_no_buffers(seed, monkeypatch):
     """The computing stream takes no buffer that a chain has taken or freed, until it has waited for
     the chain; and the chain adds nothing to sums of own rows."""
-    inside, of_chain, owner = [], {}, {}
+    inside, of_chain, owner, freed = [], {}, {}, Counter()
     real_relay, real_take, real_give = Ring._relay, Buffers.take, Buffers.give
     real_receive, real_finish = ResultAccumulator.receive, Ring._finish
 
     def relay(self, chain):
         owner[id(self.partials)] = self.me
+        sums = [
+            weakref.ref(x)
+            for total in self.partials._totals.values()
+            for x in (*total.message.tensors, *(total.write.args[0] if total.write else ()))
+        ]
         inside.append(self)
         real_relay(self, chain)
         inside.remove(self)
+        freed.update(x() is None for x in sums)
 
     def of(buffers):
         return any(ring.buffers is buffers for ring in inside)
@@ -209,4 +216,6 @@ def test_the_streams_share_no_buffers(seed, monkeypatch):
     monkeypatch.setattr(ResultAccumulator, "receive", receive)
     with relay_stream(EARLY):
         assert Case(seed, (2, 4, 1), head_chunks=1).error() < 1e-10
-    assert of_chain or owner
+    assert owner
+    assert freed[False]
+    assert not freed[True], "sums are freed that the relay stream may still read"

@@ -8,10 +8,14 @@ soon as they arrive. A rank that relays rows computes nothing before it has rela
 computes with its own chunk and, when all copies have arrived, with the chunks of other ranks. If
 keys are sent, the chunks of other ranks are one kernel call (`execution.joined`).
 
-Gradients leave after the computation with chunks of other ranks, and are summed on their way back.
-Ranks wait for gradients after the pair of their own chunk, which is the last pair in backward. A
-rank holds all rows of other ranks that it uses, and their gradients. So the algorithm is for masks
-with which ranks use few rows of other ranks.
+With a relay stream (`comm.relays`), a rank that relays rows computes at the same time. Chunks that
+arrive at the first boundary then have a kernel call of their own, which hides the relays of others.
+
+Gradients leave after the computation with chunks of other ranks, and are summed on their way back:
+on the relay stream beside the pair of the rank's own chunk, or after this pair. Ranks wait for
+gradients after the pair of their own chunk, which is the last pair in backward. A rank holds all
+rows of other ranks that it uses, and their gradients. So the algorithm is for masks with which
+ranks use few rows of other ranks.
 """
 
 from __future__ import annotations
@@ -76,9 +80,8 @@ class _PrefetchTiming(MulticastTiming):
         """
         paths = self.paths
         hops, begin = paths.hops, int(self.step.max())
-        to_gates = paths.served.reshape(-1)[
-            hops.peers
-        ].any()  # their hops are before those of gates
+        # Hops from peers to gates come before the hops of gates.
+        to_gates = paths.served.reshape(-1)[hops.peers].any()
         end = begin + max(1, int(to_gates) + int(paths.depth.max(initial=0)))
         depth = np.where(paths.served, paths.of_ranks(paths.depth), 0).reshape(-1)[hops.peers]
         way, above = (column[len(depth) :] for column in (hops.way, hops.above))
