@@ -36,16 +36,12 @@ from .waits import WaitClock
 
 
 def one_queue() -> bool:
-    """Return True if CUDA has one hardware queue, in which streams wait for each other."""
-    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    """Return True if CUDA has one hardware queue, in which streams wait for each other.
 
-
-def has_relay_stream(device: torch.device) -> bool:
-    """Return True if passes on this device use a relay stream.
-
-    With one hardware queue, a kernel cannot start before an earlier launched transfer that waits.
+    Passes on CUDA then use no relay stream: a kernel could not start before an earlier launched
+    transfer that waits.
     """
-    return device.type == "cuda" and not one_queue()
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
 class Relays(Protocol):

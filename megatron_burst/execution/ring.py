@@ -23,6 +23,7 @@ from torch.profiler import record_function
 
 from ..comm import packing
 from ..comm.packing import CallTag, Envelope, Message
+from ..comm.relays import Relays
 from ..comm.transport import Pending, Receive, Send
 from ..kernels.base import Kernel, Rows, Scoring
 from ..kernels.online_softmax import accumulation_dtype, add_sink_
@@ -129,7 +130,7 @@ class Ring:
         of_kind, self._wire = run.kinds[key]
         self.buffers = Buffers(device, rank_plan.ring, of_kind)
         self.partials = ResultAccumulator(self.buffers, self._wire)
-        self._relays = rank_plan.ring.relays(device)
+        self._relays: Relays | None = None  # made by the first step with a chain
         # Partial results of the rank's own rows that the relay stream received, by boundary.
         self._own_parts: dict[int, list[tuple[Target, Message]]] = {}
         self._read_beside: list[object] = []  # sums that the relay stream may still read
@@ -152,7 +153,8 @@ class Ring:
                 self._post(exchange, step.index)
             if step.relays:
                 self._read_beside += self.partials.held()
-                self._relays.start(partial(self._relay, step.relays))
+                self._relays = self._relays or self.endpoint.relays(self.buffers.device)
+                self._relays.start(partial(self._relay, self._relays, step.relays))
             yield
             # An exchange that ends at its own boundary blocks, so every rank must have posted it.
             self._finish(step.index)
@@ -193,27 +195,25 @@ class Ring:
         flight = _PendingExchange(pending, arriving, leaving)
         self._pending.setdefault(exchange.land, []).append(flight)
 
-    def _relay(self, chain: Sequence[tuple[int, Sequence[Exchange]]]) -> None:
-        """Run a chain of transfers, `Step.relays`, on the relay stream.
-
-        Sums of the rank's own rows are left to `_finish`, because kernels add to them.
-        """
-        with self.buffers.beside(self._relays.memory):
+    def _relay(self, relays: Relays, chain: Sequence[tuple[int, Sequence[Exchange]]]) -> None:
+        """Run a chain of transfers, `Step.relays`, on the relay stream."""
+        with self.buffers.beside(relays.memory):
             for boundary, exchanges in chain:
-                self._end(boundary, relayed=True)
-                self._relays.mark(boundary)
+                self._finish(boundary, relayed=True)
+                relays.mark(boundary)
                 for exchange in exchanges:
                     self._post(exchange, boundary)
 
-    def _finish(self, boundary: int) -> None:
-        """Wait for the transfers that end before step `boundary`, and free sent messages."""
-        self._relays.wait(boundary)
-        for target, message in self._own_parts.pop(boundary, ()):
-            self.partials.receive(target, message)
-        self._end(boundary, relayed=False)
+    def _finish(self, boundary: int, relayed: bool = False) -> None:
+        """Wait for the transfers that end before step `boundary`, and free sent messages.
 
-    def _end(self, boundary: int, relayed: bool) -> None:
-        """Wait on the current stream for transfers; `relayed` is true on the relay stream."""
+        If `relayed`, the relay stream waits. Received sums of the rank's own rows are then added
+        later, by the computing stream, because kernels add to these sums too.
+        """
+        if self._relays is not None and not relayed:
+            self._relays.wait(boundary)
+            for target, message in self._own_parts.pop(boundary, ()):
+                self.partials.receive(target, message)
         for flight in self._pending.pop(boundary, ()):
             with self._range("wait, boundary %d", boundary):
                 flight.pending.wait()

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..comm.groups import Groups
-from ..comm.relays import has_relay_stream
+from ..comm.relays import one_queue
 from ..comm.transport import Endpoint, ProcessEndpoint
 from ..execution.rank_plan import RankPass, RecomputePass, RowChunk
 from ..layout import Layout, Replicated
@@ -146,7 +146,7 @@ class RingRequest:
         joined = getattr(request.kernel, "joins", joined)
         if isinstance(request.key_layout, Replicated):
             return own_visibility(queries, self.keys, joined)
-        streams = has_relay_stream(request.tensors[0].device)
+        streams = request.tensors[0].device.type == "cuda" and not one_queue()
         return visibility_of(request.mask, queries, self.keys, joined, streams)
 
 

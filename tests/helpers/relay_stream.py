@@ -7,6 +7,7 @@ missing wait is NaN, or a message that was overwritten in flight.
 """
 
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest import mock
 
 from megatron_burst.comm.relays import InOrder
@@ -38,8 +39,12 @@ def relay_stream(order):
     def relays(self, device):
         return order()
 
+    def with_streams(*of):
+        return replace(real(*of), streams=True)
+
+    real = pipeline.visibility_of
     with (
-        mock.patch.object(pipeline, "has_relay_stream", return_value=True),
+        mock.patch.object(pipeline, "visibility_of", with_streams),
         mock.patch.object(LocalEndpoint, "relays", relays),
     ):
         yield

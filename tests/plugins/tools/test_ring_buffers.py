@@ -1,5 +1,7 @@
 """The dry run of a pass counts the buffers that the executor takes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -56,7 +58,8 @@ def test_buffers_are_those_that_the_executor_makes(
     groups = in_process.groups(inter=size // intra, intra=intra)
     algorithm, _, stream = algorithm.partition(", ")
     if stream:
-        monkeypatch.setattr(pipeline, "has_relay_stream", lambda device: True)
+        real = pipeline.visibility_of
+        monkeypatch.setattr(pipeline, "visibility_of", lambda *of: replace(real(*of), streams=True))
     shape = (ROWS, 1, 4, WIDTH), (ROWS, 1, kv_heads, WIDTH)
     q, k, v = (
         [torch.randn(shape[s], dtype=torch.float64, requires_grad=True) for _ in range(size)]
