@@ -57,6 +57,7 @@ class Workload:
         key_layout: Layout of keys that are another sequence; None for `layout`.
         latent: True if values are columns of the keys. The width of the keys is then `sizes.width`
             + `sizes.value_width`.
+        streams: True if the device runs a relay stream; see `Visibility.streams`.
     """
 
     sizes: Sizes
@@ -67,6 +68,7 @@ class Workload:
     attended: int | None = None
     latent: bool = False
     key_layout: Layout | None = None
+    streams: bool = False
 
     @property
     def seq_len(self) -> int:
@@ -184,14 +186,17 @@ class GridSchedules:
             key_len = workload.sizes.key_rows * workload.layout.cp_size
             keys = cost.ring_spans(workload.key_layout, topology, key_len)
         joined = workload.attended is not None or None  # None selects the algorithm's default
-        self.visibility = visibility_of(workload.mask, queries, keys, joined)
+        self.visibility = visibility_of(
+            workload.mask, queries, keys, joined, streams=workload.streams
+        )
         self.row_chunks = [self.visibility]
         if workload.chunks > 1:
             cuts = row_chunk_spans(
                 workload.layout, topology, workload.seq_len, workload.chunks, workload.blocks
             )
             self.row_chunks = [
-                visibility_of(workload.mask, shards, keys, joined) for _, shards, _ in cuts
+                visibility_of(workload.mask, shards, keys, joined, streams=workload.streams)
+                for _, shards, _ in cuts
             ]
         if workload.attended is None:
             self.seen = pairs_seen(workload.mask, queries, keys)

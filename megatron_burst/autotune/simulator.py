@@ -24,6 +24,7 @@ import numpy as np
 from ..schedule.cost import Sizes
 from ..schedule.head_shares import deferred_chunks
 from ..schedule.rings import Schedule
+from ..schedule.tables import relay_chains
 from .exchanges import ONE_NIC, TimedExchange, Wave, Wires
 from .prepared import PreparedSchedule
 from .rates import Rates
@@ -91,10 +92,12 @@ class _Clocks:
     Attributes:
         free: Time until which each rank and each port is occupied.
         clock: [G], time until which each rank is occupied; a view of `free`.
+        streams: [G], time until which the relay stream of each rank is occupied.
         busy: [2 G], end time of the sends of each rank, then of the receives of each rank. Updated
             only if the rates have a slowdown.
         taken: Seconds of each transfer.
         handled: Seconds of computation time that each transfer costs its sender; None for 0.
+        chains: Boundaries at which the relay streams start chains; empty without relay streams.
     """
 
     def __init__(
@@ -106,10 +109,12 @@ class _Clocks:
     ):
         size, ports = prepared.schedule.grid.size, int(prepared.ports.max(initial=0)) + 1
         self.free = np.zeros(size + ports)  # ranks, then ports
-        self.clock = self.free[:size]
+        self.clock, self.streams = self.free[:size], np.zeros(size)
         self.busy = np.zeros(2 * size)
         self.taken, self.posting, self.slowdown = taken, rates.posting, rates.slowdown
         self.handled, self.together = handled, prepared.wires.together
+        schedule = prepared.schedule
+        self.chains = relay_chains(schedule.tables.transfers) if schedule.streams else ()
 
     def start(self, exchange: TimedExchange) -> None:
         """Add the time that ranks need to start an exchange to their clocks."""
@@ -129,6 +134,38 @@ class _Clocks:
         end = self.free[wave.clocks].max(axis=0) + self.taken[wave.rows]
         self.free[wave.clocks[2:]] = end
         done[wave.ends] = np.maximum(done[wave.ends], end)
+
+    def relay(self, exchange: TimedExchange, done: np.ndarray) -> None:
+        """Send the messages of an exchange of the relay streams.
+
+        Each message starts as soon as both streams have reached it and both ports are free. So a
+        message to or from a late rank does not delay other messages, because NCCL sends all
+        messages of a group at the same time.
+
+        Args:
+            exchange: The exchange.
+            done: Same as in `send`.
+        """
+        clocks, ends = (
+            np.concatenate(parts, axis=1)
+            for parts in zip(*(wave[:2] for wave in exchange.waves), strict=True)
+        )
+        rows = np.concatenate([wave.rows for wave in exchange.waves])
+        ready = self.streams[clocks[:2]].max(axis=0)
+        left = np.arange(len(rows))
+        while len(left):
+            ports = clocks[2:, left]
+            start = np.maximum(ready[left], self.free[ports].max(axis=0))
+            place = np.empty_like(left)
+            place[np.argsort(start, kind="stable")] = np.arange(len(left))
+            first = np.full(len(self.free), len(left))
+            for ends_of in ports:
+                np.minimum.at(first, ends_of, place)
+            now = (first[ports] == place).all(axis=0)  # nothing on these ports starts earlier
+            self.free[ports[:, now]] = end = start[now] + self.taken[rows[left[now]]]
+            for of_end in ends[:, left[now]]:
+                np.maximum.at(done, of_end, end)
+            left = left[~now]
 
     def share(self, exchanges: Sequence[TimedExchange], landing: dict[int, np.ndarray]) -> None:
         """Note when messages end that share ports: at the time when both ports are free.
@@ -165,18 +202,37 @@ class _Clocks:
 
         for index, boundary in enumerate(program):
             land(index)
-            for exchange in boundary.starting:
+            if index in self.chains:
+                self.relay_chain(program, index, landing)
+            for exchange in () if self.chains else boundary.starting:
                 self.start(exchange)
                 done = landing.setdefault(exchange.land, np.zeros(2 * len(self.clock)))
                 for wave in exchange.waves:
                     self.send(wave, done)
                 if self.slowdown:
                     np.maximum(self.busy, done, out=self.busy)
-            if self.together:
+            if self.together and not self.chains:
                 self.share(boundary.starting, landing)
             yield
             land(index)
             self.compute(boundary.seconds)
+
+    def relay_chain(
+        self, program: Sequence[GridBoundary], begin: int, landing: dict[int, np.ndarray]
+    ) -> None:
+        """Run the chain of transfers of the relay streams that starts at boundary `begin`."""
+        end = min([*(chain for chain in self.chains if chain > begin), len(program)])
+        np.maximum(self.streams, self.clock, out=self.streams)
+        for index in range(begin, end):
+            if index in landing:
+                ended = landing[index].reshape(2, -1).max(axis=0)
+                np.maximum(self.streams, ended, out=self.streams)
+            for exchange in program[index].starting:
+                self.start(exchange)
+                done = landing.setdefault(exchange.land, np.zeros(2 * len(self.clock)))
+                self.relay(exchange, done)
+                if self.slowdown:
+                    np.maximum(self.busy, done, out=self.busy)
 
 
 def pass_time(

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from . import packing
 from .packing import NO_CALL, Envelope, Message, Shapes
+from .relays import InOrder, Relays, StreamRelays
 
 if TYPE_CHECKING:
     from .waits import WaitClock
@@ -127,7 +128,7 @@ class Endpoint(Protocol):
     `rank` and peers are indices in the ring, ulysses group or grid. `exchange` starts transfers and
     does not block. Errors contain `str(label)`. `all_to_all` returns when all tensors were
     received. `released` declares that this rank does not read the tensors again before they are
-    overwritten.
+    overwritten. `relays` returns the relay stream for one pass.
     """
 
     rank: int
@@ -141,6 +142,8 @@ class Endpoint(Protocol):
     def all_to_all(self, trade: AllToAll) -> None: ...
 
     def released(self, tensors: Tensors) -> None: ...
+
+    def relays(self, device: torch.device) -> Relays: ...
 
 
 def exchanged(
@@ -241,6 +244,7 @@ class ProcessEndpoint:
         counters: Counters of sent bytes.
         room: Minimum size in bytes of a receive buffer on the CPU.
         clock: Clock that measures waits, or None.
+        streams: Relay stream of each CUDA device, made at its first use.
     """
 
     rank: int
@@ -249,6 +253,7 @@ class ProcessEndpoint:
     counters: Counters = field(default_factory=Counters)
     room: int = 0
     clock: WaitClock | None = None
+    streams: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict)
 
     def exchange(
         self, channel: Channel, sends: Sequence[Send], receives: Sequence[Receive], label: object
@@ -305,6 +310,14 @@ class ProcessEndpoint:
 
     def released(self, tensors: Tensors) -> None:
         pass
+
+    def relays(self, device: torch.device) -> Relays:
+        if device.type != "cuda":
+            return InOrder()
+        if device not in self.streams:
+            # High priority: sums of partial results start beside an attention kernel.
+            self.streams[device] = torch.cuda.Stream(device, priority=-1)
+        return StreamRelays(self.streams[device], self.clock)
 
 
 def _operations(ops: Sequence[dist.P2POp]) -> str:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -32,6 +34,16 @@ class WaitClock:
     _seconds: float = 0.0
     _open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=deque)
     _spare: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    _off: bool = False
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Return a context in which waits are not measured, such as waits of the relay stream."""
+        self._off = True
+        try:
+            yield
+        finally:
+            self._off = False
 
     def timed(self, pending: Waitable, on_host: bool) -> Waitable:
         """Return `pending`, wrapped so that its wait is measured.
@@ -54,7 +66,8 @@ class WaitClock:
         self._seconds += time.perf_counter() - begin
 
     def wait_on_stream(self, pending: Waitable) -> None:
-        if torch.cuda.is_current_stream_capturing():  # captured events cannot be read
+        # Captured events cannot be read.
+        if self._off or torch.cuda.is_current_stream_capturing():
             pending.wait()
             return
         self._read_passed()  # limits the number of open events

@@ -10,7 +10,8 @@ sent, in messages that may contain only some of the rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -56,6 +57,23 @@ class Buffers:
         self.device, self.endpoint, self.kinds = device, endpoint, kinds
         # kind -> bytes of the buffer -> rows of the message -> free messages
         self._free: dict[str, dict[int, dict[int, list[Message]]]] = {kind: {} for kind in kinds}
+        self._free_beside: dict[str, dict[int, dict[int, list[Message]]]] = {k: {} for k in kinds}
+        self._memory: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    @contextmanager
+    def beside(self, memory: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+        """Return a context for work on another stream, in which a separate pool is used.
+
+        Args:
+            memory: Returns the context in which memory for buffers is allocated.
+        """
+        before, self._memory = self._memory, memory
+        self._free, self._free_beside = self._free_beside, self._free
+        try:
+            yield
+        finally:
+            self._memory = before
+            self._free, self._free_beside = self._free_beside, self._free
 
     def take(self, kind: str, rows: int) -> Message:
         """Return a message with this number of rows and undefined content."""
@@ -76,7 +94,8 @@ class Buffers:
                 buffer = reusable.pop().room
                 assert buffer is not None
                 return packing.carve(buffer, kind_of_message.layout(rows))
-        buffer = torch.empty(least, dtype=torch.uint8, device=self.device)
+        with self._memory():
+            buffer = torch.empty(least, dtype=torch.uint8, device=self.device)
         return packing.carve(buffer, kind_of_message.layout(rows))
 
     def separate(self, kind: str, rows: int) -> Message:
@@ -164,6 +183,10 @@ class ResultAccumulator:
     def total_rows(self, target: Target) -> Tensors:
         """Return the sums of all rows of a chunk. Rows without a result are 0 (lse: -inf)."""
         return self._total(target).message.tensors
+
+    def held(self) -> list[object]:
+        """Return an object per sum; the memory of the sum is not freed while the object exists."""
+        return list(self._totals.values())
 
     def receive(self, target: Target, message: Message) -> None:
         """Add a received message to the sums of `target`.

@@ -123,12 +123,15 @@ class Step:
         release: Received chunks that this rank does not need any more.
         exchanges: Transfers that start before the step.
         calls: Kernel calls of the step.
+        relays: Chain of transfers that the relay stream starts before the step: pairs (boundary,
+            transfers that start when the transfers that land at this boundary have ended).
     """
 
     index: int
     release: tuple[Chunk, ...]
     exchanges: tuple[Exchange, ...]
     calls: tuple[KernelCall, ...]
+    relays: tuple[tuple[int, tuple[Exchange, ...]], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,13 +23,14 @@ from torch.profiler import record_function
 
 from ..comm import packing
 from ..comm.packing import CallTag, Envelope, Message
+from ..comm.relays import Relays
 from ..comm.transport import Pending, Receive, Send
 from ..kernels.base import Kernel, Rows, Scoring
 from ..kernels.online_softmax import accumulation_dtype, add_sink_
 from ..schedule.head_shares import deferred_chunks
 from ..schedule.tables import Chunk
 from .buffers import Buffers, MessageKind, ResultAccumulator, rows_at
-from .rank_plan import Exchange, KernelCall, Payload, RankPass, RankPlan, Tensors
+from .rank_plan import Exchange, KernelCall, Payload, RankPass, RankPlan, Target, Tensors
 
 UNNAMED = nullcontext()
 DONE = object()
@@ -128,6 +130,10 @@ class Ring:
         of_kind, self._wire = run.kinds[key]
         self.buffers = Buffers(device, rank_plan.ring, of_kind)
         self.partials = ResultAccumulator(self.buffers, self._wire)
+        self._relays: Relays | None = None  # made by the first step with a chain
+        # Partial results of the rank's own rows that the relay stream received, by boundary.
+        self._own_parts: dict[int, list[tuple[Target, Message]]] = {}
+        self._read_beside: list[object] = []  # sums that the relay stream may still read
         self._pending: dict[int, list[_PendingExchange]] = {}  # by the boundary that waits
         self._packed: dict[Chunk, Message] = {}  # copies of rows that are being sent
         self._sends = dict(run.sends)  # remaining number of sends
@@ -145,6 +151,10 @@ class Ring:
             # and 2).
             for exchange in step.exchanges:
                 self._post(exchange, step.index)
+            if step.relays:
+                self._read_beside += self.partials.held()
+                self._relays = self._relays or self.endpoint.relays(self.buffers.device)
+                self._relays.start(partial(self._relay, self._relays, step.relays))
             yield
             # An exchange that ends at its own boundary blocks, so every rank must have posted it.
             self._finish(step.index)
@@ -160,6 +170,7 @@ class Ring:
                         if not isinstance(target.place.at, slice):
                             self.partials.merge(target, part)
                     del queries, keys, sums  # otherwise alive until the next pair
+        self._read_beside.clear()
 
     def _post(self, exchange: Exchange, boundary: int) -> None:
         """Start the transfers of an exchange; `boundary` is the index of the step, for errors."""
@@ -184,8 +195,25 @@ class Ring:
         flight = _PendingExchange(pending, arriving, leaving)
         self._pending.setdefault(exchange.land, []).append(flight)
 
-    def _finish(self, boundary: int) -> None:
-        """Wait for the transfers that end before step `boundary`, and free sent messages."""
+    def _relay(self, relays: Relays, chain: Sequence[tuple[int, Sequence[Exchange]]]) -> None:
+        """Run a chain of transfers, `Step.relays`, on the relay stream."""
+        with self.buffers.beside(relays.memory):
+            for boundary, exchanges in chain:
+                self._finish(boundary, relayed=True)
+                relays.mark(boundary)
+                for exchange in exchanges:
+                    self._post(exchange, boundary)
+
+    def _finish(self, boundary: int, relayed: bool = False) -> None:
+        """Wait for the transfers that end before step `boundary`, and free sent messages.
+
+        If `relayed`, the relay stream waits. Received sums of the rank's own rows are then added
+        later, by the computing stream, because kernels add to these sums too.
+        """
+        if self._relays is not None and not relayed:
+            self._relays.wait(boundary)
+            for target, message in self._own_parts.pop(boundary, ()):
+                self.partials.receive(target, message)
         for flight in self._pending.pop(boundary, ()):
             with self._range("wait, boundary %d", boundary):
                 flight.pending.wait()
@@ -194,6 +222,8 @@ class Ring:
             for payload, message in flight.arriving:
                 if payload.target is None:
                     self.chunks[payload.hop.chunk] = message
+                elif relayed and payload.hop.chunk.owner == self.me:
+                    self._own_parts.setdefault(boundary, []).append((payload.target, message))
                 else:
                     self.partials.receive(payload.target, message)
 

@@ -430,14 +430,6 @@ def log_once(state: RunState, line: str, subject: str | None = None) -> None:
         log(line)
 
 
-def launches_in_order() -> bool:
-    """Return whether CUDA has one hardware queue, so that kernels start in order of launch.
-
-    The environment variable CUDA_DEVICE_MAX_CONNECTIONS decides. Only log lines use the result.
-    """
-    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-
-
 def show_log(patches: PatchSet | None = None) -> None:
     """Show this package's log on standard output, until `patches` (if given) are removed.
 

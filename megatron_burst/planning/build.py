@@ -25,11 +25,12 @@ from ..kernels.base import Kernel
 from ..layout.layouts import Pieces, Shards, SpanArray, counted, pieces_of
 from ..layout.sharding import to_device
 from ..masks import Mask
+from ..schedule.algorithms import ALGORITHMS
 from ..schedule.bundles import Bundles, spans_in
 from ..schedule.program import parts_of
 from ..schedule.rings import Schedule, totals_of
 from ..schedule.sizes import Sizes
-from ..schedule.tables import Boundary, Chunk, Hop, Pair, Tables
+from ..schedule.tables import Boundary, Chunk, Hop, Pair, Tables, relay_chains
 
 OWN = "kv", "query"
 
@@ -141,7 +142,24 @@ def make_pass(
     )  # fmt: skip
     if schedule.joined:
         run = joined.joined(run, schedule, works, device)
+    if schedule.visibility.streams and ALGORITHMS[schedule.algorithm].relays:
+        chains = relay_chains(schedule.tables.transfers)
+        run = replace(
+            run, steps=_relayed(run.steps, chains), deferred=_relayed(run.deferred, chains)
+        )
     return run
+
+
+def _relayed(steps: Sequence[Step], chains: Sequence[int]) -> tuple[Step, ...]:
+    """Move the transfers of each chain to the step at which the relay stream starts the chain."""
+    exchanges = [(step.index, step.exchanges) for step in steps]
+    ends = dict(pairwise([*chains, len(steps)]))
+    return tuple(
+        replace(step, exchanges=(), relays=tuple(exchanges[step.index : ends[step.index]]))
+        if step.index in ends
+        else replace(step, exchanges=())
+        for step in steps
+    )
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from ..comm.groups import Groups
+from ..comm.relays import one_queue
 from ..comm.transport import Endpoint, ProcessEndpoint
 from ..execution.rank_plan import RankPass, RecomputePass, RowChunk
 from ..layout import Layout, Replicated
@@ -145,7 +146,8 @@ class RingRequest:
         joined = getattr(request.kernel, "joins", joined)
         if isinstance(request.key_layout, Replicated):
             return own_visibility(queries, self.keys, joined)
-        return visibility_of(request.mask, queries, self.keys, joined)
+        streams = request.tensors[0].device.type == "cuda" and not one_queue()
+        return visibility_of(request.mask, queries, self.keys, joined, streams)
 
 
 def _all_positions(seq_len: int) -> tuple[Span, ...]:
@@ -225,7 +227,7 @@ def demands(ring: RingRequest) -> list[RowDemand]:
     row_demands = []
     for rows, queries, members in cuts:
         visible = ring.visibility(queries)
-        host = None if all_rows is None else replace(all_rows, queries=visible.queries)
+        host = all_rows and replace(all_rows, queries=visible.queries, streams=False)
         own = members[ranks.index(ring.place.rank)]
         recompute = _recompute_demand(ring, queries, own, *stored) if stored else None
         row_demands.append(RowDemand(rows, queries, members, visible, host, recompute))

@@ -19,6 +19,7 @@ import torch
 from ..autotune.rates import Rates, check_rates
 from ..comm.consensus import Facts
 from ..comm.groups import Groups
+from ..comm.relays import one_queue
 from ..kernels import registry
 from ..kernels.base import Kernel, Scoring
 from ..kernels.online_softmax import accumulation_dtype
@@ -191,6 +192,7 @@ def check(
         "k": (tuple(k.shape), k.dtype),
         "v": "the keys" if values_are_keys else (tuple(v.shape), v.dtype),
         "device": q.device.type,
+        "relay stream": q.device.type == "cuda" and not one_queue(),
         "needs_grad (q, k, v)": needs_grad,
         **{field.name: getattr(resolved, field.name) for field in fields(resolved)},
         "kernel": kernel.name,

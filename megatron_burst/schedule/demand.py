@@ -55,6 +55,8 @@ class Visibility:
         keys: Key rows of all ranks, grouped into bundles.
         joined: True if one kernel call computes all pairs of a step, False if each pair is a call.
             None selects the default of the algorithm.
+        streams: True if the device runs a relay stream beside its computation, so relays wait for
+            their receives only (`comm.relays`).
         common: Cache in which algorithms keep results for other passes.
     """
 
@@ -62,6 +64,7 @@ class Visibility:
     queries: Bundles
     keys: Bundles
     joined: bool | None = None
+    streams: bool = False
     common: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def whole(self) -> Visibility:
@@ -222,7 +225,11 @@ def all_visible(size: int, rows: int = 1) -> Visibility:
 
 
 def visibility_of(
-    mask: Mask, q_shards: Shards, k_shards: Shards, joined: bool | None = None
+    mask: Mask,
+    q_shards: Shards,
+    k_shards: Shards,
+    joined: bool | None = None,
+    streams: bool = False,
 ) -> Visibility:
     """Return which ranks of a ring attend to each other's chunks, and to which rows.
 
@@ -232,6 +239,7 @@ def visibility_of(
         k_shards: Key spans of each rank; there may be no keys.
         joined: True if one kernel call computes all pairs of a step; None for the algorithm's
             default.
+        streams: Same as in `Visibility`.
     """
     if not any(map(len, k_shards)):
         return own_visibility(q_shards, k_shards, joined)
@@ -241,6 +249,7 @@ def visibility_of(
         _bundles(queries, len(q_shards)),
         _bundles(keys, len(k_shards)),
         joined,
+        streams,
     )
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from .demand import RowBytes
 from .program import parts_of
 from .rings import Schedule, totals_of
-from .tables import ALL, Boundary, Chunk, Hop, Pair
+from .tables import ALL, Boundary, Chunk, Hop, Pair, relay_chains
 
 # The state of the memory at one moment: kind -> number of rows of each buffer, ascending.
 Moment = Mapping[str, tuple[float, ...]]
@@ -187,7 +187,11 @@ class _Replay:
         self.longest: dict[str, int] = defaultdict(int)
         for chunk in (*(hop.chunk for hop in hops), *self.totals.values()):
             self.longest[chunk.family] = max(self.longest[chunk.family], self._count(chunk))
+        # Pools of the computing stream; in `_relay`, those of the relay stream.
         self.buffers: dict[str, _ReplayBuffers] = {}
+        self.beside: dict[str, _ReplayBuffers] = {}
+        self.own_parts: dict[int, list[tuple[Chunk, _ReplayBuffer]]] = defaultdict(list)
+        self.chains = relay_chains(schedule.tables.transfers) if schedule.streams else ()
         self.moments: list[Moment] = []
         self.in_use: list[dict[str, int]] = []
         self.received: dict[Chunk, _ReplayBuffer] = {}
@@ -206,7 +210,10 @@ class _Replay:
         for boundary in self.program:
             self._land(boundary.index)
             self._release(boundary)
-            self._post(boundary)
+            if boundary.index in self.chains:
+                self._relay(boundary.index)
+            elif not self.chains:
+                self._post(boundary)
             self._note()
             self._land(boundary.index)
             self._compute(boundary)
@@ -226,7 +233,10 @@ class _Replay:
             self._count_in_use()
         else:
             self.moments.clear()
-        moment = {kind: [*buffers.rows.elements()] for kind, buffers in self.buffers.items()}
+        rows_of = defaultdict(Counter)
+        for kind, buffers in (*self.buffers.items(), *self.beside.items()):
+            rows_of[kind].update(buffers.rows)  # a pool may drop a buffer of another pool
+        moment = {kind: [*rows.elements()] for kind, rows in rows_of.items()}
         for kind, rows in self.joined.items():
             moment[kind] = [rows]
         own = [self.totals[family, self.me] for family in self.families if family != "out"]
@@ -236,7 +246,10 @@ class _Replay:
         self.moments.append({kind: tuple(sorted(rows)) for kind, rows in moment.items() if rows})
 
     def _count_in_use(self) -> None:
-        rows = {kind: buffers.used for kind, buffers in self.buffers.items()} | self.joined
+        rows: dict[str, int] = defaultdict(int)
+        for kind, buffers in (*self.buffers.items(), *self.beside.items()):
+            rows[kind] += buffers.used
+        rows |= self.joined
         for family in self.families:
             own = self.place.get(self.totals[family, self.me], _ReplayBuffer())
             rows[family] = rows.get(family, 0) - own.rows
@@ -261,7 +274,19 @@ class _Replay:
                 self.sent[chunk] = self._take(chunk.family, chunk)
             self.flights[hop.land].append((hop, buffer))
 
-    def _land(self, index: int) -> None:
+    def _relay(self, begin: int) -> None:
+        """Replay the chain of transfers that the relay stream starts at boundary `begin`."""
+        end = min([*(chain for chain in self.chains if chain > begin), len(self.program)])
+        self.buffers, self.beside = self.beside, self.buffers
+        for boundary in self.program[begin:end]:
+            self._land(boundary.index, relayed=True)
+            self._post(boundary)
+        self.buffers, self.beside = self.beside, self.buffers
+
+    def _land(self, index: int, relayed: bool = False) -> None:
+        if not relayed:
+            for part in self.own_parts.pop(index, []):
+                self._receive(*part)
         landing = self.flights.pop(index, [])
         for hop, buffer in landing:
             chunk = hop.chunk
@@ -275,7 +300,9 @@ class _Replay:
         for hop, buffer in landing:
             if hop.dst != self.me:
                 continue
-            if hop.chunk.accumulated:
+            if relayed and hop.chunk.accumulated and hop.chunk.owner == self.me:
+                self.own_parts[index].append((hop.chunk, buffer))
+            elif hop.chunk.accumulated:
                 self._receive(hop.chunk, buffer)
             else:
                 self.received[hop.chunk] = buffer
@@ -332,9 +359,11 @@ class _Replay:
         for chunk in (chunk for boundary in next_boundary for chunk in boundary.release):
             if uses[chunk] == 1 and left.get(chunk, 0) <= index:
                 self.freed.add(chunk)
-                self.buffers[chunk.family].drop(self.received.pop(chunk))
+                self._pool(chunk.family).drop(self.received.pop(chunk))
         if len(self.families) > 1:
-            self.joined["dkv joined"] = rows
+            # With a relay stream, gradients of earlier calls exist until the pass ends.
+            before = self.joined.get("dkv joined", 0) if self.chains else 0
+            self.joined["dkv joined"] = before + rows
         self._note()
         del self.joined["kv joined"]
 
@@ -389,19 +418,23 @@ class _Replay:
             self.place[chunk] = self._take(family, chunk)
         if chunk in self.waiting:
             self.waiting.remove(chunk)
-            if not self.waiting:
+            if not self.waiting and not self.chains:
                 self._note()
                 del self.joined["dkv joined"]
         return chunk
 
     def _take(self, kind: str, chunk: Chunk) -> _ReplayBuffer:
-        if kind not in self.buffers:
-            self.buffers[kind] = _ReplayBuffers(self.longest[chunk.family], not self.packed)
-        return self.buffers[kind].take(self._count(chunk))
+        return self._pool(kind).take(self._count(chunk))
 
     def _give(self, kind: str, buffer: _ReplayBuffer) -> None:
         if buffer.room:  # without room, the rows have separate tensors
-            self.buffers[kind].give(buffer)
+            self._pool(kind).give(buffer)
+
+    def _pool(self, kind: str) -> _ReplayBuffers:
+        if kind not in self.buffers:
+            family = kind.partition(" ")[0]
+            self.buffers[kind] = _ReplayBuffers(self.longest[family], not self.packed)
+        return self.buffers[kind]
 
     def _kind(self, chunk: Chunk) -> str:
         return f"{chunk.family} wire" if chunk.accumulated and self.wire else chunk.family

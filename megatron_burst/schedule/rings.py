@@ -63,6 +63,11 @@ class Schedule(Demand):
         return self.side == "kv" and (default if requested is None else requested)
 
     @property
+    def streams(self) -> bool:
+        """True if the transfers of `relay_chains` run on the relay stream (`comm.relays`)."""
+        return self.visibility.streams and ALGORITHMS[self.algorithm].relays
+
+    @property
     def summed(self) -> tuple[str, ...]:
         """Families of the results that ranks sum: outputs in forward, gradients in backward."""
         return ("out",) if self.row_bytes.out else ("dquery", "dkv")

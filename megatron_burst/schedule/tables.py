@@ -241,6 +241,17 @@ class Tables(NamedTuple):
         return checksum
 
 
+def relay_chains(transfers: Transfers) -> tuple[int, ...]:
+    """Return the boundaries at which the relay stream starts chains of transfers, ascending.
+
+    A chain has all transfers from its boundary to the next chain. Each starts when the transfers
+    that land at its boundary `post` have ended, at once. All copies are one chain, and all partial
+    results are another.
+    """
+    sums = transfers.accumulated
+    return tuple(int(transfers.post[of].min()) for of in (~sums, sums) if of.any())
+
+
 def transfers(
     family: str,
     ring: str,

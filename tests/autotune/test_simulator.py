@@ -84,9 +84,9 @@ def quarters(size):
     return want, (0b10, 0b01)
 
 
-def by_hand(grid, wanted, steps, pairs, moved):
+def by_hand(grid, wanted, steps, pairs, moved, algorithm="ring"):
     """A forward with tables of one's own: rows of `Pairs`, and of `Transfers` without a ring."""
-    plan = rings.forward("ring", Grid(*grid), visibility=wanted)
+    plan = rings.forward(algorithm, Grid(*grid), visibility=wanted)
     moved = [(FAMILIES.index(family), *rest) for family, *rest in moved]
     family, owner, rows, src, dst, post, land = np.array(moved).T
     plan.__dict__["tables"] = Tables(
@@ -314,6 +314,34 @@ def test_messages_of_one_exchange_follow_one_another():
     nodes = by_hand((3, 1), want, 1, [], moved)
     got = pass_time(nodes, sizes(), np.zeros((3, 3)), rates(1, 4), wires=Wires(pairs=True))
     assert got == PassTime(seconds=4, compute=0, intra=0, inter=4)  # one NIC between nodes
+
+
+@pytest.mark.parametrize(("streams", "end"), [(False, 8 + 1 + 10), (True, 1 + 1 + 10)])
+def test_relays_do_not_wait_for_kernels(streams, end):
+    """Keys go from rank 0 to 1 and on to 2, which then computes for 10 s. Rank 1's own pair takes
+    8 s, after which it sends without a relay stream."""
+    want = replace(wants.whole(np.ones((3, 3)), 16), streams=streams)
+    moved = [("kv", 0, ALL, 0, 1, 0, 1), ("kv", 0, ALL, 1, 2, 1, 2)]
+    pairs = [(1, 0, 1, 1, ALL, ALL), (2, 2, 2, 0, ALL, ALL)]
+    plan = by_hand((1, 3), want, 3, pairs, moved, "prefetch")
+    seconds = np.zeros((3, 3))
+    seconds[1, 1], seconds[2, 0] = 8, 10
+    assert pass_time(plan, sizes(), seconds, rates(1)).seconds == end
+
+
+@pytest.mark.parametrize(("streams", "end"), [(False, 9 + 1 + 1), (True, 9 + 1)])
+def test_on_a_relay_stream_a_late_rank_delays_no_other_message(streams, end):
+    """Ranks 2 and 1 send partial outputs to rank 0, 1 s each; rank 2 after it has computed for 9 s.
+    The message of rank 2 comes first in the order of distances."""
+    want = replace(wants.whole(np.ones((3, 3)), 16), streams=streams)
+    moved = [("out", 0, ALL, src, 0, 1, 2) for src in (2, 1)]
+    plan = by_hand((3, 1), want, 2, [(2, 0, 0, 2, ALL, ALL)], moved, "prefetch")
+    seconds = np.zeros((3, 3))
+    seconds[0, 2] = 9
+    link = rates(1, 32 / 17)
+    assert pass_time(plan, sizes(), seconds, link).seconds == pytest.approx(end)
+    # Without computation they share the port of rank 0.
+    assert pass_time(plan, sizes(), 0 * seconds, link).seconds == pytest.approx(2)
 
 
 def test_messages_between_the_same_two_ranks_follow_one_another():

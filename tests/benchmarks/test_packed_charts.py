@@ -100,7 +100,8 @@ def test_rows_are_added_once_for_each_rank_whose_keys_they_see(simple):
 
 def test_in_one_call_rows_are_added_once(simple):
     four = ours.documents(np.array([1024]), 4, True)
-    apart, together = (ours.work(four, 7.0, each).seconds[0] for each in (False, True))
+    one_call = np.ones((4, 4), dtype=int)
+    apart, together = (ours.work(four, 7.0, each).seconds[0] for each in (None, one_call))
     foreign = ~np.eye(4, dtype=bool)
     bare = ours.work(four, 0.0).seconds[0]
     # Rank 0 has tiles 0 and 7: of others 7 alone sees any, those of three ranks.
@@ -109,6 +110,10 @@ def test_in_one_call_rows_are_added_once(simple):
     # 10 bytes of every head of a row that is added.
     copied = 7 * 6 * 128 * 8 * 2 / 8 / 10
     assert (together - bare)[0].sum() == pytest.approx(7 * 128 + copied)
+    # In two calls, for rank 1 and for the others, its rows are added twice.
+    one_call[0, 1] = 2
+    twice = ours.work(four, 7.0, one_call).seconds[0]
+    assert (twice - bare)[0].sum() == pytest.approx(2 * 7 * 128 + copied)
 
 
 def test_constants_of_a_step_come_from_the_times(monkeypatch):

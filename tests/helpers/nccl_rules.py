@@ -14,6 +14,11 @@ for, and deadlocks, by rules at least as strict as NCCL's:
   and for what the computing stream was told to wait for.
 - `host_waits`: the host does not go on before what it waits for is complete.
 
+Each rank has a computing stream and a relay stream (`comm.relays`). A batch starts after what the
+stream of its post was told to wait for; a chain of the relay stream starts after what the computing
+stream waits for at this time. Whatever the rules, rows are sent by a stream that waits for the
+batch that received them.
+
 Kernels are not recorded: they wait for nothing but what was waited for before them. Which channel
 travels on which communicator is a function of (rank, channel), one of `COMMUNICATORS`.
 """
@@ -36,12 +41,19 @@ from megatron_burst.schedule.topology import Topology
 Communicator = Callable[[int, Channel], Hashable]
 
 
+COMPUTING, RELAY = "computing", "relay"
+
+
 class Sent(NamedTuple):
-    """One message that a rank posted for the grid's rank `peer`; flat: with its envelope."""
+    """One message that a rank posted for the grid's rank `peer`; flat: with its envelope.
+
+    received_by: the last post of this rank that received into the same memory, or None.
+    """
 
     peer: int
     parts: tuple[tuple[torch.Size, torch.dtype], ...]
     flat: torch.Tensor | None
+    received_by: int | None = None
 
 
 class Wanted(NamedTuple):
@@ -57,13 +69,31 @@ class Post(NamedTuple):
     sent: tuple[Sent, ...]
     wanted: tuple[Wanted, ...]
     label: str
+    stream: str = COMPUTING
 
 
 class Wait(NamedTuple):
     post: int  # where in the trace
+    stream: str = COMPUTING
 
 
-Trace = list[Post | Wait]
+class Fork(NamedTuple):
+    """The relay stream waits for the computing stream."""
+
+
+class Mark(NamedTuple):
+    """A place on the relay stream."""
+
+    name: Hashable
+
+
+class Join(NamedTuple):
+    """The computing stream waits for a mark."""
+
+    name: Hashable
+
+
+Trace = list[Post | Wait | Fork | Mark | Join]
 At = tuple[int, int]  # rank, index in its trace
 
 
@@ -93,7 +123,8 @@ def record(groups: InProcessGroups) -> list[Trace]:
 
 class _Recorder:
     def __init__(self, real, trace: Trace):
-        self.real, self.trace = real, trace
+        self.real, self.trace, self.stream = real, trace, COMPUTING
+        self.received: dict[int, int] = {}  # memory -> the last post that receives into it
 
     def __getattr__(self, name):
         return getattr(self.real, name)
@@ -103,10 +134,17 @@ class _Recorder:
             return tuple((t.shape, t.dtype) for t in message.tensors)
 
         ranks, at = self.real.ranks, len(self.trace)
-        sent = (Sent(ranks[m.peer], parts(m), _copy(m.flat)) for m in sends)
+        sent = [
+            Sent(ranks[m.peer], parts(m), _copy(m.flat), self.received.get(_memory(m.tensors)))
+            for m in sends
+        ]
         wanted = (Wanted(ranks[m.peer], parts(m), m.envelope) for m in receives)
-        self.trace.append(Post(channel, tuple(sent), tuple(wanted), label))
-        return _Waited(self.real.exchange(channel, sends, receives, label), self.trace, at)
+        self.trace.append(Post(channel, tuple(sent), tuple(wanted), label, self.stream))
+        self.received |= {_memory(m.tensors): at for m in receives}
+        return _Waited(self.real.exchange(channel, sends, receives, label), self, at)
+
+    def relays(self, device):
+        return _RecordedRelays(self.real.relays(device), self)
 
     def all_to_all(self, trade):
         all_to_all_by_messages(self, trade)  # NCCL does the same, one batch or one per tensor
@@ -114,12 +152,44 @@ class _Recorder:
 
 class _Waited(NamedTuple):
     real: object
-    trace: Trace
+    recorder: _Recorder
     at: int
 
     def wait(self):
-        self.trace.append(Wait(self.at))
+        self.recorder.trace.append(Wait(self.at, self.recorder.stream))
         self.real.wait()
+
+
+class _RecordedRelays:
+    def __init__(self, real, recorder: _Recorder):
+        self.real, self.recorder, self.memory = real, recorder, real.memory
+        self.marks: set[int] = set()
+
+    def start(self, work):
+        def relayed():
+            self.recorder.stream = RELAY
+            try:
+                work()
+            finally:
+                self.recorder.stream = COMPUTING
+
+        self.recorder.trace.append(Fork())
+        self.real.start(relayed)
+
+    def mark(self, boundary):
+        self.marks.add(boundary)
+        self.recorder.trace.append(Mark((id(self), boundary)))
+        self.real.mark(boundary)
+
+    def wait(self, boundary):
+        self.real.wait(boundary)
+        if boundary in self.marks:
+            self.marks.remove(boundary)
+            self.recorder.trace.append(Join((id(self), boundary)))
+
+
+def _memory(tensors) -> int:
+    return tensors[0].untyped_storage().data_ptr() if tensors else 0
 
 
 def _copy(flat):
@@ -158,7 +228,7 @@ def faults(
 ) -> list[str]:
     """What is wrong with these traces; what does not match is not replayed."""
     matching = _Matching(traces, communicator)
-    found = matching.faults + _not_waited_for(traces)
+    found = matching.faults + _not_waited_for(traces) or _not_landed(traces)
     return found or [
         f"{fault} ({one})" for one in rules for fault in _Replay(traces, matching, one).run()
     ]
@@ -172,6 +242,44 @@ def _not_waited_for(traces: list[Trace]) -> list[str]:
         for at, event in enumerate(trace)
         if isinstance(event, Post) and waits[rank][at] != 1
     ]
+
+
+def _not_landed(traces: list[Trace]) -> list[str]:
+    return [
+        f"rank {rank} sends rows that have not landed: {event.label}"
+        for rank, trace in enumerate(traces)
+        for event, waited in zip(trace, _Streams.of(trace), strict=True)
+        if isinstance(event, Post)
+        for message in event.sent
+        if message.received_by is not None and message.received_by not in waited
+    ]
+
+
+class _Streams:
+    """The posts for which the streams of one rank wait."""
+
+    def __init__(self):
+        self.waited: dict[str, set[int]] = {COMPUTING: set(), RELAY: set()}
+        self.marks: dict[Hashable, set[int]] = {}
+
+    @classmethod
+    def of(cls, trace: Trace) -> list[set[int]]:
+        """For what the stream of each event waits, before the event."""
+        streams, found = cls(), []
+        for event in trace:
+            found.append(set(streams.waited[getattr(event, "stream", COMPUTING)]))
+            streams.take(event)
+        return found
+
+    def take(self, event: Post | Wait | Fork | Mark | Join) -> None:
+        if isinstance(event, Wait):
+            self.waited[event.stream].add(event.post)
+        elif isinstance(event, Fork):
+            self.waited[RELAY] |= self.waited[COMPUTING]
+        elif isinstance(event, Mark):
+            self.marks[event.name] = set(self.waited[RELAY])
+        elif isinstance(event, Join):
+            self.waited[COMPUTING] |= self.marks.pop(event.name)
 
 
 class _Matching:
@@ -227,7 +335,7 @@ class _Replay:
         self.started: set[At] = set()
         self.done: set[At] = set()
         self.last: dict[tuple[int, Hashable], At] = {}  # the last of a queue or communicator
-        self.waited: dict[int, set[At]] = defaultdict(set)  # what the computing stream waits for
+        self.streams = [_Streams() for _ in traces]
 
     def run(self) -> list[str]:
         while any([self._host(rank) for rank in range(len(self.traces))] + [self._devices()]):
@@ -256,10 +364,11 @@ class _Replay:
         while self.next[rank] < len(self.traces[rank]):
             at = rank, self.next[rank]
             event = self.traces[rank][at[1]]
-            if isinstance(event, Wait):
-                if self.rules.host_waits and (rank, event.post) not in self.done:
-                    break
-                self.waited[rank].add((rank, event.post))
+            waits = self.rules.host_waits and isinstance(event, Wait)
+            if waits and (rank, event.post) not in self.done:
+                break
+            if not isinstance(event, Post):
+                self.streams[rank].take(event)
             else:
                 self.posted.add(at)
                 linked = self.matching.linked.get(at, set())
@@ -272,7 +381,9 @@ class _Replay:
     def _issue(self, rank: int, at: At) -> None:
         queue = rank, None if self.rules.one_queue else self.matching.communicator[at]
         before = {self.last[queue]} if queue in self.last else set()
-        self.waiting[at] = before if self.rules.one_queue else before | self.waited[rank]
+        stream = self.traces[rank][at[1]].stream
+        waited = {(rank, post) for post in self.streams[rank].waited[stream]}
+        self.waiting[at] = before if self.rules.one_queue else before | waited
         self.last[queue] = at
 
     def _devices(self) -> bool:

@@ -201,8 +201,9 @@ def test_no_file_is_too_long_to_read(path):
 
 
 # These report it, take a host's name out of a report, or read of it which rank a launcher made this
-# process, or warn of what it contradicts, and decide nothing by it.
+# process, or warn of what it contradicts, and decide nothing by it. Relays follow one of CUDA's.
 READ_THE_ENVIRONMENT = (
+    "comm/relays.py",
     "comm/hosts.py",
     "plugins/tools/gpu_report/document.py",
     "cli/doctor/machine.py",

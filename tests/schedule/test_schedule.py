@@ -20,7 +20,7 @@ from megatron_burst.masks import Causal
 from megatron_burst.schedule.algorithms import ALGORITHMS
 from megatron_burst.schedule.demand import BACKWARD, all_visible, visibility_of
 from megatron_burst.schedule.rings import SIDES, backward, forward
-from megatron_burst.schedule.tables import Grid, Pair
+from megatron_burst.schedule.tables import Grid, Pair, relay_chains
 
 RINGS = ("burst", "double_ring", "ring")  # whose hops, buffers and overlap are known by hand
 IDS = [f"{nodes}x{width}" for nodes, width in GRIDS]
@@ -179,9 +179,9 @@ def test_unknown_names_are_refused():
 # --- any mask ---------------------------------------------------------------------------------
 
 
-def schedule_of(algorithm, world, pass_case):
+def schedule_of(algorithm, world, pass_case, streams=False):
     """The schedule of a pass over a world."""
-    wants = visibility_of(world.mask, world.shards, world.shards)
+    wants = visibility_of(world.mask, world.shards, world.shards, streams=streams)
     more = {"visibility": wants.whole() if pass_case.whole else wants}
     more |= {"row_bytes": pass_case.row_bytes, "route": pass_case.route}
     if not pass_case.side:
@@ -192,11 +192,32 @@ def schedule_of(algorithm, world, pass_case):
 def check(algorithm, world, data):
     """Tables and both programs of one random pass."""
     asked = data.draw(passes(world))
-    schedule = schedule_of(algorithm, world, asked)
+    streams = ALGORITHMS[algorithm].relays and data.draw(st.booleans(), label="streams")
+    schedule = schedule_of(algorithm, world, asked, streams)
+    if schedule.streams:
+        check_chains(schedule)
     seen = dense(world.mask, world.shards)
     act_out(schedule, world.grid, seen)
     last = data.draw(st.booleans(), label="own_last")
     act_out(schedule, world.grid, seen, programs=programs(schedule, own_last=last))
+
+
+def check_chains(schedule):
+    """Chains of the relay stream start after the pairs whose results they send, and owners start no
+    copy later than the chain."""
+    moved, pairs = schedule.tables.transfers, schedule.tables.pairs
+    chains = relay_chains(moved)
+    copies, sums = moved.where(~moved.accumulated), moved.where(moved.accumulated)
+    assert len(chains) == bool(len(copies.src)) + bool(len(sums.src))
+    assert list(chains) == sorted(chains)
+    if len(copies.src):
+        assert set(copies.post[copies.src == copies.owner].tolist()) == {chains[0]}
+        assert chains[0] == 0
+    if len(sums.src):
+        assert pairs.step[(pairs.query != pairs.rank) | (pairs.key != pairs.rank)].max() < chains[1]
+        own = pairs.step[(pairs.query == pairs.rank) & (pairs.key == pairs.rank)]
+        assert set(own.tolist()) <= {chains[1]}
+        assert copies.land.max() <= chains[1]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

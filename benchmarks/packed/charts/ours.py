@@ -19,6 +19,7 @@ from megatron_burst.masks import Causal, Documents, Mask
 from megatron_burst.schedule import rings
 from megatron_burst.schedule.algorithms import ALGORITHMS
 from megatron_burst.schedule.demand import visibility_of
+from megatron_burst.schedule.rings import Schedule
 from megatron_burst.schedule.tables import Grid
 from megatron_burst.schedule.topology import Topology
 
@@ -113,12 +114,18 @@ class _Rows(NamedTuple):
 
     @classmethod
     def of(
-        cls, pieces: Pieces, ranks: int, piece: np.ndarray, other: np.ndarray, together: bool
+        cls,
+        pieces: Pieces,
+        ranks: int,
+        piece: np.ndarray,
+        other: np.ndarray,
+        calls: np.ndarray | None = None,
     ) -> _Rows:
         """Count the rows of these pieces.
 
         Args:
-            together: True to count all other ranks as one; their rows are spread over the pairs.
+            calls: [G, G], number of the call that computes a pair, to count the rows of a call with
+                several other ranks once; they are spread over the pairs of the call.
         """
         once = np.unique(piece * ranks + other)
         piece, other = once // ranks, once % ranks
@@ -127,12 +134,15 @@ class _Rows(NamedTuple):
         for size in (pieces.rows, tiled(pieces.rows)):
             all_ = np.zeros((ranks, ranks))
             np.add.at(all_, (own, other), size[piece])
-            if together:
-                foreign = np.unique(piece[own != other])
-                least = np.bincount(pieces.rank[foreign], size[foreign], ranks)
-                most = all_.sum(axis=1) - all_.diagonal()
-                scale = least / np.maximum(most, 1.0)
-                all_ = np.where(np.eye(ranks) > 0, all_, all_ * scale[:, None])
+            if calls is not None:
+                call = np.arange(ranks)[:, None] * (calls.max() + 1) + calls
+                foreign = own != other
+                once = np.unique(np.stack([piece, call[own, other]])[:, foreign], axis=1)
+                least = np.bincount(once[1], size[once[0]], call.max() + 1)
+                apart = 1 - np.eye(ranks)
+                most = np.bincount(call.reshape(-1), (all_ * apart).reshape(-1), call.max() + 1)
+                scale = (least / np.maximum(most, 1.0))[call]
+                all_ = np.where(apart > 0, all_ * scale, all_)
             found.append(all_)
         return cls(*found)
 
@@ -140,13 +150,13 @@ class _Rows(NamedTuple):
 ROW = HEADS * WIDTH * ELEMENT / MEMORY  # seconds to add a row to an existing sum
 
 
-def work(pack: Pack, row: float = ROW, together: bool = False) -> Work:
+def work(pack: Pack, row: float = ROW, calls: np.ndarray | None = None) -> Work:
     """Return the work of every pair of ranks.
 
     Args:
         row: Seconds for each row of a partial result that is added.
-        together: True if a rank computes in two calls: its own pair, and all other pairs, whose
-            keys it copies into one buffer.
+        calls: [G, G], number of the call that computes a pair, for calls with several other ranks,
+            whose keys are copied into one buffer. None if every pair has its own call.
     """
     pieces, ranks = pack.pieces(), pack.ranks
     seen = pairs_seen(pack.mask, [(span,) for span in pieces.spans])
@@ -159,8 +169,8 @@ def work(pack: Pack, row: float = ROW, together: bool = False) -> Work:
 
     # Rows of each pair of ranks, each counted once. Results of other ranks are added to existing
     # sums.
-    queries = _Rows.of(pieces, ranks, i, owner[1], together)
-    answers = _Rows.of(pieces, ranks, j, owner[0], False)
+    queries = _Rows.of(pieces, ranks, i, owner[1], calls)
+    answers = _Rows.of(pieces, ranks, j, owner[0])
     rows_of, keys_of = queries.rows, answers.rows.T
     apart = 1 - np.eye(ranks)
     found = []
@@ -170,7 +180,8 @@ def work(pack: Pack, row: float = ROW, together: bool = False) -> Work:
             kernel.triangle(rows),
             kernel.tiles(rows, keys) * np.minimum(1.0, seen[i, j] / (rows * keys)),
         )
-        of_keys = (COPY + GRADIENT * kernel.backward) * together + ELEMENT * kernel.backward
+        of_keys = (COPY + GRADIENT * kernel.backward) * (calls is not None)
+        of_keys += ELEMENT * kernel.backward
         of_keys *= 2 * KV_HEADS / HEADS / ELEMENT
         added = (rows_of + of_keys * keys_of) * apart * row
         found.append(total(took) + kernel.besides(queries.tiles, answers.tiles.T) + added)
@@ -183,6 +194,7 @@ class Run(NamedTuple):
     Attributes:
         algorithm, head_chunks: Settings of the ring.
         share: GPUs that share heads, 1 for none.
+        calls: Result of `calls_of`.
     """
 
     algorithm: str
@@ -191,6 +203,7 @@ class Run(NamedTuple):
     expected: float
     forward: PassTime
     backward: PassTime
+    calls: np.ndarray | None = None
 
     def speeds(self, pack: Pack) -> tuple[float, float]:
         """Return TFLOP/s per GPU in visible pairs, forward and backward."""
@@ -208,11 +221,13 @@ def runs(
     *,
     share: int = 1,
     head_chunks: Sequence[int] = HEAD_CHUNKS,
+    streams: bool = False,
 ) -> list[Run]:
     """Return all runs of `tried`, with the fitted links.
 
     Args:
         share: GPUs that share the heads of one rank of the layout.
+        streams: True if relays have their own stream.
     """
     topology = Topology(pack.ranks * share, min(NODE, pack.ranks * share), share)
     grid = Grid(topology.inter_size, topology.intra_size)
@@ -220,11 +235,12 @@ def runs(
     rates = Rates(fitted.intra, fitted.inter, latency=MESSAGE, launch=CALL,
                   exchange_start=fitted.start)  # fmt: skip
     heads = sharing(topology, own, rates)
-    want = visibility_of(pack.mask, pack.shards, pack.shards)
+    want = visibility_of(pack.mask, pack.shards, pack.shards, streams=streams)
     found, adds = [], adding(own, MEMORY)
     for name in tried if grid.size > 1 else ("ring",):
-        done = work(pack, together=ALGORITHMS[name].joins)
         there = PreparedSchedule(rings.forward(name, grid, visibility=want, row_bytes=own.forward))
+        calls = calls_of(there.schedule)
+        done = work(pack, calls=calls)
         back = PreparedSchedule(
             rings.backward(name, grid, "kv", visibility=want, row_bytes=own.backward)
         )
@@ -240,8 +256,19 @@ def runs(
                 simple = done.pairs * (flops / kernel.rate / share)
                 known = pass_time(each, own, simple, rates, count, adding=of_sums)
                 plain += known.seconds + exchange.seconds
-            found.append(Run(name, count, share, plain * ALGORITHMS[name].handicap, *took))
+            expected = plain * ALGORITHMS[name].handicap
+            found.append(Run(name, count, share, expected, *took, calls))
     return found
+
+
+def calls_of(schedule: Schedule) -> np.ndarray | None:
+    """Return [G, G], the number of the call that computes a pair; None without joined calls."""
+    if not schedule.joined:
+        return None
+    pairs, size = schedule.tables.pairs, schedule.grid.size
+    calls = np.zeros((size, size), dtype=np.int64)
+    calls[pairs.rank, pairs.key] = pairs.step
+    return calls
 
 
 def taken(every: Sequence[Run]) -> Run:

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_burst.schedule.algorithms import ALGORITHMS
-
 from . import ours
 from .documents import magi_packs
 from .kernel import TOKENS, kernels
@@ -16,6 +14,7 @@ from .rivals import NODE, Constants
 
 SHARES = (1, 2, 4, 8)
 CHOSEN, CHOSEN_SHARED = "auto", "auto, GPUs may share heads"
+STREAMS = ", relay stream"  # suffix of methods whose relays have their own stream
 
 
 def simulated(
@@ -54,14 +53,24 @@ def _of_pack(
     alone = ours.runs(pack, fitted)
     for name in ours.TRIED:
         yield name, (pack, min((run for run in alone if run.algorithm == name), key=_seconds))
-    tried = [(pack, run) for run in alone if run.algorithm in ours.AUTO]
-    yield CHOSEN, min(tried, key=lambda entry: entry[1].expected)
-    for share in SHARES[1:]:
-        over = ours.documents(lengths, ranks // share, causal, min(ranks, NODE) // share)
-        shared_runs = ours.runs(over, fitted, ("prefetch",), share=share, head_chunks=(1,))
-        yield f"{share} GPUs share heads, prefetch", (over, shared_runs[0])
-        tried.append((over, shared_runs[0]))
-    yield CHOSEN_SHARED, min(tried, key=lambda entry: entry[1].expected)
+    over = {
+        share: ours.documents(lengths, ranks // share, causal, min(ranks, NODE) // share)
+        for share in SHARES[1:]
+    }
+    for streams in (False, True):
+        suffix = STREAMS * streams
+        tried = [(pack, run) for run in alone if run.algorithm in ours.AUTO]
+        if streams:  # the other algorithms do not use the relay stream
+            tried = [entry for entry in tried if entry[1].algorithm != "prefetch"]
+            tried += [(pack, run) for run in ours.runs(pack, fitted, ("prefetch",), streams=True)]
+        yield CHOSEN + suffix, min(tried, key=lambda entry: entry[1].expected)
+        for share, shared_pack in over.items():
+            (run,) = ours.runs(
+                shared_pack, fitted, ("prefetch",), share=share, head_chunks=(1,), streams=streams
+            )
+            yield f"{share} GPUs share heads, prefetch{suffix}", (shared_pack, run)
+            tried.append((shared_pack, run))
+        yield CHOSEN_SHARED + suffix, min(tried, key=lambda entry: entry[1].expected)
 
 
 def _seconds(run: ours.Run) -> float:
@@ -74,8 +83,7 @@ def _parts(lengths: np.ndarray, pack: ours.Pack, run: ours.Run) -> dict[str, flo
     Parts are the kernel on whole documents, and the extra time of smaller pieces, of adding partial
     results, of the busiest rank compared with the mean, and of all else.
     """
-    together = ALGORITHMS[run.algorithm].joins
-    bare, done = ours.work(pack, 0.0, together), ours.work(pack, together=together)
+    bare, done = ours.work(pack, 0.0, run.calls), ours.work(pack, calls=run.calls)
     parts = {}
     for name, kernel, without, with_, total in zip(
         ("fwd", "bwd"), kernels("FA3"), bare.seconds, done.seconds,

@@ -48,6 +48,7 @@ from ...comm.groups import Groups
 from ...comm.operation import Operation, prepared
 from ...comm.process_groups import backends
 from ...comm.recent import RecentCache
+from ...comm.relays import one_queue
 from ...config import BurstConfig
 from ...kernels.online_softmax import accumulation_dtype
 from ...masks import Causal, Full, Mask, Window
@@ -563,7 +564,7 @@ def priority_line(rings: Sequence[str]) -> str:
     Args:
         rings: names of the rings.
     """
-    if not rings or patching.launches_in_order():
+    if not rings or one_queue():
         return ""
     names = " ".join(dict.fromkeys("cp" if r in ("flat", "ulysses") else "hcp" for r in rings))
     return (

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ...comm import packing
 from ...comm.packing import Envelope
+from ...comm.relays import InOrder, Relays
 from ...comm.transport import (
     AllToAll,
     Channel,
@@ -396,6 +397,9 @@ class LocalEndpoint:
 
     def released(self, tensors: Tensors) -> None:
         _poison_(tensors)
+
+    def relays(self, device: torch.device) -> Relays:
+        return InOrder()
 
     def _mail(self, key: tuple[Channel, int, int], end: str, label: object) -> Mail:
         """Return the oldest message that lacks `end`, or a new message.

@@ -36,6 +36,8 @@ class Algorithm:
         few_rows: True if a rank holds, at one time, all rows that it uses. `auto` then tries the
             algorithm only if these are few rows.
         joins: True if, by default, one kernel call computes all pairs of a step.
+        relays: True if no copy that is sent, and no partial result after the first, depends on a
+            computation. The relay stream then sends them (`comm.relays`).
         two_levels: True if `auto` tries the algorithm only on several nodes with several ranks
             each.
         complexity: Number by which `auto` orders algorithms with equal predictions; the lowest is
@@ -52,6 +54,7 @@ class Algorithm:
     holds_all: bool = False
     few_rows: bool = False
     joins: bool = False
+    relays: bool = False
     two_levels: bool = False
     complexity: int = 9
     handicap: float = 1.0
@@ -77,7 +80,7 @@ ALGORITHMS: dict[str, Algorithm] = {
                             complexity=5, handicap=1.15),
     "multicast": Algorithm(_made_by("multicast"), holds_more=True, two_levels=True, complexity=2),
     "prefetch": Algorithm(_made_by("prefetch"), holds_more=True, few_rows=True, joins=True,
-                          complexity=3),
+                          relays=True, complexity=3),
     "two_way": Algorithm(_made_by("two_way"), automatic=False),
     "token_ring": Algorithm(_made_by("token_ring"), automatic=False, keeps=False),
     "tile": Algorithm(_made_by("tile"), keeps=False, sided=False, holds_more=True, complexity=4),

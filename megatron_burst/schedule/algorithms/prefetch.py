@@ -9,10 +9,14 @@ has relayed them. Then it computes with its own chunk and, when all copies have 
 chunks of other ranks. If keys are sent, one kernel call computes with all chunks of other ranks
 (`execution.joined`).
 
-Gradients leave after the computation with chunks of other ranks, and are summed on their way back.
-Ranks wait for gradients after the pair of their own chunk, which is the last pair in backward. A
-rank holds all rows of other ranks that it uses, and their gradients. So the algorithm is for masks
-with which ranks use few rows of other ranks.
+With a relay stream (`comm.relays`), a rank that relays rows computes at the same time. Chunks that
+arrive at the first boundary then have a kernel call of their own, which hides the relays of others.
+
+Gradients leave after the computation with chunks of other ranks, and are summed on their way back:
+on the relay stream beside the pair of the rank's own chunk, or after this pair. Ranks wait for
+gradients after the pair of their own chunk, which is the last pair in backward. A rank holds all
+rows of other ranks that it uses, and their gradients. So the algorithm is for masks with which
+ranks use few rows of other ranks.
 """
 
 from __future__ import annotations
@@ -42,10 +46,14 @@ class _PrefetchTiming(MulticastTiming):
         np.maximum.at(ready, (paths.owner[hops.way], hops.dst), land)
         relays = ~hops.from_owner
         last = np.zeros(size, dtype=np.int32)  # last boundary at which a rank relays rows
-        np.maximum.at(last, hops.src[relays], land[relays] - 1)
+        if not self.demand.visibility.streams:
+            np.maximum.at(last, hops.src[relays], land[relays] - 1)
         if self.demand.side == "kv" and self.demand.visibility.joined is not False:
-            other_ranks = ~np.eye(size, dtype=bool)  # one call, when all copies have arrived
-            np.maximum(ready, ready.max(axis=0), out=ready, where=other_ranks)
+            # One call when all copies have arrived. With a relay stream, chunks that arrive first
+            # have their own call, which hides relays, unless a call must join all chunks.
+            early = self.demand.visibility.streams and self.demand.visibility.joined is None
+            together = ready > 1 if early else ~np.eye(size, dtype=bool)
+            np.maximum(ready, ready.max(axis=0), out=ready, where=together)
         step = np.maximum(ready, last)
         if self.demand.gradients:  # the own chunk is last: gradients travel during its pair
             np.fill_diagonal(step, 0)
@@ -73,7 +81,9 @@ class _PrefetchTiming(MulticastTiming):
         """
         paths = self.paths
         hops, begin = paths.hops, int(self.step.max())
-        end = begin + 1 + int(paths.depth.max(initial=0))
+        # Hops from peers to gates come before the hops of gates.
+        to_gates = paths.served.reshape(-1)[hops.peers].any()
+        end = begin + max(1, int(to_gates) + int(paths.depth.max(initial=0)))
         depth = np.where(paths.served, paths.of_ranks(paths.depth), 0).reshape(-1)[hops.peers]
         way, above = (column[len(depth) :] for column in (hops.way, hops.above))
         to_gate = paths.gate[way, above] == hops.src[len(depth) :]

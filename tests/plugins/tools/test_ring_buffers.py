@@ -1,5 +1,7 @@
 """The dry run of a pass counts the buffers that the executor takes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from benchmarks.memory.live import LiveTensors
 from megatron_burst.autotune.clusters import GPUS, Cluster
 from megatron_burst.execution import joined
 from megatron_burst.execution.buffers import Buffers
+from megatron_burst.planning import pipeline
 from megatron_burst.plugins.testing import in_process
 from megatron_burst.plugins.tools.advise.account.operators import (
     ATTENTION,
@@ -33,7 +36,7 @@ JOINED = "kv joined", "dkv joined"  # beside the buffers
     ("algorithm", "size", "intra"),
     [("ring", 4, 4), ("burst", 4, 2), ("burst", 8, 4), ("two_way", 4, 4), ("multicast", 4, 2),
      ("tile", 4, 4), ("prefetch", 4, 2), ("all_gather", 4, 4), ("double_ring", 8, 2),
-     ("token_ring", 4, 4)],
+     ("token_ring", 4, 4), ("prefetch, relay stream", 8, 4)],
 )  # fmt: skip
 @pytest.mark.parametrize("wire", [None, torch.float32], ids=["as summed", "narrow"])
 def test_buffers_are_those_that_the_executor_makes(
@@ -53,6 +56,10 @@ def test_buffers_are_those_that_the_executor_makes(
 
     monkeypatch.setattr(Buffers, "take", counting)
     groups = in_process.groups(inter=size // intra, intra=intra)
+    algorithm, _, stream = algorithm.partition(", ")
+    if stream:
+        real = pipeline.visibility_of
+        monkeypatch.setattr(pipeline, "visibility_of", lambda *of: replace(real(*of), streams=True))
     shape = (ROWS, 1, 4, WIDTH), (ROWS, 1, kv_heads, WIDTH)
     q, k, v = (
         [torch.randn(shape[s], dtype=torch.float64, requires_grad=True) for _ in range(size)]
