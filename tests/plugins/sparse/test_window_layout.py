@@ -57,5 +57,5 @@ def test_wrong_lengths_are_refused():
     with pytest.raises(ValueError, match="positive multiple of 8, got 20"):
         WindowLayout(rows, mb.masks.Compressed(2), 20)
     layout = WindowLayout(rows, mb.masks.Compressed(2), 32)
-    with pytest.raises(ValueError, match="this layout has 16 keys for 32 rows, got 20; pass 4 key rows per"):
+    with pytest.raises(ValueError, match="has 16 keys for 32 rows, got 20; pass 4 key rows per"):
         layout.check(20)
