@@ -55,7 +55,7 @@ class WaitClock:
         return _TimedWait(self, pending, on_host)
 
     def take(self) -> float:
-        """Return the seconds of all waits that have ended since the last call."""
+        """Return the total seconds of the waits that have ended since the last call of `take`."""
         self._read_passed()
         seconds, self._seconds = self._seconds, 0.0
         return seconds

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys and values of other ranks, kept in host memory between the forwards of row chunks.
 
-In this module, "keys" means keys and values. The first forward of a call (of any row chunk)
-receives the keys for all row chunks and copies them to host memory while it computes. The forwards
+In this module, "keys" means keys and values. Whichever row chunk of a call runs forward first
+receives the keys for all row chunks, and copies them to host memory while it computes. The forwards
 of the other row chunks do not exchange keys. They fetch keys from host memory one chunk ahead, so
 at most two chunks of keys are on the device.
 

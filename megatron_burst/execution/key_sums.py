@@ -31,8 +31,9 @@ def keys_to_owners(
 ) -> Sequence[torch.Tensor | None]:
     """Return dk and dv of this rank's own keys, from the gradients that its ring computed.
 
-    Ranks that share heads exchange the gradients back. If every rank holds all keys, ranks share no
-    heads. They then sum their gradients if the plan has a `key_sum`.
+    If the plan has a `key_sum` (every rank holds all keys), the gradients are summed over ranks.
+    Otherwise ranks that share heads (Ulysses) return the gradients to the owners of the keys by
+    all-to-all. Without shared heads, the gradients are returned unchanged.
 
     Args:
         rank_plan: Plan of this rank.

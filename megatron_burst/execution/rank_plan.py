@@ -37,7 +37,9 @@ class RowPlace:
 
 
 class Target(NamedTuple):
-    """Rows of a partial result to which a kernel call adds, or which a transfer sends or receives.
+    """Rows of a partial result.
+
+    A kernel call adds its output to these rows, or a transfer sends or receives them.
 
     Attributes:
         total: Chunk with all rows for which this rank holds partial results during the pass.

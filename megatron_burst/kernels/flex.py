@@ -3,9 +3,9 @@
 
 `flex_tables` makes block lists and mask arrays from tile grids, and `flex_programs` calls the
 operators. Numbers of rows and columns are rounded up to a few values, so that programs are reused.
-Shards of other lengths are copied with zeros at the end.
+A shard that is shorter than its rounded length is copied, and padded with zeros.
 
-Shape letters as in `kernels.base`. The kernel never ran on a GPU.
+Shape letters as in `kernels.base`. The kernel has not been tested on a GPU.
 """
 
 from __future__ import annotations

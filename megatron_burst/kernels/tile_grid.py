@@ -71,7 +71,7 @@ class TileRuns(NamedTuple):
     """Consecutive fully visible tiles in a block of rows, one array entry per run of such tiles.
 
     Attributes:
-        first: Number of the first tile of each run.
+        first: Index of the first tile of each run.
         wide: Number of tiles in each run.
     """
 
@@ -82,7 +82,7 @@ class TileRuns(NamedTuple):
 class TileParts(NamedTuple):
     """Visible parts of tiles, one array entry per part. Parts of a tile do not overlap.
 
-    `tile` is the number of the tile. Rows a and columns b count from the tile's first row and
+    `tile` is the index of the tile. Rows a and columns b count from the tile's first row and
     column. Row a sees column b if top <= a < bottom, begin <= b < end and low <= b - a <= high.
     """
 

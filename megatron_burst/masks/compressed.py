@@ -88,8 +88,8 @@ class Compressed(VectorMask):
         bounds = document_bounds(key_cu_seqlens, "key_cu_seqlens")
         if len(bounds) != len(self.bounds):
             raise ValueError(
-                f"key_cu_seqlens must have as many documents as cu_seqlens, {len(windows)}, got "
-                f"{len(bounds) - 1}"
+                f"key_cu_seqlens must have as many documents as cu_seqlens ({len(windows)}), got "
+                f"{len(bounds) - 1}; for a document without keys, repeat its boundary"
             )
         if (np.diff(bounds) < windows).any():
             raise ValueError(

@@ -54,8 +54,8 @@ class Documents(VectorMask):
         documents = len(self.bounds) - 1
         if len(self._key_bounds) - 1 != documents:
             raise ValueError(
-                f"key_cu_seqlens must have as many documents as cu_seqlens, {documents}, got "
-                f"{len(self._key_bounds) - 1}; documents may be empty"
+                f"key_cu_seqlens must have as many documents as cu_seqlens ({documents}), got "
+                f"{len(self._key_bounds) - 1}; for a document without keys, repeat its boundary"
             )
         self._padding = padding_documents(padding, documents)
         # Indexed by the result of `document`, which is i + 1 for document i and 0 before the first.

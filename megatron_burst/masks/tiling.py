@@ -270,7 +270,8 @@ class _MaskTiles:
         Args:
             q: Query slices.
             k: Key slices.
-            limit: int64 [owners], cost above which the caller does not use the tiles of an owner.
+            limit: int64 [owners], largest useful cost per owner (pair of slices, or rectangle). If
+                the tiles of an owner cost more, the caller discards them, so some may be missing.
         """
         seen = seen_pairs(self.mask, q, k)
         if seen is None:

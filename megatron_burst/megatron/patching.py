@@ -324,7 +324,10 @@ class LocatedSeam(NamedTuple):
 
 
 def patched_places() -> list[SeamPlace]:
-    """Return the functions of the imported Megatron that have a seam (see module `seam`)."""
+    """Return the functions of the imported Megatron that have a seam.
+
+    A seam is a decorator through which this package can replace the function (see module `seam`).
+    """
     return [place for place, _ in _seams()]
 
 

@@ -248,7 +248,7 @@ def _check_algorithm(algorithm: str, groups: Groups) -> None:
     ulysses, size = groups.topology.ulysses, groups.size
     if algorithm == "ulysses" and ulysses != size:
         raise ValueError(
-            f"algorithm ulysses shares heads over all {size} ranks, but groups share them over "
+            f"algorithm ulysses splits heads across all {size} ranks, but groups split them across "
             f"{ulysses}; make mb.Groups with ulysses={size}"
         )
     if algorithm == "hybrid" and ulysses == 1 < size:
@@ -456,15 +456,15 @@ def check_sink(sink: torch.Tensor, q: torch.Tensor) -> None:
     """Check that `sink` has one logit per head of q.
 
     Raises:
-        ValueError: `sink` has another shape or device, or is not a floating tensor.
+        ValueError: `sink` has another shape or device, or is not a floating-point tensor.
     """
     tensor = isinstance(sink, torch.Tensor)
     expected = (q.shape[2],), q.device
     if not tensor or not sink.is_floating_point() or (sink.shape, sink.device) != expected:
         got = f"{sink.dtype} {tuple(sink.shape)} on {sink.device}" if tensor else repr(sink)
         raise ValueError(
-            f"sink must be a floating tensor [{q.shape[2]}], one logit per query head, on "
-            f"{q.device}, got {got}"
+            f"sink must be a floating-point tensor of shape [{q.shape[2]}], one logit per query "
+            f"head, on {q.device}, got {got}"
         )
 
 

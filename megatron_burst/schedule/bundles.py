@@ -170,7 +170,7 @@ class Bundles:
     def places(self, owner: int, held: int, bits: int) -> np.ndarray:
         """Return where the rows of some bundles are in a buffer, as ranges (first, stop), [n, 2].
 
-        The ranges are in the order of messages.
+        The ranges are in the order in which a message contains the rows.
 
         Args:
             owner: Owner of the rows.

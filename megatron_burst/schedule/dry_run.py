@@ -227,7 +227,8 @@ class _Replay:
     def _note(self) -> None:
         """Append the numbers of rows of all current buffers, by kind, to `moments`.
 
-        Without joined calls, buffers are never freed, so only the last record is kept.
+        Only joined calls free buffers during the pass. Without joined calls, the last record has
+        all buffers, so only this record is kept.
         """
         if self.schedule.joined:
             self._count_in_use()

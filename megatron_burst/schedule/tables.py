@@ -206,8 +206,8 @@ class Tables(NamedTuple):
     """All pairs that ranks compute in one pass, and all transfers between ranks.
 
     Attributes:
-        steps: Number of steps. The boundaries (moments) after the last step, at which ranks only
-            wait for transfers, are not counted.
+        steps: Number of compute steps. Waiting for transfers after the last compute step is not
+            counted as a step.
         pairs: Pairs of all ranks.
         transfers: Transfers of all ranks.
         queries: Bundles of the query rows. A bundle is a group of rows of one owner that the same
@@ -244,9 +244,10 @@ class Tables(NamedTuple):
 def relay_chains(transfers: Transfers) -> tuple[int, ...]:
     """Return the boundaries at which the relay stream starts chains of transfers, ascending.
 
-    A chain has all transfers from its boundary to the next chain. Each starts when the transfers
-    that land at its boundary `post` have ended, at once. All copies are one chain, and all partial
-    results are another.
+    A boundary is the moment before a step. A chain has all transfers from its boundary to the
+    boundary of the next chain. The relay stream starts a transfer as soon as the transfers that
+    land at the transfer's boundary `post` have ended. All copies are one chain, and all partial
+    results are another chain.
     """
     sums = transfers.accumulated
     return tuple(int(transfers.post[of].min()) for of in (~sums, sums) if of.any())

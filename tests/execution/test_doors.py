@@ -133,7 +133,7 @@ ODD_ONE_OUT = {
     "a list": (({}, {"given": "a list"}), ["rank 1", "k must be one tensor", "a list of 2"]),
     "no tensor": (({}, {"given": "no tensor"}), ["rank 1", "q must be a tensor", "got None"]),
     "a sink": (({}, {"sink": 4}), ["sink ((4,)", "sink None"]),
-    "bad sink": (({}, {"sink": 3}), ["rank 1", "sink must be a floating tensor [4]", "(3,)"]),
+    "bad sink": (({}, {"sink": 3}), ["rank 1", "floating-point tensor of shape [4]", "(3,)"]),
     "bad device": (({"device": "meta"}, {}), ["rank 1", "groups: backend gloo sends cpu", "meta"]),
 }
 

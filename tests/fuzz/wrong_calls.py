@@ -146,7 +146,7 @@ KEYWORDS = [
     ("needs_grad of two", {"needs_grad": (True, True)}, ("needs_grad", "three", "(True, True)")),
     ("needs_grad of a name", {"needs_grad": "qkv"}, ("needs_grad", "three", "'qkv'")),
     ("sink number", {"sink": 0.0}, ("sink", "[4]", "0.0")),
-    ("sink list", {"sink": [0.0] * 4}, ("sink must be a floating tensor", "[0.0, 0.0")),
+    ("sink list", {"sink": [0.0] * 4}, ("sink must be a floating-point tensor", "[0.0, 0.0")),
     ("sink too short", {"sink": torch.zeros(2)}, ("sink", "[4]", "(2,)")),
     ("sink per row", {"sink": torch.zeros(4, 4)}, ("sink", "[4]", "(4, 4)")),
     ("sink integers", {"sink": torch.zeros(4).long()}, ("sink", "[4]", "int64")),

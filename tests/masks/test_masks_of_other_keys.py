@@ -213,7 +213,7 @@ def test_masks_of_positions_fit_any_lengths(mask):
 @pytest.mark.parametrize(
     ("make", "error"),
     [
-        (lambda: Documents([0, 4], key_cu_seqlens=[0, 1, 2]), "as many documents .* 1, got 2"),
+        (lambda: Documents([0, 4], key_cu_seqlens=[0, 1, 2]), r"as many documents .*\(1\), got 2"),
         (lambda: Documents([0, 4], key_cu_seqlens=[1, 2]), "key_cu_seqlens must be integers"),
         (lambda: Compressed(0), "stride must be at least 1"),
         (lambda: Compressed(2, 0), "length must be at least 1"),

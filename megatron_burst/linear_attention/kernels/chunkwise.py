@@ -224,10 +224,13 @@ def groups_of(cut: RankPieces, limit: int) -> list[PieceGroup]:
 
 
 def _segments(spans: Sequence[tuple[int, int]], limit: int) -> Iterator[Segment]:
-    """Yield the segments of pieces with the rows `spans`, sorted by descending length.
+    """Yield the segments of a group of pieces, from the first rows of the pieces to the last.
 
-    A segment has at most `limit` chunks in total. Each piece that has not ended has the same number
-    of chunks.
+    A segment takes the same number of chunks from each piece that still has rows.
+
+    Args:
+        spans: Rows (start, stop) of each piece, longest piece first. At most `limit` pieces.
+        limit: Largest number of chunks of a segment, over all pieces.
     """
     chunks = [-(-(stop - start) // SIZE) for start, stop in spans]
     done = 0

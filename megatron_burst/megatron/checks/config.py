@@ -294,7 +294,7 @@ def ulysses_size(burst: BurstConfig, cp: int) -> int:
         if burst.ulysses_size not in (None, cp):
             refuse([Problem(
                 f"--burst-ulysses-size {burst.ulysses_size}: --context-parallel-algo ulysses "
-                f"shares heads over all {cp} ranks of --context-parallel-size; remove "
+                f"splits heads across all {cp} ranks of --context-parallel-size; remove "
                 "--burst-ulysses-size, or use --context-parallel-algo hybrid"
             )])  # fmt: skip
         return cp

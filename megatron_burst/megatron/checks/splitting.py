@@ -178,7 +178,8 @@ def _contradictions(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     if selected is not None and selected != layouts:
         yield Problem(
             f"--linear-cp-layout {selected.stream} and --attention-cp-layout {selected.attention} "
-            f"contradict {' '.join(layouts.flags)}: select the same, or remove Megatron's flags",
+            f"contradict {' '.join(layouts.flags)}: select the same layouts with both, or remove "
+            "--linear-cp-layout and --attention-cp-layout",
             add=selected.flags,
         )
 

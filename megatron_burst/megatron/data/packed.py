@@ -146,9 +146,10 @@ class Pack:
             cp_size: number of ranks that hold the pack.
             rank: this rank in the group.
             device: the device of the index.
-            angles: None to index tokens of the pack; the length of a table of rotary angles to
-                index that table. A table of `total` angles is indexed by position in the pack,
-                another table by position in the document. Indices beyond the table are clamped.
+            angles: Length of the table of rotary angles to index, or None to index the tokens of
+                the pack. A table as long as the pack (`total` tokens) is indexed by position in the
+                pack. A table of any other length is indexed by position in the document. Indices
+                beyond the table are clamped.
 
         Returns:
             int64 [total / cp_size].

@@ -138,7 +138,10 @@ def _masks(model: Any, arguments: dict[str, Any]) -> Iterator[HeadMask]:
 
 
 class LazyHead:
-    """Replacement for the `forward` of an output layer; returns `LazyLogits` inside `bound`."""
+    """Replacement for the `forward` of an output layer.
+
+    Within the context `bound` it returns `LazyLogits`. Elsewhere it calls the original forward.
+    """
 
     def __init__(self, layer: Any, mode: str) -> None:
         self.layer, self.mode = layer, mode
@@ -175,7 +178,7 @@ class LazyHead:
         return type(self.layer).forward(self.layer, hidden, weight, False)[0]
 
     def _loss(self, logits: LazyLogits, labels: torch.Tensor) -> torch.Tensor:
-        """Return the loss [b, s] in float32 for labels [b, s]. The mask does not multiply it."""
+        """Return the loss [b, s] in float32 for labels [b, s]; not multiplied by the loss mask."""
         is_mtp, mask = (False, None) if self._masks is None else next(self._masks)
         layer, weight = self.layer, logits.weight
         choices = {

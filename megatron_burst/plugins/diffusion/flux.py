@@ -77,7 +77,7 @@ def problems(model: Any, transformer: Any, burst: BurstConfig) -> Iterator[Probl
     yield from bridge.pipeline_problems(name, transformer, reason)
     if burst.layout == "balanced":
         yield Problem(
-            f"--burst-layout balanced with {name}: images are not packed documents",
+            f"--burst-layout balanced requires packed documents, which {name} does not have",
             add=("--burst-layout zigzag",),
         )
 

@@ -141,7 +141,7 @@ def patch_bridge() -> None:
 
 
 def _cuts_itself() -> bool:
-    """Return True if the installed Bridge's Qwen3-VL cuts its sequences over ranks itself."""
+    """Return True if Qwen3-VL in the installed Bridge splits sequences across ranks."""
     home = importlib.import_module(_HOMES["Qwen3VLModel"])
     return hasattr(home, "split_data_cp_rank")
 

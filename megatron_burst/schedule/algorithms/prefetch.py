@@ -4,13 +4,13 @@
 With packed documents, ranks have unequal work at each step, even if they have equal work in total.
 With an exchange at every step, all ranks wait at each step for the slowest rank. With this
 algorithm, ranks synchronize only twice. Copies are sent at the first boundaries (moments between
-steps), and are relayed as soon as they arrive. A rank that relays rows computes nothing before it
-has relayed them. Then it computes with its own chunk and, when all copies have arrived, with the
-chunks of other ranks. If keys are sent, one kernel call computes with all chunks of other ranks
-(`execution.joined`).
+steps), and are relayed as soon as they arrive. Without a relay stream (`comm.relays`), a rank that
+relays rows computes nothing before it has relayed them. Then it computes with its own chunk and,
+when all copies have arrived, with the chunks of other ranks. If keys are sent, one kernel call
+computes with all chunks of other ranks (`execution.joined`).
 
-With a relay stream (`comm.relays`), a rank that relays rows computes at the same time. Chunks that
-arrive at the first boundary then have a kernel call of their own, which hides the relays of others.
+With a relay stream, a rank computes while it relays rows. If keys are sent, chunks that arrive at
+the first boundary then have a kernel call of their own. During this call other copies are relayed.
 
 Gradients leave after the computation with chunks of other ranks, and are summed on their way back:
 on the relay stream beside the pair of the rank's own chunk, or after this pair. Ranks wait for

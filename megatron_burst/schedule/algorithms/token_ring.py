@@ -24,7 +24,7 @@ from .two_way import OneWay
 def tables(demand: Demand) -> Tables:
     """Return the pairs and transfers of algorithm `token_ring`.
 
-    The algorithm uses one ring over all ranks, which ignores nodes.
+    The algorithm uses one ring over all ranks. The ring ignores the nodes of the ranks.
     """
     family = "out"
     if demand.row_bytes.out > 0:

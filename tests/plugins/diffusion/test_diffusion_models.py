@@ -107,7 +107,7 @@ def test_wrong_inputs_of_one_rank_raise_on_all_ranks(result, name, words):
         ("wan mean", "calculate_per_token_loss=False with WanModelProvider: ranks have different"),
         ("wan cpu", "--cpu with WanModelProvider: layers of diffusion models require Transformer"),
         ("wan layers", "model.transformer_layer_spec of WanModelProvider has no cross_attention"),
-        ("flux balanced", "layout balanced with FluxProvider: images are not packed"),
+        ("flux balanced", "requires packed documents, which FluxProvider"),
         ("wan format", "qkv_format=sbhd with WanModelProvider: set model.qkv_format=thd"),
         ("llada causal", "has no LLaDA15TEDotProductAttention, so the model would be causal"),
         ("llada step", "Bridge has no forward step for LLaDA15ModelProvider"),

@@ -124,7 +124,7 @@ ATTENDING = {
     "value_width requires v=None": lambda: attend(select(), value_width=2),
     "number of columns of k below its width 4": lambda: attend(
         select(), [*tensors((4, D), (1, D)), None], value_width=4),
-    "sink must be a floating tensor": lambda: attend(select(), sink=torch.ones(3)),
+    "sink must be a floating-point tensor": lambda: attend(select(), sink=torch.ones(3)),
     "plan: sparse attention has no softcap": lambda: attend(
         select(), groups=None, plan=in_process.prepare(
             *tensors((4, D), (2, D), (2, D)), groups=GROUPS, layout=LAYOUT, softcap=2.0,

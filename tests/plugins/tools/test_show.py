@@ -414,7 +414,7 @@ def test_gradients_and_node_links_of_backward():
         ("mask --out nowhere/picture.png", "--out nowhere/picture.png: its folder does not exist"),
         ("mask --mask windw", "--mask windw: unknown; use causal, full, window, dilated, "
          "compressed, prefix"),
-        ("mask --mask compressed --key-rows 2", "which only `show schedule` draws"),
+        ("mask --mask compressed --key-rows 2", "only `show schedule` draws masks"),
         ("schedule --mask compressed --key-rows 2 --lengths 3", "--lengths is not supported with"),
         ("schedule --mask compressed --key-rows 3 --seq 32", "needs a positive multiple of 8, got"),
         ("mask --mask window", "--mask window requires --left N"),

@@ -2,16 +2,16 @@
 """Patches of Megatron for offloading: layers, training steps, and weights of linear layers.
 
 Steps begin and end in Megatron's schedules, which all ranks enter. Host memory is divided among
-ranks at the beginning of the first step, and the fraction is set at the end of this step. Both
-operations are collective. Inside a step they would deadlock, because pipeline ranks wait for each
-other.
+ranks at the beginning of the first step. The fraction of saved tensors that is offloaded is set at
+the end of this step. Both operations are collective. Inside a step they would deadlock, because
+pipeline ranks wait for each other.
 
 Under saved-tensor hooks, torch unpacks each saved tensor as a new object. This object shares the
 memory of the tensor, but lacks the attributes of Megatron's parameters. With gradient accumulation
 fusion, the backward of a linear layer reads and sets such attributes (`grad_added_to_main_grad`).
-On the new object these attributes would be lost, and data parallelism would miss a gradient. So
-backward of linear layers gets the original weight. Transformer Engine (2.9 and later) does not need
-this patch, because it keeps its own reference to the weight.
+On the new object these attributes would be lost, and data parallelism would miss a gradient. So the
+backward of a linear layer gets the original weight. Transformer Engine (2.9 and later) does not
+need this patch, because it keeps its own reference to the weight.
 """
 
 from __future__ import annotations

@@ -206,11 +206,11 @@ class BurstDSAttention(dsa.DSAttention):
 
     @property
     def _selections(self) -> dict[int, Selection]:
-        """Latest selection of each layer whose selection other layers share, by layer number."""
+        """Layer number -> latest selection, for layers whose selection other layers reuse."""
         return self.layer.book.groups.cache.setdefault(_NOTE, {})
 
     def _source_selection(self, call: SparseCall) -> Selection:
-        """Return the selection of the earlier layer `source_layer`, which this layer shares.
+        """Return the selection of the earlier layer `source_layer`, which this layer reuses.
 
         Before this layer is recomputed, the source layer may have run for another micro-batch.
         Therefore the attention store of the checkpoint around this call keeps the selection.

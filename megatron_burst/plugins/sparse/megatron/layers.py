@@ -300,8 +300,9 @@ def _problems(config: Any, choice: LayerRule, layer: int) -> Iterator[Problem]:
     differs = burst.attention_layout not in (None, burst.layout)
     if choice.pooled and differs and burst.layout != "contiguous":
         yield Problem(
-            f"{layers} average the keys of a block before rows are exchanged for "
-            f"--burst-attention-layout, and --burst-layout {burst.layout} splits blocks over ranks",
+            f"{layers} require the keys of a block on one rank, because they average these keys "
+            "before rows are exchanged for --burst-attention-layout; --burst-layout "
+            f"{burst.layout} splits blocks across ranks",
             add=("--burst-layout contiguous",),
             remove=("--burst-attention-layout",),
         )

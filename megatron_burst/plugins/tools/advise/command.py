@@ -108,7 +108,7 @@ def _model(arguments: argparse.Namespace) -> tuple[Model, str | int]:
         raise ValueError("--longest and --seq both set the sequence length; use only one of them")
     seq = advice.LONGEST if arguments.longest else arguments.seq or described.get("seq")
     if seq is None:
-        raise ValueError("--seq is required, such as --seq 1M, or --longest")
+        raise ValueError("--seq is required, for example --seq 1M; or use --longest")
     return model, seq
 
 
@@ -116,7 +116,10 @@ def _cluster(arguments: argparse.Namespace) -> clusters.Cluster:
     """Return the cluster of `--cluster` or `--gpu`; flags such as `--per-node` override it."""
     if arguments.cluster is None:
         if arguments.gpus is None:
-            raise ValueError("--gpus is required, such as --gpus 64, or --cluster FILE")
+            raise ValueError(
+                "--gpus is required: the number of GPUs, for example --gpus 64; or use --cluster "
+                "FILE"
+            )
         return flags.cluster_of(arguments, kernel=arguments.kernel)
     if arguments.gpu is not None:
         raise ValueError("--gpu and --cluster both set the GPUs; use only one of them")

@@ -383,7 +383,7 @@ def _check_heads(model: Model, run: Settings) -> None:
         )
     if run.algorithm == "ulysses" and run.ulysses != run.cp:
         raise ValueError(
-            f"--algorithm ulysses shares heads over all --cp {run.cp} ranks, got --ulysses "
+            f"--algorithm ulysses splits heads across all --cp {run.cp} ranks, got --ulysses "
             f"{run.ulysses}; use --ulysses {run.cp}, or --algorithm hybrid"
         )
     if run.algorithm == "hybrid" and run.ulysses == 1 < run.cp:

@@ -35,7 +35,7 @@ DOCUMENTS, LENGTH = 100, 1024  # number of documents of a pack, and rows of a pa
 def launches(ranks: Ranks, model: Model) -> dict[str, Measurement]:
     """Measure the fields of `HostTime`. A collective call.
 
-    A single rank does not measure `exchange` and `plan`.
+    With only one rank, `exchange` and `plan` are not measured.
 
     Returns:
         Field of `HostTime` -> measurement.

@@ -244,9 +244,9 @@ def _read(
     if arguments.seq is not None:
         fixed["seq"] = tokens_of(arguments.seq, "--seq")
     if "seq" not in fixed and not arguments.longest:
-        raise ValueError("--seq is required, such as --seq 1M, or --longest")
+        raise ValueError("--seq is required, for example --seq 1M; or use --longest")
     if arguments.gpus is None:
-        raise ValueError("--gpus is required, such as --gpus 8")
+        raise ValueError("--gpus is required: the number of GPUs, for example --gpus 8")
     cluster = flags.cluster_of(arguments)
     cluster = replace(cluster, reserve=size_of(arguments.reserve, "--reserve"))
     base = settings.Settings(**{"seq": 1, **fixed})

@@ -148,8 +148,9 @@ def _shards(
     if shards.key_len != seq_len:
         if arguments.picture != "schedule":
             raise ValueError(
-                f"--mask {shown.text}: keys are a shorter sequence than queries, which only `show "
-                "schedule` draws; use `show schedule`, or another mask"
+                f"--mask {shown.text} has {shards.key_len} keys for {seq_len} queries, and only "
+                "`show schedule` draws masks with different numbers of keys and queries; use "
+                "`show schedule`, or another mask"
             )
         layout.check(shards.key_len)
     return shards

@@ -316,7 +316,7 @@ class ScheduleScene:
         return sorted(map(tuple, ranges.tolist()))
 
     def bytes(self, chunk: Chunk) -> int:
-        """Return the bytes of a message that contains this chunk."""
+        """Return the size in bytes of a message that contains this chunk."""
         return self.rows(chunk)[0] * getattr(self.plan.row_bytes, chunk.family)
 
     @cached_property

@@ -144,7 +144,7 @@ REFUSED = {  # words -> settings of Megatron, layers, BurstConfig, only a step s
     "does not support attention with a sink": ({"softmax_type": "learnable"}, "qsa", {}, False),
     "blocks of 128 positions": (CP2, {"block": 128}, {}, True),
     "layout striped cuts the blocks": (CP2, "qsa", {"layout": "striped"}, True),
-    "average the keys of a block before": (
+    "require the keys of a block on one rank": (
         CP2, "qsa", {"layout": "zigzag", "attention_layout": "contiguous"}, False,
     ),
     "index_width 4 is narrower than the 8 columns": (CP2, {"index_width": 4}, {}, True),

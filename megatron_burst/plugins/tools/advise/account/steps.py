@@ -336,11 +336,12 @@ class TrainingStep:
         tape.drop("dy", "rope", "batch", "whole")
 
     def _different(self) -> set[int]:
-        """Return the indices of the layers that must be simulated to find the peak.
+        """Return the indices of the layers that must be simulated to find the peak memory.
 
-        These are the first two layers, the last two, and one layer for each pair of kinds of
-        adjacent layers. Pairs matter because the attention stores of two adjacent layers may be in
-        GPU memory at the same time.
+        These are the first two layers, the last two layers, and one occurrence of each combination
+        of a layer's kind and the next layer's kind (the index of the later layer). Combinations
+        matter because the attention outputs that two adjacent layers store may be in GPU memory at
+        the same time.
         """
         last = {neighbours: layer for layer, neighbours in enumerate(pairwise(self.parts), 1)}
         return {0, 1, self.layers - 2, self.layers - 1, *last.values()}

@@ -295,8 +295,8 @@ def attention_time(
     if model.hybrid is not None:
         if kind not in HYBRID:
             raise ValueError(
-                f"{model.name} has several kinds of hybrid attention layers; use part='layer' or "
-                "part='step'"
+                "part='attention' predicts one kind of attention layer, but "
+                f"{model.name} has several kinds; use part='layer' or part='step'"
             )
         idle = simulator.IDLE, simulator.IDLE
         passes = hybrid_passes(model, cluster, run, topology_of(cluster, run), kind)

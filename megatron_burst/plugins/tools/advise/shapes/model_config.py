@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shape of a model from a Hugging Face `config.json`.
 
-transformers' configuration class of the model type defines names, defaults and kinds of layers. As
-a check, the result is compared with transformers' model on torch's meta device: number of
-parameters, and layers with experts or windows. Model types that transformers does not have raise
-ValueError.
+The names and defaults of fields, and the kinds of layers, are taken from the configuration class of
+the model type in the package `transformers`. As a check, the result is compared with the model that
+`transformers` builds on torch's meta device: number of parameters, and layers with experts or
+windows. Model types that `transformers` does not have raise ValueError.
 """
 
 from __future__ import annotations
