@@ -69,7 +69,8 @@ FP32 = "Cause: gradients in fp32."
 SLOWER = (
     "At the parallel sizes of Megatron's fastest type, ours is slower in the following cases. "
     "*Attention\nwithout compute* is the simulated attention time if compute takes no time. If the "
-    "cause is gradients in\nfp32, ours is not slower with gradients in bf16, as in Megatron."
+    "cause is gradients in\nfp32, ours is no longer slower when gradients are sent in bf16, as "
+    "in Megatron."
 )
 OURS, EQUAL = "ours", "ours, sizes of Megatron's fastest"
 # (workload, kind) -> reason why ours is slower, if gradients in fp32 are not the reason. A missing

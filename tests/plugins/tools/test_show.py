@@ -436,7 +436,7 @@ def test_gradients_and_node_links_of_backward():
         ("schedule --algorithm ulysses", "invalid choice"),
         ("schedule --heads 4 --kv-heads 3", "--kv-heads must divide --heads"),
         ("schedule --ranks 64", "--ranks: a picture shows at most 32"),
-        ("scan --layout striped", "use zigzag, contiguous or balanced"),
+        ("scan --layout striped", "use layout zigzag, contiguous or balanced"),
         ("scan --algorithm ring --blocks 2", "--blocks: ring sends whole states"),
         ("scan --blocks 0", "--blocks must be at least 1, got 0"),
         ("scan --seq 16 --lengths 10,20", "--lengths: documents have 30 tokens in total"),
