@@ -270,8 +270,8 @@ class _MaskTiles:
         Args:
             q: Query slices.
             k: Key slices.
-            limit: int64 [owners], largest useful cost per owner (pair of slices, or rectangle). If
-                the tiles of an owner cost more, the caller discards them, so some may be missing.
+            limit: int64 [owners], largest useful cost of the tiles of each owner (rectangle). If
+                they cost more, the caller discards them, so some of these tiles may be missing.
         """
         seen = seen_pairs(self.mask, q, k)
         if seen is None:

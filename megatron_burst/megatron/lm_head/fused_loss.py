@@ -140,7 +140,8 @@ def _masks(model: Any, arguments: dict[str, Any]) -> Iterator[HeadMask]:
 class LazyHead:
     """Replacement for the `forward` of an output layer.
 
-    Within the context `bound` it returns `LazyLogits`. Elsewhere it calls the original forward.
+    Within the context `bound` it returns `LazyLogits`. Outside, or if the caller requests gathered
+    logits, it calls the original forward.
     """
 
     def __init__(self, layer: Any, mode: str) -> None:
