@@ -50,7 +50,8 @@ class Relays(Protocol):
     `start` runs `work`, whose device operations are a chain on the relay stream. `work` calls
     `mark` when the operations of a boundary are complete. `wait` makes later operations of the
     current stream wait for the mark of a boundary, if there is one. In `work`, memory is allocated
-    in the context `memory`.
+    in the context `memory`. After an error, `abandon` lets later operations of the computing stream
+    wait for the relay stream, because they may reuse the memory of its buffers.
     """
 
     def start(self, work: Callable[[], None]) -> None: ...
@@ -60,6 +61,8 @@ class Relays(Protocol):
     def wait(self, boundary: int) -> None: ...
 
     def memory(self) -> AbstractContextManager[object]: ...
+
+    def abandon(self) -> None: ...
 
 
 class InOrder:
@@ -76,6 +79,9 @@ class InOrder:
 
     def memory(self) -> AbstractContextManager[object]:
         return nullcontext()
+
+    def abandon(self) -> None:
+        pass
 
 
 @dataclass
@@ -113,3 +119,7 @@ class StreamRelays:
     def memory(self) -> AbstractContextManager[object]:
         assert self._computing is not None
         return torch.cuda.stream(self._computing)
+
+    def abandon(self) -> None:
+        if self._computing is not None:
+            self._computing.wait_stream(self.stream)

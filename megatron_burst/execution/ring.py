@@ -172,6 +172,11 @@ class Ring:
                     del queries, keys, sums  # otherwise alive until the next pair
         self._read_beside.clear()
 
+    def abandon(self) -> None:
+        """Protect the buffers of the relay stream after an error; see `Relays.abandon`."""
+        if self._relays is not None:
+            self._relays.abandon()
+
     def _post(self, exchange: Exchange, boundary: int) -> None:
         """Start the transfers of an exchange; `boundary` is the index of the step, for errors."""
         sends, receives, arriving, leaving = [], [], [], []
@@ -333,12 +338,17 @@ def run(rings: Sequence[Ring]) -> None:
     overlap with no computation.
     """
     waiting, running = [iter(ring) for ring in rings], []
-    while waiting or running:
-        running += waiting[:1]
-        del waiting[:1]
-        for ring in list(running):
-            if next(ring, DONE) is DONE:
-                running.remove(ring)
+    try:
+        while waiting or running:
+            running += waiting[:1]
+            del waiting[:1]
+            for ring in list(running):
+                if next(ring, DONE) is DONE:
+                    running.remove(ring)
+    except BaseException:
+        for ring in rings:
+            ring.abandon()
+        raise
 
 
 def head_chunks(rank_plan: RankPlan, heads: int, kv_heads: int) -> list[HeadChunk]:

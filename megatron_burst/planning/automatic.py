@@ -17,7 +17,6 @@ from ..autotune.rates import Rates
 from ..autotune.select import TIE, Choice, best
 from ..comm.consensus import attempt
 from ..comm.groups import Groups
-from ..comm.relays import one_queue
 from ..layout import Replicated
 from ..schedule.cost import Sizes
 from .validate import WIRE, Request
@@ -82,7 +81,7 @@ def _fastest(request: Request, sizes: Sizes, groups: Groups, rates: Rates) -> Ch
     workload = Workload(
         sizes, request.mask, request.layout, options.sequence_chunks, options.row_blocks,
         key_layout=request.key_layout,
-        streams=request.tensors[0].device.type == "cuda" and not one_queue(),
+        streams=request.relay_stream,
     )  # fmt: skip
     side = None if options.side == "auto" else options.side
     fixed = FixedSettings(side=side, head_chunks=options.head_chunks)

@@ -25,7 +25,6 @@ from ..kernels.base import Kernel
 from ..layout.layouts import Pieces, Shards, SpanArray, counted, pieces_of
 from ..layout.sharding import to_device
 from ..masks import Mask
-from ..schedule.algorithms import ALGORITHMS
 from ..schedule.bundles import Bundles, spans_in
 from ..schedule.program import parts_of
 from ..schedule.rings import Schedule, totals_of
@@ -142,7 +141,7 @@ def make_pass(
     )  # fmt: skip
     if schedule.joined:
         run = joined.joined(run, schedule, works, device)
-    if schedule.visibility.streams and ALGORITHMS[schedule.algorithm].relays:
+    if schedule.streams:
         chains = relay_chains(schedule.tables.transfers)
         run = replace(
             run, steps=_relayed(run.steps, chains), deferred=_relayed(run.deferred, chains)

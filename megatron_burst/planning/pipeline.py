@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from ..comm.groups import Groups
-from ..comm.relays import one_queue
 from ..comm.transport import Endpoint, ProcessEndpoint
 from ..execution.rank_plan import RankPass, RecomputePass, RowChunk
 from ..layout import Layout, Replicated
@@ -146,8 +145,7 @@ class RingRequest:
         joined = getattr(request.kernel, "joins", joined)
         if isinstance(request.key_layout, Replicated):
             return own_visibility(queries, self.keys, joined)
-        streams = request.tensors[0].device.type == "cuda" and not one_queue()
-        return visibility_of(request.mask, queries, self.keys, joined, streams)
+        return visibility_of(request.mask, queries, self.keys, joined, request.relay_stream)
 
 
 def _all_positions(seq_len: int) -> tuple[Span, ...]:

@@ -216,7 +216,7 @@ def _passes(ring: RingRequest, groups: Groups) -> PlannedPasses:
            request.key_layout, tuple(map(tuple, ring.queries)), ring.sizes,
            options.algorithm, options.side, options.store,
            options.sequence_chunks, options.row_blocks,
-           deferred_chunks(options.head_chunks or 1) > 0)  # fmt: skip
+           deferred_chunks(options.head_chunks or 1) > 0, request.relay_stream)  # fmt: skip
     cached_passes = groups.recent("works", WORKS_KEPT)
     ring_passes = cached_passes.find(key)
     if ring_passes is None:

@@ -69,6 +69,7 @@ class Request:
         values_are_keys: True if values are the keys, which are then sent once.
         choice: Settings that algorithm "auto" chose, and the reason; None before the choice, and
             with another algorithm.
+        relay_stream: True if passes may use a relay stream (`comm.relays`).
     """
 
     tensors: QKV
@@ -85,6 +86,7 @@ class Request:
     facts: Facts
     values_are_keys: bool = False
     choice: Choice | None = None
+    relay_stream: bool = False
 
     @property
     def sizes(self) -> Sizes:
@@ -186,13 +188,14 @@ def check(
         grad_wire_dtype="auto" if options.grad_wire_dtype == "auto" else wire_dtype,
         head_chunks=options.head_chunks or (None if options.algorithm == "auto" else 1),
     )  # fmt: skip
+    relay_stream = q.device.type == "cuda" and not one_queue()
     facts: Facts = {
         "groups": groups.topology,
         "q": (tuple(q.shape), q.dtype),
         "k": (tuple(k.shape), k.dtype),
         "v": "the keys" if values_are_keys else (tuple(v.shape), v.dtype),
         "device": q.device.type,
-        "relay stream": q.device.type == "cuda" and not one_queue(),
+        "relay stream": relay_stream,
         "needs_grad (q, k, v)": needs_grad,
         **{field.name: getattr(resolved, field.name) for field in fields(resolved)},
         "kernel": kernel.name,
@@ -203,6 +206,7 @@ def check(
     return Request(
         (q, k, v), resolved, layout, key_layout, seq_len, key_len, mask, kernel,
         Scoring(scale, options.softcap), wire_dtype, needs_grad, facts, values_are_keys,
+        relay_stream=relay_stream,
     )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from .tables import (
     Hop,
     Tables,
     Transfers,
+    relays_between_steps,
 )
 
 
@@ -65,7 +66,8 @@ class Schedule(Demand):
     @property
     def streams(self) -> bool:
         """True if the transfers of `relay_chains` run on the relay stream (`comm.relays`)."""
-        return self.visibility.streams and ALGORITHMS[self.algorithm].relays
+        relays = self.visibility.streams and ALGORITHMS[self.algorithm].relays
+        return relays and relays_between_steps(self.tables.transfers)
 
     @property
     def summed(self) -> tuple[str, ...]:

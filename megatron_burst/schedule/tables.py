@@ -253,6 +253,15 @@ def relay_chains(transfers: Transfers) -> tuple[int, ...]:
     return tuple(int(transfers.post[of].min()) for of in (~sums, sums) if of.any())
 
 
+def relays_between_steps(transfers: Transfers) -> bool:
+    """Return True if a chain of `relay_chains` starts transfers at more than one boundary.
+
+    Otherwise all transfers of a chain start together, and a relay stream gains nothing.
+    """
+    sums = transfers.accumulated
+    return any(len(np.unique(transfers.post[of])) > 1 for of in (~sums, sums))
+
+
 def transfers(
     family: str,
     ring: str,

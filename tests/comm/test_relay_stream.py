@@ -50,6 +50,19 @@ def streams(monkeypatch):
     return Streams(monkeypatch)
 
 
+def test_after_an_error_kernels_wait_for_the_relay_stream(streams, monkeypatch):
+    """Its copies may still read buffers that are freed."""
+    waited = []
+    computing = type("Computing", (), {"wait_stream": lambda _, other: waited.append(other)})()
+    streams.current = computing
+    relays = StreamRelays(streams)
+    relays.abandon()  # no chain has started
+    assert not waited
+    relays.start(lambda: None)
+    relays.abandon()
+    assert waited == [streams]
+
+
 @pytest.mark.parametrize("clock", [False, True])
 def test_a_chain_waits_for_the_kernels_before_it_and_later_kernels_wait_for_its_marks(
     streams, monkeypatch, clock

@@ -84,12 +84,13 @@ def test_hops_obey_the_rules_of_nccl(seed, name):
     assert nccl_faults(traces, communicator, tuple(RULES)) == []
     relayed = [event for trace in traces for event in trace
                if isinstance(event, Post) and event.stream == "relay"]  # fmt: skip
-    assert any(message.received_by is not None for event in relayed for message in event.sent) or (
-        case.groups.topology.intra_size == 1 or case.groups.topology.inter_size == 1
-    )
+    passed_on = [message for event in relayed for message in event.sent
+                 if message.received_by is not None]  # fmt: skip
+    two_levels = min(case.groups.topology.intra_size, case.groups.topology.inter_size) > 1
+    assert bool(passed_on) == two_levels
     rings = [event for trace in traces for event in trace
              if isinstance(event, Post) and event.channel.ring != "ulysses"]  # fmt: skip
-    assert rings == relayed
+    assert relayed == (rings if two_levels else [])
 
 
 def test_a_send_before_its_receive_has_landed_is_seen():
@@ -144,7 +145,7 @@ def test_own_pairs_are_first_and_early_chunks_have_a_call(grid):
         q = [torch.zeros(S // case.groups.size, 1, 4, 3, requires_grad=True)
              for _ in case.groups.ranks]  # fmt: skip
         plan = in_process.prepare(q, q, q, groups=case.groups, **case.options)
-    most = 0
+    two_levels, most = min(case.groups.topology.intra_size, case.groups.topology.inter_size) > 1, 0
     for of in plan.ranks:
         me = of.rank_plan.ring.rank
         for run, at in ((of.rank_plan.forward, 0), (of.rank_plan.backward, -1)):
@@ -156,9 +157,9 @@ def test_own_pairs_are_first_and_early_chunks_have_a_call(grid):
             others = [index for index, call in calls if call is not calls[at][1]]
             assert others[:1] in ([1], [])
             most = max(most, len(calls))
-            assert [bool(step.relays) for step in run.steps].count(True) == 1 - at
-            assert "relays on a stream" in of.describe()
-    two_levels = min(case.groups.topology.intra_size, case.groups.topology.inter_size) > 1
+            chains = [bool(step.relays) for step in run.steps].count(True)
+            assert chains == (1 - at) * two_levels
+            assert ("relays on a stream" in of.describe()) == two_levels
     assert most == 2 + two_levels
 
 
@@ -219,3 +220,29 @@ def test_the_streams_share_no_buffers(seed, monkeypatch):
     assert owner
     assert freed[False]
     assert not freed[True], "sums are freed that the relay stream may still read"
+
+
+def test_without_relays_there_is_no_relay_stream(monkeypatch):
+    """On one node every transfer has the same boundary, so a stream would only cost memory."""
+    started = Counter()
+    for grid in ((1, 4, 1), (2, 4, 1)):
+        monkeypatch.setattr(EARLY, "start", lambda _, work, at=grid: (started.update([at]), work()))
+        with relay_stream(EARLY):
+            assert Case(3, grid).error() < 1e-10
+    assert list(started) == [(2, 4, 1)]
+
+
+def test_an_error_of_a_kernel_ends_the_chains_of_all_rings(monkeypatch):
+    class Failing(EARLY):
+        ended = 0
+
+        def abandon(self):
+            Failing.ended += 1
+
+    def broken(*_):
+        raise RuntimeError("a kernel failed")
+
+    monkeypatch.setattr("megatron_burst.execution.ring.Backward.pair", broken)
+    with relay_stream(Failing), pytest.raises(RuntimeError, match="a kernel failed"):
+        Case(3, (2, 4, 1), head_chunks=1).error()
+    assert Failing.ended

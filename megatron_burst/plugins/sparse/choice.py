@@ -20,7 +20,6 @@ from ...autotune.candidates import FixedSettings, Workload
 from ...autotune.rates import Rates
 from ...comm.consensus import attempt
 from ...comm.groups import Groups
-from ...comm.relays import one_queue
 from ...kernels.base import Rows, Scoring
 from ...kernels.online_softmax import accumulation_dtype
 from ...layout import Replicated, Span
@@ -63,7 +62,7 @@ def with_fastest(request: Request, groups: Groups, rates: Rates) -> Request:
     workload = Workload(
         request.sizes, request.mask, request.layout, latent=kernel.latent,
         attended=kernel.attended or request.key_len, key_layout=key_layout,
-        streams=request.tensors[0].device.type == "cuda" and not one_queue(),
+        streams=request.relay_stream,
     )  # fmt: skip
     choice = fastest(workload, FixedSettings(side="kv", head_chunks=1), groups, rates)
     algorithm = choice.taken.algorithm
