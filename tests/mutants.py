@@ -813,7 +813,7 @@ MUTANTS = [
     Mutant("comm/relays.py", "return torch.cuda.stream(self._computing)", "return nullcontext()",
            "buffers are memory of the relay stream, which kernels still read when it is reused"),
     Mutant("schedule/tables.py", "len(np.unique(transfers.post[of])) > 1",
-           "len(np.unique(transfers.post[of])) > 0", "a relay stream without relays", "relays"),
+           "len(np.unique(transfers.post[of])) > 0", "a relay stream without relays"),
     Mutant("execution/ring.py", "            ring.abandon()\n", "            break\n",
            "after an error kernels reuse buffers that the relay stream reads"),
     Mutant("execution/ring.py", "            self._relays.wait(boundary)\n", "",
