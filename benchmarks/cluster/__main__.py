@@ -58,8 +58,8 @@ def say(text: str) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description=__doc__)
-    commands = found.add_subparsers(required=True, metavar="COMMAND")
+    root_parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description=__doc__)
+    commands = root_parser.add_subparsers(required=True, metavar="COMMAND")
     check = commands.add_parser("check", help="can this machine emulate a cluster?")
     check.set_defaults(run=_check)
     check.add_argument("--wiring", default="nic", choices=(*WIRINGS,), help="default: nic")
@@ -97,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
     faults = commands.add_parser("faults", help="kill ranks and links; what do survivors say?")
     faults.set_defaults(run=_faults)
     faults.add_argument("--only", default="", help='part of "RIVAL, FAULT"')
-    return found
+    return root_parser
 
 
 def _add_settings(command: argparse.ArgumentParser) -> None:
@@ -112,19 +112,19 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
 
 def settings(suite: Suite, arguments: Arguments) -> tuple[Suite, list[Cell]]:
     """Return a suite with the changes of the arguments, and its cells."""
-    given = {name: value for name in SETTINGS if (value := getattr(arguments, name)) is not None}
+    changes = {name: value for name in SETTINGS if (value := getattr(arguments, name)) is not None}
     for name in NARROWED:
-        words, every = getattr(arguments, name, None), getattr(suite, name)
-        given[name] = tuple(
-            x for x in every
+        words, choices = getattr(arguments, name, None), getattr(suite, name)
+        changes[name] = tuple(
+            x for x in choices
             if not words or any(w.strip() in getattr(x, "name", x) for w in words.split(","))
         )  # fmt: skip
-        if not given[name]:
-            names = [getattr(x, "name", x) for x in every]
+        if not changes[name]:
+            names = [getattr(x, "name", x) for x in choices]
             raise ValueError(f"--{name} {words}: there is {', '.join(names)}")
-    suite = suite._replace(**given)
-    first, _, last = getattr(arguments, "seeds", "0").partition("-")
-    return suite, cells(suite, range(int(first), int(last or first) + 1))
+    suite = suite._replace(**changes)
+    first_seed, _, last_seed = getattr(arguments, "seeds", "0").partition("-")
+    return suite, cells(suite, range(int(first_seed), int(last_seed or first_seed) + 1))
 
 
 def _check(arguments: Arguments) -> int:
@@ -134,9 +134,9 @@ def _check(arguments: Arguments) -> int:
 
 
 def _bench(arguments: Arguments) -> int:
-    given = [f"--{name}" for name in (*SETTINGS, "repeats") if getattr(arguments, name) is not None]
-    if arguments.full and given:
-        raise ValueError(f"--full sets the cells and repeats; remove {', '.join(given)}")
+    flags = [f"--{name}" for name in (*SETTINGS, "repeats") if getattr(arguments, name) is not None]
+    if arguments.full and flags:
+        raise ValueError(f"--full sets the cells and repeats; remove {', '.join(flags)}")
     arguments.repeats = arguments.repeats or (5 if arguments.full else 3)
     job = settings(FULL if arguments.full else EVERY, arguments)
 
@@ -149,11 +149,11 @@ def _bench(arguments: Arguments) -> int:
         records = _measured({"bench": job}, arguments)
         if records is None:
             return 1
-        found = [kept(record) for record in records if record["rivals"]]
+        kept_settings = [kept(record) for record in records if record["rivals"]]
         out = arguments.out
-        save(found, out.with_suffix(".csv"))
-        if found:
-            heatmap.draw(found, out.with_suffix(".png"))
+        save(kept_settings, out.with_suffix(".csv"))
+        if kept_settings:
+            heatmap.draw(kept_settings, out.with_suffix(".png"))
         return _verdict(records)
 
     return enclosed(inside)
@@ -161,8 +161,8 @@ def _bench(arguments: Arguments) -> int:
 
 def _compare(arguments: Arguments) -> int:
     names = list(SUITES) if arguments.suites in ([], ["all"]) else arguments.suites
-    if unknown := [name for name in names if name not in SUITES]:
-        raise ValueError(f"compare: there is {', '.join(SUITES)}, got {', '.join(unknown)}")
+    if unknown_suites := [name for name in names if name not in SUITES]:
+        raise ValueError(f"compare: there is {', '.join(SUITES)}, got {', '.join(unknown_suites)}")
     if arguments.append and not arguments.out.exists():
         raise ValueError(f"--append: {arguments.out} does not exist")
     arguments.repeats = arguments.repeats or 3
@@ -175,11 +175,11 @@ def _compare(arguments: Arguments) -> int:
         if records is None:
             return 1
         for name, suite in SUITES.items():
-            if mine := [record for record in records if record["suite"] == name]:
-                shown = table.summary(mine, suite.base)
+            if suite_records := [record for record in records if record["suite"] == name]:
+                suite_table = table.summary(suite_records, suite.base)
                 if suite.ours:
-                    shown = table.beside(mine, suite.ours, suite.base, suite.targets)
-                print(f"{suite.what} ({name})\n\n{shown}\n")
+                    suite_table = table.beside(suite_records, suite.ours, suite.base, suite.targets)
+                print(f"{suite.what} ({name})\n\n{suite_table}\n")
         return _verdict(records)
 
     return enclosed(inside)
@@ -195,10 +195,10 @@ def _verdict(records: list[dict[str, Any]]) -> int:
 
     if lines := table.refusals(records):
         print(lines)
-    wrong = sum(one["wrong"] for record in records for one in table.refused(record))
-    if wrong:
-        print(f"{wrong} refused for wrong results", file=sys.stderr)
-    return int(wrong > 0)
+    wrong_count = sum(refusal["wrong"] for record in records for refusal in table.refused(record))
+    if wrong_count:
+        print(f"{wrong_count} refused for wrong results", file=sys.stderr)
+    return int(wrong_count > 0)
 
 
 def _measured(
@@ -210,15 +210,15 @@ def _measured(
     from .ranks import RankError
 
     whole.register()  # for predictions
-    out, here = arguments.out, {"command": shlex.join(sys.argv[1:]), "machine": machine()}
+    out, run_info = arguments.out, {"command": shlex.join(sys.argv[1:]), "machine": machine()}
     records = json.loads(out.read_text())["cells"] if arguments.append else []
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
-        for name, (suite, todo) in jobs.items():
-            for found in run_cells(todo, suite, arguments.repeats, arguments.forecast, say):
-                records.append(here | {"suite": name} | found)
+        for name, (suite, suite_cells) in jobs.items():
+            for record in run_cells(suite_cells, suite, arguments.repeats, arguments.forecast, say):
+                records.append(run_info | {"suite": name} | record)
                 out.write_text(json.dumps({"cells": records}, indent=1))
-                print(f"{table.shown(found, table.fastest(found, suite.base))}\n", flush=True)
+                print(f"{table.shown(record, table.fastest(record, suite.base))}\n", flush=True)
     except RankError as error:
         print(f"ranks failed: {error}", file=sys.stderr)
         return None
@@ -228,8 +228,8 @@ def _measured(
 
 def _steps(arguments: Arguments) -> int:
     kinds = arguments.documents.split(",")
-    if unknown := [kind for kind in kinds if kind not in DOCUMENTS]:
-        raise ValueError(f"--documents: there is {', '.join(DOCUMENTS)}, got {unknown[0]!r}")
+    if unknown_kinds := [kind for kind in kinds if kind not in DOCUMENTS]:
+        raise ValueError(f"--documents: there is {', '.join(DOCUMENTS)}, got {unknown_kinds[0]!r}")
 
     os.environ["PYTHONWARNINGS"] = "ignore"  # every rank would repeat Megatron's warnings
 
@@ -247,7 +247,7 @@ def _steps(arguments: Arguments) -> int:
 def _chart(arguments: Arguments) -> int:
     from . import heatmap
 
-    heatmap.draw([one for path in arguments.csv for one in load(path)], arguments.png)
+    heatmap.draw([setting for path in arguments.csv for setting in load(path)], arguments.png)
     print(f"wrote {arguments.png}")
     return 0
 

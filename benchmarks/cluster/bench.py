@@ -66,12 +66,12 @@ def in_turn(
         record["load"].append(round(os.getloadavg()[0], 1))
         for link, rate in plain_rates(ranks).items():
             record["plain"][link].append(rate)
-        for name, done in runs.items():
+        for name, rounds in runs.items():
             say(f"{name} ({repeat + 1}/{repeats})")
-            done.append(ranks.run(call[0], name, *call[1:]))
+            rounds.append(ranks.run(call[0], name, *call[1:]))
         if repeat == 0:
-            dropped = set(slow(runs))
-            runs = {name: done for name, done in runs.items() if name not in dropped}
+            slow_names = set(slow(runs))
+            runs = {name: rounds for name, rounds in runs.items() if name not in slow_names}
     return runs, record
 
 
@@ -105,9 +105,9 @@ def run_cells(
                 same = list(group)  # the plans are made once
                 works, refused = _prepared(ranks, same[0], suite.rivals, say)
                 for cell in same:
-                    found = _one_cell(ranks, cell, suite, works, repeats, forecast, say)
-                    found["refused"] = refused + found["refused"]
-                    yield found
+                    cell_record = _one_cell(ranks, cell, suite, works, repeats, forecast, say)
+                    cell_record["refused"] = refused + cell_record["refused"]
+                    yield cell_record
 
 
 def _prepared(
@@ -158,16 +158,18 @@ def _one_cell(
     ranks: Ranks, cell: Cell, suite: Suite, works: Mapping[Rival, list[Work]], repeats: int,
     forecast: bool, say: Say,
 ) -> Record:  # fmt: skip
-    where = f"{cell.grid} {cell.heads} {cell.mask} {cell.regime}"
+    label = f"{cell.grid} {cell.heads} {cell.mask} {cell.regime}"
     autos = [rival for rival in suite.rivals if _chosen(rival)]
     speed, rates, refused = None, None, []
     if works:  # equal for all rivals of a layout
         speed = _speed(cell, *next(iter(works.items())))
     if forecast or autos:
-        found = ranks.run(measure.rates, speed)  # only the oversleep differs between ranks
-        rates = dataclasses.replace(found[0], launch=median(each.launch for each in found))
+        rates_by_rank = ranks.run(measure.rates, speed)  # only the oversleep differs between ranks
+        rates = dataclasses.replace(
+            rates_by_rank[0], launch=median(rank_rates.launch for rank_rates in rates_by_rank)
+        )
     for rival in autos:
-        say(f"{where}: {rival.name}, choosing")
+        say(f"{label}: {rival.name}, choosing")
         with refusal(rival.name, refused):
             works = works | {rival: _late(ranks, cell, rival, rates)}
     of_name, left_out = {rival.name: rival for rival in works}, []
@@ -175,27 +177,27 @@ def _one_cell(
     def slow(runs: Runs) -> Iterator[str]:
         if not suite.best:
             return
-        for name, (times, other) in slower({of_name[n]: x for n, x in runs.items()}).items():
-            left_out.append(f"{name}: {times:.2f} times {other}, once")
+        for name, (times, faster_name) in slower({of_name[n]: x for n, x in runs.items()}).items():
+            left_out.append(f"{name}: {times:.2f} times {faster_name}, once")
             yield name
 
     call = measure.timed, speed
-    runs, around = in_turn(ranks, of_name, repeats, call, lambda x: say(f"{where}: {x}"), slow)
-    found = []
-    for name, done in runs.items():
+    runs, turn_record = in_turn(ranks, of_name, repeats, call, lambda x: say(f"{label}: {x}"), slow)
+    rival_records = []
+    for name, rounds in runs.items():
         rival = of_name[name]
         with refusal(name, refused):
-            found.append(
-                record.of(ranks.network, name, works[rival], done)
+            rival_records.append(
+                record.of(ranks.network, name, works[rival], rounds)
                 | {"predicted": rates and _predicted(cell, rival, rates)}
             )
-    return around | {
+    return turn_record | {
         "cell": cell._asdict() | {"rates": str(cell.rates)},
         "speed": speed,
         "rates": rates and dataclasses.asdict(rates),
         "left out": left_out,
         "refused": refused,
-        "rivals": found,
+        "rivals": rival_records,
     }
 
 
@@ -209,16 +211,16 @@ def _late(ranks: Ranks, cell: Cell, rival: Rival, rates: Rates | None) -> list[W
     assert rates is not None
     if rival.layout in groups.PLANNERS:
         plan = groups.planned(rival.layout, cell, rates)
-        works, said = ranks.run(measure.prepare, rival, None, plan), groups.words(plan)
+        works, choice_words = ranks.run(measure.prepare, rival, None, plan), groups.words(plan)
     elif rival.layout == CHOSEN:
-        laid = predict.best_layout(cell, rates)
-        works = ranks.run(measure.prepare, rival._replace(layout=laid), rates)
-        name, *numbers = laid.split()
+        layout = predict.best_layout(cell, rates)
+        works = ranks.run(measure.prepare, rival._replace(layout=layout), rates)
+        name, *numbers = layout.split()
         whole = ", whole documents" if numbers else ""
-        said = f"{name}{whole}, {works[0].says}"
+        choice_words = f"{name}{whole}, {works[0].says}"
     else:
         return ranks.run(measure.prepare, rival, rates)
-    return [work._replace(says=said) for work in works]
+    return [work._replace(says=choice_words) for work in works]
 
 
 def slower(runs: Mapping[Rival, list[list[Run]]]) -> dict[str, tuple[float, str]]:
@@ -226,7 +228,9 @@ def slower(runs: Mapping[Rival, list[list[Run]]]) -> dict[str, tuple[float, str]
 
     Each maps to its time relative to the faster rival, and the name of the faster rival.
     """
-    times = {r: median(sum(x.values()) for x in record.seconds(done)) for r, done in runs.items()}
+    times = {
+        r: median(sum(x.values()) for x in record.seconds(rounds)) for r, rounds in runs.items()
+    }
     slow_rivals = {}
     for rival, seconds in times.items():
         same_kind = (r for r in times if (r.algorithm, r.layout) == (rival.algorithm, rival.layout))

@@ -79,16 +79,16 @@ def cut(name: str, mask: str, length: int, nodes: int, per_node: int) -> Cut:
     return each_document(bounds, range(len(bounds) - 1), size)
 
 
-def each_document(bounds: Sequence[int], some: Sequence[int], size: int) -> Cut:
+def each_document(bounds: Sequence[int], numbers: Sequence[int], size: int) -> Cut:
     """Return the numbered documents, each in zigzag over `size` ranks.
 
     Args:
         bounds: Cumulative lengths of all documents.
     """
-    lengths, multiple = np.diff(bounds)[[*some]], 2 * size
+    lengths, multiple = np.diff(bounds)[[*numbers]], 2 * size
     padded = np.concatenate([[0], np.cumsum(-(-lengths // multiple) * multiple)])
     tokens, first = np.full(padded[-1], -1), np.repeat(padded[:-1], lengths)
-    inside = np.concatenate([np.arange(each) for each in lengths])
-    tokens[first + inside] = np.repeat(np.asarray(bounds)[[*some]], lengths) + inside
+    inside = np.concatenate([np.arange(document_length) for document_length in lengths])
+    tokens[first + inside] = np.repeat(np.asarray(bounds)[[*numbers]], lengths) + inside
     layout = make("zigzag", cp_size=size, cu_seqlens=padded)
     return Cut(layout, Documents(padded) & Causal(), tokens)

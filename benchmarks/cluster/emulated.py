@@ -32,14 +32,14 @@ class Memory:
     """Results of pairs by their inputs; results may be added while `open` is true."""
 
     open: bool = True
-    found: dict[Key, Any] = field(default_factory=dict)
+    results: dict[Key, Any] = field(default_factory=dict)
 
     def get(self, key: Key, compute: Any) -> Any:
-        if key not in self.found:
+        if key not in self.results:
             if not self.open:
                 raise RuntimeError("emulated compute was given chunks that no rank ever held")
-            self.found[key] = compute()
-        return self.found[key]
+            self.results[key] = compute()
+        return self.results[key]
 
 
 @dataclass
@@ -103,7 +103,7 @@ class EmulatedKernel:
 
     def _take(self, begin: float, heads: int, work: Any, factor: float) -> None:
         """Sleep until the device's time has passed."""
-        if self.speed is None or not self.memory.found:
+        if self.speed is None or not self.memory.results:
             return
         flops = factor * self.flops_per_head * heads * visible(work)
         time.sleep(max(0.0, begin + flops / self.speed - time.perf_counter()))

@@ -46,16 +46,16 @@ def enclosed(main: Callable[[], int]) -> int:
         Unavailable: Namespaces are refused.
     """
     require_tools()
-    in_namespaces, tell = os.pipe()
+    refusal_reader, refusal_writer = os.pipe()
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
-        os.close(in_namespaces)
-        _become_outer(tell, main)
-    os.close(tell)
+        os.close(refusal_reader)
+        _become_outer(refusal_writer, main)
+    os.close(refusal_writer)
     for number in FORWARDED:
         signal.signal(number, lambda number, _: _kill(child, number))
-    with os.fdopen(in_namespaces) as pipe:
+    with os.fdopen(refusal_reader) as pipe:
         refusal = pipe.read()
     code = _wait(child)
     if refusal:
@@ -72,33 +72,33 @@ def require_tools() -> None:
             raise Unavailable(f"needs the program {tool}: install iproute2 (ip, tc) and mount")
 
 
-def run(*words: str, given: str | None = None) -> str:
+def run(*words: str, stdin_text: str | None = None) -> str:
     """Run a program and return its output; raise Unavailable with its error."""
-    done = subprocess.run(words, input=given, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise Unavailable(f"{' '.join(words)}: {done.stderr.strip() or done.stdout.strip()}")
-    return done.stdout
+    process = subprocess.run(words, input=stdin_text, capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise Unavailable(f"{' '.join(words)}: {process.stderr.strip() or process.stdout.strip()}")
+    return process.stdout
 
 
-def _become_outer(tell: int, main: Callable[[], int]) -> None:
+def _become_outer(refusal_writer: int, main: Callable[[], int]) -> None:
     """Enter the namespaces in the first child, then fork process 1 and wait for it."""
     try:
         _die_with_parent()
         _go_first()
         _enter()
     except (OSError, Unavailable) as error:
-        os.write(tell, _refusal(error).encode())
+        os.write(refusal_writer, _refusal(error).encode())
         os._exit(1)
     first = os.fork()
     if first == 0:
-        _be_first(tell, main)
-    os.close(tell)
+        _be_first(refusal_writer, main)
+    os.close(refusal_writer)
     for number in FORWARDED:
         signal.signal(number, lambda number, _: _kill(first, number))
     os._exit(_wait(first))
 
 
-def _be_first(tell: int, main: Callable[[], int]) -> None:
+def _be_first(refusal_writer: int, main: Callable[[], int]) -> None:
     """Run as process 1 of the PID namespace: check the required features, then call `main`."""
     code = 1
     try:
@@ -108,9 +108,9 @@ def _be_first(tell: int, main: Callable[[], int]) -> None:
         try:
             _prepare()
         except Unavailable as error:
-            os.write(tell, _refusal(error).encode())
+            os.write(refusal_writer, _refusal(error).encode())
             os._exit(1)
-        os.close(tell)
+        os.close(refusal_writer)
         tempfile.tempdir = "/run"  # files are removed with the namespaces
         code = main()
     except Unavailable as error:  # a feature that `_prepare` did not check
@@ -132,11 +132,11 @@ def _be_first(tell: int, main: Callable[[], int]) -> None:
 def _enter() -> None:
     """Create mounts, network and PIDs; without rights, in a user namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
-    wanted = NEW_MOUNTS | NEW_NETWORK | NEW_PIDS
-    if os.geteuid() == 0 and libc.unshare(wanted) == 0:
+    namespaces = NEW_MOUNTS | NEW_NETWORK | NEW_PIDS
+    if os.geteuid() == 0 and libc.unshare(namespaces) == 0:
         return
     user, group = os.geteuid(), os.getegid()
-    if libc.unshare(wanted | NEW_USERS) != 0:
+    if libc.unshare(namespaces | NEW_USERS) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     Path("/proc/self/setgroups").write_text("deny")
@@ -149,7 +149,7 @@ def _prepare() -> None:
     run("mount", "--make-rprivate", "/")
     run("mount", "-t", "tmpfs", "none", "/run")  # `ip netns` keeps its names here
     run("ip", "link", "set", "lo", "up")
-    run("ip", "-batch", "-", given=TRIAL)
+    run("ip", "-batch", "-", stdin_text=TRIAL)
     run(
         "tc",
         "qdisc",
@@ -159,23 +159,23 @@ def _prepare() -> None:
         "root",
         *["tbf", "rate", "1mbit", "burst", "32kb", "limit", "4mb"],
     )
-    run("ip", "-batch", "-", given="link del trial0\nlink del trial\nnetns del trial\n")
+    run("ip", "-batch", "-", stdin_text="link del trial0\nlink del trial\nnetns del trial\n")
 
 
 def _refusal(error: Exception) -> str:
     """Return the reason and a remedy."""
-    said = error.strerror if isinstance(error, OSError) else str(error)
+    reason = error.strerror if isinstance(error, OSError) else str(error)
     if isinstance(error, OSError) and error.errno in (errno.EPERM, errno.ENOSPC, errno.EACCES):
-        help_ = (
+        remedy = (
             "this machine refuses network namespaces to this user. Run it as root, or allow user "
             "namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone, "
             "kernel.apparmor_restrict_unprivileged_userns); in a container, give it CAP_SYS_ADMIN"
         )
     elif "tbf" in str(error):
-        help_ = "the kernel lacks the token bucket filter (CONFIG_NET_SCH_TBF)"
+        remedy = "the kernel lacks the token bucket filter (CONFIG_NET_SCH_TBF)"
     else:
-        help_ = "the kernel or container lacks something the links need (veth, bridge, mounts)"
-    return f"{help_} [{said}]"
+        remedy = "the kernel or container lacks something the links need (veth, bridge, mounts)"
+    return f"{remedy} [{reason}]"
 
 
 def _go_first() -> None:
@@ -196,8 +196,8 @@ def _die_with_parent() -> None:
 
 
 def _stop(number: int, _: object) -> None:
-    for other in FORWARDED:  # a second signal must not interrupt the cleanup
-        signal.signal(other, signal.SIG_IGN)
+    for forwarded_signal in FORWARDED:  # a second signal must not interrupt the cleanup
+        signal.signal(forwarded_signal, signal.SIG_IGN)
     raise KeyboardInterrupt(number)
 
 

@@ -71,16 +71,16 @@ FAULTS = (
 
 def main(only: str = "", say: Callable[[str], None] = print) -> int:
     """Cause every fault for every rival; return 1 if a survivor behaved badly."""
-    bad = 0
+    mistake_count = 0
     for rival in RIVALS:
         for fault in FAULTS:
             if only in f"{rival.name}, {fault.name}":
-                lines, wrong = strike(rival, fault)
-                bad += len(wrong)
-                say(f"{rival.name}, {fault.name}: " + ("; ".join(wrong) if wrong else "good"))
+                lines, mistakes = strike(rival, fault)
+                mistake_count += len(mistakes)
+                say(f"{rival.name}, {fault.name}: " + ("; ".join(mistakes) if mistakes else "good"))
                 for line in lines:
                     say(f"    {line}")
-    return int(bad > 0)
+    return int(mistake_count > 0)
 
 
 def strike(rival: Rival, fault: Fault) -> tuple[list[str], list[str]]:
@@ -91,21 +91,21 @@ def strike(rival: Rival, fault: Fault) -> tuple[list[str], list[str]]:
         with built(network), Ranks(network, timeout=TIMEOUT) as ranks:
             ranks.run(measure.load, PROBLEM, Path(folder))
             ranks.run(measure.prepare, rival)
-            answers = ranks.answers(
+            outcomes = ranks.answers(
                 attend, rival, 2 * TIMEOUT, within=6 * TIMEOUT, meanwhile=lambda: _hit(ranks, fault)
             )
-        with built(network), Ranks(network, timeout=TIMEOUT) as fresh:
-            fresh.run(measure.load, PROBLEM, Path(folder))
-            fresh.run(measure.prepare, rival)  # a new cluster works; `prepare` checks its result
-    survivors = dict(enumerate(answers))
+        with built(network), Ranks(network, timeout=TIMEOUT) as new_ranks:
+            new_ranks.run(measure.load, PROBLEM, Path(folder))
+            new_ranks.run(measure.prepare, rival)  # a new cluster works; `prepare` checks results
+    survivors = dict(enumerate(outcomes))
     if fault.kills:
         del survivors[VICTIM]
     lines = [
-        f"rank {rank} {answer.kind} {answer.seconds - DELAY:.1f} s after: {_first(answer)}"
-        for rank, answer in survivors.items()
+        f"rank {rank} {outcome.kind} {outcome.seconds - DELAY:.1f} s after: {_first(outcome)}"
+        for rank, outcome in survivors.items()
     ]
-    wrong = [w for rank, answer in survivors.items() for w in _judge(rank, answer, fault)]
-    return lines, wrong
+    mistakes = [w for rank, outcome in survivors.items() for w in _judge(rank, outcome, fault)]
+    return lines, mistakes
 
 
 def _hit(ranks: Ranks, fault: Fault) -> None:
@@ -113,30 +113,30 @@ def _hit(ranks: Ranks, fault: Fault) -> None:
     fault.strike(ranks)
 
 
-def _judge(rank: int, answer: Answer, fault: Fault) -> Iterator[str]:
+def _judge(rank: int, outcome: Answer, fault: Fault) -> Iterator[str]:
     """Yield the mistakes of one survivor."""
-    if answer.kind == "done":
+    if outcome.kind == "done":
         if not fault.survives:
             yield f"rank {rank} noticed nothing"
-        if not answer.value["error"] <= 1.0:
-            error = f"{answer.value['error']:.2g}"
+        if not outcome.value["error"] <= 1.0:
+            error = f"{outcome.value['error']:.2g}"
             yield f"rank {rank} returned a result that is off by {error} times its bound"
         return
-    if answer.kind != "failed":
-        yield f"rank {rank} {answer.kind}"
+    if outcome.kind != "failed":
+        yield f"rank {rank} {outcome.kind}"
         return
-    if answer.seconds > DELAY + TIMEOUT + SLACK + fault.survives * 2 * TIMEOUT:
-        yield f"rank {rank} took {answer.seconds - DELAY:.1f} s to notice"
-    words = _first(answer)
+    if outcome.seconds > DELAY + TIMEOUT + SLACK + fault.survives * 2 * TIMEOUT:
+        yield f"rank {rank} took {outcome.seconds - DELAY:.1f} s to notice"
+    words = _first(outcome)
     if not re.search(NAMED, words):
         yield f"rank {rank} does not name the exchange and the peer"
 
 
-def _first(answer: Answer) -> str:
+def _first(outcome: Answer) -> str:
     """Return the first line of a failed rank's exception."""
-    if answer.kind == "failed":
-        return answer.value.splitlines()[0]
-    return str(answer.value)
+    if outcome.kind == "failed":
+        return outcome.value.splitlines()[0]
+    return str(outcome.value)
 
 
 def attend(state: State, rival: Rival, seconds: float) -> dict[str, Any]:

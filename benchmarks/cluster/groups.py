@@ -46,9 +46,9 @@ def planned(name: str, cell: Cell, rates: Rates) -> Planned:
         ValueError: The number of ranks, or of ranks per node, is no power of two.
     """
     size = cell.nodes * cell.per_node
-    for what, number in (("ranks", size), ("ranks of a node", cell.per_node)):
+    for noun, number in (("ranks", size), ("ranks of a node", cell.per_node)):
         if number & (number - 1):
-            raise ValueError(f"--grids: groups need a power of two of {what}, got {cell.grid}")
+            raise ValueError(f"--grids: groups need a power of two of {noun}, got {cell.grid}")
     bounds = bounds_of(cell.mask, cell.tokens * size)
     if bounds is None:
         raise ValueError(f"--masks: groups need packed documents, got {cell.mask!r}")
@@ -62,25 +62,25 @@ def placed(plan: Sequence[MicroBatch], lengths: Sequence[int]) -> Planned:
     So no group that fits on a node is spread over several nodes. Documents of one length keep their
     order.
     """
-    left: dict[int, list[int]] = {}
+    unplaced: dict[int, list[int]] = {}
     for number in reversed(range(len(lengths))):
-        left.setdefault(lengths[number], []).append(number)
-    found: Planned = []
+        unplaced.setdefault(lengths[number], []).append(number)
+    micro_batches: Planned = []
     for groups in plan:
         first, parts = 0, []
-        for group in sorted(groups, key=lambda each: -each.size):
+        for group in sorted(groups, key=lambda group: -group.size):
             if group.lengths:
-                documents = tuple(left[length].pop() for length in group.lengths)
+                documents = tuple(unplaced[length].pop() for length in group.lengths)
                 parts.append(Part(first, group.size, documents))
             first += group.size
-        found.append(parts)
-    return found
+        micro_batches.append(parts)
+    return micro_batches
 
 
 def words(plan: Planned) -> str:
     """Return for example "groups of 4, 2, 1, 1 ranks, then 8", one part per micro-batch."""
-    each = [", ".join(str(part.size) for part in parts) for parts in plan]
-    return f"groups of {', then '.join(each)} ranks"
+    group_sizes = [", ".join(str(part.size) for part in parts) for parts in plan]
+    return f"groups of {', then '.join(group_sizes)} ranks"
 
 
 def _dynamic(lengths: Sequence[int], cell: Cell, rates: Rates) -> list[MicroBatch]:

@@ -43,12 +43,12 @@ def lines(settings: Iterable[Setting]) -> list[Line]:
     """Return the settings, by regime, grid, rates (fastest first), heads and tokens."""
     order = (*REGIMES, "real")
 
-    def key(found: Setting) -> tuple[Any, ...]:
-        cell = found.cell
+    def key(setting: Setting) -> tuple[Any, ...]:
+        cell = setting.cell
         place = order.index(cell.regime), cell.nodes, cell.per_node, -cell.rates.inter
         return *place, cell.heads != "MHA", cell.heads, cell.tokens
 
-    return [_line(found) for found in sorted(settings, key=key)]
+    return [_line(setting) for setting in sorted(settings, key=key)]
 
 
 def _line(setting: Setting) -> Line:
@@ -77,21 +77,21 @@ def draw(settings: Sequence[Setting], path: Path) -> None:
     """Draw the figure as a PNG, with a block of rows per regime."""
     from matplotlib.figure import Figure
 
-    every = [
+    blocks = [
         (regime, list(block)) for regime, block in groupby(lines(settings), lambda x: x.regime)
     ]
-    heights = [len(block) for _, block in every]
+    heights = [len(block) for _, block in blocks]
     figure = Figure(
-        figsize=(11.5, 3 + 0.5 * len(every) + 0.26 * sum(heights)), layout="constrained"
+        figsize=(11.5, 3 + 0.5 * len(blocks) + 0.26 * sum(heights)), layout="constrained"
     )
     figure.suptitle("Forward + backward: time over that of the fastest fixed algorithm of the row")
-    axes = figure.subplots(len(every), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for at, (axis, (regime, block)) in enumerate(zip(axes, every, strict=True)):
+    axes = figure.subplots(len(blocks), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for index, (axis, (regime, block)) in enumerate(zip(axes, blocks, strict=True)):
         _block(axis, block)
         axis.set_title(BANDS[regime], fontsize=9, loc="left", weight="bold")
         heads = [*(name.replace(", ", ",\n") for name in COLUMNS), "burst or auto\nover its limit"]
         axis.xaxis.tick_top()
-        axis.set_xticks(range(len(heads)), heads if at == 0 else [], fontsize=8, rotation=60,
+        axis.set_xticks(range(len(heads)), heads if index == 0 else [], fontsize=8, rotation=60,
                         ha="left", rotation_mode="anchor")  # fmt: skip
     words = "bold: the fastest, and auto where it is as fast or faster; grey: not run"
     figure.supxlabel(words, fontsize=8.5)
@@ -102,11 +102,11 @@ def _block(axis: Any, lines_of_block: Sequence[Line]) -> None:
     from matplotlib.colors import LogNorm
 
     table = np.array([[row.ratios.get(name, np.nan) for name in COLUMNS] for row in lines_of_block])
-    shown = np.hstack(
+    image = np.hstack(
         [table, np.full((len(lines_of_block), 1), np.nan)]
     )  # the last column has no colour
     axis.set_facecolor("#eef0f2")
-    axis.imshow(shown, cmap="YlOrRd", norm=LogNorm(0.9, SLOWEST, clip=True), aspect="auto")
+    axis.imshow(image, cmap="YlOrRd", norm=LogNorm(0.9, SLOWEST, clip=True), aspect="auto")
     axis.set_yticks(
         range(len(lines_of_block)), ["   ".join(row.words) for row in lines_of_block], fontsize=8
     )

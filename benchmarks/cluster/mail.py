@@ -24,16 +24,18 @@ def of(plan: mb.Plan) -> dict[str, dict]:
     heads = plan.sizes.scattered_bytes(topology.ulysses)
     sent, messages, least = {}, {}, {}
     for name, schedule, share in zip(PASSES, plan.schedules, heads, strict=True):
-        moved = schedule.tables.transfers
-        mine = moved.where(moved.src == plan.groups.ring.rank)
-        to = np.zeros(topology.size, dtype=np.int64)
-        np.add.at(to, np.array(ring)[mine.dst], cost.message_bytes(schedule, mine, plan.sizes))
-        to[[other for other in sharing if other != me]] += share
-        between = mine.between(schedule.grid)
+        transfers = schedule.tables.transfers
+        sends = transfers.where(transfers.src == plan.groups.ring.rank)
+        rank_bytes = np.zeros(topology.size, dtype=np.int64)
+        np.add.at(
+            rank_bytes, np.array(ring)[sends.dst], cost.message_bytes(schedule, sends, plan.sizes)
+        )
+        rank_bytes[[peer for peer in sharing if peer != me]] += share
+        between = sends.between(schedule.grid)
         counts = int((~between).sum()), int(between.sum())
         messages[name] = {link: plan.head_chunks * n for link, n in zip(LINKS, counts, strict=True)}
         first = plan.groups.rank == 0
-        sent[name], least[name] = to.tolist(), first * least_between(schedule, plan.sizes)
+        sent[name], least[name] = rank_bytes.tolist(), first * least_between(schedule, plan.sizes)
     return {"sent": sent, "messages": messages, "least": least}
 
 
@@ -45,6 +47,6 @@ def least_between(schedule: Schedule, sizes: cost.Sizes) -> int:
     bundles, grid = schedule.travelling, schedule.grid
     of_node = bundles.users.reshape(len(bundles.owner), grid.inter, grid.intra).any(axis=2)
     of_node[np.arange(len(bundles.owner)), bundles.owner // grid.intra] = False
-    each = sizes.row_bytes(schedule)
-    row = getattr(each, schedule.side) + getattr(each, "d" + schedule.side)
+    row_bytes = sizes.row_bytes(schedule)
+    row = getattr(row_bytes, schedule.side) + getattr(row_bytes, "d" + schedule.side)
     return int((bundles.rows * of_node.sum(axis=1)).sum()) * row

@@ -85,8 +85,8 @@ def write_problem(problem: Problem, network: Network, folder: Path) -> None:
     sums = []
     if "bf16" in (problem.dtype, problem.wire):
         sums = rounding.absolute_sums(q, k, v, dout, truth[0], problem.mask)
-    others = [drawn(x.shape[2]) for x in (q, k, v)]
-    padding = (*others, 0.0, UNKNOWN, 0.0, 0.0, 0.0, *(0.0 for _ in sums))
+    padding_inputs = [drawn(x.shape[2]) for x in (q, k, v)]
+    padding = (*padding_inputs, 0.0, UNKNOWN, 0.0, 0.0, 0.0, *(0.0 for _ in sums))
     whole = list(zip((q, k, v, dout, *truth, *sums), padding, strict=True))
     torch.save(whole, folder / FILE)
 
@@ -106,23 +106,23 @@ def shares(state: State, layout: str, plan: Planned | None = None) -> list[Share
     network, me, problem = state["network"], state["rank"], state["problem"]
     length = problem.tokens * network.size
 
-    def share(made: Cut, first: int, size: int) -> Share:
-        shards = [made.shard(x, me - first, padding) for x, padding in state["whole"]]
+    def share(layout_cut: Cut, first: int, size: int) -> Share:
+        shards = [layout_cut.shard(x, me - first, padding) for x, padding in state["whole"]]
         sums = rounding.Sums(*shards[8:]) if shards[8:] else None
-        return Share(tuple(shards[:4]), tuple(shards[4:8]), made, (first, size), sums)
+        return Share(tuple(shards[:4]), tuple(shards[4:8]), layout_cut, (first, size), sums)
 
     if plan is not None:
         bounds = bounds_of(problem.mask, length)
         assert bounds is not None
-        mine = [part for parts in plan for part in parts
-                if part.first <= me < part.first + part.size]  # fmt: skip
+        own_parts = [part for parts in plan for part in parts
+                     if part.first <= me < part.first + part.size]  # fmt: skip
         return [
             share(each_document(bounds, part.documents, part.size), part.first, part.size)
-            for part in mine
+            for part in own_parts
         ]
     if layout not in state["shares"]:
-        made = cut(layout, problem.mask, length, network.nodes, network.per_node)
-        state["shares"][layout] = [share(made, 0, network.size)]
+        layout_cut = cut(layout, problem.mask, length, network.nodes, network.per_node)
+        state["shares"][layout] = [share(layout_cut, 0, network.size)]
     return state["shares"][layout]
 
 
@@ -195,7 +195,7 @@ def _work(problem: Problem, plan: mb.Plan, chosen: bool) -> Work:
         {p: {link: getattr(sent, link) for link in LINKS}
          for p, sent in zip(PASSES, plan.traffic(), strict=True)},
         says=_words(plan) if chosen else "",
-        flops={p: pairs(run) * each for p, (run, each) in zip(PASSES, runs, strict=True)},
+        flops={p: pairs(run) * per_pair for p, (run, per_pair) in zip(PASSES, runs, strict=True)},
         **mail.of(plan),
     )  # fmt: skip
 
@@ -203,10 +203,10 @@ def _work(problem: Problem, plan: mb.Plan, chosen: bool) -> Work:
 def total_work(size: int, works: Sequence[tuple[Work, tuple[int, int]]]) -> Work:
     """Add the work of one rank (of `size` ranks) over its groups."""
     sent = {p: [0] * size for p in PASSES}
-    for work, (first, many) in works:
+    for work, (first, group_size) in works:
         for p in PASSES:
-            for other in range(many):
-                sent[p][first + other] += work.sent[p][other]
+            for peer in range(group_size):
+                sent[p][first + peer] += work.sent[p][peer]
 
     def by_link(name: str) -> dict[str, dict[str, int]]:
         return {p: {x: sum(getattr(w, name)[p][x] for w, _ in works) for x in LINKS}
@@ -232,31 +232,31 @@ def timed(state: State, name: str, speed: float | None) -> Run:
     plans = [plan for plan, _ in parts]
     if speed is not None:
         plans = [plan.with_kernel(_emulated(state, plan, speed or None)) for plan in plans]
-    each_leaves = [[x.detach().requires_grad_() for x in share.inputs[:3]] for _, share in parts]
+    leaves_of_part = [[x.detach().requires_grad_() for x in share.inputs[:3]] for _, share in parts]
     all_counters = {id(plan.groups): plan.groups.counters for plan in plans}.values()
     for counters in all_counters:
         counters.reset()
     network, me = state["network"], state["rank"]
     dist.barrier()
-    before = network.sent_from_here(me)
+    sent_before = network.sent_from_here(me)
     with emulated.urgent(speed is not None and not state["memory"].open):
         dist.barrier()
         begin = time.perf_counter()
         outs = [mb.attention(*leaves, plan=plan)
-                for plan, leaves in zip(plans, each_leaves, strict=True)]  # fmt: skip
+                for plan, leaves in zip(plans, leaves_of_part, strict=True)]  # fmt: skip
         forward = begin, time.perf_counter()
         dist.barrier()
         begin = time.perf_counter()
-        each_grads = [
+        grads_of_part = [
             torch.autograd.grad(out, leaves, share.inputs[3])
-            for out, leaves, (_, share) in zip(outs, each_leaves, parts, strict=True)
+            for out, leaves, (_, share) in zip(outs, leaves_of_part, parts, strict=True)
         ]
         backward = begin, time.perf_counter()
         dist.barrier()
-    sent = {link: n - before[link] for link, n in network.sent_from_here(me).items()}
+    sent = {link: n - sent_before[link] for link, n in network.sent_from_here(me).items()}
     errors = [
         worst_error((out, *grads), share.truth, share.bounds)
-        for out, grads, (_, share) in zip(outs, each_grads, parts, strict=True)
+        for out, grads, (_, share) in zip(outs, grads_of_part, parts, strict=True)
     ]
     error = torch.tensor([0.0, *errors]).max().item()  # NaN if an error is NaN
     counted = {link: sum(getattr(x, link) for x in all_counters) for link in LINKS}
@@ -264,11 +264,11 @@ def timed(state: State, name: str, speed: float | None) -> Run:
 
 
 def worst_error(
-    got: Sequence[torch.Tensor], truth: Sequence[torch.Tensor], bounds: Sequence[torch.Tensor]
+    results: Sequence[torch.Tensor], truth: Sequence[torch.Tensor], bounds: Sequence[torch.Tensor]
 ) -> float:
     """Return the largest error over its bound; entries with truth `UNKNOWN` are free."""
     worst = []
-    for x, y, bound in zip(got, truth, bounds, strict=True):
+    for x, y, bound in zip(results, truth, bounds, strict=True):
         finite = ~y.isnan()
         worst.append(((x.detach() - y) / bound)[finite].abs().max())
     return torch.stack(worst).max().item()  # NaN if an entry is NaN
@@ -282,17 +282,17 @@ def transfer(state: State, sizes: dict[str, int]) -> dict[str, tuple[float, floa
     network, me = state["network"], state["rank"]
     width, ranks = network.per_node, network.size
     node, index = divmod(me, width)
-    around = node * width + (index + 1) % width, node * width + (index - 1) % width
-    neighbours = {"intra": around, "inter": ((me + width) % ranks, (me - width) % ranks)}
+    node_neighbours = node * width + (index + 1) % width, node * width + (index - 1) % width
+    neighbours = {"intra": node_neighbours, "inter": ((me + width) % ranks, (me - width) % ranks)}
     clock = {}
-    for link, (there, back) in neighbours.items():
-        if there == me:
+    for link, (next_rank, previous_rank) in neighbours.items():
+        if next_rank == me:
             continue
         source, target = (torch.zeros(sizes[link], dtype=torch.uint8) for _ in range(2))
         with emulated.urgent(True):
             dist.barrier()
             begin = time.perf_counter()
-            works = [dist.irecv(target, back), dist.isend(source, there)]
+            works = [dist.irecv(target, previous_rank), dist.isend(source, next_rank)]
             for work in works:
                 assert work is not None
                 work.wait()
@@ -345,26 +345,26 @@ def _plan(state: State, rival: Rival, share: Share, rates: mb.Rates | None) -> m
 def _words(plan: mb.Plan) -> str:
     """Return for example "burst, side query, 4 head chunks (predicted: ...)"."""
     assert plan.choice is not None
-    taken = plan.choice.taken
-    groups = f", {taken.head_chunks} head chunks" * (taken.head_chunks > 1)
-    side = f", side {taken.side}" * (taken.algorithm != "ulysses")
-    return f"{taken.name}{side}{groups} (predicted: {plan.choice.why})"
+    chosen = plan.choice.taken
+    groups = f", {chosen.head_chunks} head chunks" * (chosen.head_chunks > 1)
+    side = f", side {chosen.side}" * (chosen.algorithm != "ulysses")
+    return f"{chosen.name}{side}{groups} (predicted: {plan.choice.why})"
 
 
 def _groups(
     state: State, ulysses: int, placement: str, first: int = 0, size: int | None = None
 ) -> mb.Groups:
     """Return a grid of all ranks, or of `size` from `first`, created once in one order."""
-    network, made = state["network"], state.setdefault("groups", {})
+    network, groups_by_key = state["network"], state.setdefault("groups", {})
     size = size or network.size
     key = ulysses, placement, first, size
-    if key not in made:
+    if key not in groups_by_key:
         group, members = process_group(dist.group.WORLD), range(first, first + size)
         if size < network.size:
             # torch names a group by the number of groups of a rank, which differs between ranks
             name = f"ranks {first} to {first + size - 1} of the benchmark"
             group = new_group(members, "gloo", timeout_of(group), name)
-        made[key] = mb.Groups.from_topology(
+        groups_by_key[key] = mb.Groups.from_topology(
             group, intra=min(size, network.per_node), ulysses=ulysses, placement=placement
         )
-    return made[key]
+    return groups_by_key[key]

@@ -116,11 +116,11 @@ class Network:
                     f"link set {name}{rank} master {bridge}",
                     f"link set {name}{rank} up",
                 ]
-        for one in range(self.size):
-            for other in (peer for peer in self.peers(one) if peer > one):
-                ends = f"name p{other} netns r{one} type veth peer name p{one} netns r{other}"
+        for rank in range(self.size):
+            for peer in (peer for peer in self.peers(rank) if peer > rank):
+                ends = f"name p{peer} netns r{rank} type veth peer name p{rank} netns r{peer}"
                 lines.append(f"link add {ends}")
-        run("ip", "-batch", "-", given="\n".join(lines) + "\n")
+        run("ip", "-batch", "-", stdin_text="\n".join(lines) + "\n")
         for rank in range(self.size):
             self._furnish(rank)
         for link in INTERFACES:
@@ -131,12 +131,12 @@ class Network:
         # Links first: the kernel removes links of a deleted namespace only later.
         for rank in range(self.size):
             pairs = [f"link del p{peer}" for peer in self.peers(rank) if peer > rank]
-            run("ip", "-n", f"r{rank}", "-force", "-batch", "-", given="\n".join(pairs) + "\n")
+            run("ip", "-n", f"r{rank}", "-force", "-batch", "-", stdin_text="\n".join(pairs) + "\n")
         names = [f"{name}{rank}" for name in INTERFACES.values() for rank in range(self.size)]
         names += ["spine", *(f"node{node}" for node in range(self.nodes))]
         lines = [f"link del {name}" for name in names]
         lines += [f"netns del r{rank}" for rank in range(self.size)]
-        run("ip", "-force", "-batch", "-", given="\n".join(lines) + "\n")
+        run("ip", "-force", "-batch", "-", stdin_text="\n".join(lines) + "\n")
 
     def shape(self, link: str, ranks: range | list[int], rate: int) -> None:
         """Change the rate of one link class of these ranks.
@@ -145,14 +145,14 @@ class Network:
         """
         shaper = f"root tbf rate {rate}bit burst {2 * PACKET} limit 4mb"
         outside = [f"qdisc replace dev {INTERFACES[link]}{rank} {shaper}" for rank in ranks]
-        run("tc", "-batch", "-", given="\n".join(outside) + "\n")
+        run("tc", "-batch", "-", stdin_text="\n".join(outside) + "\n")
         for rank in ranks:
             inside = [
                 f"qdisc replace dev {name} {shaper}"
                 for name, of in self.interfaces(rank).items()
                 if of == link
             ]
-            run("tc", "-n", f"r{rank}", "-batch", "-", given="\n".join(inside) + "\n")
+            run("tc", "-n", f"r{rank}", "-batch", "-", stdin_text="\n".join(inside) + "\n")
 
     def cut(self, link: str, rank: int) -> None:
         """Take the switch's end of a link down, like a pulled cable."""
@@ -186,19 +186,19 @@ class Network:
 
     def _furnish(self, rank: int) -> None:
         """Set addresses, routes and TCP settings of one rank's namespace."""
-        mine = self.address(rank)
+        address = self.address(rank)
         lines = [
             "link set lo up",
-            f"addr add {mine}/24 dev ib",
+            f"addr add {address}/24 dev ib",
             f"addr add 10.1.0.{rank + 1}/24 dev nv",
         ]
         lines += [f"link set {name} up gso_max_size {PACKET}" for name in self.interfaces(rank)]
         for peer in range(self.size):
             if self.direct(rank, peer):
-                lines.append(f"route add {self.address(peer)}/32 dev p{peer} src {mine}")
+                lines.append(f"route add {self.address(peer)}/32 dev p{peer} src {address}")
             elif peer != rank and self.link(rank, peer) == "intra":
-                lines.append(f"route add {self.address(peer)}/32 dev nv src {mine}")
-        run("ip", "-n", f"r{rank}", "-batch", "-", given="\n".join(lines) + "\n")
+                lines.append(f"route add {self.address(peer)}/32 dev nv src {address}")
+        run("ip", "-n", f"r{rank}", "-batch", "-", stdin_text="\n".join(lines) + "\n")
         # BBR is slow for two-level rings; every kernel has Reno. No slow start after idle times. A
         # rank's own thread copies all data that fit into the socket's buffer, up to the receiver's
         # socket. For half a megabyte this takes half a millisecond, which a real NIC would not need

@@ -37,10 +37,10 @@ def predict(cell: Cell, rival: Rival, rates: Rates) -> Candidate | None:
         rival.head_chunks,
     )
     try:
-        found = list(on_grid(workload, topology, rates, fixed))
+        candidates = list(on_grid(workload, topology, rates, fixed))
     except ValueError:
         return None
-    return min(found, key=lambda option: option.sent.total)
+    return min(candidates, key=lambda option: option.sent.total)
 
 
 def best_layout(cell: Cell, rates: Rates) -> str:
@@ -58,12 +58,12 @@ def best_layout(cell: Cell, rates: Rates) -> str:
 
 def _workload(cell: Cell, layout: str) -> Workload:
     problem, size = cell.problem(), cell.nodes * cell.per_node
-    laid = cut(layout, problem.mask, problem.tokens * size, cell.nodes, cell.per_node)
+    layout_cut = cut(layout, problem.mask, problem.tokens * size, cell.nodes, cell.per_node)
     sizes = Sizes(
-        len(laid.tokens) // size, 1, problem.heads, problem.kv_heads, problem.width, problem.width,
-        WIRES[problem.dtype], 4, WIRES[problem.wire], (True, True, True),
+        len(layout_cut.tokens) // size, 1, problem.heads, problem.kv_heads, problem.width,
+        problem.width, WIRES[problem.dtype], 4, WIRES[problem.wire], (True, True, True),
     )  # fmt: skip
-    return Workload(sizes, laid.mask, laid.layout)
+    return Workload(sizes, layout_cut.mask, layout_cut.layout)
 
 
 def estimate(cells: Sequence[Cell], rivals: Sequence[Rival], repeats: int) -> float:
@@ -86,9 +86,9 @@ def busy(cell: Cell, layout: str = "zigzag") -> float:
     sides = [predict(cell, Rival("burst", "burst", side, layout=layout), links)
              for side in ("kv", "query")]  # fmt: skip
     return min(
-        sum(max(p.intra, p.inter) for p in (found.forward, found.backward))
-        for found in sides
-        if found is not None
+        sum(max(p.intra, p.inter) for p in (candidate.forward, candidate.backward))
+        for candidate in sides
+        if candidate is not None
     )
 
 
@@ -101,6 +101,6 @@ def _seconds(cell: Cell, rivals: Sequence[Rival]) -> Iterator[float]:
     for rival in rivals:
         if rival.algorithm == "auto":
             continue
-        found = predict(cell, rival, links)
-        if found is not None:
-            yield max(found.seconds, compute)
+        candidate = predict(cell, rival, links)
+        if candidate is not None:
+            yield max(candidate.seconds, compute)

@@ -62,18 +62,18 @@ class Rollouts(NamedTuple):
 
     def drawn(self) -> list[np.ndarray]:
         """Return the tokens of the trajectories."""
-        random, made = np.random.default_rng(self.seed), []
+        random, trajectories = np.random.default_rng(self.seed), []
         start = random.integers(0, 1 << 30, self.prompt)
         for i, length in enumerate(self.lengths):
             shared = start
             if i and self.turns:
-                other = made[random.integers(i)]
-                cut = (len(other) - self.prompt) * random.integers(self.turns) // self.turns
-                shared = other[: self.prompt + cut]
+                earlier = trajectories[random.integers(i)]
+                cut = (len(earlier) - self.prompt) * random.integers(self.turns) // self.turns
+                shared = earlier[: self.prompt + cut]
             shared = shared[:length]
-            fresh = random.integers(0, 1 << 30, length - len(shared))
-            made.append(np.concatenate([shared, fresh]))
-        return made
+            new_tokens = random.integers(0, 1 << 30, length - len(shared))
+            trajectories.append(np.concatenate([shared, new_tokens]))
+        return trajectories
 
 
 # Small enough for one core: a tenth or an eighth of the size of real rollouts.
@@ -89,19 +89,19 @@ def bounds(name: str, seed: int, length: int) -> list[int]:
     """Return cumulative lengths of the documents of one batch of `length` tokens."""
     median, sigma, cap = DOCUMENTS[name]
     generator = np.random.default_rng(seed)
-    found = [0]
-    while found[-1] < length:
-        drawn = int(np.clip(round(generator.lognormal(np.log(median), sigma)), 1, cap))
-        found.append(min(found[-1] + drawn, length))
-    return found
+    document_bounds = [0]
+    while document_bounds[-1] < length:
+        document_length = int(np.clip(round(generator.lognormal(np.log(median), sigma)), 1, cap))
+        document_bounds.append(min(document_bounds[-1] + document_length, length))
+    return document_bounds
 
 
 def bounds_of(text: str, length: int) -> list[int] | None:
     """Return cumulative lengths of the documents of a named mask; None if it has none."""
     if text.startswith("trajectories "):
         return np.cumsum([0, *TREES[text.split()[1]].lengths]).tolist()
-    found = re.fullmatch(rf"documents ({'|'.join(DOCUMENTS)}) seed (\d+)", text)
-    return found and bounds(found[1], int(found[2]), length)
+    match = re.fullmatch(rf"documents ({'|'.join(DOCUMENTS)}) seed (\d+)", text)
+    return match and bounds(match[1], int(match[2]), length)
 
 
 def mask_of(text: str, length: int) -> Mask:

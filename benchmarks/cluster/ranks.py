@@ -54,10 +54,12 @@ class RankError(RuntimeError):
 
     def __init__(self, message: str, failures: Sequence[Answer] = ()):
         super().__init__(message)
-        first = [str(each.value).split("\n", 1)[0] for each in failures if each.kind == "failed"]
-        self.kinds = [line.partition(": ")[0] for line in first]
-        self.words = [line.partition(": ")[2] for line in first]
-        self.ended = len(first) < len(failures)
+        first_lines = [
+            str(outcome.value).split("\n", 1)[0] for outcome in failures if outcome.kind == "failed"
+        ]
+        self.kinds = [line.partition(": ")[0] for line in first_lines]
+        self.words = [line.partition(": ")[2] for line in first_lines]
+        self.ended = len(first_lines) < len(failures)
 
 
 class Ranks:
@@ -75,12 +77,12 @@ class Ranks:
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(network.size):
-            here, there = context.Pipe()
-            arguments = (rank, network, timeout, there, self._trace(rank))
+            parent_pipe, rank_pipe = context.Pipe()
+            arguments = (rank, network, timeout, rank_pipe, self._trace(rank))
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
-            there.close()
-            self.pipes.append(here)
+            rank_pipe.close()
+            self.pipes.append(parent_pipe)
             self.processes.append(process)
         self.run(_ready, within=timeout + 60)
 
@@ -92,15 +94,15 @@ class Ranks:
 
     def run(self, function: Callable[..., Any], *args: Any, within: float = 300.0) -> list[Any]:
         """Return the results of all ranks; raise RankError with all tracebacks if one failed."""
-        answers = self.answers(function, *args, within=within)
-        bad = {rank: a for rank, a in enumerate(answers) if a.kind != "done"}
-        if bad:
+        outcomes = self.answers(function, *args, within=within)
+        failed = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.kind != "done"}
+        if failed:
             words = [
-                f"--- rank {rank} {a.kind} after {a.seconds:.1f} s\n{a.value}"
-                for rank, a in bad.items()
+                f"--- rank {rank} {outcome.kind} after {outcome.seconds:.1f} s\n{outcome.value}"
+                for rank, outcome in failed.items()
             ]
-            raise RankError("\n" + "\n".join(words), list(bad.values()))
-        return [answer.value for answer in answers]
+            raise RankError("\n" + "\n".join(words), list(failed.values()))
+        return [outcome.value for outcome in outcomes]
 
     def answers(
         self,
@@ -116,17 +118,17 @@ class Ranks:
         if meanwhile is not None:
             meanwhile()
         waiting = {pipe: rank for rank, pipe in enumerate(self.pipes)}
-        answers: dict[int, Answer] = {}
+        outcomes: dict[int, Answer] = {}
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, begin + within - time.monotonic()))
             if not ready:
                 break
             for pipe in ready:
                 rank = waiting.pop(pipe)  # pyright: ignore
-                answers[rank] = self._answer(rank, time.monotonic() - begin)
+                outcomes[rank] = self._answer(rank, time.monotonic() - begin)
         for rank in waiting.values():
-            answers[rank] = Answer("hung", self._read_trace(rank), time.monotonic() - begin)
-        return [answers[rank] for rank in range(self.network.size)]
+            outcomes[rank] = Answer("hung", self._read_trace(rank), time.monotonic() - begin)
+        return [outcomes[rank] for rank in range(self.network.size)]
 
     def kill(self, rank: int) -> None:
         self.processes[rank].kill()
@@ -180,13 +182,13 @@ def _serve(rank: int, network: Network, timeout: float, pipe: Connection, trace:
                 os._exit(0)
             faulthandler.dump_traceback_later(max(0.5, within - 1.0), file=file)
             try:
-                answer = "done", function(state, *args)
+                reply = "done", function(state, *args)
             except Exception as error:
                 words = f"{type(error).__name__}: {error}"
-                answer = "failed", f"{words}\n{traceback.format_exc()}"
+                reply = "failed", f"{words}\n{traceback.format_exc()}"
             faulthandler.cancel_dump_traceback_later()
             gc.collect()
-            pipe.send(answer)
+            pipe.send(reply)
 
 
 def _enter_namespace(rank: int) -> None:

@@ -67,16 +67,16 @@ class Run(NamedTuple):
     busy: float = 0.0
 
 
-def of(network: Network, name: str, works: list[Work], done: list[list[Run]]) -> Record:
+def of(network: Network, name: str, works: list[Work], rounds: list[list[Run]]) -> Record:
     """Return times of every run, and bytes and FLOPs of the busiest interface and rank."""
-    for runs in done:
+    for runs in rounds:
         check(name, works, runs)
     mail = {p: np.array([work.sent[p] for work in works]) for p in PASSES}
     flops = [[work.flops.get(p, 0.0) for p in PASSES] for work in works]
     mean = sum(map(sum, flops)) / len(flops)
     return {
         "name": name,
-        "seconds": seconds(done),
+        "seconds": seconds(rounds),
         "busiest": {
             p: {link: int(network.loads(mail[p], link).max()) for link in LINKS} for p in PASSES
         },
@@ -89,19 +89,19 @@ def of(network: Network, name: str, works: list[Work], done: list[list[Run]]) ->
         "bytes": {
             link: {
                 "formula": formula(works)[link],
-                "kernel": int(median(sum(run.sent[link] for run in runs) for runs in done)),
+                "kernel": int(median(sum(run.sent[link] for run in runs) for runs in rounds)),
             }
             for link in LINKS
         },
-        "busy": median(sum(run.busy for run in runs) / len(runs) for runs in done),
+        "busy": median(sum(run.busy for run in runs) / len(runs) for runs in rounds),
         "says": works[0].says,
-        "error": max(run.error for runs in done for run in runs),
+        "error": max(run.error for runs in rounds for run in runs),
     }
 
 
-def seconds(done: Sequence[Sequence[Run]]) -> list[dict[str, float]]:
+def seconds(rounds: Sequence[Sequence[Run]]) -> list[dict[str, float]]:
     """Return seconds of every run by pass, from the first start to the last end over ranks."""
-    return [{p: span([run.clock[p] for run in runs]) for p in PASSES} for runs in done]
+    return [{p: span([run.clock[p] for run in runs]) for p in PASSES} for runs in rounds]
 
 
 def span(clocks: Sequence[tuple[float, float]]) -> float:
@@ -114,15 +114,15 @@ def formula(works: Sequence[Work]) -> dict[str, int]:
     return {link: sum(work.bytes[p][link] for work in works for p in PASSES) for link in LINKS}
 
 
-def _of_ranks(works: Sequence[Work], found: Any) -> ByLink:
+def _of_ranks(works: Sequence[Work], reduce_ranks: Any) -> ByLink:
     return {
-        p: {link: int(found([work.bytes[p][link] for work in works])) for link in LINKS}
+        p: {link: int(reduce_ranks([work.bytes[p][link] for work in works])) for link in LINKS}
         for p in PASSES
     }
 
 
 def _messages(works: Sequence[Work], link: str) -> int:
-    return sum(each[link] for work in works for each in work.messages.values())
+    return sum(link_messages[link] for work in works for link_messages in work.messages.values())
 
 
 def check(name: str, works: Sequence[Work], runs: Sequence[Run]) -> None:
@@ -133,9 +133,9 @@ def check(name: str, works: Sequence[Work], runs: Sequence[Run]) -> None:
     for rank, (run, work) in enumerate(zip(runs, works, strict=True)):
         if not run.error <= run.most:
             raise WrongRun(f"{name}: rank {rank} is off by {run.error:.3g}, allowed {run.most:.3g}")
-        mine = formula([work])
-        if run.counted not in (None, mine):
-            raise WrongRun(f"{name}: rank {rank} sent {run.counted}, expected {mine}")
+        expected = formula([work])
+        if run.counted not in (None, expected):
+            raise WrongRun(f"{name}: rank {rank} sent {run.counted}, expected {expected}")
     for link, total in formula(works).items():
         if total < LARGE * _messages(works, link):
             continue

@@ -60,17 +60,18 @@ def load(path: Path) -> list[Setting]:
     """Return the settings of a file, in its order."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    found = []
+    settings = []
     for _, group in groupby(rows, key=lambda row: row["setting"]):
-        some = list(group)
-        nodes, per_node, rates, heads, regime, tokens = (some[0][name] for name in CELL)
+        setting_rows = list(group)
+        nodes, per_node, rates, heads, regime, tokens = (setting_rows[0][name] for name in CELL)
         cell = Cell(int(nodes), int(per_node), Rates.parse(rates), heads, regime, int(tokens))
-        gflops = some[0]["gflops"]
+        gflops = setting_rows[0]["gflops"]
         rivals = tuple(
-            Kept(row["rival"], *(float(row[name]) for name in Kept._fields[1:])) for row in some
+            Kept(row["rival"], *(float(row[name]) for name in Kept._fields[1:]))
+            for row in setting_rows
         )
-        found.append(Setting(cell, float(gflops) if gflops else None, rivals))
-    return found
+        settings.append(Setting(cell, float(gflops) if gflops else None, rivals))
+    return settings
 
 
 def save(settings: Sequence[Setting], path: Path) -> None:
@@ -79,6 +80,6 @@ def save(settings: Sequence[Setting], path: Path) -> None:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(("setting", *CELL, "gflops", *Kept._fields))
         for number, (cell, gflops, rivals) in enumerate(settings):
-            where = [str(getattr(cell, name)) for name in CELL]
+            cell_columns = [str(getattr(cell, name)) for name in CELL]
             speed = "" if gflops is None else gflops
-            writer.writerows((number, *where, speed, *kept) for kept in rivals)
+            writer.writerows((number, *cell_columns, speed, *rival) for rival in rivals)

@@ -102,15 +102,15 @@ def query_blocks(rows: int) -> int:
     return math.ceil(rows / (256 if rows >= 768 else 64 if rows >= 192 else 32))
 
 
-def _hops(moved: Transfers, family: str) -> int:
+def _hops(transfers: Transfers, family: str) -> int:
     """Bound the hops of a partial result: a rank sends what it added for an owner at most once."""
-    mine = moved.where(moved.family == FAMILIES.index(family))
-    senders = set(zip(mine.owner.tolist(), mine.src.tolist(), strict=True))
+    family_transfers = transfers.where(transfers.family == FAMILIES.index(family))
+    senders = set(zip(family_transfers.owner.tolist(), family_transfers.src.tolist(), strict=True))
     return max(Counter(owner for owner, _ in senders).values(), default=0)
 
 
 def bounds(
-    problem: Problem, found: Roundings, truth: Sequence[torch.Tensor], sums: Sums | None
+    problem: Problem, roundings: Roundings, truth: Sequence[torch.Tensor], sums: Sums | None
 ) -> list[torch.Tensor]:
     """Bound the error of each entry of out, dq, dk and dv.
 
@@ -123,9 +123,9 @@ def bounds(
         return [x.expand(y.shape) for x, y in zip(exact, truth, strict=True)]
     kernel, wire = problem.dtype == "bf16", problem.wire == "bf16"
     # The last summand is the all-to-all of ranks that share heads, which may round fp32 gradients.
-    query = kernel * (2 + found.key_blocks) + wire * (found.query_hops + 1)
-    key = kernel * (2 + found.query_blocks) + wire * (found.key_hops + 1)
-    out = 3 * kernel + wire * found.out_hops
+    query = kernel * (2 + roundings.key_blocks) + wire * (roundings.query_hops + 1)
+    key = kernel * (2 + roundings.query_blocks) + wire * (roundings.key_hops + 1)
+    out = 3 * kernel + wire * roundings.out_hops
     delta = _error(out + kernel)
     of_terms = (
         _error(out) * sums.out,
@@ -163,29 +163,29 @@ def absolute_sums(
     q, dout, out [s, 1, h, d]; k, v [s, 1, n, d]. text: the name of the mask.
     """
     scale, group = q.shape[-1] ** -0.5, q.shape[2] // k.shape[2]
-    found = Sums(*(torch.zeros(x.shape) for x in (q, q, k, v, q, k)))
+    sums = Sums(*(torch.zeros(x.shape) for x in (q, q, k, v, q, k)))
     for head in range(q.shape[2]):
         of_keys = head // group
         total = Sums(*(x[:, 0, n] for x, n in zip(
-            found, (head, head, of_keys, of_keys, head, of_keys), strict=True)))  # fmt: skip
-        one = [x[:, 0, n].float() for x, n in (
+            sums, (head, head, of_keys, of_keys, head, of_keys), strict=True)))  # fmt: skip
+        head_tensors = [x[:, 0, n].float() for x, n in (
             (q, head), (k, of_keys), (v, of_keys), (dout, head), (out, head))]  # fmt: skip
         for rows, keys, hidden in _blocks(text, q.shape[0]):
-            _add_block(total, one, rows, keys, hidden, scale)
-    return found
+            _add_block(total, head_tensors, rows, keys, hidden, scale)
+    return sums
 
 
 def _add_block(
     total: Sums,
-    one: Sequence[torch.Tensor],
+    head_tensors: Sequence[torch.Tensor],
     rows: slice,
     keys: slice,
     hidden: torch.Tensor,
     scale: float,
 ) -> None:
     """Add the terms of some queries of a head and all keys that they see."""
-    q, dout, out = (x[rows] for x in (one[0], one[3], one[4]))
-    k, v = (x[keys] for x in one[1:3])
+    q, dout, out = (x[rows] for x in (head_tensors[0], head_tensors[3], head_tensors[4]))
+    k, v = (x[keys] for x in head_tensors[1:3])
     scores = (scale * q @ k.T).masked_fill_(hidden, -math.inf)
     p = scores.softmax(-1)
     ds = (p * (dout @ v.T - (dout * out).sum(-1, keepdim=True))).abs_()
@@ -207,6 +207,6 @@ def _blocks(text: str, length: int) -> Iterator[tuple[slice, slice, torch.Tensor
             stop = min(first + ROWS, piece.rows[1])
             end = stop if piece.kind == "causal" else piece.keys[1]
             keys = np.arange(piece.keys[0], end)
-            seen = mask.visible(np.arange(first, stop)[:, None], keys[None])
-            hidden = torch.from_numpy(~np.broadcast_to(seen, (stop - first, len(keys))))
+            visible = mask.visible(np.arange(first, stop)[:, None], keys[None])
+            hidden = torch.from_numpy(~np.broadcast_to(visible, (stop - first, len(keys))))
             yield slice(first, stop), slice(piece.keys[0], end), hidden

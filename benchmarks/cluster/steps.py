@@ -81,19 +81,19 @@ class Pack(NamedTuple):
 
     def of(self, documents: Sequence[int]) -> Pack:
         """Return the pack of the numbered documents, in this order."""
-        some, rooms = [*documents], list(pairwise(self.padded))
-        rows = np.concatenate([np.arange(*rooms[number]) for number in some])
+        order, rooms = [*documents], list(pairwise(self.padded))
+        rows = np.concatenate([np.arange(*rooms[number]) for number in order])
         ends, padded = (
-            [0, *np.cumsum(np.diff(bounds)[some]).tolist()] for bounds in (self.ends, self.padded)
+            [0, *np.cumsum(np.diff(bounds)[order]).tolist()] for bounds in (self.ends, self.padded)
         )
         return Pack(*(x[rows] for x in self[:4]), ends, padded)
 
     @classmethod
     def joined(cls, packs: Sequence[Pack]) -> Pack:
         """Return the documents of several packs in one."""
-        columns = [np.concatenate(each) for each in zip(*(p[:4] for p in packs), strict=True)]
+        columns = [np.concatenate(column) for column in zip(*(p[:4] for p in packs), strict=True)]
         lengths = [np.concatenate([np.diff(p[i]) for p in packs]) for i in (4, 5)]
-        return cls(*columns, *([0, *np.cumsum(each).tolist()] for each in lengths))
+        return cls(*columns, *([0, *np.cumsum(pack_lengths).tolist()] for pack_lengths in lengths))
 
 
 class Share(NamedTuple):
@@ -117,15 +117,15 @@ def pack(documents: str, seed: int, length: int, multiple: int) -> Pack:
     """
     ends = bounds(documents, seed, length)
     lengths = np.diff(ends)
-    drawn = np.random.default_rng((seed, 1)).integers(0, VOCABULARY, length)
+    drawn_tokens = np.random.default_rng((seed, 1)).integers(0, VOCABULARY, length)
     room = -(-lengths // multiple) * multiple
     padded = [0, *np.cumsum(room).tolist()]
-    inside = np.concatenate([np.arange(each) for each in lengths])
-    at = np.repeat(padded[:-1], lengths) + inside
+    inside = np.concatenate([np.arange(document_length) for document_length in lengths])
+    slots = np.repeat(padded[:-1], lengths) + inside
     tokens, labels, positions, counts = np.zeros((4, padded[-1]), dtype=np.int64)
-    tokens[at], positions[at] = drawn, inside
-    follows = inside < np.repeat(lengths, lengths) - 1
-    labels[at], counts[at] = np.where(follows, np.roll(drawn, -1), 0), follows
+    tokens[slots], positions[slots] = drawn_tokens, inside
+    has_next = inside < np.repeat(lengths, lengths) - 1
+    labels[slots], counts[slots] = np.where(has_next, np.roll(drawn_tokens, -1), 0), has_next
     return Pack(tokens, labels, positions, counts, ends, padded)
 
 
@@ -138,10 +138,10 @@ def dynamic(pack_of_step: Pack, tokens: int, size: int, rank: int) -> list[Share
         tokens: Maximum per rank, unless the longest document needs more.
     """
     lengths = np.diff(pack_of_step.padded).tolist()
-    most = max(tokens, -(-max(lengths) // size))
+    max_tokens = max(tokens, -(-max(lengths) // size))
     return [
         Share(part.size, pack_of_step.of(part.documents))
-        for parts in placed(megatron.dynamic(lengths, size, most), lengths)
+        for parts in placed(megatron.dynamic(lengths, size, max_tokens), lengths)
         for part in parts
         if part.first <= rank < part.first + part.size
     ]
@@ -191,13 +191,13 @@ def train(
         stages = example.build_model(args, config)
         optimizer, _ = example.build_optimizer(args, config, stages)
         optimizer.param_groups[0]["lr"] = args.lr
-        done = []
+        step_results = []
         for seeds in steps:
             multiple = 2 * size if way.padded else 1
             packs = [pack(documents, seed, tokens * size, multiple) for seed in seeds]
             dist.barrier()
             begin = time.perf_counter()
-            shares = [Share(size, each) for each in packs]
+            shares = [Share(size, step_pack) for step_pack in packs]
             if way.dynamic:
                 shares = dynamic(Pack.joined(packs), tokens, size, state["rank"])
             stages[0].zero_grad_buffer()
@@ -209,8 +209,8 @@ def train(
             )  # fmt: skip
             optimizer.step()
             end = time.perf_counter()
-            done.append((begin, end, pretrain_gpt.mean_over_all_tokens(reports)))
-        return done
+            step_results.append((begin, end, pretrain_gpt.mean_over_all_tokens(reports)))
+        return step_results
     finally:
         burst.uninstall()
 
@@ -230,11 +230,11 @@ def batches(shares: Sequence[Share], groups: dict[int, Any]) -> Iterator[dict[st
         params = params_of(ends, int(ends.diff().max()), room)
         params.cp_group, params.local_cp_size = groups.get(ranks), ranks
         names = ("tokens", "labels", "position_ids", "loss_mask")
-        held = {
+        shards = {
             name: burst.shard_sequence(torch.from_numpy(x)[None], params)
             for name, x in zip(names, whole[:4], strict=True)
         }
-        yield held | {"loss_mask": held["loss_mask"].float(), "packed_seq_params": params}
+        yield shards | {"loss_mask": shards["loss_mask"].float(), "packed_seq_params": params}
 
 
 def pretrain_step(data: Iterator[dict[str, Any]], model: torch.nn.Module) -> Any:
@@ -268,8 +268,8 @@ def measured(
             by_way: dict[str, list[Step]] = {way.name: [] for way in WAYS}
             for number in range(rounds):
                 first = number * (steps + 1)
-                each = range(first, first + steps + 1)
-                seeds = [range(step * packs, (step + 1) * packs) for step in each]
+                round_steps = range(first, first + steps + 1)
+                seeds = [range(step * packs, (step + 1) * packs) for step in round_steps]
                 for way in WAYS:
                     say(f"documents {kind}, {way.name} ({number + 1}/{rounds})")
                     runs = ranks.run(train, way, kind, tokens, seeds)
@@ -301,11 +301,11 @@ def agree(by_way: dict[str, list[Step]]) -> None:
                 raise RankError(f"{name}: the loss is {step.loss}, {names[0]}'s {first.loss}")
 
 
-def table(kind: str, found: dict[str, list[Step]], tokens: int) -> list[list[str]]:
+def table(kind: str, steps_by_way: dict[str, list[Step]], tokens: int) -> list[list[str]]:
     """Return a table with a row per method; `tokens` are the real tokens of a step."""
-    times = {name: [step.seconds for step in each] for name, each in found.items()}
+    times = {name: [step.seconds for step in way_steps] for name, way_steps in steps_by_way.items()}
     return [
-        [kind, name, f"{median(each):.3f} ({min(each):.3f} to {max(each):.3f})",
-         f"{tokens / median(each):,.0f}", str(Ratio.of(each, times[OURS]))]
-        for name, each in times.items()
+        [kind, name, f"{median(seconds):.3f} ({min(seconds):.3f} to {max(seconds):.3f})",
+         f"{tokens / median(seconds):,.0f}", str(Ratio.of(seconds, times[OURS]))]
+        for name, seconds in times.items()
     ]  # fmt: skip

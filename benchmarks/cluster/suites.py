@@ -174,20 +174,20 @@ def cells(suite: Suite, seeds: Sequence[int] = ()) -> list[Cell]:
     Raises:
         ValueError: A name is unknown.
     """
-    for flag, names, known in (
+    for flag, names, valid_names in (
         ("--heads", _words(suite.heads), HEADS), ("--wirings", suite.wirings, WIRINGS),
         ("--wires", suite.wires, WIRES), ("--regimes", _words(suite.regimes), (*REGIMES, "real")),
     ):  # fmt: skip
-        if unknown := [name for name in names if name not in known]:
-            raise ValueError(f"{flag}: there is {', '.join(known)}, got {unknown[0]!r}")
+        if unknown_names := [name for name in names if name not in valid_names]:
+            raise ValueError(f"{flag}: there is {', '.join(valid_names)}, got {unknown_names[0]!r}")
     masks = [mask for name in suite.masks for mask in _batches(name, seeds)]
-    every = product(map(_grid, _words(suite.grids)), map(Rates.parse, _words(suite.rates)),
-                    suite.wirings, _words(suite.heads), masks, suite.wires,
-                    _words(suite.regimes))  # fmt: skip
+    combinations = product(map(_grid, _words(suite.grids)), map(Rates.parse, _words(suite.rates)),
+                           suite.wirings, _words(suite.heads), masks, suite.wires,
+                           _words(suite.regimes))  # fmt: skip
     return [
         Cell(*grid, rates, heads, regime, suite.tokens, wiring, mask, wire, suite.width,
              suite.dtype)
-        for grid, rates, wiring, heads, mask, wire, regime in every
+        for grid, rates, wiring, heads, mask, wire, regime in combinations
         if (grid[0], wiring) != (1, "mesh")  # the same links as "node"
     ]  # fmt: skip
 

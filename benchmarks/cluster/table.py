@@ -97,8 +97,8 @@ def fastest(record: Record, names: Iterable[str] = ()) -> str:
 
 def _sent(rival: Record, link: str) -> tuple[float, float]:
     """Return MiB of both passes that a rank sends over a link class: mean, and busiest."""
-    mean, most = (sum(rival[x][p][link] for p in PASSES) / MIB for x in ("mean", "sender"))
-    return mean, most
+    mean, busiest = (sum(rival[x][p][link] for p in PASSES) / MIB for x in ("mean", "sender"))
+    return mean, busiest
 
 
 def extra_bytes(sent: Record) -> dict[str, float]:
@@ -154,7 +154,7 @@ def shown(record: Record, base: str) -> str:
     compute = "real compute"
     if speed is not None:
         compute = f"compute at {speed / 1e9:.1f} GFLOP/s" if speed else "compute takes no time"
-    most = ", ".join(f"{link} {rate / 1e6:.0f}" for link, rate in reached(record).items())
+    rates = ", ".join(f"{link} {rate / 1e6:.0f}" for link, rate in reached(record).items())
     cells = [
         [
             row.name, f"{row.middle:.3f} [{row.low:.3f}, {row.high:.3f}]",
@@ -175,7 +175,7 @@ def shown(record: Record, base: str) -> str:
         [refusal["name"], f"refused: {refusal['reason']}", *blank] for refusal in refused(record)
     ]
     chosen = [f"{r['name']}: {r['says']}" for r in record["rivals"] if r["says"]]
-    title = f"{headline(record)}: {compute}; links reached {most} Mbit/s; load {record['load']}"
+    title = f"{headline(record)}: {compute}; links reached {rates} Mbit/s; load {record['load']}"
     return "\n".join([f"**{title}**", "", markdown(heads, cells), *record["left out"], *chosen])
 
 
@@ -202,11 +202,11 @@ def summary(records: Sequence[Record], base: Sequence[str]) -> str:
     ran = [record for record in records if record["rivals"]]
     entries = [(_setting(r), first, rows(r, first)) for r in ran for first in [fastest(r, base)]]
     bases = {family(first) for _, first, _ in entries}
-    ways = dict.fromkeys(family(row.name) for *_, some in entries for row in some)
+    ways = dict.fromkeys(family(row.name) for *_, entry_rows in entries for row in entry_rows)
     ways = [way for way in ways if bases != {way}]
     lines = []
-    for setting, some in groupby(sorted(entries, key=lambda x: x[0]), key=lambda x: x[0]):
-        batch = list(some)
+    for setting, group in groupby(sorted(entries, key=lambda x: x[0]), key=lambda x: x[0]):
+        batch = list(group)
         over = median(
             row.over_limit for _, first, all_ in batch for row in all_ if row.name == first
         )
@@ -225,22 +225,22 @@ def beside(records: Sequence[Record], ours: str, base: Sequence[str], targets: T
     ran = [record for record in records if ours in totals(record)]
     rivals = dict.fromkeys(r["name"] for x in ran for r in x["rivals"] if r["name"] != ours)
     lines = []
-    for setting, some in groupby(sorted(ran, key=_setting), key=_setting):
-        batch = list(some)
+    for setting, group in groupby(sorted(ran, key=_setting), key=_setting):
+        batch = list(group)
         first = batch[0]["cell"]
         kind = (first["mask"].removeprefix("documents ").partition(" ")[0], first["regime"])
         goals = [f"; target {goal:.2f}" for goal in targets.get(kind, ())] or ["", ""]
         bases = [fastest(record, base) for record in batch]
         over = [row.over_limit for record, first_rival in zip(batch, bases, strict=True)
                 for row in rows(record, first_rival) if row.name == ours]  # fmt: skip
-        taken = Counter(r["says"].partition(" (")[0] for x in batch for r in x["rivals"]
-                        if r["name"] == ours)  # fmt: skip
+        choice_counts = Counter(r["says"].partition(" (")[0] for x in batch for r in x["rivals"]
+                                if r["name"] == ours)  # fmt: skip
         lines.append([
             f"{setting}, {len(batch)} {'batch' if len(batch) == 1 else 'batches'}",
             f"{_over(batch, ours, bases)}{goals[0]}",
             f"{Ratio(median(over), min(over), max(over))}{goals[1]}",
             *(_over(batch, ours, [name] * len(batch)) for name in rivals),
-            "; ".join(f"{words} ({n})" for words, n in taken.most_common()),
+            "; ".join(f"{words} ({n})" for words, n in choice_counts.most_common()),
         ])  # fmt: skip
     heads = ["setting", "over the fastest of the base", "over the limit",
              *(f"over {name}" for name in rivals), "taken (batches)"]  # fmt: skip

@@ -22,19 +22,19 @@ def main(wiring: str = "nic") -> int:
     with built(network), Ranks(network) as ranks:
         print("namespace", os.readlink("/proc/self/ns/net"), flush=True)
         for _ in range(2):  # the first round opens the connections
-            before = [network.sent_bytes(rank) for rank in range(network.size)]
+            sent_before = [network.sent_bytes(rank) for rank in range(network.size)]
             clocks = ranks.run(measure.transfer, dict.fromkeys(("inter", "intra"), SIZE))
-            after = [network.sent_bytes(rank) for rank in range(network.size)]
+            sent_after = [network.sent_bytes(rank) for rank in range(network.size)]
         counted = network.counted(0)
         for link in ("inter", "intra"):
             ends = [clock[link] for clock in clocks]
             seconds = max(end for _, end in ends) - min(begin for begin, _ in ends)
-            sent = sum(b[link] - a[link] for a, b in zip(before, after, strict=True))
+            sent = sum(b[link] - a[link] for a, b in zip(sent_before, sent_after, strict=True))
             reached, shaped = 8e-6 * SIZE / seconds, network.rates.of(link) / 1e6
-            names = [name for name, of in network.interfaces(0).items() if of == link]
-            carried = [name for name in names if counted[name] > SIZE]
+            names = [name for name, name_link in network.interfaces(0).items() if name_link == link]
+            used_names = [name for name in names if counted[name] > SIZE]
             print(
-                f"{link} by {' and '.join(carried)}: {reached:.1f} of {shaped:.0f} Mbit/s, "
+                f"{link} by {' and '.join(used_names)}: {reached:.1f} of {shaped:.0f} Mbit/s, "
                 f"{sent} bytes by the kernel for {network.size * SIZE} of payload"
             )
     return 0

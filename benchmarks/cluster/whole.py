@@ -40,12 +40,12 @@ def tables(demand: Demand) -> Tables:
     """Return burst's ring or direct transfers, of whole chunks."""
     whole = replace(demand, visibility=demand.visibility.whole())
 
-    def bytes_sent(found: Tables) -> tuple[int, int]:
-        moved = found.transfers
-        each = rows_sent(found, moved)
+    def bytes_sent(candidate: Tables) -> tuple[int, int]:
+        transfers = candidate.transfers
+        sent_bytes = rows_sent(candidate, transfers)
         for index, row in enumerate(demand.row_bytes):
-            each[moved.family == index] *= row
-        between = moved.between(demand.grid)
-        return int(each[between].sum()), int(each.sum())
+            sent_bytes[transfers.family == index] *= row
+        between = transfers.between(demand.grid)
+        return int(sent_bytes[between].sum()), int(sent_bytes.sum())
 
     return min((burst.tables(whole), direct.tables(whole)), key=bytes_sent)
