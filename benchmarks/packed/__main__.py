@@ -31,28 +31,30 @@ def main(words: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     store, setting = args.out / "packed.json", Setting(tokens=args.tokens)
     args.out.mkdir(parents=True, exist_ok=True)
-    known = json.loads(store.read_text()) if store.exists() and not args.fresh else {}
-    known.setdefault("steps", [])
+    results = json.loads(store.read_text()) if store.exists() and not args.fresh else {}
+    results.setdefault("steps", [])
     for size, seeds in zip(args.ranks, args.seeds, strict=False):
-        steps(Forecast(setting, size, moves=args.moves), seeds, args.methods, known, store)
-    store.write_text(json.dumps(known, indent=0))
+        steps(Forecast(setting, size, moves=args.moves), seeds, args.methods, results, store)
+    store.write_text(json.dumps(results, indent=0))
     from . import tables  # needs packages that the simulation does not need
 
-    print(f"\nSimulated, not measured. Assumed: {setting}\n\n{tables.shown(known)}")
-    if known["steps"]:
-        tables.draw(known["steps"], args.out / "packed.png")
+    print(f"\nSimulated, not measured. Assumed: {setting}\n\n{tables.shown(results)}")
+    if results["steps"]:
+        tables.draw(results["steps"], args.out / "packed.png")
     return 0
 
 
-def steps(forecast: Forecast, seeds: int, methods: Sequence[str], known: dict, store: Path) -> None:
+def steps(
+    forecast: Forecast, seeds: int, methods: Sequence[str], results: dict, store: Path
+) -> None:
     """Simulate missing results; all methods of a batch before the next batch."""
-    there = {(x["ranks"], x["lengths"], x["seed"], x["method"]) for x in known["steps"]}
+    stored_keys = {(x["ranks"], x["lengths"], x["seed"], x["method"]) for x in results["steps"]}
     for seed in range(seeds):
         for kind in LENGTHS:
             lengths = forecast.draw(kind, seed)
             for method in methods:
                 key = (forecast.ranks, kind.name, seed, method)
-                if key in there:
+                if key in stored_keys:
                     continue
                 begin = time.process_time()
                 step = forecast.step(method, kind, lengths)
@@ -62,8 +64,8 @@ def steps(forecast: Forecast, seeds: int, methods: Sequence[str], known: dict, s
                 cell["ideal"] = forecast.ideal(lengths)
                 cell["simulated"] = round(time.process_time() - begin, 1)
                 cell["rate"] = forecast.tokens_per_second(step.layer)
-                known["steps"].append(cell)
-                store.write_text(json.dumps(known, indent=0))
+                results["steps"].append(cell)
+                store.write_text(json.dumps(results, indent=0))
                 share = cell["ideal"] / step.layer
                 print(
                     *key, f"{share:.2f} of ideal;", step.note, f"{cell['simulated']} s", flush=True

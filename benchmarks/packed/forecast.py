@@ -86,8 +86,8 @@ class Forecast:
         In this group, attention to the longest document takes at most a quarter of the ideal time
         of all documents.
         """
-        most = int(lengths.max())
-        size, pairs = megatron.needed(most, self.setting.tokens), most * most / 2
+        longest = int(lengths.max())
+        size, pairs = megatron.needed(longest, self.setting.tokens), longest * longest / 2
         while pairs / size * sum(self.setting.per_pair) > self.ideal(lengths) / 4:
             size *= 2
         return min(size, self.ranks, LARGEST)
@@ -96,9 +96,9 @@ class Forecast:
         name = {"pack": "zigzag", "balanced": "balanced"}[method]
         bounds = np.concatenate([[0], np.cumsum(lengths)])
         documents = {"cu_seqlens": bounds} if name == "balanced" else {}
-        found = ours.passes(self.setting, make(name, cp_size=self.ranks, **documents), lengths)
-        note = f"{'/'.join(found.algorithms)}, balance {found.balance:.2f}"
-        return Step(method, found.seconds + self.setting.per_token * self.setting.tokens, note)
+        passes = ours.passes(self.setting, make(name, cp_size=self.ranks, **documents), lengths)
+        note = f"{'/'.join(passes.algorithms)}, balance {passes.balance:.2f}"
+        return Step(method, passes.seconds + self.setting.per_token * self.setting.tokens, note)
 
     def tokens_per_second(self, layer: float) -> float:
         """Return tokens per second of one GPU, over a whole step."""

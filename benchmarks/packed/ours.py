@@ -46,15 +46,21 @@ def passes(
     grid, total = setting.grid(size), int(lengths.sum())
     mask = Documents(np.concatenate([[0], np.cumsum(lengths)])) & Causal()
     shards = [layout.spans(rank, total) for rank in range(size)]
-    want, pairs = visibility_of(mask, shards, shards), pairs_seen(mask, shards)
-    found: tuple[list[tuple[PassTime, str]], list[tuple[PassTime, str]]] = ([], [])
+    visibility, pairs = visibility_of(mask, shards, shards), pairs_seen(mask, shards)
+    timed_passes: tuple[list[tuple[PassTime, str]], list[tuple[PassTime, str]]] = ([], [])
     for name in tried:
-        there = rings.forward(name, grid, visibility=want, row_bytes=sizes.forward)
-        back = rings.backward(name, grid, "kv", visibility=want, row_bytes=sizes.backward)
-        for into, schedule, per in zip(found, (there, back), setting.per_pair, strict=True):
+        forward_ring = rings.forward(name, grid, visibility=visibility, row_bytes=sizes.forward)
+        backward_ring = rings.backward(
+            name, grid, "kv", visibility=visibility, row_bytes=sizes.backward
+        )
+        for timed, schedule, per in zip(
+            timed_passes, (forward_ring, backward_ring), setting.per_pair, strict=True
+        ):
             for chunks in head_chunks:
-                took = pass_time(schedule, sizes, pairs * per, setting.rates, chunks)
-                into.append((took, name if chunks == 1 else f"{name} x {chunks}"))
-    (forward, first), (backward, second) = (min(each, key=lambda x: x[0].seconds) for each in found)
+                timing = pass_time(schedule, sizes, pairs * per, setting.rates, chunks)
+                timed.append((timing, name if chunks == 1 else f"{name} x {chunks}"))
+    (forward, first), (backward, second) = (
+        min(timed, key=lambda x: x[0].seconds) for timed in timed_passes
+    )
     work = pairs.sum(axis=1)
     return Passes(forward, backward, (first, second), float(work.max() / work.mean()))

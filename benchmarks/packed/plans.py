@@ -63,9 +63,13 @@ def together(plan: Sequence[MicroBatch], rings: Rings) -> float:
     """
     total = 0.0
     for groups in plan:
-        guess = [rings.estimate(group.size, group.tokens, group.squares) for group in groups]
-        near = 0.9 * max(guess)
-        total += max(rings.layer(g) for g, each in zip(groups, guess, strict=True) if each >= near)
+        estimates = [rings.estimate(group.size, group.tokens, group.squares) for group in groups]
+        threshold = 0.9 * max(estimates)
+        total += max(
+            rings.layer(g)
+            for g, estimate in zip(groups, estimates, strict=True)
+            if estimate >= threshold
+        )
     return total
 
 

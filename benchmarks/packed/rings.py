@@ -68,14 +68,17 @@ class Ring:
         setting = self.setting
         # Rank i has pieces i and 2n - 1 - i of each document: two squares of pieces with every
         # other rank, and a square and two triangles with itself.
-        each = squares / (2 * self.size) ** 2
-        pairs = np.full((self.size, self.size), 2 * each)
+        piece_pairs = squares / (2 * self.size) ** 2
+        pairs = np.full((self.size, self.size), 2 * piece_pairs)
         pairs += np.eye(self.size) * tokens / 2
         share = tokens / setting.tokens  # fraction of a chunk's bytes; link rates are divided by it
         links = {name: getattr(setting.rates, name) / share for name in ("intra", "inter")}
         rates = setting.rates.__class__(**{**vars(setting.rates), **links})
         forward, backward = (
-            min(pass_time(each, setting.sizes, pairs * per, rates).seconds for each in schedules)
+            min(
+                pass_time(schedule, setting.sizes, pairs * per, rates).seconds
+                for schedule in schedules
+            )
             for schedules, per in zip(self._schedules, setting.per_pair, strict=True)
         )
         return forward, backward
@@ -88,31 +91,32 @@ class Ring:
     def _schedules(self) -> tuple[Sequence[Schedule], Sequence[Schedule]]:
         setting, size, grid = self.setting, self.size, self.setting.grid(self.size)
         if self.way.whole or size == 1:
-            want = all_visible(size, setting.tokens)
+            visibility = all_visible(size, setting.tokens)
         else:
             layout = make("zigzag", cp_size=size)
             shards = [layout.spans(rank, size * setting.tokens) for rank in range(size)]
-            want = visibility_of(Causal(), shards, shards)
+            visibility = visibility_of(Causal(), shards, shards)
         rows, names = setting.sizes, self.way.algorithms
         return (
-            [rings.forward(name, grid, visibility=want, row_bytes=rows.forward) for name in names],
-            [rings.backward(name, grid, "kv", visibility=want, row_bytes=rows.backward)
+            [rings.forward(name, grid, visibility=visibility, row_bytes=rows.forward)
+             for name in names],
+            [rings.backward(name, grid, "kv", visibility=visibility, row_bytes=rows.backward)
              for name in names],
         )  # fmt: skip
 
     @cached_property
     def _table(self) -> list[list[float]]:
-        most = float(self.setting.tokens)
+        max_tokens = float(self.setting.tokens)
         return [
-            [sum(self.passes(most * t, (most * self.size) ** 2 * s)) for s in SQUARES]
+            [sum(self.passes(max_tokens * t, (max_tokens * self.size) ** 2 * s)) for s in SQUARES]
             for t in TOKENS
         ]
 
     def estimate(self, tokens: float, squares: float) -> float:
         """Return `layer`, interpolated between simulated points, for searches."""
-        most = float(self.setting.tokens)
-        i, x = _place(tokens / most, TOKENS)
-        j, y = _place(squares / (most * self.size) ** 2, SQUARES)
+        max_tokens = float(self.setting.tokens)
+        i, x = _place(tokens / max_tokens, TOKENS)
+        j, y = _place(squares / (max_tokens * self.size) ** 2, SQUARES)
         low, high = (row[j] * (1 - y) + row[j + 1] * y for row in self._table[i : i + 2])
         return low * (1 - x) + high * x + self.setting.per_token * tokens
 

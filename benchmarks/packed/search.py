@@ -55,12 +55,12 @@ def best(
     for count in range(fewest, fewest + 4):
         mean = _least(documents, rings, largest) / ranks / count
         greedy_plans = [_greedy(documents, ranks, count, rings, mean * f, largest) for f in TARGETS]
-        starts = sorted((each for each in greedy_plans if each is not None), key=_seconds)[:2]
+        starts = sorted((plan for plan in greedy_plans if plan is not None), key=_seconds)[:2]
         annealed = [
             _annealed(start, ranks, rings, moves, np.random.default_rng((seed, i)), largest)
             for i, start in enumerate(starts)
         ]
-        plans += [_plan(each) for each in annealed]
+        plans += [_plan(batches) for batches in annealed]
     return min(plans, key=lambda plan: together(plan, rings))
 
 
@@ -102,27 +102,27 @@ def _greedy(
             if not groups.get(size):
                 continue
             fits = tokens[size] + length / size <= room
-            at = int(np.where(fits, seconds[size], math.inf).argmin())
-            if fits[at]:
-                grown = groups[size][at].with_(rings, [length])
-                options.append((grown.seconds, size, at, grown))
+            group_index = int(np.where(fits, seconds[size], math.inf).argmin())
+            if fits[group_index]:
+                grown = groups[size][group_index].with_(rings, [length])
+                options.append((grown.seconds, size, group_index, grown))
         batch = int(np.argmax(free))
         for size in quick[:1] or fitting[:1]:
             if free[batch] >= size:
-                fresh = _Open(size).with_(rings, [length])
-                options.append((fresh.seconds, size, -1, fresh))
+                new_group = _Open(size).with_(rings, [length])
+                options.append((new_group.seconds, size, -1, new_group))
         if not options:
             return None
-        _, size, at, grown = min(options, key=lambda option: option[:3])
-        if at < 0:
+        _, size, group_index, grown = min(options, key=lambda option: option[:3])
+        if group_index < 0:
             free[batch] -= size
             batches[batch].append(grown)
             groups.setdefault(size, []).append(grown)
             seconds[size] = np.append(seconds[size], grown.seconds)
             tokens[size] = np.append(tokens[size], grown.tokens)
         else:
-            vars(groups[size][at]).update(vars(grown))
-            seconds[size][at], tokens[size][at] = grown.seconds, grown.tokens
+            vars(groups[size][group_index]).update(vars(grown))
+            seconds[size][group_index], tokens[size][group_index] = grown.seconds, grown.tokens
     return batches
 
 
@@ -135,24 +135,24 @@ def _annealed(
     largest: int,
 ) -> list[list[_Open]]:
     """Move and exchange documents, and join, split and resize groups, starting at the slowest."""
-    now = least = _seconds(batches)
+    current = shortest = _seconds(batches)
     best_plan = [list(batch) for batch in batches]
     for move in range(moves):
-        heat = 0.03 * least * (1 - move / moves) ** 2
+        heat = 0.03 * shortest * (1 - move / moves) ** 2
         b, c = random.integers(len(batches), size=2)
         changed = _neighbour(batches, int(b), int(c), ranks, rings, random, largest)
         if changed is None:
             continue
-        before = {index: batches[index] for index in changed}
+        old_batches = {index: batches[index] for index in changed}
         for index, batch in changed.items():
             batches[index] = batch
-        then = _seconds(batches)
-        if then <= now or random.random() < math.exp((now - then) / max(heat, 1e-12)):
-            now = then
-            if now < least:
-                least, best_plan = now, [list(batch) for batch in batches]
+        trial = _seconds(batches)
+        if trial <= current or random.random() < math.exp((current - trial) / max(heat, 1e-12)):
+            current = trial
+            if current < shortest:
+                shortest, best_plan = current, [list(batch) for batch in batches]
         else:
-            for index, batch in before.items():
+            for index, batch in old_batches.items():
                 batches[index] = batch
     return best_plan
 
@@ -174,15 +174,15 @@ def _neighbour(
     if random.random() < 0.2:
         slow = batches[b][random.integers(len(batches[b]))]
     free = [ranks - sum(group.size for group in batch) for batch in batches]
-    some = slow.lengths[random.integers(len(slow.lengths))]
-    others = [group for group in batches[c] if group is not slow]
-    new: dict[int, list[_Open]] = {i: list(batches[i]) for i in {b, c}}
-    new[b].remove(slow)
+    moved = slow.lengths[random.integers(len(slow.lengths))]
+    other_groups = [group for group in batches[c] if group is not slow]
+    new_batches: dict[int, list[_Open]] = {i: list(batches[i]) for i in {b, c}}
+    new_batches[b].remove(slow)
     if kind < 0.1:  # move a document to free ranks
         size = 1 << int(random.integers(largest.bit_length()))
         if size > free[c] + (slow.size if b == c and len(slow.lengths) == 1 else 0):
             return None
-        added = [_Open(size).with_(rings, [some]), slow.with_(rings, [], [some])]
+        added = [_Open(size).with_(rings, [moved]), slow.with_(rings, [], [moved])]
         places = [c, b]
     elif kind < 0.25:  # change the size of the group
         size = slow.size * 2 if random.random() < 0.5 else slow.size // 2
@@ -193,34 +193,34 @@ def _neighbour(
         half = slow.size // 2
         if not half or len(slow.lengths) < 2:
             return None
-        first = [x for x in slow.lengths if random.random() < 0.5]
-        rest = list(slow.lengths)
-        for length in first:
-            rest.remove(length)
-        added = [_Open(half).with_(rings, each) for each in (first, rest)]
+        first_lengths = [x for x in slow.lengths if random.random() < 0.5]
+        rest_lengths = list(slow.lengths)
+        for length in first_lengths:
+            rest_lengths.remove(length)
+        added = [_Open(half).with_(rings, lengths) for lengths in (first_lengths, rest_lengths)]
         places = [b, b]
-    elif not others:
+    elif not other_groups:
         return None
     else:
-        other = others[random.integers(len(others))]
-        new[c].remove(other)
+        partner = other_groups[random.integers(len(other_groups))]
+        new_batches[c].remove(partner)
         if kind < 0.45 and b == c:  # join two groups
-            if other.size != slow.size or 2 * slow.size > largest:
+            if partner.size != slow.size or 2 * slow.size > largest:
                 return None
-            documents = [*slow.lengths, *other.lengths]
+            documents = [*slow.lengths, *partner.lengths]
             added, places = [_Open(2 * slow.size).with_(rings, documents)], [b]
         else:
-            back = [other.lengths[random.integers(len(other.lengths))]] * (kind > 0.7)
-            added = [slow.with_(rings, back, [some]), other.with_(rings, [some], back)]
+            returned = [partner.lengths[random.integers(len(partner.lengths))]] * (kind > 0.7)
+            added = [slow.with_(rings, returned, [moved]), partner.with_(rings, [moved], returned)]
             places = [b, c]
     if any(group.tokens > room * (1 + 1e-9) for group in added):
         return None
     for group, place in zip(added, places, strict=True):
         if group.lengths:
-            new[place].append(group)
-    if any(sum(group.size for group in batch) > ranks for batch in new.values()):
+            new_batches[place].append(group)
+    if any(sum(group.size for group in batch) > ranks for batch in new_batches.values()):
         return None
-    return new
+    return new_batches
 
 
 def _seconds(batches: Sequence[Sequence[_Open]]) -> float:

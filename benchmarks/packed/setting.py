@@ -88,12 +88,12 @@ class Lengths:
 
     def draw(self, seed: int, total: int) -> np.ndarray:
         """Draw int64 lengths that fill `total` tokens; the last length is cut."""
-        random, lengths, have = np.random.default_rng(seed), [], 0
-        while have < total:
-            wanted = self.median * np.exp(self.sigma * random.standard_normal())
-            length = min(int(np.clip(wanted, 16, self.cap)), total - have)
+        random, lengths, drawn_total = np.random.default_rng(seed), [], 0
+        while drawn_total < total:
+            drawn_length = self.median * np.exp(self.sigma * random.standard_normal())
+            length = min(int(np.clip(drawn_length, 16, self.cap)), total - drawn_total)
             lengths.append(length)
-            have += length
+            drawn_total += length
         return np.array(lengths, dtype=np.int64)
 
 

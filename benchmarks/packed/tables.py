@@ -18,10 +18,10 @@ COLOURS = {
 }  # fmt: skip
 
 
-def shown(known: dict[str, Any]) -> str:
+def shown(results: dict[str, Any]) -> str:
     """Return tables of tokens per second, one for each number of ranks."""
-    sizes = sorted({step["ranks"] for step in known["steps"]})
-    parts = [_table([s for s in known["steps"] if s["ranks"] == ranks], ranks) for ranks in sizes]
+    sizes = sorted({step["ranks"] for step in results["steps"]})
+    parts = [_table([s for s in results["steps"] if s["ranks"] == ranks], ranks) for ranks in sizes]
     return "\n\n".join(parts)
 
 
@@ -43,8 +43,8 @@ def _cell(steps: Steps) -> str:
     if not steps:
         return ""
     rates = [step["rate"] for step in steps]
-    several = f" [{min(rates):,.0f}, {max(rates):,.0f}]" if len(rates) > 1 else ""
-    return f"{median(rates):,.0f}{several} ({median(map(_share, steps)):.2f})"
+    spread = f" [{min(rates):,.0f}, {max(rates):,.0f}]" if len(rates) > 1 else ""
+    return f"{median(rates):,.0f}{spread} ({median(map(_share, steps)):.2f})"
 
 
 def _share(step: dict[str, Any]) -> float:
@@ -65,16 +65,16 @@ def draw(steps: Steps, path: Path) -> None:
     axes = figure.subplots(len(sizes), 1, sharex=True, squeeze=False)[:, 0]
     width = 0.9 / len(METHODS)
     for ax, ranks in zip(axes, sizes, strict=True):
-        for at, (method, name) in enumerate(METHODS.items()):
+        for index, (method, name) in enumerate(METHODS.items()):
             shares = [
                 [_share(s) for s in steps
                  if (s["ranks"], s["method"], s["lengths"]) == (ranks, method, kind.name)] or [0.0]
                 for kind in LENGTHS
             ]  # fmt: skip
-            middle = [median(each) for each in shares]
+            middle = [median(kind_shares) for kind_shares in shares]
             reach = [[m - min(e) for m, e in zip(middle, shares, strict=True)],
                      [max(e) - m for m, e in zip(middle, shares, strict=True)]]  # fmt: skip
-            places = [x + (at - (len(METHODS) - 1) / 2) * width for x in range(len(LENGTHS))]
+            places = [x + (index - (len(METHODS) - 1) / 2) * width for x in range(len(LENGTHS))]
             ax.bar(places, middle, 0.92 * width, yerr=reach, color=COLOURS[method], label=name)
         ax.set_ylim(0, 1.05)
         ax.set_ylabel(f"{ranks:,} ranks\nshare of the ideal")

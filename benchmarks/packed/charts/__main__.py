@@ -21,41 +21,45 @@ RECORD = Path(__file__).with_name("record.json")
 GPUS = (4, 8, 16, 32, 64)
 
 
-def fitted_rows(known: dict[str, Any]) -> None:
+def fitted_rows(record: dict[str, Any]) -> None:
     """Store the constants, and every rival's cell with its prediction."""
-    found = fit.fitted_constants()
-    known["constants"] = asdict(found)
-    known["kernel"] = [asdict(each) for each in kernels("FA3")]
-    known["rivals"] = [
-        {**cell._asdict(), "fitted": cell.fitted, "predicted": round(fit.predicted(cell, found), 1)}
+    constants = fit.fitted_constants()
+    record["constants"] = asdict(constants)
+    record["kernel"] = [asdict(kernel) for kernel in kernels("FA3")]
+    record["rivals"] = [
+        {
+            **cell._asdict(),
+            "fitted": cell.fitted,
+            "predicted": round(fit.predicted(cell, constants), 1),
+        }
         for cell in fit.cells()
         if cell.rival in RIVALS
     ]
 
 
-def ours_rows(known: dict[str, Any], packs: int) -> None:
+def ours_rows(record: dict[str, Any], packs: int) -> None:
     """Store our speeds, and the parts of their time."""
     from . import speeds
 
-    known["ours"], known["parts"] = [], []
+    record["ours"], record["parts"] = [], []
     for causal in (True, False):
         for ranks in fit.RANKS:
-            rows, parts = speeds.simulated(ranks, causal, Constants(**known["constants"]), packs)
-            known["ours"] += rows
-            known["parts"] += parts
+            rows, parts = speeds.simulated(ranks, causal, Constants(**record["constants"]), packs)
+            record["ours"] += rows
+            record["parts"] += parts
             print(ranks, causal, *(f"{r['name']} {r['fwd']}/{r['bwd']};" for r in rows), flush=True)
 
 
-def dynamic_rows(known: dict[str, Any]) -> None:
+def dynamic_rows(record: dict[str, Any]) -> None:
     """Store micro-batches and calls of Megatron's example."""
-    found = dynamic.counts(GPUS)
-    constants = dynamic.constants(found)
+    counts = dynamic.counts(GPUS)
+    constants = dynamic.constants(counts)
     published = dynamic.published()
-    known["dynamic_constants"] = [round(each, 2) for each in constants.tolist()]
-    known["dynamic"] = [
+    record["dynamic_constants"] = [round(milliseconds, 2) for milliseconds in constants.tolist()]
+    record["dynamic"] = [
         {"way": way, "gpus": gpus, **count._asdict(), "published": published.get((way, gpus)),
          "predicted": round(float(constants @ [1.0, *count]), 1)}
-        for (way, gpus), count in found.items()
+        for (way, gpus), count in counts.items()
     ]  # fmt: skip
 
 
@@ -65,19 +69,19 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", nargs="*", choices=names, default=list(names))
     parser.add_argument("--packs", type=int, default=20, help="of each size, of the published 20")
     args = parser.parse_args(words)
-    known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     steps: dict[str, Callable[[], None]] = {
-        "fit": lambda: fitted_rows(known),
-        "ours": lambda: ours_rows(known, args.packs),
-        "dynamic": lambda: dynamic_rows(known),
+        "fit": lambda: fitted_rows(record),
+        "ours": lambda: ours_rows(record, args.packs),
+        "dynamic": lambda: dynamic_rows(record),
     }
     for name in names:
         if name in args.parts:
             steps[name]()
-            RECORD.write_text(json.dumps(known, indent=0) + "\n")
+            RECORD.write_text(json.dumps(record, indent=0) + "\n")
     from . import page  # needs matplotlib, which the simulation does not
 
-    page.write(known)
+    page.write(record)
     return 0
 
 

@@ -25,21 +25,21 @@ def magi_packs(pack: int, count: int = PACKS, seed: int = 42) -> tuple[np.ndarra
     rows = table("magi_document_lengths")
     middle = np.array([(int(row["first"]) + int(row["last"])) // 2 for row in rows])
     documents = np.array([int(row["documents"]) for row in rows])
-    cap, rest = pack // CUT, middle % (pack // CUT)
+    cap, remainder = pack // CUT, middle % (pack // CUT)
     whole = np.full((middle // cap * documents).sum(), cap)
-    parts = np.concatenate([whole, np.repeat(rest[rest > 0], documents[rest > 0])])
+    parts = np.concatenate([whole, np.repeat(remainder[remainder > 0], documents[remainder > 0])])
     random = np.random.default_rng(seed)
     parts = parts.astype(np.int32)
     random.shuffle(parts)
     ends = np.cumsum(parts, dtype=np.int64)
     order = list(range(int(ends[-1]) // pack))
     random.shuffle(order)
-    found = []
+    packs = []
     for index in order[:count]:
         begin, end = index * pack, (index + 1) * pack
         inside = ends[np.searchsorted(ends, begin, "right") : np.searchsorted(ends, end, "left")]
-        found.append(np.diff(np.concatenate([[begin], inside, [end]])))
-    return tuple(found)
+        packs.append(np.diff(np.concatenate([[begin], inside, [end]])))
+    return tuple(packs)
 
 
 def area(lengths: Sequence[int] | np.ndarray, causal: bool) -> float:

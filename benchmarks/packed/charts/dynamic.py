@@ -38,8 +38,8 @@ def lengths(gpus: int, seed: int) -> np.ndarray:
     """Return int64 document lengths of a step."""
     random = np.random.default_rng(seed)
     middle = np.log(MEAN) - SIGMA**2 / 2  # log of the median of a log-normal with this mean
-    drawn = random.lognormal(middle, SIGMA, DOCUMENTS * gpus // CP)
-    return np.clip(drawn, LEAST, MOST).astype(np.int64)
+    samples = random.lognormal(middle, SIGMA, DOCUMENTS * gpus // CP)
+    return np.clip(samples, LEAST, MOST).astype(np.int64)
 
 
 def counted(way: str, gpus: int, documents: np.ndarray) -> Count:
@@ -50,11 +50,11 @@ def counted(way: str, gpus: int, documents: np.ndarray) -> Count:
     if way == "dynamic_cp":  # the largest group of a micro-batch ends last
         plan = megatron.dynamic(documents.tolist(), gpus, TOKENS)
         # A document is put into at most one group of context parallelism.
-        return Count(len(plan), sum(min(CP, max(group.size for group in each)) for each in plan))
+        return Count(len(plan), sum(min(CP, max(group.size for group in batch)) for batch in plan))
     groups, packs = (gpus // CP, 1) if way == "fours" else (1, 1)
     while (plan := _packs(documents, groups * packs, gpus // groups * TOKENS)) is None:
         packs += 1
-    calls = [_calls(gpus // groups, each) for each in plan]
+    calls = [_calls(gpus // groups, pack) for pack in plan]
     return Count(packs, sum(max(calls[i * groups : (i + 1) * groups]) for i in range(packs)))
 
 
@@ -103,21 +103,21 @@ def published() -> dict[tuple[str, int], float]:
     }
 
 
-def constants(found: dict[tuple[str, int], Count]) -> np.ndarray:
+def constants(counts: dict[tuple[str, int], Count]) -> np.ndarray:
     """Return milliseconds [3] of a step, of a micro-batch, and of a call in all layers.
 
     They are fitted to the published times at `FITTED_GPUS` by non-negative least squares.
     """
-    known = {key: ms for key, ms in published().items() if key[1] in FITTED_GPUS}
-    rows = np.array([[1.0, *found[key]] for key in known])
-    times = np.array(list(known.values()))
-    best, least = np.zeros(3), np.inf
-    for kept in range(1, 8):  # the best fit of all subsets in which no constant is below 0
-        which = [i for i in range(3) if kept >> i & 1]
-        some = np.linalg.lstsq(rows[:, which], times, rcond=None)[0]
+    published_ms = {key: ms for key, ms in published().items() if key[1] in FITTED_GPUS}
+    rows = np.array([[1.0, *counts[key]] for key in published_ms])
+    times = np.array(list(published_ms.values()))
+    best, best_error = np.zeros(3), np.inf
+    for subset in range(1, 8):  # the best fit of all subsets in which no constant is below 0
+        indices = [i for i in range(3) if subset >> i & 1]
+        solution = np.linalg.lstsq(rows[:, indices], times, rcond=None)[0]
         full = np.zeros(3)
-        full[which] = some
-        off = float(((rows @ full - times) ** 2).sum())
-        if (some >= 0).all() and off < least - 1e-9:
-            best, least = full, off
+        full[indices] = solution
+        error = float(((rows @ full - times) ** 2).sum())
+        if (solution >= 0).all() and error < best_error - 1e-9:
+            best, best_error = full, error
     return best

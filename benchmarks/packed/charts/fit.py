@@ -67,24 +67,24 @@ def packs_of(mask: str, ranks: int, count: int | None = None) -> Sequence[np.nda
 
 def predicted(cell: Cell, fitted: Constants, count: int | None = None) -> float:
     """Return the mean speed over the packs, as in the charts."""
-    causal, back = "causal" in cell.mask, cell.way == "bwd"
+    causal, backward = "causal" in cell.mask, cell.way == "bwd"
     return float(np.mean([
-        speed(cell.rival, cell.ranks, each, causal, back, fitted)
-        for each in packs_of(cell.mask, cell.ranks, count)
+        speed(cell.rival, cell.ranks, lengths, causal, backward, fitted)
+        for lengths in packs_of(cell.mask, cell.ranks, count)
     ]))  # fmt: skip
 
 
 def fitted_constants(rounds: int = 12) -> Constants:
     """Return the constants that fit the cells of `Cell.fitted`, by least squares of logarithms."""
-    some = [cell for cell in cells() if cell.fitted and cell.rival in RIVALS]
-    published = np.array([cell.speed for cell in some])
+    fitted_cells = [cell for cell in cells() if cell.fitted and cell.rival in RIVALS]
+    published = np.array([cell.speed for cell in fitted_cells])
 
     def residuals(values: np.ndarray) -> np.ndarray:
-        one = Constants(*values.tolist())
-        return np.log(np.array([predicted(cell, one) for cell in some]) / published)
+        constants = Constants(*values.tolist())
+        return np.log(np.array([predicted(cell, constants) for cell in fitted_cells]) / published)
 
-    found = fit(residuals, astuple(Constants()), astuple(LOW), astuple(HIGH), rounds, tight=0.1)
-    return Constants(*found.tolist())
+    solution = fit(residuals, astuple(Constants()), astuple(LOW), astuple(HIGH), rounds, tight=0.1)
+    return Constants(*solution.tolist())
 
 
 __all__ = ["MASKS", "PASSES", "RANKS", "Cell", "cells", "fitted_constants", "packs_of", "predicted"]

@@ -63,8 +63,8 @@ class Kernel:
 
     def besides(self, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
         """Return additional seconds of the rows of a call; `keys` are the keys that they see."""
-        each = (tiled(rows) + tiled(keys)) / 2 if self.backward else tiled(rows)
-        return self.edge * each * self.per_pair
+        tile_rows = (tiled(rows) + tiled(keys)) / 2 if self.backward else tiled(rows)
+        return self.edge * tile_rows * self.per_pair
 
     def own(self, rows: np.ndarray, causal: bool) -> np.ndarray:
         """Return seconds of attention within each document; `rows` are lengths of documents."""
@@ -80,19 +80,19 @@ class Kernel:
 def kernels(name: str) -> tuple[Kernel, Kernel]:
     """Return forward and backward of a kernel with the speeds of `ALONE`."""
     packs = magi_packs(PACK)
-    one = np.array([float(PACK)])
-    found = []
+    whole = np.array([float(PACK)])
+    fitted_kernels = []
     for backward, (causal, packed) in enumerate(ALONE[name]):
         flops = FLOPS[backward]
         low, high = 0.0, 8192.0
         for _ in range(50):  # bisection: a larger cost per row makes short documents slower
             edge = (low + high) / 2
             kernel = Kernel(1.0, edge, flops, bool(backward))
-            ratio = np.mean([_speed(kernel, each) for each in packs]) / _speed(kernel, one)
+            ratio = np.mean([_speed(kernel, lengths) for lengths in packs]) / _speed(kernel, whole)
             low, high = (edge, high) if ratio > packed / causal else (low, edge)
         kernel = Kernel(1.0, low, flops, bool(backward))
-        found.append(replace(kernel, rate=causal * 1e12 / _speed(kernel, one)))
-    return found[0], found[1]
+        fitted_kernels.append(replace(kernel, rate=causal * 1e12 / _speed(kernel, whole)))
+    return fitted_kernels[0], fitted_kernels[1]
 
 
 def _speed(kernel: Kernel, lengths: np.ndarray) -> float:

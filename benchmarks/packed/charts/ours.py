@@ -74,17 +74,17 @@ class Pack:
 
     def pieces(self) -> Pieces:
         """Return spans cut at document boundaries."""
-        found, owner = [], []
+        spans, owner = [], []
         for rank, shard in enumerate(self.shards):
             for span in shard:
                 assert span.stride == 1
                 begin, end = span.start, span.start + span.length
                 inner = self.bounds[(self.bounds > begin) & (self.bounds < end)].tolist()
                 edges = [begin, *inner, end]
-                found += [Span(a, 1, b - a) for a, b in pairwise(edges)]
+                spans += [Span(a, 1, b - a) for a, b in pairwise(edges)]
                 owner += [rank] * (len(edges) - 1)
-        rows = np.array([span.length for span in found], dtype=float)
-        return Pieces(np.array(owner), rows, found)
+        rows = np.array([span.length for span in spans], dtype=float)
+        return Pieces(np.array(owner), rows, spans)
 
 
 def documents(lengths: np.ndarray, ranks: int, causal: bool, per_node: int | None = None) -> Pack:
@@ -118,7 +118,7 @@ class _Rows(NamedTuple):
         pieces: Pieces,
         ranks: int,
         piece: np.ndarray,
-        other: np.ndarray,
+        peer: np.ndarray,
         calls: np.ndarray | None = None,
     ) -> _Rows:
         """Count the rows of these pieces.
@@ -127,24 +127,26 @@ class _Rows(NamedTuple):
             calls: [G, G], number of the call that computes a pair, to count the rows of a call with
                 several other ranks once; they are spread over the pairs of the call.
         """
-        once = np.unique(piece * ranks + other)
-        piece, other = once // ranks, once % ranks
+        once = np.unique(piece * ranks + peer)
+        piece, peer = once // ranks, once % ranks
         own = pieces.rank[piece]
-        found = []
+        row_counts = []
         for size in (pieces.rows, tiled(pieces.rows)):
             all_ = np.zeros((ranks, ranks))
-            np.add.at(all_, (own, other), size[piece])
+            np.add.at(all_, (own, peer), size[piece])
             if calls is not None:
                 call = np.arange(ranks)[:, None] * (calls.max() + 1) + calls
-                foreign = own != other
-                once = np.unique(np.stack([piece, call[own, other]])[:, foreign], axis=1)
-                least = np.bincount(once[1], size[once[0]], call.max() + 1)
+                foreign = own != peer
+                once = np.unique(np.stack([piece, call[own, peer]])[:, foreign], axis=1)
+                rows_once = np.bincount(once[1], size[once[0]], call.max() + 1)
                 apart = 1 - np.eye(ranks)
-                most = np.bincount(call.reshape(-1), (all_ * apart).reshape(-1), call.max() + 1)
-                scale = (least / np.maximum(most, 1.0))[call]
+                pair_rows = np.bincount(
+                    call.reshape(-1), (all_ * apart).reshape(-1), call.max() + 1
+                )
+                scale = (rows_once / np.maximum(pair_rows, 1.0))[call]
                 all_ = np.where(apart > 0, all_ * scale, all_)
-            found.append(all_)
-        return cls(*found)
+            row_counts.append(all_)
+        return cls(*row_counts)
 
 
 ROW = HEADS * WIDTH * ELEMENT / MEMORY  # seconds to add a row to an existing sum
@@ -159,33 +161,35 @@ def work(pack: Pack, row: float = ROW, calls: np.ndarray | None = None) -> Work:
             whose keys are copied into one buffer. None if every pair has its own call.
     """
     pieces, ranks = pack.pieces(), pack.ranks
-    seen = pairs_seen(pack.mask, [(span,) for span in pieces.spans])
-    i, j = np.nonzero(seen)
+    visible_pairs = pairs_seen(pack.mask, [(span,) for span in pieces.spans])
+    i, j = np.nonzero(visible_pairs)
     rows, keys, owner = pieces.rows[i], pieces.rows[j], (pieces.rank[i], pieces.rank[j])
-    where = owner[0] * ranks + owner[1]
+    pair_index = owner[0] * ranks + owner[1]
 
-    def total(each: np.ndarray) -> np.ndarray:
-        return np.bincount(where, each, ranks * ranks).reshape(ranks, ranks)
+    def total(pair_values: np.ndarray) -> np.ndarray:
+        return np.bincount(pair_index, pair_values, ranks * ranks).reshape(ranks, ranks)
 
     # Rows of each pair of ranks, each counted once. Results of other ranks are added to existing
     # sums.
     queries = _Rows.of(pieces, ranks, i, owner[1], calls)
-    answers = _Rows.of(pieces, ranks, j, owner[0])
-    rows_of, keys_of = queries.rows, answers.rows.T
+    key_rows = _Rows.of(pieces, ranks, j, owner[0])
+    rows_of, keys_of = queries.rows, key_rows.rows.T
     apart = 1 - np.eye(ranks)
-    found = []
+    pass_seconds = []
     for kernel in kernels("FA3"):
-        took = np.where(
+        pair_seconds = np.where(
             (i == j) & pack.causal,
             kernel.triangle(rows),
-            kernel.tiles(rows, keys) * np.minimum(1.0, seen[i, j] / (rows * keys)),
+            kernel.tiles(rows, keys) * np.minimum(1.0, visible_pairs[i, j] / (rows * keys)),
         )
         of_keys = (COPY + GRADIENT * kernel.backward) * (calls is not None)
         of_keys += ELEMENT * kernel.backward
         of_keys *= 2 * KV_HEADS / HEADS / ELEMENT
         added = (rows_of + of_keys * keys_of) * apart * row
-        found.append(total(took) + kernel.besides(queries.tiles, answers.tiles.T) + added)
-    return Work(total(seen[i, j]), (found[0], found[1]))
+        pass_seconds.append(
+            total(pair_seconds) + kernel.besides(queries.tiles, key_rows.tiles.T) + added
+        )
+    return Work(total(visible_pairs[i, j]), (pass_seconds[0], pass_seconds[1]))
 
 
 class Run(NamedTuple):
@@ -208,8 +212,8 @@ class Run(NamedTuple):
     def speeds(self, pack: Pack) -> tuple[float, float]:
         """Return TFLOP/s per GPU in visible pairs, forward and backward."""
         forward, backward = (
-            flops * pack.area / (pack.ranks * self.share) / each.seconds / 1e12
-            for flops, each in zip(FLOPS, (self.forward, self.backward), strict=True)
+            flops * pack.area / (pack.ranks * self.share) / timed_pass.seconds / 1e12
+            for flops, timed_pass in zip(FLOPS, (self.forward, self.backward), strict=True)
         )
         return forward, backward
 
@@ -235,30 +239,32 @@ def runs(
     rates = Rates(fitted.intra, fitted.inter, latency=MESSAGE, launch=CALL,
                   exchange_start=fitted.start)  # fmt: skip
     heads = sharing(topology, own, rates)
-    want = visibility_of(pack.mask, pack.shards, pack.shards, streams=streams)
-    found, adds = [], adding(own, MEMORY)
+    visibility = visibility_of(pack.mask, pack.shards, pack.shards, streams=streams)
+    candidates, adds = [], adding(own, MEMORY)
     for name in tried if grid.size > 1 else ("ring",):
-        there = PreparedSchedule(rings.forward(name, grid, visibility=want, row_bytes=own.forward))
-        calls = calls_of(there.schedule)
-        done = work(pack, calls=calls)
-        back = PreparedSchedule(
-            rings.backward(name, grid, "kv", visibility=want, row_bytes=own.backward)
+        forward = PreparedSchedule(
+            rings.forward(name, grid, visibility=visibility, row_bytes=own.forward)
+        )
+        calls = calls_of(forward.schedule)
+        costs = work(pack, calls=calls)
+        backward = PreparedSchedule(
+            rings.backward(name, grid, "kv", visibility=visibility, row_bytes=own.backward)
         )
         for count in head_chunks if grid.size > 1 else (1,):
             if own.kv_heads % count:
                 continue
-            took, plain = [], 0.0
-            for each, seconds, kernel, flops, exchange, of_sums in zip(
-                (there, back), done.seconds, kernels("FA3"), FLOPS, heads, adds, strict=True
+            passes, plain = [], 0.0
+            for schedule, seconds, kernel, flops, exchange, of_sums in zip(
+                (forward, backward), costs.seconds, kernels("FA3"), FLOPS, heads, adds, strict=True
             ):
-                took.append(pass_time(each, own, seconds / share, rates, count) + exchange)
+                passes.append(pass_time(schedule, own, seconds / share, rates, count) + exchange)
                 # `auto` uses only pairs, a rate, and the rows that are added.
-                simple = done.pairs * (flops / kernel.rate / share)
-                known = pass_time(each, own, simple, rates, count, adding=of_sums)
-                plain += known.seconds + exchange.seconds
+                simple = costs.pairs * (flops / kernel.rate / share)
+                simple_pass = pass_time(schedule, own, simple, rates, count, adding=of_sums)
+                plain += simple_pass.seconds + exchange.seconds
             expected = plain * ALGORITHMS[name].handicap
-            found.append(Run(name, count, share, expected, *took, calls))
-    return found
+            candidates.append(Run(name, count, share, expected, *passes, calls))
+    return candidates
 
 
 def calls_of(schedule: Schedule) -> np.ndarray | None:
@@ -271,6 +277,6 @@ def calls_of(schedule: Schedule) -> np.ndarray | None:
     return calls
 
 
-def taken(every: Sequence[Run]) -> Run:
+def taken(candidates: Sequence[Run]) -> Run:
     """Return the run with the shortest expected time, which `auto` picks."""
-    return min(every, key=lambda run: run.expected)
+    return min(candidates, key=lambda run: run.expected)

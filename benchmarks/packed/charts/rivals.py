@@ -67,12 +67,14 @@ def _ring(nodes: int, width: int, backward: bool, tokens: int) -> PreparedSchedu
     """Return a flat ring of whole chunks over a grid."""
     grid, size = Grid(nodes, width), nodes * width
     own = sizes()
-    want = all_visible(size, tokens)
+    visibility = all_visible(size, tokens)
     if backward:
         return PreparedSchedule(
-            rings.backward("ring", grid, "kv", visibility=want, row_bytes=own.backward)
+            rings.backward("ring", grid, "kv", visibility=visibility, row_bytes=own.backward)
         )
-    return PreparedSchedule(rings.forward("ring", grid, visibility=want, row_bytes=own.forward))
+    return PreparedSchedule(
+        rings.forward("ring", grid, visibility=visibility, row_bytes=own.forward)
+    )
 
 
 def _ring_seconds(
@@ -83,9 +85,9 @@ def _ring_seconds(
         return np.array([[kernel.own(lengths, causal).sum() / share]])
     piece = lengths / size
     off = kernel.rectangle(piece, piece / 2) if causal else kernel.rectangle(piece, piece)
-    found = np.full((size, size), off.sum())
-    np.fill_diagonal(found, kernel.own(piece, causal).sum())
-    return found / share
+    pair_seconds = np.full((size, size), off.sum())
+    np.fill_diagonal(pair_seconds, kernel.own(piece, causal).sum())
+    return pair_seconds / share
 
 
 def seconds(
@@ -129,5 +131,5 @@ def speed(
     rival: str, ranks: int, lengths: np.ndarray, causal: bool, backward: bool, fitted: Constants
 ) -> float:
     """Return TFLOP/s per GPU in visible pairs."""
-    took = seconds(rival, ranks, lengths, causal, backward, fitted)
-    return FLOPS[backward] * area(lengths, causal) / ranks / took / 1e12
+    run_seconds = seconds(rival, ranks, lengths, causal, backward, fitted)
+    return FLOPS[backward] * area(lengths, causal) / ranks / run_seconds / 1e12

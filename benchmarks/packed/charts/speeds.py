@@ -83,20 +83,20 @@ def _parts(lengths: np.ndarray, pack: ours.Pack, run: ours.Run) -> dict[str, flo
     Parts are the kernel on whole documents, and the extra time of smaller pieces, of adding partial
     results, of the busiest rank compared with the mean, and of all else.
     """
-    bare, done = ours.work(pack, 0.0, run.calls), ours.work(pack, calls=run.calls)
+    bare_work, full_work = ours.work(pack, 0.0, run.calls), ours.work(pack, calls=run.calls)
     parts = {}
     for name, kernel, without, with_, total in zip(
-        ("fwd", "bwd"), kernels("FA3"), bare.seconds, done.seconds,
+        ("fwd", "bwd"), kernels("FA3"), bare_work.seconds, full_work.seconds,
         (run.forward, run.backward), strict=True,
     ):  # fmt: skip
         unsplit = float(kernel.own(lengths.astype(float), pack.causal).sum()) / pack.ranks
-        mean, most = with_.sum() / pack.ranks, float(with_.sum(axis=1).max())
+        mean, busiest = with_.sum() / pack.ranks, float(with_.sum(axis=1).max())
         seconds = {
             "kernel": unsplit,
             "pieces": without.sum() / pack.ranks - unsplit,
             "adding": mean - without.sum() / pack.ranks,
-            "busiest": most - mean,
-            "exposed": total.seconds - most,
+            "busiest": busiest - mean,
+            "exposed": total.seconds - busiest,
         }
         parts |= {f"{name}_{key}": 1e3 * float(value) for key, value in seconds.items()}
     return parts
