@@ -51,9 +51,9 @@ def _simulated() -> int:
 def _cluster(arguments: argparse.Namespace) -> int:
     from . import bench, tables
 
-    todo = settings(arguments.quick)
-    found = bench.run_settings(todo, GRID, RATES, _repeats(arguments), say)
-    records = _kept(found, arguments.out / "cluster.json")
+    chosen_settings = settings(arguments.quick)
+    new_records = bench.run_settings(chosen_settings, GRID, RATES, _repeats(arguments), say)
+    records = _kept(new_records, arguments.out / "cluster.json")
     print(tables.cluster(records))
     return 0
 
@@ -62,8 +62,8 @@ def _hybrid(arguments: argparse.Namespace) -> int:
     from . import stacks, tables
 
     regimes = list(REGIMES)[: 2 if arguments.quick else 3]
-    found = stacks.run_stack(Stack(), regimes, GRID, RATES, _repeats(arguments), say)
-    print(tables.hybrid(_kept(found, arguments.out / "hybrid.json")))
+    new_records = stacks.run_stack(Stack(), regimes, GRID, RATES, _repeats(arguments), say)
+    print(tables.hybrid(_kept(new_records, arguments.out / "hybrid.json")))
     return 0
 
 
@@ -71,16 +71,16 @@ def _repeats(arguments: argparse.Namespace) -> int:
     return arguments.repeats or (2 if arguments.quick else 3)
 
 
-def _kept(found: Iterator[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
+def _kept(new_records: Iterator[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
     """Return the records; each is on disk as soon as it exists."""
-    command, here = shlex.join(["python", "-m", "benchmarks.linear", *sys.argv[1:]]), machine()
+    command, host = shlex.join(["python", "-m", "benchmarks.linear", *sys.argv[1:]]), machine()
     records = []
-    for record in found:
+    for record in new_records:
         records.append(record)
-        run = {"command": command, "machine": here, "cells": records}
+        run = {"command": command, "machine": host, "cells": records}
         path.write_text(json.dumps(run, indent=1))
     loads = [x for record in records for x in record["load"]]
-    print(f"\nMeasured by `{command}` on {here}, load {min(loads):.0f} to {max(loads):.0f}.\n")
+    print(f"\nMeasured by `{command}` on {host}, load {min(loads):.0f} to {max(loads):.0f}.\n")
     return records
 
 

@@ -32,11 +32,11 @@ def rivals(setting: Setting, size: int) -> list[str]:
 
 
 def run_settings(
-    todo: Sequence[Setting], grid: tuple[int, int], rates: str, repeats: int, say: Say
+    chosen_settings: Sequence[Setting], grid: tuple[int, int], rates: str, repeats: int, say: Say
 ) -> Iterator[Record]:
     """Yield one record per setting, with `repeats` runs of each rival, more for small states."""
     with cluster(Network(*grid, Rates.parse(rates)), PRELOAD) as ranks:
-        for setting in todo:
+        for setting in chosen_settings:
             shared = refusal(setting, ALL_TO_ALL, ranks.network.size) is None
             yield one_setting(ranks, setting, repeats if shared else MORE * repeats, say)
 
@@ -48,13 +48,13 @@ def one_setting(ranks: Ranks, setting: Setting, repeats: int, say: Say) -> Recor
     for name in rivals(setting, network.size):
         say(f"{setting.words}: {name}, warming up")
         works[name] = ranks.run(measure.prepare, name, measured)
-    runs, around = in_turn(
+    runs, turn_record = in_turn(
         ranks, works, repeats, [measure.timed], lambda text: say(f"{setting.words}: {text}")
     )
-    return around | {
+    return turn_record | {
         "setting": setting._asdict(),
         "grid": [network.nodes, network.per_node],
         "rates": str(network.rates),
         "measured": dataclasses.asdict(measured),
-        "rivals": [record.of(network, name, works[name], done) for name, done in runs.items()],
+        "rivals": [record.of(network, name, works[name], rounds) for name, rounds in runs.items()],
     }

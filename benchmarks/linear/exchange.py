@@ -85,17 +85,17 @@ def _sections(exchange: Any, x: torch.Tensor, sections: list[int] | None) -> tor
 def _to_heads(x: torch.Tensor) -> torch.Tensor:
     size = dist.get_world_size()
     parts = torch.stack(x.chunk(size, dim=-1))
-    got = torch.empty_like(parts)
-    dist.all_to_all_single(got, parts)
-    return got.flatten(0, 1)
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts)
+    return received.flatten(0, 1)
 
 
 def _from_heads(x: torch.Tensor) -> torch.Tensor:
     size = dist.get_world_size()
     parts = x.contiguous().unflatten(0, (size, -1))
-    got = torch.empty_like(parts)
-    dist.all_to_all_single(got, parts)
-    return torch.cat(list(got), dim=-1)
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts)
+    return torch.cat(list(received), dim=-1)
 
 
 class _ToHeads(torch.autograd.Function):

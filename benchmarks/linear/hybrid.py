@@ -79,13 +79,13 @@ def prepare(state: State, attention: Attention, measured: mb.Rates) -> Work:
     run = timed(state, attention.name, 0.0)
     flops = 4.0 * stack.width * stack.heads
     passes = (plan.rank_plan.forward, flops), (plan.rank_plan.backward, flops * BACKWARD)
-    says = f"{plan.algorithm}, side {plan.schedules[1].side}, {plan.head_chunks} head chunks"
+    words = f"{plan.algorithm}, side {plan.schedules[1].side}, {plan.head_chunks} head chunks"
     work = Work(
         {p: {link: getattr(sent, link) for link in LINKS}
          for p, sent in zip(PASSES, plan.traffic(), strict=True)},
         sent={},
-        says="" if plan.choice is None else says,
-        flops={p: pairs(job) * each for p, (job, each) in zip(PASSES, passes, strict=True)},
+        says="" if plan.choice is None else words,
+        flops={p: pairs(job) * per_pair for p, (job, per_pair) in zip(PASSES, passes, strict=True)},
     )  # fmt: skip
     if run.counted != formula([work]):
         raise ArithmeticError(f"{attention.name} sent {run.counted}, the plan: {formula([work])}")
@@ -106,26 +106,26 @@ def timed(state: State, name: str, speed: float) -> Run:
     def count() -> dict[str, int]:
         return {link: getattr(counters, link) for link in LINKS}
 
-    def attended(before: dict[str, int]) -> None:
+    def attended(counts_before: dict[str, int]) -> None:
         for link, n in count().items():
-            sent[link] += n - before[link]
+            sent[link] += n - counts_before[link]
 
     dist.barrier()
     with emulated.urgent(True):
         begin = measure.together()
-        made = []
+        linear_passes = []
         for _ in range(LINEAR_LAYERS):
             time.sleep(local)
-            made.append(ways.reach(linear))
-        before = count()
+            linear_passes.append(ways.reach(linear))
+        counts_before = count()
         out = mb.attention(*tensors, plan=plan)
-        attended(before)
+        attended(counts_before)
         forward = begin, time.perf_counter()
         begin = measure.together()
-        before = count()
+        counts_before = count()
         torch.autograd.grad(out, tensors, out)
-        attended(before)
-        for leaves, outputs in reversed(made):
+        attended(counts_before)
+        for leaves, outputs in reversed(linear_passes):
             time.sleep(LINEAR_BACKWARD * local)
             torch.autograd.grad(outputs, leaves, linear.upstream)
         backward = begin, time.perf_counter()

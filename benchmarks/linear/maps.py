@@ -55,39 +55,41 @@ def share(setting: Setting, size: int, rank: int) -> Share:
         transition = (2 * transition - 1) * (2 / d**0.5)
     increment, upstream = (torch.randn(states, generator=generator) for _ in range(2))
     truth = _truth(chain, transition.double(), increment.double(), upstream.double())
-    mine = torch.from_numpy(np.ascontiguousarray(chain.of(rank)))
+    own_pieces = torch.from_numpy(np.ascontiguousarray(chain.of(rank)))
     return Share(
-        *(x[mine].clone() for x in (transition, increment, upstream)),
-        tuple(x[mine].clone() for x in truth),
+        *(x[own_pieces].clone() for x in (transition, increment, upstream)),
+        tuple(x[own_pieces].clone() for x in truth),
     )
 
 
-def apply(transition: torch.Tensor, state: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+def apply(transition: torch.Tensor, state: torch.Tensor, *, adjoint: bool = False) -> torch.Tensor:
     """Return A S, or A^T S, of one piece."""
-    missing = state.dim() - transition.dim()
-    if missing == 0:
-        return (transition.mT if back else transition) @ state
-    return transition[(..., *[None] * missing)] * state
+    missing_dims = state.dim() - transition.dim()
+    if missing_dims == 0:
+        return (transition.mT if adjoint else transition) @ state
+    return transition[(..., *[None] * missing_dims)] * state
 
 
-def reduced(transition: torch.Tensor, state: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of A for a gradient `after` of A S."""
-    missing = state.dim() - transition.dim()
-    if missing == 0:
-        return after @ state.mT
-    return (after * state).sum(dim=tuple(range(-missing, 0)))
+def reduced(transition: torch.Tensor, state: torch.Tensor, out_grad: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of A for a gradient `out_grad` of A S."""
+    missing_dims = state.dim() - transition.dim()
+    if missing_dims == 0:
+        return out_grad @ state.mT
+    return (out_grad * state).sum(dim=tuple(range(-missing_dims, 0)))
 
 
 def _truth(
     chain: Chains, transition: torch.Tensor, increment: torch.Tensor, upstream: torch.Tensor
 ) -> Tensors:
-    entering, after = torch.zeros_like(increment), torch.zeros_like(increment)
+    entering, increment_grad = torch.zeros_like(increment), torch.zeros_like(increment)
     grad = torch.zeros_like(transition)
     for i in range(1, len(chain)):
         if not chain.begins[i]:
             entering[i] = apply(transition[i - 1], entering[i - 1]) + increment[i - 1]
     for i in reversed(range(len(chain) - 1)):
         if not chain.ends[i]:
-            after[i] = upstream[i + 1] + apply(transition[i + 1], after[i + 1], back=True)
-            grad[i] = reduced(transition[i], entering[i], after[i])
-    return entering, grad, after
+            increment_grad[i] = upstream[i + 1] + apply(
+                transition[i + 1], increment_grad[i + 1], adjoint=True
+            )
+            grad[i] = reduced(transition[i], entering[i], increment_grad[i])
+    return entering, grad, increment_grad

@@ -23,7 +23,7 @@ from . import exchange, ours, ways
 from .settings import ALL_TO_ALL, CONVOLUTION, GATHER, Setting
 
 TOLERANCE = 1e-4  # relative to the largest entry: fp32 states after 15 products of maps
-LONG, SOME = 1000, 61  # rows
+LONG, ROW_STEP = 1000, 61  # rows
 LATER = 0.02  # seconds from a barrier to the start of the timed call
 State = dict[str, Any]
 
@@ -58,7 +58,7 @@ def prepare(state: State, rival: str, measured: mb.Rates | None = None) -> Work:
     if way is None:
         way = ours.way(setting, rival, groups(state), measured)
     state["ways"][rival] = way
-    run = timed(state, rival, every=1)
+    run = timed(state, rival, row_step=1)
     if not run.error <= TOLERANCE:
         raise ArithmeticError(f"{rival} is off by {run.error:.3g} of the largest entry")
     network, size = state["network"], len(way.sent[PASSES[0]])
@@ -71,14 +71,14 @@ def prepare(state: State, rival: str, measured: mb.Rates | None = None) -> Work:
     return Work(by_link, way.sent, way.says)
 
 
-def timed(state: State, rival: str, every: int = SOME) -> Run:
-    """Run one forward and backward; compare every `every`-th row of long results."""
+def timed(state: State, rival: str, row_step: int = ROW_STEP) -> Run:
+    """Run one forward and backward; compare every `row_step`-th row of long results."""
     way, network, me = state["ways"][rival], state["network"], state["rank"]
     counters = state["grid"].counters if "grid" in state else None
     if counters is not None:
         counters.reset()
     dist.barrier()
-    before = network.sent_from_here(me)
+    sent_before = network.sent_from_here(me)
     with emulated.urgent(True):
         begin, own = together(), time.thread_time()
         leaves, outputs = ways.reach(way)
@@ -87,10 +87,10 @@ def timed(state: State, rival: str, every: int = SOME) -> Run:
         grads = torch.autograd.grad(outputs, leaves, way.upstream)
         backward, busy = (begin, time.perf_counter()), busy + time.thread_time() - own
         dist.barrier()
-    kernel = {link: n - before[link] for link, n in network.sent_from_here(me).items()}
-    found = zip((*outputs, *grads), way.truth, strict=True)
-    some = [(x[::every], y[::every]) if len(x) > LONG else (x, y) for x, y in found]
-    error = worst_error(*zip(*some, strict=True))
+    kernel = {link: n - sent_before[link] for link, n in network.sent_from_here(me).items()}
+    pairs = zip((*outputs, *grads), way.truth, strict=True)
+    compared = [(x[::row_step], y[::row_step]) if len(x) > LONG else (x, y) for x, y in pairs]
+    error = worst_error(*zip(*compared, strict=True))
     counted = None
     if counters is not None and rival not in (ALL_TO_ALL, GATHER):
         counted = {"intra": counters.intra, "inter": counters.inter}
@@ -110,13 +110,13 @@ def together() -> float:
     return begin.item()
 
 
-def worst_error(got: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float:
+def worst_error(results: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float:
     """Return the largest difference relative to the largest entry of its tensor.
 
     It is relative to 1 if all entries are 0, because no state enters the first piece.
     """
     worst = []
-    for x, y in zip(got, truth, strict=True):
+    for x, y in zip(results, truth, strict=True):
         largest = y.abs().max().item() or 1.0
         worst.append((x.detach() - y).abs().max() / largest)
     return torch.stack(worst).max().item()  # NaN is not skipped

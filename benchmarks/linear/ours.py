@@ -22,7 +22,7 @@ CONVOLVED, WIDTH = 16, 4  # tokens per rank, taps
 
 def way(setting: Setting, algorithm: str, groups: mb.Groups, rates: mb.Rates | None) -> Way:
     """Return the scan of a setting's maps; "auto" chooses by `rates`. Collective."""
-    held = maps.share(setting, groups.size, groups.rank)
+    share = maps.share(setting, groups.size, groups.rank)
     plan = plan_of(setting, algorithm, groups, rates)
 
     def forward(transition: torch.Tensor, increment: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -30,7 +30,12 @@ def way(setting: Setting, algorithm: str, groups: mb.Groups, rates: mb.Rates | N
 
     sent = sent_by(plan)
     return Way(
-        (held.transition, held.increment), forward, (held.upstream,), held.truth, sent, says(plan)
+        (share.transition, share.increment),
+        forward,
+        (share.upstream,),
+        share.truth,
+        sent,
+        says(plan),
     )
 
 
@@ -52,19 +57,20 @@ def convolution(setting: Setting, groups: mb.Groups) -> Way:
     whole = x.T.requires_grad_()
     out = F.conv1d(F.pad(whole, (WIDTH - 1, 0)), weight[:, None], groups=channels)
     (grad,) = torch.autograd.grad(out, whole, upstream.T)
-    mine = [
+    own_rows = [
         t.T[order][:, None].bfloat16() for t in (whole.detach(), upstream.T, out.detach(), grad)
     ]
     plan = plan_of(short, "ring", groups, None)
     chain = maps.chains_of(short, size)
     row = channels * ACTIVATION
-    there = [len(rows) * row for rows in preceding(chain, WIDTH, rank).sends]
-    back = [len(preceding(chain, WIDTH, other).sends[rank]) * row for other in range(size)]
-    there[rank] = back[rank] = 0
+    sent_forward = [len(rows) * row for rows in preceding(chain, WIDTH, rank).sends]
+    sent_backward = [len(preceding(chain, WIDTH, peer).sends[rank]) * row for peer in range(size)]
+    sent_forward[rank] = sent_backward[rank] = 0
     kernel = weight.bfloat16()
     return Way(
-        (mine[0],), lambda rows: (mb.short_convolution(rows, kernel, plan=plan),), (mine[1],),
-        (mine[2], mine[3]), dict(zip(PASSES, (there, back), strict=True)),
+        (own_rows[0],), lambda rows: (mb.short_convolution(rows, kernel, plan=plan),),
+        (own_rows[1],), (own_rows[2], own_rows[3]),
+        dict(zip(PASSES, (sent_forward, sent_backward), strict=True)),
     )  # fmt: skip
 
 
@@ -92,13 +98,13 @@ def says(plan: Any) -> str:
 
 def sent_by(plan: Any) -> Sent:
     """Return bytes that this rank sends to each other rank, by pass, from the plan's messages."""
-    found: Sent = {}
+    sent: Sent = {}
     for name, scan in zip(PASSES, (plan.job.forward, plan.job.backward), strict=True):
         program = scan.program
-        found[name] = [0] * plan.groups.size
-        for each in program.rounds:
-            for parcel in each.sends:
+        sent[name] = [0] * plan.groups.size
+        for program_round in program.rounds:
+            for parcel in program_round.sends:
                 numbers = sum(s.numel() for hop in parcel.hops
                               for s in program.shapes(hop, plan.states))  # fmt: skip
-                found[name][parcel.peer] += numbers * plan.states.dtype.itemsize
-    return found
+                sent[name][parcel.peer] += numbers * plan.states.dtype.itemsize
+    return sent

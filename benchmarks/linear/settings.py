@@ -89,8 +89,8 @@ class Setting(NamedTuple):
     def convolved(self) -> int:
         """Return channels of the short convolution."""
         layer = LAYERS[self.form]
-        every = zip(layer.sections, layer.channels(self.heads, self.width), strict=True)
-        return sum(n for (name, _), n in every if name in layer.convolved)
+        section_channels = zip(layer.sections, layer.channels(self.heads, self.width), strict=True)
+        return sum(n for (name, _), n in section_channels if name in layer.convolved)
 
     @property
     def words(self) -> str:
@@ -102,8 +102,8 @@ class Setting(NamedTuple):
         Heads are shared; backward sends the same bytes.
         """
         channels = sum(LAYERS[self.form].channels(self.heads, self.width))
-        each = self.tokens * ACTIVATION // size
-        return channels * each, self.heads * self.width * each
+        channel_bytes = self.tokens * ACTIVATION // size
+        return channels * channel_bytes, self.heads * self.width * channel_bytes
 
 
 def refusal(setting: Setting, rival: str, size: int) -> str | None:

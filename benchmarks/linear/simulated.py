@@ -32,28 +32,30 @@ class HeadwiseRowBytes(NamedTuple):
     Before the recurrence, queries, keys, values and gates are sent; after it, outputs.
     """
 
-    there: int
-    back: int
+    inputs: int
+    outputs: int
 
 
-def exchange_seconds(topology: Topology, rows: int, each: HeadwiseRowBytes, links: Links) -> float:
+def exchange_seconds(
+    topology: Topology, rows: int, row_bytes: HeadwiseRowBytes, links: Links
+) -> float:
     """Return seconds of the two all-to-alls of a pass that share heads; `rows` is per rank."""
-    return sum(_all_to_all(topology, rows * size, links) for size in each)
+    return sum(_all_to_all(topology, rows * size, links) for size in row_bytes)
 
 
-def exchange_sent(topology: Topology, rows: int, each: HeadwiseRowBytes) -> tuple[int, int]:
+def exchange_sent(topology: Topology, rows: int, row_bytes: HeadwiseRowBytes) -> tuple[int, int]:
     """Return bytes that each rank sends within its node and to other nodes in these all-to-alls."""
-    near, ranks = topology.per_node, topology.size
-    size = rows * (each.there + each.back)
-    return size * (near - 1) // ranks, size * (ranks - near) // ranks
+    per_node, ranks = topology.per_node, topology.size
+    size = rows * (row_bytes.inputs + row_bytes.outputs)
+    return size * (per_node - 1) // ranks, size * (ranks - per_node) // ranks
 
 
 def _all_to_all(topology: Topology, size: int, links: Links) -> float:
     """Return seconds of an all-to-all; a rank has `size` bytes and keeps its own share."""
-    near, ranks = topology.per_node, topology.size
+    per_node, ranks = topology.per_node, topology.size
     share = size / ranks
-    within = (near - 1) * (links.intra_latency + share / links.intra)
-    return max(within, (ranks - near) * (links.inter_latency + share / links.inter))
+    within = (per_node - 1) * (links.intra_latency + share / links.intra)
+    return max(within, (ranks - per_node) * (links.inter_latency + share / links.inter))
 
 
 class Row(NamedTuple):
@@ -81,7 +83,7 @@ def within() -> float:
 
     It is the work within chunks, which reads and writes each row once.
     """
-    return TOKENS // RANKS * (widths().there + widths().back) / MEMORY
+    return TOKENS // RANKS * (widths().inputs + widths().outputs) / MEMORY
 
 
 def layer() -> float:
@@ -96,10 +98,10 @@ def scans() -> list[Row]:
     """Return every algorithm with both layouts."""
     topology, state, rows = Topology(RANKS, PER_NODE), states(), []
     for layout in LAYOUTS:
-        found = chains(make(layout, cp_size=RANKS), TOKENS)
+        layout_chains = chains(make(layout, cp_size=RANKS), TOKENS)
         for name in SCANS:
-            blocks = blocks_for(name, found, topology, state)
-            hops = SCANS[name](Task(found, topology, blocks))
+            blocks = blocks_for(name, layout_chains, topology, state)
+            hops = SCANS[name](Task(layout_chains, topology, blocks))
             sent = state.sent(hops, blocks, topology).max(axis=0).tolist()
             seconds = float(scan_seconds(hops, topology, state, blocks, NOMINAL).max())
             rows.append(Row(NAMES.get(name, name), layout, blocks, (sent[0], sent[1]), seconds))
@@ -112,13 +114,17 @@ def collective() -> Row:
     Every NIC forwards the bytes of all ranks except one, divided by the NICs of its node. A ring's
     first message arrives after as many steps as there are ranks.
     """
-    one, steps, nodes = states().map, RANKS - 1, RANKS // PER_NODE
-    passed = steps * one // PER_NODE
+    map_bytes, steps, nodes = states().map, RANKS - 1, RANKS // PER_NODE
+    inter_bytes = steps * map_bytes // PER_NODE
     links = NOMINAL
     start = nodes * links.inter_latency + (steps - nodes) * links.intra_latency
-    seconds = start + passed / min(links.inter, links.intra / PER_NODE)
+    seconds = start + inter_bytes / min(links.inter, links.intra / PER_NODE)
     return Row(
-        "all-gather by rings over all NICs", "any", 1, (steps * one - passed, passed), seconds
+        "all-gather by rings over all NICs",
+        "any",
+        1,
+        (steps * map_bytes - inter_bytes, inter_bytes),
+        seconds,
     )
 
 

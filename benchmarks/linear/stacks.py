@@ -38,24 +38,26 @@ def run_stack(
         ranks.run(hybrid.load, stack, measured)
         works: dict[str, list[Work]] = {}
         autos = [attention for attention in ATTENTIONS if attention.algorithm == "auto"]
-        for attention in (each for each in ATTENTIONS if each not in autos):
+        for attention in (attention for attention in ATTENTIONS if attention not in autos):
             say(f"stack: {attention.name}, warming up")
             works[attention.name] = ranks.run(hybrid.prepare, attention, measured)
         for regime in regimes:
             speed = speed_of(works[SPEED_OF], regime, network)
-            known = replace(measured, compute=speed or math.inf)
+            regime_rates = replace(measured, compute=speed or math.inf)
             for attention in autos:
-                works[attention.name] = ranks.run(hybrid.prepare, attention, known)
-            call, where = (hybrid.timed, speed), f"stack, {regime}"
-            runs, around = in_turn(ranks, works, repeats, call, lambda x, w=where: say(f"{w}: {x}"))
-            yield around | {
+                works[attention.name] = ranks.run(hybrid.prepare, attention, regime_rates)
+            call, label = (hybrid.timed, speed), f"stack, {regime}"
+            runs, turn_record = in_turn(
+                ranks, works, repeats, call, lambda x, w=label: say(f"{w}: {x}")
+            )
+            yield turn_record | {
                 "stack": stack._asdict(),
                 "regime": regime,
                 "grid": list(grid),
                 "rates": rates,
                 "gflops": speed / 1e9,
                 "rivals": [
-                    _of(name, works[name], done, stack, speed) for name, done in runs.items()
+                    _of(name, works[name], rounds, stack, speed) for name, rounds in runs.items()
                 ],
             }
 
@@ -73,13 +75,15 @@ def busiest(works: list[Work], name: str) -> dict[str, int]:
     return {link: max(w.bytes[name][link] for w in works) for link in LINKS}
 
 
-def _of(name: str, works: list[Work], done: list[list[Run]], stack: Stack, speed: float) -> Record:
+def _of(
+    name: str, works: list[Work], rounds: list[list[Run]], stack: Stack, speed: float
+) -> Record:
     attention = max(sum(w.flops.values()) for w in works)
     linear = LINEAR_LAYERS * (1 + LINEAR_BACKWARD) * stack.linear_flops
     return {
         "name": name,
         "says": works[0].says,
-        "seconds": record.seconds(done),
+        "seconds": record.seconds(rounds),
         "busiest": {p: busiest(works, p) for p in PASSES},
         "compute": (attention + linear) / speed if speed else 0.0,
     }

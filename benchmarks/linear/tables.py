@@ -53,48 +53,48 @@ def auto_over_best(record: Record) -> Ratio:
 
 
 def _times(records: Sequence[Record]) -> str:
-    found = []
+    lines = []
     for record in records:
         times, setting = totals(record), setting_of(record)
-        found.append([
+        lines.append([
             f"{setting.form}, {setting.layout}", f"{setting.heads} of {setting.width}",
             *(f"{median(times[n]):.3f}" if n in times else "-" for n in (*COLUMNS, CONVOLUTION)),
             str(ratio(times, "auto", ALL_TO_ALL) or "-"), str(ratio(times, GATHER, "scan") or "-"),
         ])  # fmt: skip
     heads = ["", "heads", "all-to-all", "torch gather", *ALGORITHMS, "convolution",
              "auto / all-to-all", "gather / scan"]  # fmt: skip
-    return markdown(heads, found)
+    return markdown(heads, lines)
 
 
 def _bytes(records: Sequence[Record]) -> str:
-    found = []
+    lines = []
     for record in records:
         sent = {rival["name"]: rival["bytes"] for rival in record["rivals"]}
         size = record["grid"][0] * record["grid"][1]
         mean = {
-            name: " + ".join(f"{each[link]['formula'] / size / MIB:.2f}" for link in LINKS)
-            for name, each in sent.items()
+            name: " + ".join(f"{rival_bytes[link]['formula'] / size / MIB:.2f}" for link in LINKS)
+            for name, rival_bytes in sent.items()
         }
         extra = max(max(extra_bytes(sent[n]).values(), default=0) for n in COLUMNS[:4] if n in sent)
-        found.append([setting_of(record).words, *(mean.get(n, "-") for n in COLUMNS),
+        lines.append([setting_of(record).words, *(mean.get(n, "-") for n in COLUMNS),
                       f"{extra:.1f} %"])  # fmt: skip
-    return markdown(["", "all-to-all", "torch gather", *ALGORITHMS, "headers, at most"], found)
+    return markdown(["", "all-to-all", "torch gather", *ALGORITHMS, "headers, at most"], lines)
 
 
 def hybrid(records: Sequence[Record]) -> str:
     """Return the attention of a hybrid stack: seconds, exposed seconds, bytes."""
-    found = []
+    lines = []
     for record in records:
         times = totals(record)
         for rival in record["rivals"]:
-            mine, busiest = times[rival["name"]], rival["busiest"]
+            rival_seconds, busiest = times[rival["name"]], rival["busiest"]
             sent = [sum(busiest[p][link] for p in PASSES) / MIB for link in LINKS]
-            found.append([
-                record["regime"], rival["name"], spread(mine), f"{rival['compute']:.2f}",
-                f"{median(mine) - rival['compute']:.2f}",
+            lines.append([
+                record["regime"], rival["name"], spread(rival_seconds), f"{rival['compute']:.2f}",
+                f"{median(rival_seconds) - rival['compute']:.2f}",
                 str(ratio(times, ATTENTIONS[0].name, rival["name"])),
                 f"{sent[0]:.0f} + {sent[1]:.0f}", rival["says"] or "-",
             ])  # fmt: skip
     heads = ["compute", "attention", "seconds", "of it compute", "exposed", "gain over LASP-2H",
              "MiB within + between", "chosen"]  # fmt: skip
-    return markdown(heads, found)
+    return markdown(heads, lines)

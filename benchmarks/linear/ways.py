@@ -41,39 +41,40 @@ class Way(NamedTuple):
 
 def shared_heads(setting: Setting, size: int, rank: int, module: Any | None) -> Way:
     """Return the all-to-all before and after the layer, without the layer."""
-    there, back = exchange.exchanges(setting, module)
-    before, after = exchange.sections_of(setting), (setting.heads * setting.width,)
-    mine, everyone = maps.rows_of(setting, size, rank), torch.arange(setting.tokens * size)
+    to_heads, from_heads = exchange.exchanges(setting, module)
+    in_sections, out_sections = exchange.sections_of(setting), (setting.heads * setting.width,)
+    own_rows, all_rows = maps.rows_of(setting, size, rank), torch.arange(setting.tokens * size)
 
     def tensors(sections: Sequence[int], salt: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a rank's rows of all channels, and all rows of its channels."""
         channels = exchange.owned(setting, size, rank, sections)
         whole = torch.arange(sum(sections))
-        return exchange.numbers(mine, whole, salt), exchange.numbers(everyone, channels, salt)
+        return exchange.numbers(own_rows, whole, salt), exchange.numbers(all_rows, channels, salt)
 
-    (x, heads), (out, made) = tensors(before, 0), tensors(after, 1)
-    (dx, dheads), (dout, dmade) = tensors(before, 2), tensors(after, 3)
-    one, two = setting.exchanged(size)
-    sent = [0 if other == rank else one + two for other in range(size)]
+    (x, heads), (out, head_out) = tensors(in_sections, 0), tensors(out_sections, 1)
+    (dx, dheads), (dout, dhead_out) = tensors(in_sections, 2), tensors(out_sections, 3)
+    input_bytes, output_bytes = setting.exchanged(size)
+    sent = [0 if peer == rank else input_bytes + output_bytes for peer in range(size)]
     return Way(
-        (x, made), lambda a, b: (there(a), back(b)), (dheads, dout), (heads, out, dx, dmade),
-        dict.fromkeys(PASSES, sent), exchange.MEGATRON if module else exchange.TORCH,
+        (x, head_out), lambda a, b: (to_heads(a), from_heads(b)), (dheads, dout),
+        (heads, out, dx, dhead_out), dict.fromkeys(PASSES, sent),
+        exchange.MEGATRON if module else exchange.TORCH,
     )  # fmt: skip
 
 
 def all_gather(setting: Setting, size: int, rank: int) -> Way:
     """Return gloo's all-gather, a ring in which each rank passes on what it received."""
-    chain, held = maps.chains_of(setting, size), maps.share(setting, size, rank)
-    slots, rest = gathered.slots(chain), size - 1
+    chain, share = maps.chains_of(setting, size), maps.share(setting, size, rank)
+    slots, hops = gathered.slots(chain), size - 1
     states, transitions = setting.state_bytes, setting.transition_bytes
     sent = {name: [0] * size for name in PASSES}
-    sent["forward"][(rank + 1) % size] = rest * slots * (states + transitions)
-    sent["backward"][(rank + 1) % size] = rest * slots * states
+    sent["forward"][(rank + 1) % size] = hops * slots * (states + transitions)
+    sent["backward"][(rank + 1) % size] = hops * slots * states
     return Way(
-        (held.transition, held.increment),
+        (share.transition, share.increment),
         lambda a, b: (gathered.scan(chain, a, b),),
-        (held.upstream,),
-        held.truth,
+        (share.upstream,),
+        share.truth,
         sent,
     )
 
