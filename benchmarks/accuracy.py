@@ -108,12 +108,12 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor)
     hidden = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
     results: list[Tensors] = []
     for head in range(k.shape[2]):
-        mine = slice(head * group, (head + 1) * group)
-        parts = (q[:, 0, mine], k[:, 0, head], v[:, 0, head])
+        q_heads = slice(head * group, (head + 1) * group)
+        parts = (q[:, 0, q_heads], k[:, 0, head], v[:, 0, head])
         a, b, c = (x.double().requires_grad_() for x in parts)
         scores = torch.einsum("shd,td->hst", a, b) * q.shape[-1] ** -0.5
         out = torch.einsum("hst,td->shd", scores.masked_fill(hidden, float("-inf")).softmax(-1), c)
-        grads = torch.autograd.grad(out, (a, b, c), dout[:, 0, mine].double())
+        grads = torch.autograd.grad(out, (a, b, c), dout[:, 0, q_heads].double())
         results.append((out.detach(), *grads))
     out, dq, dk, dv = zip(*results, strict=True)
     return (

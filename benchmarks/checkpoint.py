@@ -28,7 +28,7 @@ from store_layers import MODES, Layer, step
 import megatron_burst as mb
 
 
-class Found(NamedTuple):
+class CellResult(NamedTuple):
     """Results of a cell: extra peak in MiB, seconds, processor seconds, store bytes."""
 
     extra: float
@@ -58,7 +58,7 @@ def on_rank(cell: dict[str, Any]) -> tuple[float, ...]:
         wall.append(time.perf_counter() - start)
         processor.append(time.process_time() - begun)
         x.grad = None
-    times = [statistics.median(each[1:]) for each in (wall, processor)]
+    times = [statistics.median(seconds[1:]) for seconds in (wall, processor)]
     return _peak() - before, *times, plan.store_bytes
 
 
@@ -67,13 +67,13 @@ def _peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def measure(cell: dict[str, Any]) -> Found:
+def measure(cell: dict[str, Any]) -> CellResult:
     """Return the maximum over ranks of each result."""
-    found = on_ranks(cell["ranks"], on_rank, cell)
-    return Found(*(max(each) for each in zip(*found, strict=True)))
+    rank_results = on_ranks(cell["ranks"], on_rank, cell)
+    return CellResult(*(max(field_values) for field_values in zip(*rank_results, strict=True)))
 
 
-def table(cells: dict[tuple[int, str], Found], args: argparse.Namespace) -> str:
+def table(cells: dict[tuple[int, str], CellResult], args: argparse.Namespace) -> str:
     """Return a table with ratios to "full" (full recomputation)."""
     rows = []
     for tokens in args.tokens:

@@ -42,10 +42,10 @@ def main() -> int:
     if not native.serves("cpu"):
         print("the library is not built: python setup.py build_csrc", file=sys.stderr)
         return 1
-    found = list(cases(64 if args.quick else 2048, 500 if args.quick else 32000))
+    all_cases = list(cases(64 if args.quick else 2048, 500 if args.quick else 32000))
     rows = []
-    with progress("csrc", len(found)) as step:
-        for case in found:
+    with progress("csrc", len(all_cases)) as step:
+        for case in all_cases:
             step(f"{case.work}, {case.what}")
             times = pairs(case, 3 if args.quick else args.repeats)
             cells = milliseconds(times["torch"]), milliseconds(times["csrc"])

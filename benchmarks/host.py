@@ -197,9 +197,9 @@ class Plain:
             if step + 1 < self.size:
                 following, works = self.shift(k, v)
             r, c, causal = self.parts(step, rows)
-            given = dout[r], q[r], k[c], v[c], out[r]
+            inputs = dout[r], q[r], k[c], v[c], out[r]
             grads = self.operator.backward(
-                *(x.permute(1, 2, 0, 3) for x in given), lse[r].permute(1, 2, 0),
+                *(x.permute(1, 2, 0, 3) for x in inputs), lse[r].permute(1, 2, 0),
                 causal, scale,
             )  # fmt: skip
             for work in sent:  # gradients of these keys from the previous rank
@@ -367,9 +367,9 @@ def row(case: Case, repeats: int, terms: Terms) -> list[str]:
     cells = [str(case.size), case.name, "/".join(counts)]
     for suffix in ("", " backward"):
         ours, plain = cpu[f"ours{suffix}"], cpu[f"plain{suffix}"]
-        each = [f"{1e6 * quartiles(x)[1] / timed.hops:.0f}" for x in (ours, plain)]
+        per_hop = [f"{1e6 * quartiles(x)[1] / timed.hops:.0f}" for x in (ours, plain)]
         ratios = [a / b for a, b in zip(ours, plain, strict=True)]
-        cells += [f"{1e3 * quartiles(ours)[1]:.2f}", " / ".join(each), spread(ratios)]
+        cells += [f"{1e3 * quartiles(ours)[1]:.2f}", " / ".join(per_hop), spread(ratios)]
     if case.ulysses == 1:
         chunks = case.options.get("head_chunks", 1)
         names = ("ours", "ours backward")

@@ -97,7 +97,7 @@ def times(args: argparse.Namespace, dtype: str, every: Sequence[str]) -> str:
     """Return a table of times; `every` are all implementations, ours first."""
     ours, *others = every
     names = [ours, *(name for name in others if name in args.only)]
-    found: dict[str, dict[int, dict]] = {name: {} for name in names}
+    results: dict[str, dict[int, dict]] = {name: {} for name in names}
     failed: dict[str, str] = {}
     with progress(f"time, {dtype}", args.rounds * len(names)) as step:
         for number in range(args.rounds):
@@ -109,9 +109,9 @@ def times(args: argparse.Namespace, dtype: str, every: Sequence[str]) -> str:
                 if "failed" in result:
                     failed[name] = result["failed"]
                 else:
-                    found[name][number] = result
+                    results[name][number] = result
     rows = [[name, reason, "", "", "", ""] for name, reason in failed.items()]
-    rows = [row(name, found[name], found[ours]) for name in names if name not in failed] + rows
+    rows = [row(name, results[name], results[ours]) for name in names if name not in failed] + rows
     title = (
         f"{human(args.tokens)} tokens x width {args.width} x vocabulary {human(args.vocabulary)}, "
         f"{dtype}, {args.threads} thread, {args.rounds} rounds."
@@ -120,14 +120,14 @@ def times(args: argparse.Namespace, dtype: str, every: Sequence[str]) -> str:
     return f"{title}\n\n{markdown(columns, rows)}"
 
 
-def row(name: str, mine: dict[int, dict], ours: dict[int, dict]) -> list[str]:
+def row(name: str, results: dict[int, dict], ours: dict[int, dict]) -> list[str]:
     cells = [name]
     for key in ("wall", "cpu"):
-        ratios = [mine[r][key] / ours[r][key] for r in mine if r in ours]
-        cells.append(f"{statistics.median(each[key] for each in mine.values()):.2f}")
+        ratios = [results[r][key] / ours[r][key] for r in results if r in ours]
+        cells.append(f"{statistics.median(result[key] for result in results.values()):.2f}")
         spread = f"[{min(ratios):.3f}, {max(ratios):.3f}]"
         cells.append(f"{statistics.median(ratios):.3f} {spread}")
-    extra = statistics.median(each["extra"] for each in mine.values())
+    extra = statistics.median(result["extra"] for result in results.values())
     return [*cells, f"{extra / MIB:.0f}"]
 
 
@@ -140,11 +140,11 @@ def memory(args: argparse.Namespace, dtype: str, part: str) -> str:
     else:
         cells = [(args.tiles[0] * MIB, count) for count in args.lengths]
         names, unit = [human(count) for count in args.lengths], "token"
-    found = [ask(args, OURS, dtype, tile=t, tokens=n, **size)["extra"] for t, n in cells]
-    rows = [[name, f"{extra / MIB:.1f}"] for name, extra in zip(names, found, strict=True)]
+    extras = [ask(args, OURS, dtype, tile=t, tokens=n, **size)["extra"] for t, n in cells]
+    rows = [[name, f"{extra / MIB:.1f}"] for name, extra in zip(names, extras, strict=True)]
     heads = ["tile MiB" if part == "tile" else "tokens", "extra MiB"]
     varied = [cell[part == "tokens"] for cell in cells]
-    slope = statistics.linear_regression(varied, found).slope  # least squares
+    slope = statistics.linear_regression(varied, extras).slope  # least squares
     return (
         f"width {args.memory_width} x vocabulary {human(args.memory_vocabulary)}, {dtype}\n\n"
         f"{markdown(heads, rows)}\n\n{slope:.3f} bytes per {unit}."

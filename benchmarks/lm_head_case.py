@@ -99,8 +99,8 @@ def objective(logprobs, entropy):
 def linear_logprobs(hidden, weight, labels, case):
     import megatron_burst as mb
 
-    found = mb.linear_logprobs(hidden, weight, labels, tile=case["tile"])
-    return objective(found.logprobs, found.entropy)
+    output = mb.linear_logprobs(hidden, weight, labels, tile=case["tile"])
+    return objective(output.logprobs, output.entropy)
 
 
 def of_logits(hidden, weight, labels):
@@ -119,8 +119,8 @@ def logprobs_checkpointed(hidden, weight, labels, case):
     from torch.utils.checkpoint import checkpoint
 
     pieces = zip(hidden.split(1024), labels.split(1024), strict=True)
-    found = [checkpoint(of_logits, h, weight, y, use_reentrant=False) for h, y in pieces]
-    return objective(*map(torch.cat, zip(*found, strict=True)))
+    piece_results = [checkpoint(of_logits, h, weight, y, use_reentrant=False) for h, y in pieces]
+    return objective(*map(torch.cat, zip(*piece_results, strict=True)))
 
 
 def verl_file(name):

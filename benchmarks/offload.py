@@ -111,9 +111,9 @@ class Stack:
         return self.clock.now() - begun
 
 
-def ratio(stack: Stack, one: float | None, other: float | None) -> float:
-    """Return (time of a step with fraction `one`) / (time with fraction `other`)."""
-    return stack.step(one) / stack.step(other)
+def ratio(stack: Stack, fraction: float | None, baseline: float | None) -> float:
+    """Return (time of a step with `fraction`) / (time with `baseline`)."""
+    return stack.step(fraction) / stack.step(baseline)
 
 
 def measure(layers: int, link: float, args: argparse.Namespace) -> list[list[str]]:
@@ -136,9 +136,9 @@ def measure(layers: int, link: float, args: argparse.Namespace) -> list[list[str
         rows.append([layers, link, name, f"{ratios[fraction]:.3f}", f"{formula:,}"])
     best = min((f for f in FIXED), key=ratios.__getitem__)
     if best != chosen.fraction:
-        found = f"{ratio(stack, chosen.fraction, best):.3f}"
-        rows.append([layers, link, f"auto / best fixed ({best})", found, ""])
-    return [[str(each) for each in row] for row in rows]
+        ratio_to_best = f"{ratio(stack, chosen.fraction, best):.3f}"
+        rows.append([layers, link, f"auto / best fixed ({best})", ratio_to_best, ""])
+    return [[str(cell) for cell in row] for row in rows]
 
 
 def main() -> int:

@@ -70,7 +70,7 @@ def shares(loads: np.ndarray, ideal: float) -> tuple[float, float]:
     return float(loads.max() / loads.mean()), float(loads.sum(axis=1).max() * RANKS / ideal)
 
 
-def both(kind: str, seed: int) -> Iterator[tuple[float, float]]:
+def compared(kind: str, seed: int) -> Iterator[tuple[float, float]]:
     """Yield imbalance and step of one batch: Megatron's, then ours."""
     lengths = lengths_of(kind, seed)
     attention = LLAMA.attention(lengths)
@@ -86,8 +86,8 @@ def main() -> None:
     batches = parser.parse_args().batches
     rows = []
     for kind in KINDS:
-        found = np.array([[*both(kind, seed)] for seed in range(batches)])
-        mean, worst = found.mean(axis=0), found.max(axis=0)
+        batch_shares = np.array([[*compared(kind, seed)] for seed in range(batches)])
+        mean, worst = batch_shares.mean(axis=0), batch_shares.max(axis=0)
         rows.append(
             [kind, *(f"{mean[i, j]:.3f} ({worst[i, j]:.3f})" for j in (0, 1) for i in (0, 1))]
         )

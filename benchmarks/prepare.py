@@ -186,9 +186,9 @@ def local(args: argparse.Namespace) -> tuple[str, dict[str, Callable[[], object]
                     times = seconds(run, 1 if slow else args.repeats, time.thread_time)
                     later = planned(mask, groups, cut, args.local_tokens, again=True)
                     later()
-                    known = seconds(later, 1 if slow else args.repeats, time.thread_time)
+                    again_seconds = seconds(later, 1 if slow else args.repeats, time.thread_time)
                     rows.append([str(size), layout, name, str(len(times)), milliseconds(times),
-                                 milliseconds(known)])  # fmt: skip
+                                 milliseconds(again_seconds)])  # fmt: skip
                     profiled[f"{size} ranks, {layout}, {name}"] = run
     table = markdown(["ranks", "layout", "mask", "calls", "ms", "ms, again"], rows)
     return (

@@ -16,8 +16,8 @@ def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     results = mp.get_context("spawn").SimpleQueue()
     port = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
     mp.spawn(_rank, (size, port, results, function, args), nprocs=size)
-    found = dict(results.get() for _ in range(size))
-    return [found[rank] for rank in range(size)]
+    result_of_rank = dict(results.get() for _ in range(size))
+    return [result_of_rank[rank] for rank in range(size)]
 
 
 def _rank(

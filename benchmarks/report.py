@@ -63,8 +63,8 @@ class Ratio(NamedTuple):
     @classmethod
     def of(cls, above: Sequence[float], below: Sequence[float]) -> Ratio:
         """Return the ratio of times that were measured in the same rounds."""
-        each = [a / b for a, b in zip(above, below, strict=True)]
-        return cls(statistics.median(each), min(each), max(each))
+        ratios = [a / b for a, b in zip(above, below, strict=True)]
+        return cls(statistics.median(ratios), min(ratios), max(ratios))
 
     def __str__(self) -> str:
         return f"{self.middle:.2f} ({self.least:.2f} to {self.most:.2f})"
@@ -120,7 +120,7 @@ def spread(values: Sequence[float], digits: str = ".2f") -> str:
 
 def milliseconds(seconds: Sequence[float]) -> str:
     """Format as "median [lower quartile, upper quartile]" in milliseconds."""
-    values = [1e3 * each for each in seconds]
+    values = [1e3 * duration for duration in seconds]
     return spread(values, ".3g" if max(values) < 1000 else ".0f")
 
 

@@ -143,20 +143,20 @@ def emulated(repeats: int, seconds: float) -> str:
         with tempfile.TemporaryDirectory(prefix="trees-") as folder:
             measure.write_problem(cell.problem(), ranks.network, Path(folder))
             ranks.run(measure.load, cell.problem(), Path(folder))
-        found: dict[str, list[float]] = {}
+        rival_seconds: dict[str, list[float]] = {}
         for rival in RIVALS:
             if rival.algorithm == "auto":
                 rates = ranks.run(measure.rates, speed)
-                launch = median(each.launch for each in rates)
+                launch = median(rank_rates.launch for rank_rates in rates)
                 works = ranks.run(measure.prepare, rival, replace(rates[0], launch=launch))
                 say(f"{cell.mask}: {works[0].says}")
             else:
                 works = ranks.run(measure.prepare, rival)
                 speed = speed or max(sum(work.flops.values()) for work in works) / seconds
             done = [ranks.run(measure.timed, rival.name, speed) for _ in range(repeats)]
-            found[rival.name] = [sum(each.values()) for each in record.seconds(done)]
+            rival_seconds[rival.name] = [sum(passes.values()) for passes in record.seconds(done)]
         assert speed is not None
-        return found, speed
+        return rival_seconds, speed
 
     rows = []
     for name in TREES:
@@ -247,10 +247,10 @@ def simulated(shared: bool) -> list[Step]:
     steps = []
     want = TrainingGoal(_whole(sum(padded)), GROUPS, {})
     for kind in ("p2p", "all_gather"):
-        found = rivals.fastest(model, cluster, want, (kind,), padded)
-        if found is not None and found.run is not None and found.time is not None:
-            steps.append(Step(f"verl's packs, Megatron {kind}", found.run, found.recompute,
-                              found.time.seconds, found.bytes))  # fmt: skip
+        fastest = rivals.fastest(model, cluster, want, (kind,), padded)
+        if fastest is not None and fastest.run is not None and fastest.time is not None:
+            steps.append(Step(f"verl's packs, Megatron {kind}", fastest.run, fastest.recompute,
+                              fastest.time.seconds, fastest.bytes))  # fmt: skip
     packed = (*padded[:-1], padded[-1] + want.seq - sum(padded))
     tree = mb.trees.pack(trajectories)
     tree = mb.trees.pack(trajectories, multiple=_whole(tree.rows))
@@ -260,12 +260,12 @@ def simulated(shared: bool) -> list[Step]:
          lambda pins: TreeForecast(model, cluster, pins, tree.mask)),
     ):  # fmt: skip
         goal = TrainingGoal(seq, GROUPS, packed_pins({}))
-        found = Search(model, cluster, goal, make(goal.pinned)).run(1).ranked[0]
-        run = found.run
+        best = Search(model, cluster, goal, make(goal.pinned)).run(1).ranked[0]
+        run = best.run
         recompute = "none" if run.recompute == "none" else f"full, store {run.store:g}"
         recompute += ", inputs on the host" if run.offload else ""
         bytes_ = account(model, run, every=False).peak.bytes
-        steps.append(Step(name, run, recompute, found.seconds, bytes_))
+        steps.append(Step(name, run, recompute, best.seconds, bytes_))
     return steps
 
 

@@ -87,10 +87,10 @@ def main() -> int:
             failed += 1
             table.add_row(*shown, "", shape, f"{type(error).__name__}: {error}"[:60])
             continue
-        for masked, one in made.items():
-            mask = one.loads - made[False].loads
-            failed += one.shared > SHARED[launch.device] or mask > most(size) or one.held > 0
-            words = str(one.registers), str(one.spills), f"{one.shared / 1024:.0f}"
+        for masked, report in made.items():
+            mask = report.loads - made[False].loads
+            failed += report.shared > SHARED[launch.device] or mask > most(size) or report.held > 0
+            words = str(report.registers), str(report.spills), f"{report.shared / 1024:.0f}"
             table.add_row(*shown, "yes" if masked else "no", shape, *words, str(mask))
     Console(width=120).print(table)
     return 1 if failed else 0
@@ -131,9 +131,9 @@ def build(launch: Launch) -> dict[bool, Made]:
 
     driver.set_active(Device(launch.device))  # nothing is launched from this process
     made = {}
-    for code, given, named in _recorded(launch):
-        found = code.warmup(*given, grid=(1,), **named)
-        made[named["MASKED"]] = assembled(found, launch.device)
+    for code, arguments, named in _recorded(launch):
+        program = code.warmup(*arguments, grid=(1,), **named)
+        made[named["MASKED"]] = assembled(program, launch.device)
     return made
 
 
@@ -157,12 +157,14 @@ class Device:
 
 def _recorded(launch: Launch) -> list[tuple[Any, tuple, dict[str, Any]]]:
     """Return kernel, arguments, constants and options of each launch of a pair on itself."""
-    size, found = launch.size, []
+    size, launches = launch.size, []
     rows = 2 * size.rows * size.columns  # several blocks of both sides; a multiple of 16
 
     def recording(code: Any, q: torch.Tensor, programs: int, heads: int, size: BlockSizes) -> Any:
         options = {"num_warps": size.warps, "num_stages": size.stages}
-        return lambda *given, **constants: found.append((code, given, constants | options))
+        return lambda *arguments, **constants: launches.append(
+            (code, arguments, constants | options)
+        )
 
     def tensor(heads: int, *width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(rows, 1, heads, *width, dtype=dtype)  # memory that no kernel touches
@@ -179,9 +181,9 @@ def _recorded(launch: Launch) -> list[tuple[Any, tuple, dict[str, Any]]]:
         else:
             by_queries = launch.kernel == "backward_queries"  # alone, for dq only
             sums = None if by_queries else tensor(k, d)
-            given = Rows(q, dout, tensor(h), tensor(h)), keys, values, work, scoring
-            kernel.backward(*given, tensor(h, d), sums, sums)
-    return found
+            inputs = Rows(q, dout, tensor(h), tensor(h)), keys, values, work, scoring
+            kernel.backward(*inputs, tensor(h, d), sums, sums)
+    return launches
 
 
 def compiled(source: Any, device: int, options: dict[str, Any]) -> Made:
@@ -189,8 +191,8 @@ def compiled(source: Any, device: int, options: dict[str, Any]) -> Made:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    found = triton.compile(source, target=GPUTarget("cuda", device, 32), options=options)
-    return assembled(found, device)
+    program = triton.compile(source, target=GPUTarget("cuda", device, 32), options=options)
+    return assembled(program, device)
 
 
 def assembled(kernel: Any, device: int) -> Made:
@@ -222,15 +224,15 @@ def held(ptx: str) -> int:
     ptxas 12.8 to 13.0 also uses such registers for other values. Results are then wrong from the
     second round of the loop on (observed on an H100 with Triton 3.6).
     """
-    found = 0
+    count = 0
     for loop in loops(ptx):
         made: set[str] = set()
         for line in loop:
             if target := re.match(r"\s*(?:@!?%p\d+\s+)?[a-z][\w.:]*\s+(\{[^}]*\}|%\w+)", line):
                 made |= {*re.findall(r"%\w+", target[1])}
         factors = re.findall(r"wgmma\.mma_async\S* \{[^}]*\}, \{([^}]*)\}", "\n".join(loop))
-        found += sum(made.isdisjoint(re.findall(r"%\w+", each)) for each in factors)
-    return found
+        count += sum(made.isdisjoint(re.findall(r"%\w+", factor)) for factor in factors)
+    return count
 
 
 def loops(ptx: str) -> Iterator[list[str]]:

@@ -40,8 +40,9 @@ class Launch(NamedTuple):
 
 def main() -> int:
     args = _arguments()
-    launches = [Launch(*one) for one in product(args.devices, KERNELS, args.dtypes, args.softcaps,
-                                                args.columns, args.warps)]  # fmt: skip
+    launches = [Launch(*fields) for fields in product(args.devices, KERNELS, args.dtypes,
+                                                      args.softcaps, args.columns,
+                                                      args.warps)]  # fmt: skip
     failed, table = 0, Table("device", "kernel", "dtype", "softcap", "columns", "warps",
                              "registers", "spilled")  # fmt: skip
     for launch in track(launches, description="compiling", console=Console(stderr=True)):

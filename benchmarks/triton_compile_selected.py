@@ -77,8 +77,8 @@ class Launch(NamedTuple):
 def main() -> int:
     args = _arguments()
     size = None if args.blocks is None else HeadBlocks(*args.blocks)
-    launches = [Launch(*one, size) for one in product(args.devices, args.models, args.kernels,
-                                                      args.dtypes)]  # fmt: skip
+    launches = [Launch(*fields, size) for fields in product(args.devices, args.models, args.kernels,
+                                                            args.dtypes)]  # fmt: skip
     failed, table = 0, Table("device", "model", "kernel", "dtype", "blocks", "registers", "spilled",
                              "shared KB")  # fmt: skip
     for launch in track(launches, description="compiling", console=Console(stderr=True)):
@@ -90,8 +90,8 @@ def main() -> int:
             table.add_row(*words, "", f"{type(error).__name__}: {error}"[:60])
             continue
         failed += made.spills > 0 or made.held > 0 or made.shared > SHARED[launch.device]
-        found = str(made.registers), str(made.spills), f"{made.shared / 1024:.0f}"
-        table.add_row(*words, blocks, *found)
+        resources = str(made.registers), str(made.spills), f"{made.shared / 1024:.0f}"
+        table.add_row(*words, blocks, *resources)
     Console(width=120).print(table)
     return 1 if failed else 0
 
@@ -117,8 +117,8 @@ def build(launch: Launch) -> tuple[str, Made]:
     from triton.runtime import driver  # pyright: ignore[reportMissingImports]
 
     driver.set_active(Device(launch.device))  # nothing is launched from this process
-    code, given, named = _recorded(launch)
-    made = assembled(code.warmup(*given, grid=(1,), **named), launch.device)
+    code, arguments, named = _recorded(launch)
+    made = assembled(code.warmup(*arguments, grid=(1,), **named), launch.device)
     words = "" if "M" not in named else (
         f"{named['M']} x {named['N']}, {named['num_warps']} warps, {named['num_stages']} stages"
     )  # fmt: skip
@@ -129,11 +129,11 @@ class _Recording:
     """Replacement of a kernel that keeps its launch."""
 
     def __init__(self, code: Any):
-        self.code, self.found = code, None
+        self.code, self.launch = code, None
 
     def __getitem__(self, grid: object) -> Any:
-        def call(*given: Any, **named: Any) -> None:
-            self.found = self.code, given, named
+        def call(*arguments: Any, **named: Any) -> None:
+            self.launch = self.code, arguments, named
 
         return call
 
@@ -165,8 +165,8 @@ def _recorded(launch: Launch) -> tuple[Any, tuple, dict[str, Any]]:
             kernel.backward(Rows(q, dout, lse, lse), k, v, work, scoring, *sums)
         else:
             kernel.forward(q, k, v, work, scoring, tensor(ROWS, h, w), lse)
-    assert recording.found is not None
-    return recording.found
+    assert recording.launch is not None
+    return recording.launch
 
 
 if __name__ == "__main__":

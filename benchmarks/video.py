@@ -67,10 +67,10 @@ def times(clip: Clip) -> list[Choice]:
 def main() -> None:
     rows = []
     for clip in CLIPS:
-        found = times(clip)
-        milliseconds = [f"{choice.seconds * 1e3:.1f} ms" for choice in found]
+        choices = times(clip)
+        milliseconds = [f"{choice.seconds * 1e3:.1f} ms" for choice in choices]
         rows.append(
-            [f"{clip.name}, CP {clip.ranks}", *milliseconds, str(found[-1].taken.algorithm)]
+            [f"{clip.name}, CP {clip.ranks}", *milliseconds, str(choices[-1].taken.algorithm)]
         )
     columns = ["clip", "TE's ring", "all-gather", "Ulysses, ring", "`auto`", "taken"]
     print(markdown(columns, rows))

@@ -131,8 +131,8 @@ def run(fit: bool = False) -> Section:
     )  # fmt: skip
 
 
-def _met(found: Errors) -> bool:
-    return found.median <= 0.05 and found.worst <= 0.07
+def _met(errors: Errors) -> bool:
+    return errors.median <= 0.05 and errors.worst <= 0.07
 
 
 if __name__ == "__main__":

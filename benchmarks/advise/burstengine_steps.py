@@ -134,11 +134,11 @@ def fitted(
     rows: Sequence[Row], start: Constants = Constants(), rings: RingsOf | None = None
 ) -> Constants:
     """Return the constants that fit these rows."""
-    there, rings = np.array([row.seconds for row in rows]), rings or cached_ring_passes()
+    measured_seconds, rings = np.array([row.seconds for row in rows]), rings or cached_ring_passes()
 
     def residuals(values: np.ndarray) -> np.ndarray:
         constants = Constants(*values.tolist())
-        return np.log([predicted(row, constants, rings).seconds for row in rows] / there)
+        return np.log([predicted(row, constants, rings).seconds for row in rows] / measured_seconds)
 
     return Constants(*fit(residuals, astuple(start), astuple(LOW), astuple(HIGH)).tolist())
 

@@ -206,14 +206,14 @@ def predicted(host: Host, rows: list[Measured]) -> list[Measured]:
 def fitted(start: Host, rows: list[Measured]) -> Host:
     """Return the constants that fit both passes of all rows except `AMID`."""
     rows = [row for row in rows if row.rival != AMID]
-    there = np.array([row.passes for row in rows])
+    measured_passes = np.array([row.passes for row in rows])
 
     def off(x: np.ndarray) -> np.ndarray:
-        found = np.array([row.predicted for row in predicted(Host(*map(float, x)), rows)])
-        return np.log(found / there).ravel()
+        forecast = np.array([row.predicted for row in predicted(Host(*map(float, x)), rows)])
+        return np.log(forecast / measured_passes).ravel()
 
-    found = fit(off, *map(astuple, (start, LOW, HIGH)), rounds=8, tight=0.01)
-    return Host(*(float(f"{value:.3g}") for value in found))
+    constants = fit(off, *map(astuple, (start, LOW, HIGH)), rounds=8, tight=0.01)
+    return Host(*(float(f"{value:.3g}") for value in constants))
 
 
 class Ranking(NamedTuple):
@@ -231,13 +231,16 @@ def ranking(rows: list[Measured]) -> Ranking:
     """Compare the predicted order of rivals with the measured order."""
     count, wrong = 0, []
     for _, group in groupby(rows, key=lambda row: row.place):
-        for one, other in combinations(list(group), 2):
-            there, here = one.seconds / other.seconds, sum(one.predicted) / sum(other.predicted)
-            if max(there, 1 / there) <= CLEAR:
+        for row, other in combinations(list(group), 2):
+            measured_ratio, forecast_ratio = (
+                row.seconds / other.seconds,
+                sum(row.predicted) / sum(other.predicted),
+            )
+            if max(measured_ratio, 1 / measured_ratio) <= CLEAR:
                 continue
             count += 1
-            if (there - 1) * (here - 1) <= 0:
-                wrong.append((one.cell, one.rival, other.rival, there, here))
+            if (measured_ratio - 1) * (forecast_ratio - 1) <= 0:
+                wrong.append((row.cell, row.rival, other.rival, measured_ratio, forecast_ratio))
     return Ranking(count, wrong)
 
 
@@ -251,15 +254,16 @@ def run(fit: bool) -> Section:
 def section(host: Host, rows: list[Measured]) -> Section:
     """Return errors by cell and the number of wrong rankings."""
     points, rest = [r.point for r in rows], [r for r in rows if r.rival != AMID]
-    found, without = ranking(rows), ranking(rest)
+    order, without = ranking(rows), ranking(rest)
     off, other = spread(points), spread([r.point for r in rest])
-    right, there = found.pairs - len(found.wrong), without.pairs - len(without.wrong)
+    right, right_without = order.pairs - len(order.wrong), without.pairs - len(without.wrong)
     figures = [
         Figure(f"Error of {len(points)} times", str(off), "median 5 %",
                off.median <= 0.05),
         Figure("Pairs at least 3 % apart, in the right order",
-               f"{right} of {found.pairs} right", "all", right == found.pairs),
-        Figure(f"Without {AMID}, {len(rest)} times", f"{other}; {there} of {without.pairs} right"),
+               f"{right} of {order.pairs} right", "all", right == order.pairs),
+        Figure(f"Without {AMID}, {len(rest)} times",
+               f"{other}; {right_without} of {without.pairs} right"),
     ]  # fmt: skip
     return Section(
         "emulated",
@@ -275,11 +279,17 @@ def section(host: Host, rows: list[Measured]) -> Section:
 
 def _by_cell(rows: list[Measured]) -> Iterator[list[str]]:
     for _, group in groupby(rows, key=lambda row: row.place):
-        some = list(group)
-        off = spread([row.point for row in some])
-        worst = max(some, key=lambda row: abs(row.point.error))
+        cell_rows = list(group)
+        off = spread([row.point for row in cell_rows])
+        worst = max(cell_rows, key=lambda row: abs(row.point.error))
         label = worst.point.label.split(": ")[0]
-        yield [label, str(len(some)), f"{off.median:.1%}", f"{worst.point.error:+.1%}", worst.rival]
+        yield [
+            label,
+            str(len(cell_rows)),
+            f"{off.median:.1%}",
+            f"{worst.point.error:+.1%}",
+            worst.rival,
+        ]
 
 
 def by_regime(rows: list[Measured]) -> dict[tuple[str, str], list[float]]:

@@ -38,22 +38,22 @@ def fit(
     """
     below, above = np.log(low), np.log(high)
     at = np.clip(np.log(start), below, above)
-    found, damping = residuals(np.exp(at)), 1e-2
+    errors, damping = residuals(np.exp(at)), 1e-2
     for _ in range(rounds):
         slope = np.stack([
-            (residuals(np.exp(at + step)) - found) / 1e-3 for step in 1e-3 * np.eye(len(at))
+            (residuals(np.exp(at + step)) - errors) / 1e-3 for step in 1e-3 * np.eye(len(at))
         ], axis=1)  # fmt: skip
-        weight = 1 / np.sqrt(1 + (found / tight) ** 2)
+        weight = 1 / np.sqrt(1 + (errors / tight) ** 2)
         normal = slope.T @ (slope * weight[:, None])
-        downhill = -slope.T @ (found * weight)
+        downhill = -slope.T @ (errors * weight)
         better = False
         for _ in range(8):
             step = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-9), downhill)
-            there = np.clip(at + step, below, above)
-            tried = residuals(np.exp(there))
-            if _loss(tried, tight) < _loss(found, tight):
-                better = _loss(tried, tight) < (1 - 1e-5) * _loss(found, tight)
-                at, found, damping = there, tried, damping / 5
+            candidate = np.clip(at + step, below, above)
+            tried = residuals(np.exp(candidate))
+            if _loss(tried, tight) < _loss(errors, tight):
+                better = _loss(tried, tight) < (1 - 1e-5) * _loss(errors, tight)
+                at, errors, damping = candidate, tried, damping / 5
                 break
             damping *= 5
         if not better:

@@ -54,24 +54,24 @@ class Cell(NamedTuple):
 
     Attributes:
         published: Published length, such as "-", "512K" or "8M+".
-        found: The longest of `TRIED` that fits; 0 if none fits.
+        predicted: The longest of `TRIED` that fits; 0 if none fits.
         lacks: The memory that the next length lacks.
     """
 
     model: str
     gpus: str
     published: str
-    found: int
+    predicted: int
     lacks: str
 
     @property
     def right(self) -> bool:
-        """Return True if `found` is right within factor 2; "8M+" is at least 4M, "-" below 64K."""
+        """Return True if `predicted` is within factor 2; "8M+" is at least 4M, "-" below 64K."""
         if self.published == "-":
-            return self.found < LEAST
+            return self.predicted < LEAST
         if self.published.endswith("+"):
-            return self.found >= OPEN
-        return tokens(self.published) / 2 <= self.found <= 2 * tokens(self.published)
+            return self.predicted >= OPEN
+        return tokens(self.published) / 2 <= self.predicted <= 2 * tokens(self.published)
 
 
 def tokens(text: str) -> int:
@@ -157,7 +157,7 @@ def _intro() -> list[str]:
 
 def _notes(measured_cells: list[Cell]) -> list[str]:
     wrong = ", ".join(
-        f"{c.model} on {c.gpus} ({words(c.found)} for {c.published})"
+        f"{c.model} on {c.gpus} ({words(c.predicted)} for {c.published})"
         for c in measured_cells
         if not c.right
     )
@@ -180,7 +180,7 @@ def run(fit: bool = False) -> Section:
         title="FPDT's longest contexts (its table 1)",
         intro=_intro(),
         columns=["model", *dict.fromkeys(cell.gpus for cell in measured_cells)],
-        rows=[[name, *(f"{c.published} / {words(c.found)}{'' if c.right else ' (!)'}"
+        rows=[[name, *(f"{c.published} / {words(c.predicted)}{'' if c.right else ' (!)'}"
                        for c in measured_cells if c.model == name)] for name in MODELS],
         figures=[
             Figure("Lengths predicted within a factor of 2", "{} of {}".format(*right["filled"]),

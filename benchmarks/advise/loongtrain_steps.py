@@ -119,12 +119,12 @@ def fitted(
     rows: Sequence[Row], start: Constants = Constants(), rings: RingsOf | None = None
 ) -> Constants:
     """Return the constants that fit these rows."""
-    there, rings = np.array([row.published for row in rows]), rings or cached_ring_passes()
+    published, rings = np.array([row.published for row in rows]), rings or cached_ring_passes()
 
     def residuals(values: np.ndarray) -> np.ndarray:
         constants = Constants(*values.tolist())
         return np.log(
-            [predicted(row, constants, rings).tokens_per_gpu(RANKS) for row in rows] / there
+            [predicted(row, constants, rings).tokens_per_gpu(RANKS) for row in rows] / published
         )
 
     return Constants(*fit(residuals, astuple(start), astuple(LOW), astuple(HIGH)).tolist())
@@ -137,10 +137,10 @@ class Ranking(NamedTuple):
     wrong: list[tuple[Row, Row]]
 
 
-def ranking(rows: Sequence[Row], found: Sequence[float]) -> Ranking:
+def ranking(rows: Sequence[Row], predicted_rates: Sequence[float]) -> Ranking:
     """Compare the predicted order of runs with the published order."""
     pairs, wrong = 0, []
-    for (a, x), (b, y) in combinations(zip(rows, found, strict=True), 2):
+    for (a, x), (b, y) in combinations(zip(rows, predicted_rates, strict=True), 2):
         same = a.heads == b.heads and a.run.seq == b.run.seq
         if same and abs(np.log(a.published / b.published)) >= np.log(1 + APART):
             pairs += 1

@@ -20,13 +20,14 @@ def run(fit: bool = False) -> Section:
         most = 0.0
         for model, seq in CASES[gpus]:
             begin = time.process_time()
-            found = mb.advise(model, "h100", gpus=gpus, seq=seq)
+            advice = mb.advise(model, "h100", gpus=gpus, seq=seq)
             taken = time.process_time() - begin
             most = max(most, taken)
-            best = found.best.run
+            best = advice.best.run
             taken_run = f"TP {best.tp}, CP {best.cp}, PP {best.pp}, DP {best.dp}, {best.algorithm}"
-            rows.append([model, f"{gpus:,}", seq, f"{taken:.1f}", f"{found.tried} of {found.ways}",
-                         taken_run, f"{found.best.time.mfu:.0%}"])  # fmt: skip
+            rows.append([model, f"{gpus:,}", seq, f"{taken:.1f}",
+                         f"{advice.tried} of {advice.ways}", taken_run,
+                         f"{advice.best.time.mfu:.0%}"])  # fmt: skip
         figures.append(Figure(f"Advice for {gpus:,} GPUs", f"{most:.1f} s at most",
                               f"{limit:.0f} s", most <= limit))  # fmt: skip
     columns = ("model", "GPUs", "tokens", "seconds", "ways tried", "taken", "MFU")

@@ -65,7 +65,7 @@ class Bench:
         self.sample = Sample(self.inputs, self.case)
         self.sums = [torch.zeros(x.shape, device=x.device) for x in (q, k_, v)]
         self.runs: dict[tuple[str, str], Run] = {}  # (who, pass) -> what to time
-        self.found: dict[tuple[str, str], Record] = {}  # same keys; error and extra fields
+        self.checks: dict[tuple[str, str], Record] = {}  # same keys; error and extra fields
         self.refused: dict[str, str] = {}
         self.failed: dict[str, str] = {}
         self.statistics: Statistics | None = None
@@ -91,7 +91,7 @@ class Bench:
         error = check()
         if not error <= TOLERANCE:
             raise ArithmeticError(f"{name} is off by {error:.3g} of the largest value")
-        self.found[who, name] = {"error": error, "extra": memory}
+        self.checks[who, name] = {"error": error, "extra": memory}
         self.runs[who, name] = run
 
     def kernel(
@@ -109,10 +109,10 @@ class Bench:
         else:
             run.call()
         short = out.to(q.dtype)
-        known = Statistics(short, lse.clone(), (dout.float() * short.float()).sum(-1))
-        self.statistics = self.statistics or known
-        for name, given in ((KV, short), (QUERY, None)):
-            rows = Rows(q, dout, known.lse, known.delta, given)
+        statistics = Statistics(short, lse.clone(), (dout.float() * short.float()).sum(-1))
+        self.statistics = self.statistics or statistics
+        for name, kept_out in ((KV, short), (QUERY, None)):
+            rows = Rows(q, dout, statistics.lse, statistics.delta, kept_out)
             if name in passes:
                 self.backward(who, name, kernel, work, scoring, rows)
 
@@ -131,7 +131,7 @@ class Bench:
         self.add(who, name, run, check)
 
     def rival(self, who: str, rival: rivals.Rival) -> None:
-        known = self.statistics
+        statistics = self.statistics
         calls = rival(self.inputs, self.case)
         state: dict[str, Any] = {}
 
@@ -148,7 +148,8 @@ class Bench:
         self.add(
             who, KV, Run(backward, before=forward),
             lambda: self.sample.backward_error(
-                state["grads"], known and (known.lse, known.delta), calls.rows, calls.columns
+                state["grads"], statistics and (statistics.lse, statistics.delta), calls.rows,
+                calls.columns,
             ),
         )  # fmt: skip
 
@@ -182,7 +183,7 @@ def timed_record(bench: Bench, sizes: Sizes) -> Record:
         "matmul": {"flops": 2 * sizes.matmul**3, "seconds": times["matmul"]},
         "runs": [
             {"who": who, "pass": name, "flops": flops(cell, bench.width, name),
-             "seconds": times[f"{who} | {name}"], **bench.found[who, name]}
+             "seconds": times[f"{who} | {name}"], **bench.checks[who, name]}
             for who, name in bench.runs
         ],
         "refused": bench.refused,

@@ -89,10 +89,10 @@ def extra(run: Run, clock: Clock) -> int | None:
         return None
     clock.finish()
     torch.cuda.reset_peak_memory_stats()
-    there = torch.cuda.memory_allocated()
+    allocated = torch.cuda.memory_allocated()
     run.call()
     clock.finish()
-    return torch.cuda.max_memory_allocated() - there
+    return torch.cuda.max_memory_allocated() - allocated
 
 
 def forget(device: torch.device) -> None:

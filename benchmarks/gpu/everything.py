@@ -62,13 +62,15 @@ def watch(args: argparse.Namespace, every: list[Stage], journal: Journal, budget
         (args.out / "tables.md").write_text(tables.markdown(journal.results()) + "\n")
 
     for stage in every:
-        mine = budget.part(stage.share * budget.total)
-        if mine.left <= 0 or (stage.jobs and {j.name for j in stage.jobs} <= journal.ended()):
+        stage_budget = budget.part(stage.share * budget.total)
+        if stage_budget.left <= 0 or (
+            stage.jobs and {j.name for j in stage.jobs} <= journal.ended()
+        ):
             continue
-        command, fine = _worker(args, stage, mine), (0,)
+        command, fine = _worker(args, stage, stage_budget), (0,)
         if stage.marks:
             command, fine = _pytest(args, stage, journal), NO_TEST_LEFT
-        follow(stage.name, command, journal, mine, args.limit, on_end, fine)
+        follow(stage.name, command, journal, stage_budget, args.limit, on_end, fine)
     # with the items that were left out
     (args.out / "tables.md").write_text(tables.markdown(journal.results()) + "\n")
 
@@ -153,10 +155,11 @@ def command() -> str:
 def machine(device: torch.device) -> str:
     if device.type == "cpu":
         return "a CPU: this tests the script and measures nothing"
-    found = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     return (
-        f"one {found.name} ({found.total_memory / 2**30:.0f} GiB, {found.multi_processor_count} "
-        f"multiprocessors, compute capability {found.major}.{found.minor})"
+        f"one {properties.name} ({properties.total_memory / 2**30:.0f} GiB, "
+        f"{properties.multi_processor_count} multiprocessors, "
+        f"compute capability {properties.major}.{properties.minor})"
     )
 
 
@@ -173,7 +176,7 @@ def versions(device: torch.device) -> str:
 
 def sources(folder: Path) -> str:
     """Return eight digits that change with the code."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
-        found.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
-    return found.hexdigest()[:8]
+        digest.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:8]

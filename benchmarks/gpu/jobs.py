@@ -57,13 +57,13 @@ def stages(args: Any, sizes: Sizes, device: torch.device) -> list[Stage]:
         "lm_head": head,
         "store": kept,
     }
-    asked = {job.name for part, jobs in chosen.items() if part in args.parts for job in jobs}
+    requested = {job.name for part, jobs in chosen.items() if part in args.parts for job in jobs}
     early = [
         *grid[:lead], *head, *rings[:1], *grid[lead:first], *compiled[:first], *packed, *kept,
         *rings[1:],
     ]  # fmt: skip
     late = [*grid[first:], *compiled[first:]]
-    early, late = ([job for job in jobs if job.name in asked] for jobs in (early, late))
+    early, late = ([job for job in jobs if job.name in requested] for jobs in (early, late))
     tested, tuned = "tests" in args.parts, "blocks" in args.parts
     every = [
         *([Stage("tests of a few cases", marks=f"{which} and first", share=0.3)] * tested),
@@ -106,10 +106,10 @@ def _blocks(sizes: Sizes, clock: Clock) -> Iterator[Job]:
 def _masks(args: Any, sizes: Sizes, tokens: int) -> list[Case]:
     every = cases(tokens, sizes.window, sizes.block)
     wanted = args.masks or [""]
-    found = [case for case in every if any(word in case.name for word in wanted)]
-    if not found:
+    chosen = [case for case in every if any(word in case.name for word in wanted)]
+    if not chosen:
         raise ValueError(f"--masks {wanted}: there are {[case.name for case in every]}")
-    return found
+    return chosen
 
 
 def _by_importance(sizes: Sizes) -> list[tuple[int, tuple[int, int]]]:

@@ -73,8 +73,8 @@ class Journal:
             results |= line.get("head", {})
             results["commands"] += [line["command"]] if "command" in line else []
             if "stage" in line:
-                known, more = stages.get(line["stage"]), line["items"]
-                stages[line["stage"]] = known if more is None else [*(known or ()), *more]
+                earlier, more = stages.get(line["stage"]), line["items"]
+                stages[line["stage"]] = earlier if more is None else [*(earlier or ()), *more]
             if "end" in line:
                 results["jobs"][line["end"]] = line["record"]
             if "drop" in line:

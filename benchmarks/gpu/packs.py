@@ -70,12 +70,12 @@ def _steps(kernel: Kernel, kind: str, inputs: Inputs, clock: Clock) -> Record:
         case = Case(kind, mask, spans, spans, None, None)
         clock.finish()
         start = time.perf_counter()
-        out, grads, known = _step(kernel, case, inputs)
+        out, grads, statistics = _step(kernel, case, inputs)
         clock.finish()
         seconds.append(time.perf_counter() - start)
         sample, every = Sample(inputs, case), slice(None)
         error = sample.forward_error(out, every)
-        error = max(error, sample.backward_error(grads, known, every, every))
+        error = max(error, sample.backward_error(grads, statistics, every, every))
         if not error <= TOLERANCE:
             raise ArithmeticError(f"mask {len(seconds)} is off by {error:.3g} of the largest value")
         if len(seconds) == 1:
@@ -92,7 +92,7 @@ def _compilations(kernel: Kernel) -> int | None:
         return program.cache_info().misses
     if isinstance(kernel, FlashKernel) and kernel.name == "flash4":
         functions = kernel.operator.loaded.forward, kernel.operator.loaded.backward
-        return sum(len(one.function.compile_cache.cache) for one in functions)  # pyright: ignore
+        return sum(len(call.function.compile_cache.cache) for call in functions)  # pyright: ignore
     graphs = getattr(getattr(kernel, "operator", None), "graphs", None)  # of cuDNN
     return None if graphs is None else len(graphs)
 

@@ -34,8 +34,8 @@ class Meter:
         self.marks: list[tuple[Any, Any]] = []
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.inner, name)
-        return self._marked(found) if name in PASSES else found
+        attribute = getattr(self.inner, name)
+        return self._marked(attribute) if name in PASSES else attribute
 
     def _marked(self, call: Any) -> Any:
         def marked(*args: Any) -> Any:
@@ -49,7 +49,7 @@ class Meter:
     def take(self) -> float:
         """Return seconds of all calls since the last time, after `finish`."""
         marks, self.marks = self.marks, []
-        return sum(self.clock.seconds(*each) for each in marks)
+        return sum(self.clock.seconds(*ends) for ends in marks)
 
 
 class Ring:
@@ -87,7 +87,7 @@ class Ring:
             operator = Meter(plan.kernel.operator, self.clock)  # pyright: ignore
             plan.kernel.operator = operator  # pyright: ignore[reportAttributeAccessIssue]
         plan = plan.with_kernel(calls)
-        found: Record = {name: {"seconds": [], "calls": [], "operators": []} for name in PASSES}
+        record: Record = {name: {"seconds": [], "calls": [], "operators": []} for name in PASSES}
         for count in range(1 + rounds):
             outs: Sequence[torch.Tensor] = []
             for name in PASSES:
@@ -103,12 +103,12 @@ class Ring:
                 times += () if operator is None else (operator.take(),)
                 if count:
                     for kind, value in zip(("seconds", "calls", "operators"), times, strict=False):
-                        found[name][kind].append(value)
+                        record[name][kind].append(value)
             for x in (*q, *k, *v):
                 x.grad = None
             if not count:
-                found["first"] = time.perf_counter() - begun
-        return found
+                record["first"] = time.perf_counter() - begun
+        return record
 
 
 def measure(
@@ -156,9 +156,9 @@ def _one(ring: Ring, kernel: str, side: str, rounds: int) -> Record:
     forget(ring.clock.device)
     if ring.clock.cuda:
         torch.cuda.reset_peak_memory_stats()
-    found = ring.measure(kernel, side, rounds)
+    record = ring.measure(kernel, side, rounds)
     peak = torch.cuda.max_memory_allocated() if ring.clock.cuda else None
-    return {"kernel": kernel, "side": side, "peak": peak, **found}
+    return {"kernel": kernel, "side": side, "peak": peak, **record}
 
 
 def kernels(device: torch.device, compiled: bool = False) -> list[str]:
@@ -190,8 +190,8 @@ def next_size(
     if not earlier or not runs:
         return sizes.ring_tokens, None
     fastest = min(runs, key=seconds)["kernel"]
-    mine = [run for run in runs if run["kernel"] == fastest]
-    once = sum(run["first"] + sizes.ring_rounds * seconds(run) for run in mine)
+    fastest_runs = [run for run in runs if run["kernel"] == fastest]
+    once = sum(run["first"] + sizes.ring_rounds * seconds(run) for run in fastest_runs)
     before = earlier["nodes"] * earlier["per_node"] * earlier["tokens"]
     tokens, limit = sizes.ring_tokens, min(available, sizes.ring_patience)
     while tokens > sizes.ring_least:

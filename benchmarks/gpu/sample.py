@@ -34,29 +34,29 @@ class Sample:
 
     def forward_error(self, out: torch.Tensor, rows: slice) -> float:
         """Return the error of out [.., b, h, w] in `rows`; all other rows must see nothing."""
-        mine, local, others = _inside(self.rows, rows, len(self.inputs.q))
+        inside, local, others = _inside(self.rows, rows, len(self.inputs.q))
         if self.out[others].any():
             return float("inf")
-        return _error(out[local], self.out[mine])
+        return _error(out[local], self.out[inside])
 
     def backward_error(
         self,
         grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        known: tuple[torch.Tensor, torch.Tensor] | None,
+        statistics: tuple[torch.Tensor, torch.Tensor] | None,
         rows: slice,
         columns: slice,
     ) -> float:
         """Return the error of dq, dk, dv in `rows` and `columns`.
 
-        `known` is lse and delta, each [s, b, h]; None if dk and dv are not checked.
+        `statistics` is lse and delta, each [s, b, h]; None if dk and dv are not checked.
         """
         dq, *others = grads
-        mine, local, _ = _inside(self.rows, rows, len(self.inputs.q))
-        errors = [_error(dq[local], self.dq[mine])]
-        if known is not None:
-            mine, local, _ = _inside(self.columns, columns, len(self.inputs.k))
-            for got, exact in zip(others, self._of_columns(*known), strict=True):
-                errors.append(_error(got[local], exact[mine]))
+        inside, local, _ = _inside(self.rows, rows, len(self.inputs.q))
+        errors = [_error(dq[local], self.dq[inside])]
+        if statistics is not None:
+            inside, local, _ = _inside(self.columns, columns, len(self.inputs.k))
+            for got, exact in zip(others, self._of_columns(*statistics), strict=True):
+                errors.append(_error(got[local], exact[inside]))
         return max(errors)
 
     def _scores(self, q: torch.Tensor, k: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
@@ -102,9 +102,9 @@ class Sample:
 def _inside(chosen: np.ndarray, part: slice, length: int) -> tuple[list[int], list[int], list[int]]:
     """Return the chosen indices in a slice, their places in the slice, and the other indices."""
     places = {row: i for i, row in enumerate(range(length)[part])}
-    mine = [i for i, row in enumerate(chosen.tolist()) if row in places]
-    local = [places[row] for row in chosen[mine].tolist()]
-    return mine, local, [i for i in range(len(chosen)) if i not in mine]
+    inside = [i for i, row in enumerate(chosen.tolist()) if row in places]
+    local = [places[row] for row in chosen[inside].tolist()]
+    return inside, local, [i for i in range(len(chosen)) if i not in inside]
 
 
 def _error(got: torch.Tensor, exact: torch.Tensor) -> float:

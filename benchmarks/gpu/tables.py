@@ -42,7 +42,7 @@ def rate(run: Record) -> list[float]:
 def of_matmul(run: Record, record: Record) -> float:
     """Return the median over rounds of (rate of the run / rate of the matrix product)."""
     pairs = zip(rate(run), rate(record["matmul"]), strict=True)
-    return quartiles([mine / product for mine, product in pairs])[1]
+    return quartiles([run_rate / product for run_rate, product in pairs])[1]
 
 
 def rounded(value: float) -> str:
@@ -65,7 +65,11 @@ def _tests(records: Sequence[Record]) -> Iterator[str]:
     if not records:
         return
     count = Counter(record["outcome"] for record in records)
-    words = [f"{count[each]} {each}" for each in ("passed", "failed", "skipped") if count[each]]
+    words = [
+        f"{count[outcome]} {outcome}"
+        for outcome in ("passed", "failed", "skipped")
+        if count[outcome]
+    ]
     yield f"Tests on the same device: {', '.join(words)}."
     why = Counter(record["why"] for record in records if record["outcome"] == "skipped")
     if why:
@@ -131,15 +135,15 @@ def _packs(records: Sequence[Record]) -> Iterator[str]:
 def _passes(records: Sequence[Record], name: str) -> str:
     """Return a table with a row per cell and a column per kernel or rival of this pass."""
     chosen = [(r, {run["who"]: run for run in r["runs"] if run["pass"] == name}) for r in records]
-    who = list(dict.fromkeys(each for _, runs in chosen for each in runs))
+    who = list(dict.fromkeys(rival for _, runs in chosen for rival in runs))
     rows = []
     for record, runs in chosen:
         h, k = record["heads"]
         cells = [
-            f"{bracketed(rate(runs[each]))} ({of_matmul(runs[each], record):.2f})"
-            if each in runs
+            f"{bracketed(rate(runs[rival]))} ({of_matmul(runs[rival], record):.2f})"
+            if rival in runs
             else "-"
-            for each in who
+            for rival in who
         ]
         product = rounded(quartiles(rate(record["matmul"]))[1])
         rows.append([record["case"], f"{h}:{k}", human(record["tokens"]), product, *cells])
@@ -156,7 +160,7 @@ def _memory(records: Sequence[Record]) -> str:
             most[key] = max(most.get(key, 0), run["extra"] or 0)
     who = list(dict.fromkeys(name for name, _ in most))
     passes = list(dict.fromkeys(name for _, name in most))
-    rows = [[each, *(_mib(most.get((each, name))) for name in passes)] for each in who]
+    rows = [[rival, *(_mib(most.get((rival, name))) for name in passes)] for rival in who]
     heads = ["", *(f"{name}, MiB" for name in passes)]
     return (
         f"Memory of one call beyond inputs and sums, {human(largest)} rows, the most of all masks "
@@ -176,9 +180,9 @@ def _rings(records: Sequence[Record]) -> Iterator[str]:
         ranks = f"{record['nodes']} x {record['per_node']}"
         for run in record["runs"]:
             for name in ("forward", "backward"):
-                found = run[name]
-                times = bracketed([1e3 * seconds for seconds in found["seconds"]])
-                shares = [_outside(found, inner) for inner in ("calls", "operators")]
+                pass_record = run[name]
+                times = bracketed([1e3 * seconds for seconds in pass_record["seconds"]])
+                shares = [_outside(pass_record, inner) for inner in ("calls", "operators")]
                 rows.append([ranks, human(record["tokens"]), run["kernel"], run["side"], name,
                              times, *shares, _mib(run["peak"])])  # fmt: skip
     heads = ["ranks", "rows each", "kernel", "side", "pass", "ms",
@@ -200,11 +204,11 @@ def _rings(records: Sequence[Record]) -> Iterator[str]:
     yield from _reasons("Rings not run", records, "refused")
 
 
-def _outside(found: Record, inner: str) -> str:
+def _outside(pass_record: Record, inner: str) -> str:
     """Return the median share of a pass outside its `inner` calls; "-" without such calls."""
-    if not found[inner]:
+    if not pass_record[inner]:
         return "-"
-    shares = [1 - a / b for a, b in zip(found[inner], found["seconds"], strict=True)]
+    shares = [1 - a / b for a, b in zip(pass_record[inner], pass_record["seconds"], strict=True)]
     return f"{100 * quartiles(shares)[1]:.1f} %"
 
 
@@ -254,16 +258,17 @@ def _stores(records: Sequence[Record]) -> Iterator[str]:
 
 def _reasons(title: str, records: Sequence[Record], field: str) -> Iterator[str]:
     """Return refused kernels and rivals by reason, with their cells."""
-    found: dict[tuple[str, str], list[str]] = {}
+    places_of: dict[tuple[str, str], list[str]] = {}
     for record in records:
         for who, reason in record[field].items():
             where = record.get("case", "")
-            places = found.setdefault((who, reason), [])
+            places = places_of.setdefault((who, reason), [])
             if where and where not in places:
                 places.append(where)
     every = {record.get("case") for record in records}
     lines = [
-        f"- {who}{_where(places, len(every))}: {reason}" for (who, reason), places in found.items()
+        f"- {who}{_where(places, len(every))}: {reason}"
+        for (who, reason), places in places_of.items()
     ]
     if lines:
         yield "\n".join([f"{title}:", "", *lines])

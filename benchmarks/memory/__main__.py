@@ -47,13 +47,13 @@ def measured(name: str, tokens: int) -> dict[str, Any]:
     from .ranks import Cell, measure
 
     cell = Cell(tokens=tokens, **CELLS[name])
-    found = max(measure(cell), key=lambda rank: rank.peak)
+    peak_rank = max(measure(cell), key=lambda rank: rank.peak)
     ours = account_of(cell)
     return {
-        "name": name, "tokens": tokens, "layers": cell.layers, "peak": found.peak,
-        "account": ours.activations, "states": found.states,
-        "states by account": sum(ours.states.values()), "host": found.host,
-        "host by account": ours.host_bytes, "left": found.left, "phases": found.peaks,
+        "name": name, "tokens": tokens, "layers": cell.layers, "peak": peak_rank.peak,
+        "account": ours.activations, "states": peak_rank.states,
+        "states by account": sum(ours.states.values()), "host": peak_rank.host,
+        "host by account": ours.host_bytes, "left": peak_rank.left, "phases": peak_rank.peaks,
     }  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if args.measure:
         print(_table([measured(name, args.tokens) for name in args.cells]))
         return 0
-    print(longest.text(longest.found()))
+    print(longest.text(longest.table_rows()))
     return 0
 
 

@@ -137,10 +137,10 @@ class LiveTensors(TorchDispatchMode):
         kwargs = kwargs or {}
         for leaf in tree_leaves((args, kwargs)):
             self._meet(leaf, "outside")
-        found = func(*args, **kwargs)
-        for leaf in tree_leaves(found):
+        outputs = func(*args, **kwargs)
+        for leaf in tree_leaves(outputs):
             self._meet(leaf, str(func))
-        return found
+        return outputs
 
     def _meet(self, leaf: Any, operator: str, kind: Kind | None = None) -> None:
         """Count the storage of a tensor, again if its size has changed."""
@@ -148,11 +148,11 @@ class LiveTensors(TorchDispatchMode):
             return
         storage = leaf.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        known = self._live.get(key)
-        if known is not None:
-            if known[0].bytes != size:
-                self._live[key] = known[0]._replace(bytes=size), known[1]
-                self._add(known[0].kind, size - known[0].bytes)
+        entry = self._live.get(key)
+        if entry is not None:
+            if entry[0].bytes != size:
+                self._live[key] = entry[0]._replace(bytes=size), entry[1]
+                self._add(entry[0].kind, size - entry[0].bytes)
             return
         kind = kind or ("host" if self._host(leaf) else "device")
         block = Block(size, kind, operator, tuple(leaf.shape), leaf.dtype, self._phase)

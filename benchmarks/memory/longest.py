@@ -47,19 +47,21 @@ WAYS = {
 }
 
 
-def found() -> list[dict[str, Any]]:
+def table_rows() -> list[dict[str, Any]]:
     """Return one row per cluster and combination of settings."""
     model, rows = models.named(MODEL), []
-    for gpus, there in PUBLISHED.items():
+    for gpus, published in PUBLISHED.items():
         cluster = clusters.Cluster(clusters.GPUS["h100"], gpus, 8, host_memory=int(0.8 * HOST))
         for way, fields in WAYS.items():
-            one = best(model, cluster, layouts_of(model, cluster, replace(CHUNKED, **fields)))
-            rows.append(_row(model, cluster, one, way) | there._asdict())
+            longest = best(model, cluster, layouts_of(model, cluster, replace(CHUNKED, **fields)))
+            rows.append(_row(model, cluster, longest, way) | published._asdict())
     return rows
 
 
-def _row(model: models.Model, cluster: clusters.Cluster, one: Longest, way: str) -> dict[str, Any]:
-    run = one.run
+def _row(
+    model: models.Model, cluster: clusters.Cluster, longest: Longest, way: str
+) -> dict[str, Any]:
+    run = longest.run
     return {
         "gpus": cluster.gpus,
         "way": way,
@@ -67,9 +69,9 @@ def _row(model: models.Model, cluster: clusters.Cluster, one: Longest, way: str)
         "tp": run.tp,
         "cp": run.cp,
         "gradients": run.gradients,
-        "binds": one.binds,
-        "peak": one.account.peak.bytes,
-        "host": one.account.host_bytes * cluster.ranks_per_node,
+        "binds": longest.binds,
+        "peak": longest.account.peak.bytes,
+        "host": longest.account.host_bytes * cluster.ranks_per_node,
         "minutes": step_time(model, cluster, run).seconds / 60,
         "store": _largest_store(model, cluster, run),
     }

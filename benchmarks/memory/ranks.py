@@ -42,7 +42,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Found:
+class RankMemory:
     """Results of one rank.
 
     The results are device bytes of states, the peak of each phase, the storages of the highest
@@ -61,9 +61,9 @@ class Found:
         return max(self.peaks.values())
 
 
-def measure(cell: Cell) -> list[Found]:
+def measure(cell: Cell) -> list[RankMemory]:
     """Return the results of each rank, which runs in its own process."""
-    return [Found(**each) for each in on_ranks(cell.ranks, _counted, cell)]
+    return [RankMemory(**report) for report in on_ranks(cell.ranks, _counted, cell)]
 
 
 def _counted(cell: Cell) -> dict[str, Any]:
@@ -75,17 +75,17 @@ def _counted(cell: Cell) -> dict[str, Any]:
     return asdict(_step(cell))
 
 
-def _step(cell: Cell) -> Found:
+def _step(cell: Cell) -> RankMemory:
     """Run two steps on this rank and count the second one."""
     model = build(cell)
     layers = model.module.decoder.layers
     batch = _batch(cell)
     _run(model, batch)
     states = [t for p in model.parameters() for t in (p, p.main_grad)]
-    hosts = [each for each in gc.get_objects() if isinstance(each, HostMemory)]
+    hosts = [candidate for candidate in gc.get_objects() if isinstance(candidate, HostMemory)]
     live = LiveTensors(
         states=[*states, *model.module.buffers()],
-        host=lambda tensor: any(each.owns(tensor) for each in hosts),
+        host=lambda tensor: any(memory.owns(tensor) for memory in hosts),
     )
     phases = Phases(live)
     for index, layer in enumerate(layers):
@@ -98,7 +98,7 @@ def _step(cell: Cell) -> Found:
         del batch
         live.begin("end")
     peaks = {name: peak.bytes for name, peak in live.peaks.items()}
-    return Found(
+    return RankMemory(
         states=live.bytes["state"],
         peaks=peaks,
         blocks=live.peak.blocks,

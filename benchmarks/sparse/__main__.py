@@ -23,14 +23,14 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=Layer().rows, help="of a rank of the cluster")
     parser.add_argument("--layout", default=Layer().layout, help="of the cluster (striped)")
     parser.add_argument("--tokens", type=int, default=8192, help="of `held` (default: 8192)")
-    given = parser.parse_args(words)
+    args = parser.parse_args(words)
     quiet()
     status = 0
-    for part in given.parts:
+    for part in args.parts:
         if part == "held":
             from . import held
 
-            print(held.table(given.tokens), flush=True)
+            print(held.table(args.tokens), flush=True)
         elif part == "simulated":
             from . import simulated
 
@@ -40,16 +40,16 @@ def main(words: Sequence[str] | None = None) -> int:
 
             print(f"{hybrid.bytes_table()}\n\n{hybrid.time_table()}", flush=True)
         elif part == "cluster":
-            status = where_there_is_a_cluster(lambda: enclosed(lambda: _cluster(given)))
+            status = where_there_is_a_cluster(lambda: enclosed(lambda: _cluster(args)))
     return status
 
 
-def _cluster(given: argparse.Namespace) -> int:
+def _cluster(args: argparse.Namespace) -> int:
     from . import bench
 
-    layer = Layer(rows=given.rows, layout=given.layout)
-    records = bench.run(layer, given.regimes, given.repeats, say)
-    loads = [load for each in records for load in each["load"]]
+    layer = Layer(rows=args.rows, layout=args.layout)
+    records = bench.run(layer, args.regimes, args.repeats, say)
+    loads = [load for record in records for load in record["load"]]
     print(bench.table(records))
     print(f"\nMeasured on {machine()}, load {min(loads):.0f} to {max(loads):.0f}.")
     return 0

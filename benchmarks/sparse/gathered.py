@@ -23,7 +23,7 @@ class Gathering:
         self.way, self.per_node, self.size = way, per_node, nodes * per_node
         self.rank = dist.get_rank()
         self.sent = {"intra": 0, "inter": 0}
-        self.mine = [r for r in range(self.size) if self._link(r) == "intra"]
+        self.node_ranks = [r for r in range(self.size) if self._link(r) == "intra"]
         self.alike = [r for r in range(self.size) if r % per_node == self.rank % per_node]
 
     def _link(self, rank: int) -> str:
@@ -39,26 +39,26 @@ class Gathering:
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Return x of all ranks, in order."""
-        found = [x if r == self.rank else torch.empty_like(x) for r in range(self.size)]
+        parts = [x if r == self.rank else torch.empty_like(x) for r in range(self.size)]
 
         def exchange(ranks: Sequence[int]) -> list[dist.Work]:
-            return self._start([(r, x, found[r]) for r in ranks if r != self.rank])
+            return self._start([(r, x, parts[r]) for r in ranks if r != self.rank])
 
         if self.way == DIRECT:
             _wait(exchange(range(self.size)))
-            return found
+            return parts
         first = exchange(self.alike)  # across nodes, concurrently with the rows within the node
-        beside = exchange(self.mine)
+        beside = exchange(self.node_ranks)
         _wait(first)
         for came in self.alike:
             if came != self.rank:
                 place = came - came % self.per_node
                 beside += self._start(
-                    [(r, found[came], found[place + r % self.per_node]) for r in self.mine
+                    [(r, parts[came], parts[place + r % self.per_node]) for r in self.node_ranks
                      if r != self.rank]
                 )  # fmt: skip
         _wait(beside)
-        return found
+        return parts
 
     def scatter(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the gradients of this rank's rows, summed over ranks."""
@@ -69,7 +69,7 @@ class Gathering:
         # nodes.
         sums = {r: grads[r].clone() for r in self.alike}
         rooms, works = [], []
-        for r in self.mine:
+        for r in self.node_ranks:
             if r == self.rank:
                 continue
             for to in self.alike:

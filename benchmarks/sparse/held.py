@@ -28,7 +28,7 @@ def layer(groups: mb.Groups, rows: int, top_k: int, algorithm: str) -> dict[str,
     sizes = (INDEX_HEADS, INDEX_WIDTH), (1, INDEX_WIDTH), (INDEX_HEADS,), (HEADS, WIDTH), (1, WIDTH)
     *index, q, k = (torch.randn(rows, 1, *size) for size in sizes)
     q, k = q.requires_grad_(), k.requires_grad_()
-    found: dict[str, tuple[int, int]] = {}
+    phase_bytes: dict[str, tuple[int, int]] = {}
     options: Any = {"groups": groups, "algorithm": algorithm}
     with LiveTensors() as live:
 
@@ -42,7 +42,7 @@ def layer(groups: mb.Groups, rows: int, top_k: int, algorithm: str) -> dict[str,
                 for block in live.peaks[name].blocks
                 if block.dtype == torch.uint8 and len(block.shape) == 1
             ]
-            found[name] = groups.counters.intra - sent, sum(rooms)
+            phase_bytes[name] = groups.counters.intra - sent, sum(rooms)
             return result
 
         live.begin("start")
@@ -54,7 +54,7 @@ def layer(groups: mb.Groups, rows: int, top_k: int, algorithm: str) -> dict[str,
             lambda: mb.sparse_attention(q, k, None, chosen, value_width=VALUES, **options),
         )
         phase("backward", lambda: out.sum().backward())
-    return found
+    return phase_bytes
 
 
 def on_rank(tokens: int, top_k: int, algorithm: str) -> dict[str, tuple[int, int]]:

@@ -103,21 +103,21 @@ class Layer:
 
     def sent(self) -> dict[str, Sent]:
         """Return the bytes of each set of keys, of `mb.compress`, and of the indexer's loss."""
-        topology, found = Topology(self.ranks, self.per_node), {}
+        topology, sent = Topology(self.ranks, self.per_node), {}
         for name, (algorithm, work) in self.keys.items():
             passes = GridSchedules(work, topology)
             forward = passes.forward(algorithm, work.sizes)
             backward = passes.backward(algorithm, work.sizes, "kv")
             bytes_ = (traffic(p[0].schedule, None, work.sizes).total for p in (forward, backward))
-            found[name] = Sent(*(total / self.ranks for total in bytes_))
-        if "index" in found:  # the loss sends both keys again; only it has gradients of index keys
-            index, compressed = found["index"].forward, found["compressed"]
+            sent[name] = Sent(*(total / self.ranks for total in bytes_))
+        if "index" in sent:  # the loss sends both keys again; only it has gradients of index keys
+            index, compressed = sent["index"].forward, sent["compressed"]
             grads = (compressed.backward - compressed.forward) * self.index_width / self.width
-            found["index"] = Sent(index)
-            found["loss"] = Sent(compressed.forward + index, index + grads)
+            sent["index"] = Sent(index)
+            sent["loss"] = Sent(compressed.forward + index, index + grads)
         if self.ratio:
-            found["compress"] = Sent(*2 * (self._exchanged(),))
-        return found
+            sent["compress"] = Sent(*2 * (self._exchanged(),))
+        return sent
 
     def _exchanged(self) -> float:
         _, work = self.keys["compressed"]

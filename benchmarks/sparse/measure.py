@@ -40,13 +40,13 @@ class Device:
 
     def flops(self, work: SelectedPairs) -> tuple[float, float]:
         """Return FLOPs of the indexer, and of attention in forward."""
-        known = self.counts.get(id(work))
-        if known is None or known[0] is not work:
+        counted = self.counts.get(id(work))
+        if counted is None or counted[0] is not work:
             seen = np.searchsorted(work.keys, work.queries, side="right").astype(float)
-            some = seen * np.minimum(1.0, self.layer.top_k / (work.queries + 1))
-            known = work, float(seen.sum()), float(some.sum())
-            self.counts[id(work)] = known
-        return known[1] * self.layer.index_flops, known[2] * self.layer.attention_flops
+            selected = seen * np.minimum(1.0, self.layer.top_k / (work.queries + 1))
+            counted = work, float(seen.sum()), float(selected.sum())
+            self.counts[id(work)] = counted
+        return counted[1] * self.layer.index_flops, counted[2] * self.layer.attention_flops
 
     def take(self, flops: float) -> None:
         if flops / self.speed > 0:
@@ -58,11 +58,11 @@ def load(state: State, layer: Layer) -> None:
     device = Device(layer)
 
     class Sleeping(kernels.SelectedKernel):
-        def forward(self, *given: Any) -> None:
-            device.take(device.flops(given[3])[1])
+        def forward(self, *arguments: Any) -> None:
+            device.take(device.flops(arguments[3])[1])
 
-        def backward(self, *given: Any) -> None:
-            device.take(BACKWARD * device.flops(given[3])[1])
+        def backward(self, *arguments: Any) -> None:
+            device.take(BACKWARD * device.flops(arguments[3])[1])
 
     def score(_: Any, call: Any, *__: Any) -> None:
         device.take(device.flops(call.work)[0])
@@ -78,7 +78,7 @@ def load(state: State, layer: Layer) -> None:
     layout = mb.layout.make(layer.layout, cp_size=network.size)
     length = layer.rows * network.size
     spans = [layout.spans(r, length) for r in range(network.size)]
-    whole = SelectedPairs(mb.masks.Causal(), spans[rank], [s for each in spans for s in each])
+    whole = SelectedPairs(mb.masks.Causal(), spans[rank], [s for shard in spans for s in shard])
     state.update(
         device=device, groups=groups, layout=layout, index=index, whole=whole, plans={},
         q=q.requires_grad_(), k=k.requires_grad_(), dout=torch.zeros(*q.shape[:3], layer.values),
@@ -112,11 +112,11 @@ def prepare(state: State, name: str, rates: mb.Rates | None = None) -> Work:
     flops = {"forward": scores + attention, "backward": BACKWARD * attention}
     if name in GATHERS:  # this rival counts both passes together
         return Work({"forward": run.counted, "backward": dict.fromkeys(LINKS, 0)}, {}, "", flops)
-    mine = [p for p in groups.cache["sparse"].values() if p.facts["plan"] == plan.identity]
-    sent = [[sum(getattr(p.traffic()[n], link) for p in mine if n == 0 or any(p.needs_grad))
+    plans = [p for p in groups.cache["sparse"].values() if p.facts["plan"] == plan.identity]
+    sent = [[sum(getattr(p.traffic()[n], link) for p in plans if n == 0 or any(p.needs_grad))
              for link in LINKS] for n in (0, 1)]  # fmt: skip
     by_pass = {p: dict(zip(LINKS, x, strict=True)) for p, x in zip(PASSES, sent, strict=True)}
-    chosen = " and ".join(p.algorithm for p in mine)
+    chosen = " and ".join(p.algorithm for p in plans)
     return Work(by_pass, {}, chosen if name == "auto" else "", flops)
 
 
@@ -124,10 +124,10 @@ def predicted(state: State, name: str) -> dict[str, float]:
     """Return seconds of selection and attention for each algorithm, as compared by "auto"."""
     plan: Any = state["plans"][name]
     seconds: dict[str, float] = {}
-    for each in state["groups"].cache["sparse"].values():
-        if each.facts["plan"] == plan.identity:
-            for one in (each.choice.taken, *each.choice.others):
-                seconds[one.algorithm] = seconds.get(one.algorithm, 0.0) + one.seconds
+    for sparse_plan in state["groups"].cache["sparse"].values():
+        if sparse_plan.facts["plan"] == plan.identity:
+            for option in (sparse_plan.choice.taken, *sparse_plan.choice.others):
+                seconds[option.algorithm] = seconds.get(option.algorithm, 0.0) + option.seconds
     return seconds
 
 

@@ -37,11 +37,11 @@ def table() -> str:
                        intra=cluster.cp_per_node(tp, cp))  # fmt: skip
         x = LayerSizes.of(model, run)
         ways = {name: replace(run, algorithm=name) for name in ALGORITHMS}
-        times = {name: attention_time(model, cluster, each) for name, each in ways.items()}
+        times = {name: attention_time(model, cluster, settings) for name, settings in ways.items()}
         auto = min(times, key=lambda name: times[name].seconds * TABLE[name].handicap)
-        for name, each in ways.items():
-            own, core = times[name], core_of(x, each)
-            layer = layer_time(model, cluster, each).seconds
+        for name, settings in ways.items():
+            own, core = times[name], core_of(x, settings)
+            layer = layer_time(model, cluster, settings).seconds
             rows.append([f"{seq // K}K, TP {tp} x CP {cp}", f"ours, {name}{TAKEN * (name == auto)}",
                          duration(own.forward), duration(own.backward), duration(own.seconds),
                          duration(layer), byte_size(core.forward),

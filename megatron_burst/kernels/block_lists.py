@@ -81,10 +81,10 @@ class BlockPairs(MaskedPairs):
         if pair >= len(masks):
             missing = list(enumerate(self.tiles(BLOCK, BLOCK)))[len(masks) :]
             made = [pair_mask(grid, *self.shape(n)) for n, grid in missing]
-            copies = copy_pairs((one.arrays for one in made), device)
+            copies = copy_pairs((mask.arrays for mask in made), device)
             masks += [
-                (one.form, [x.flatten() for x in tensors])
-                for one, tensors in zip(made, copies, strict=True)
+                (mask.form, [x.flatten() for x in tensors])
+                for mask, tensors in zip(made, copies, strict=True)
             ]
         return masks[pair]
 
@@ -96,7 +96,7 @@ class BlockPairs(MaskedPairs):
         if pair >= len(lists):
             missing = list(enumerate(self.tiles(*size)))[len(lists) :]
             made = [compact_lists(grid, by, *self.shape(n), size) for n, grid in missing]
-            lists += [tuple(x[None, None] for x in one) for one in copy_pairs(made, device)]
+            lists += [tuple(x[None, None] for x in tensors) for tensors in copy_pairs(made, device)]
         return lists[pair]
 
 

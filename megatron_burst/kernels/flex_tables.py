@@ -206,9 +206,9 @@ def _table_intervals(bits: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarra
         if side:
             visible = np.unpackbits(octets, axis=-1, bitorder="little")
             octets = np.packbits(visible, axis=1, bitorder="little").transpose(0, 2, 1)
-        some, last = octets != 0, octets.shape[-1] - 1
-        low_octet = some.argmax(axis=-1)[..., None]
-        high_octet = last - some[..., ::-1].argmax(axis=-1)[..., None]
+        nonzero, last = octets != 0, octets.shape[-1] - 1
+        low_octet = nonzero.argmax(axis=-1)[..., None]
+        high_octet = last - nonzero[..., ::-1].argmax(axis=-1)[..., None]
         first = 8 * low_octet + FIRST_BIT[np.take_along_axis(octets, low_octet, axis=-1)]
         end = 8 * high_octet + END_BIT[np.take_along_axis(octets, high_octet, axis=-1)]
         count = BITS[octets].sum(axis=-1)

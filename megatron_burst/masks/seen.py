@@ -500,8 +500,8 @@ def _within(
         Bit sets of `size` ranks, as from `packed`, [count, words]: set i has rank r if some j has
         ranks[j] = r and begin[j] <= i < end[j].
     """
-    some = np.flatnonzero(begin < end)
-    ranks, begin, end = ranks[some], begin[some], end[some]
+    nonempty = np.flatnonzero(begin < end)
+    ranks, begin, end = ranks[nonempty], begin[nonempty], end[nonempty]
     if (begin[1:] >= begin[:-1]).all() and (end[1:] >= end[:-1]).all():
         # The intervals that contain a row are consecutive.
         row = np.arange(count)

@@ -159,7 +159,7 @@ class Tiles(Sequence[Tile]):
     def of(cls, tiles: Iterable[Tile]) -> Tiles:
         """Return these tiles as arrays."""
         bounds, pattern, patterns = [], [], [Pattern()]
-        known: dict[tuple, int] = {}  # by content; tables by identity
+        pattern_numbers: dict[tuple, int] = {}  # by content; tables by identity
         for rows, columns, triangle, table, band in tiles:
             ends = rows.start, rows.stop, rows.step or 1
             bounds.append((*ends, columns.start, columns.stop, columns.step or 1))
@@ -167,10 +167,10 @@ class Tiles(Sequence[Tile]):
             if key == (False, None, None):
                 pattern.append(ALL_VISIBLE)
                 continue
-            if key not in known:
-                known[key] = len(patterns)
+            if key not in pattern_numbers:
+                pattern_numbers[key] = len(patterns)
                 patterns.append(Pattern(triangle, table, band))
-            pattern.append(known[key])
+            pattern.append(pattern_numbers[key])
         indices = np.array(pattern, dtype=np.int64)
         return cls(np.array(bounds, dtype=np.int64).reshape(-1, 6), indices, patterns)
 

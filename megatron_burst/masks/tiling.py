@@ -361,12 +361,12 @@ class _MaskTiles:
     ) -> list[_CutTiles]:
         """Return one tile with a table for each pair of slices; arguments as in `_divided`."""
         cost, kept, ends = dict.fromkeys(parent.tolist(), 0), [], []
-        begin, end, known = self._rows_of_keys(q, k)
+        begin, end, exact = self._rows_of_keys(q, k)
         last = np.cumsum(k.span.length).tolist()
         for number, rectangle in enumerate(parent.tolist()):
             if cost[rectangle] > limit[rectangle]:  # a fine mask can have very many tables
                 continue
-            if known[number]:
+            if exact[number]:
                 of_keys = slice(last[number - 1] if number else 0, last[number])
                 part = self.patterns.of_rows(begin[of_keys], end[of_keys])
             else:
@@ -400,16 +400,16 @@ class _MaskTiles:
         high = np.minimum(viewers.last, key + viewers.left) - start
         begin = np.clip(-(-low // stride), 0, length).astype(np.int32)
         end = np.clip(high // stride + 1, begin, length).astype(np.int32)
-        known = np.ones(len(k.owner), dtype=bool)
-        known[pair[~viewers.exact]] = False
-        return begin, end, known
+        exact = np.ones(len(k.owner), dtype=bool)
+        exact[pair[~viewers.exact]] = False
+        return begin, end, exact
 
     def _bands(self, q: Slices, k: Slices, left: np.ndarray, right: np.ndarray) -> list[_CutTiles]:
         """Return the tiles of pairs of slices whose visible pairs are bands (see `Band`)."""
         # A window of strided slices is empty if it contains none of their positions.
-        (some,) = np.nonzero(left + right >= 0)
-        q, k, far = q.at(some), k.at(some), 2 * (q.span.length + k.span.length)[some]
-        left, right = (np.clip(x[some], -far, far) for x in (left, right))
+        (nonempty,) = np.nonzero(left + right >= 0)
+        q, k, far = q.at(nonempty), k.at(nonempty), 2 * (q.span.length + k.span.length)[nonempty]
+        left, right = (np.clip(x[nonempty], -far, far) for x in (left, right))
         if self.cutter.table_rows is None:
             # Some row sees a column but does not see the first column. If there is no such row, the
             # band is a lower triangle and rectangles, which every kernel supports.

@@ -146,10 +146,10 @@ class Bundles:
         Returns:
             Index of the set of each range, ascending; the ranges, int64 [n, 2].
         """
-        some = np.flatnonzero(bits >= 0)
-        low, high = np.searchsorted(self.owner, (owner[some], owner[some] + 1))
+        partial = np.flatnonzero(bits >= 0)
+        low, high = np.searchsorted(self.owner, (owner[partial], owner[partial] + 1))
         low, high = np.searchsorted(self.runs.bundle, (low, high))
-        index, at = np.repeat(some, high - low), counted(low, high - low)
+        index, at = np.repeat(partial, high - low), counted(low, high - low)
         bundle = self.runs.bundle[at]
         taken = (np.right_shift(bits[index], self.number[bundle]) & 1).astype(bool)
         index, at = index[taken], at[taken]
@@ -158,7 +158,7 @@ class Bundles:
         apart = np.ones(len(index) + 1, dtype=bool)  # consecutive rows are one range
         apart[1:-1] = (first[1:] != stop[:-1]) | (index[1:] != index[:-1])
         index, first, stop = index[apart[:-1]], first[apart[:-1]], stop[apart[1:]]
-        if len(some) < len(bits):
+        if len(partial) < len(bits):
             rows = np.where(bits < 0, self._rows_by_bit.sum(axis=0)[owner], 0)
             (shard,) = np.nonzero(rows)
             index, first = np.append(index, shard), np.append(first, 0 * shard)

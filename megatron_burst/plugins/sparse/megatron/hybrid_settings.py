@@ -110,8 +110,8 @@ class HybridSettings:
     @property
     def loss_coeff(self) -> float:
         """Weight of the indexer's loss."""
-        given = self.dsa_indexer_loss_coeff
-        return LOSS if given is None else given
+        coeff = self.dsa_indexer_loss_coeff
+        return LOSS if coeff is None else coeff
 
 
 @dataclass(frozen=True)
@@ -120,11 +120,11 @@ class HybridRule:
 
     Attributes:
         rule: "csa", "hca" or "window".
-        given: The settings that were passed, as pairs of name and value.
+        passed: The settings that were passed, as pairs of name and value.
     """
 
     rule: str
-    given: tuple[tuple[str, Any], ...]
+    passed: tuple[tuple[str, Any], ...]
 
     def settings(self, config: Any) -> HybridSettings:
         """Return the settings of a model.
@@ -135,38 +135,38 @@ class HybridRule:
         Raises:
             ValueError: The ratios of rule "csa" are missing.
         """
-        known = {
+        settings = {
             field.name: getattr(config, field.name)
             for field in fields(HybridSettings)
             if getattr(config, field.name, None) is not None
         }
-        known |= dict(self.given)
+        settings |= dict(self.passed)
         if self.rule in ("hca", "window"):
             ratio = HCA if self.rule == "hca" else 0
-            known["csa_compress_ratios"] = (ratio,) * config.num_layers
-        if "csa_compress_ratios" not in known:
+            settings["csa_compress_ratios"] = (ratio,) * config.num_layers
+        if "csa_compress_ratios" not in settings:
             raise ValueError(
                 "csa_compress_ratios is required for rule csa: the ratio of each layer, such as "
                 "[0, 0, 4, 128, 4, 128]"
             )
-        known["csa_compress_ratios"] = tuple(known["csa_compress_ratios"])
-        return HybridSettings(**known)
+        settings["csa_compress_ratios"] = tuple(settings["csa_compress_ratios"])
+        return HybridSettings(**settings)
 
 
 RULES = ("csa", "hca", "window")
 
 
-def hybrid_rule(rule: str, given: dict[str, Any]) -> HybridRule:
+def hybrid_rule(rule: str, settings: dict[str, Any]) -> HybridRule:
     """Check the arguments of `mb.sparse_layer_spec` for hybrid attention, and return them.
 
     Args:
         rule: "csa", "hca" or "window".
-        given: Settings by name; None for a setting that was not passed.
+        settings: Settings by name; None for a setting that was not passed.
 
     Raises:
         ValueError: An argument is invalid.
     """
-    passed = {name: value for name, value in given.items() if value is not None}
+    passed = {name: value for name, value in settings.items() if value is not None}
     ratios = passed.get("csa_compress_ratios")
     if ratios is not None:
         if rule != "csa":

@@ -129,11 +129,11 @@ def sparse_layer_spec(
             "dsa_indexer_head_dim": index_width, "dsa_indexer_loss_coeff": loss_coeff,
         })  # fmt: skip
     else:
-        given = [name for name, value in hybrid.items() if value is not None]
-        if given:
+        hybrid_names = [name for name, value in hybrid.items() if value is not None]
+        if hybrid_names:
             raise ValueError(
-                f"{', '.join(given)}: supported only by rules {', '.join(HYBRID_RULES)}, got rule "
-                f"{rule!r:.60}"
+                f"{', '.join(hybrid_names)}: supported only by rules {', '.join(HYBRID_RULES)}, "
+                f"got rule {rule!r:.60}"
             )
         choice = _choice(rule, top_k, block, index_heads, index_width, loss_coeff)
     if base is None:
