@@ -76,7 +76,7 @@ def test_pipeline_stages_are_refused(result, family):
 def test_options_of_layers_that_differ_are_refused(result, family, option):
     found = result("checks")[f"{family} {option}"]
     value = 0.5 if option in ("offload", "store") else 2
-    assert f"{option} {value} with {FAMILIES[family]}, whose" in found
+    assert f"{option} {value} does not work with {FAMILIES[family]}, whose" in found
     assert f"remove {option}" in found
 
 
