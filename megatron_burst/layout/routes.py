@@ -373,9 +373,9 @@ def successors(
         rank: The rank.
 
     Returns:
-        sent: int64 [n], rows that `rank` sends. n is equal on all ranks; a shorter list is padded
-            with its last entry.
-        taken: int64 [s], index of each row's next token in the concatenation.
+        A tuple (sent, taken). `sent`, int64 [n], has the rows that `rank` sends. n is equal on all
+        ranks; a shorter list is padded with its last entry. `taken`, int64 [s], has the index of
+        each row's next token in the concatenation.
 
     Raises:
         ValueError: The lengths are invalid, the layout cannot split them, or `rank` is invalid.

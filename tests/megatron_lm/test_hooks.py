@@ -216,7 +216,7 @@ def test_documents_of_two_kinds_are_refused():
     both = asked(
         reset_attention_mask=True, dataloader_inter_document_masking=True, micro_batch_size=1
     )
-    words = "--dataloader-inter-document-masking: .* use one .* remove --reset-attention-mask"
+    words = "--dataloader-inter-document-masking .* use one .* remove --reset-attention-mask"
     with pytest.raises(ValueError, match=words):
         training.check_flags(both, [])
 
