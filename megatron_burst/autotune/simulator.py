@@ -24,7 +24,6 @@ import numpy as np
 from ..schedule.cost import Sizes
 from ..schedule.head_shares import deferred_chunks
 from ..schedule.rings import Schedule
-from ..schedule.tables import relay_chains
 from .exchanges import ONE_NIC, TimedExchange, Wave, Wires
 from .prepared import PreparedSchedule
 from .rates import Rates
@@ -113,8 +112,7 @@ class _Clocks:
         self.busy = np.zeros(2 * size)
         self.taken, self.posting, self.slowdown = taken, rates.posting, rates.slowdown
         self.handled, self.together = handled, prepared.wires.together
-        schedule = prepared.schedule
-        self.chains = relay_chains(schedule.tables.transfers) if schedule.streams else ()
+        self.chains = prepared.schedule.chains
 
     def start(self, exchange: TimedExchange) -> None:
         """Add the time that ranks need to start an exchange to their clocks."""
@@ -221,9 +219,8 @@ class _Clocks:
         self, program: Sequence[GridBoundary], begin: int, landing: dict[int, np.ndarray]
     ) -> None:
         """Run the chain of transfers of the relay streams that starts at boundary `begin`."""
-        end = min([*(chain for chain in self.chains if chain > begin), len(program)])
         np.maximum(self.streams, self.clock, out=self.streams)
-        for index in range(begin, end):
+        for index in range(len(program))[self.chains[begin]]:
             if index in landing:
                 ended = landing[index].reshape(2, -1).max(axis=0)
                 np.maximum(self.streams, ended, out=self.streams)

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -76,20 +76,22 @@ class Patterns:
     """
 
     all: list[Pattern] = field(default_factory=lambda: [Pattern(), Pattern(triangle=True)])
-    _known: dict[tuple, int] = field(default_factory=dict)  # by kind and numbers
+    _numbers: dict[tuple, int] = field(default_factory=dict)  # by kind and values
 
     def of_band(self, left: int, right: int) -> int:
         """Return the index of the pattern of a band."""
-        return self._number(("band", left, right), lambda: Pattern(band=Band(left, right)))
+        key = "band", left, right
+        return (
+            self._numbers[key] if key in self._numbers else self._add(key, band=Band(left, right))
+        )
 
     def of_edge(self, rows: int, columns: int, low: int, high: int) -> int:
         """Return the index of the pattern in which row m sees columns m + low to m + high."""
-
-        def made() -> Pattern:
-            ahead = np.arange(columns)[None, :] - np.arange(rows)[:, None]
-            return Pattern(table=(ahead >= low) & (ahead <= high))
-
-        return self._number(("edge", rows, columns, low, high), made)
+        key = "edge", rows, columns, low, high
+        if key in self._numbers:
+            return self._numbers[key]
+        ahead = np.arange(columns)[None, :] - np.arange(rows)[:, None]
+        return self._add(key, table=(ahead >= low) & (ahead <= high))
 
     def of_rows(self, begin: np.ndarray, end: np.ndarray) -> tuple[int, int, int, int, int] | None:
         """Return the visible part of a rectangle in which a range of rows sees each column.
@@ -113,12 +115,11 @@ class Patterns:
         # Columns that no row sees may have any range, so they get the same empty one.
         begin, end = ((x[left:right] - top) * seen[left:right] for x in (begin, end))
 
-        def made() -> Pattern:
-            row = np.arange(bottom - top, dtype=begin.dtype)[:, None]
-            return Pattern(table=(row >= begin) & (row < end))
-
         key = "rows", bottom - top, begin.tobytes(), end.tobytes()
-        return top, bottom, left, right, self._number(key, made)
+        if key not in self._numbers:
+            row = np.arange(bottom - top, dtype=begin.dtype)[:, None]
+            self._add(key, table=(row >= begin) & (row < end))
+        return top, bottom, left, right, self._numbers[key]
 
     def of_table(self, table: np.ndarray) -> tuple[int, int, int, int, int] | None:
         """Return the same as `of_rows` for a table of visible pairs, bool [rows, columns]."""
@@ -132,12 +133,11 @@ class Patterns:
         self.all.append(Pattern(table=np.array(table[top:bottom, left:right], order="C")))
         return top, bottom, left, right, len(self.all) - 1
 
-    def _number(self, key: tuple, made: Callable[[], Pattern]) -> int:
-        """Return the index of the pattern with this key, which `made` returns if it is new."""
-        if key not in self._known:
-            self._known[key] = len(self.all)
-            self.all.append(made())
-        return self._known[key]
+    def _add(self, key: tuple, *, table: np.ndarray | None = None, band: Band | None = None) -> int:
+        """Add a pattern with a new key; return its index."""
+        self._numbers[key] = len(self.all)
+        self.all.append(Pattern(table=table, band=band))
+        return self._numbers[key]
 
 
 class Tiles(Sequence[Tile]):

@@ -29,7 +29,7 @@ from ..schedule.bundles import Bundles, spans_in
 from ..schedule.program import parts_of
 from ..schedule.rings import Schedule, totals_of
 from ..schedule.sizes import Sizes
-from ..schedule.tables import Boundary, Chunk, Hop, Pair, Tables, relay_chains
+from ..schedule.tables import Boundary, Chunk, Hop, Pair, Tables
 
 OWN = "kv", "query"
 
@@ -141,21 +141,19 @@ def make_pass(
     )  # fmt: skip
     if schedule.joined:
         run = joined.joined(run, schedule, works, device)
-    if schedule.streams:
-        chains = relay_chains(schedule.tables.transfers)
+    if chains := schedule.chains:
         run = replace(
             run, steps=_relayed(run.steps, chains), deferred=_relayed(run.deferred, chains)
         )
     return run
 
 
-def _relayed(steps: Sequence[Step], chains: Sequence[int]) -> tuple[Step, ...]:
+def _relayed(steps: Sequence[Step], chains: dict[int, slice]) -> tuple[Step, ...]:
     """Move the transfers of each chain to the step at which the relay stream starts the chain."""
     exchanges = [(step.index, step.exchanges) for step in steps]
-    ends = dict(pairwise([*chains, len(steps)]))
     return tuple(
-        replace(step, exchanges=(), relays=tuple(exchanges[step.index : ends[step.index]]))
-        if step.index in ends
+        replace(step, exchanges=(), relays=tuple(exchanges[chains[step.index]]))
+        if step.index in chains
         else replace(step, exchanges=())
         for step in steps
     )

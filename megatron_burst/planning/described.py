@@ -28,8 +28,8 @@ def described(plan: Any) -> str:
     for name, passes in zip(("forward", "backward"), zip(*plan.passes, strict=True), strict=True):
         if all(schedule.route == "direct" for schedule in passes):
             words.append(f"{name} sent directly")
-    passes = (run for chunk in plan.rank_plan.chunks for run in (chunk.forward, chunk.backward))
-    if any(step.relays for run in passes for step in run.steps):
+    runs = (run for chunk in plan.rank_plan.chunks for run in (chunk.forward, chunk.backward))
+    if any(step.relays for run in runs for step in run.steps):
         words.append("relays on a stream beside the kernels")
     words.append(f"side {plan.side}")
     if plan.head_chunks > 1:

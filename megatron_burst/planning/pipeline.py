@@ -225,7 +225,9 @@ def demands(ring: RingRequest) -> list[RowDemand]:
     row_demands = []
     for rows, queries, members in cuts:
         visible = ring.visibility(queries)
-        host = all_rows and replace(all_rows, queries=visible.queries, streams=False)
+        host = None
+        if all_rows is not None:
+            host = replace(all_rows, queries=visible.queries, streams=False)
         own = members[ranks.index(ring.place.rank)]
         recompute = _recompute_demand(ring, queries, own, *stored) if stored else None
         row_demands.append(RowDemand(rows, queries, members, visible, host, recompute))

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from .demand import RowBytes
 from .program import parts_of
 from .rings import Schedule, totals_of
-from .tables import ALL, Boundary, Chunk, Hop, Pair, relay_chains
+from .tables import ALL, Boundary, Chunk, Hop, Pair
 
 # The state of the memory at one moment: kind -> number of rows of each buffer, ascending.
 Moment = Mapping[str, tuple[float, ...]]
@@ -191,7 +191,7 @@ class _Replay:
         self.buffers: dict[str, _ReplayBuffers] = {}
         self.beside: dict[str, _ReplayBuffers] = {}
         self.own_parts: dict[int, list[tuple[Chunk, _ReplayBuffer]]] = defaultdict(list)
-        self.chains = relay_chains(schedule.tables.transfers) if schedule.streams else ()
+        self.chains = schedule.chains
         self.moments: list[Moment] = []
         self.in_use: list[dict[str, int]] = []
         self.received: dict[Chunk, _ReplayBuffer] = {}
@@ -277,9 +277,8 @@ class _Replay:
 
     def _relay(self, begin: int) -> None:
         """Replay the chain of transfers that the relay stream starts at boundary `begin`."""
-        end = min([*(chain for chain in self.chains if chain > begin), len(self.program)])
         self.buffers, self.beside = self.beside, self.buffers
-        for boundary in self.program[begin:end]:
+        for boundary in self.program[self.chains[begin]]:
             self._land(boundary.index, relayed=True)
             self._post(boundary)
         self.buffers, self.beside = self.beside, self.buffers

@@ -29,7 +29,7 @@ from .tables import (
     Hop,
     Tables,
     Transfers,
-    relays_between_steps,
+    relay_chains,
 )
 
 
@@ -63,11 +63,12 @@ class Schedule(Demand):
         requested, default = self.visibility.joined, ALGORITHMS[self.algorithm].joins
         return self.side == "kv" and (default if requested is None else requested)
 
-    @property
-    def streams(self) -> bool:
-        """True if the transfers of `relay_chains` run on the relay stream (`comm.relays`)."""
-        relays = self.visibility.streams and ALGORITHMS[self.algorithm].relays
-        return relays and relays_between_steps(self.tables.transfers)
+    @cached_property
+    def chains(self) -> dict[int, slice]:
+        """Chains of transfers on the relay stream (`relay_chains`); empty without such a stream."""
+        if not (self.visibility.streams and ALGORITHMS[self.algorithm].relays):
+            return {}
+        return relay_chains(self.tables.transfers)
 
     @property
     def summed(self) -> tuple[str, ...]:

@@ -241,25 +241,23 @@ class Tables(NamedTuple):
         return checksum
 
 
-def relay_chains(transfers: Transfers) -> tuple[int, ...]:
-    """Return the boundaries at which the relay stream starts chains of transfers, ascending.
+def relay_chains(transfers: Transfers) -> dict[int, slice]:
+    """Return the chains of transfers that the relay stream starts, by their first boundary.
 
-    A boundary is the moment before a step. A chain has all transfers from its boundary to the
-    boundary of the next chain. The relay stream starts a transfer as soon as the transfers that
-    land at the transfer's boundary `post` have ended. All copies are one chain, and all partial
-    results are another chain.
+    A boundary is the moment before a step. All copies are one chain, and all partial results are
+    another chain. A chain has the transfers of a range of boundaries, which is the value. The relay
+    stream starts a transfer as soon as the transfers that land at its boundary `post` have ended.
+    There are no chains if all transfers of each chain start together, because a relay stream then
+    gains nothing.
     """
     sums = transfers.accumulated
-    return tuple(int(transfers.post[of].min()) for of in (~sums, sums) if of.any())
-
-
-def relays_between_steps(transfers: Transfers) -> bool:
-    """Return True if a chain of `relay_chains` starts transfers at more than one boundary.
-
-    Otherwise all transfers of a chain start together, and a relay stream gains nothing.
-    """
-    sums = transfers.accumulated
-    return any(len(np.unique(transfers.post[of])) > 1 for of in (~sums, sums))
+    posts = [np.unique(transfers.post[of]) for of in (~sums, sums) if of.any()]
+    if all(len(post) < 2 for post in posts):
+        return {}
+    begins = sorted({int(post[0]) for post in posts})
+    return {
+        begin: slice(begin, end) for begin, end in zip(begins, [*begins[1:], None], strict=True)
+    }
 
 
 def transfers(

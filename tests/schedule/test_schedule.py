@@ -194,7 +194,7 @@ def check(algorithm, world, data):
     asked = data.draw(passes(world))
     streams = ALGORITHMS[algorithm].relays and data.draw(st.booleans(), label="streams")
     schedule = schedule_of(algorithm, world, asked, streams)
-    if schedule.streams:
+    if schedule.chains:
         check_chains(schedule)
     seen = dense(world.mask, world.shards)
     act_out(schedule, world.grid, seen)
@@ -206,7 +206,7 @@ def check_chains(schedule):
     """Chains of the relay stream start after the pairs whose results they send, and owners start no
     copy later than the chain."""
     moved, pairs = schedule.tables.transfers, schedule.tables.pairs
-    chains = relay_chains(moved)
+    chains = list(relay_chains(moved))
     copies, sums = moved.where(~moved.accumulated), moved.where(moved.accumulated)
     assert len(chains) == bool(len(copies.src)) + bool(len(sums.src))
     assert list(chains) == sorted(chains)
