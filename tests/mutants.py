@@ -831,7 +831,7 @@ MUTANTS = [
            "sums are freed while the relay stream reads them"),
     Mutant("planning/build.py", "(step.index, step.exchanges) for step in steps",
            "(0, step.exchanges) for step in steps", "a chain waits for nothing"),
-    Mutant("schedule/tables.py", "int(transfers.post[of].min())", "int(transfers.post[of].max())",
+    Mutant("schedule/tables.py", "int(post[0]) for post in posts", "int(post[-1]) for post in posts",
            "a chain begins with its last transfers"),
     Mutant("autotune/simulator.py", "np.maximum(self.streams, self.clock, out=self.streams)",
            "pass", "partial results leave before they are computed"),
