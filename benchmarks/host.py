@@ -105,15 +105,24 @@ class OneRank(mb.Groups):
 
 
 # For meta tensors torch runs long Python functions; on a device each of these is one launch.
-LAUNCHED = "__eq__", "__iadd__", "add_", "copy_", "fill_", "masked_fill", "zero_"
+LAUNCHED = (
+    "__eq__", "__iadd__", "add_", "copy_", "fill_", "index_copy_", "index_select", "masked_fill",
+    "zero_",
+)  # fmt: skip
 
 
 @contextmanager
 def without_launches() -> Iterator[None]:
-    """Replace operators by functions that return their arguments, and skip merges."""
+    """Skip operators and merges, and replace allocations by the plain `torch.empty`."""
 
     def returned(tensor: torch.Tensor, *_: object) -> torch.Tensor:
         return tensor
+
+    def allocated(
+        like: torch.Tensor, shape: torch.Size | None = None, *, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        size = like.shape if shape is None else shape
+        return torch.empty(size, dtype=dtype or like.dtype, device=like.device)
 
     def delta(dout: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(dout.shape[:-1], dtype=dtype, device=dout.device)
@@ -121,6 +130,8 @@ def without_launches() -> Iterator[None]:
     with ExitStack() as stack:
         for name in LAUNCHED:
             stack.enter_context(mock.patch.object(torch.Tensor, name, returned))
+        stack.enter_context(mock.patch.object(torch.Tensor, "new_empty", allocated))
+        stack.enter_context(mock.patch.object(torch, "empty_like", allocated))
         stack.enter_context(mock.patch.object(aten, "merge_", returned))
         stack.enter_context(mock.patch.object(function, "row_delta", delta))
         # Row indices are copied to a device that does not exist, so nothing is pinned.

@@ -81,14 +81,14 @@ class CallCounter:
             check_label(label)
         self.forwards += 1
         tag = CallTag(plan, self.forwards, crc32(repr((label, sink, host)).encode()))
-        self.order = crc32(f"forward {tag}".encode(), self.order)
+        self.order = crc32(b"forward %d %d %d" % tag, self.order)
         return tag
 
     def backward(self, tag: CallTag) -> None:
         """Count the backward of the call with this tag."""
         self.backwards += 1
         self._unlabelled.clear()
-        self.order = crc32(f"backward {tag}".encode(), self.order)
+        self.order = crc32(b"backward %d %d %d" % tag, self.order)
 
     def _calling_line(self, plan: int) -> str:
         """Return "file:line" of the innermost caller outside this package and torch.

@@ -110,13 +110,12 @@ class Counters:
     intra: int = 0
     inter: int = 0
 
-    def add(self, sends: Iterable[Send]) -> None:
-        for send in sends:
-            size = sum([t.nbytes for t in send.tensors])
-            if send.link == "intra":
-                self.intra += size
-            else:
-                self.inter += size
+    def add(self, link: str, size: int) -> None:
+        """Count `size` bytes over a link of class `link`, "intra" or "inter"."""
+        if link == "intra":
+            self.intra += size
+        else:
+            self.inter += size
 
     def reset(self) -> None:
         self.intra = self.inter = 0
@@ -273,7 +272,7 @@ class ProcessEndpoint:
             peer = self.ranks[send.peer]
             for tensor in send.tensors if send.flat is None else (send.flat,):
                 ops.append(dist.P2POp(dist.isend, tensor, peer, group))
-        self.counters.add(sends)
+            self.counters.add(send.link, sum([t.nbytes for t in send.tensors]))
         try:
             works = dist.batch_isend_irecv(ops)
         except RuntimeError as error:
@@ -294,11 +293,10 @@ class ProcessEndpoint:
     def _collectives(self, group: dist.ProcessGroup, trade: AllToAll) -> None:
         """Run one all-to-all collective per tensor."""
         works, label = [], trade.label
-        self.counters.add(
-            Send(peer, link, tuple(part[peer] for part in trade.parts))
-            for peer, link in enumerate(trade.links)
-            if peer != self.rank
-        )
+        size = sum([part.nbytes for part in trade.parts]) // len(trade.links)
+        for peer, link in enumerate(trade.links):
+            if peer != self.rank:
+                self.counters.add(link, size)
         try:
             for target, part in zip(trade.into, trade.parts, strict=True):
                 source = part.contiguous()

@@ -28,7 +28,7 @@ from .rank_plan import RowPlace, Target, Tensors
 class MessageKind:
     """Shapes and dtypes of the tensors in one kind of message.
 
-    Message layouts are cached by number of rows.
+    Message layouts and sizes of buffers are cached by number of rows.
 
     Args:
         rows: (shape of one row, dtype) of each tensor.
@@ -38,12 +38,30 @@ class MessageKind:
     def __init__(self, rows: Sequence[tuple[torch.Size, torch.dtype]], longest: int):
         self.rows, self.longest = rows, longest
         self._layouts: dict[int, packing.MessageLayout] = {}
+        self._room_sizes: dict[tuple[int, torch.device, int], int] = {}
 
     def layout(self, rows: int) -> packing.MessageLayout:
         if rows not in self._layouts:
             shapes = [(torch.Size((rows, *shape)), dtype) for shape, dtype in self.rows]
             self._layouts[rows] = packing.layout_of(shapes)
         return self._layouts[rows]
+
+    def room_size(self, rows: int, device: torch.device, least: int) -> int:
+        """Return the size in bytes of a new buffer for a message of `rows` rows.
+
+        Args:
+            rows: Number of rows of the message.
+            device: Device of the buffer.
+            least: Minimum size in bytes on the CPU.
+        """
+        key = rows, device, least
+        if key not in self._room_sizes:
+            # Divide by 4, not 2: a zigzag layout sends half chunks as often as whole chunks.
+            room = self.longest
+            while 1 < rows <= room // 4:
+                room //= 4
+            self._room_sizes[key] = packing.room_size(self.layout(max(room, rows)), device, least)
+        return self._room_sizes[key]
 
 
 class Buffers:
@@ -78,16 +96,13 @@ class Buffers:
     def take(self, kind: str, rows: int) -> Message:
         """Return a message with this number of rows and undefined content."""
         kind_of_message, free = self.kinds[kind], self._free[kind]
-        # Divide by 4, not 2: a zigzag layout sends half chunks as often as whole chunks.
-        room = kind_of_message.longest
-        while 1 < rows <= room // 4:
-            room //= 4
-        least = packing.room_size(
-            kind_of_message.layout(max(room, rows)), self.device, self.endpoint.room
-        )
+        least = kind_of_message.room_size(rows, self.device, self.endpoint.room)
+        same_size = free.get(least)
+        if same_size and same_size.get(rows):  # the usual case: same layout as before
+            return same_size[rows].pop()
         for size in sorted(size for size in free if size >= least):
             fitting = free[size]
-            if fitting.get(rows):  # the usual case: same layout as before
+            if fitting.get(rows):
                 return fitting[rows].pop()
             reusable = next((messages for messages in fitting.values() if messages), None)
             if reusable is not None:

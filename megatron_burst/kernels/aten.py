@@ -29,7 +29,7 @@ from . import native, rowwise
 from .base import Rows, Scoring
 from .joined import JoinedTiles, joined
 from .online_softmax import merge_
-from .operators import Lengths, Operator, TileVisibility, Widths, Window
+from .operators import Lengths, Operator, TileVisibility, Widths
 from .rounded import rounded
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ class AtenKernel:
         if isinstance(part, Tile):
             return self.tile_work(part)
         separate, whole = self._single_tiles(part.tiles), part.lengths.total is not None
-        return TileWork(part.span, None, None, part.lengths, separate, whole)
+        work = TileWork.of(part.span, lengths=part.lengths)
+        return work._replace(separate=separate, whole=whole)
 
     def _single_tiles(self, tiles: Tiles) -> Collection[TileWork]:
         if len(tiles) <= _KEPT_TILES:
@@ -102,12 +103,12 @@ class AtenKernel:
     def tile_work(self, tile: Tile) -> TileWork:
         """Return the plan of one operator call for a tile."""
         if tile.table is None:
-            return TileWork(tile, None, None)
+            return TileWork.of(tile)
         key = id(tile.table)  # tiles at the edges of a window share one array
         if key not in self._tables:
             hidden = torch.from_numpy(~tile.table)
             blind = hidden.all(dim=1)
-            work = TileWork(tile, hidden, blind if blind.any() else None)
+            work = TileWork(tile, TileVisibility(), hidden, blind if blind.any() else None)
             self._tables[key] = work  # keeps the array alive, so its id stays unique
         return self._tables[key]._replace(tile=tile)
 
@@ -124,13 +125,15 @@ class AtenKernel:
     ) -> None:
         assert max_logits is None
         value_width = v.shape[-1]
-        width, value_pad = self._widths(q, v)
-        q, k, v = _heads_first(q, width), _heads_first(k, width), _heads_first(v, value_pad)
+        if q.shape[-1] != value_width:
+            width, value_pad = self._widths(q, v)
+            q, k, v = _padded(q, width), _padded(k, width), _padded(v, value_pad)
+        q, k, v = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
         for item in _calls(work, q, k, v):
             rows, columns = item.tile.rows, item.tile.columns
             r, c = (_ALL, _ALL) if item.whole else (rows, columns)
             inputs = q[:, :, r], k[:, :, c], v[:, :, c]
-            part, stats = self.operator.forward(*inputs, item.visibility(q), scoring.scale)
+            part, stats = self.operator.forward(*inputs, item.visible(q), scoring.scale)
             if item.whole:
                 part, stats = part[:, :, rows], stats[:, :, rows]
             # `merge_` skips rows with lse -inf. For a row that a bias hides entirely, operators
@@ -141,8 +144,9 @@ class AtenKernel:
                 *_, blind = item.lengths.on(stats.device)
             if blind is not None:
                 stats = stats.masked_fill(blind, float("-inf"))
-            # Back to [s, b, h, w]; columns beyond the width of the values are padding.
-            part = part.permute(2, 0, 1, 3)[..., :value_width]
+            part = part.permute(2, 0, 1, 3)  # back to [s, b, h, w]
+            if part.shape[-1] != value_width:  # columns beyond the width of the values are padding
+                part = part[..., :value_width]
             merge_(out[rows], lse[rows], part, stats.permute(2, 0, 1))
 
     def backward(
@@ -156,14 +160,20 @@ class AtenKernel:
         dk: torch.Tensor | None,
         dv: torch.Tensor | None,
     ) -> None:
-        width, value_pad = self._widths(k, v)
-        q, k = (_heads_first(x, width) for x in (rows.q, k))
-        dout, v = (_heads_first(x, value_pad) for x in (rows.dout, v))
-        if self.operator.takes_delta:
-            out = rows.delta.permute(1, 2, 0)
-        else:
-            out = stand_in(rows.dout, rows.delta) if rows.out is None else rows.out
-            out = _heads_first(out, value_pad)
+        q, dout, takes_delta = rows.q, rows.dout, self.operator.takes_delta
+        out = rows.delta if takes_delta else rows.out
+        if out is None:
+            out = stand_in(dout, rows.delta)
+        if k.shape[-1] != v.shape[-1]:
+            width, value_pad = self._widths(k, v)
+            q, k = _padded(q, width), _padded(k, width)
+            dout, v = _padded(dout, value_pad), _padded(v, value_pad)
+            out = out if takes_delta else _padded(out, value_pad)
+        q, k, v = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
+        dout, out = (
+            dout.permute(1, 2, 0, 3),
+            out.permute((1, 2, 0) if takes_delta else (1, 2, 0, 3)),
+        )
         lse = rows.lse.permute(1, 2, 0)
         totals: tuple[torch.Tensor | None, ...] = (dq, dk, dv)
         for item in _calls(work, q, k, v):
@@ -175,13 +185,15 @@ class AtenKernel:
             if item.blind is not None:
                 stats = stats.masked_fill(stats == float("-inf"), 0.0)
             inputs = dout[:, :, r], q[:, :, r], k[:, :, c], v[:, :, c], out[:, :, r], stats
-            grads = self.operator.backward(*inputs, item.visibility(q), scoring.scale)
+            grads = self.operator.backward(*inputs, item.visible(q), scoring.scale)
             # Add in the accumulation dtype; the gradients of the operator have the dtype of q.
             for total, grad, part in zip(totals, grads, parts, strict=True):
                 if total is not None:
-                    grad = grad[:, :, part] if item.whole else grad
+                    grad = (grad[:, :, part] if item.whole else grad).permute(2, 0, 1, 3)
+                    if grad.shape[-1] != total.shape[-1]:  # padding
+                        grad = grad[..., : total.shape[-1]]
                     # `total[part] +=` would also copy the sum onto itself.
-                    total[part].add_(grad.permute(2, 0, 1, 3)[..., : total.shape[-1]])
+                    total[part].add_(grad)
 
 
 _ALL = slice(None)
@@ -192,6 +204,7 @@ class TileWork(NamedTuple):
 
     Attributes:
         tile: The tile, or the rows and columns that enclose joined tiles.
+        visibility: Visible pairs as the operator's argument, without the bias of `hidden`.
         hidden: bool [rows, columns], True for pairs that the mask hides; None if the tile needs no
             table of pairs.
         blind: bool [rows], True for rows of the tile that see no column; None if there are no such
@@ -200,45 +213,45 @@ class TileWork(NamedTuple):
         separate: One plan per joined tile. These plans are used if the operator cannot compute
             sequences of the given `lengths` with these tensors.
         whole: True if the operator gets whole shards, see `Lengths.total`.
-        blocks: Lists of the visible blocks of the tile, which replace `hidden` and `lengths`; or
-            None.
     """
 
     tile: Tile
-    hidden: torch.Tensor | None
-    blind: torch.Tensor | None
+    visibility: TileVisibility
+    hidden: torch.Tensor | None = None
+    blind: torch.Tensor | None = None
     lengths: Lengths | None = None
     separate: Iterable[TileWork] = ()
     whole: bool = False
-    blocks: PairBlocks | None = None
 
-    def visibility(self, q: torch.Tensor) -> TileVisibility:
-        """Return the operator argument that describes the visible pairs. A bias has q's dtype."""
-        return TileVisibility(
-            self.tile.triangle, self._bias(q), self._window(), self.lengths, self.blocks
+    @classmethod
+    def of(
+        cls, tile: Tile, *, lengths: Lengths | None = None, blocks: PairBlocks | None = None
+    ) -> TileWork:
+        """Return the plan of a call for a tile without a table of pairs.
+
+        Args:
+            tile: The tile, or the rows and columns that enclose joined tiles.
+            lengths: Rows and columns of each joined tile; None for a single tile.
+            blocks: Lists of the visible blocks of the tile, or None.
+        """
+        window = tile.band
+        # `Tile.band` is aligned to the first row and column, windows of operators to the last ones.
+        # Sequences of joined tiles are squares, for which both are equal.
+        if window is not None and lengths is None:
+            rows, columns = tile.shape
+            window = window.left + columns - rows, window.right + rows - columns
+        return cls(
+            tile, TileVisibility(tile.triangle, None, window, lengths, blocks), lengths=lengths
         )
 
-    def _window(self) -> Window | None:
-        """Return the tile's band as the operator's window (left, right); None without a band.
-
-        `Tile.band` is aligned to the first row and column, windows of operators to the last ones.
-        """
-        if self.tile.band is None:
-            return None
-        if self.lengths is not None:  # each sequence is a square
-            return self.tile.band
-        rows, columns = self.tile.shape
-        left, right = self.tile.band
-        return left + columns - rows, right + rows - columns
-
-    def _bias(self, q: torch.Tensor) -> torch.Tensor | None:
-        """Return a bias [rows, columns], -inf for hidden pairs; None if the tile has no table."""
+    def visible(self, q: torch.Tensor) -> TileVisibility:
+        """Return the visible pairs as the operator's argument, with a bias in the dtype of q."""
         if self.hidden is None:
-            return None
+            return self.visibility
         # The bias is made in every call: biases of all tiles in a plan would need two to eight
         # times the memory of the tables.
-        zeros = torch.zeros(self.hidden.shape, dtype=q.dtype)
-        return zeros.masked_fill_(self.hidden, float("-inf"))
+        bias = torch.zeros(self.hidden.shape, dtype=q.dtype)
+        return TileVisibility(bias=bias.masked_fill_(self.hidden, float("-inf")))
 
 
 class _SingleTiles(Collection[TileWork]):
@@ -314,7 +327,6 @@ def stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     return torch.where(fits, scaled * factor, scaled.sign() * sign_factor).to(dout.dtype)
 
 
-def _heads_first(x: torch.Tensor, width: int) -> torch.Tensor:
-    """Permute x [s, b, h, d] to [b, h, s, width]; if width > d, pad with zeros."""
-    padded = x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
-    return padded.permute(1, 2, 0, 3)
+def _padded(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Pad the last dimension of x with zeros to `width`."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

@@ -219,7 +219,7 @@ class FlashKernel(AtenKernel):
             self._pairs = BlockPairs(mask)
         blocks = PairBlocks(self._pairs, self._pairs.add(q_spans, k_spans))
         rows, columns = (slice(0, length, 1) for length in blocks.shape)
-        return (TileWork(Tile(rows, columns), None, None, blocks=blocks),)
+        return (TileWork.of(Tile(rows, columns), blocks=blocks),)
 
 
 def of_few_tiles(mask: Mask) -> bool:

@@ -80,7 +80,7 @@ def both_passes(name, mask, q, k, v, dout):
     if name in ("full", "causal", "window", "documents"):
         spans = [Span(0, 1, LENGTH)]
     work = kernel.works_for(mask, [(spans, spans)])[0]
-    assert (work[0].blocks is not None) == (len(spans) == 2)
+    assert (work[0].visibility.blocks is not None) == (len(spans) == 2)
     rows = sum(span.length for span in spans)
     q, k, v, dout = (x[:rows] for x in (q, k, v, dout))
     if name == "documents":  # a fake tensor cannot be copied from the host

@@ -282,7 +282,9 @@ def test_lse_of_the_whole_sequence_and_inputs_with_strides(major, heads, travell
 def blocks_of(kernel, mask):
     """Return for each call whether it has lists."""
     spans = [mb.layout.Span(0, 1, LENGTH)]
-    return [one.blocks is not None for one in kernel.works_for(mask, [(spans, spans)])[0]]
+    return [
+        work.visibility.blocks is not None for work in kernel.works_for(mask, [(spans, spans)])[0]
+    ]
 
 
 def test_masks_of_a_few_tiles_use_no_lists(monkeypatch):
@@ -298,7 +300,7 @@ def test_masks_of_a_few_tiles_use_no_lists(monkeypatch):
     # Positions with different strides are no band.
     assert kernel.works_for(
         Window(63, 20), [([mb.layout.Span(0, 1, 40)], [mb.layout.Span(0, 2, 40)])]
-    )[0][0].blocks
+    )[0][0].visibility.blocks
 
 
 @pytest.mark.parametrize(

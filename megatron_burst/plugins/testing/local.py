@@ -388,7 +388,8 @@ class LocalEndpoint:
                 mail.target, mail.envelope = (receive.message.flat,), receive.envelope
             _poison_(mail.target)
             landing.append(mail)
-        self.counters.add(sends)
+        for send in sends:
+            self.counters.add(send.link, sum(t.nbytes for t in send.tensors))
         self.switch.pause()  # other ranks post their messages before this rank computes
         return _Delivery(leaving, landing, self.switch)
 
