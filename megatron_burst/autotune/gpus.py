@@ -77,6 +77,14 @@ class Gpu:
     small: float = 64.0
     kernel: str | None = None
 
+    @property
+    def one_queue(self) -> bool:
+        """True if Megatron requires CUDA_DEVICE_MAX_CONNECTIONS=1 on this GPU, except with FSDP.
+
+        True for GPUs that are not in `GPUS`.
+        """
+        return self.name not in ("b200", "gb200")
+
     def __post_init__(self) -> None:
         wrong = []
         for name in ("memory", "peak", "host_link", "nvlink", "memory_rate", "nic"):

@@ -247,6 +247,14 @@ def test_what_is_to_be_pasted_is_one_command(capsys, monkeypatch):
     assert max(map(len, table)) <= 80
 
 
+def test_the_command_for_blackwell_keeps_the_hardware_queues(capsys):
+    """`--gpu b200`: no variable that Megatron requires only before Blackwell."""
+    assert main([*BASE, "--gpu", "b200", "--tp", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "Command to start it, on every node\n  torchrun" in out
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in out
+
+
 def test_pins_without_meaning_are_named(capsys):
     words = [*BASE[:-1], "1", "--top", "1", "--algorithm", "burst", "--placement", "head_first"]
     assert main(words) == 0

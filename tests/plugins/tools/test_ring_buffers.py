@@ -137,6 +137,21 @@ def test_keys_in_host_memory_are_joined_by_no_call(host):
     assert ["kv joined" in each.most for each in counted] == [not host, True]
 
 
+def test_a_relay_stream_is_timed_and_counted():
+    """Megatron refuses CUDA_DEVICE_MAX_CONNECTIONS=1 with FSDP, so relays run on a stream."""
+    model, cluster = Model("small", 1, 128, 8, 4, 256, 512, head_dim=16), Cluster(GPUS["h100"], 16)
+    run = Settings(65536, cp=16, algorithm="prefetch", side="kv", intra=8)
+    buffer_bytes = []
+    for setting in (run, replace(run, one_queue=False), replace(run, fsdp=True)):
+        schedules = ring_passes(ring_of(model, cluster, setting))
+        beside = setting is not run
+        assert bool(schedules.forward.schedule.chains) is beside
+        assert bool(schedules.backward.schedule.chains) is beside
+        buffer_bytes.append(core_of(LayerSizes.of(model, setting), setting).backward)
+    assert buffer_bytes[0] < buffer_bytes[1] == buffer_bytes[2]
+    assert not replace(run, one_queue=False, path="cpu").relay_stream
+
+
 # --- all tensors of a call ---------------------------------------------------------------------
 
 MODEL, TOKENS = Model("small", 1, 512, 8, 2, 512, 1024), 128

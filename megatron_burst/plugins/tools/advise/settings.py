@@ -52,6 +52,7 @@ class Settings:
         route: "ring": ranks forward chunks (rows of one rank) along the ring. "direct": the rank
             that owns a chunk sends it to each rank that needs it. "auto": the route with fewer
             bytes, as in training.
+        one_queue: Whether CUDA_DEVICE_MAX_CONNECTIONS is 1; see `Gpu.one_queue`.
         gathered: Number of layers whose parameters are gathered at the same time with `fsdp`
             (ZeRO-3).
         chunks_on_host: Whether queries, keys, values and results of all row chunks except two are
@@ -117,6 +118,7 @@ class Settings:
         int, "number of groups of heads; one group is sent while another one is computed"
     ] = 1
     fsdp: Annotated[bool, "shard parameters and gradients in addition to optimizer states"] = False
+    one_queue: bool = True
     gathered: int = 2
     chunks_on_host: bool = False
     path: Annotated[
@@ -145,6 +147,11 @@ class Settings:
         ring = ALGORITHMS.get(ring_algorithm(self.algorithm))
         offloaded = self.offload > 0 and ring is not None and ring.keeps
         return offloaded and self.sequence_chunks > 1 and self.cp > self.ulysses
+
+    @property
+    def relay_stream(self) -> bool:
+        """True if attention sends received rows on a stream of their own; see `comm.relays`."""
+        return self.path == "gpu" and (self.fsdp or not self.one_queue)
 
     def uniform(self) -> Settings:
         """Return the settings with `algorithm` for all layers."""

@@ -249,7 +249,7 @@ def _read(
         raise ValueError("--gpus is required: the number of GPUs, for example --gpus 8")
     cluster = flags.cluster_of(arguments)
     cluster = replace(cluster, reserve=size_of(arguments.reserve, "--reserve"))
-    base = settings.Settings(**{"seq": 1, **fixed})
+    base = settings.Settings(**{"seq": 1, "one_queue": cluster.gpu.one_queue, **fixed})
     base = replace(base, intra=max(1, cluster.ranks_per_node // base.tp))
     free = None if described or not fixed.keys() <= {*SEARCHED, "micro_batches"} else fixed
     base, sized = _groups(base, fixed, cluster)

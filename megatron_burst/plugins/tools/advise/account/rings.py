@@ -79,7 +79,7 @@ def core_of(
         run.algorithm, run.layout, run.cp // shared, intra_of(run), side, run.wire == "bf16",
         run.path == "cpu", joins(x.indexer is not None),
         -(-(window - 1) * SHORT * run.cp // (shared * run.seq)) if window else None,
-        run.keys_on_host,
+        run.keys_on_host, run.relay_stream,
     )  # fmt: skip
     rows_of = {"kv": rows, "dkv": rows, "query": chunk, "dquery": chunk, "out": chunk}
 
@@ -114,6 +114,7 @@ def _hybrid_core(x: LayerSizes, run: Settings, buffers_of: RingBuffersOf, kind: 
         passes = buffers_of(
             algorithm or ("ring" if window is not None else "prefetch"), run.layout, run.cp,
             intra_of(run), "kv", run.wire == "bf16", run.path == "cpu", joined, window, False,
+            run.relay_stream,
         )  # fmt: skip
 
         def size(name: str, short: float, of_keys: int = key_rows) -> float:
@@ -264,6 +265,7 @@ def _row_sizes(x: LayerSizes, run: Settings) -> RowSizes:
 def ring_held(
     algorithm: str, layout: str, cp: int, intra: int, side: str, wire: bool, packed: bool,
     joined: bool | None = None, before: int | None = None, host: bool = False,
+    streams: bool = False,
 ) -> tuple[HeldBuffers, HeldBuffers]:  # fmt: skip
     """Return the sizes of ring buffers in forward and in backward, on the rank with the most rows.
 
@@ -280,12 +282,13 @@ def ring_held(
         before: Number of preceding rows that a query attends to; None for all.
         host: Whether keys of other ranks are in host memory, so that each kernel call of forward
             reads one chunk.
+        streams: Whether received rows are sent on a relay stream; see `Visibility.streams`.
     """
     intra = intra if cp % intra == 0 else cp
     grid = Grid(cp // intra, intra)
     shards = [make(layout, cp_size=cp).spans(rank, cp * SHORT) for rank in range(cp)]
     mask = Causal() if before is None else Window(before, 0)
-    seen = visibility_of(mask, shards, shards, joined)
+    seen = visibility_of(mask, shards, shards, joined, streams=streams)
     sizes = RowSizes(SHORT, 1, 4, 1, 8, 8, 2, 4, 4, ALL_GRADIENTS)
     ranks = sorted({0, cp // 2, cp - 1})
     return most_held(algorithm, grid, seen, sizes, side, ranks, wire=wire, packed=packed, host=host)
@@ -309,7 +312,7 @@ def most_held(
         host: Whether each kernel call of forward reads one chunk, as in `ring_held`.
     """
     name = ring_algorithm(algorithm)
-    one_by_one = replace(seen, joined=False) if host else seen
+    one_by_one = replace(seen, joined=False, streams=False) if host else seen
     forward = cost.forward_schedule(name, grid, one_by_one, sizes)
     backward = cost.backward_schedule(name, grid, seen, sizes, side=side)
 

@@ -62,6 +62,7 @@ class RingKey(NamedTuple):
         attended: Maximum number of keys that a query attends to (sparse attention); 0 for no limit.
         joined: True if one kernel call reads all keys of a step; None if the algorithm decides.
         host: Whether keys of other ranks are in host memory between row chunks.
+        streams: Whether received rows are sent on a relay stream; see `Visibility.streams`.
     """
 
     algorithm: str
@@ -78,6 +79,7 @@ class RingKey(NamedTuple):
     attended: int = 0
     joined: bool | None = None
     host: bool = False
+    streams: bool = False
 
 
 class RingPasses(NamedTuple):
@@ -156,7 +158,7 @@ def ring_of(model: Model, cluster: Cluster, run: Settings, window: int = 0) -> R
     return RingKey(ring_algorithm(run.algorithm), side, run.route, run.layout, topology, inner,
                 run.seq, cluster.nodes(run.tp), run.sequence_chunks, sizes, window,
                 model.indexer.top_k if model.indexer else 0,
-                joins(model.indexer is not None), run.keys_on_host)  # fmt: skip
+                joins(model.indexer is not None), run.keys_on_host, run.relay_stream)  # fmt: skip
 
 
 def ring_passes(ring: RingKey) -> RingPasses:
@@ -167,7 +169,7 @@ def ring_passes(ring: RingKey) -> RingPasses:
     if ring.chunks > 1:
         *_, (_, queries, _) = row_chunk_spans(layout, topology, ring.seq, ring.chunks)
     grid = Grid(topology.ring_size // ring.inner, ring.inner)
-    want = visibility_of(mask, queries, spans, ring.joined)
+    want = visibility_of(mask, queries, spans, ring.joined, ring.streams)
     wires = Wires(places=places(topology, ring.nodes))
     name, sizes, route = ring.algorithm, ring.sizes, ring.route
     brought = want

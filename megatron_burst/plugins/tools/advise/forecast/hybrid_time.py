@@ -44,7 +44,8 @@ def key_sets(model: Model, run: Settings, kind: str) -> Iterator[tuple[str, Work
         rows, run.micro_batch, model.heads // run.tp, 1, model.head_dim, model.head_dim, 2, 4,
         BYTES[run.wire], (True, True, False), values_are_keys=True,
     )  # fmt: skip
-    yield KEY_WINDOW, Workload(sizes, Window(of.window - 1, 0), layout)
+    streams = run.relay_stream
+    yield KEY_WINDOW, Workload(sizes, Window(of.window - 1, 0), layout, streams=streams)
     if not ratio:
         return
     keys, mask = rows // ratio, Compressed(ratio)
@@ -53,13 +54,21 @@ def key_sets(model: Model, run: Settings, kind: str) -> Iterator[tuple[str, Work
     yield (
         kind,
         Workload(
-            replace(sizes, key_tokens=keys), mask, layout, attended=attended, key_layout=layout
+            replace(sizes, key_tokens=keys),
+            mask,
+            layout,
+            attended=attended,
+            key_layout=layout,
+            streams=streams,
         ),
     )
     if index is not None:
         scores = Sizes(rows, run.micro_batch, index.heads, 1, index.width, 0, 2, 4,
                        BYTES[run.wire], (False, False, False), keys)  # fmt: skip
-        yield CSA, Workload(scores, mask, layout, attended=run.seq, key_layout=layout)
+        yield (
+            CSA,
+            Workload(scores, mask, layout, attended=run.seq, key_layout=layout, streams=streams),
+        )
 
 
 def hybrid_passes(

@@ -41,7 +41,7 @@ from ..shapes.models import Model
 # Fields of `Settings` on which the time of an attention call depends.
 TIME_INPUTS = (
     "seq", "tp", "cp", "micro_batch", "sequence_chunks", "algorithm", "layout", "side", "wire",
-    "intra", "ulysses", "placement", "inner", "head_chunks",
+    "intra", "ulysses", "placement", "inner", "head_chunks", "relay_stream",
 )  # fmt: skip
 CHOICE_OUTPUTS = ("algorithm", "side", "head_chunks", "ulysses", "placement")
 # CHOICE_INPUTS: fields of `Settings` on which the choice for a run without row chunks depends.
@@ -135,7 +135,8 @@ class AttentionForecast:
         key = kind, self._key(run)
         if key not in self._kinds:
             mask = Window(window - 1, 0)
-            work = Workload(sizes_of(self.model, run), mask, self.layout(run))
+            work = Workload(sizes_of(self.model, run), mask, self.layout(run),
+                            streams=run.relay_stream)  # fmt: skip
             shared = FixedSettings(None, run.side, run.head_chunks)
             grid, nodes = topology_of(self.cluster, run), self.cluster.nodes(run.tp)
             taken = select.fastest(work, [grid], self.cluster.rank_rates(), shared, nodes)
@@ -193,7 +194,8 @@ class AttentionForecast:
 
     def candidate(self, run: Settings) -> Candidate:
         """Return the attention settings that are fastest for this run, as a `Candidate`."""
-        work = Workload(sizes_of(self.model, run), self.mask(run), self.layout(run))
+        work = Workload(sizes_of(self.model, run), self.mask(run), self.layout(run),
+                        streams=run.relay_stream)  # fmt: skip
         if (index := self.model.indexer) is not None:
             work = replace(work, attended=index.top_k, latent=True)
         return select.fastest(work, self._grids(run, work.sizes), self.rates(),
@@ -207,7 +209,8 @@ class AttentionForecast:
 
         Recently used schedules are cached, because successive runs often have the same schedules.
         """
-        key, cached = (layout, workload.seq_len, topology, nodes), self._schedules
+        key = layout, workload.seq_len, topology, nodes, workload.streams
+        cached = self._schedules
         schedules = cached.pop(key, None) or GridSchedules(workload, topology, nodes)
         if topology.ring_size <= LARGEST_RING:
             cached[key] = schedules

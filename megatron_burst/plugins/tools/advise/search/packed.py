@@ -230,21 +230,22 @@ class PackedForecast(AttentionForecast):
     def _most(
         self, run: Settings, window: int, algorithm: str, _layout: str, size: int, _intra: int,
         side: str, wire: bool, packed: bool, joined: bool | None, _before: int | None,
-        _host: bool,
+        _host: bool, streams: bool = False,
     ) -> tuple[HeldBuffers, HeldBuffers]:  # fmt: skip
         """Return the sizes of ring buffers as `rings.ring_held` does, for these documents.
 
         The documents determine the mask and the layout. Arguments whose names begin with an
         underscore are not used.
         """
-        key = (run.tp, run.cp, run.ulysses, run.placement, window, algorithm, side, wire, packed)
+        key = (run.tp, run.cp, run.ulysses, run.placement, window, algorithm, side, wire, packed,
+               streams)  # fmt: skip
         if key not in self._buffers:
             topology, sizes = topology_of(self.cluster, run), sizes_of(self.model, run)
             mask = self.mask(run) & Window(window - 1, 0) if window else self.mask(run)
             spans = ring_spans(self.layout(run), topology, run.seq)
             grid = Grid(topology.inter_size, topology.intra_size)
             forward, backward = most_held(
-                algorithm, grid, visibility_of(mask, spans, spans, joined),
+                algorithm, grid, visibility_of(mask, spans, spans, joined, streams),
                 sizes.shared(run.ulysses), side, range(size), wire=wire, packed=packed,
             )  # fmt: skip
             of_short = SHORT * size / run.seq

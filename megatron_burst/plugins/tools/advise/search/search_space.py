@@ -125,7 +125,9 @@ def groups_of(model: Model, cluster: Cluster, goal: TrainingGoal) -> Iterator[Se
             dp = left // cp
             if dp not in goal.values("dp", [dp]):
                 continue
-            base = replace(Settings(goal.rows(tp, cp), kernel=cluster.gpu.kernel), **options)
+            gpu = cluster.gpu
+            base = Settings(goal.rows(tp, cp), kernel=gpu.kernel, one_queue=gpu.one_queue)
+            base = replace(base, **options)
             intra = cluster.cp_per_node(tp, cp)
             base = replace(base, tp=tp, pp=pp, cp=cp, dp=dp, intra=intra, **_ends(model, goal, pp))
             if base.uneven and _odd_stages(model, base):
