@@ -26,7 +26,7 @@ from .base import FAR, Cover, Mask, Viewers
 _Rows = tuple[np.ndarray, np.ndarray]  # first rows, stops
 PAIRS = 1 << 20  # largest number of pairs of pieces that are compared one by one
 FEW = 2  # pairs per piece of keys up to which comparing them is faster than widening ranges
-SHORT = 4  # most rows of a group that a loop combines faster than `reduceat`
+SHORT = 64  # most rows of a group that a loop combines faster than `reduceat`
 ALL_PAIRS = 1 << 12  # most pairs for which queries are not grouped if there is no `viewers`
 
 
@@ -562,9 +562,9 @@ def united(sets: np.ndarray, first: np.ndarray, count: np.ndarray) -> np.ndarray
     if not len(first):
         return sets[:0]
     if (longest := int(count.max())) <= SHORT:
-        combined = sets[first]
+        combined, at = sets[first], np.arange(len(first))
         for index in range(1, longest):
-            at = np.flatnonzero(count > index)
+            at = at[count[at] > index]
             combined[at] |= sets[first[at] + index]
         return combined
     ends = np.stack([first, first + count], axis=1).ravel()

@@ -345,9 +345,10 @@ def _numbered(
     odd = np.uint64(0x9E3779B97F4A7C15)
     factors = np.cumprod(np.full(words.shape[1] + 1, odd))  # powers of an odd number, modulo 2**64
     order = np.argsort(words @ factors[1:] + owner.astype(np.uint64) * odd, kind="stable")
+    sorted_owner, sorted_words = owner[order], words[order]
     fresh = np.ones(len(owner), dtype=bool)
-    fresh[1:] = (owner[order][1:] != owner[order][:-1]) | (
-        words[order][1:] != words[order][:-1]
+    fresh[1:] = (sorted_owner[1:] != sorted_owner[:-1]) | (
+        sorted_words[1:] != sorted_words[:-1]
     ).any(axis=1)
     start = order[fresh]  # the first run of each bundle: the sort is stable
     unused = size - np.count_nonzero(unpacked(words[start], size), axis=1)
