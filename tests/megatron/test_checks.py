@@ -261,8 +261,10 @@ def test_a_store_and_memory_that_is_freed_beneath_it():
 def test_largest_logits_need_a_kernel_that_tells_them(name):
     flag = f"--{name.replace('_', '-')}"
     made = config(**{name: True})
-    with pytest.raises(ValueError, match=rf"{flag} needs .*aten does .*add --burst-kernel auto"):
+    words = rf"{flag} needs .*aten does .*use triton, flex or reference.*add --burst-kernel auto"
+    with pytest.raises(ValueError, match=words):
         check_config(made, mb.BurstConfig(kernel="aten"))
+    assert told(mb.BurstConfig(kernel="flex"), **{name: True}) == []
     (problem,) = kernel_problems(made, mb.BurstConfig())
     assert problem.add == ("--burst-kernel reference",)  # there is no CUDA here
     assert flag in problem.reason
