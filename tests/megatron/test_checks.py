@@ -153,20 +153,27 @@ def test_the_default_scope_of_this_megatron_is_whole_layers():
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("fp8_dot_product_attention", "attention in fp8"),
-        ("fp8_multi_head_attention", "attention in fp8"),
-        ("sequence_packing_scheduler", "cuts packed batches"),
-        ("use_kitchen_attention", "replaces the attention"),
-        ("batch_invariant_mode", "its rounding depends on the number of ranks"),
-        ("overlap_moe_expert_parallel_comm", "interleaving the layers of two micro-batches"),
+    ("name", "flag", "words"),
+    [  # Megatron-LM has no flag for the first two settings
+        ("fp8_dot_product_attention", "fp8_dot_product_attention", "attention in fp8"),
+        ("fp8_multi_head_attention", "fp8_multi_head_attention", "attention in fp8"),
+        ("sequence_packing_scheduler", "--sequence-packing-scheduler", "cuts packed batches"),
+        ("use_kitchen_attention", "--use-kitchen-attention", "replaces the attention"),
+        (
+            "batch_invariant_mode",
+            "--batch-invariant-mode",
+            "its rounding depends on the number of ranks",
+        ),
+        (
+            "overlap_moe_expert_parallel_comm",
+            "--overlap-moe-expert-parallel-comm",
+            "interleaving the layers of two micro-batches",
+        ),
     ],
 )
-def test_a_setting_of_other_attention_is_named(name, words):
-    flag = f"--{name.replace('_', '-')}"
+def test_a_setting_of_other_attention_is_named(name, flag, words):
     ((reason, remove),) = told(**{name: True})
-    assert reason.startswith(flag)
+    assert reason.startswith(f"{flag}: ")
     assert words in reason
     assert remove == (flag,)
 
@@ -254,8 +261,10 @@ def test_a_store_and_memory_that_is_freed_beneath_it():
 def test_largest_logits_need_a_kernel_that_tells_them(name):
     flag = f"--{name.replace('_', '-')}"
     made = config(**{name: True})
-    with pytest.raises(ValueError, match=rf"{flag} needs .*aten does .*add --burst-kernel auto"):
+    words = rf"{flag} needs .*aten does .*use triton, flex or reference.*add --burst-kernel auto"
+    with pytest.raises(ValueError, match=words):
         check_config(made, mb.BurstConfig(kernel="aten"))
+    assert told(mb.BurstConfig(kernel="flex"), **{name: True}) == []
     (problem,) = kernel_problems(made, mb.BurstConfig())
     assert problem.add == ("--burst-kernel reference",)  # there is no CUDA here
     assert flag in problem.reason

@@ -441,7 +441,7 @@ def max_logit_problems(config: Any, kernel: str) -> Iterator[Problem]:
     if records_max_logits(config) and kernel not in ("auto", "flex", "triton", "reference"):
         yield Problem(
             f"{_max_logit_flag(config)} needs the largest attention logits, which --burst-kernel "
-            f"{kernel} does not return; use triton or reference",
+            f"{kernel} does not return; use triton, flex or reference",
             add=("--burst-kernel auto",),
         )
 

@@ -82,14 +82,19 @@ _FLAGS = {
     "cpu_offloading": "--cpu-offloading-num-layers",
     "gtp_weight_remat_size": "--tensor-parallel-num-weight-shards",
     "is_hybrid_model": "--hybrid-layer-pattern",
-    "num_microbatches_with_partial_activation_checkpoints": (
-        "num_microbatches_with_partial_activation_checkpoints"  # the setting has no flag
-    ),
 }
+_WITHOUT_FLAG = (
+    "fp8_dot_product_attention",
+    "fp8_multi_head_attention",
+    "fused_single_qkv_rope",
+    "num_microbatches_with_partial_activation_checkpoints",
+)
 
 
 def flag_of_setting(name: str) -> str:
-    """Return the flag of Megatron-LM that sets the setting `name`."""
+    """Return the flag of Megatron-LM that sets the setting `name`, or `name` if it has no flag."""
+    if name in _WITHOUT_FLAG:
+        return name
     return _FLAGS.get(name) or f"--{name.replace('_', '-')}"
 
 
