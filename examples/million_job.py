@@ -67,7 +67,7 @@ class Job:
 
         Args:
             ranks: Number of ranks.
-            plain: Count without offload, sequence chunks and MLP tiles.
+            plain: Count without offload, row chunks and MLP tiles.
         """
         model = Model(
             "million", self.layers, self.hidden, self.heads, self.heads, self.ffn, VOCABULARY,

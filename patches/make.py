@@ -70,6 +70,8 @@ def series(tree: Path) -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: python patches/make.py TREE FOLDER")
     source, target = map(Path, sys.argv[1:])
     target.mkdir(parents=True, exist_ok=True)
     for name, text in series(source).items():

@@ -143,7 +143,7 @@ class LinearPlan:
         return max(size + count * packing.ALIGNMENT for size, count in messages) + packing.ENVELOPE
 
     def describe(self) -> str:
-        """Return one line with the settings of the plan, and the bytes sent per layer and rank."""
+        """Return one line with the settings of the plan and the bytes that this rank sends."""
         topology = self.groups.topology
         sent = [f"{byte_size(a)} intra + {byte_size(b)} inter" for a, b in self.traffic()]
         why = f" ({self.why})" if self.why else ""
@@ -160,7 +160,8 @@ class LinearPlan:
         if self.states is not None:
             heads, rows, columns = self.states.sizes
             line += [f"states {heads} x {rows} x {columns} in {self.blocks} blocks"]
-            line += [f"bytes per layer and rank: forward {sent[0]}, backward {sent[1]}"]
+            rank = self.groups.rank
+            line += [f"bytes per layer of rank {rank}: forward {sent[0]}, backward {sent[1]}"]
         return " | ".join(line)
 
     def check(self, tensors: dict[str, Any]) -> None:

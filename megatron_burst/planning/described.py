@@ -39,7 +39,8 @@ def described(plan: Any) -> str:
     words += [
         f"layout {plan.layout.describe()}{_keys(plan.options.key_layout)}",
         f"kernel {plan.kernel.name}{' with csrc' if csrc else ''}{_passed_over(plan)}",
-        f"bytes per layer and rank: forward {_bytes(forward)}, backward {_bytes(backward)} "
+        f"bytes per layer of rank {plan.groups.rank}: forward {_bytes(forward)}, backward "
+        f"{_bytes(backward)} "
         f"(side {other_side} would send {_bytes(plan.traffic(other_side)[1])})",
         f"store {_store(plan)}",
         f"received chunks at most {byte_size(plan.held_bytes)} at a time",

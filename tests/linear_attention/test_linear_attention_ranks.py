@@ -158,4 +158,4 @@ def test_without_gradients_and_with_one_decay_for_all():
         out = in_process.linear_attention(q, q, q, decay=-torch.ones(2), plan=plan)
     assert [t.shape for t in out] == [(4, 1, 2, 3)] * 2
     assert "form scalar_decay" in plan.describe()
-    assert "bytes per layer and rank" in plan.describe()
+    assert "bytes per layer of rank" in plan.describe()

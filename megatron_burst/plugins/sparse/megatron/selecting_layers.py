@@ -111,7 +111,7 @@ class SelectingKind:
         return (
             f"{self.name}: {self.index[0]} and {self.keys[0]} by {self._algorithm(plan)} | "
             f"{topology.per_node} x {topology.size // topology.per_node} | "
-            f"layout {plan.layout.describe()} | bytes per layer and rank: "
+            f"layout {plan.layout.describe()} | bytes per layer of rank {plan.groups.rank}: "
             f"{self.index[0]} {_bytes(forward, index)}, "
             f"{self.keys[0]} forward {_bytes(forward, keys)}, backward {_bytes(backward, keys)}"
         )

@@ -235,7 +235,7 @@ def options_text(run: Settings) -> str:
     if run.offload:
         parts.append(f"offload {run.offload:g}")
     if run.sequence_chunks > 1:
-        parts.append(f"{run.sequence_chunks} sequence chunks")
+        parts.append(f"{run.sequence_chunks} row chunks")
     if run.mlp_tiles > 1:
         parts.append(f"{run.mlp_tiles} MLP tiles")
     if run.optimizer_offload:

@@ -416,7 +416,7 @@ def _headline(shown: Account, cluster: clusters.Cluster) -> str:
     sizes = {"TP": run.tp, "CP": run.cp, "PP": run.pp, "EP": run.ep, "DP": run.dp}
     groups = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
     details = [f"recompute {run.recompute}", f"store {run.store:g}", f"offload {run.offload:g}",
-           f"{run.sequence_chunks} sequence chunks", f"{run.mlp_tiles} MLP tiles",
+           f"row chunks {run.sequence_chunks}", f"MLP tiles {run.mlp_tiles}",
            f"gradients {run.gradients}"]  # fmt: skip
     if run.by_kind:
         kinds = [f"{algorithm} in {kind} layers" for kind, algorithm in run.by_kind.items()]

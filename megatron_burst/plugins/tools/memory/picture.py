@@ -33,8 +33,8 @@ def draw(account: Account, cluster: Cluster, path: Path) -> None:
         "of one GPU over one step"
     )
     subtitle = (
-        f"analytical estimate; TP {run.tp}, CP {run.cp}, PP {run.pp}, {run.sequence_chunks} "
-        f"sequence chunks, {run.mlp_tiles} MLP tiles, offload {run.offload:g}; peak "
+        f"analytical estimate; TP {run.tp}, CP {run.cp}, PP {run.pp}, row chunks: "
+        f"{run.sequence_chunks}, MLP tiles: {run.mlp_tiles}, offload {run.offload:g}; peak "
         f"{peak.bytes / GIB:.1f} GiB: {peak.phase}"
     )
     with lanes.styled():

@@ -66,7 +66,7 @@ def test_four_ranks_as_megatrons_gather_and_as_one(ran):
     (line,) = actual[0]["lines"]
     assert line.startswith(
         "DSA: index keys and latents by multicast | 4 x 1 | layout zigzag | "
-        "bytes per layer and rank: "
+        "bytes per layer of rank 0: "
         # 16 rows of 8 numbers in fp32, of which half the ranks need half.
         "index keys "
     )
