@@ -40,10 +40,11 @@ JOINED = "kv joined", "dkv joined"  # beside the buffers
 )  # fmt: skip
 @pytest.mark.parametrize("wire", [None, torch.float32], ids=["as summed", "narrow"])
 def test_buffers_are_those_that_the_executor_makes(
-    monkeypatch, layout, kv_heads, algorithm, size, intra, wire
+    request, monkeypatch, layout, kv_heads, algorithm, size, intra, wire
 ):
     if wire is not None and algorithm == "two_way":
-        pytest.skip("with zigzag the account has one buffer less for a half of a chunk")
+        reason = "two_way sends narrow gradients with half a chunk more than is counted"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     made, known = [], {}
     take = Buffers.take
 
