@@ -24,7 +24,7 @@ from ..layout.sharding import to_device
 from ..schedule.scans import SCANS
 from ..schedule.scans.blocks import StateBlocks
 from ..schedule.scans.choice import ScanChoice, blocks_for, choose, links_of
-from ..schedule.scans.hops import ALL_BLOCKS, MAP, Hops, Task
+from ..schedule.scans.hops import ALL_BLOCKS, MAP, Hops, Task, messages_of
 from ..schedule.scans.sizes import Form, ScanSizes
 from .maps import shape_of
 
@@ -317,24 +317,24 @@ class Program(NamedTuple):
 def program(hops: Hops, chains: Chains, rank: int, blocks: StateBlocks) -> Program:
     """Return the hops of `rank` in a table, by round and message."""
     own_rows = np.flatnonzero((hops.source == rank) | (hops.destination == rank))
-    by_round: dict[int, tuple[dict[int, list[StateHop]], dict[int, list[StateHop]]]] = {}
-    for row in zip(*(column[own_rows].tolist() for column in hops), strict=True):
-        number, source, destination, *hop = row
-        sends, receives = by_round.setdefault(number, ({}, {}))
+    own_hops = Hops(*(column[own_rows] for column in hops))
+    messages, index = messages_of(own_hops)
+    by_message = np.argsort(index, kind="stable")
+    ends = np.append(0, np.cumsum(np.bincount(index)))
+    columns = (own_hops.kind, own_hops.first, own_hops.last, own_hops.block)
+    state_hops = list(map(StateHop, *(column[by_message].tolist() for column in columns)))
+    by_round: dict[int, tuple[list[RankMessage], list[RankMessage]]] = {}
+    for message in np.argsort(by_message[ends[:-1]]).tolist():  # in the order of the table
+        number, source, destination = messages[:, message].tolist()
+        sends, receives = by_round.setdefault(number, ([], []))
         way, peer = (sends, destination) if source == rank else (receives, source)
-        way.setdefault(peer, []).append(StateHop(*hop))
-    rounds = tuple(
-        Round(number, *(_messages(way) for way in ways)) for number, ways in by_round.items()
-    )
+        way.append(RankMessage(peer, tuple(state_hops[ends[message] : ends[message + 1]])))
+    rounds = tuple(Round(number, *map(tuple, ways)) for number, ways in by_round.items())
     own = chains.of(rank)
     return Program(
         rounds, tuple(own.tolist()), chains.begins.tolist(), chains.ends.tolist(),
         tuple(chains.document[own].tolist()), blocks,
     )  # fmt: skip
-
-
-def _messages(way: dict[int, list[StateHop]]) -> tuple[RankMessage, ...]:
-    return tuple(RankMessage(peer, tuple(hops)) for peer, hops in way.items())
 
 
 def longest_message(hops: Hops, blocks: StateBlocks, states: States) -> tuple[int, int]:
@@ -344,7 +344,6 @@ def longest_message(hops: Hops, blocks: StateBlocks, states: States) -> tuple[in
     """
     if not len(hops):
         return 0, 0
-    key = np.stack([hops.round, hops.source, hops.destination])
-    message = np.unique(key, axis=1, return_inverse=True)[1].reshape(-1)
+    message = messages_of(hops)[1]
     total = np.bincount(message, weights=states.bytes.of(hops, blocks.number))
     return int(total.max()), 2 * int(np.bincount(message).max())

@@ -123,3 +123,21 @@ def table(*parts: tuple) -> Hops:
     columns = [column[order].astype(np.int64, copy=False) for column in columns]
     dense = np.cumsum(np.bincount(columns[0], minlength=1) > 0) - 1
     return Hops(dense[columns[0]], *columns[1:])
+
+
+def messages_of(hops: Hops) -> tuple[np.ndarray, np.ndarray]:
+    """Group the hops of a round between two ranks, which are one message.
+
+    Returns:
+        (round, source, destination) of each message as int64 [3, messages], in ascending order; and
+        the index of the message of each hop.
+    """
+    ranks = 1 + max(int(hops.source.max(initial=0)), int(hops.destination.max(initial=0)))
+    key = (hops.round * ranks + hops.source) * ranks + hops.destination
+    if int(key.max(initial=0)) < 4 * len(key):  # counting is faster than sorting
+        exists = np.bincount(key) > 0
+        messages, index = np.flatnonzero(exists), (np.cumsum(exists) - 1)[key]
+    else:
+        messages, index = np.unique(key, return_inverse=True)
+    round_and_source, destination = np.divmod(messages, ranks)
+    return np.stack([*np.divmod(round_and_source, ranks), destination]), index

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..topology import Topology
-from .hops import Hops
+from .hops import Hops, messages_of
 from .sizes import ScanSizes
 
 
@@ -105,18 +105,14 @@ def scan_seconds(
 def _messages(
     hops: Hops, topology: Topology, sizes: ScanSizes, blocks: int, links: Links
 ) -> Messages:
-    ranks = topology.size
-    key = (hops.round * ranks + hops.source) * ranks + hops.destination
-    key, message = np.unique(key, return_inverse=True)
-    size = np.bincount(message.ravel(), sizes.of(hops, blocks))
-    round_and_source, destination = np.divmod(key, ranks)
-    count, source = np.divmod(round_and_source, ranks)
+    (count, source, destination), message = messages_of(hops)
+    size = np.bincount(message, sizes.of(hops, blocks))
     far = source // topology.per_node != destination // topology.per_node
     lasts = np.where(
         far, links.inter_latency + size / links.inter, links.intra_latency + size / links.intra
     )
-    leaves = _running(lasts, far, round_and_source)
-    order = np.argsort(count * ranks + destination, kind="stable")
+    leaves = _running(lasts, far, count * topology.size + source)
+    order = np.argsort(count * topology.size + destination, kind="stable")
     columns = (count, source, destination, far, leaves, lasts, size / links.combine)
     return Messages(*(column[order] for column in columns))
 
