@@ -101,6 +101,47 @@ def test_plans_made_ahead_give_the_same_bits(four, layout):
     assert used == (new, 0, new, new)
 
 
+def linear_outputs(layout, ahead, algorithm):
+    """Return outputs and gradients of linear layers, and (started, used) plans."""
+    import megatron_burst as mb
+    from megatron_burst.megatron.data.cut import cut_of_run
+    from megatron_burst.megatron.data.packed import packs
+    from megatron_burst.megatron.linear.state_layers import LinearKind
+
+    packs_of, results, rows = random.Random(11), [], TOTAL // dist.get_world_size()
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    choices = {"linear": algorithm}
+    with packed_ranks.core_attention(layout, choices=choices) as core:
+        burst, book = core.config.burst, core.book
+        kind = LinearKind(burst, "linear", (HEADS, HEADS, WIDTH, WIDTH, 0), cut_of_run(layout))
+        for _ in range(MICRO_BATCHES):
+            pack = packs().of(TOTAL, packed_ranks.bounds(lengths_of(packs_of)))
+            if ahead:
+                book.plan_ahead(pack)
+            shape = rows, 1, HEADS, WIDTH
+            q, k, v = (torch.randn(shape, generator=draw).requires_grad_() for _ in range(3))
+            inputs = {"q": q, "k": k, "v": v.detach()}  # values without a gradient
+            plan = book.plan(kind, True, inputs, pack)
+            out = mb.linear_attention(*inputs.values(), plan=plan, label=0)
+            out.square().sum().backward()
+            results += [out.detach(), q.grad, k.grad]
+        return results, (book.ahead.started, book.ahead.used)
+
+
+def two_ways(layout, algorithm):
+    return [linear_outputs(layout, ahead, algorithm) for ahead in (False, True)]
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "scan"])
+def test_plans_of_linear_layers_are_made_ahead(four, algorithm):
+    draw = random.Random(11)
+    new = len({tuple(x for x in lengths_of(draw) if x) for _ in range(MICRO_BATCHES)}) - 1
+    for (plain, counts), (early, early_counts) in four(two_ways, "balanced", algorithm):
+        assert all(map(torch.equal, plain, early))
+        assert counts == (0, 0)
+        assert early_counts == (new, new)
+
+
 def failing(names):
     """Return this rank's error if the builds of a rank's thread, or also of its forward, fail."""
     from megatron_burst.megatron.attention import plan_book
@@ -178,7 +219,7 @@ class Call:
     def length(self, book):
         return TOTAL
 
-    def operation(self, book, pack):
+    def operation(self, book, pack, needs_grad):
         return self
 
     def check(self):
@@ -210,7 +251,7 @@ def pack_of(*lengths):
 def test_a_plan_of_other_facts_is_made_again(ahead):
     """For instance because "auto" chose another algorithm in the meantime."""
     call, pack = Call(), pack_of(100, 140)
-    ahead.expect(call)
+    ahead.expect(call, [])
     for expected in ("megatron_burst planner_0", "MainThread"):
         ahead.start(None, pack, [])
         build = ahead.builder(call, pack, call)
@@ -233,7 +274,7 @@ def wait(ahead):
 def test_no_plans_are_made_for_a_script_that_makes_other_packs(ahead):
     from megatron_burst.megatron.attention import plans_ahead
 
-    ahead.expect(Call())
+    ahead.expect(Call(), [])
     for length in range(1, TOTAL):
         ahead.start(None, pack_of(length, TOTAL - length), [])
     assert ahead.started == plans_ahead.UNUSED
@@ -244,7 +285,7 @@ def test_a_pack_of_another_length_or_with_a_plan_is_not_planned(ahead):
     from megatron_burst.megatron.data.packed import Pack
 
     call, bounds = Call(), (0, TOTAL // 2)
-    ahead.expect(call)
+    ahead.expect(call, [])
     ahead.start(None, Pack(TOTAL // 2, bounds, TOTAL // 2, bounds), [])
     ahead.start(None, pack_of(100, 140), [call])
     assert not ahead.started

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -51,6 +51,7 @@ from ...comm.recent import RecentCache
 from ...comm.relays import one_queue
 from ...config import BurstConfig
 from ...kernels.online_softmax import accumulation_dtype
+from ...linear_attention.plan import LinearAttentionOperation
 from ...masks import Causal, Full, Mask, Window
 from ...options import AttentionKeywords, AttentionOptions
 from ...planning.plan import Plan
@@ -263,9 +264,10 @@ class TensorKind(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
-    def stand_in(self) -> torch.Tensor:
+    def stand_in(self, requires_grad: bool) -> torch.Tensor:
         """Return a tensor of this shape, dtype and device with the memory of one element."""
-        return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
+        tensor = torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
+        return tensor.requires_grad_(requires_grad)
 
 
 class LayerCall(NamedTuple):
@@ -300,9 +302,17 @@ class LayerCall(NamedTuple):
         """Return the number of tokens of the sequence over all ranks of the book."""
         return self.tensors[0][1].shape[0] * book.groups.size
 
-    def operation(self, book: PlanBook, pack: Pack) -> Operation[Any, Any]:
-        """Return the operation of this call for a pack, from stand-ins of the tensors."""
-        tensors = {name: tensor.stand_in() for name, tensor in self.tensors}
+    def operation(
+        self, book: PlanBook, pack: Pack, needs_grad: Collection[str]
+    ) -> Operation[Any, Any]:
+        """Return the operation of this call for a pack, from stand-ins of the tensors.
+
+        Args:
+            book: the plan book of the layer's group.
+            pack: the documents of the packed batch.
+            needs_grad: names of the tensors that require a gradient.
+        """
+        tensors = {name: kind.stand_in(name in needs_grad) for name, kind in self.tensors}
         return self.kind.operation(book, tensors, pack, self.rows, None)
 
 
@@ -444,9 +454,9 @@ class PlanBook:
         """Make and log a plan; a collective that the leader of a kind calls."""
         operation = call.kind.operation(self, tensors, pack, call.rows, own)
         build = operation.build
-        # Other operations read `requires_grad`, which is known only in the forward.
-        if pack is not None and own is None and isinstance(operation, AttentionOperation):
-            self.ahead.expect(call)
+        planned_ahead = isinstance(operation, (AttentionOperation, LinearAttentionOperation))
+        if pack is not None and own is None and planned_ahead:
+            self.ahead.expect(call, [name for name, t in tensors.items() if t.requires_grad])
             build = self.ahead.builder(call, pack, operation)
         if self.metrics is not None:
             build = self.metrics.timed(build)

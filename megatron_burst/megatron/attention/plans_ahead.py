@@ -45,8 +45,11 @@ class ExpectedCall(Protocol):
         """Return the number of tokens of the sequence over all ranks of the plan book."""
         ...
 
-    def operation(self, book: Any, pack: Pack) -> Operation[Any, Any]:
-        """Return the operation that makes the plan of this call for a pack; no communication."""
+    def operation(self, book: Any, pack: Pack, needs_grad: Collection[str]) -> Operation[Any, Any]:
+        """Return the operation that makes the plan of this call for a pack; no communication.
+
+        `needs_grad` has the names of the tensors that require a gradient.
+        """
         ...
 
 
@@ -63,9 +66,14 @@ class PlansAhead:
         self._expected = RecentCache(CALLS_EXPECTED)
         self._futures = RecentCache(PLANS_AHEAD)
 
-    def expect(self, call: ExpectedCall) -> None:
-        """Register a call, so that later packs get its plan from the thread."""
-        self._expected.keep(call, True)
+    def expect(self, call: ExpectedCall, needs_grad: Collection[str]) -> None:
+        """Register a call, so that later packs get its plan from the thread.
+
+        Args:
+            call: The call.
+            needs_grad: Names of its tensors that require a gradient.
+        """
+        self._expected.keep(call, needs_grad)
 
     def start(self, book: Any, pack: Pack, planned: Collection[ExpectedCall]) -> None:
         """Let the thread make the plans of all registered calls for the next micro-batch.
@@ -77,11 +85,12 @@ class PlansAhead:
         """
         if self.started >= UNUSED and not self.used:  # forwards get other packs than `start`
             return
-        for call in self._expected:
+        for call, needs_grad in self._expected.items():
             key = call, pack
             if call in planned or key in self._futures or call.length(book) != pack.total:
                 continue
-            self._futures.keep(key, _planner().submit(_plan, book, call, pack, _stream(call)))
+            plan = _planner().submit(_plan, book, call, pack, needs_grad, _stream(call))
+            self._futures.keep(key, plan)
             self.started += 1
 
     def builder(
@@ -117,7 +126,11 @@ def _planner() -> ThreadPoolExecutor:
 
 
 def _plan(
-    book: Any, call: ExpectedCall, pack: Pack, stream: torch.cuda.Stream | None
+    book: Any,
+    call: ExpectedCall,
+    pack: Pack,
+    needs_grad: Collection[str],
+    stream: torch.cuda.Stream | None,
 ) -> tuple[int, Any]:
     """Make a plan in the planning thread.
 
@@ -128,7 +141,7 @@ def _plan(
             measure, which the forward does.
     """
     with nullcontext() if stream is None else torch.cuda.stream(stream):
-        operation = call.operation(book, pack)
+        operation = call.operation(book, pack, needs_grad)
         if operation.measures:  # "auto" measures in the first forward
             return 0, None
         request = operation.check()
