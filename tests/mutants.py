@@ -603,6 +603,8 @@ MUTANTS = [
            "a rank that cannot build its plan leaves the others waiting"),
     Mutant("megatron/attention/plans_ahead.py", "if facts != identity(request.facts):",
            "if facts is None:", "a plan for other facts is used"),
+    Mutant("megatron/attention/plan_book.py", "kind.stand_in(name in needs_grad)",
+           "kind.stand_in(False)", "plans of linear layers that are made ahead fit no forward"),
     Mutant("megatron/attention/plans_ahead.py", "    except Exception:", "    except KeyError:",
            "an error of the thread is raised on one rank only"),
     Mutant("megatron/data/loader.py", "if self._left > 0 and", "if",
