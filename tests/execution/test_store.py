@@ -5,7 +5,6 @@ import sys
 import weakref
 from collections import Counter
 from functools import partial
-from itertools import product
 
 import cases
 import numpy as np

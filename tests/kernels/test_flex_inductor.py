@@ -25,9 +25,7 @@ def interpretation():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_BOTH, reason="there is no Triton, or torch is not built for CUDA")
-@pytest.mark.parametrize(
-    "case", ["full", "window", "documents", "table", "softcap", "half"]
-)
+@pytest.mark.parametrize("case", ["full", "window", "documents", "table", "softcap", "half"])
 def test_what_inductor_writes_for_a_gpu_is_attention(interpretation, case):
     """Two pairs of unequal shards, with the log-sum-exp of both and delta in backward."""
     for name, (error, largest) in interpretation["found"][case].items():
