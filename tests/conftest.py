@@ -1,6 +1,7 @@
 """Fixtures all tests share, and the order in which files are tested."""
 
 import fcntl
+import functools
 import inspect
 import os
 from collections import Counter
@@ -35,7 +36,12 @@ def pytest_addoption(parser):
 def may_skip(item):
     """Return whether a test may skip itself, perhaps on one of the interpreters."""
     marked = any(mark.name == "skipif" for mark in item.own_markers)
-    return marked or "pytest.skip(" in inspect.getsource(item.function)
+    return marked or calls_skip(item.function)
+
+
+@functools.cache
+def calls_skip(function):
+    return "pytest.skip(" in inspect.getsource(function)
 
 
 @pytest.hookimpl(tryfirst=True)

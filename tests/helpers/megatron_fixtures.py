@@ -97,6 +97,7 @@ def train(four, common):
     known = {}
 
     def run(flags=""):
+        flags = " ".join(flags.split())
         if flags not in known:
             results = four(session.train, [*common, *flags.split()])
             assert all(result == results[0] for result in results)

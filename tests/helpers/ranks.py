@@ -5,6 +5,7 @@ tests see how each rank ends.
 """
 
 import contextlib
+import multiprocessing
 import os
 import random
 import re
@@ -12,6 +13,7 @@ import runpy
 import socket
 import subprocess
 import sys
+import types
 import warnings
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,13 +48,13 @@ ENVIRONMENT = {
 }  # fmt: skip
 PRETRAIN = ["pretrain", "--cpu", str(SCRIPT)]
 
-STEPS, MIDDLE = 6, 3  # of every run, and after how many it evaluates
-# Of every run: two layers, steps of four short sequences each.
+STEPS, MIDDLE = 4, 2  # of every run, and after how many it evaluates
+# Of every run: two layers, steps of two short sequences each.
 COMMON = f"""
     --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --seq-length 64
     --max-position-embeddings 64 --position-embedding-type rope --swiglu --normalization RMSNorm
     --disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1
-    --global-batch-size 4 --train-iters {STEPS} --eval-interval {MIDDLE} --eval-iters 1 --lr 3e-3
+    --global-batch-size 2 --train-iters {STEPS} --eval-interval {MIDDLE} --eval-iters 1 --lr 6e-3
     --log-interval 1 --tokenizer-type NullTokenizer --vocab-size 61
     --make-vocab-size-divisible-by 4 --transformer-impl local --distributed-backend gloo
     --use-cpu-initialization --no-gradient-accumulation-fusion --no-bias-swiglu-fusion
@@ -160,10 +162,23 @@ def run_rank(rank, world, port, argv, script):
     return 0
 
 
+def fork_managers():
+    """Fork the process in which Megatron collects the results of a checkpoint's writers.
+
+    Megatron spawns it, and a spawned process imports torch and Megatron anew on every rank.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    fork = multiprocessing.get_context("fork")
+    names = vars(filesystem_async.mp) | {"get_context": lambda method=None: fork}
+    filesystem_async.mp = types.SimpleNamespace(**names)
+
+
 def serve_ranks(imported, beside):
     """Import modules, then fork ranks."""
     os.environ |= ENVIRONMENT
     warnings.simplefilter("ignore")  # PYTHONWARNINGS is for processes that the ranks start
     sys.path.append(beside)
     load(imported)
+    fork_managers()
     serve(run_rank)

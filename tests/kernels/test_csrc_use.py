@@ -247,24 +247,25 @@ def elsewhere(python, file):
 
 
 def other_interpreters():
-    """Return the environments that `make` created here with another torch than this one."""
+    """Return one environment that `make` created here for each torch other than this one."""
+    pythons = {}
     for python in sorted(ROOT.glob(".venv*/bin/python")):
-        asked = [python, "-c", "from importlib.metadata import version; print(version('torch'))"]
-        done = subprocess.run(asked, capture_output=True, text=True)
-        if done.returncode == 0 and done.stdout.strip() != torch.__version__:
-            yield str(python), done.stdout.strip()
+        command = [python, "-c", "from importlib.metadata import version; print(version('torch'))"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        version = done.stdout.strip().split("+")[0]
+        if done.returncode == 0 and version != torch.__version__.split("+")[0]:
+            pythons[version] = str(python)
+    return pythons
 
 
 def test_the_same_library_on_another_torch(csrc_file):
-    others = dict(other_interpreters())
+    others = other_interpreters()
     if not others:
         pytest.skip("there is no second environment with another torch here (.venv*)")
-    for python, version in others.items():
-        told, devices, worst = elsewhere(python, csrc_file)
-        assert (told.split("+")[0], devices) == (
-            version.split("+")[0],
-            sorted(native.load(csrc_file)),
-        )
+    for version, python in others.items():
+        imported, devices, worst = elsewhere(python, csrc_file)
+        assert imported.split("+")[0] == version
+        assert devices == sorted(native.load(csrc_file))
         assert worst < 1e-12
 
 

@@ -19,18 +19,16 @@ ALLOWED = {"half": 4e-3}  # of the largest value
 
 
 @pytest.fixture(scope="module")
-def found():
+def interpretation():
     return interpreted.run("flex_interpreted.py", timeout=900)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_BOTH, reason="there is no Triton, or torch is not built for CUDA")
-@pytest.mark.parametrize(
-    "case", ["full", "causal", "window", "documents", "tree", "table", "softcap", "half"]
-)
-def test_what_inductor_writes_for_a_gpu_is_attention(found, case):
+@pytest.mark.parametrize("case", ["full", "window", "documents", "table", "softcap", "half"])
+def test_what_inductor_writes_for_a_gpu_is_attention(interpretation, case):
     """Two pairs of unequal shards, with the log-sum-exp of both and delta in backward."""
-    for name, (error, largest) in found["found"][case].items():
+    for name, (error, largest) in interpretation["found"][case].items():
         assert error <= ALLOWED.get(case, 2e-6) * max(largest, 1.0), name
 
 
@@ -47,13 +45,13 @@ def test_what_inductor_writes_compiles_for_gpus_that_are_not_here():
         timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    print(*found, sep="\n")
-    assert len(found) == 4 * 2 * 2
-    assert all(shared <= 227 << 10 for *_, shared in found)
+    kernels = json.loads(done.stdout.splitlines()[-1])
+    print(*kernels, sep="\n")
+    assert len(kernels) == 3 * 2 * 2
+    assert all(shared <= 227 << 10 for *_, shared in kernels)
     # Intervals cost no registers worth a spill in forward.
     assert not any(
         spills
-        for program, mask, _, device, _, spills, _ in found
+        for program, mask, _, device, _, spills, _ in kernels
         if program == "ForwardProgram" and mask != "tables" and device == 90
     )

@@ -47,27 +47,38 @@ def assert_exact(got, truth):
 
 def assert_recurrence(form, kernel, given, cut, entering):
     """Compare outputs, results of the requested maps for any states, and gradients."""
-    requested = [i for i, mapped in enumerate(cut[1]) if mapped]
-    own, true = recurrences.leaves(given), recurrences.leaves(given)
-    starts, other = entering.clone().requires_grad_(), states(given, len(cut[0]), seed=6)
+    assert_equal(form, kernel, given, cut, entering, recurrence(given, cut, entering))
+
+
+def recurrence(tensors, cut, entering):
+    """Return outputs, final states of the requested pieces for other states, and gradients."""
+    true, starts = recurrences.leaves(tensors), entering.clone().requires_grad_()
+    out, _ = recurrences.pieces(true, cut[0], starts, SCALE)
+    _, ends = recurrences.pieces(true, cut[0], states(tensors, len(cut[0]), seed=6), SCALE)
+    ends = ends[list(cut[1])]
+    return out.detach(), ends.detach(), *recurrences.gradients((out, ends), (*true, starts))
+
+
+def assert_equal(form, kernel, tensors, cut, entering, expected):
+    """Compare a kernel with the results of `recurrence`."""
+    own, starts = recurrences.leaves(tensors), entering.clone().requires_grad_()
     out, maps = computed(form, kernel, own, cut, starts)
-    ends = recurrences.applied(maps, other)[requested]
-    starts_too = entering.clone().requires_grad_()
-    out_too, _ = recurrences.pieces(true, cut[0], starts_too, SCALE)
-    _, ends_too = recurrences.pieces(true, cut[0], other, SCALE)
-    assert_exact((out, ends), (out_too, ends_too[requested]))
-    got = recurrences.gradients((out, ends), (*own, starts))
-    assert_exact(got, recurrences.gradients((out_too, ends_too[requested]), (*true, starts_too)))
+    ends = recurrences.applied(maps, states(tensors, len(cut[0]), seed=6))[list(cut[1])]
+    assert_exact((out, ends), expected[:2])
+    assert_exact(recurrences.gradients((out, ends), (*own, starts)), expected[2:])
 
 
-@pytest.mark.parametrize("most", [None, 1, 2], ids=lambda most: f"segments of {most}")
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize("form", FORMS)
-def test_the_chunkwise_form_is_the_recurrence(form, cut, most, monkeypatch):
+def test_the_chunkwise_form_is_the_recurrence(form, cut, monkeypatch):
     """As a whole, and in segments of a limited number of chunks."""
-    given = recurrences.case(form, sum(cut[0]))
-    segmented(monkeypatch, given, most)
-    assert_recurrence(form, "torch", given, cut, states(given, len(cut[0])))
+    tensors = recurrences.case(form, sum(cut[0]))
+    entering = states(tensors, len(cut[0]))
+    expected = recurrence(tensors, cut, entering)
+    for most in (None, 1, 2):
+        with monkeypatch.context() as patch:
+            segmented(patch, tensors, most)
+            assert_equal(form, "torch", tensors, cut, entering, expected)
 
 
 def segmented(monkeypatch, given, most):

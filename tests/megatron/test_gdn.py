@@ -44,9 +44,7 @@ def test_megatrons_own_exchange_of_heads_is_one_rank_too(four, single_rank):
         ("contiguous", 2, "all_gather", None),
         ("zigzag", 4, "scan", [2, 2]),  # twice the key heads
         ("contiguous", 4, "ring", None),
-        pytest.param("contiguous", 4, "two_level", [2, 2], marks=pytest.mark.slow),
         pytest.param("zigzag", 4, "two_level", [2, 2], marks=pytest.mark.slow),
-        pytest.param("zigzag", 4, "auto", None, marks=pytest.mark.slow),
     ],
 )
 def test_states_passed_are_one_rank(four, single_rank, layout, cp, algorithm, sizes):
@@ -64,7 +62,6 @@ def test_states_passed_are_one_rank(four, single_rank, layout, cp, algorithm, si
         ("zigzag", 2),
         ("balanced", 4),
         pytest.param("contiguous", 4, marks=pytest.mark.slow),
-        pytest.param("zigzag", 4, marks=pytest.mark.slow),
     ],
 )
 def test_documents_of_a_pack_are_each_alone(four, alone, layout, cp):

@@ -23,8 +23,8 @@ from ranks import COMMON, Ranks
 TOLERANCE = 2e-6
 LIMIT = 600  # seconds of a run, on a busy machine
 EVERY = (
-    "--train-iters 5 --eval-interval 5 --eval-iters 1 --distributed-timeout-minutes 10 "
-    "--log-params-norm"
+    "--train-iters 3 --eval-interval 3 --eval-iters 1 --global-batch-size 4 "
+    "--distributed-timeout-minutes 10 --log-params-norm"
 )
 Scalars = dict[str, dict[int, float]]
 
