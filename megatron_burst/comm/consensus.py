@@ -84,8 +84,15 @@ def agree(facts: Facts | ValueError, gather: Callable[[torch.Tensor], list[torch
 
 def identity(facts: Facts) -> int:
     """Return an int64 digest of the facts; it is equal on ranks with equal facts."""
-    digest = hashlib.blake2b(repr(list(facts.items())).encode(), digest_size=8).digest()
+    text = repr([(name, _complete(value)) for name, value in facts.items()])
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
+
+
+def _complete(value: object) -> str:
+    """Return the text of a fact that ranks compare; a repr may abbreviate long arrays."""
+    text = getattr(value, "complete_text", None)  # of masks and layouts
+    return text if isinstance(text, str) else repr(value)
 
 
 class _Header(NamedTuple):
@@ -101,11 +108,18 @@ class _Header(NamedTuple):
 def _pack(fact: Facts | ValueError) -> torch.Tensor:
     """Serialize facts or an error as uint8 [HEADER_BYTES]: error flag, digests, truncated text."""
     bad = isinstance(fact, ValueError)
-    texts = [str(fact)] if bad else [f"{name} {value!r}" for name, value in fact.items()]
+    if isinstance(fact, ValueError):
+        texts = complete = [str(fact)]
+    else:
+        texts = [f"{name} {value!r}" for name, value in fact.items()]
+        complete = [f"{name} {_complete(value)}" for name, value in fact.items()]
     together = -(-len(texts) // (FIELDS - 1))  # facts per field
     if together > 1:
-        texts = [", ".join(texts[i : i + together]) for i in range(0, len(texts), together)]
-    digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
+        starts = range(0, len(texts), together)
+        texts, complete = (
+            [", ".join(parts[i : i + together]) for i in starts] for parts in (texts, complete)
+        )
+    digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in complete]
     texts = texts if bad else [_short(text) for text in texts]
     raw = bytes([bad]).ljust(8, b"\0") + b"".join(digests).ljust(8 * (FIELDS - 1), b"\0")
     raw += "\n".join(texts).encode()[:TEXT].ljust(TEXT, b"\0")

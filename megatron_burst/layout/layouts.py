@@ -17,6 +17,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
+from .identity import complete_text_of
+
 LayoutName = Literal["contiguous", "striped", "zigzag", "block_striped", "balanced"]
 NAMES: tuple[LayoutName, ...] = get_args(LayoutName)
 
@@ -259,11 +261,16 @@ class Layout:
         if self.cp_size < 1:
             raise ValueError(f"cp_size must be at least 1, got {cp_size}")
 
+    @property
+    def complete_text(self) -> str:
+        """Text that two layouts share only if they are equal; see `layout.identity`."""
+        return complete_text_of(self)
+
     def __eq__(self, other: object) -> bool:
-        return repr(self) == repr(other)
+        return isinstance(other, Layout) and self.complete_text == other.complete_text
 
     def __hash__(self) -> int:
-        return hash(repr(self))
+        return hash(self.complete_text)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(cp_size={self.cp_size})"

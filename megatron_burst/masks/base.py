@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..layout import Span, Spans
+from ..layout.identity import complete_text_of
 
 FAR = 1 << 60  # larger than any distance of two positions
 
@@ -306,11 +307,16 @@ class Mask:
     def __or__(self, other: Mask) -> Mask:
         return _Or(self, other)
 
+    @property
+    def complete_text(self) -> str:
+        """Text that two masks share only if they are equal; see `layout.identity`."""
+        return complete_text_of(self)
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mask) and repr(self) == repr(other)
+        return isinstance(other, Mask) and self.complete_text == other.complete_text
 
     def __hash__(self) -> int:
-        return hash(repr(self))
+        return hash(self.complete_text)
 
     def __bool__(self) -> bool:
         raise TypeError("a mask has no truth value: combine masks with & and |, compare with `is`")
@@ -384,6 +390,10 @@ class Combined(VectorMask):
 
     def covers(self, q_spans: Spans, k_spans: Spans) -> np.ndarray:
         return self.inner(self.a.covers(q_spans, k_spans), self.b.covers(q_spans, k_spans))
+
+    @property
+    def complete_text(self) -> str:
+        return f"({self.a.complete_text} {self.symbol} {self.b.complete_text})"
 
     def __repr__(self) -> str:
         return f"({self.a!r} {self.symbol} {self.b!r})"

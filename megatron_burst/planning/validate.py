@@ -303,7 +303,7 @@ def _check_custom(mask: Mask, lengths: tuple[int, int], groups: Groups) -> None:
         return
     passed = groups.recent("checked masks", MASKS_CHECKED)
     for part in parts:
-        key = type(part), repr(part), lengths
+        key = type(part), part.complete_text, lengths
         if key not in passed:
             check_custom(part, *lengths)
         passed.keep(key, True)

@@ -23,6 +23,16 @@ class SameChunk(mb.masks.Mask):
         return mb.masks.Cover.PARTIAL
 
 
+@dataclass(frozen=True, eq=False)
+class SameId(mb.masks.Mask):
+    """Causal attention between positions with the same id in a table."""
+
+    ids: np.ndarray
+
+    def visible(self, q, k):
+        return (self.ids[q] == self.ids[k]) & (k <= q)
+
+
 def chunked_local(layer, batch):
     """As Llama 4: causal within chunks, and every second layer (there: fourth) over all tokens."""
     return mb.masks.Causal() if layer.number % 2 == 0 else mb.masks.Causal() & SameChunk(CHUNK)

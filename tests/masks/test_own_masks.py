@@ -4,12 +4,17 @@ Calls equal dense attention of a matrix written by hand, and what ranks see of e
 derived from `cover` alone: nothing that is seen is lost, and what is hidden does not travel.
 """
 
+import copy
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import oracle
 import pytest
 import torch
 
 import megatron_burst as mb
+from megatron_burst.comm.consensus import _pack, identity
 from megatron_burst.layout import Spans
 from megatron_burst.masks import Cover, Mask, seen
 from megatron_burst.plugins.testing import in_process
@@ -162,3 +167,78 @@ def test_a_combined_mask_is_derived_where_one_part_is():
     assert not own.has_viewers
     assert not (own & ready).has_viewers
     assert not (ready | own).has_viewers
+
+
+@dataclass(frozen=True, eq=False)
+class SameId(Mask):
+    """Causal attention between positions with the same id."""
+
+    ids: Any
+    others: Any = ()
+
+    def visible(self, q, k):
+        ids = np.asarray(self.ids)
+        return (ids[q] == ids[k]) & (k <= q)
+
+
+class Shown(SameId):
+    """A subclass with a value that only its own text has."""
+
+    def __init__(self, ids, shown):
+        super().__init__(ids)
+        object.__setattr__(self, "shown", shown)
+
+    def __repr__(self):
+        return f"Shown({self.shown})"
+
+
+def tables(length=2048):
+    """Return two arrays whose texts numpy abbreviates to the same one."""
+    first, second = (np.zeros(length, dtype=np.int64) for _ in range(2))
+    second[700:900] = 1
+    assert repr(first) == repr(second)
+    return first, second
+
+
+def pairs_of_masks():
+    (a, b), same = tables(), np.zeros(4)
+    yield "arrays", SameId(a), SameId(b)
+    yield "tensors", SameId(torch.from_numpy(a)), SameId(torch.from_numpy(b))
+    yield "bf16", *(SameId(torch.from_numpy(x).bfloat16()) for x in (a, b))
+    yield "rounded", SameId(same), SameId(same + 1e-12)
+    yield "in a tuple", SameId(same, (a, [a])), SameId(same, (a, [b]))
+    yield "in a dict", SameId(same, {"x": a}), SameId(same, {"x": b})
+    yield "in a mask", SameId(same, SameId(a)), SameId(same, SameId(b))
+    yield "own text", Shown(same, a), Shown(same, b)
+    yield "combined", SameId(a) & mb.masks.Causal(), SameId(b) & mb.masks.Causal()
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [pytest.param(*x[1:], id=x[0]) for x in pairs_of_masks()]
+)
+def test_masks_with_other_values_are_other_masks(first, second):
+    """Caches of plans compare masks, and ranks compare facts that contain a mask."""
+    twin = copy.deepcopy(first)
+    assert first == twin
+    assert hash(first) == hash(twin)
+    assert first != second
+    facts = [identity({"mask": mask}) for mask in (first, twin, second)]
+    assert facts[0] == facts[1] != facts[2]
+    same, other = (_pack({"mask": mask}) for mask in (twin, second))
+    assert torch.equal(_pack({"mask": first}), same)
+    assert not torch.equal(same, other)
+
+
+def test_each_mask_of_a_class_is_checked():
+    """Also if an earlier mask has the same abbreviated text."""
+    good, bad = tables()
+    q = torch.zeros(1, 1, 1, 1).expand(len(good), 1, 1, 8)
+
+    class Wrong(SameId):
+        def cover(self, q_span, k_span):
+            return Cover.FULL if np.asarray(self.ids).any() else Cover.PARTIAL
+
+    groups = mb.Groups.single()
+    mb.prepare(q, q, q, groups=groups, layout="contiguous", mask=Wrong(good))
+    with pytest.raises(ValueError, match="cover is"):
+        mb.prepare(q, q, q, groups=groups, layout="contiguous", mask=Wrong(bad))

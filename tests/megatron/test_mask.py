@@ -3,9 +3,12 @@
 The reference is Megatron's own attention with the same mask as a dense matrix written by hand.
 """
 
+import numpy as np
 import own_masks
+import packed_ranks
 import pytest
 import session
+import torch
 from test_parity import TOLERANCE, worst
 
 import megatron_burst as mb
@@ -131,8 +134,6 @@ def test_a_name_that_is_no_import_path(path):
 
 
 def test_what_the_function_is_told():
-    import torch
-
     seen = []
     own_masks.noting = lambda layer, batch: seen.append((layer, batch)) or mb.masks.Causal()
     try:
@@ -157,3 +158,34 @@ def test_a_mask_that_ranks_could_not_compare():
             users_mask("own_masks:nameless", MaskLayer(1, True, None), MaskBatch(8, None))
     finally:
         del own_masks.nameless
+
+
+def outputs_of_tables():
+    """Return the error of each of two calls with masks whose texts numpy abbreviates equally."""
+    import megatron_burst.megatron as burst
+
+    tables = [np.zeros(2048, dtype=np.int64) for _ in range(2)]
+    tables[1][50:120] = 1
+    assert repr(tables[0]) == repr(tables[1])
+    errors, current = [], [mb.masks.Causal()]
+    own_masks.table = lambda layer, batch: current[0]
+    with packed_ranks.core_attention("zigzag", choices={"mask": "own_masks:table"}) as core:
+        draw = torch.Generator().manual_seed(0)
+        x = torch.randn(packed_ranks.TOTAL, 1, packed_ranks.HEADS, packed_ranks.WIDTH,
+                        generator=draw, dtype=torch.float64)  # fmt: skip
+        rows = burst.shard_sequence(x, dim=0)
+        for ids in tables:
+            current[0] = own_masks.SameId(ids)
+            out = burst.gather_sequence(core(rows, rows, rows, attention_mask=None), dim=0)
+            ids = torch.from_numpy(ids[: packed_ranks.TOTAL])
+            seen = (ids[:, None] == ids) & torch.ones(len(ids), len(ids)).tril().bool()
+            scores = torch.einsum("qbhd,kbhd->bhqk", x, x) * packed_ranks.WIDTH**-0.5
+            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+            expected = torch.einsum("bhqk,kbhd->qbhd", weights, x).flatten(2)
+            errors.append((out - expected).abs().max().item())
+    return errors
+
+
+def test_masks_with_long_tables_have_their_own_plans(four):
+    for errors in four(outputs_of_tables):
+        assert max(errors) < 1e-10

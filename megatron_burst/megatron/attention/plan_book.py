@@ -218,7 +218,7 @@ class LayerKind:
         if plan.choice is not None:
             book.chosen[self._choice_key(tensors)] = plan.choice.call
         automatic = self.burst.algorithm == "auto"
-        subject = (self.window if own is None else repr(own)), plan.algorithm
+        subject = (self.window if own is None else own.complete_text), plan.algorithm
         if book.startup is None:
             rates = book.rates(self.burst) if automatic else None
             details = "" if rates is None else f"; rates of {self.burst.cluster}"
@@ -423,8 +423,8 @@ class PlanBook:
         with self.shared_errors(leads):
             own = kind.own_mask(pack, len(tensors["q"]) * self.groups.size)
         call = LayerCall.of(kind, rows, tensors)
-        # Ranks compare masks by their repr. A function may return a different mask for every batch.
-        key = call, pack, None if own is None else repr(own)
+        # A function may return a different mask for every batch.
+        key = call, pack, None if own is None else own.complete_text
         captured = capturing(tensors)
         if leads and not (recomputing or captured) and key in self._plans:
             self.groups.compare(self._plans[key].facts)
