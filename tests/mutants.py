@@ -715,6 +715,8 @@ MUTANTS = [
            "reversed pieces lie at the rows of the forward pieces"),
     Mutant("linear_attention/operation.py", "return forward + backward.flip(0)",
            "return forward + backward", "outputs of the reverse way belong to other rows"),
+    Mutant("schedule/scans/hops.py", "np.bincount(key) > 0", "np.bincount(key) > 1",
+           "messages of one hop are not counted"),
     Mutant("schedule/scans/blocks.py", "parts = zip((heads, rows, columns)",
            "parts = zip((heads, columns, rows)", "blocks of columns pass for blocks of rows"),
     # sparse: which units are selected

@@ -13,7 +13,14 @@ from pieces import Pieces
 import megatron_burst as mb
 from megatron_burst.layout import chains
 from megatron_burst.schedule.scans import SCANS
-from megatron_burst.schedule.scans.hops import ALL_BLOCKS, MAP, STATE, Task
+from megatron_burst.schedule.scans.hops import (
+    ALL_BLOCKS,
+    MAP,
+    STATE,
+    Hops,
+    Task,
+    messages_of,
+)
 from megatron_burst.schedule.topology import Topology
 
 GRIDS = [(1, 1), (2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 2), (4, 4), (8, 1), (8, 2), (8, 4)]
@@ -148,3 +155,19 @@ def test_rounds_follow_the_longest_chain():
 def test_one_rank_sends_nothing():
     for name in SCANS:
         assert len(made(name, 1, 1, 2, bounds=[0, 1, 4])) == 0
+
+
+@pytest.mark.parametrize("ranks", [3, 1000], ids=["counted", "sorted"])
+def test_hops_of_a_round_between_two_ranks_are_a_message(ranks):
+    """Few ranks are counted, and many are sorted."""
+    draw = np.random.default_rng(0)
+    rounds = np.sort(draw.integers(0, 4, 60))
+    source, destination, *rest = draw.integers(0, ranks, (6, 60))
+    rounds[-1] = rounds[-2]
+    source[-1], destination[-1] = source[-2], destination[-2]  # one message has two hops
+    hops = Hops(rounds, source, destination, *rest)
+    messages, index = messages_of(hops)
+    keys = list(zip(rounds.tolist(), source.tolist(), destination.tolist(), strict=True))
+    expected = sorted(set(keys))
+    assert [tuple(column) for column in messages.T.tolist()] == expected
+    assert index.tolist() == [expected.index(key) for key in keys]
