@@ -33,7 +33,7 @@ QUICK = (
     "short_convolution", "linear_attention_ranks", "linear_trees", "linear_reverse",
     "own_masks", "sight", "sparse", "indexer_loss", "indexer_gradients", "sparse_joined",
     "one_call", "held", "uneven_steps", "relays", "relay_stream", "other_keys",
-    "compressed_attention",
+    "compressed_attention", "scan_tables", "plans_ahead",
 )  # fmt: skip
 
 # The tests to run first for the files of a folder, or for one file: most mutants do not live long.
@@ -46,7 +46,9 @@ NEAR = {
     "execution/host_keys": "row_chunks_host",
     "planning": "every row_chunks", "layout/row_chunks": "row_chunks",
     "schedule/head_shares": "every", "schedule/topology": "every", "execution/ulysses": "every",
-    "comm/consensus": "consensus", "comm/operation": "operation", "comm/recent": "operation",
+    "comm/consensus": "consensus own_masks", "comm/operation": "operation",
+    "comm/recent": "operation", "megatron/attention/plan_book": "plans_ahead",
+    "megatron/attention/plans_ahead": "plans_ahead", "megatron/data/loader": "plans_ahead",
     "kernels/online_softmax": "merge",
     "kernels/flash": "flash_blocks", "kernels/block_lists": "flash_blocks",
     "kernels/flex": "flex", "kernels/flex_tables": "flex", "kernels/flex_programs": "flex",
@@ -60,7 +62,8 @@ NEAR = {
     "schedule/algorithms/token_ring": "two_way", "schedule/algorithms/direct": "two_way",
     "packing": "packing", "plugins/rl/trajectories": "trajectories",
     "comm/rows": "rows", "linear_attention": "state_scan",
-    "schedule/scans/blocks": "state_scan", "linear_attention/plan": "linear_attention_ranks",
+    "schedule/scans/blocks": "state_scan", "schedule/scans/hops": "scan_tables",
+    "linear_attention/plan": "linear_attention_ranks",
     "linear_attention/request": "linear_attention_ranks",
     "linear_attention/short_convolution": "short_convolution",
     "linear_attention/program": "short_convolution",
@@ -603,8 +606,6 @@ MUTANTS = [
            "a rank that cannot build its plan leaves the others waiting"),
     Mutant("megatron/attention/plans_ahead.py", "if facts != identity(request.facts):",
            "if facts is None:", "a plan for other facts is used"),
-    Mutant("megatron/attention/plan_book.py", "None if own is None else own.complete_text",
-           "None if own is None else repr(own)", "a long table gets the plan of another one"),
     Mutant("comm/consensus.py", "{name} {_complete(value)}", "{name} {value!r}",
            "ranks with other long tables agree"),
     Mutant("megatron/attention/plan_book.py", "kind.stand_in(name in needs_grad)",
