@@ -23,23 +23,19 @@ class RecentCache(dict[Any, Any]):
     def find(self, key: Any) -> Any:
         """Return the value of a key and mark it as used; None if the key is missing."""
         with self._lock:
-            return self._keep(key, self[key]) if key in self else None
+            if key in self:
+                self[key] = self.pop(key)
+            return self.get(key)
 
     def keep(self, key: Any, value: Any) -> Any:
         """Add a value and return it. Evicts the least recently used value if the cache is full."""
         with self._lock:
-            return self._keep(key, value)
+            self.pop(key, None)
+            while len(self) >= self.most:
+                del self[next(iter(self))]
+            self[key] = value
+        return value
 
     def of(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return the value of a key; if the key is missing, add and return the result of `make`."""
-        with self._lock:
-            if key in self:
-                return self._keep(key, self[key])
-        return self.keep(key, make())
-
-    def _keep(self, key: Any, value: Any) -> Any:
-        self.pop(key, None)
-        while len(self) >= self.most:
-            del self[next(iter(self))]
-        self[key] = value
-        return value
+        return self.find(key) if key in self else self.keep(key, make())

@@ -12,7 +12,7 @@ Shape letters: s local rows, b batch, h query heads, k key/value heads, d width,
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -32,6 +32,7 @@ from ..schedule.tables import Chunk
 from .buffers import Buffers, MessageKind, ResultAccumulator, rows_at
 from .rank_plan import Exchange, KernelCall, Payload, RankPass, RankPlan, Target, Tensors
 
+UNNAMED = nullcontext()
 DONE = object()
 
 
@@ -159,24 +160,18 @@ class Ring:
             if step.index in self._pending or self._relays is not None:
                 self._finish(step.index)
             for call in step.calls:
-                if profiler._is_profiler_enabled:
-                    with self._range("queries of rank %d, keys of rank %d", *call.pair[:2]):
-                        self._compute(call)
-                else:
-                    self._compute(call)
+                with self._range("queries of rank %d, keys of rank %d", *call.pair[:2]):
+                    if call.parts:
+                        call.parts.compute(call, self)
+                        continue
+                    queries, keys = self.chunks[call.queries], self.chunks[call.keys]
+                    sums = [self.partials.open(target) for target in call.targets]
+                    self.compute.pair(call, queries.tensors, keys.tensors, sums)
+                    for target, part in zip(call.targets, sums, strict=True):
+                        if not isinstance(target.place.at, slice):
+                            self.partials.merge(target, part)
+                    del queries, keys, sums  # otherwise alive until the next pair
         self._read_beside.clear()
-
-    def _compute(self, call: KernelCall) -> None:
-        """Compute a pair of chunks and add the results to the sums."""
-        if call.parts:
-            call.parts.compute(call, self)
-            return
-        queries, keys = self.chunks[call.queries], self.chunks[call.keys]
-        sums = [self.partials.open(target) for target in call.targets]
-        self.compute.pair(call, queries.tensors, keys.tensors, sums)
-        for target, part in zip(call.targets, sums, strict=True):
-            if not isinstance(target.place.at, slice):
-                self.partials.merge(target, part)
 
     def abandon(self) -> None:
         """Protect the buffers of the relay stream after an error; see `Relays.abandon`."""
@@ -226,10 +221,7 @@ class Ring:
             for target, message in self._own_parts.pop(boundary, ()):
                 self.partials.receive(target, message)
         for flight in self._pending.pop(boundary, ()):
-            if profiler._is_profiler_enabled:
-                with self._range("wait, boundary %d", boundary):
-                    flight.pending.wait()
-            else:
+            with self._range("wait, boundary %d", boundary):
                 flight.pending.wait()
             for payload, message in flight.leaving:
                 self._free_sent(payload, message)
@@ -279,7 +271,9 @@ class Ring:
         return Envelope(self._tag, payload.digest + (self.heads.number << 32))
 
     def _range(self, words: str, *numbers: int) -> AbstractContextManager[Any]:
-        """Return a range of the profiler (an NVTX range, if enabled)."""
+        """Return a profiler range (an NVTX range, if enabled), or a no-op without a profiler."""
+        if not profiler._is_profiler_enabled:
+            return UNNAMED
         return record_function(f"{self.run.name}{self.heads.title}: {words % numbers}")
 
 
