@@ -479,13 +479,15 @@ def check_max_logits(max_logits: torch.Tensor, q: torch.Tensor) -> None:
         ValueError: Shape, dtype, device or strides are not supported, or `max_logits` requires a
             gradient.
     """
-    expected, got = (accumulation_dtype(q.dtype), (q.shape[2],), q.device), f"{max_logits!r:.100}"
+    expected = accumulation_dtype(q.dtype), (q.shape[2],), q.device
     if isinstance(max_logits, torch.Tensor) and not max_logits.requires_grad:
         actual = max_logits.dtype, tuple(max_logits.shape), max_logits.device
         if actual == expected and max_logits.is_contiguous():  # kernels assume stride 1
             return
         strides = "" if max_logits.is_contiguous() else f" with strides {max_logits.stride()}"
         got = "{} {} on {}".format(*actual) + strides
+    else:  # the text of a CUDA tensor has its values, which requires synchronization
+        got = f"{max_logits!r:.100}"
     raise ValueError(
         f"max_logits must be a contiguous {expected[0]} tensor [{q.shape[2]}], one element per "
         f"query head, on {q.device} and without requires_grad, got {got}"

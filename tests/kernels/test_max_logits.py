@@ -12,6 +12,7 @@ import torch
 
 import megatron_burst as mb
 from megatron_burst.kernels import registry
+from megatron_burst.planning.validate import check_max_logits
 from megatron_burst.plugins.testing import in_process
 
 LENGTH, HEADS, KV_HEADS = 24, 4, 2
@@ -120,6 +121,16 @@ def test_another_tensor_is_refused(wrong):
         ValueError, match=r"max_logits must be a contiguous torch.float32 tensor \[2\]"
     ):
         in_process.attention([x], [x], [x], groups=groups, kernel="reference", max_logits=wrong)
+
+
+def test_a_valid_tensor_is_not_printed(monkeypatch):
+    """The text of a CUDA tensor has its values, so printing it would synchronize."""
+
+    def printed(self, **named):
+        raise AssertionError("max_logits was printed")
+
+    monkeypatch.setattr(torch.Tensor, "__repr__", printed)
+    check_max_logits(torch.zeros(2), torch.zeros(8, 1, 2, 16))
 
 
 def test_a_plan_made_without_it_says_so():
