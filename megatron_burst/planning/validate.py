@@ -171,7 +171,7 @@ def check(
         check_max_logits(max_logits, q)
     kernel = registry.make(
         options.kernel, q, k, v, options.softcap, mask,
-        beside_rings=groups.size > 1 and options.algorithm != "ulysses" and not replicated,
+        beside_rings=groups.topology.ring_size > 1 and not replicated,
         maximum=max_logits is not None,
     )  # fmt: skip
     wire_dtype = _wire_dtype(options, q)
