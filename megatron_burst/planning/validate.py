@@ -10,7 +10,7 @@ Shape letters: s local rows, b batch, h query heads, k key/value heads, d width,
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
@@ -167,10 +167,12 @@ def check(
         mask.check_lengths(seq_len, key_len)
     _check_custom(mask, (seq_len, key_len), groups)
     _check_numbers(options)
+    # Ranks compare facts as text, in which 30 and 30.0 differ.
+    softcap = None if options.softcap is None else float(options.softcap)
     if max_logits is not None:
         check_max_logits(max_logits, q)
     kernel = registry.make(
-        options.kernel, q, k, v, options.softcap, mask,
+        options.kernel, q, k, v, softcap, mask,
         beside_rings=groups.topology.ring_size > 1 and not replicated,
         maximum=max_logits is not None,
     )  # fmt: skip
@@ -183,7 +185,7 @@ def check(
     scale = q.shape[-1] ** -0.5 if options.softmax_scale is None else float(options.softmax_scale)
     resolved = replace(
         options, layout=layout, key_layout=key_layout, mask=mask, softmax_scale=scale,
-        store=options.store or None,
+        softcap=softcap, store=options.store or None,
         # With algorithm "auto" these are resolved later, like the algorithm.
         grad_wire_dtype="auto" if options.grad_wire_dtype == "auto" else wire_dtype,
         head_chunks=options.head_chunks or (None if options.algorithm == "auto" else 1),
@@ -205,7 +207,7 @@ def check(
     }
     return Request(
         (q, k, v), resolved, layout, key_layout, seq_len, key_len, mask, kernel,
-        Scoring(scale, options.softcap), wire_dtype, needs_grad, facts, values_are_keys,
+        Scoring(scale, softcap), wire_dtype, needs_grad, facts, values_are_keys,
         relay_stream=relay_stream,
     )  # fmt: skip
 
@@ -233,10 +235,11 @@ def _needs_grad(needs_grad: object, tensors: QKV) -> NeedsGrad:
     if needs_grad is None:
         q, k, v = (t.requires_grad for t in tensors)
         return q, k, v
-    if not (isinstance(needs_grad, (tuple, list)) and len(needs_grad) == 3):
-        raise ValueError(f"needs_grad must be three booleans, for q, k and v, got {needs_grad!r}")
-    q, k, v = map(bool, needs_grad)
-    return q, k, v
+    if isinstance(needs_grad, (tuple, list)) and len(needs_grad) == 3:
+        q, k, v = needs_grad
+        if isinstance(q, bool) and isinstance(k, bool) and isinstance(v, bool):
+            return q, k, v
+    raise ValueError(f"needs_grad must be three booleans, for q, k and v, got {needs_grad!r}")
 
 
 def _check_names(options: AttentionOptions) -> None:
@@ -311,11 +314,21 @@ def _check_custom(mask: Mask, lengths: tuple[int, int], groups: Groups) -> None:
 
 def _check_numbers(options: AttentionOptions) -> None:
     numbers = {"softmax_scale": options.softmax_scale, "softcap": options.softcap}
+    largest = sys.float_info.max  # an int may be larger
     for name, value in numbers.items():  # 0 is invalid: aten operators would compute -inf * 0
-        if value is not None and not (_is_number(value) and 0 < value < math.inf):
-            raise ValueError(f"{name} must be a positive, finite number or None, got {value!r}")
+        if value is not None and not (_is_number(value) and 0 < value <= largest):
+            raise ValueError(
+                f"{name} must be a positive, finite number or None, got {_short(value)}"
+            )
     if options.store is not None:
         check_fraction("store", options.store)
+
+
+def _short(value: object) -> str:
+    """Return the text of an option. Python refuses to convert ints of thousands of digits."""
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        return f"an integer of {value.bit_length()} bits, which exceeds the range of float64"
+    return repr(value)
 
 
 def _is_number(value: object) -> bool:

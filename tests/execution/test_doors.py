@@ -56,6 +56,17 @@ def test_in_process_ranks_that_differ_are_told_so():
         in_process.attention([q, q[:2]], [k, k[:2]], [v, v[:2]], groups=groups)
 
 
+def test_numbers_of_ranks_may_be_integers_or_floats():
+    groups = in_process.groups(intra=2)
+    asked = {"groups": groups, "kernel": "reference"}
+    tensors = [[x] * 2 for x in qkv()]
+    plans = [
+        in_process.prepare(*tensors, softcap=kind(30), softmax_scale=kind(2), **asked)
+        for kind in (int, float)
+    ]
+    assert repr(plans[0].facts) == repr(plans[1].facts)  # ranks compare the text
+
+
 # --- plans ---------------------------------------------------------------------------------
 
 
