@@ -12,6 +12,7 @@ import torch
 
 import megatron_burst as mb
 from megatron_burst.kernels import registry
+from megatron_burst.kernels.base import Scoring
 from megatron_burst.planning.validate import check_max_logits
 from megatron_burst.plugins.testing import in_process
 
@@ -107,6 +108,13 @@ def test_kernels_that_cannot_tell_are_refused_and_auto_passes_them_by():
             registry.make(name, x, x, x, maximum=True)
     assert registry.make("reference", x, x, x, maximum=True).name == "reference"
     assert registry.make("auto", x, x, x).name == "aten"
+
+
+def test_a_kernel_of_an_operator_asserts_that_nothing_needs_the_maximum():
+    x = torch.zeros(8, 1, 2, 16)
+    kernel = registry.make("aten", x, x, x)
+    with pytest.raises(AssertionError, match="kernel aten does not return the largest scores"):
+        kernel.forward(x, x, x, (), Scoring(1.0), x, x[..., 0], max_logits=torch.zeros(2))
 
 
 @pytest.mark.parametrize(
