@@ -143,8 +143,11 @@ def uninstall() -> bool:
 def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None) -> Any:
     """Select the attention of models that are built from a `TransformerConfig`.
 
-    Sets `config.burst`; copies of the configuration keep this attribute. With algorithm "megatron",
-    or on one context-parallel rank, Megatron's own attention runs.
+    Sets `config.burst`; copies of the configuration keep this attribute. Megatron's own attention
+    runs with algorithm "megatron". It also runs on one context-parallel rank, except with
+    `pack="trees"` or groups per micro-batch (`checks.splitting.uses_burst`).
+
+    An error changes nothing.
 
     Args:
         config: a `TransformerConfig`; changed.

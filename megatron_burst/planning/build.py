@@ -252,7 +252,11 @@ def _calls(
             parts_of(copies, Chunk("kv", pair.key, pair.key_rows)),
         )
     ]
-    _check_parts(parts, schedule.tables)
+    if any(
+        queries.rows & ~pair.query_rows or keys.rows & ~pair.key_rows
+        for pair, queries, keys in parts
+    ):
+        _check_parts(parts, schedule.tables)
     planned: Sequence[Any] = [None] * len(parts)
     if not schedule.joined:  # otherwise the joined call is planned instead
         chunks = list({chunk: None for _, *of_pair in parts for chunk in of_pair})

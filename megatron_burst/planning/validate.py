@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of one rank's arguments, and their default values, before ranks communicate.
 
-Unsupported arguments raise ValueError with a message that suggests an alternative. Checks read only
-shapes, dtypes and devices. They must not communicate, so that every rank reaches the comparison of
-arguments.
+Unsupported arguments raise ValueError with a message that suggests an alternative. Checks read no
+values of tensors, only shapes, strides, dtypes, devices and `requires_grad`. They must not
+communicate, so that every rank reaches the comparison of arguments.
+
+`check` also does the following:
+
+- It calls the methods of user-defined masks (`masks.verify.check_custom`), and stores in a cache of
+the groups which masks were checked.
+- It imports packages of kernels, to pick the kernel or to check that the kernel is available.
+- It reads the environment variable CUDA_DEVICE_MAX_CONNECTIONS (`comm.relays.one_queue`).
 
 Shape letters: s local rows, b batch, h query heads, k key/value heads, d width, w value width.
 """
@@ -111,6 +118,8 @@ def check(
     rates: Rates | None = None,
 ) -> Request:
     """Check the arguments of an attention call on one rank.
+
+    The docstring of the module lists the side effects.
 
     Args:
         tensors: q, k and v, or None for v if values are the keys.
