@@ -21,6 +21,7 @@ from ..comm import packing
 from ..comm.packing import Message
 from ..comm.transport import Endpoint
 from ..kernels.online_softmax import merge_
+from ..schedule.dry_run import buffer_rows
 from ..schedule.tables import ALL, Chunk
 from .rank_plan import RowPlace, Target, Tensors
 
@@ -56,11 +57,8 @@ class MessageKind:
         """
         key = rows, device, least
         if key not in self._room_sizes:
-            # Divide by 4, not 2: a zigzag layout sends half chunks as often as whole chunks.
-            room = self.longest
-            while 1 < rows <= room // 4:
-                room //= 4
-            self._room_sizes[key] = packing.room_size(self.layout(max(room, rows)), device, least)
+            layout = self.layout(buffer_rows(rows, self.longest))
+            self._room_sizes[key] = packing.room_size(layout, device, least)
         return self._room_sizes[key]
 
 

@@ -15,8 +15,8 @@ Shape letters as in `base`. The operators get views [b, h, s, d] of our tensors 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator, Sized
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -75,7 +75,7 @@ class AtenKernel:
             return widths
         return max(widths), max(widths)
 
-    def works_for(self, mask: Mask, pairs: ShardPairs) -> list[Collection[TileWork] | None]:
+    def works_for(self, mask: Mask, pairs: ShardPairs) -> list[TileWorks | None]:
         tiles, operator = self.cutter.all_tiles(mask, pairs), self.operator
         # If shapes repeat in every batch, a call without sequences is compiled only once.
         if not operator.joins or (operator.rounds and mask.cacheable):
@@ -95,7 +95,7 @@ class AtenKernel:
         work = TileWork.of(part.span, lengths=part.lengths)
         return work._replace(separate=separate, whole=whole)
 
-    def _single_tiles(self, tiles: Tiles) -> Collection[TileWork]:
+    def _single_tiles(self, tiles: Tiles) -> TileWorks:
         if len(tiles) <= _KEPT_TILES:
             return tuple(map(self.tile_work, tiles))
         return _SingleTiles(tiles, self)
@@ -117,13 +117,13 @@ class AtenKernel:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        work: Collection[TileWork],
+        work: Iterable[TileWork],
         scoring: Scoring,
         out: torch.Tensor,
         lse: torch.Tensor,
         max_logits: torch.Tensor | None = None,
     ) -> None:
-        assert max_logits is None
+        assert max_logits is None, f"kernel {self.name} does not return the largest scores"
         value_width = v.shape[-1]
         if q.shape[-1] != value_width:
             width, value_pad = self._widths(q, v)
@@ -154,7 +154,7 @@ class AtenKernel:
         rows: Rows,
         k: torch.Tensor,
         v: torch.Tensor,
-        work: Collection[TileWork],
+        work: Iterable[TileWork],
         scoring: Scoring,
         dq: torch.Tensor | None,
         dk: torch.Tensor | None,
@@ -254,8 +254,12 @@ class TileWork(NamedTuple):
         return TileVisibility(bias=bias.masked_fill_(self.hidden, float("-inf")))
 
 
-class _SingleTiles(Collection[TileWork]):
-    """Collection of one plan per tile. Iteration makes the plans, which are not kept.
+class TileWorks(Sized, Iterable[TileWork], Protocol):
+    """The operator calls of a pair of shards, with their number."""
+
+
+class _SingleTiles:
+    """One plan per tile. Iteration makes the plans, which are not kept.
 
     Args:
         tiles: The tiles.
@@ -271,12 +275,9 @@ class _SingleTiles(Collection[TileWork]):
     def __iter__(self) -> Iterator[TileWork]:
         return map(self._kernel.tile_work, self._tiles)
 
-    def __contains__(self, work: object) -> bool:
-        return any(work == tile_work for tile_work in self)
-
 
 def _calls(
-    work: Collection[TileWork], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    work: Iterable[TileWork], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> Iterator[TileWork]:
     """Yield one plan per operator call for tensors [b, heads, s, d].
 

@@ -28,7 +28,7 @@ without columns. FlashAttention 2 is part of torch and is the kernel `aten`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from ..layout.layouts import ShardPairs
 from ..masks import Documents, Full, Mask, Prefix, Window
 from ..masks.base import parts
 from ..masks.tiles import Tile
-from .aten import AtenKernel, TileWork
+from .aten import AtenKernel, TileWork, TileWorks
 from .block_lists import BlockPairs, BlockSize, PairBlocks
 from .flash_packages import (
     BLOCKS,
@@ -187,14 +187,14 @@ class FlashKernel(AtenKernel):
         self.device = device
         self._pairs: BlockPairs | None = None  # pairs of the latest mask
 
-    def works_for(self, mask: Mask, pairs: ShardPairs) -> list[Collection[TileWork] | None]:
+    def works_for(self, mask: Mask, pairs: ShardPairs) -> list[TileWorks | None]:
         if of_few_tiles(mask):
             return super().works_for(mask, pairs)
         return [self._work(mask, *pair) for pair in pairs]
 
     def _work(
         self, mask: Mask, q_spans: Sequence[Span], k_spans: Sequence[Span]
-    ) -> Collection[TileWork] | None:
+    ) -> TileWorks | None:
         """Return the plan of a pair of shards under a mask that may need many tiles."""
         refused = self.operator.blocks_refused(self.device)
         if refused is None and not _of_bands(mask):

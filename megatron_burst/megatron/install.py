@@ -7,7 +7,8 @@ Megatron slices batches and caches rotary embeddings independently of the model 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from .. import registry
@@ -108,11 +109,9 @@ def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
 
 
 def _fix_layout(patches: patching.PatchSet, layout: str) -> None:
-    """Set the layout of the run, and patch the functions that cut batches and rotary tables."""
+    """Patch the functions that cut batches and rotary tables, and set the layout of the run."""
     state = patches.run
-    if state.layout is None:
-        state.layout = layout
-    if state.layout != layout:
+    if state.layout not in (None, layout):
         raise ValueError(
             f"--burst-layout {layout}: layout {state.layout!r} is installed, and a run has one "
             "layout; call uninstall() first, and build the model again"
@@ -122,13 +121,15 @@ def _fix_layout(patches: patching.PatchSet, layout: str) -> None:
         from .data.rope import rope_patches
         from .data.slicing import slicing_patches
 
-        with patching.opened(patches, "slicing"):
-            for wrap in slicing_patches(layout):
+        with patches.undone_on_error():
+            with patching.opened(patches, "slicing"):
+                for wrap in slicing_patches(layout):
+                    patches.wrap(*wrap)
+            guard_other_cuts(patches, layout)
+            for wrap in rope_patches(layout):
                 patches.wrap(*wrap)
-        guard_other_cuts(patches, layout)
-        for wrap in rope_patches(layout):
-            patches.wrap(*wrap)
         state.slicing_patched = True
+    state.layout = layout
 
 
 def uninstall() -> bool:
@@ -142,8 +143,11 @@ def uninstall() -> bool:
 def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None) -> Any:
     """Select the attention of models that are built from a `TransformerConfig`.
 
-    Sets `config.burst`; copies of the configuration keep this attribute. With algorithm "megatron",
-    or on one context-parallel rank, Megatron's own attention runs.
+    Sets `config.burst`; copies of the configuration keep this attribute. Megatron's own attention
+    runs with algorithm "megatron". It also runs on one context-parallel rank, except with
+    `pack="trees"` or groups per micro-batch (`checks.splitting.uses_burst`).
+
+    An error changes nothing.
 
     Args:
         config: a `TransformerConfig`; changed.
@@ -183,14 +187,30 @@ def select_attention(
     burst, why = resolve_auto_layout(config, burst, seq_length)
     log_choice(burst, why)
     refuse([*problems, *configuration_problems(config, burst, seq_length)])
-    if burst.algorithm != "megatron" or patches.run.layout is not None:
-        _fix_layout(patches, burst.layout)
-    if burst.algorithm != "megatron":
-        set_cut(patches, cut_for(config, burst))
-    if burst.pack == "documents":
-        patches.run.packs_documents = True
-    config.burst = burst
-    one_layout(config, burst)
-    for _, configured in registry.hooked("configured"):
-        configured(patches, config, burst)
+    with _restored_on_error(patches, config):
+        if burst.algorithm != "megatron" or patches.run.layout is not None:
+            _fix_layout(patches, burst.layout)
+        if burst.algorithm != "megatron":
+            set_cut(patches, cut_for(config, burst))
+        if burst.pack == "documents":
+            patches.run.packs_documents = True
+        config.burst = burst
+        one_layout(config, burst)
+        for _, configured in registry.hooked("configured"):
+            configured(patches, config, burst)
     return config
+
+
+@contextmanager
+def _restored_on_error(patches: patching.PatchSet, config: Any) -> Iterator[None]:
+    """Restore patches, the state of the run and `config` if the context raises an exception."""
+    run = patches.run
+    before = [(values, dict(values)) for values in (run.plugins, vars(run), vars(config))]
+    try:
+        with patches.undone_on_error():
+            yield
+    except BaseException:
+        for values, previous in before:
+            values.clear()
+            values.update(previous)
+        raise

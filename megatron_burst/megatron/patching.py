@@ -112,10 +112,20 @@ class PatchSet:
         """Register `action`, which is called when the replacements are undone."""
         self._undo.append(action)
 
-    def undo(self) -> None:
-        """Undo all replacements in reverse order."""
-        while self._undo:
+    def undo(self, first: int = 0) -> None:
+        """Undo replacements in reverse order; by default all, otherwise from number `first` on."""
+        while len(self._undo) > first:
             self._undo.pop()()
+
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Undo the replacements that were made inside the context, if it raises an exception."""
+        first = len(self._undo)
+        try:
+            yield
+        except BaseException:
+            self.undo(first)
+            raise
 
 
 def wrap_steps(
@@ -164,11 +174,8 @@ def instead(module: Any, name: str, function: Callable[..., Any]) -> Iterator[No
 def patch_set(name: str) -> Iterator[PatchSet]:
     """Yield a new set for replacements. An exception within the context undoes all of them."""
     patches = PatchSet(name)
-    try:
+    with patches.undone_on_error():
         yield patches
-    except BaseException:
-        patches.undo()
-        raise
     _installed[name] = patches
 
 
@@ -337,7 +344,7 @@ def opened(patches: PatchSet, purpose: str | None = None) -> Iterator[None]:
 
     The context can then wrap the originals like other functions. On exit, each wrapper is stored in
     its seam, and the decorated function is restored. Removal of `patches` clears the seams. A tree
-    without seams is unchanged.
+    without seams is unchanged. An exception within the context undoes its replacements.
 
     Args:
         patches: the set of patches.
@@ -345,11 +352,12 @@ def opened(patches: PatchSet, purpose: str | None = None) -> Iterator[None]:
             None for all seams.
     """
     seams = [located for place, located in _seams() if purpose in (None, place.purpose)]
-    patches.on_undo(lambda: _close(seams, empty=True))
-    for located in seams:
-        setattr(located.owner, located.name, located.seam.bare)
-    yield
-    _close(seams, empty=False)
+    with patches.undone_on_error():
+        patches.on_undo(lambda: _close(seams, empty=True))
+        for located in seams:
+            setattr(located.owner, located.name, located.seam.bare)
+        yield
+        _close(seams, empty=False)
 
 
 def _close(seams: list[LocatedSeam], empty: bool) -> None:

@@ -54,8 +54,9 @@ def load_training_modules() -> None:
 class TrainingHooks:
     """Replacements of functions of `megatron.training`.
 
-    Each method has the name of the function that it replaces. It gets the original function, then
-    the arguments of the call.
+    `patch` makes the replacements. Each other method has the name of the function that it replaces,
+    and gets the original function, then the arguments of the call. `validate_args` replaces
+    `validate_yaml` too.
 
     Attributes:
         patches: The set of patches.

@@ -150,6 +150,8 @@ def make_pass(
 
 def _relayed(steps: Sequence[Step], chains: dict[int, slice]) -> tuple[Step, ...]:
     """Move the transfers of each chain to the step at which the relay stream starts the chain."""
+    # `chains` has numbers of steps, which are used as positions.
+    assert all(step.index == i for i, step in enumerate(steps)), "steps are not numbered from 0"
     exchanges = [(step.index, step.exchanges) for step in steps]
     return tuple(
         replace(step, exchanges=(), relays=tuple(exchanges[chains[step.index]]))
@@ -215,7 +217,13 @@ class _PassRows:
             target = self.target(chunk, chunk.rows)
             place = target.place
         elif hop.src == self.rank and chunk not in self.received:
-            (held,) = parts_of(self.copies, chunk)
+            parts = parts_of(self.copies, chunk)
+            complete = [part for part in parts if not chunk.rows & ~part.rows]
+            assert len(parts) == len(complete) == 1, (
+                f"rank {self.rank} cannot send {chunk} ({self.name}): its rows must be in exactly "
+                f"one chunk of this rank, and they are in {parts}"
+            )
+            held = parts[0]
             place = self.maps.place(held, chunk.rows)
             source = held, place
         else:
@@ -244,6 +252,11 @@ def _calls(
             parts_of(copies, Chunk("kv", pair.key, pair.key_rows)),
         )
     ]
+    if any(
+        queries.rows & ~pair.query_rows or keys.rows & ~pair.key_rows
+        for pair, queries, keys in parts
+    ):
+        _check_parts(parts, schedule.tables)
     planned: Sequence[Any] = [None] * len(parts)
     if not schedule.joined:  # otherwise the joined call is planned instead
         chunks = list({chunk: None for _, *of_pair in parts for chunk in of_pair})
@@ -254,6 +267,38 @@ def _calls(
         if work is not None or schedule.joined:
             calls[pair].append(KernelCall(pair, queries, keys, work, ()))
     return calls
+
+
+def _check_parts(parts: Sequence[tuple[Pair, Chunk, Chunk]], tables: Tables) -> None:
+    """Assert that kernel calls, which compute whole chunks, compute no row of another pair.
+
+    Args:
+        parts: Pairs, each with the chunks of a kernel call: queries and keys.
+        tables: Tables of the pass.
+    """
+    # Rows of a chunk that are not rows of the pair, and the owner of the other chunk of the call
+    queries = [
+        (part.owner, rows, pair.key, index)
+        for index, (pair, part, _) in enumerate(parts)
+        if (rows := part.rows & ~pair.query_rows)
+    ]
+    keys = [
+        (part.owner, rows, pair.query, index)
+        for index, (pair, _, part) in enumerate(parts)
+        if (rows := part.rows & ~pair.key_rows)
+    ]
+    for bundles, others in ((tables.queries, queries), (tables.keys, keys)):
+        if not others:
+            continue
+        owner, rows, other, index = np.array(others).T
+        low, high = np.searchsorted(bundles.owner, (owner, owner + 1))
+        of, at = np.repeat(np.arange(len(owner)), high - low), counted(low, high - low)
+        selected = (np.right_shift(rows[of], bundles.number[at]) & 1).astype(bool)
+        visible = of[selected & bundles.users[at, other[of]]]
+        assert not len(visible), (
+            "a kernel call would compute visible rows that are not in its pair: (pair, queries, "
+            f"keys) are {parts[index[visible[0]]]}"
+        )
 
 
 def _step(

@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of one rank's arguments, and their default values, before ranks communicate.
 
-Unsupported arguments raise ValueError with a message that suggests an alternative. Checks read only
-shapes, dtypes and devices. They must not communicate, so that every rank reaches the comparison of
-arguments.
+Unsupported arguments raise ValueError with a message that suggests an alternative. Checks read no
+values of tensors, only shapes, strides, dtypes, devices and `requires_grad`. They must not
+communicate, so that every rank reaches the comparison of arguments.
+
+`check` also does the following:
+
+- It calls the methods of user-defined masks (`masks.verify.check_custom`), and stores in a cache of
+the groups which masks were checked.
+- It imports packages of kernels, to pick the kernel or to check that the kernel is available.
+- It reads the environment variable CUDA_DEVICE_MAX_CONNECTIONS (`comm.relays.one_queue`).
 
 Shape letters: s local rows, b batch, h query heads, k key/value heads, d width, w value width.
 """
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
@@ -112,6 +119,8 @@ def check(
 ) -> Request:
     """Check the arguments of an attention call on one rank.
 
+    The docstring of the module lists the side effects.
+
     Args:
         tensors: q, k and v, or None for v if values are the keys.
         groups: Argument of `mb.prepare`.
@@ -167,11 +176,13 @@ def check(
         mask.check_lengths(seq_len, key_len)
     _check_custom(mask, (seq_len, key_len), groups)
     _check_numbers(options)
+    # Ranks compare facts as text, in which 30 and 30.0 differ.
+    softcap = None if options.softcap is None else float(options.softcap)
     if max_logits is not None:
         check_max_logits(max_logits, q)
     kernel = registry.make(
-        options.kernel, q, k, v, options.softcap, mask,
-        beside_rings=groups.size > 1 and options.algorithm != "ulysses" and not replicated,
+        options.kernel, q, k, v, softcap, mask,
+        beside_rings=groups.topology.ring_size > 1 and not replicated,
         maximum=max_logits is not None,
     )  # fmt: skip
     wire_dtype = _wire_dtype(options, q)
@@ -183,7 +194,7 @@ def check(
     scale = q.shape[-1] ** -0.5 if options.softmax_scale is None else float(options.softmax_scale)
     resolved = replace(
         options, layout=layout, key_layout=key_layout, mask=mask, softmax_scale=scale,
-        store=options.store or None,
+        softcap=softcap, store=options.store or None,
         # With algorithm "auto" these are resolved later, like the algorithm.
         grad_wire_dtype="auto" if options.grad_wire_dtype == "auto" else wire_dtype,
         head_chunks=options.head_chunks or (None if options.algorithm == "auto" else 1),
@@ -205,7 +216,7 @@ def check(
     }
     return Request(
         (q, k, v), resolved, layout, key_layout, seq_len, key_len, mask, kernel,
-        Scoring(scale, options.softcap), wire_dtype, needs_grad, facts, values_are_keys,
+        Scoring(scale, softcap), wire_dtype, needs_grad, facts, values_are_keys,
         relay_stream=relay_stream,
     )  # fmt: skip
 
@@ -233,10 +244,11 @@ def _needs_grad(needs_grad: object, tensors: QKV) -> NeedsGrad:
     if needs_grad is None:
         q, k, v = (t.requires_grad for t in tensors)
         return q, k, v
-    if not (isinstance(needs_grad, (tuple, list)) and len(needs_grad) == 3):
-        raise ValueError(f"needs_grad must be three booleans, for q, k and v, got {needs_grad!r}")
-    q, k, v = map(bool, needs_grad)
-    return q, k, v
+    if isinstance(needs_grad, (tuple, list)) and len(needs_grad) == 3:
+        q, k, v = needs_grad
+        if isinstance(q, bool) and isinstance(k, bool) and isinstance(v, bool):
+            return q, k, v
+    raise ValueError(f"needs_grad must be three booleans, for q, k and v, got {needs_grad!r}")
 
 
 def _check_names(options: AttentionOptions) -> None:
@@ -311,11 +323,21 @@ def _check_custom(mask: Mask, lengths: tuple[int, int], groups: Groups) -> None:
 
 def _check_numbers(options: AttentionOptions) -> None:
     numbers = {"softmax_scale": options.softmax_scale, "softcap": options.softcap}
+    largest = sys.float_info.max  # an int may be larger
     for name, value in numbers.items():  # 0 is invalid: aten operators would compute -inf * 0
-        if value is not None and not (_is_number(value) and 0 < value < math.inf):
-            raise ValueError(f"{name} must be a positive, finite number or None, got {value!r}")
+        if value is not None and not (_is_number(value) and 0 < value <= largest):
+            raise ValueError(
+                f"{name} must be a positive, finite number or None, got {_short(value)}"
+            )
     if options.store is not None:
         check_fraction("store", options.store)
+
+
+def _short(value: object) -> str:
+    """Return the text of an option. Python refuses to convert ints of thousands of digits."""
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        return f"an integer of {value.bit_length()} bits, which exceeds the range of float64"
+    return repr(value)
 
 
 def _is_number(value: object) -> bool:
@@ -479,13 +501,15 @@ def check_max_logits(max_logits: torch.Tensor, q: torch.Tensor) -> None:
         ValueError: Shape, dtype, device or strides are not supported, or `max_logits` requires a
             gradient.
     """
-    expected, got = (accumulation_dtype(q.dtype), (q.shape[2],), q.device), f"{max_logits!r:.100}"
+    expected = accumulation_dtype(q.dtype), (q.shape[2],), q.device
     if isinstance(max_logits, torch.Tensor) and not max_logits.requires_grad:
         actual = max_logits.dtype, tuple(max_logits.shape), max_logits.device
         if actual == expected and max_logits.is_contiguous():  # kernels assume stride 1
             return
         strides = "" if max_logits.is_contiguous() else f" with strides {max_logits.stride()}"
         got = "{} {} on {}".format(*actual) + strides
+    else:  # the text of a CUDA tensor has its values, which requires synchronization
+        got = f"{max_logits!r:.100}"
     raise ValueError(
         f"max_logits must be a contiguous {expected[0]} tensor [{q.shape[2]}], one element per "
         f"query head, on {q.device} and without requires_grad, got {got}"

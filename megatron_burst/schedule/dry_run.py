@@ -114,6 +114,20 @@ def held_bytes(schedule: Schedule, rank: int, summed: RowBytes | None = None) ->
     )
 
 
+def buffer_rows(rows: int, longest: int) -> int:
+    """Return the capacity in rows of a new buffer: `longest`, or 1/4, 1/16, ... of it.
+
+    Args:
+        rows: Number of rows of the message; may be 0.
+        longest: Number of rows of the longest message of the same kind.
+    """
+    capacity = longest
+    # Divide by 4, not 2: a zigzag layout sends half chunks as often as whole chunks.
+    while max(rows, 1) <= capacity // 4:
+        capacity //= 4
+    return max(capacity, rows)
+
+
 class _ReplayBuffer(NamedTuple):
     """A buffer and the rows of the message in it.
 
@@ -145,10 +159,7 @@ class _ReplayBuffers:
     def take(self, rows: int) -> _ReplayBuffer:
         """Return a buffer for a message of `rows` rows."""
         self.used += rows
-        room = self.longest
-        while self.short and 1 < rows <= room // 4:
-            room //= 4
-        least = max(room, rows)
+        least = buffer_rows(rows, self.longest) if self.short else max(self.longest, rows)
         free = min((size for size, n in self._free.items() if n and size >= least), default=0)
         if free:
             self._free[free] -= 1

@@ -98,7 +98,9 @@ class Hop(NamedTuple):
 class Pair(NamedTuple):
     """The queries of one owner and the keys of one owner, for which a rank computes attention.
 
-    If a chunk was received in several parts, the rank uses all parts with some rows of the pair.
+    If a chunk was received in several parts, the rank uses all parts with some rows of the pair. A
+    kernel call computes whole parts. So rows of a part that are not rows of the pair must not be
+    visible to the other owner of the pair (`Bundles.users`), or they would be computed twice.
 
     Attributes:
         query: Owner of the queries.

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from workers import Workers
 
 import megatron_burst as mb
+from megatron_burst.kernels import registry
 from megatron_burst.kernels.operators import CpuFlash
 from megatron_burst.plugins.testing import in_process
 
@@ -53,6 +54,17 @@ def test_in_process_ranks_that_differ_are_told_so():
     groups = in_process.groups(intra=2)
     with pytest.raises(ValueError, match=r"rank 0 has q \(\(4, .*rank 1 has q \(\(2, "):
         in_process.attention([q, q[:2]], [k, k[:2]], [v, v[:2]], groups=groups)
+
+
+def test_numbers_of_ranks_may_be_integers_or_floats():
+    groups = in_process.groups(intra=2)
+    asked = {"groups": groups, "kernel": "reference"}
+    tensors = [[x] * 2 for x in qkv()]
+    plans = [
+        in_process.prepare(*tensors, softcap=kind(30), softmax_scale=kind(2), **asked)
+        for kind in (int, float)
+    ]
+    assert repr(plans[0].facts) == repr(plans[1].facts)  # ranks compare the text
 
 
 # --- plans ---------------------------------------------------------------------------------
@@ -223,6 +235,33 @@ def test_ranks_that_may_be_out_of_step_are_told_so():
     assert re.match("RuntimeError: exchange failed|fine", told[0])
     assert re.match("RuntimeError: exchange failed|ValueError: groups: ", told[1])
     assert "fine" not in (told[2], failed[2])
+
+
+@pytest.mark.parametrize(
+    ("grid", "choices", "sends"),
+    [
+        ({"intra": 2}, {}, True),
+        ({"intra": 4, "ulysses": 2}, {"algorithm": "hybrid"}, True),
+        ({"intra": 2, "ulysses": 2}, {"algorithm": "burst"}, False),
+        ({"intra": 2, "ulysses": 2}, {"algorithm": "auto", "rates": mb.Rates(1e9, 1e9)}, False),
+        ({"intra": 2, "ulysses": 2}, {"algorithm": "ulysses"}, False),
+        ({"intra": 1}, {}, False),
+        ({"intra": 2}, {"key_layout": "replicated", "mask": mb.masks.Full()}, False),
+    ],
+)
+def test_a_kernel_runs_beside_transfers_only_in_a_ring_of_several_ranks(
+    grid, choices, sends, monkeypatch
+):
+    given, make = set(), registry.make
+
+    def recorded(*args, beside_rings, **named):
+        given.add(beside_rings)
+        return make(*args, beside_rings=beside_rings, **named)
+
+    monkeypatch.setattr(registry, "make", recorded)
+    groups = in_process.groups(**grid)
+    in_process.prepare(*([x] * groups.size for x in qkv()), groups=groups, **choices)
+    assert given == {sends}
 
 
 # --- a plan for a shape, where tensors are not there yet ------------------------------------

@@ -18,7 +18,9 @@ from relay_stream import EARLY, LATE, relay_stream
 
 import megatron_burst as mb
 from megatron_burst.execution.buffers import Buffers, ResultAccumulator
+from megatron_burst.execution.rank_plan import Step
 from megatron_burst.execution.ring import Ring
+from megatron_burst.planning import build
 from megatron_burst.plugins.testing import in_process
 
 S = 96
@@ -220,6 +222,13 @@ def test_the_streams_share_no_buffers(seed, monkeypatch):
     assert owner
     assert freed[False]
     assert not freed[True], "sums are freed that the relay stream may still read"
+
+
+def test_chains_need_steps_that_are_numbered_from_zero():
+    steps = [Step(index, (), (), ()) for index in range(3)]
+    assert len(build._relayed(steps, {0: slice(0, None)})[0].relays) == 3
+    with pytest.raises(AssertionError, match="not numbered from 0"):
+        build._relayed(steps[1:], {1: slice(1, None)})
 
 
 def test_without_relays_there_is_no_relay_stream(monkeypatch):

@@ -24,8 +24,9 @@ def buffers(longest):
 
 @pytest.mark.parametrize(
     ("rows", "room"),
-    [(64, 64), (63, 64), (32, 64), (17, 64), (16, 16), (5, 16), (4, 4), (2, 4), (1, 64), (80, 80)],
-)
+    [(64, 64), (63, 64), (32, 64), (17, 64), (16, 16), (5, 16), (4, 4), (2, 4), (1, 1), (0, 1),
+     (80, 80)],
+)  # fmt: skip
 def test_a_buffer_is_the_longest_or_a_power_of_a_fourth_of_it(rows, room):
     message = buffers(64).take("kv", rows)
     assert message.tensors[0].shape == (rows, WIDTH)

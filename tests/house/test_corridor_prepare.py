@@ -5,10 +5,14 @@ those of them that have a `side`.
 """
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import megatron_burst as mb
 
 FUNCTIONS, PREPARE_FILES = 270, 38
 
@@ -44,6 +48,7 @@ print(json.dumps({
     "modules": sorted(module.__name__ for module in modules),
     "prepare": [len(ran), len({file for file, _ in ran})],
     "side": [len(sides), len(set(sides))],
+    "files": [*dict.fromkeys(file.removeprefix(root + "/") for file, _ in ran)],
     "ran": sorted(name for name, _ in ran.values()),
 }))
 """
@@ -81,6 +86,17 @@ def test_prepare_runs_few_functions_in_few_files(counted):
     assert {"prepare", "demands", "schedules", "programs", "make_pass"} <= set(counted["ran"])
     assert functions <= FUNCTIONS
     assert files <= PREPARE_FILES
+
+
+def test_contributing_lists_the_files_that_make_a_plan_from_the_top(counted):
+    page = (Path(mb.__file__).parents[1] / "CONTRIBUTING.md").read_text()
+    section = page.split("### Where the plan is made\n")[1].split("\n##")[0]
+    listed = re.findall(r"`(\w+/[\w/]+\.py)`", section)
+    ran = counted["files"]
+    assert {file for file in ran if file.startswith("planning/")} <= {*listed}
+    assert [file for file in listed if file in ran] == [file for file in ran if file in listed]
+    declarations = {"kernels/base.py", "execution/rank_plan.py"}  # without functions that run
+    assert {*listed} - {*ran} == {"planning/automatic.py", *declarations}
 
 
 def test_side_passes_few_functions(counted):

@@ -12,6 +12,8 @@ import torch
 
 import megatron_burst as mb
 from megatron_burst.kernels import registry
+from megatron_burst.kernels.base import Scoring
+from megatron_burst.planning.validate import check_max_logits
 from megatron_burst.plugins.testing import in_process
 
 LENGTH, HEADS, KV_HEADS = 24, 4, 2
@@ -108,6 +110,13 @@ def test_kernels_that_cannot_tell_are_refused_and_auto_passes_them_by():
     assert registry.make("auto", x, x, x).name == "aten"
 
 
+def test_a_kernel_of_an_operator_asserts_that_nothing_needs_the_maximum():
+    x = torch.zeros(8, 1, 2, 16)
+    kernel = registry.make("aten", x, x, x)
+    with pytest.raises(AssertionError, match="kernel aten does not return the largest scores"):
+        kernel.forward(x, x, x, (), Scoring(1.0), x, x[..., 0], max_logits=torch.zeros(2))
+
+
 @pytest.mark.parametrize(
     "wrong",
     [torch.zeros(3), torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, requires_grad=True),
@@ -120,6 +129,16 @@ def test_another_tensor_is_refused(wrong):
         ValueError, match=r"max_logits must be a contiguous torch.float32 tensor \[2\]"
     ):
         in_process.attention([x], [x], [x], groups=groups, kernel="reference", max_logits=wrong)
+
+
+def test_a_valid_tensor_is_not_printed(monkeypatch):
+    """The text of a CUDA tensor has its values, so printing it would synchronize."""
+
+    def printed(self, **named):
+        raise AssertionError("max_logits was printed")
+
+    monkeypatch.setattr(torch.Tensor, "__repr__", printed)
+    check_max_logits(torch.zeros(2), torch.zeros(8, 1, 2, 16))
 
 
 def test_a_plan_made_without_it_says_so():

@@ -95,6 +95,22 @@ def test_megatrons_own_conversion_around_attention_is_refused(installed):
     assert "remove --cp-partition-mode" in str(e.value)
 
 
+@pytest.mark.parametrize(
+    ("choices", "name"),
+    [
+        (TWO_LAYOUTS, "cp_partition_mode"),
+        (mb.BurstConfig(layout="striped"), "cp_partition_mode"),
+        (mb.BurstConfig(layout="striped"), "linear_cp_layout"),
+    ],
+)
+def test_a_setting_that_changed_after_configure_is_refused_by_each_layer(installed, choices, name):
+    config = burst.configure(newer(), choices)
+    check_config(config, choices)
+    setattr(config, name, "contiguous")
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} contiguous"):
+        check_config(config, choices)
+
+
 def test_where_megatrons_attention_runs_its_settings_are_its_own(installed):
     settings = {"linear_cp_layout": "contiguous", "cp_partition_mode": "contiguous"}
     config = newer(**settings)

@@ -26,10 +26,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_burst as mb
 import megatron_burst.megatron as burst
+from megatron_burst import registry
 from megatron_burst.kernels.flash_packages import PACKAGES
 from megatron_burst.megatron import patching
+from megatron_burst.megatron.data import other_cuts, rope
 from megatron_burst.megatron.model_shape import layer_window, provider_window
 from megatron_burst.megatron.patching import require_parameters
+from megatron_burst.seam import SeamPlace, seam
 
 PATCHED = [
     (Attention, "__init__"),
@@ -51,6 +54,10 @@ def clean():
 
 def state():
     return [inspect.getattr_static(owner, name) for owner, name in PATCHED]
+
+
+def fail(*args):
+    raise RuntimeError("broken")
 
 
 def config(**changes):
@@ -236,6 +243,72 @@ def test_a_sequence_that_does_not_divide_is_refused():
 def test_an_unknown_signature_names_version_and_symbol():
     with pytest.raises(RuntimeError, match=r"Megatron-Core \d+\.\d+.*some_function.*cp_group"):
         require_parameters(lambda batch: None, ["batch", "cp_group"], "some_function")
+
+
+@pytest.mark.parametrize("failing", ["guard_other_cuts", "rope_patches"])
+@pytest.mark.parametrize(
+    "enter",
+    [
+        lambda layout, model: burst.install(layout),
+        lambda layout, model: burst.configure(model, mb.BurstConfig(layout=layout)),
+    ],
+    ids=["install", "configure"],
+)
+def test_an_error_of_a_layouts_patches_changes_nothing(monkeypatch, enter, failing):
+    burst.install()
+    before, model = state(), config()
+    home = {"guard_other_cuts": other_cuts, "rope_patches": rope}[failing]
+    with monkeypatch.context() as broken:
+        broken.setattr(home, failing, fail)
+        with pytest.raises(RuntimeError, match="broken"):
+            enter("striped", model)
+    assert state() == before
+    assert burst.installed_layout() is None
+    burst.configure(model, mb.BurstConfig(layout="contiguous"))  # a run has one layout
+    assert burst.installed_layout() == "contiguous"
+
+
+def test_an_error_of_a_plugin_leaves_run_and_configuration_as_they_were(monkeypatch):
+    """Also what other plugins changed before: one of them failed, so none has configured."""
+
+    def changes(patches, model, _):
+        patches.run.plugins["changes"] = model.cp_comm_type = "changed"
+
+    def with_hooks(name):
+        return [("changes", changes), ("fails", fail)] if name == "configured" else hooked(name)
+
+    hooked = registry.hooked
+    burst.install()
+    before, model = state(), config(calculate_per_token_loss=True)
+    settings, run = copy.copy(vars(model)), patching.run_state()
+    values = copy.deepcopy(vars(run))
+    with monkeypatch.context() as broken:
+        broken.setattr(registry, "hooked", with_hooks)
+        with pytest.raises(RuntimeError, match="broken"):
+            burst.configure(model, mb.BurstConfig(layout="balanced", pack="documents"))
+    assert vars(model) == settings
+    assert patching.run_state() is run
+    assert vars(run) == values
+    assert state() == before
+
+
+def test_an_error_between_opened_seams_closes_them(monkeypatch):
+    home = types.ModuleType("home")
+    vars(home)["f"] = decorated = seam(lambda: "bare")
+    place = SeamPlace("slicing", "home", "f")
+    monkeypatch.setitem(sys.modules, "home", home)
+    monkeypatch.setattr(patching, "PLACES", (place,))
+    patches = patching.PatchSet("seams")
+
+    def break_halfway():
+        with patching.opened(patches):
+            patches.wrap(home, "f", [], lambda original: "replaced")
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        break_halfway()
+    assert home.f is decorated
+    assert home.f() == "bare"
 
 
 def test_a_set_of_patches_is_applied_whole_or_not_at_all():

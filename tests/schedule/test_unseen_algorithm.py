@@ -26,12 +26,13 @@ import megatron_burst as mb
 from megatron_burst.autotune.rates import Rates
 from megatron_burst.autotune.simulator import pass_time
 from megatron_burst.cli import main as cli
+from megatron_burst.planning import build
 from megatron_burst.plugins.testing import in_process
 from megatron_burst.plugins.tools import show
 from megatron_burst.schedule.algorithms import ALGORITHMS, Algorithm, direct
 from megatron_burst.schedule.demand import RowBytes, visibility_of
 from megatron_burst.schedule.rings import backward, forward
-from megatron_burst.schedule.tables import ALL, FAMILIES, Grid, Pairs, Tables, Transfers
+from megatron_burst.schedule.tables import ALL, FAMILIES, Chunk, Grid, Hop, Pairs, Tables, Transfers
 
 FORWARD, BACKWARD = RowBytes(kv=2, query=1, dkv=0, dquery=0, out=3), RowBytes(2, 4, 4, 2)
 
@@ -170,6 +171,44 @@ def test_an_unknown_name_is_refused_with_the_names_of_now():
     one = case((1, 2), "zigzag", "full")
     with pytest.raises(ValueError, match=r"algorithm must be one of burst, .*detour, .*got 'tour'"):
         cases.run_in_process(one._replace(algorithm="tour"))
+
+
+def test_a_part_with_visible_rows_of_another_pair_is_an_error(monkeypatch):
+    """Its rows would be computed twice: a kernel call computes whole parts."""
+
+    def twice(demand):
+        keys = demand.visibility.keys.split(2)
+        tables = direct.tables(replace(demand, visibility=replace(demand.visibility, keys=keys)))
+        pairs = tables.pairs
+        others = pairs.query != pairs.key
+        halves = [pairs._replace(key_rows=np.where(others, half, ALL)) for half in (1, 2)]
+        own, first, second = (
+            [column[rows] for column in part]
+            for part, rows in ((pairs, ~others), (halves[0], others), (halves[1], others))
+        )
+        columns = map(np.concatenate, zip(own, first, second, strict=True))
+        return tables._replace(pairs=Pairs(*columns))
+
+    monkeypatch.setitem(ALGORITHMS, "twice", Algorithm(twice))
+    with pytest.raises(ValueError, match=r"visible rows that are not in its pair: .* are \(Pair"):
+        cases.run_in_process(case((1, 3), "zigzag", "full")._replace(algorithm="twice", side="kv"))
+
+
+@pytest.mark.parametrize(
+    "held", [(7, 11), (), (1,)], ids=["in two messages", "in none", "only some"]
+)
+def test_rows_that_are_sent_are_in_one_chunk(held):
+    chunks = [Chunk("kv", 0, rows) for rows in held]
+    rows = build._PassRows(
+        "forward",
+        1,
+        {("kv", 0): chunks},
+        set(chunks),
+        {},
+        build.RowMaps(forward("detour", Grid(1, 3)).tables),
+    )
+    with pytest.raises(AssertionError, match=r"rank 1 cannot send Chunk\(.*owner=0, rows=3\)"):
+        rows.payload(Hop(Chunk("kv", 0, 3), 1, 2, "flat", "intra", 1, 2))
 
 
 # --- forecast and show ----------------------------------------------------------------------

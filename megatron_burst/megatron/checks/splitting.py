@@ -157,7 +157,9 @@ def two_layout_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
             flag = f"--burst-attention-layout {burst.attention_layout}"
             yield needs_ranks(flag, config, burst, ("--burst-attention-layout",))
         return
-    if getattr(config, "burst", None) != burst:  # `configure` has not read Megatron's settings yet
+    yield from _partition_problems(config)
+    # After `configure`, `layout_choice.one_layout` has replaced the two layouts of Megatron.
+    if getattr(config, "burst", None) != burst or burst.layout not in STREAMS:
         yield from _contradictions(config, burst)
     if burst.attention_layout not in (None, burst.layout):
         flag = f"--burst-attention-layout {burst.attention_layout}"
@@ -165,7 +167,7 @@ def two_layout_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
         yield from excluded_options("attention_layout", flag, burst)
 
 
-def _contradictions(config: Any, burst: BurstConfig) -> Iterator[Problem]:
+def _partition_problems(config: Any) -> Iterator[Problem]:
     mode = getattr(config, PARTITION, None)
     if mode not in (None, "zigzag"):
         yield Problem(
@@ -174,6 +176,9 @@ def _contradictions(config: Any, burst: BurstConfig) -> Iterator[Problem]:
             add=RunLayouts("contiguous", "zigzag").flags,
             remove=("--cp-partition-mode",),
         )
+
+
+def _contradictions(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     selected, layouts = megatrons_layouts(config), layouts_of(burst)
     if selected is not None and selected != layouts:
         yield Problem(
