@@ -38,4 +38,8 @@ class RecentCache(dict[Any, Any]):
 
     def of(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return the value of a key; if the key is missing, add and return the result of `make`."""
-        return self.find(key) if key in self else self.keep(key, make())
+        with self._lock:
+            if key in self:
+                value = self[key] = self.pop(key)
+                return value
+        return self.keep(key, make())

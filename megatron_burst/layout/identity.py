@@ -19,13 +19,16 @@ import numpy as np
 def complete_text_of(value: Any) -> str:
     """Return a text that two values share only if they are equal.
 
-    The text of an array has a digest of all its elements. The text of a dataclass has all fields
+    Masks and layouts of this package have a complete `repr`, which is their text. The text of an
+    array has a digest of all its elements. The text of a dataclass has all fields
     except those with `compare=False`, and its `repr` if the class defines one. The text of another
     object is its `repr`, with complete arrays.
 
     Args:
         value: A mask, a layout, or a value of one of their fields.
     """
+    if type(value).__module__.startswith(f"{__name__.partition('.')[0]}."):
+        return repr(value)
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         digest = hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=16)
         return f"array({value.dtype}, {value.shape}, {digest.hexdigest()})"
