@@ -20,9 +20,9 @@ def complete_text_of(value: Any) -> str:
     """Return a text that two values share only if they are equal.
 
     Masks and layouts of this package have a complete `repr`, which is their text. The text of an
-    array has a digest of all its elements. The text of a dataclass has all fields
-    except those with `compare=False`, and its `repr` if the class defines one. The text of another
-    object is its `repr`, with complete arrays.
+    array has a digest of all its elements. The text of a dataclass has all fields except those with
+    `compare=False`, and its `repr` if the class defines one. The text of another object is its
+    `repr`, with complete arrays.
 
     Args:
         value: A mask, a layout, or a value of one of their fields.
