@@ -194,7 +194,7 @@ def check(
     scale = q.shape[-1] ** -0.5 if options.softmax_scale is None else float(options.softmax_scale)
     resolved = replace(
         options, layout=layout, key_layout=key_layout, mask=mask, softmax_scale=scale,
-        softcap=softcap, store=options.store or None,
+        softcap=softcap, store=float(options.store) if options.store else None,
         # With algorithm "auto" these are resolved later, like the algorithm.
         grad_wire_dtype="auto" if options.grad_wire_dtype == "auto" else wire_dtype,
         head_chunks=options.head_chunks or (None if options.algorithm == "auto" else 1),

@@ -61,7 +61,9 @@ def test_numbers_of_ranks_may_be_integers_or_floats():
     asked = {"groups": groups, "kernel": "reference"}
     tensors = [[x] * 2 for x in qkv()]
     plans = [
-        in_process.prepare(*tensors, softcap=kind(30), softmax_scale=kind(2), **asked)
+        in_process.prepare(
+            *tensors, softcap=kind(30), softmax_scale=kind(2), store=kind(1), **asked
+        )
         for kind in (int, float)
     ]
     assert repr(plans[0].facts) == repr(plans[1].facts)  # ranks compare the text

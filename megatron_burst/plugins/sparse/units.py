@@ -38,7 +38,7 @@ class UnitLayout(Layout):
         self.of, self.block, self.name = of, block, of.name
 
     def __repr__(self) -> str:
-        return f"UnitLayout({self.of!r}, {self.block})"
+        return f"UnitLayout({self.of.complete_text}, {self.block})"
 
     def describe(self) -> str:
         return f"{self.of.describe()}, units of {self.block}"
