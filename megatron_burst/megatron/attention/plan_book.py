@@ -187,7 +187,7 @@ class LayerKind:
         """Return the operation for q [s, b, h, d], k [s, b, g, d], v [s, b, g, w]; see `Kind`."""
         keywords = self.burst.keywords()
         if not self.selects:
-            keywords |= book.chosen.get(self._choice_key(tensors), {})
+            keywords |= book.chosen.get(LayerCall.of(self, rows, tensors), {})
         mask = own
         if mask is None:
             mask = Causal() if self.causal else Full()
@@ -215,8 +215,6 @@ class LayerKind:
         """Log the first plan of the run and each algorithm that "auto" selects; see `Kind.log`."""
         if self.selects:
             return
-        if plan.choice is not None:
-            book.chosen[self._choice_key(tensors)] = plan.choice.call
         automatic = self.burst.algorithm == "auto"
         subject = (self.window if own is None else own.complete_text), plan.algorithm
         if book.startup is None:
@@ -239,9 +237,6 @@ class LayerKind:
         book.communicators = book.groups.communicators
         if plan.choice is not None:
             book.logged.add(subject)
-
-    def _choice_key(self, tensors: Tensors) -> tuple:
-        return self, *(t.shape for t in tensors.values())
 
     def layers(self) -> str:
         """Return a description of the layers of this kind, for the log.
@@ -326,7 +321,7 @@ class PlanBook:
         startup: The log line of the first plan of softmax attention; None before this plan.
         communicators: The description of the rings' communicators that was last logged.
         logged: Keys of lines that were logged: kinds of layers, or choices of "auto".
-        chosen: The options that "auto" selected, by kind and shapes of q, k and v.
+        chosen: The options that "auto" selected, by call.
         micro_batch_books: Books of groups that hold single micro-batches of the same layers, by the
             global ranks of the group.
         ahead: Plans of later micro-batches, which a thread makes.
@@ -337,7 +332,7 @@ class PlanBook:
     startup: str | None = None
     communicators: str = ""
     logged: set[Hashable] = field(default_factory=set)
-    chosen: dict[tuple, AttentionKeywords] = field(default_factory=dict)
+    chosen: dict[LayerCall, AttentionKeywords] = field(default_factory=dict)
     micro_batch_books: dict[tuple[int, ...], PlanBook] = field(default_factory=dict)
     ahead: PlansAhead = field(default_factory=PlansAhead)
     _lowest: dict[Hashable, int] = field(default_factory=dict)
@@ -461,6 +456,8 @@ class PlanBook:
         if self.metrics is not None:
             build = self.metrics.timed(build)
         plan = prepared(operation, build)
+        if isinstance(plan, Plan) and plan.choice is not None:
+            self.chosen[call] = plan.choice.call  # for later batches
         call.kind.log(self, plan, tensors, pack, own)
         return plan
 
