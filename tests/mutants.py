@@ -606,7 +606,7 @@ MUTANTS = [
            "a rank that cannot build its plan leaves the others waiting"),
     Mutant("megatron/attention/plans_ahead.py", "if facts != identity(request.facts):",
            "if facts is None:", "a plan for other facts is used"),
-    Mutant("comm/consensus.py", "{name} {_complete(value)}", "{name} {value!r}",
+    Mutant("comm/consensus.py", "{name} {text_of_fact(value)}", "{name} {value!r}",
            "ranks with other long tables agree"),
     Mutant("megatron/attention/plan_book.py", "kind.stand_in(name in needs_grad)",
            "kind.stand_in(False)", "plans of linear layers that are made ahead fit no forward"),

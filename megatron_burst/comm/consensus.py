@@ -15,6 +15,8 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 
+from ..layout.identity import text_of_fact
+
 FIELDS = 32
 TEXT = 1024
 LONGEST = 160  # maximum characters of a quoted value
@@ -84,15 +86,9 @@ def agree(facts: Facts | ValueError, gather: Callable[[torch.Tensor], list[torch
 
 def identity(facts: Facts) -> int:
     """Return an int64 digest of the facts; it is equal on ranks with equal facts."""
-    text = repr([(name, _complete(value)) for name, value in facts.items()])
+    text = repr([(name, text_of_fact(value)) for name, value in facts.items()])
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
-
-
-def _complete(value: object) -> str:
-    """Return the text of a fact that ranks compare; a repr may abbreviate long arrays."""
-    text = getattr(value, "complete_text", None)  # of masks and layouts
-    return text if isinstance(text, str) else repr(value)
 
 
 class _Header(NamedTuple):
@@ -112,7 +108,7 @@ def _pack(fact: Facts | ValueError) -> torch.Tensor:
         texts = complete = [str(fact)]
     else:
         texts = [f"{name} {value!r}" for name, value in fact.items()]
-        complete = [f"{name} {_complete(value)}" for name, value in fact.items()]
+        complete = [f"{name} {text_of_fact(value)}" for name, value in fact.items()]
     together = -(-len(texts) // (FIELDS - 1))  # facts per field
     if together > 1:
         starts = range(0, len(texts), together)

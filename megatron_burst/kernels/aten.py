@@ -91,9 +91,8 @@ class AtenKernel:
     def _joined_work(self, part: Tile | JoinedTiles) -> TileWork:
         if isinstance(part, Tile):
             return self.tile_work(part)
-        separate, whole = self._single_tiles(part.tiles), part.lengths.total is not None
         work = TileWork.of(part.span, lengths=part.lengths)
-        return work._replace(separate=separate, whole=whole)
+        return work._replace(separate=self._single_tiles(part.tiles))
 
     def _single_tiles(self, tiles: Tiles) -> TileWorks:
         if len(tiles) <= _KEPT_TILES:
@@ -130,18 +129,19 @@ class AtenKernel:
             q, k, v = _padded(q, width), _padded(k, width), _padded(v, value_pad)
         q, k, v = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
         for item in _calls(work, q, k, v):
-            rows, columns = item.tile.rows, item.tile.columns
-            r, c = (_ALL, _ALL) if item.whole else (rows, columns)
+            rows, columns, lengths = item.tile.rows, item.tile.columns, item.visibility.lengths
+            whole = lengths is not None and lengths.total is not None
+            r, c = (_ALL, _ALL) if whole else (rows, columns)
             inputs = q[:, :, r], k[:, :, c], v[:, :, c]
             part, stats = self.operator.forward(*inputs, item.visible(q), scoring.scale)
-            if item.whole:
+            if whole:
                 part, stats = part[:, :, rows], stats[:, :, rows]
             # `merge_` skips rows with lse -inf. For a row that a bias hides entirely, operators
             # return lse 0, which would count like a key. For a row without columns, they return an
             # undefined lse.
             blind = item.blind
-            if item.lengths is not None and item.lengths.idle:
-                *_, blind = item.lengths.on(stats.device)
+            if lengths is not None and lengths.idle:
+                *_, blind = lengths.on(stats.device)
             if blind is not None:
                 stats = stats.masked_fill(blind, float("-inf"))
             part = part.permute(2, 0, 1, 3)  # back to [s, b, h, w]
@@ -178,7 +178,9 @@ class AtenKernel:
         totals: tuple[torch.Tensor | None, ...] = (dq, dk, dv)
         for item in _calls(work, q, k, v):
             parts = item.tile.rows, item.tile.columns, item.tile.columns
-            r, c = (_ALL, _ALL) if item.whole else parts[:2]
+            lengths = item.visibility.lengths
+            whole = lengths is not None and lengths.total is not None
+            r, c = (_ALL, _ALL) if whole else parts[:2]
             stats = lse[:, :, r]
             # lse covers the whole sequence: it is -inf only in rows that attend to no key, where
             # exp(-inf - -inf) would be NaN. With 0, their probabilities are exp(-inf) = 0.
@@ -189,7 +191,7 @@ class AtenKernel:
             # Add in the accumulation dtype; the gradients of the operator have the dtype of q.
             for total, grad, part in zip(totals, grads, parts, strict=True):
                 if total is not None:
-                    grad = (grad[:, :, part] if item.whole else grad).permute(2, 0, 1, 3)
+                    grad = (grad[:, :, part] if whole else grad).permute(2, 0, 1, 3)
                     if grad.shape[-1] != total.shape[-1]:  # padding
                         grad = grad[..., : total.shape[-1]]
                     # `total[part] +=` would also copy the sum onto itself.
@@ -209,19 +211,15 @@ class TileWork(NamedTuple):
             table of pairs.
         blind: bool [rows], True for rows of the tile that see no column; None if there are no such
             rows.
-        lengths: Rows and columns of each joined tile; None for a single tile.
         separate: One plan per joined tile. These plans are used if the operator cannot compute
-            sequences of the given `lengths` with these tensors.
-        whole: True if the operator gets whole shards, see `Lengths.total`.
+            sequences of the lengths in `visibility` with these tensors.
     """
 
     tile: Tile
     visibility: TileVisibility
     hidden: torch.Tensor | None = None
     blind: torch.Tensor | None = None
-    lengths: Lengths | None = None
     separate: Iterable[TileWork] = ()
-    whole: bool = False
 
     @classmethod
     def of(
@@ -240,9 +238,7 @@ class TileWork(NamedTuple):
         if window is not None and lengths is None:
             rows, columns = tile.shape
             window = window.left + columns - rows, window.right + rows - columns
-        return cls(
-            tile, TileVisibility(tile.triangle, None, window, lengths, blocks), lengths=lengths
-        )
+        return cls(tile, TileVisibility(tile.triangle, None, window, lengths, blocks))
 
     def visible(self, q: torch.Tensor) -> TileVisibility:
         """Return the visible pairs as the operator's argument, with a bias in the dtype of q."""
@@ -285,7 +281,8 @@ def _calls(
     every tile is a separate call.
     """
     for work_item in work:
-        if work_item.lengths is None or work_item.lengths.fit(q, k, v):
+        lengths = work_item.visibility.lengths
+        if lengths is None or lengths.fit(q, k, v):
             yield work_item
         else:
             yield from work_item.separate

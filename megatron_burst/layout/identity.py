@@ -16,19 +16,41 @@ from typing import Any
 import numpy as np
 
 
+class ComparedByText:
+    """Base class of masks and layouts, which are equal if their complete texts are equal."""
+
+    @property
+    def complete_text(self) -> str:
+        """Text that two objects share only if they are equal.
+
+        Masks and layouts of this package have a complete `repr`, which is their text.
+        """
+        if type(self).__module__.startswith(f"{__name__.partition('.')[0]}."):
+            return repr(self)
+        return complete_text_of(self)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ComparedByText) and self.complete_text == other.complete_text
+
+    def __hash__(self) -> int:
+        return hash(self.complete_text)
+
+
+def text_of_fact(value: object) -> str:
+    """Return the text of a value that ranks compare: a complete text, or the `repr`."""
+    return value.complete_text if isinstance(value, ComparedByText) else repr(value)
+
+
 def complete_text_of(value: Any) -> str:
     """Return a text that two values share only if they are equal.
 
-    Masks and layouts of this package have a complete `repr`, which is their text. The text of an
-    array has a digest of all its elements. The text of a dataclass has all fields except those with
-    `compare=False`, and its `repr` if the class defines one. The text of another object is its
-    `repr`, with complete arrays.
+    The text of an array has a digest of all its elements. The text of a dataclass has all fields
+    except those with `compare=False`, and its `repr` if the class defines one. The text of another
+    object is its `repr`, with complete arrays.
 
     Args:
         value: A mask, a layout, or a value of one of their fields.
     """
-    if type(value).__module__.startswith(f"{__name__.partition('.')[0]}."):
-        return repr(value)
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         digest = hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=16)
         return f"array({value.dtype}, {value.shape}, {digest.hexdigest()})"
@@ -53,8 +75,7 @@ def complete_text_of(value: Any) -> str:
 
 
 def _nested(value: Any) -> str:
-    text = getattr(value, "complete_text", None)  # of masks and layouts
-    return text if isinstance(text, str) else complete_text_of(value)
+    return value.complete_text if isinstance(value, ComparedByText) else complete_text_of(value)
 
 
 def _repr(value: Any) -> str:

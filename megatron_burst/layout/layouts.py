@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from .identity import complete_text_of
+from .identity import ComparedByText
 
 LayoutName = Literal["contiguous", "striped", "zigzag", "block_striped", "balanced"]
 NAMES: tuple[LayoutName, ...] = get_args(LayoutName)
@@ -241,7 +241,7 @@ def padding_documents(padding: Iterable[int], documents: int) -> tuple[int, ...]
     return indices
 
 
-class Layout:
+class Layout(ComparedByText):
     """Base class of layouts, which assign the positions of a sequence to `cp_size` ranks.
 
     Subclasses define `name`, `pieces_per_rank` and `_spans`.
@@ -260,17 +260,6 @@ class Layout:
         self.cp_size = integer("cp_size", cp_size)
         if self.cp_size < 1:
             raise ValueError(f"cp_size must be at least 1, got {cp_size}")
-
-    @property
-    def complete_text(self) -> str:
-        """Text that two layouts share only if they are equal; see `layout.identity`."""
-        return complete_text_of(self)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Layout) and self.complete_text == other.complete_text
-
-    def __hash__(self) -> int:
-        return hash(self.complete_text)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(cp_size={self.cp_size})"

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..layout import Span, Spans
-from ..layout.identity import complete_text_of
+from ..layout.identity import ComparedByText
 
 FAR = 1 << 60  # larger than any distance of two positions
 
@@ -136,7 +136,7 @@ class UsedRows(NamedTuple):
     k_stop: np.ndarray
 
 
-class Mask:
+class Mask(ComparedByText):
     """Base class of masks. A custom mask defines `visible`, and usually `cover`.
 
     Attributes:
@@ -306,17 +306,6 @@ class Mask:
 
     def __or__(self, other: Mask) -> Mask:
         return _Or(self, other)
-
-    @property
-    def complete_text(self) -> str:
-        """Text that two masks share only if they are equal; see `layout.identity`."""
-        return complete_text_of(self)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mask) and self.complete_text == other.complete_text
-
-    def __hash__(self) -> int:
-        return hash(self.complete_text)
 
     def __bool__(self) -> bool:
         raise TypeError("a mask has no truth value: combine masks with & and |, compare with `is`")

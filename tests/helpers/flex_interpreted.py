@@ -31,7 +31,8 @@ BLIND = np.random.default_rng(0).random((N, N)) < 0.3
 BLIND[40:60], BLIND[:, 130:] = False, False
 CASES = {
     "full": (mb.masks.Full(), np.ones((N, N), dtype=bool), {}),
-    "window": (mb.masks.Window(30, 0), (KEY <= QUERY) & (QUERY - KEY <= 30), {"heads": (2, 1)}),
+    "causal": (mb.masks.Causal(), KEY <= QUERY, {"heads": (2, 1)}),
+    "window": (mb.masks.Window(30, 0), (KEY <= QUERY) & (QUERY - KEY <= 30), {"batch": 2}),
     "documents": (
         mb.masks.Documents(BOUNDS) & mb.masks.Causal(),
         (NUMBER[:, None] == NUMBER) & (KEY <= QUERY),
@@ -39,7 +40,7 @@ CASES = {
     ),
     "table": (mb.masks.Dense(BLIND), BLIND, {}),
     "softcap": (mb.masks.Tree(OUT), (KEY <= QUERY) & (OUT[None, :] > QUERY), {"softcap": 0.7}),
-    "half": (mb.masks.Causal(), KEY <= QUERY, {"dtype": torch.float16, "batch": 2}),
+    "half": (mb.masks.Causal(), KEY <= QUERY, {"dtype": torch.float16}),
 }
 programs = []
 

@@ -192,13 +192,13 @@ def test_a_batch_is_computed_document_by_document(stand_in, monkeypatch):
     assert sum(len(tuple(item.separate)) for item in work) == len(ENDS) - 1
     one = torch.empty(1, 2, 1100, 8, device="meta")
     for item in work:
-        assert item.lengths.fit(one, one, one)
+        assert item.visibility.lengths.fit(one, one, one)
         two = torch.empty(2, 2, 1100, 8, device="meta")
         wide = torch.empty(1, 2, 1100, 192, device="meta")
         large = torch.empty(1100, 1, 2**21, 8, device="meta").permute(1, 2, 0, 3)[:, :2]
         for x in (two, wide, large):
-            assert not item.lengths.fit(x, x, x)
-        assert not item.lengths.fit(one, one, wide)
+            assert not item.visibility.lengths.fit(x, x, x)
+        assert not item.visibility.lengths.fit(one, one, wide)
     monkeypatch.setattr(operators_cuda, "_no_sequences", lambda device: "none")
     assert len(made().works_for(mask, [(spans, spans)])[0]) == len(ENDS) - 1
 
@@ -206,7 +206,7 @@ def test_a_batch_is_computed_document_by_document(stand_in, monkeypatch):
 def test_masks_that_repeat_keep_calls_without_sequences(stand_in):
     for mask in (Full(), Causal()):
         (item,) = made().works_for(mask, [([Span(0, 1, 64)], [Span(0, 1, 64)])])[0]
-        assert item.lengths is None
+        assert item.visibility.lengths is None
 
 
 def lengths_of(pack, rows):

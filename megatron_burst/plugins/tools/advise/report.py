@@ -310,7 +310,7 @@ def _show_flags(console: Console, advice: Advice, command: Sequence[str]) -> Non
     console.print(Text(f"\n{head}", style="bold"))
     if not command:
         lines = [*launched(advice.cluster, script_of(advice.model)), *lines]
-        if not advice.best.run.relay_stream:
+        if advice.best.run.sets_one_queue:
             console.print("  export CUDA_DEVICE_MAX_CONNECTIONS=1  # required before Blackwell")
     for index, line in enumerate(lines):
         continuation = " \\" if index < len(lines) - 1 else ""

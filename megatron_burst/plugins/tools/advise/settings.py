@@ -52,7 +52,7 @@ class Settings:
         route: "ring": ranks forward chunks (rows of one rank) along the ring. "direct": the rank
             that owns a chunk sends it to each rank that needs it. "auto": the route with fewer
             bytes, as in training.
-        one_queue: Whether CUDA_DEVICE_MAX_CONNECTIONS is 1; see `Gpu.one_queue`.
+        one_queue: Whether the GPU requires one hardware queue; see `Gpu.one_queue`.
         gathered: Number of layers whose parameters are gathered at the same time with `fsdp`
             (ZeRO-3).
         chunks_on_host: Whether queries, keys, values and results of all row chunks except two are
@@ -149,9 +149,14 @@ class Settings:
         return offloaded and self.sequence_chunks > 1 and self.cp > self.ulysses
 
     @property
+    def sets_one_queue(self) -> bool:
+        """True if CUDA_DEVICE_MAX_CONNECTIONS is 1. Megatron refuses this value with FSDP."""
+        return self.one_queue and not self.fsdp
+
+    @property
     def relay_stream(self) -> bool:
         """True if attention sends received rows on a stream of their own; see `comm.relays`."""
-        return self.path == "gpu" and (self.fsdp or not self.one_queue)
+        return self.path == "gpu" and not self.sets_one_queue
 
     def uniform(self) -> Settings:
         """Return the settings with `algorithm` for all layers."""

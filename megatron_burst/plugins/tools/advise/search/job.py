@@ -127,10 +127,9 @@ def job_of(
         time="".join(f"{line}\n" for line in _time(step[1], train_iters)),
         directives=DIRECTIVES,
         script=script_of(model),
-        # Megatron refuses this variable with FSDP. Without it, attention uses a relay stream.
-        connections=""
-        if run.relay_stream
-        else "export CUDA_DEVICE_MAX_CONNECTIONS=1 # required before Blackwell\n",
+        connections="export CUDA_DEVICE_MAX_CONNECTIONS=1 # required before Blackwell\n"
+        if run.sets_one_queue
+        else "",
         save=SAVE,
         launch=LAUNCH,
         doctor=DOCTOR.format(tp=run.tp, cp=run.cp) if run.cp > 1 else ONE_RANK,
