@@ -19,7 +19,8 @@ needs seconds; `install` imports it.
 The modules, from the lowest level: `patching` replaces functions of Megatron and restores them;
 `checks/` refuses unsupported settings; `data/` cuts batches; `attention/` has core attention,
 process groups and plans; `linear/` passes states of linear attention between ranks; `lm_head/`
-has the fused LM head and loss; `packing/` repacks the documents of a step; `training` connects
+has the fused LM head and loss; `packing/` repacks the documents of a step; `run_options`
+completes the options of a run; `configuration` selects attention for a model; `training` connects
 Megatron-LM's command line; `install` applies all patches. Plugins add offload to host memory, row
 chunks and tiles (`longseq`), sparse attention (`sparse`) and images (`vision`).
 """
@@ -30,8 +31,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .attention.plan_book import startup_line
+from .configuration import configure
 from .data.cut import installed_layout
-from .install import configure, install, uninstall
+from .install import install, uninstall
 from .lm_head import startup_line as lm_head_line
 from .patching import training_available
 from .users_mask import MaskBatch, MaskLayer

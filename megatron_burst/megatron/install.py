@@ -1,26 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Installation of BurstAttention into Megatron, and selection of BurstAttention for a model.
-
-This module decides which functions of Megatron are replaced, and ensures that a run has one layout:
-Megatron slices batches and caches rotary embeddings independently of the model that reads them.
-"""
+"""Installation of BurstAttention into Megatron: which functions of Megatron are replaced."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from .. import registry
 from ..config import BurstConfig
 from ..layout import LayoutName
 from . import patching
-from .checks.config import configuration_problems
-from .checks.problem import Problem, refuse
-from .checks.splitting import OLDEST
-from .data.cut import cut_for, set_cut
-from .layout_choice import log_choice, one_layout, resolve_auto_layout
-from .patching import check_version, core_version
+from .configuration import fix_layout
+from .patching import HYBRID_SINCE, check_version, core_version
 
 _NAME = "burst"
 
@@ -59,7 +49,7 @@ def install(layout: LayoutName | None = None) -> None:
     if present is None:
         _patch(layout, layout is None and patching.training_available())
     elif layout is not None:
-        _fix_layout(present, layout)
+        fix_layout(present, layout)
     elif patching.training_available() and not present.run.for_scripts:
         raise ValueError(
             "install(layout=...) was called before, without flags for Megatron-LM's command line; "
@@ -80,7 +70,7 @@ def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
     from .training import TrainingHooks, load_training_modules
 
     linear_patches: list[Any] = []
-    if core_version() >= OLDEST:
+    if core_version() >= HYBRID_SINCE:
         from .linear import delta_net, mamba
 
         linear_patches = [delta_net.patch_heads, delta_net.patch, mamba.patch]
@@ -103,33 +93,9 @@ def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
         packing_step.patch(patches)
         patches.run.for_scripts = for_scripts
         if for_scripts:
-            TrainingHooks(patches, configure).patch()
+            TrainingHooks(patches).patch()
         if layout is not None:
-            _fix_layout(patches, layout)
-
-
-def _fix_layout(patches: patching.PatchSet, layout: str) -> None:
-    """Patch the functions that cut batches and rotary tables, and set the layout of the run."""
-    state = patches.run
-    if state.layout not in (None, layout):
-        raise ValueError(
-            f"--burst-layout {layout}: layout {state.layout!r} is installed, and a run has one "
-            "layout; call uninstall() first, and build the model again"
-        )
-    if not state.slicing_patched:
-        from .data.other_cuts import guard_other_cuts
-        from .data.rope import rope_patches
-        from .data.slicing import slicing_patches
-
-        with patches.undone_on_error():
-            with patching.opened(patches, "slicing"):
-                for wrap in slicing_patches(layout):
-                    patches.wrap(*wrap)
-            guard_other_cuts(patches, layout)
-            for wrap in rope_patches(layout):
-                patches.wrap(*wrap)
-        state.slicing_patched = True
-    state.layout = layout
+            fix_layout(patches, layout)
 
 
 def uninstall() -> bool:
@@ -138,79 +104,3 @@ def uninstall() -> bool:
     Models that were built before this call still work and keep their process groups.
     """
     return patching.remove(_NAME)
-
-
-def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None) -> Any:
-    """Select the attention of models that are built from a `TransformerConfig`.
-
-    Sets `config.burst`; copies of the configuration keep this attribute. Megatron's own attention
-    runs with algorithm "megatron". It also runs on one context-parallel rank, except with
-    `pack="trees"` or groups per micro-batch (`checks.splitting.uses_burst`).
-
-    An error changes nothing.
-
-    Args:
-        config: a `TransformerConfig`; changed.
-        burst: the options of the run.
-        seq_length: global sequence length in tokens; checked if given.
-
-    Returns:
-        `config`.
-
-    Raises:
-        ValueError: `install` was not called, or settings are not supported; the message lists all
-            unsupported settings.
-    """
-    return select_attention(config, burst, seq_length)
-
-
-def select_attention(
-    config: Any, burst: BurstConfig, seq_length: int | None, problems: Iterable[Problem] = ()
-) -> Any:
-    """Configure a model as in `configure`; the error also lists problems of the caller.
-
-    Args:
-        config: a `TransformerConfig`; changed.
-        burst: the options of the run.
-        seq_length: global sequence length in tokens; checked if given.
-        problems: problems that the caller has found.
-
-    Returns:
-        `config`.
-
-    Raises:
-        ValueError: See `configure`.
-    """
-    patches = patching.installed(_NAME)
-    if patches is None:
-        raise ValueError("megatron_burst is not installed: call install() before configure()")
-    burst, why = resolve_auto_layout(config, burst, seq_length)
-    log_choice(burst, why)
-    refuse([*problems, *configuration_problems(config, burst, seq_length)])
-    with _restored_on_error(patches, config):
-        if burst.algorithm != "megatron" or patches.run.layout is not None:
-            _fix_layout(patches, burst.layout)
-        if burst.algorithm != "megatron":
-            set_cut(patches, cut_for(config, burst))
-        if burst.pack == "documents":
-            patches.run.packs_documents = True
-        config.burst = burst
-        one_layout(config, burst)
-        for _, configured in registry.hooked("configured"):
-            configured(patches, config, burst)
-    return config
-
-
-@contextmanager
-def _restored_on_error(patches: patching.PatchSet, config: Any) -> Iterator[None]:
-    """Restore patches, the state of the run and `config` if the context raises an exception."""
-    run = patches.run
-    before = [(values, dict(values)) for values in (run.plugins, vars(run), vars(config))]
-    try:
-        with patches.undone_on_error():
-            yield
-    except BaseException:
-        for values, previous in before:
-            values.clear()
-            values.update(previous)
-        raise

@@ -230,6 +230,8 @@ def remove(name: str) -> bool:
 
 
 OLDEST = (0, 16)  # the oldest Megatron-Core that was tested
+# The first Megatron-Core whose layers of linear attention, Mamba and DSA are supported at CP > 1.
+HYBRID_SINCE = (0, 19)
 
 
 def core_version() -> tuple[int, ...]:

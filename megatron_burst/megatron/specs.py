@@ -20,9 +20,10 @@ from typing import Any
 from .. import flags
 from ..config import BurstConfig
 from .checks.config import backend_problems
-from .install import install, select_attention
-from .layout_choice import default_layouts, resolve_auto_layout
+from .configuration import select_attention
+from .install import install
 from .patching import log, require_function
+from .run_options import default_layouts, resolve_auto_layout
 
 
 def burst_layer_spec(
@@ -74,7 +75,7 @@ def choices_with_layout(choices: dict[str, Any], model: Any) -> BurstConfig:
 
     If `choices` names no layout, the layouts follow from the other options and from Megatron's own
     settings. "auto" is replaced by the layout that suits the model
-    (`layout_choice.resolve_auto_layout`).
+    (`run_options.resolve_auto_layout`).
 
     Args:
         choices: fields of `BurstConfig`.

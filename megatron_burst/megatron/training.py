@@ -28,15 +28,18 @@ from megatron.core import parallel_state
 
 from .. import flags
 from ..comm.consensus import agree
-from . import layout_choice, patching, step_metrics
+from . import patching, step_metrics
 from .attention.plan_book import splits_attention
 from .checks import command_line
 from .checks.cuda_graphs import contain_attention
 from .checks.problem import refuse
+from .configuration import select_attention
 from .data import datasets
 from .data.cut import compare_clusters, gather_from_all
 from .data.slicing import context_group
 from .patching import PatchSet, bound_to, log, show_log
+from .run_options import ParsedOptions, complete_arguments
+from .selection import splits_with_burst
 
 _SIZES = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
@@ -60,11 +63,9 @@ class TrainingHooks:
 
     Attributes:
         patches: The set of patches.
-        configure: Called as `configure(transformer_config, burst_config, seq_length=...)`.
     """
 
     patches: PatchSet
-    configure: Callable[..., Any]
 
     def patch(self) -> None:
         """Wrap the functions that a Megatron-LM script calls; imports `megatron.training`."""
@@ -111,10 +112,9 @@ class TrainingHooks:
     def validate_args(self, original: Callable, args: Any, *extra: Any, **named: Any) -> Any:
         """Refuse unsupported settings before Megatron does, whose errors rarely name a flag."""
         show_log(self.patches)
-        layout_choice.complete_arguments(args)
-        check_flags(args, sys.argv[1:])
-        self.patches.run.flags = _facts(args)
-        if command_line.selects_burst(args):
+        options = check_flags(args, sys.argv[1:])
+        self.patches.run.flags = _facts(args, options.settings)
+        if splits_with_burst(options.settings, options.burst):
             datasets.replace_masks(args, self.patches)
         result = original(args, *extra, **named)
         # A CUDA graph replays without Python, so nothing could be counted.
@@ -136,9 +136,9 @@ class TrainingHooks:
         algorithm = getattr(args, "context_parallel_algo", None)
         with patching.selecting_burst(algorithm not in (None, flags.OFF)):
             config = original(args, *extra, **named)
-        layout_choice.complete_arguments(args)
+        complete_arguments(args)  # of a checkpoint: `validate_args` did not see them
         length = getattr(args, "seq_length", None)
-        return self.configure(config, flags.burst_config(args), seq_length=length)
+        return select_attention(config, flags.burst_config(args), length)
 
     def check_checkpoint_args(
         self, original: Callable, checkpoint_args: Any, *extra: Any, **named: Any
@@ -161,24 +161,29 @@ def _escape_percent_signs(parser: argparse.ArgumentParser) -> None:
             action.help = str(action.help).replace("%", "%%")
 
 
-def check_flags(args: Any, argv: list[str]) -> None:
-    """Raise an error with all problems of parsed arguments, and log flags without effect.
+def check_flags(args: Any, argv: list[str]) -> ParsedOptions:
+    """Complete parsed arguments, and raise an error with all problems of the arguments.
+
+    Log flags without effect.
 
     Args:
-        args: arguments completed by `layout_choice.complete_arguments`.
+        args: parsed arguments; changed by `complete_arguments`.
         argv: the words of the command line.
 
     Raises:
         SettingsError: There are problems.
     """
-    refuse(command_line.problems(args, argv))
-    line = command_line.idle(args, argv)
+    options = complete_arguments(args)
+    settings, burst, errors = options
+    refuse(command_line.problems(settings, burst, argv, errors))
+    line = command_line.idle(settings, burst, argv)
     if line is not None:
         log(line)
+    return options
 
 
-def _facts(args: Any) -> dict[str, Any]:
-    settings = command_line.settings_of(args)
+def _facts(args: Any, settings: Any) -> dict[str, Any]:
+    """Return the flags and sizes that all ranks must have in common, by flag name."""
     sizes = {f"--{name.replace('_', '-')}": getattr(settings, name, None) for name in _SIZES}
     return flags.stated(args) | sizes
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from ..megatron import patching, specs
 from ..megatron.checks.problem import refuse
-from ..megatron.checks.splitting import uses_burst
 from ..megatron.data.cut import compare_clusters
 from ..megatron.patching import show_log
+from ..megatron.selection import uses_burst
 from . import own_attention, packed
 from .diffusion_models import diffusion_recipes
 from .kinds import translated, translating

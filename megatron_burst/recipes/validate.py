@@ -16,9 +16,9 @@ from ..megatron import patching, specs
 from ..megatron.checks.config import backend_problems, configuration_problems
 from ..megatron.checks.features import UNTESTED_FSDP
 from ..megatron.checks.problem import Problem, refuse
-from ..megatron.checks.splitting import uses_burst
 from ..megatron.data.cut import installed_layout
 from ..megatron.patching import check_version
+from ..megatron.selection import uses_burst
 from .diffusion_models import diffusion_recipes
 from .kinds import translating
 from .layers import fields_of, is_ours

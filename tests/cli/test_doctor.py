@@ -322,8 +322,8 @@ def test_the_doctor_knows_all_that_the_launcher_reads_of_the_arguments():
         vars(args).update(vars(values))
         assert not wrong
         flags.add_defaults(args)
-        with mock.patch.object(command_line, "settings_of", lambda args: args):
-            list(command_line.problems(args, words))
+        burst, errors = flags.options_and_errors(args)
+        list(command_line.problems(args, burst, words, errors))
         list(backend_problems(args, mb.BurstConfig()))
     assert {"cuda_graph_impl", "fp8", "spec", "mtp_hsm", "window_size"} < read
     assert read - known - NO_FLAG == set()

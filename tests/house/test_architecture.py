@@ -118,9 +118,9 @@ def test_imports_run_downwards(path):
 
 # The rooms within megatron/, and its files beside them, in the same order.
 IN_MEGATRON = (
-    "run_state", "patching", "homes", "step_metrics", "users_mask", "model_shape", "checks", "data",
-    "attention", "linear", "lm_head", "packing", "layout_choice",
-    "training", "install", "specs", "entrance", "__init__",
+    "run_state", "patching", "homes", "step_metrics", "users_mask", "model_shape", "selection",
+    "checks", "data", "attention", "linear", "lm_head", "packing", "layout_bytes", "run_options",
+    "configuration", "training", "install", "specs", "entrance", "__init__",
 )  # fmt: skip
 
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
+from parsed import problems_of
 
 import megatron_burst as mb
-from megatron_burst import flags
 from megatron_burst.megatron.checks import command_line
 from megatron_burst.megatron.checks.config import check_config, config_problems, kernel_problems
 from megatron_burst.megatron.checks.cuda_graphs import (
@@ -276,19 +276,19 @@ def test_largest_logits_need_a_kernel_that_tells_them(name):
 
 
 def test_flags_that_choose_a_kernel_of_other_attention_are_told_to_do_nothing():
-    args = SimpleNamespace(context_parallel_algo="burst", context_parallel_size=2)
-    line = command_line.idle(args, ["--attention-backend", "fused", "--flash-attention-version=3"])
+    args, burst = SimpleNamespace(context_parallel_size=2), mb.BurstConfig()
+    line = command_line.idle(
+        args, burst, ["--attention-backend", "fused", "--flash-attention-version=3"]
+    )
     assert line is not None
     assert line.startswith("--attention-backend, --flash-attention-version choose a kernel of")
-    assert command_line.idle(args, ["--burst-kernel", "aten"]) is None
+    assert command_line.idle(args, burst, ["--burst-kernel", "aten"]) is None
 
 
 def launch(**given):
     """Return the launcher's problems for these arguments, completed as in the launcher."""
     given = {"context_parallel_algo": "burst", "context_parallel_size": 2} | given
-    args = SimpleNamespace(**given)
-    flags.add_defaults(args)
-    return [*command_line.problems(args, [])]
+    return problems_of(SimpleNamespace(**given))
 
 
 @pytest.mark.parametrize("given", [{"cuda_graph_impl": "local"}, {"enable_cuda_graph": True}])

@@ -173,7 +173,7 @@ def test_files_that_cannot_serve(tmp_path):
 def by_flags():
     """Compare when Megatron-LM makes its groups; a second attempt raises again."""
     patches = PatchSet("burst", RunState(flags={"--burst-cluster": "mine.toml"}))
-    hooks = training.TrainingHooks(patches, configure=None)
+    hooks = training.TrainingHooks(patches)
     with suppress(ValueError):
         hooks.initialize_model_parallel(lambda: "made")
     return hooks.initialize_model_parallel(lambda: "made")

@@ -12,12 +12,12 @@ from typing import Literal
 
 import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
+from parsed import problems_of
 
 import megatron_burst as mb
 import megatron_burst.megatron as burst
 from megatron_burst import flags
-from megatron_burst.megatron import layout_choice
-from megatron_burst.megatron.checks import command_line
+from megatron_burst.megatron import layout_bytes, run_options
 from megatron_burst.megatron.checks.config import check_config
 
 CPLayout = Literal["contiguous", "zigzag"]
@@ -126,7 +126,7 @@ def arguments(line="", **settings):
     flags.add_flags(parser, algorithm=flags.OFF)
     args = parser.parse_args(["--context-parallel-algo", "burst", *line.split()])
     vars(args).update({"context_parallel_size": 2} | settings)
-    layout_choice.complete_arguments(args)
+    run_options.complete_arguments(args)
     return args
 
 
@@ -134,14 +134,14 @@ def test_a_command_line_takes_megatrons_settings_where_ours_are_not_given():
     args = arguments(linear_cp_layout="contiguous", attention_cp_layout="zigzag")
     assert flags.burst_config(args) == TWO_LAYOUTS
     same = arguments("--burst-layout zigzag", linear_cp_layout="contiguous")
-    said = "\n".join(map(str, command_line.problems(same, [])))
+    said = "\n".join(map(str, problems_of(same)))
     assert "--linear-cp-layout contiguous and --attention-cp-layout zigzag contradict" in said
-    assert not [p for p in command_line.problems(args, []) if "cp-layout" in str(p)]
+    assert not [p for p in problems_of(args) if "cp-layout" in str(p)]
 
 
 def test_a_wrong_layout_of_attention_is_refused_if_no_flag_names_the_layout():
     args = arguments("--burst-attention-layout zigzga")
-    said = "\n".join(map(str, command_line.problems(args, [])))
+    said = "\n".join(map(str, problems_of(args)))
     assert "attention_layout (--burst-attention-layout) must be one of" in said
 
 
@@ -179,7 +179,7 @@ def test_a_layout_that_nobody_named_is_one_that_works(more, settings, layouts, e
     said = [line for line in caplog.messages if "would select striped" in line]
     assert len(said) == (excluding is not None)
     assert all(excluding in line and store in line for line in said)
-    problems = [str(each) for each in command_line.problems(args, [])]
+    problems = [str(each) for each in problems_of(args)]
     if more == "--burst-layout striped":  # before 0.19 no layout carries states
         refused = "with --burst-layout striped", "requires Megatron-Core 0.19"
         assert any(words in problem for problem in problems for words in refused)
@@ -189,16 +189,16 @@ def test_a_layout_that_nobody_named_is_one_that_works(more, settings, layouts, e
 
 def test_bytes_by_hand():
     model = SimpleNamespace(**HYBRID)
-    layers = layout_choice.layers_of(model)
+    layers = layout_bytes.layers_of(model)
     assert layers == (2, 2, 1)
     delta_net = 4 * 4 * 16 * 8 + 2 * 3 * (2 * 2 * 8 + 4 * 16)
     mamba = 4 * 8 * 16 * 32 + 2 * 3 * (8 * 16 + 2 * 2 * 32)
     once = 3 * 2 * (delta_net + mamba)
-    assert layout_choice.traffic(model, layers, "zigzag", "zigzag", 64) == (2 * once, 0)
+    assert layout_bytes.traffic(model, layers, "zigzag", "zigzag", 64) == (2 * once, 0)
     # Ranks hold 2 x 8 rows: contiguous (0, 1), (2, 3), (4, 5), (6, 7), zigzag (0, 7), (1, 6),
     # (2, 5), (3, 4): only piece 0 stays, and piece 5, which rank 2 has in both.
     row = 2 * (64 + 32 + 32 + 64)
-    found = layout_choice.traffic(model, layers, "contiguous", "zigzag", 64)
+    found = layout_bytes.traffic(model, layers, "contiguous", "zigzag", 64)
     assert found == (once, 6 * 8 * row)
 
 
@@ -213,7 +213,7 @@ def test_bytes_by_hand():
 )
 def test_auto_takes_what_sends_fewer_bytes(length, pattern, expected):
     model = SimpleNamespace(**HYBRID | {"hybrid_layer_pattern": pattern})
-    found, why = layout_choice.resolve_auto_layout(model, mb.BurstConfig(layout="auto"), length)
+    found, why = run_options.resolve_auto_layout(model, mb.BurstConfig(layout="auto"), length)
     assert found == expected
     assert ("no layers of linear attention" if "*" * 2 in pattern else "KiB") in why
 
@@ -228,7 +228,7 @@ def test_auto_takes_what_sends_fewer_bytes(length, pattern, expected):
 )
 def test_auto_takes_zigzag_where_nothing_else_is_allowed(changed, choices, words):
     burst = mb.BurstConfig(layout="auto", **choices)
-    found, why = layout_choice.resolve_auto_layout(SimpleNamespace(**HYBRID | changed), burst, 64)
+    found, why = run_options.resolve_auto_layout(SimpleNamespace(**HYBRID | changed), burst, 64)
     assert (found.layout, found.attention_layout) == ("zigzag", None)
     assert words in why
 
@@ -236,10 +236,10 @@ def test_auto_takes_zigzag_where_nothing_else_is_allowed(changed, choices, words
 def test_auto_needs_to_know_what_it_counts():
     auto = mb.BurstConfig(layout="auto")
     with pytest.raises(ValueError, match=r"pass seq_length to configure"):
-        layout_choice.resolve_auto_layout(SimpleNamespace(**HYBRID), auto, None)
+        run_options.resolve_auto_layout(SimpleNamespace(**HYBRID), auto, None)
     unknown = SimpleNamespace(context_parallel_size=2, is_hybrid_model=True)
     with pytest.raises(ValueError, match="does not state its pattern"):
-        layout_choice.resolve_auto_layout(unknown, auto, 64)
+        run_options.resolve_auto_layout(unknown, auto, 64)
     with pytest.raises(ValueError, match=r"install\(layout='auto'\).*names the layout"):
         burst.install("auto")
 
@@ -258,4 +258,4 @@ def test_frequencies_say_which_layers_of_a_gpt_are_linear():
             num_layers=8, experimental_attention_variant="gated_delta_net",
             linear_attention_freq=frequency,
         )  # fmt: skip
-        assert layout_choice.layers_of(model) == (6, 0, 2)
+        assert layout_bytes.layers_of(model) == (6, 0, 2)

@@ -7,10 +7,11 @@ Runs of Megatron's own loop are in tests/megatron_lm/test_hybrid_training.py.
 import delta_net_ranks as ranks
 import pytest
 
-from megatron_burst.megatron.checks.splitting import OLDEST
-from megatron_burst.megatron.patching import core_version
+from megatron_burst.megatron.patching import HYBRID_SINCE, core_version
 
-pytestmark = pytest.mark.skipif(core_version() < OLDEST, reason="states are passed from 0.19 on")
+pytestmark = pytest.mark.skipif(
+    core_version() < HYBRID_SINCE, reason="states are passed from 0.19 on"
+)
 
 
 @pytest.fixture(scope="module")

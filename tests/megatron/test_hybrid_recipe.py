@@ -6,12 +6,11 @@ from types import SimpleNamespace
 import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_burst.megatron.checks.splitting import OLDEST
-from megatron_burst.megatron.patching import core_version
+from megatron_burst.megatron.patching import HYBRID_SINCE, core_version
 from megatron_burst.recipes import apply_burst, validate
 from megatron_burst.recipes.layers import burst_layer_spec
 
-OLD = core_version() < OLDEST
+OLD = core_version() < HYBRID_SINCE
 DELTA_NET = {"experimental_attention_variant": "gated_delta_net"}
 
 

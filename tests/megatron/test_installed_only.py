@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 import megatron_burst as mb
 import megatron_burst.megatron as burst
 from megatron_burst.megatron import patching
-from megatron_burst.megatron.checks.splitting import OLDEST
+from megatron_burst.megatron.patching import HYBRID_SINCE
 
 NAMES = {field.name for field in dataclasses.fields(MLATransformerConfig)}
 BASE = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
@@ -22,7 +22,7 @@ DSA = {
     "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 6,
 }  # fmt: skip
 
-new = pytest.mark.skipif(patching.core_version() < OLDEST, reason="both from 0.19 on")
+new = pytest.mark.skipif(patching.core_version() < HYBRID_SINCE, reason="both from 0.19 on")
 
 
 def configurations():

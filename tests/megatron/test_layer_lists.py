@@ -7,10 +7,10 @@ is refused.
 from types import SimpleNamespace
 
 import pytest
+from parsed import problems_of
 
 import megatron_burst as mb
-from megatron_burst.megatron import layout_choice
-from megatron_burst.megatron.checks import command_line
+from megatron_burst.megatron import layout_bytes
 from megatron_burst.megatron.checks.config import config_problems
 
 DELTA = {"experimental_attention_variant": "gated_delta_net", "window_size": None}
@@ -34,7 +34,7 @@ def test_lists_of_too_few_layers(changes, said):
     )
     told = [str(each) for each in config_problems(config, mb.BurstConfig())]
     assert sum(said in line for line in told) == 1
-    assert layout_choice.layers_of(config).softmax > 0  # raises nothing of its own
+    assert layout_bytes.layers_of(config).softmax > 0  # raises nothing of its own
 
 
 EXCHANGES = [
@@ -58,10 +58,7 @@ def test_a_list_on_the_command_line_is_refused_once():
     args = SimpleNamespace(
         context_parallel_size=2, cp_comm_type=["p2p", "a2a"], num_attention_heads=4, num_layers=2,
     )  # fmt: skip
-    from megatron_burst import flags
-
-    flags.add_defaults(args)
     args.context_parallel_algo = "burst"
-    found = command_line.problems(args, ["--cp-comm-type", "p2p", "a2a"])
+    found = problems_of(args, ["--cp-comm-type", "p2p", "a2a"])
     (told,) = (str(each) for each in found if "--cp-comm-type" in str(each))
     assert "--context-parallel-algo auto" in told

@@ -5,13 +5,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from test_checks import config
 
 import megatron_burst as mb
-from megatron_burst.megatron import layout_choice
-from megatron_burst.megatron.checks import splitting as checks
+from megatron_burst.megatron import layout_bytes
 from megatron_burst.megatron.checks.config import config_problems
 from megatron_burst.megatron.model_shape import ModelShape
-from megatron_burst.megatron.patching import core_version
+from megatron_burst.megatron.patching import HYBRID_SINCE, core_version
 
-NEW = core_version() >= checks.OLDEST
+NEW = core_version() >= HYBRID_SINCE
 # The layer's name until 0.19, and since.
 DELTA_NET = {
     "experimental_attention_variant": "gated_delta_net" if core_version() < (0, 20) else "gdn"
@@ -157,8 +156,8 @@ def test_kimi_k3_is_known_by_what_bridge_adds_to_its_configuration():
 @new
 def test_states_of_kimi_k3_count_where_the_layout_is_chosen():
     settings, _ = of_kimi()
-    layers = layout_choice.layers_of(settings)
+    layers = layout_bytes.layers_of(settings)
     assert layers == (3, 0, 1)
     # 4 heads with states of 8 x 8, and 3 rows of q, k and v, in fp32, once along two ranks.
     each = 4 * (4 * 8 * 8 + 3 * 3 * 4 * 8)
-    assert layout_choice.traffic(settings, layers, "contiguous", "contiguous", 64) == (3 * each, 0)
+    assert layout_bytes.traffic(settings, layers, "contiguous", "contiguous", 64) == (3 * each, 0)

@@ -20,14 +20,13 @@ import megatron_burst as mb
 import megatron_burst.megatron as burst
 from megatron_burst.megatron import homes
 from megatron_burst.megatron.attention import hooks
-from megatron_burst.megatron.checks.splitting import OLDEST
 from megatron_burst.megatron.data import slicing
 from megatron_burst.megatron.data.cut import BatchCut, group_of
 from megatron_burst.megatron.data.other_cuts import check_cut
 from megatron_burst.megatron.data.packed import packs
 from megatron_burst.megatron.lm_head import fused_loss
 from megatron_burst.megatron.lm_head.mtp import head_masks
-from megatron_burst.megatron.patching import core_version
+from megatron_burst.megatron.patching import HYBRID_SINCE, core_version
 from megatron_burst.recipes import ready_made
 
 FIRST = Group(0, 2)
@@ -344,7 +343,9 @@ def test_roll_tensor_of_the_branch_dev_shifts_several_tensors(monkeypatch):
         burst.uninstall()
 
 
-@pytest.mark.skipif(core_version() < OLDEST, reason="Megatron-Core 0.16 has no layers with states")
+@pytest.mark.skipif(
+    core_version() < HYBRID_SINCE, reason="Megatron-Core 0.16 has no layers with states"
+)
 def test_delta_nets_of_the_branch_dev_are_refused(monkeypatch):
     delta_nets = homes.module("gated_delta_net")
     family = next(cls for cls in delta_nets.GatedDeltaNet.__mro__ if "__init__" in vars(cls))

@@ -22,10 +22,10 @@ from ...megatron.checks import command_line
 from ...megatron.checks.command_line import RESET
 from ...megatron.checks.config import backend_problems, configuration_problems
 from ...megatron.checks.problem import Problem
-from ...megatron.checks.splitting import FLAG as LINEAR
-from ...megatron.checks.splitting import splits, splits_with_burst
-from ...megatron.layout_choice import complete_flags
+from ...megatron.checks.splitting import LINEAR_FLAG
 from ...megatron.model_shape import ModelShape
+from ...megatron.run_options import complete_flags, settings_of
+from ...megatron.selection import splits, splits_with_burst
 from ...units import byte_size
 from ..megatron_arguments import FLAGS, SIZES, MegatronCommand
 from ..parsers import nearest
@@ -201,14 +201,14 @@ def refusals(command: MegatronCommand, te: str | None) -> Iterator[Finding]:
         )
     elif command.ours and not refused and not unknown:
         if (
-            LINEAR in burst_flags
+            LINEAR_FLAG in burst_flags
             and splits(config)
             and ModelShape.of(config).linear_setting is None
         ):
             yield problem(
                 "flags",
-                f"{LINEAR} has no effect: the model has no linear-attention or Mamba layers",
-                f"remove {LINEAR}",
+                f"{LINEAR_FLAG} has no effect: the model has no linear-attention or Mamba layers",
+                f"remove {LINEAR_FLAG}",
             )
         yield ok("BurstAttention", "supports these settings")
 
@@ -226,7 +226,7 @@ def _problems(
 
 def _config(command: MegatronCommand) -> SimpleNamespace:
     """Convert the flags to the fields of a TransformerConfig that the checks read."""
-    config = command_line.settings_of(command)
+    config = settings_of(command)
     config.context_parallel_size = command.cp
     config.hierarchical_context_parallel_sizes = command.fitting_sizes
     config.recompute_modules = command.recompute_modules or ["core_attn"]

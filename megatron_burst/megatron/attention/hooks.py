@@ -19,9 +19,9 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from ... import registry
 from ...recompute.checkpoint import StoreOffload, StoringCall, current_store, storing
 from .. import homes, patching
-from ..checks.splitting import OLDEST, uses_burst
 from ..data.cut import group_of
-from ..patching import bound_to, core_version, given_to, require_function
+from ..patching import HYBRID_SINCE, bound_to, core_version, given_to, require_function
+from ..selection import uses_burst
 from .core_attention import BurstCoreAttention
 from .derived import replacement_class
 
@@ -58,7 +58,7 @@ def _hybrid_model() -> Any:
 
     Megatron-Core after 0.20 has such a HybridModel.
     """
-    if core_version() < OLDEST:
+    if core_version() < HYBRID_SINCE:
         return None
     home = homes.imported("megatron.core.models.hybrid.hybrid_model")
     model = getattr(home, "HybridModel", None)

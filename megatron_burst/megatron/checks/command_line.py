@@ -9,21 +9,21 @@ before the script makes process groups or models.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from ... import flags
 from ...config import BurstConfig
 from .. import patching
-from ..model_shape import PATTERNS, ModelShape
+from ..model_shape import ModelShape
+from ..selection import splits, splits_with_burst
 from .config import HIDDEN_STATES, configuration_problems
 from .features import UNTESTED_FSDP
 from .layer_lists import mixed
 from .problem import ConfigView, Problem, Rule, broken, excluded
 from .sparse import gathers
-from .splitting import FLAG as LINEAR
-from .splitting import SCRIPT, splits
+from .splitting import LINEAR_FLAG, SCRIPT
 
 RESET, INTER_DOCUMENT = "--reset-attention-mask", "--dataloader-inter-document-masking"
 # Further flags of Megatron-LM that make packed batches.
@@ -32,40 +32,13 @@ PACKED = ("--sft", INTER_DOCUMENT)
 _KERNELS = ("--attention-backend", "--flash-attention-version", "--use-flash-attn")
 
 
-def settings_of(args: Any) -> SimpleNamespace:
-    """Return parsed arguments under the names of a `TransformerConfig`.
-
-    With a yaml file the arguments have sections, whose entries are read like the other arguments.
-    """
-    settings: dict[str, Any] = {}
-    for name in ("language_model", "model_parallel"):
-        if (section := getattr(args, name, None)) is not None:
-            settings |= vars(section)
-    settings |= vars(args)
-    if "num_query_groups" in settings and not settings.get("group_query_attention", True):
-        settings["num_query_groups"] = None
-    if settings.get("recompute_activations"):
-        settings["recompute_granularity"] = "selective"
-    settings["is_hybrid_model"] = any(settings.get(name) for name in PATTERNS)
-    for name in ("num_attention_heads", "num_query_groups"):
-        settings.setdefault(name, None)
-    for name in ("context_parallel_size", "tensor_model_parallel_size"):
-        settings.setdefault(name, 1)
-    return SimpleNamespace(**settings)
+def _splits(settings: Any, burst: BurstConfig) -> bool:
+    """Return whether BurstAttention splits micro-batches over ranks; False for an invalid size."""
+    size = settings.context_parallel_size
+    return type(size) is int and size >= 1 and splits_with_burst(settings, burst)
 
 
-def selects_burst(args: Any) -> bool:
-    """Return whether these arguments select BurstAttention over several ranks.
-
-    Args:
-        args: arguments completed by `flags.add_defaults`; sizes may be invalid.
-    """
-    settings = settings_of(args)
-    cp = settings.context_parallel_size
-    split = type(cp) is int and cp >= 1 and splits(settings)
-    return args.context_parallel_algo != flags.OFF and split
-
-
+_CUDA_ONLY = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph", "use_megatron_fsdp")
 # Features that need a GPU and have no replacement with `--cpu`.
 _WITHOUT_CUDA = (
     *excluded(
@@ -83,26 +56,27 @@ _WITHOUT_CUDA = (
 )
 
 
-def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
+def problems(
+    settings: Any, burst: BurstConfig, argv: list[str], errors: Sequence[str] = ()
+) -> Iterator[Problem]:
     """Yield all problems of parsed arguments.
 
     Args:
-        args: arguments completed by `flags.add_defaults`.
+        settings: parsed arguments under the names of a `TransformerConfig`.
+        burst: the options of the run.
         argv: the words of the command line.
+        errors: messages about wrong values, which `burst` does not contain.
 
     Yields:
         The problems.
     """
-    settings = settings_of(args)
+    splits_here = _splits(settings, burst)
     if patching.installed("cpu"):
         yield from broken(_WITHOUT_CUDA, settings)
-        for name in (
-            "cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph", "use_megatron_fsdp",
-        ):  # fmt: skip
-            setattr(settings, name, None)  # so that no other check reports the same problem
-    if selects_burst(args) or any(flags.present(argv)):
+        # So that no other check reports the same problem.
+        settings = SimpleNamespace(**vars(settings) | dict.fromkeys(_CUDA_ONLY))
+    if splits_here or any(flags.present(argv)):
         yield from yaml_problems(settings)
-    burst, errors = flags.options_and_errors(args)
     yield from map(Problem, errors)
     seq_length = getattr(settings, "seq_length", None)
     yield from configuration_problems(settings, burst, seq_length)
@@ -114,7 +88,7 @@ def problems(args: Any, argv: list[str]) -> Iterator[Problem]:
             "--transformer-impl is transformer_engine, and Transformer Engine is not installed",
             add=("--transformer-impl local",),
         )
-    if not selects_burst(args):
+    if not splits_here:
         return
     yield from _world(settings)
     # Megatron's own sparse attention requires --cp-comm-type, so ordinary launch scripts have it.
@@ -259,28 +233,27 @@ _WITHOUT_ENGINE = (
 )  # fmt: skip
 
 
-def idle(args: Any, argv: list[str]) -> str | None:
+def idle(settings: Any, burst: BurstConfig, argv: list[str]) -> str | None:
     """Return a log line about flags that have no effect; None if every flag has an effect.
 
     Args:
-        args: arguments completed by `flags.add_defaults`.
+        settings: parsed arguments under the names of a `TransformerConfig`, without problems.
+        burst: the options of the run.
         argv: the words of the command line.
     """
-    algorithm = f"--context-parallel-algo {args.context_parallel_algo}"
-    if args.context_parallel_algo == flags.OFF:
+    algorithm = f"--context-parallel-algo {burst.algorithm}"
+    if burst.algorithm == flags.OFF:
         unused = [name for name in flags.present(argv) if name not in flags.ALONE]
         if unused:
             return f"{', '.join(unused)} have no effect without --context-parallel-algo burst"
-    elif not selects_burst(args):
+    elif not splits(settings):
         return (
             f"{algorithm} has no effect at --context-parallel-size 1: Megatron's own attention runs"
         )
-    elif _value_of(args, LINEAR) not in (None, "auto") and (
-        ModelShape.of(settings_of(args)).linear_setting is None
-    ):
+    elif burst.linear != "auto" and ModelShape.of(settings).linear_setting is None:
         return (
-            f"{LINEAR} {_value_of(args, LINEAR)} has no effect: the model has no linear-attention "
-            "or Mamba layers"
+            f"{LINEAR_FLAG} {burst.linear} has no effect: the model has no linear-attention or "
+            "Mamba layers"
         )
     else:
         unused = [name for flag in _KERNELS for name in flags.present(argv, flag)]

@@ -19,6 +19,7 @@ from ...config import OFF, BurstConfig
 from ...kernels import flash_packages
 from ...schedule.topology import Topology
 from ..model_shape import DELTA_NETS, DSA, ModelShape, provider_window
+from ..selection import changing_groups, splits, splits_with_burst, uses_burst
 from ..users_mask import mask_function
 from .cuda_graphs import graph_problems
 from .features import option_problems, packing_problems
@@ -34,16 +35,7 @@ from .problem import (
     refuse,
 )
 from .sparse import sparse_problems
-from .splitting import (
-    changing_groups,
-    hybrid_problems,
-    linear_problems,
-    needs_ranks,
-    splits,
-    splits_with_burst,
-    two_layout_problems,
-    uses_burst,
-)
+from .splitting import hybrid_problems, linear_problems, needs_ranks, two_layout_problems
 
 SIZES = "--hierarchical-context-parallel-sizes"
 

@@ -13,8 +13,8 @@ from typing import Any
 from ... import registry
 from ...config import OFF, BurstConfig
 from ..model_shape import ModelShape
+from ..selection import splits
 from .problem import Problem, plugin_problems
-from .splitting import splits
 
 
 def gathers(config: Any) -> bool:

@@ -6,10 +6,7 @@ embedding and data path read that group from `PackedSeqParams`, so both modes wo
 that pass `PackedSeqParams` to the model. If a part of Megatron does not support a group per
 micro-batch, the error names the part.
 
-Megatron has its own settings for the layouts of tokens and of softmax attention: `linear_cp_layout`
-and `attention_cp_layout` of branch main, `cp_partition_mode` of branch dev. They must select the
-same layouts as our flags. The names are from Megatron-LM at commit
-010994d536a31a389479f995577f7b05a01f7053.
+Megatron's own settings of layouts must select the same layouts as our flags.
 
 Layers of linear attention either pass states from rank to rank (`--burst-linear`), or Megatron's
 own all-to-all distributes heads ("megatron"). The all-to-all supports only zigzag and requires that
@@ -19,42 +16,24 @@ the ranks divide the heads.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-from ...config import OFF, BurstConfig
+from ...config import BurstConfig
 from ..model_shape import DELTA_NETS, KIMI, ModelShape
-from ..patching import core_version
+from ..patching import HYBRID_SINCE, core_version
+from ..selection import (
+    DYNAMIC,
+    HYBRID,
+    PARTITION_MODE,
+    STREAMS,
+    RunLayouts,
+    changing_groups,
+    layouts_of,
+    megatrons_layouts,
+    splits_with_burst,
+)
 from .cuda_graphs import captured, graphs_asked
 from .problem import Problem, Rule, broken, excluded, excluded_options
-
-HYBRID, DYNAMIC = "--hybrid-context-parallel", "--dynamic-context-parallel"
-_FIELDS = (("hybrid_context_parallel", HYBRID), ("dynamic_context_parallel", DYNAMIC))
-
-
-def changing_groups(settings: Any) -> str | None:
-    """Return the flag that gives each micro-batch its own group; None if it is not set."""
-    return next((flag for name, flag in _FIELDS if getattr(settings, name, False)), None)
-
-
-def splits(settings: Any) -> bool:
-    """Return whether the run splits any micro-batch over context-parallel ranks."""
-    return settings.context_parallel_size != 1 or changing_groups(settings) is not None
-
-
-def splits_with_burst(settings: Any, burst: BurstConfig | None) -> bool:
-    """Return whether the run splits micro-batches over ranks with BurstAttention."""
-    return burst is not None and burst.algorithm != OFF and splits(settings)
-
-
-def uses_burst(settings: Any, burst: BurstConfig | None) -> bool:
-    """Return whether BurstAttention computes attention in the models of a run.
-
-    This is so if BurstAttention splits micro-batches over ranks, or if micro-batches are prefix
-    trees, which Megatron's own attention does not support.
-    """
-    if burst is None or burst.algorithm == OFF:
-        return False
-    return burst.pack == "trees" or splits(settings)
 
 
 def needs_ranks(flag: str, config: Any, burst: BurstConfig, remove: tuple[str, ...]) -> Problem:
@@ -118,38 +97,6 @@ SCRIPT = (
 )  # fmt: skip
 
 
-LINEAR, ATTENTION, PARTITION = "linear_cp_layout", "attention_cp_layout", "cp_partition_mode"
-STREAMS = ("contiguous", "zigzag")  # layouts of tokens for which attention may have another layout
-
-
-class RunLayouts(NamedTuple):
-    """The layout of tokens between layers (`stream`), and of softmax attention (`attention`)."""
-
-    stream: str
-    attention: str
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """The flags that select these layouts."""
-        differing = self.attention != self.stream
-        attention = (f"--burst-attention-layout {self.attention}",) * differing
-        return (f"--burst-layout {self.stream}", *attention)
-
-
-def layouts_of(burst: BurstConfig) -> RunLayouts:
-    """Return the layouts that the options of a run select."""
-    return RunLayouts(burst.layout, burst.attention_layout or burst.layout)
-
-
-def megatrons_layouts(config: Any) -> RunLayouts | None:
-    """Return the layouts that Megatron's own settings select; None for its defaults.
-
-    In Megatron, `linear_cp_layout` is also the layout in which batches are cut.
-    """
-    layouts = RunLayouts(*(getattr(config, name, None) or "zigzag" for name in (LINEAR, ATTENTION)))
-    return None if layouts == ("zigzag", "zigzag") else layouts
-
-
 def two_layout_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     """Yield the settings that contradict the layouts of a run or do not work with them."""
     if not splits_with_burst(config, burst):
@@ -158,7 +105,7 @@ def two_layout_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
             yield needs_ranks(flag, config, burst, ("--burst-attention-layout",))
         return
     yield from _partition_problems(config)
-    # After `configure`, `layout_choice.one_layout` has replaced the two layouts of Megatron.
+    # After `configure`, `run_options.one_layout` has replaced the two layouts of Megatron.
     if getattr(config, "burst", None) != burst or burst.layout not in STREAMS:
         yield from _contradictions(config, burst)
     if burst.attention_layout not in (None, burst.layout):
@@ -168,7 +115,7 @@ def two_layout_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
 
 
 def _partition_problems(config: Any) -> Iterator[Problem]:
-    mode = getattr(config, PARTITION, None)
+    mode = getattr(config, PARTITION_MODE, None)
     if mode not in (None, "zigzag"):
         yield Problem(
             f"--cp-partition-mode {mode}: Megatron then exchanges rows around attention itself, "
@@ -202,8 +149,7 @@ _TWO_LAYOUTS = (
 )  # fmt: skip
 
 
-OLDEST = (0, 19)  # first Megatron-Core in which states can pass from rank to rank
-FLAG = "--burst-linear"
+LINEAR_FLAG = "--burst-linear"
 # In these layouts most rows have their predecessor on the same rank.
 LAYOUTS = ("zigzag", "contiguous", "balanced")
 _SPLIT_DELTA_NETS = (0, 18)  # the first Megatron-Core that splits delta nets, by heads
@@ -227,8 +173,10 @@ def linear_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     if burst.linear == "megatron":
         yield from _heads_problems(config, burst, setting)
         return
-    if core_version() < OLDEST:
-        present, oldest = (".".join(map(str, version)) for version in (core_version(), OLDEST))
+    if core_version() < HYBRID_SINCE:
+        present, oldest = (
+            ".".join(map(str, version)) for version in (core_version(), HYBRID_SINCE)
+        )
         delta = getattr(config, "experimental_attention_variant", None) in DELTA_NETS
         unsplit = delta and core_version() < _SPLIT_DELTA_NETS
         alternative = (
@@ -240,7 +188,7 @@ def linear_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
             f"{setting} at --context-parallel-size {config.context_parallel_size}: passing states "
             f"from rank to rank requires Megatron-Core {oldest} or newer, and this is {present}, "
             f"{alternative}",
-            add=() if unsplit else (f"{FLAG} megatron",),
+            add=() if unsplit else (f"{LINEAR_FLAG} megatron",),
         )
         return
     if burst.layout not in (*LAYOUTS, "auto"):
@@ -253,7 +201,7 @@ def linear_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     if impl != "none" and "mamba" in captured(config):
         yield Problem(
             f"{flag} captures Mamba layers, whose states pass from rank to rank outside of graphs",
-            add=(f"{FLAG} megatron",),
+            add=(f"{LINEAR_FLAG} megatron",),
         )
     tensor = getattr(config, "tensor_model_parallel_size", 1)
     yield from _indivisible(config, tensor, f"--tensor-model-parallel-size {tensor}")
@@ -263,21 +211,23 @@ def _heads_problems(config: Any, burst: BurstConfig, setting: str) -> Iterator[P
     """Yield the settings with which Megatron cannot distribute heads by all-to-all."""
     if setting == KIMI:
         yield Problem(
-            f"{FLAG} megatron: Megatron's own layers of {KIMI} support only one context-parallel "
-            "rank",
-            add=(f"{FLAG} auto",),
+            f"{LINEAR_FLAG} megatron: Megatron's own layers of {KIMI} support only one "
+            "context-parallel rank",
+            add=(f"{LINEAR_FLAG} auto",),
         )
         return
     if burst.layout not in ("zigzag", "auto"):
         yield Problem(
-            f"{FLAG} megatron with --burst-layout {burst.layout}: Megatron's own all-to-all of "
-            f"heads requires zigzag; {FLAG} auto supports {', '.join(LAYOUTS)}",
+            f"{LINEAR_FLAG} megatron with --burst-layout {burst.layout}: Megatron's own all-to-all "
+            f"of heads requires zigzag; {LINEAR_FLAG} auto supports {', '.join(LAYOUTS)}",
             add=("--burst-layout zigzag",),
         )
     tensor, ranks = config.tensor_model_parallel_size, config.context_parallel_size
     sizes = f"--tensor-model-parallel-size {tensor} x --context-parallel-size {ranks}"
-    alternative = () if core_version() < OLDEST else (f"{FLAG} auto",)
-    yield from _indivisible(config, tensor * ranks, f"{sizes}, with {FLAG} megatron", alternative)
+    alternative = () if core_version() < HYBRID_SINCE else (f"{LINEAR_FLAG} auto",)
+    yield from _indivisible(
+        config, tensor * ranks, f"{sizes}, with {LINEAR_FLAG} megatron", alternative
+    )
 
 
 def _indivisible(

@@ -23,7 +23,7 @@ from megatron.core.utils import get_model_config
 
 from .. import patching
 from ..checks.cuda_graphs import graphs_asked
-from ..checks.splitting import splits_with_burst
+from ..selection import splits_with_burst
 from .entries import documents_of, entries_to_cut
 from .packed import packs
 

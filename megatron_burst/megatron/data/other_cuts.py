@@ -32,8 +32,8 @@ from megatron.core import parallel_state
 
 from ...layout import DocumentZigzag
 from .. import homes, patching
-from ..checks.splitting import STREAMS, splits_with_burst
 from ..patching import Wrap, bound_to, given_to
+from ..selection import STREAMS, splits_with_burst
 from .cut import BatchCut
 from .packed import Pack, packs
 

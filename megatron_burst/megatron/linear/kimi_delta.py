@@ -28,7 +28,7 @@ from ...linear_attention.short_convolution import short_convolution
 from ...planning.stand_ins import rows_like
 from .. import patching
 from ..attention.core_attention import BurstCoreAttention
-from ..checks.splitting import uses_burst
+from ..selection import uses_burst
 from .state_layers import MixerKind, StateLayer, construct, forward, wide
 
 

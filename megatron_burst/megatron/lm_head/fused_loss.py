@@ -31,8 +31,7 @@ from megatron.core.transformer import multi_token_prediction as mtp
 from ...linear_cross_entropy import describe, linear_cross_entropy
 from .. import patching
 from ..checks.features import LM_HEAD
-from ..checks.splitting import OLDEST
-from ..patching import core_version, given_to
+from ..patching import HYBRID_SINCE, core_version, given_to
 from .mtp import head_masks
 
 HeadMask = tuple[bool, torch.Tensor | None]  # (whether it is an MTP head, its loss mask)
@@ -55,7 +54,7 @@ def patch(patches: patching.PatchSet) -> None:
 def _models() -> tuple[type, ...]:
     """Return the model classes that support the fused loss; HybridModel needs 0.19 or newer."""
     home = "megatron.core.models.hybrid"
-    if core_version() < OLDEST or importlib.util.find_spec(home) is None:
+    if core_version() < HYBRID_SINCE or importlib.util.find_spec(home) is None:
         return (GPTModel,)
     return GPTModel, importlib.import_module(f"{home}.hybrid_model").HybridModel
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from ...config import FIELDS, OFF, BurstConfig
 from ...megatron import patching
 from ...megatron.checks.problem import Problem
-from ...megatron.checks.splitting import uses_burst
+from ...megatron.selection import uses_burst
 
 TESTED = "0.6.2"
 # Options that take effect in methods of Megatron's layer class, for models with other layers.

@@ -24,7 +24,8 @@ from ...megatron.checks.problem import (
     excluded,
     flag_of_setting,
 )
-from ...megatron.checks.splitting import needs_ranks, splits_with_burst
+from ...megatron.checks.splitting import needs_ranks
+from ...megatron.selection import splits_with_burst
 from .options import LongSequenceOptions
 
 

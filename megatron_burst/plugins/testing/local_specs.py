@@ -43,9 +43,8 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from ...megatron import homes
-from ...megatron.checks.splitting import OLDEST
 from ...megatron.model_shape import DELTA_NETS, DSA
-from ...megatron.patching import core_version
+from ...megatron.patching import HYBRID_SINCE, core_version
 
 _nets, _mixers = homes.module("gated_delta_net"), homes.module("mamba_mixer")
 _mambas = homes.module("mamba_layer")
@@ -220,7 +219,7 @@ def local_hybrid_stack_spec() -> ModuleSpec:
             ),
             attention_layer=_attention(_gpt_attention(latent=False), "linear_qkv"),
             **({"mla_layer": _attention(_gpt_attention(latent=True))} if has_latent else {}),
-            **({} if core_version() < OLDEST else {"dsa_layer": _attention(dsa())}),
+            **({} if core_version() < HYBRID_SINCE else {"dsa_layer": _attention(dsa())}),
             mlp_layer=_mlp(),
             moe_layer=ModuleSpec(
                 module=MoETransformerLayer,
@@ -230,7 +229,11 @@ def local_hybrid_stack_spec() -> ModuleSpec:
                     mlp_bda=_ADD,
                 ),
             ),
-            **({} if core_version() < OLDEST else {"mtp_block_spec": _multi_token_prediction()}),
+            **(
+                {}
+                if core_version() < HYBRID_SINCE
+                else {"mtp_block_spec": _multi_token_prediction()}
+            ),
         ),
     )
 

@@ -15,13 +15,12 @@ import torch
 import torch.nn.functional as F
 
 from ...megatron import homes
-from ...megatron.checks.splitting import OLDEST
-from ...megatron.patching import PatchSet, core_version
+from ...megatron.patching import HYBRID_SINCE, PatchSet, core_version
 
 
 def patch(patches: PatchSet) -> None:
     """Add the patches for Mamba mixers (Megatron-Core 0.19 or newer) and hybrid stacks on a CPU."""
-    if core_version() < OLDEST:  # older mixers require triton
+    if core_version() < HYBRID_SINCE:  # older mixers require triton
         return
     mamba_mixer = homes.module("mamba_mixer")
     if not mamba_mixer.HAVE_MAMBA_SSM:

@@ -95,8 +95,7 @@ def read_command(words: Sequence[str]) -> tuple[Model, dict[str, Any]]:
 def _settled(command: MegatronCommand, burst_flags: Any) -> BurstConfig:
     """Return this package's options in a command, with the layout that training would use."""
     # Imported late, because they import torch, which takes seconds.
-    from ...megatron.checks.command_line import settings_of
-    from ...megatron.layout_choice import complete_flags
+    from ...megatron.run_options import complete_flags, settings_of
 
     config = settings_of(command)
     config.context_parallel_size = command.cp

@@ -15,8 +15,8 @@ from typing import Any
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from ....megatron.checks.problem import Problem, report
-from ....megatron.checks.splitting import uses_burst
 from ....megatron.patching import PatchSet, given_to, path_of, user_error
+from ....megatron.selection import uses_burst
 from ..options import LongSequenceOptions
 
 _HOME = "megatron.core.transformer.transformer_layer"

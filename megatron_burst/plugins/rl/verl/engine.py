@@ -17,7 +17,7 @@ from .... import flags
 from ....config import BurstConfig
 from ....megatron import patching
 from ....megatron.checks.problem import Problem, refuse
-from ....megatron.install import configure
+from ....megatron.configuration import configure
 from ....megatron.install import install as install_burst
 from ....megatron.install import uninstall as uninstall_burst
 

@@ -9,9 +9,9 @@ from typing import Any
 from ....megatron.checks.config import model_problems, records_max_logits, ulysses_size
 from ....megatron.checks.problem import ConfigView, Problem, Rule, broken, excluded
 from ....megatron.checks.sparse import gathers
-from ....megatron.checks.splitting import OLDEST, splits_with_burst
 from ....megatron.model_shape import ModelShape
-from ....megatron.patching import PatchSet, core_version, log
+from ....megatron.patching import HYBRID_SINCE, PatchSet, core_version, log
+from ....megatron.selection import splits_with_burst
 from ....schedule.algorithms import ALGORITHMS
 from ....spine_options import OFF
 from ..options import SPARSE, SparseOptions
@@ -163,8 +163,8 @@ def sparse_problems(config: Any, burst: SparseOptions, setting: str) -> Iterator
     if OFF in (burst.algorithm, burst.sparse):
         yield from _megatron_problems(config, burst, setting)
         return
-    if core_version() < OLDEST:
-        version, oldest = (".".join(map(str, parts)) for parts in (core_version(), OLDEST))
+    if core_version() < HYBRID_SINCE:
+        version, oldest = (".".join(map(str, parts)) for parts in (core_version(), HYBRID_SINCE))
         yield Problem(
             f"{setting} at --context-parallel-size {config.context_parallel_size} needs "
             f"Megatron-Core {oldest} or newer, which has absorbed latents, but this is {version}; "

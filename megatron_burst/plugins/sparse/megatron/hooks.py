@@ -14,9 +14,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ....megatron import homes
 from ....megatron.attention.hooks import DSAttention, is_sparse, module_of
-from ....megatron.checks.splitting import splits_with_burst
 from ....megatron.model_shape import DSA, ModelShape
 from ....megatron.patching import PatchSet, bound_to, burst_selected, require_function
+from ....megatron.selection import splits_with_burst
 from ....spine_options import OFF
 from .checks import FLAG, selects
 from .dsa import BurstDSAttention

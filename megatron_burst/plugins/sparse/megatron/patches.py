@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from ....megatron.checks.splitting import OLDEST
-from ....megatron.patching import PatchSet, core_version
+from ....megatron.patching import HYBRID_SINCE, PatchSet, core_version
 from . import index_loss
 
 
@@ -15,7 +14,7 @@ def patch(patches: PatchSet) -> None:
         patches: Set of patches that records what it replaces.
     """
     index_loss.patch(patches)
-    if core_version() >= OLDEST:
+    if core_version() >= HYBRID_SINCE:
         from . import hooks  # imports layers that older versions do not have
 
         hooks.patch(patches)

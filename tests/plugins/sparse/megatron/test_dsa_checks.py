@@ -10,7 +10,7 @@ from megatron_burst.megatron.checks.config import config_problems
 from megatron_burst.megatron.patching import core_version
 from megatron_burst.plugins.sparse.megatron import checks
 
-NEW = core_version() >= checks.OLDEST
+NEW = core_version() >= checks.HYBRID_SINCE
 DSA = {"experimental_attention_variant": "dsa", "cp_comm_type": None}
 new = pytest.mark.skipif(not NEW, reason="DSA over ranks from 0.19 on")
 

@@ -14,9 +14,8 @@ import vision_ranks
 
 from megatron_burst import layout
 from megatron_burst.megatron.attention.core_attention import check_pack
-from megatron_burst.megatron.checks.splitting import OLDEST
 from megatron_burst.megatron.data.packed import Packs
-from megatron_burst.megatron.patching import core_version
+from megatron_burst.megatron.patching import HYBRID_SINCE, core_version
 from megatron_burst.megatron.users_mask import MaskBatch, MaskLayer
 from megatron_burst.plugins.vision import images as vision
 from megatron_burst.plugins.vision.images import image_spans
@@ -111,7 +110,7 @@ def test_layers_may_differ_in_their_heads_and_share_keys(four, one_rank, order, 
     check(four(vision_ranks.heads, order, cp), one_rank(vision_ranks.heads))
 
 
-@pytest.mark.skipif(core_version() < OLDEST, reason="requires Megatron-Core 0.19")
+@pytest.mark.skipif(core_version() < HYBRID_SINCE, reason="requires Megatron-Core 0.19")
 @pytest.mark.parametrize("model", ["llava", "mimo"])
 @pytest.mark.parametrize(
     ("cp", "order"), [*WAYS[:2], pytest.param(*WAYS[2], marks=pytest.mark.slow)]

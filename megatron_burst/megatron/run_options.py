@@ -1,51 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection of the layout of a run: the default without a flag, and `--burst-layout auto`.
+"""Options of a run: parsed arguments with default values, and with concrete layouts.
 
 Without a flag the layout follows from the other options and from Megatron's own settings, if the
-model supports it. "auto" selects the layout of tokens with which a step sends the fewest bytes:
-
-- If tokens are contiguous, a state of linear attention visits each rank once; if tokens are zigzag,
-the state visits each rank twice.
-- Softmax attention uses zigzag (or `--burst-attention-layout`). If the tokens have another layout,
-rows are exchanged before and after attention.
-
-Bytes are computed from shapes and summed over the ranks, for one forward of one sequence. Backward,
-tensor parallelism and the algorithm of the state scan change the bytes of both layouts by the same
-factor.
+model supports it. "auto" selects the layout of tokens with which a step sends the fewest bytes
+(module `layout_bytes`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from .. import flags
 from ..config import OFF, BurstConfig
-from ..layout import make, routes
 from ..units import byte_size
-from .checks.command_line import settings_of
 from .checks.config import layout_problems
 from .checks.problem import Problem, refuse
-from .checks.splitting import ATTENTION as ATTENTION_LAYOUT
-from .checks.splitting import LINEAR as LINEAR_LAYOUT
-from .checks.splitting import (
+from .checks.splitting import two_layout_problems
+from .layout_bytes import layers_of, traffic
+from .model_shape import PATTERNS, ModelShape
+from .patching import log
+from .selection import (
+    ATTENTION_LAYOUT,
+    LINEAR_LAYOUT,
     STREAMS,
     layouts_of,
     megatrons_layouts,
     splits_with_burst,
-    two_layout_problems,
     uses_burst,
 )
-from .model_shape import ModelShape
-from .patching import log
 
 
-class LayerCounts(NamedTuple):
-    """Numbers of layers of a model: gated delta nets, Mamba mixers, and softmax attention."""
+def settings_of(args: Any) -> SimpleNamespace:
+    """Return parsed arguments under the names of a `TransformerConfig`.
 
-    delta_net: int
-    mamba: int
-    softmax: int
+    With a yaml file the arguments have sections, whose entries are read like the other arguments.
+    """
+    settings: dict[str, Any] = {}
+    for name in ("language_model", "model_parallel"):
+        if (section := getattr(args, name, None)) is not None:
+            settings |= vars(section)
+    settings |= vars(args)
+    if "num_query_groups" in settings and not settings.get("group_query_attention", True):
+        settings["num_query_groups"] = None
+    if settings.get("recompute_activations"):
+        settings["recompute_granularity"] = "selective"
+    settings["is_hybrid_model"] = any(settings.get(name) for name in PATTERNS)
+    for name in ("num_attention_heads", "num_query_groups"):
+        settings.setdefault(name, None)
+    for name in ("context_parallel_size", "tensor_model_parallel_size"):
+        settings.setdefault(name, 1)
+    return SimpleNamespace(**settings)
 
 
 class StreamChoice(NamedTuple):
@@ -158,7 +164,21 @@ def complete_flags(args: Any, config: Any) -> CompletedFlags:
     return CompletedFlags(burst, errors, line)
 
 
-def complete_arguments(args: Any) -> None:
+class ParsedOptions(NamedTuple):
+    """Parsed arguments of a run.
+
+    Attributes:
+        settings: The arguments under the names of a `TransformerConfig`.
+        burst: The options, with concrete layouts. A wrong value is replaced by its default.
+        errors: A message for each wrong value.
+    """
+
+    settings: SimpleNamespace
+    burst: BurstConfig
+    errors: list[str]
+
+
+def complete_arguments(args: Any) -> ParsedOptions:
     """Add default values of missing flags, and concrete layouts, to parsed arguments.
 
     Rank 0 logs the layout if "auto" selects it, or if zigzag replaces the default layout striped.
@@ -174,6 +194,7 @@ def complete_arguments(args: Any) -> None:
         burst, why = resolve_auto_layout(settings, burst, getattr(settings, "seq_length", None))
         args.burst_layout, args.burst_attention_layout = burst.layout, burst.attention_layout
         log_choice(burst, why)
+    return ParsedOptions(settings, burst, errors)
 
 
 def default_layouts(
@@ -218,89 +239,3 @@ def log_choice(burst: BurstConfig, why: str | None) -> None:
     """Log the layouts that "auto" selected."""
     if why is not None:
         log(f"--burst-layout auto: {' '.join(layouts_of(burst).flags)}, because {why}")
-
-
-def traffic(
-    config: Any, layers: LayerCounts, stream: str, attention: str, seq_length: int
-) -> tuple[int, int]:
-    """Return the bytes that all ranks together send in one forward of a sequence.
-
-    Args:
-        config: a `TransformerConfig`, or parsed arguments with the same names.
-        layers: numbers of layers per kind.
-        stream: the layout of the tokens.
-        attention: the layout of softmax attention.
-        seq_length: global sequence length in tokens.
-
-    Returns:
-        (bytes of states, bytes of rows that are exchanged around attention).
-    """
-    ranks = config.context_parallel_size
-    # In zigzag a state passes the ranks in ascending order, then in descending order.
-    hops = (ranks - 1) * (2 if stream == "zigzag" else 1)
-    states = hops * (
-        (layers.delta_net and layers.delta_net * _delta_net_state(config))
-        + (layers.mamba and layers.mamba * _mamba_state(config))
-    )
-    if stream == attention or not layers.softmax:
-        return states, 0
-    stream_layout, attention_layout = (make(name, cp_size=ranks) for name in (stream, attention))
-    moved = 0
-    for rank in range(ranks):
-        moved += sum(
-            routes.relayout(stream_layout, attention_layout, seq_length, rank).leaving(rank, ranks)
-        )
-    return states, layers.softmax * moved * _attention_row(config)
-
-
-def layers_of(config: Any) -> LayerCounts:
-    """Return the numbers of layers of a model, including the layers of MTP heads.
-
-    Raises:
-        SettingsError: The configuration of a hybrid model does not contain its pattern.
-    """
-    shape = ModelShape.of(config)
-    if shape.attention is None:
-        refuse([Problem(
-            "--burst-layout auto counts layers, and this configuration of a hybrid model does not "
-            "state its pattern: name a layout",
-            add=("--burst-layout zigzag",),
-        )])  # fmt: skip
-    return LayerCounts(
-        shape.count("delta_net", "kda"), shape.count("mamba"), shape.count("softmax", "sparse")
-    )
-
-
-def _delta_net_state(config: Any) -> int:
-    """Return the bytes that a delta net sends from rank to rank: fp32 states, convolution rows."""
-    if ModelShape.of(config).count("kda"):
-        heads, width = config.kimi_linear_num_heads, config.kimi_linear_head_dim
-        rows = (config.kimi_linear_conv_kernel_size - 1) * 3 * heads * width
-        return 4 * heads * width * width + _element(config) * rows
-    heads, width = config.linear_num_value_heads, config.linear_value_head_dim
-    keys = config.linear_num_key_heads * config.linear_key_head_dim
-    rows = (config.linear_conv_kernel_dim - 1) * (2 * keys + heads * width)
-    return 4 * heads * width * config.linear_key_head_dim + _element(config) * rows
-
-
-def _mamba_state(config: Any) -> int:
-    """Return the bytes that a Mamba mixer (convolution of width 4) sends from rank to rank."""
-    width, state = config.mamba_head_dim, config.mamba_state_dim
-    heads = getattr(config, "mamba_num_heads", None) or 2 * config.hidden_size // width
-    channels = heads * width + 2 * config.mamba_num_groups * state
-    return 4 * heads * width * state + _element(config) * 3 * channels
-
-
-def _attention_row(config: Any) -> int:
-    """Return the bytes of q, k, v and out of one token."""
-    heads = config.num_attention_heads
-    if getattr(config, "multi_latent_attention", False):
-        key = config.qk_head_dim + config.qk_pos_emb_head_dim
-        return _element(config) * heads * (2 * key + 2 * config.v_head_dim)
-    width = getattr(config, "kv_channels", None) or config.hidden_size // heads
-    return _element(config) * 2 * width * (heads + (config.num_query_groups or heads))
-
-
-def _element(config: Any) -> int:
-    """Return the bytes per element of activations."""
-    return 2 if getattr(config, "bf16", False) or getattr(config, "fp16", False) else 4
