@@ -300,9 +300,9 @@ def transfer(state: State, sizes: dict[str, int]) -> dict[str, tuple[float, floa
     return clock
 
 
-def pairs(run: RankPass) -> int:
+def pairs(rank_pass: RankPass) -> int:
     """Return the visible pairs that this rank computes in a pass."""
-    return sum(visible(call.work) for step in run.steps for call in step.calls)
+    return sum(visible(call.work) for step in rank_pass.steps for call in step.calls)
 
 
 def _emulated(state: State, plan: mb.Plan, speed: float | None) -> EmulatedKernel:

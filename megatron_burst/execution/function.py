@@ -60,21 +60,21 @@ def forward(
     chunk, shared = rank_plan.chunks[0], len(rank_plan.ulysses_links) > 1
     if len(rank_plan.chunks) > 1:
         return row_chunks.forward(rank_plan, call, shard, sink, stored, max_logits)
-    run, recompute = chunk.forward, chunk.recompute
+    rank_pass, recompute = chunk.forward, chunk.recompute
     if shared:
         orders = chunk.order, *(rank_plan.key_order,) * (len(shard) - 1)
-        shard = heads_to_rows(rank_plan, call, run.name, shard, orders)
+        shard = heads_to_rows(rank_plan, call, rank_pass.name, shard, orders)
         sink, max_logits = (
             None if x is None else x[heads_here(rank_plan)] for x in (sink, max_logits)
         )
     q, *keys = shard
     if stored is None:
-        rings = ring.forward_rings(rank_plan, run, call, q, tuple(keys), max_logits)
+        rings = ring.forward_rings(rank_plan, rank_pass, call, q, tuple(keys), max_logits)
     else:
         assert recompute is not None
         missing_q = rows_of(q, recompute.missing)
         rings = ring.forward_rings(
-            rank_plan, recompute.run, call, missing_q, tuple(keys), max_logits
+            rank_plan, recompute.forward, call, missing_q, tuple(keys), max_logits
         )
     ring.run(rings)
     out, lse = ring.outputs(rings, q.dtype, sink)
@@ -84,7 +84,7 @@ def forward(
     full_out = out
     if shared:
         (full_out,) = rows_to_heads(
-            rank_plan, call, run.name, (out,), (rank_plan.heads,), out.dtype, (chunk.order,)
+            rank_plan, call, rank_pass.name, (out,), (rank_plan.heads,), out.dtype, (chunk.order,)
         )
         assert full_out is not None
     return full_out, (q, *keys, out, lse)
@@ -112,25 +112,25 @@ def backward(
         and so do dk and dv if no key head is copied to several ranks.
     """
     chunk, shared = rank_plan.chunks[0], len(rank_plan.ulysses_links) > 1
-    run = chunk.backward
+    rank_pass = chunk.backward
     if len(rank_plan.chunks) > 1:
         return row_chunks.backward(rank_plan, call, dout, saved, sink)
     q, *keys, out, lse = saved
     if shared:
-        (dout,) = heads_to_rows(rank_plan, call, run.name, (dout,), (chunk.order,))
+        (dout,) = heads_to_rows(rank_plan, call, rank_pass.name, (dout,), (chunk.order,))
     delta = row_delta(dout, out, lse.dtype)
     rows = Rows(q, dout.contiguous(), lse, delta, out)
-    rings = ring.backward_rings(rank_plan, run, call, rows, tuple(keys))
+    rings = ring.backward_rings(rank_plan, rank_pass, call, rows, tuple(keys))
     ring.run(rings)
     grads = ring.gradients(rings, rank_plan.needs_grad[: 1 + len(keys)])
     if shared:
         wire_grads = [None if g is None else g.to(rank_plan.wire_dtype) for g in grads]
         heads = rank_plan.heads, *(rank_plan.kv_heads,) * len(keys)
         orders = chunk.order, *(rank_plan.key_order,) * len(keys)
-        grads = rows_to_heads(rank_plan, call, run.name, wire_grads, heads, lse.dtype, orders)
+        grads = rows_to_heads(rank_plan, call, rank_pass.name, wire_grads, heads, lse.dtype, orders)
     if rank_plan.key_sum is not None:
         dq, *dkv = grads
-        grads = dq, *summed_over_ranks(rank_plan, rank_plan.key_sum, call, run.name, dkv)
+        grads = dq, *summed_over_ranks(rank_plan, rank_plan.key_sum, call, rank_pass.name, dkv)
     dsink = None
     if sink is not None:
         own_heads = slice(None)

@@ -75,7 +75,9 @@ class JoinedKeys(tuple[KeyPart, ...]):
         compute(call, ring)
 
 
-def joined(run: RankPass, schedule: Schedule, works: WorkSource, device: torch.device) -> RankPass:
+def joined(
+    rank_pass: RankPass, schedule: Schedule, works: WorkSource, device: torch.device
+) -> RankPass:
     """Return a pass in which one call computes all pairs of a step with the same query rows.
 
     Keys are sorted by position if that makes fewer spans, because fewer spans need fewer tiles. The
@@ -83,7 +85,7 @@ def joined(run: RankPass, schedule: Schedule, works: WorkSource, device: torch.d
     `joins`, the call also includes the rank's own keys, and the kernel sorts the keys itself.
 
     Args:
-        run: The pass with one call per pair.
+        rank_pass: The pass with one call per pair.
         schedule: Schedule of the pass.
         works: Source of kernel plans.
         device: Device of index tensors.
@@ -142,7 +144,9 @@ def joined(run: RankPass, schedule: Schedule, works: WorkSource, device: torch.d
             new_steps.append(replace(step, release=release, calls=calls))
         return tuple(new_steps)
 
-    return replace(run, steps=joined_steps(run.steps), deferred=joined_steps(run.deferred))
+    return replace(
+        rank_pass, steps=joined_steps(rank_pass.steps), deferred=joined_steps(rank_pass.deferred)
+    )
 
 
 def _places(

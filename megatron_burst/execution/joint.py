@@ -60,12 +60,12 @@ def forward(
     rings: list[ring.Ring] = []
     ring_keys = []
     for call, key_set in zip(calls, keys, strict=True):
-        rank_plan, run = call.rank_plan, call.rank_plan.forward
+        rank_plan, rank_pass = call.rank_plan, call.rank_plan.forward
         orders = (rank_plan.key_order,) * len(key_set)
-        key_set = heads_to_rows(rank_plan, call.tag, f"{run.name}: keys", key_set, orders)
+        key_set = heads_to_rows(rank_plan, call.tag, f"{rank_pass.name}: keys", key_set, orders)
         ring_keys.append(key_set)
         if stored is None:
-            rings = ring.forward_rings(rank_plan, run, call.tag, q, key_set, max_logits)
+            rings = ring.forward_rings(rank_plan, rank_pass, call.tag, q, key_set, max_logits)
             sums = _accumulate(rings, "out", sums)
     if stored is None:
         out, lse = ring.outputs(rings, q.dtype, sink)
@@ -94,7 +94,7 @@ def _accumulate(rings: Sequence[ring.Ring], family: str, sums: Sequence[Tensors]
             tuple(x[:, :, head_ring.heads.heads].contiguous() for x in whole) for head_ring in rings
         ]
     for head_ring, parts in zip(rings, sums, strict=bool(sums)):
-        head_ring.partials.begin(head_ring.run.totals[family, head_ring.me], parts)
+        head_ring.partials.begin(head_ring.rank_pass.totals[family, head_ring.me], parts)
     ring.run(rings)
     return _sums_of(rings, family)
 
@@ -102,7 +102,7 @@ def _accumulate(rings: Sequence[ring.Ring], family: str, sums: Sequence[Tensors]
 def _sums_of(rings: Sequence[ring.Ring], family: str) -> list[Tensors]:
     """Return the partial results of a family for this rank's own rows, one tuple per head chunk."""
     return [
-        head_ring.partials.total_rows(head_ring.run.totals[family, head_ring.me])
+        head_ring.partials.total_rows(head_ring.rank_pass.totals[family, head_ring.me])
         for head_ring in rings
     ]
 
@@ -138,11 +138,11 @@ def backward(
     sums: list[Tensors] = []  # dq of each head chunk
     key_gradients: list[torch.Tensor | None] = []
     for call, key_set in zip(calls, ring_keys, strict=True):
-        rank_plan, run = call.rank_plan, call.rank_plan.backward
-        rings = ring.backward_rings(rank_plan, run, call.tag, rows, key_set)
+        rank_plan, rank_pass = call.rank_plan, call.rank_plan.backward
+        rings = ring.backward_rings(rank_plan, rank_pass, call.tag, rows, key_set)
         sums = _accumulate(rings, "dquery", sums)
         dkv = ring.key_gradients(_sums_of(rings, "dkv"), rank_plan.needs_grad[1 : 1 + len(key_set)])
-        name = f"{run.name}: keys"
+        name = f"{rank_pass.name}: keys"
         key_gradients += keys_to_owners(rank_plan, call.tag, name, dkv, lse.dtype)
     dq = ring.join([part for (part,) in sums]) if first.needs_grad[0] else None
     if shared and dq is not None:

@@ -171,16 +171,16 @@ class RecomputePass:
     Attributes:
         kept: Rows whose results are in the store, among the rows that this rank has in the ring
             (after the all-to-all of heads).
-        missing: Rows that are computed again, among the same rows: the queries of `run`.
+        missing: Rows that are computed again, among the same rows: the queries of `forward`.
         own_kept: Rows whose results are in the store, among the rows of this rank's own shard
             (before the all-to-all of heads).
-        run: The forward pass of `missing`.
+        forward: The forward pass of `missing`.
     """
 
     kept: torch.Tensor
     missing: torch.Tensor
     own_kept: torch.Tensor
-    run: RankPass
+    forward: RankPass
 
     def all_rows(self, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """Return stored and recomputed rows in their original order."""

@@ -89,7 +89,7 @@ class Ring:
 
     Args:
         rank_plan: Plan of this rank.
-        run: The pass.
+        rank_pass: The pass.
         tag: Tag of the call; messages on the CPU contain it.
         heads: The head chunk.
         compute: Object whose method `pair` computes attention of one query chunk to one key chunk:
@@ -103,7 +103,7 @@ class Ring:
     def __init__(
         self,
         rank_plan: RankPlan,
-        run: RankPass,
+        rank_pass: RankPass,
         tag: CallTag,
         heads: HeadChunk,
         compute: Any,
@@ -112,8 +112,8 @@ class Ring:
         *,
         exact: int = 0,
     ):
-        self.run, self.heads, self.compute, self._tag = run, heads, compute, tag
-        self.steps = run.deferred if heads.deferred else run.steps
+        self.rank_pass, self.heads, self.compute, self._tag = rank_pass, heads, compute, tag
+        self.steps = rank_pass.deferred if heads.deferred else rank_pass.steps
         assert self.steps, "the pass was planned without deferred steps"
         self.endpoint, self.me = rank_plan.ring, rank_plan.ring.rank
         own_chunks = {
@@ -123,11 +123,11 @@ class Ring:
         device, dtype = own["query"][0].device, own["query"][0].dtype
         self._on_cpu = device.type == "cpu"
         key = dtype, rank_plan.wire_dtype, heads.heads.stop - heads.heads.start
-        if key not in run.kinds:
-            run.kinds[key] = kinds(
-                run, own, sums, exact, accumulation_dtype(dtype), rank_plan.wire_dtype
+        if key not in rank_pass.kinds:
+            rank_pass.kinds[key] = kinds(
+                rank_pass, own, sums, exact, accumulation_dtype(dtype), rank_plan.wire_dtype
             )
-        of_kind, self._wire = run.kinds[key]
+        of_kind, self._wire = rank_pass.kinds[key]
         self.buffers = Buffers(device, rank_plan.ring, of_kind)
         self.partials = ResultAccumulator(self.buffers, self._wire)
         self._relays: Relays | None = None  # made by the first step with a chain
@@ -136,7 +136,7 @@ class Ring:
         self._read_beside: list[object] = []  # sums that the relay stream may still read
         self._pending: dict[int, list[_PendingExchange]] = {}  # by the boundary that waits
         self._packed: dict[Chunk, Message] = {}  # copies of rows that are being sent
-        self._sends = dict(run.sends)  # remaining number of sends
+        self._sends = dict(rank_pass.sends)  # remaining number of sends
 
     def __iter__(self) -> Iterator[None]:
         """Run the pass; yield once per step, after the transfers of the step have started.
@@ -196,7 +196,7 @@ class Ring:
                 receive = Receive(payload.hop.src, message.tensors, packed_message)
             receives.append(receive)
             arriving.append((payload, message))
-        label = _Label(self.run.name + self.heads.title, self.me, exchange, boundary)
+        label = _Label(self.rank_pass.name + self.heads.title, self.me, exchange, boundary)
         pending = self.endpoint.exchange(exchange.channel, sends, receives, label)
         flight = _PendingExchange(pending, arriving, leaving)
         self._pending.setdefault(exchange.land, []).append(flight)
@@ -274,11 +274,11 @@ class Ring:
         """Return a profiler range (an NVTX range, if enabled), or a no-op without a profiler."""
         if not profiler._is_profiler_enabled:
             return UNNAMED
-        return record_function(f"{self.run.name}{self.heads.title}: {words % numbers}")
+        return record_function(f"{self.rank_pass.name}{self.heads.title}: {words % numbers}")
 
 
 def kinds(
-    run: RankPass,
+    rank_pass: RankPass,
     own: Mapping[str, Tensors],
     sums: Mapping[str, Sequence[torch.Size]],
     exact: int,
@@ -292,7 +292,7 @@ def kinds(
     "dkv wire".
 
     Args:
-        run: The pass.
+        rank_pass: The pass.
         own: Same as in `Ring`.
         sums: Same as in `Ring`.
         exact: Same as in `Ring`.
@@ -300,7 +300,7 @@ def kinds(
         wire: dtype in which sums are sent.
     """
     kind_of = {
-        f: MessageKind([(t.shape[1:], t.dtype) for t in ts], run.longest.get(f, 0))
+        f: MessageKind([(t.shape[1:], t.dtype) for t in ts], rank_pass.longest.get(f, 0))
         for f, ts in own.items()
     }
     sent_as = {family: family for family in own}
@@ -309,8 +309,8 @@ def kinds(
         rounded = len(shapes) - exact
         wire_rows = [(shape, wire) for shape in shapes[:rounded]] + sum_rows[rounded:]
         sent_as[family] = family if sum_rows == wire_rows else family + " wire"
-        kind_of[family] = MessageKind(sum_rows, run.longest.get(family, 0))
-        kind_of[sent_as[family]] = MessageKind(wire_rows, run.longest.get(family, 0))
+        kind_of[family] = MessageKind(sum_rows, rank_pass.longest.get(family, 0))
+        kind_of[sent_as[family]] = MessageKind(wire_rows, rank_pass.longest.get(family, 0))
     return kind_of, sent_as
 
 
@@ -412,7 +412,7 @@ class Forward:
 
 def forward_rings(
     rank_plan: RankPlan,
-    run: RankPass,
+    rank_pass: RankPass,
     tag: CallTag,
     q: torch.Tensor,
     keys: Tensors,
@@ -424,7 +424,7 @@ def forward_rings(
 
     Args:
         rank_plan: Plan of this rank.
-        run: The forward pass.
+        rank_pass: The forward pass.
         tag: Tag of the call; messages on the CPU contain it.
         q: [s, b, h, d].
         keys: k [s, b, k, d] and v [s, b, k, w], or k alone if values are the keys.
@@ -439,7 +439,7 @@ def forward_rings(
         compute = Forward(
             rank_plan.kernel, rank_plan.scoring, None if max_logits is None else max_logits[h]
         )
-        rings.append(Ring(rank_plan, run, tag, part, compute, own, rows, exact=1))
+        rings.append(Ring(rank_plan, rank_pass, tag, part, compute, own, rows, exact=1))
     return rings
 
 
@@ -455,7 +455,7 @@ def outputs(
     """
     outs, lses = [], []
     for ring in rings:
-        out, lse = ring.partials.total_rows(ring.run.totals["out", ring.me])
+        out, lse = ring.partials.total_rows(ring.rank_pass.totals["out", ring.me])
         if sink is not None:
             add_sink_(out, lse, sink[ring.heads.heads])
         outs.append(out.to(dtype))
@@ -502,7 +502,7 @@ class Backward:
 
 
 def backward_rings(
-    rank_plan: RankPlan, run: RankPass, tag: CallTag, rows: Rows, keys: Tensors
+    rank_plan: RankPlan, rank_pass: RankPass, tag: CallTag, rows: Rows, keys: Tensors
 ) -> list[Ring]:
     """Return one ring per head chunk; each computes gradients of this rank's q, k and v.
 
@@ -514,7 +514,7 @@ def backward_rings(
 
     Args:
         rank_plan: Plan of this rank.
-        run: The backward pass.
+        rank_pass: The backward pass.
         tag: Tag of the call; messages on the CPU contain it.
         rows: q, dout, lse, delta and out of this rank.
         keys: k [s, b, k, d] and v [s, b, k, w], or k alone if values are the keys.
@@ -533,7 +533,7 @@ def backward_rings(
             "dkv": [t.shape[1:] for t, needs_grad in needed if needs_grad],
         }
         compute = Backward(rank_plan.kernel, rank_plan.scoring, out, rank_plan.ring.rank, needs)
-        rings.append(Ring(rank_plan, run, tag, part, compute, own, sums))
+        rings.append(Ring(rank_plan, rank_pass, tag, part, compute, own, sums))
     return rings
 
 
@@ -550,7 +550,7 @@ def gradients(
     parts = []
     for ring in rings:
         dquery, dkv = (
-            ring.partials.total_rows(ring.run.totals[family, ring.me])
+            ring.partials.total_rows(ring.rank_pass.totals[family, ring.me])
             for family in ("dquery", "dkv")
         )
         parts.append(by_tensor(dquery + dkv, needs_grad))

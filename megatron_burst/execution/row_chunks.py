@@ -84,18 +84,18 @@ class RowChunkState:
             the rows of the p ranks that share heads, and this rank's heads.
         """
         rank_plan, chunk = self.rank_plan, self.rank_plan.chunks[index]
-        run, recompute = chunk.forward, chunk.recompute
+        rank_pass, recompute = chunk.forward, chunk.recompute
         if self._host_keys is not None:
             assert chunk.host_forward is not None
-            run = chunk.host_forward
-        (queries,) = heads_to_rows(rank_plan, self.call, run.name, (q,), (chunk.order,))
+            rank_pass = chunk.host_forward
+        (queries,) = heads_to_rows(rank_plan, self.call, rank_pass.name, (q,), (chunk.order,))
         if stored is None:
-            rings = self._rings(run, queries)
+            rings = self._rings(rank_pass, queries)
             if self._host_keys is not None:
                 self._host_keys.provide(rings)
         else:
             assert recompute is not None
-            rings = self._rings(recompute.run, rows_of(queries, recompute.missing))
+            rings = self._rings(recompute.forward, rows_of(queries, recompute.missing))
         ring.run(rings)
         out, lse = ring.outputs(rings, q.dtype, self.sink)
         if stored is None and self._host_keys is not None:
@@ -105,7 +105,13 @@ class RowChunkState:
             ring_out = out.new_zeros((len(queries), *out.shape[1:]))
             out = ring_out.index_copy_(0, recompute.missing, out)
         (out,) = rows_to_heads(
-            rank_plan, self.call, run.name, (out,), (rank_plan.heads,), out.dtype, (chunk.order,)
+            rank_plan,
+            self.call,
+            rank_pass.name,
+            (out,),
+            (rank_plan.heads,),
+            out.dtype,
+            (chunk.order,),
         )
         assert out is not None
         if stored is not None:
@@ -114,9 +120,9 @@ class RowChunkState:
             lse = recompute.all_rows(stored[1], lse)
         return out, lse
 
-    def _rings(self, run: ring.RankPass, queries: torch.Tensor) -> list[ring.Ring]:
+    def _rings(self, rank_pass: ring.RankPass, queries: torch.Tensor) -> list[ring.Ring]:
         tensors = queries, self.keys, self.max_logits
-        return ring.forward_rings(self.rank_plan, run, self.call, *tensors)
+        return ring.forward_rings(self.rank_plan, rank_pass, self.call, *tensors)
 
     def kept(self, index: int, out: torch.Tensor, lse: torch.Tensor) -> Tensors:
         """Return out and lse of the rows of a row chunk that the attention store keeps.
@@ -158,28 +164,32 @@ class RowChunkState:
             dq [r, b, h, d] in the accumulation dtype, or in the wire dtype if ranks share heads;
             None if q needs no gradient.
         """
-        rank_plan, run = self.rank_plan, self.rank_plan.chunks[index].backward
+        rank_plan, rank_pass = self.rank_plan, self.rank_plan.chunks[index].backward
         shared = len(rank_plan.ulysses_links) > 1
         dout = dout.contiguous()
         delta = row_delta(dout, out, lse.dtype)
         rows = Rows(q, dout, lse, delta, out)
         if shared:  # delta replaces out, which is not sent
             orders = (rank_plan.chunks[index].order,) * 3
-            q, dout, delta = heads_to_rows(rank_plan, self.call, run.name, (q, dout, delta), orders)
+            q, dout, delta = heads_to_rows(
+                rank_plan, self.call, rank_pass.name, (q, dout, delta), orders
+            )
             rows = Rows(q, dout, lse, delta)
         if self.sink is not None:
             gradient = sink_gradient(self.sink, lse, delta)
             self._dsink = gradient if self._dsink is None else self._dsink + gradient
-        rings = ring.backward_rings(rank_plan, run, self.call, rows, self.keys)
+        rings = ring.backward_rings(rank_plan, rank_pass, self.call, rows, self.keys)
         self._sums = self._sums or self._zeros()
         for head_ring, sums in zip(rings, self._sums, strict=True):
-            head_ring.partials.begin(run.totals["dkv", rank_plan.ring.rank], sums)
+            head_ring.partials.begin(rank_pass.totals["dkv", rank_plan.ring.rank], sums)
         ring.run(rings)
         dq = ring.gradients(rings, (rank_plan.needs_grad[0], False, False))[0]
         if dq is not None and shared:
             dq = dq.to(rank_plan.wire_dtype)
             orders, heads = (rank_plan.chunks[index].order,), (rank_plan.heads,)
-            (dq,) = rows_to_heads(rank_plan, self.call, run.name, (dq,), heads, lse.dtype, orders)
+            (dq,) = rows_to_heads(
+                rank_plan, self.call, rank_pass.name, (dq,), heads, lse.dtype, orders
+            )
         return dq
 
     def gradients(self) -> Gradients:

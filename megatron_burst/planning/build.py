@@ -135,17 +135,19 @@ def make_pass(
 
     steps = tuple(_step(boundary, rank, payloads, calls) for boundary in program)
     own_last = schedule.program(rank, own_last=True) if deferred else ()
-    run = RankPass(
+    rank_pass = RankPass(
         name, steps, tuple(_step(boundary, rank, payloads, calls) for boundary in own_last),
         all_rows, dict(longest), Counter(hop.chunk for hop in hops if hop.src == rank),
     )  # fmt: skip
     if schedule.joined:
-        run = joined.joined(run, schedule, works, device)
+        rank_pass = joined.joined(rank_pass, schedule, works, device)
     if chains := schedule.chains:
-        run = replace(
-            run, steps=_relayed(run.steps, chains), deferred=_relayed(run.deferred, chains)
+        rank_pass = replace(
+            rank_pass,
+            steps=_relayed(rank_pass.steps, chains),
+            deferred=_relayed(rank_pass.deferred, chains),
         )
-    return run
+    return rank_pass
 
 
 def _relayed(steps: Sequence[Step], chains: dict[int, slice]) -> tuple[Step, ...]:

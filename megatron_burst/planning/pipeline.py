@@ -309,7 +309,7 @@ class RecomputePlan:
     Attributes:
         keep: Fraction of the outputs that the store keeps.
         schedule: Schedule of the recomputation, for all ranks.
-        run: Pass of this rank.
+        rank_pass: Pass of this rank.
         mask: Mask of the call.
         queries: Rows to recompute, for each rank of the ring.
         keys: Spans of all keys of the sequence.
@@ -317,7 +317,7 @@ class RecomputePlan:
 
     keep: float
     schedule: Schedule
-    run: RecomputePass
+    rank_pass: RecomputePass
     mask: Mask
     queries: tuple[ShardRows, ...]
     keys: tuple[Span, ...]
@@ -423,8 +423,10 @@ def _row_chunk(ring: RingRequest, scheduled: RowSchedules, title: str) -> RowChu
         missing_works = KernelWorkCache(
             kernel, mask, [part.spans for part in demand.queries], ring.keys, ring.sizes
         )
-        run = make_pass("attention recompute", recompute, rank, missing_works, device, deferred)
-        recompute_pass = _recompute_pass(demand, rank, run, device)
+        rank_pass = make_pass(
+            "attention recompute", recompute, rank, missing_works, device, deferred
+        )
+        recompute_pass = _recompute_pass(demand, rank, rank_pass, device)
     host_forward = None
     if host is not None:
         name = f"attention forward{title}, keys in host memory"
@@ -450,21 +452,21 @@ def _order(ring: RingRequest, members: Shards) -> torch.Tensor | None:
 
 
 def _recompute_pass(
-    demand: RecomputeDemand, rank: int, run: RankPass, device: torch.device
+    demand: RecomputeDemand, rank: int, rank_pass: RankPass, device: torch.device
 ) -> RecomputePass:
     """Return the recomputation of this rank, with all row indices on the device."""
     rows = demand.kept, demand.queries[rank].rows, demand.own_kept
     numbers = to_device(np.concatenate(rows), device).split(
         [len(numbers_of) for numbers_of in rows]
     )
-    return RecomputePass(*numbers, run=run)
+    return RecomputePass(*numbers, forward=rank_pass)
 
 
 def _recompute(
-    ring: RingRequest, schedule: Schedule, demand: RecomputeDemand, run: RecomputePass
+    ring: RingRequest, schedule: Schedule, demand: RecomputeDemand, rank_pass: RecomputePass
 ) -> RecomputePlan:
     request = ring.request
     assert request.options.store is not None
     schedule, keep = without_tables(schedule), request.options.store
     keys = _all_positions(request.key_len)
-    return RecomputePlan(keep, schedule, run, request.mask, demand.queries, keys)
+    return RecomputePlan(keep, schedule, rank_pass, request.mask, demand.queries, keys)

@@ -420,7 +420,7 @@ class Plan:
         sizes = self.sizes
         row_bytes = sizes.value_width * sizes.itemsize + sizes.stat_itemsize
         return (
-            sum(len(recompute.run.kept) for recompute in self.recomputes)
+            sum(len(recompute.rank_pass.kept) for recompute in self.recomputes)
             * sizes.batch
             * sizes.heads
             * row_bytes

@@ -125,7 +125,7 @@ def test_kernels_do_not_delay_relays():
         pair = Ring._relay
 
         def relay(self, *chain):
-            events[self.me, self.run.name] += 1
+            events[self.me, self.rank_pass.name] += 1
             pair(self, *chain)
 
         with pytest.MonkeyPatch.context() as patch:

@@ -160,11 +160,11 @@ def test_causal_bytes_rows_and_memory_by_formula(algorithm, keep):
     stored = round(keep * rows)
     assert plan.store_bytes == stored * 2 * (2 * 8 + 4)  # out in bf16, lse in fp32, two heads
     assert held_bytes == 4 * plan.store_bytes  # all four ranks are in this process
-    assert sum(len(one.recompute.run.kept) for one in plan.ranks) == keep * LENGTH
+    assert sum(len(one.recompute.rank_pass.kept) for one in plan.ranks) == keep * LENGTH
     pairs = sum(
         tile.tile.visible
         for one in plan.ranks
-        for step in one.recompute.run.run.steps
+        for step in one.recompute.rank_pass.forward.steps
         for call in step.calls
         for tile in call.work
     )
