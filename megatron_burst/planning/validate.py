@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -151,30 +151,15 @@ def check(
         )
     if rates is not None:
         _check_rates(rates, options.algorithm)
-    layout = _layout("layout", options.layout, groups, q.shape[0])
-    seq_len, key_len, key_layout = q.shape[0] * groups.size, k.shape[0] * groups.size, None
-    if options.key_layout is not None:
-        key_layout = _key_layout(options.key_layout, groups, k.shape[0])
-    sharing, replicated = groups.topology.ulysses, isinstance(key_layout, Replicated)
-    if replicated:  # ranks share no heads and send no keys, so "auto" has nothing to choose
-        key_len, sharing, options = k.shape[0], 1, _without_choice(options)
+    sequences = _sequences(options, groups, q, k)
+    if sequences.replicated:  # ranks share no heads and send no keys: nothing to choose
+        options = _without_choice(options)
     else:
         check_heads(q.shape[2], k.shape[2], groups.topology, options.algorithm)
     if options.head_chunks is not None:
+        sharing = 1 if sequences.replicated else groups.topology.ulysses
         _check_head_chunks(options.head_chunks, sharing, k)
-    if options.mask is None and key_layout is not None:
-        raise ValueError(
-            "mask: keys of another sequence (key_layout) need a mask that compares their positions "
-            "with those of the queries, such as mb.masks.Full(), got None"
-        )
-    mask = Causal() if options.mask is None else options.mask
-    if not isinstance(mask, Mask):
-        raise ValueError(f"mask must be a mask from mb.masks, got {mask!r}")
-    if key_layout is None:
-        mask.check(seq_len)
-    else:
-        mask.check_lengths(seq_len, key_len)
-    _check_custom(mask, (seq_len, key_len), groups)
+    mask = _checked_mask(options, sequences, groups)
     _check_numbers(options)
     # Ranks compare facts as text, in which 30 and 30.0 differ.
     softcap = None if options.softcap is None else float(options.softcap)
@@ -182,7 +167,7 @@ def check(
         check_max_logits(max_logits, q)
     kernel = registry.make(
         options.kernel, q, k, v, softcap, mask,
-        beside_rings=groups.topology.ring_size > 1 and not replicated,
+        beside_rings=groups.topology.ring_size > 1 and not sequences.replicated,
         maximum=max_logits is not None,
     )  # fmt: skip
     wire_dtype = _wire_dtype(options, q)
@@ -193,8 +178,9 @@ def check(
         needs_grad = (*needs_grad[:2], needs_grad[1])
     scale = q.shape[-1] ** -0.5 if options.softmax_scale is None else float(options.softmax_scale)
     resolved = replace(
-        options, layout=layout, key_layout=key_layout, mask=mask, softmax_scale=scale,
-        softcap=softcap, store=float(options.store) if options.store else None,
+        options, layout=sequences.layout, key_layout=sequences.key_layout, mask=mask,
+        softmax_scale=scale, softcap=softcap,
+        store=float(options.store) if options.store else None,
         # With algorithm "auto" these are resolved later, like the algorithm.
         grad_wire_dtype="auto" if options.grad_wire_dtype == "auto" else wire_dtype,
         head_chunks=options.head_chunks or (None if options.algorithm == "auto" else 1),
@@ -215,10 +201,55 @@ def check(
         "rates": rates,
     }
     return Request(
-        (q, k, v), resolved, layout, key_layout, seq_len, key_len, mask, kernel,
-        Scoring(scale, softcap), wire_dtype, needs_grad, facts, values_are_keys,
-        relay_stream=relay_stream,
+        (q, k, v), resolved, sequences.layout, sequences.key_layout, sequences.seq_len,
+        sequences.key_len, mask, kernel, Scoring(scale, softcap), wire_dtype, needs_grad, facts,
+        values_are_keys, relay_stream=relay_stream,
     )  # fmt: skip
+
+
+class _Sequences(NamedTuple):
+    """Layouts and lengths (in positions) of the sequences of queries and keys, as in `Request`.
+
+    `replicated` is True if every rank holds all keys.
+    """
+
+    layout: Layout
+    key_layout: Layout | Replicated | None
+    seq_len: int
+    key_len: int
+    replicated: bool
+
+
+def _sequences(
+    options: AttentionOptions, groups: Groups, q: torch.Tensor, k: torch.Tensor
+) -> _Sequences:
+    """Return the sequences of a call, after the check of its layouts."""
+    layout = _layout("layout", options.layout, groups, q.shape[0])
+    seq_len, key_len, key_layout = q.shape[0] * groups.size, k.shape[0] * groups.size, None
+    if options.key_layout is not None:
+        key_layout = _key_layout(options.key_layout, groups, k.shape[0])
+    replicated = isinstance(key_layout, Replicated)
+    if replicated:
+        key_len = k.shape[0]
+    return _Sequences(layout, key_layout, seq_len, key_len, replicated)
+
+
+def _checked_mask(options: AttentionOptions, sequences: _Sequences, groups: Groups) -> Mask:
+    """Return the mask of a call, causal by default, after its check."""
+    if options.mask is None and sequences.key_layout is not None:
+        raise ValueError(
+            "mask: keys of another sequence (key_layout) need a mask that compares their positions "
+            "with those of the queries, such as mb.masks.Full(), got None"
+        )
+    mask = Causal() if options.mask is None else options.mask
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a mask from mb.masks, got {mask!r}")
+    if sequences.key_layout is None:
+        mask.check(sequences.seq_len)
+    else:
+        mask.check_lengths(sequences.seq_len, sequences.key_len)
+    _check_custom(mask, (sequences.seq_len, sequences.key_len), groups)
+    return mask
 
 
 def _wire_dtype(options: AttentionOptions, q: torch.Tensor) -> torch.dtype:

@@ -14,7 +14,7 @@ import pytest
 
 import megatron_burst as mb
 
-FUNCTIONS, PREPARE_FILES = 272, 38
+FUNCTIONS, PREPARE_FILES = 274, 38
 
 COUNTED = """
 import json, sys
