@@ -3,6 +3,9 @@
 Losses are compared as Megatron prints them, to seven digits, and gradient norms, to three decimals.
 """
 
+import re
+from pathlib import Path
+
 import pytest
 from ranks import COMMON, MIDDLE, SCRIPT, STEPS, under_torchrun
 
@@ -120,14 +123,45 @@ def test_under_torchrun(train):
     same(run, train(1))
 
 
+# Prints the files of the package in the order in which their functions first run, up to the first
+# call of `mb.attention`.
+WALK = """
+import sys
+from pathlib import Path
+import megatron_burst
+root, walked = Path(megatron_burst.__file__).parent, {}
+
+def note(frame, event, _):
+    file = Path(frame.f_code.co_filename)
+    if event != "call" or root not in file.parents or frame.f_code.co_name[0] == "<":
+        return
+    walked.setdefault(str(file.relative_to(root)))
+    if "attention.py" in walked:
+        sys.setprofile(None)
+        print("walked:", *walked)
+
+sys.setprofile(note)
+"""
+
+
 def test_two_lines_in_a_script_do_the_same(train, ranks, tmp_path):
+    """CONTRIBUTING lists the files on the way from the flag to attention in the order they run."""
     script = tmp_path / "train.py"
     lines = "import megatron_burst.megatron\nmegatron_burst.megatron.install()\n"
-    script.write_text(lines + SCRIPT.read_text())
+    script.write_text(f"{lines}{WALK}{SCRIPT.read_text()}")
     run = ranks.run(2, [*COMMON, *CP2.split()], script=script)
     assert run.codes == [0, 0], run.texts[0][-3000:]
     same(run, train(1))
     assert run.lines("> megatron_burst: burst attention:")
+    walks = [line.split()[1:] for line in run.lines("walked:")]
+    assert len(walks) == 2
+    page = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+    section = page.split("### From the flag to the core attention\n")[1].split("\n##")[0]
+    listed = re.findall(r"^\| `([\w/]+\.py)`", section, re.MULTILINE)
+    first = listed.index("megatron/training.py")
+    assert listed.index("megatron/attention/core_attention.py") - first < 8
+    for walk in walks:
+        assert [file for file in walk if file in listed[first:]] == listed[first:]
 
 
 def test_resumes_on_four_ranks_and_says_what_changed(train, saved):
