@@ -568,11 +568,9 @@ def _sent(
     for schedule in schedules:
         ring = cost.traffic(schedule, None, sizes)
         total += Traffic(ring.intra * topology.ulysses, ring.inter * topology.ulysses)
-    for rank in range(topology.size):
-        group = topology.ulysses_group(rank)
-        links = [topology.link(rank, peer) for peer in group]
-        for sent in cost.head_traffic(links, group.index(rank), sizes, resends_q):
-            total += sent
+    pairs = topology.ulysses_pairs()
+    for size in sizes.scattered_bytes(topology.ulysses, resends_q):
+        total += Traffic(pairs["intra"] * size, pairs["inter"] * size)
     return total
 
 

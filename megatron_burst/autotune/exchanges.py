@@ -122,10 +122,8 @@ def _waves(transfers: Transfers, exchange: np.ndarray, grid: Grid) -> np.ndarray
     """
     clash = np.zeros(int(exchange[-1]) + 1, dtype=bool)
     for end in (transfers.src, transfers.dst):
-        _, index, times = np.unique(
-            exchange * grid.size + end, return_inverse=True, return_counts=True
-        )
-        clash[exchange[times[index] > 1]] = True
+        ends = np.sort(exchange * grid.size + end)
+        clash[ends[1:][ends[1:] == ends[:-1]] // grid.size] = True
     if not clash.any():
         return np.zeros_like(exchange)
     src, dst = transfers.src.astype(np.int64), transfers.dst.astype(np.int64)

@@ -7,6 +7,7 @@ counts bytes with it. Source: LoongTrain, section 4.2 (2D attention) and section
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -127,6 +128,13 @@ class Topology:
         """Return the ranks of the ulysses group that contains `rank`, in order."""
         _, ring = self.place(rank)
         return [self.rank_at(index, ring) for index in range(self.ulysses)]
+
+    def ulysses_pairs(self) -> dict[str, int]:
+        """Return the number of ordered pairs of ranks in a ulysses group, by link class."""
+        ranks = range(self.size)
+        per_node = Counter((self.place(rank)[1], rank // self.per_node) for rank in ranks)
+        intra = sum(members * (members - 1) for members in per_node.values())
+        return {"intra": intra, "inter": self.size * (self.ulysses - 1) - intra}
 
     @property
     def intra_size(self) -> int:

@@ -1,5 +1,7 @@
 """Bytes by formula: the numbers a plan prints and decides by, computed by hand."""
 
+from itertools import permutations
+
 import numpy as np
 import oracle
 import pytest
@@ -338,3 +340,17 @@ def test_auto_takes_the_side_with_fewer_bytes_of_all_that_there_are(algorithm):
         assert [each.route for each in actual] == routes
         taken.add(actual[0].side)
     assert taken == {*SIDES} or algorithm == "tile"
+
+
+@pytest.mark.parametrize("placement", ["head_first", "context_first"])
+@pytest.mark.parametrize("ulysses", [1, 2, 3, 6, 12])
+def test_pairs_of_ranks_that_share_heads(ulysses, placement):
+    """Twelve ranks on nodes of six; groups of neighbours, or of every third, sixth, ... rank."""
+    rings = 12 // ulysses
+    group_of = [rank // ulysses if placement == "head_first" else rank % rings
+                for rank in range(12)]  # fmt: skip
+    counts = {"intra": 0, "inter": 0}
+    for a, b in permutations(range(12), 2):
+        if group_of[a] == group_of[b]:
+            counts["intra" if a // 6 == b // 6 else "inter"] += 1
+    assert Topology(12, 6, ulysses, placement).ulysses_pairs() == counts
