@@ -8,6 +8,7 @@ from collections import Counter
 from types import SimpleNamespace
 from unittest import mock
 
+import packed_ranks
 import pytest
 import session
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from test_parity import TOLERANCE, TWO_BY_TWO, worst
 
 import megatron_burst as mb
+import megatron_burst.megatron as burst
 from megatron_burst.megatron.attention import plan_book
 from megatron_burst.megatron.attention.groups import node_warning
 
@@ -215,3 +217,18 @@ def test_a_limit_of_nccl_is_refused_elsewhere(four, common):
             "ValueError: --burst-nccl-max-ctas 8 has an effect only with NCCL, and the "
             "context-parallel group uses gloo: remove the flag"
         )
+
+
+def sharing_of_two_models():
+    """Return the ranks that share heads in two models on the same group: ulysses, then burst."""
+    from megatron.core.transformer.enums import AttnMaskType
+
+    with packed_ranks.core_attention("zigzag", choices={"algorithm": "ulysses"}) as first:
+        config = copy.copy(first.config)
+        config.burst = mb.BurstConfig(intra_size=2)
+        second = burst.BurstCoreAttention(config, 1, AttnMaskType.causal, "self")
+        return [core.book.groups.topology.ulysses for core in (first, second)]
+
+
+def test_models_with_different_algorithms_have_different_grids(four):
+    assert four(sharing_of_two_models) == [[4, 1]] * 4

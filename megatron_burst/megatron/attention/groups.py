@@ -161,17 +161,23 @@ def book_of(config: Any, pg_collection: Any) -> PlanBook:
     """
     return plan_book(
         pg_collection.cp,
-        topology_key(config),
+        topology_key(config, pg_collection.cp.size()),
         lambda: context_groups(
             pg_collection, config.hierarchical_context_parallel_sizes, config.burst
         ),
     )
 
 
-def topology_key(config: Any) -> tuple:
-    """Return the settings that determine the grid of a context-parallel group."""
+def topology_key(config: Any, ranks: int) -> tuple:
+    """Return the settings that determine the grid of a context-parallel group.
+
+    Args:
+        config: a `TransformerConfig`, after `configure`.
+        ranks: number of ranks of the group.
+    """
     burst, sizes = config.burst, config.hierarchical_context_parallel_sizes
+    # With "ulysses" all ranks of a micro-batch share heads, however many they are.
     return (
-        tuple(sizes or ()), burst.intra_size, burst.ulysses_size, burst.placement,
-        burst.nccl_max_ctas,
+        tuple(sizes or ()), burst.intra_size, burst.algorithm == "ulysses",
+        ulysses_size(burst, ranks), burst.placement, burst.nccl_max_ctas,
     )  # fmt: skip
