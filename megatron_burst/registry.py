@@ -79,7 +79,7 @@ HOOKS: Mapping[str, Hook] = {
     "configured": Hook(
         "",
         "a function of the installed `PatchSet`, a `TransformerConfig` and its `BurstConfig`; "
-        "`configure` calls it last",
+        "`configure_model` calls it last",
     ),
     "cpu": Hook(
         "testing", "a module whose `enable()` maps CUDA to the CPU in this process; for `--cpu`"

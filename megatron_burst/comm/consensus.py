@@ -2,7 +2,7 @@
 """Comparison of facts (shapes, settings, calls) between all ranks before they exchange tensors.
 
 Ranks with different shapes or settings would hang or, worse, silently receive a short message into
-a long buffer. So planning begins with one all-gather of a fixed-size header on the host
+a long buffer. So no plan is used before one all-gather of a fixed-size header on the host
 (`HEADER_BYTES` per rank). A rank with invalid arguments takes part too and sends its error, so
 every rank raises the same ValueError.
 """

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps that make the plan of a call: check, agree, build, cache.
+"""The steps that make the plan of a call: check, build, agree, connect.
 
 Attention, linear attention, sparse attention and the LM head loss describe the call of one rank as
-an `Operation`. `prepared` compares the call between ranks and makes the plan. `derived` makes and
-caches a plan without communication, if the call depends only on a plan on which ranks agreed.
+an `Operation`. `prepared` makes the plan and compares it between ranks; callers cache it. With
+"auto", ranks also agree before the choice, which may measure. `derived` makes and caches a plan
+without communication, if the call depends only on a plan on which ranks agreed.
 """
 
 from __future__ import annotations
@@ -55,9 +56,10 @@ class Operation(ABC, Generic[Request, Plan]):
 def prepared(
     operation: Operation[Request, Plan], build: Callable[[Request], Plan] | None = None
 ) -> Plan:
-    """Make the plan of an operation after all ranks agreed on the call. A collective call.
+    """Make the plan of an operation, and return it if all ranks agree. A collective call.
 
-    A rank with an error sends the error in `agree`, so that all ranks raise it and no rank hangs.
+    Each rank checks the call and builds its plan. Then ranks compare the facts of their plans. A
+    rank with an error sends the error in `agree`, so that all ranks raise it and no rank hangs.
 
     Args:
         operation: The operation.

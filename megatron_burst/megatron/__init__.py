@@ -12,8 +12,9 @@ In your own script on Megatron-Core:
     burst.install(layout="zigzag")                       # before the model is built
     burst.configure(transformer_config, mb.BurstConfig(algorithm="burst"))
 
-`install` affects only models whose configuration was passed to `configure` and that have more than
-one context-parallel rank. Importing this package does not import Megatron-Core, because that import
+`install` affects only models whose configuration was passed to `configure`, by the script or by the
+flags: their attention if `selection.uses_burst` is true, and their LM head with
+`lm_head_loss`. Importing this package does not import Megatron-Core, because that import
 needs seconds; `install` imports it.
 
 The modules, from the lowest level: `patching` replaces functions of Megatron and restores them;

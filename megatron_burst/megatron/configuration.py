@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection of BurstAttention for a model: `configure` checks a `TransformerConfig` and marks it.
+"""Selection of BurstAttention for a model.
+
+`configure_model` checks a `TransformerConfig` and stores the options in its attribute `burst`, which
+`selection.burst_of` reads. The flags, layer specs and the public function `configure` call it.
 
 The first configuration decides the layout of the run: Megatron slices batches and caches rotary
 embeddings independently of the model that reads them.
@@ -44,10 +47,10 @@ def configure(config: Any, burst: BurstConfig, *, seq_length: int | None = None)
     _installed_patches()
     burst, why = resolve_auto_layout(config, burst, seq_length)
     log_choice(burst, why)
-    return select_attention(config, burst, seq_length)
+    return configure_model(config, burst, seq_length)
 
 
-def select_attention(
+def configure_model(
     config: Any, burst: BurstConfig, seq_length: int | None, problems: Iterable[Problem] = ()
 ) -> Any:
     """Configure a model as in `configure`, from options with concrete layouts.

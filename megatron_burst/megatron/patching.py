@@ -198,11 +198,10 @@ def run_state() -> RunState:
     return patches.run if patches else RunState()
 
 
-def burst_selected() -> bool:
-    """Return whether this run uses BurstAttention.
+def skips_megatrons_checks() -> bool:
+    """Return whether to skip checks that apply only to Megatron's own context parallelism.
 
-    If it does, configurations need not meet the requirements of Megatron's own context parallelism.
-    The result is True after `install(layout)` or a first `configure`, and inside
+    The result is True after `install(layout)` or a first `configure_model`, and inside
     `selecting_burst(True)`.
     """
     state = run_state()

@@ -202,16 +202,21 @@ def default_layouts(
 ) -> tuple[BurstConfig, str | None]:
     """Choose the layouts of a run whose flags do not name the layout.
 
+    Megatron's own layout settings, if present, determine the layouts. Otherwise the layout follows
+    from the other options (`flags.layout_for`). Striped then becomes zigzag if the model or another
+    option excludes striped.
+
     Args:
         config: a `TransformerConfig`, or parsed arguments with the same names.
-        burst: options whose layout is the default for the other options (`flags.layout_for`).
+        burst: options; the layout is replaced.
         attention_named: whether a flag names the layout of attention.
 
     Returns:
-        The options and a log line. Megatron's own layout settings, if present, determine the
-            layouts. Striped (the default with a partial attention store) becomes zigzag if the
-            model or another option excludes striped; otherwise the log line is None.
+        The options, and a log line if zigzag replaces striped, otherwise None.
     """
+    pack = burst.pack if getattr(config, "context_parallel_size", 1) != 1 else "off"
+    default: Any = flags.layout_for(burst.algorithm, burst.store, pack)
+    burst = dataclasses.replace(burst, layout=default)
     selected = megatrons_layouts(config)
     if selected is not None and not attention_named and splits_with_burst(config, burst):
         attention: Any = None if selected.attention == selected.stream else selected.attention

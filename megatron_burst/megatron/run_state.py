@@ -23,10 +23,11 @@ class RunState:
             validated.
         clusters_compared: Whether ranks compared the contents of their cluster files.
         selecting: Whether configurations inside `patching.selecting_burst` select BurstAttention.
-        layout: Layout of the run, from `install` or the first `configure`.
+        layout: Layout of the run, from `install` or the first `configure_model`.
         slicing_patched: Whether the functions that cut batches and angles are replaced.
-        cut: `data.cut.BatchCut` from the first `configure`.
-        documents: Flag of Megatron-LM by which its data loader separates documents.
+        cut: `data.cut.BatchCut` from the first `configure_model`.
+        documents: Flag of Megatron-LM by which its data loader separates documents; set when
+            arguments are validated, read in every forward.
         packs_documents: Whether a configuration has `--burst-pack documents`.
         logged: Log lines that appear once in a run, or names of their subjects.
         packs: `data.packed.Packs`, the cache of the documents of packed batches.

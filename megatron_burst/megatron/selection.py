@@ -18,6 +18,14 @@ HYBRID, DYNAMIC = "--hybrid-context-parallel", "--dynamic-context-parallel"
 _FIELDS = (("hybrid_context_parallel", HYBRID), ("dynamic_context_parallel", DYNAMIC))
 
 
+def burst_of(config: Any) -> Any:
+    """Return the `BurstConfig` that `configure_model` stored in a `TransformerConfig`, or None.
+
+    Plugins annotate the result with their own option class.
+    """
+    return getattr(config, "burst", None)
+
+
 def changing_groups(settings: Any) -> str | None:
     """Return the flag that gives each micro-batch its own group; None if it is not set."""
     return next((flag for name, flag in _FIELDS if getattr(settings, name, False)), None)

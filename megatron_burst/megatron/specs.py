@@ -20,7 +20,7 @@ from typing import Any
 from .. import flags
 from ..config import BurstConfig
 from .checks.config import backend_problems
-from .configuration import select_attention
+from .configuration import configure_model
 from .install import install
 from .patching import log, require_function
 from .run_options import default_layouts, resolve_auto_layout
@@ -58,7 +58,7 @@ def burst_layer_spec(
     if burst.algorithm == flags.OFF and not choices:  # only the flag's default
         burst = dataclasses.replace(burst, algorithm=BurstConfig.algorithm)
     length = getattr(config, "seq_length", None)
-    select_attention(transformer, burst, length, backend_problems(transformer, burst))
+    configure_model(transformer, burst, length, backend_problems(transformer, burst))
     layers = _layers(base, config, vp_stage)
     if transformer.context_parallel_size > 1 and burst.algorithm != flags.OFF:
         _check_layers(layers)
@@ -83,10 +83,6 @@ def choices_with_layout(choices: dict[str, Any], model: Any) -> BurstConfig:
     """
     config, transformer = BurstConfig(**choices), transformer_of(model)
     if not choices.keys() & {"layout", "attention_layout"}:
-        split = getattr(transformer, "context_parallel_size", 1) != 1
-        pack = config.pack if split else "off"
-        layout = flags.layout_for(config.algorithm, config.store, pack)
-        config = dataclasses.replace(config, layout=layout)
         config, line = default_layouts(transformer, config)
         if line is not None:
             log(line)

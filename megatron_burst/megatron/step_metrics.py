@@ -110,7 +110,7 @@ def metrics() -> StepMetrics | None:
     return patching.run_state().metrics
 
 
-def ask(patches: PatchSet, args: Any) -> None:
+def start_if_written(patches: PatchSet, args: Any) -> None:
     """Start to count if Megatron-LM's arguments select TensorBoard or Weights & Biases."""
     if getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", None):
         patches.run.metrics = patches.run.metrics or StepMetrics()

@@ -32,8 +32,8 @@ from . import patching, step_metrics
 from .attention.plan_book import splits_attention
 from .checks import command_line
 from .checks.cuda_graphs import contain_attention
-from .checks.problem import refuse
-from .configuration import select_attention
+from .checks.problem import Problem, refuse
+from .configuration import configure_model
 from .data import datasets
 from .data.cut import compare_clusters, gather_from_all
 from .data.slicing import context_group
@@ -48,18 +48,19 @@ _SIZES = (
 
 
 def load_training_modules() -> None:
-    """Import the modules whose functions `TrainingHooks` wraps."""
+    """Import the modules that have seams (module `seam`) among the functions to wrap."""
     for name in ("arguments", "yaml_arguments", "checkpointing"):
         importlib.import_module(f"megatron.training.{name}")
 
 
 @dataclass(frozen=True)
 class TrainingHooks:
-    """Replacements of functions of `megatron.training`.
+    """Replacements of functions that a Megatron-LM script calls.
 
     `patch` makes the replacements. Each other method has the name of the function that it replaces,
     and gets the original function, then the arguments of the call. `validate_args` replaces
-    `validate_yaml` too.
+    `validate_yaml` too. The functions are in `megatron.training`, except
+    `initialize_model_parallel`, which is in `megatron.core.parallel_state`.
 
     Attributes:
         patches: The set of patches.
@@ -110,16 +111,20 @@ class TrainingHooks:
         return parser
 
     def validate_args(self, original: Callable, args: Any, *extra: Any, **named: Any) -> Any:
-        """Refuse unsupported settings before Megatron does, whose errors rarely name a flag."""
+        """Refuse unsupported settings before Megatron does, whose errors rarely name a flag.
+
+        Also completes `args`, and stores in the state of the run what later calls need: the flags
+        that ranks compare, the flag that defines documents, and the metrics.
+        """
         show_log(self.patches)
         options = check_flags(args, sys.argv[1:])
         self.patches.run.flags = _facts(args, options.settings)
         if splits_with_burst(options.settings, options.burst):
-            datasets.replace_masks(args, self.patches)
+            self.patches.run.documents = datasets.replace_masks(args, self.patches.run.documents)
         result = original(args, *extra, **named)
         # A CUDA graph replays without Python, so nothing could be counted.
         if not contain_attention(args):
-            step_metrics.ask(self.patches, args)
+            step_metrics.start_if_written(self.patches, args)
         return result
 
     def initialize_model_parallel(self, original: Callable, *args: Any, **named: Any) -> Any:
@@ -136,9 +141,11 @@ class TrainingHooks:
         algorithm = getattr(args, "context_parallel_algo", None)
         with patching.selecting_burst(algorithm not in (None, flags.OFF)):
             config = original(args, *extra, **named)
-        complete_arguments(args)  # of a checkpoint: `validate_args` did not see them
-        length = getattr(args, "seq_length", None)
-        return select_attention(config, flags.burst_config(args), length)
+        # `validate_args` has completed the arguments of the command line, but not those of a
+        # checkpoint.
+        settings, burst, errors = complete_arguments(args)
+        seq_length = getattr(settings, "seq_length", None)
+        return configure_model(config, burst, seq_length, map(Problem, errors))
 
     def check_checkpoint_args(
         self, original: Callable, checkpoint_args: Any, *extra: Any, **named: Any

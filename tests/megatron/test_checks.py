@@ -9,7 +9,7 @@ from parsed import problems_of
 
 import megatron_burst as mb
 from megatron_burst.megatron.checks import command_line
-from megatron_burst.megatron.checks.config import check_config, config_problems, kernel_problems
+from megatron_burst.megatron.checks.config import check_layer, kernel_problems, layer_problems
 from megatron_burst.megatron.checks.cuda_graphs import (
     captured,
     contain_attention,
@@ -35,7 +35,7 @@ def config(cp=2, **changes):
 def told(burst=None, **changes):
     burst = burst or mb.BurstConfig(kernel="reference")
     return [
-        (problem.reason, problem.remove) for problem in config_problems(config(**changes), burst)
+        (problem.reason, problem.remove) for problem in layer_problems(config(**changes), burst)
     ]
 
 
@@ -124,7 +124,7 @@ def test_older_names_of_graphs_are_known(older):
     )  # fmt: skip
     assert made.cuda_graph_impl != "none"
     made.qk_clip = True
-    (problem,) = config_problems(made, mb.BurstConfig(kernel="reference"))
+    (problem,) = layer_problems(made, mb.BurstConfig(kernel="reference"))
     assert problem.remove == (f"--{older.replace('_', '-')}",)
 
 
@@ -210,10 +210,10 @@ def test_what_excludes_layout_balanced_is_named(changes, words):
 def test_tensor_parallel_ranks_share_the_tokens_of_a_rank():
     changes = {"tensor_model_parallel_size": 4, "calculate_per_token_loss": True}
     made = config(**changes, sequence_parallel=True)
-    (problem,) = config_problems(made, BALANCED, 20)
+    (problem,) = layer_problems(made, BALANCED, 20)
     assert "20 is not divisible by --context-parallel-size (2) x --tensor" in problem.reason
     for fits, length in ((made, 24), (config(**changes), 20)):
-        assert not [*config_problems(fits, BALANCED, length)]
+        assert not [*layer_problems(fits, BALANCED, length)]
 
 
 @pytest.mark.parametrize("name", ["hybrid_context_parallel", "dynamic_context_parallel"])
@@ -263,7 +263,7 @@ def test_largest_logits_need_a_kernel_that_tells_them(name):
     made = config(**{name: True})
     words = rf"{flag} needs .*aten does .*use triton, flex or reference.*add --burst-kernel auto"
     with pytest.raises(ValueError, match=words):
-        check_config(made, mb.BurstConfig(kernel="aten"))
+        check_layer(made, mb.BurstConfig(kernel="aten"))
     assert told(mb.BurstConfig(kernel="flex"), **{name: True}) == []
     (problem,) = kernel_problems(made, mb.BurstConfig())
     assert problem.add == ("--burst-kernel reference",)  # there is no CUDA here

@@ -18,7 +18,7 @@ import megatron_burst as mb
 import megatron_burst.megatron as burst
 from megatron_burst import flags
 from megatron_burst.megatron import layout_bytes, run_options
-from megatron_burst.megatron.checks.config import check_config
+from megatron_burst.megatron.checks.config import check_layer
 
 CPLayout = Literal["contiguous", "zigzag"]
 TWO_LAYOUTS = mb.BurstConfig(layout="contiguous", attention_layout="zigzag")
@@ -72,7 +72,7 @@ def test_megatron_is_told_of_one_layout_so_that_rows_are_not_exchanged_twice(
     for _ in range(2):  # a second model may have the same configuration
         assert burst.configure(config, choices).burst == choices
         assert layouts(config) == (choices.layout, choices.layout)
-        check_config(config, choices)  # as each layer does
+        check_layer(config, choices)  # as each layer does
     assert burst.installed_layout() == choices.layout
 
 
@@ -105,10 +105,10 @@ def test_megatrons_own_conversion_around_attention_is_refused(installed):
 )
 def test_a_setting_that_changed_after_configure_is_refused_by_each_layer(installed, choices, name):
     config = burst.configure(newer(), choices)
-    check_config(config, choices)
+    check_layer(config, choices)
     setattr(config, name, "contiguous")
     with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} contiguous"):
-        check_config(config, choices)
+        check_layer(config, choices)
 
 
 def test_where_megatrons_attention_runs_its_settings_are_its_own(installed):

@@ -11,7 +11,7 @@ from parsed import problems_of
 
 import megatron_burst as mb
 from megatron_burst.megatron import layout_bytes
-from megatron_burst.megatron.checks.config import config_problems
+from megatron_burst.megatron.checks.config import layer_problems
 
 DELTA = {"experimental_attention_variant": "gated_delta_net", "window_size": None}
 
@@ -32,7 +32,7 @@ def test_lists_of_too_few_layers(changes, said):
     config = SimpleNamespace(
         **fields, num_attention_heads=4, num_query_groups=4, tensor_model_parallel_size=1
     )
-    told = [str(each) for each in config_problems(config, mb.BurstConfig())]
+    told = [str(each) for each in layer_problems(config, mb.BurstConfig())]
     assert sum(said in line for line in told) == 1
     assert layout_bytes.layers_of(config).softmax > 0  # raises nothing of its own
 
@@ -49,7 +49,7 @@ def test_megatrons_own_list_of_exchanges(kinds, refused):
         context_parallel_size=4, tensor_model_parallel_size=1, num_attention_heads=4,
         num_query_groups=4, num_layers=4, cp_comm_type=kinds,
     )  # fmt: skip
-    told = [str(each) for each in config_problems(config, mb.BurstConfig())]
+    told = [str(each) for each in layer_problems(config, mb.BurstConfig())]
     assert len(told) == refused
     assert all("--cp-comm-type p2p a2a" in line for line in told)
 

@@ -6,7 +6,7 @@ from test_checks import config
 
 import megatron_burst as mb
 from megatron_burst.megatron import layout_bytes
-from megatron_burst.megatron.checks.config import config_problems
+from megatron_burst.megatron.checks.config import layer_problems
 from megatron_burst.megatron.model_shape import ModelShape
 from megatron_burst.megatron.patching import HYBRID_SINCE, core_version
 
@@ -22,7 +22,7 @@ new = pytest.mark.skipif(not NEW, reason="states are passed from 0.19 on")
 def told(cp=2, linear="auto", layout="zigzag", **changes):
     burst = mb.BurstConfig(kernel="reference", linear=linear, layout=layout)
     changes = {"calculate_per_token_loss": True} | HEADS | changes
-    return [str(problem) for problem in config_problems(config(cp, **changes), burst)]
+    return [str(problem) for problem in layer_problems(config(cp, **changes), burst)]
 
 
 LAYERS = [DELTA_NET, {"experimental_attention_variant": "gdn2"}, {"is_hybrid_model": True}]
@@ -138,7 +138,7 @@ def of_kimi(**choices):
         kimi_linear_conv_kernel_size=4,
     )  # fmt: skip
     burst = mb.BurstConfig(kernel="reference", **{"layout": "zigzag"} | choices)
-    return settings, [str(problem) for problem in config_problems(settings, burst)]
+    return settings, [str(problem) for problem in layer_problems(settings, burst)]
 
 
 @new

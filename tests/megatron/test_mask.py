@@ -13,7 +13,7 @@ from test_parity import TOLERANCE, worst
 
 import megatron_burst as mb
 from megatron_burst.megatron.attention.plan_book import LayerKind
-from megatron_burst.megatron.checks.config import config_problems
+from megatron_burst.megatron.checks.config import layer_problems
 from megatron_burst.megatron.data.packed import pack_of
 from megatron_burst.megatron.users_mask import MaskBatch, MaskLayer, users_mask
 
@@ -123,7 +123,7 @@ def refused(changes, **choices):
         "num_query_groups": 4, "calculate_per_token_loss": True, "micro_batch_size": 1,
     }  # fmt: skip
     burst = mb.BurstConfig(mask="own_masks:prefix_lm", **choices)
-    problems = config_problems(SimpleNamespace(**fields | changes), burst)
+    problems = layer_problems(SimpleNamespace(**fields | changes), burst)
     return [str(problem) for problem in problems if "--burst-mask" in str(problem)]
 
 

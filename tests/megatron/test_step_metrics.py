@@ -63,12 +63,12 @@ def test_a_rank_without_a_writer_takes_part_and_writes_nothing(monkeypatch):
 
 def test_nothing_is_measured_unless_a_writer_was_asked_for(monkeypatch):
     patches = PatchSet("unused")
-    step_metrics.ask(patches, SimpleNamespace(tensorboard_dir=None, wandb_project=""))
+    step_metrics.start_if_written(patches, SimpleNamespace(tensorboard_dir=None, wandb_project=""))
     assert patches.run.metrics is None
     board = Written()
     run(monkeypatch, None, board, None)
     assert board == []
     for given in ({"tensorboard_dir": "runs"}, {"wandb_project": "long"}):
         patches = PatchSet("unused")
-        step_metrics.ask(patches, SimpleNamespace(**given))
+        step_metrics.start_if_written(patches, SimpleNamespace(**given))
         assert patches.run.metrics is not None

@@ -136,7 +136,7 @@ def test_too_few_heads_for_ulysses_in_terms_of_what_was_given(case):
         context_parallel_size=cp, tensor_model_parallel_size=1, num_attention_heads=heads,
         num_query_groups=groups,
     )  # fmt: skip
-    (problem,) = config_checks.config_problems(config, mb.BurstConfig("ulysses"))
+    (problem,) = config_checks.layer_problems(config, mb.BurstConfig("ulysses"))
     reason = f"--context-parallel-algo ulysses at --context-parallel-size {cp}: "
     assert problem.reason.startswith(reason)
     assert f"{heads} query heads and {groups or heads} key/value heads" in problem.reason
@@ -144,7 +144,7 @@ def test_too_few_heads_for_ulysses_in_terms_of_what_was_given(case):
     assert " ".join(problem.add) == NO_HEADS_FOR_ALL[case]
     algorithm, *size = [word for word in " ".join(problem.add).split() if "--" not in word]
     chosen = mb.BurstConfig(algorithm, ulysses_size=int(size[0]) if size else None)
-    assert not list(config_checks.config_problems(config, chosen))  # what is said does work
+    assert not list(config_checks.layer_problems(config, chosen))  # what is said does work
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from ...config import Auto, BurstConfig
 from ...layout import DocumentZigzag, Layout
 from ...planning.plan import Plan
 from ...recompute.checkpoint import in_backward
-from ..checks.config import check_config, dropout_problem, records_max_logits
+from ..checks.config import check_layer, dropout_problem, records_max_logits
 from ..checks.cuda_graphs import contain_attention, graphs_asked
 from ..checks.problem import refuse
 from ..data.cut import (
@@ -86,7 +86,7 @@ class AttentionCall(NamedTuple):
 
 
 class BurstCoreAttention(MegatronModule):
-    """Replacement of Megatron's core attention at context-parallel size > 1.
+    """Replacement of Megatron's core attention, in models for which `uses_burst` is true.
 
     It replaces `DotProductAttention` and `TEDotProductAttention`. After `install` and `configure`,
     Megatron's attention layers build it with the keywords of Megatron's own core attention. The
@@ -135,7 +135,7 @@ class BurstCoreAttention(MegatronModule):
         super().__init__(config=config)
         burst: BurstConfig = config.burst
         self.cut = cut_of_run(burst.layout)
-        check_config(self.whole_config(config), burst)
+        check_layer(self.whole_config(config), burst)
         if attention_dropout:
             refuse([dropout_problem(attention_dropout)])
         if attention_type != "self":

@@ -21,7 +21,7 @@ from ...recompute.checkpoint import StoreOffload, StoringCall, current_store, st
 from .. import homes, patching
 from ..data.cut import group_of
 from ..patching import HYBRID_SINCE, bound_to, core_version, given_to, require_function
-from ..selection import uses_burst
+from ..selection import burst_of, uses_burst
 from .core_attention import BurstCoreAttention
 from .derived import replacement_class
 
@@ -82,7 +82,7 @@ def refuse_other_attention(original: Callable, self: Any, *args: Any, **kwargs: 
     Raises:
         ValueError: The arguments select other attention or two layouts.
     """
-    burst = getattr(self.config, "burst", None)
+    burst = burst_of(self.config)
     if not uses_burst(self.config, burst):
         return original(self, *args, **kwargs)
     arguments = given_to(original, (self, *args), kwargs)
@@ -128,7 +128,7 @@ def _with_burst(stock: tuple[type, ...], original: Callable, /, *args: Any, **kw
     """
     bound = bound_to(original, args, kwargs)
     config, submodules = bound.arguments["config"], bound.arguments["submodules"]
-    burst, core = getattr(config, "burst", None), submodules.core_attention
+    burst, core = burst_of(config), submodules.core_attention
     if uses_burst(config, burst) and not is_sparse(core):
         core = _replaced(core, stock)
         bound.arguments["submodules"] = dataclasses.replace(submodules, core_attention=core)

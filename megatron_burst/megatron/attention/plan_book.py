@@ -4,9 +4,9 @@
 Making a plan is a collective of the context-parallel group, because ranks compare their plans.
 These rules ensure that either all ranks take part or none does:
 
-- Each layer has a kind (`LayerKind`, or `LinearKind` of linear attention), which is known when the
-layer is built and is the same on all ranks. The leader of a kind, the layer with the lowest number
-on this rank, makes the plan.
+- Each layer has a kind (`LayerKind`, or `LinearKind` of linear attention), which is the same on all
+ranks. The leader of a kind makes the plan. A layer is a leader if no earlier layer of its kind on
+this rank has a lower number. If a later layer has a lower number, both lead, on every rank.
 - The leader communicates in every forward, so that all ranks raise the same error if their calls
 differ. It compares the facts of the call (names and values that must be equal on all ranks). A rank
 that has no plan for the call makes it in the same exchange. Other layers only look the plan up.
@@ -14,10 +14,10 @@ Layers that are recomputed in backward also only look it up, because the forward
 micro-batch has compared the plan.
 - With a mask of the user (`--burst-mask`) every layer is a separate kind, because its mask is known
 only when the layer is called with a batch.
-- Every plan assumes that q, k and v need gradients. One plan then serves both forward and
-recomputation, although recomputation runs layers in another order. This also holds with several
-micro-batches in flight. The assumption costs little: one projection usually computes q, k and v,
-so either all of them need gradients or none.
+- Every plan of softmax attention assumes that q, k and v need gradients. One plan then serves both
+forward and recomputation, although recomputation runs layers in another order. This also holds with
+several micro-batches in flight. The assumption costs little: one projection usually computes q, k
+and v, so either all of them need gradients or none.
 - Packed batches have one plan per pack. The `PLANS_KEPT` most recently used plans are kept; the
 order of use is the same on all ranks. A thread makes the plans of the next micro-batch while the
 device computes (`plans_ahead`). Ranks compare them in the forward, like any other plan.
@@ -348,8 +348,8 @@ class PlanBook:
     def join(self, kind: Kind, layer_number: int) -> bool:
         """Register a layer; return whether it is the leader, which makes the plans of its kind.
 
-        The layer with the lowest number that was ever registered is the leader. A rebuilt layer
-        with that number is a leader too, whether or not the old layer still exists.
+        A layer leads if no layer with a lower number was registered before. A rebuilt layer with
+        the same number leads too, whether or not the old layer still exists.
 
         Args:
             kind: the kind of the layer.

@@ -40,11 +40,12 @@ from .splitting import hybrid_problems, linear_problems, needs_ranks, two_layout
 SIZES = "--hierarchical-context-parallel-sizes"
 
 
-def check_config(config: Any, burst: BurstConfig) -> None:
+def check_layer(config: Any, burst: BurstConfig) -> None:
     """Raise an error if BurstAttention does not support a `TransformerConfig`.
 
-    `configure` makes the same checks. Layers repeat them when they are built, because Megatron and
-    scripts copy and change configurations after `configure`.
+    Layers call this function when they are built, because Megatron and scripts copy and change
+    configurations after `configure_model`. It repeats the checks of `configuration_problems`
+    without those of the sequence length, of plugins' options, of packing and of the kernel.
 
     Args:
         config: a `TransformerConfig`.
@@ -53,13 +54,15 @@ def check_config(config: Any, burst: BurstConfig) -> None:
     Raises:
         SettingsError: The configuration has unsupported settings; the message names all of them.
     """
-    refuse(config_problems(config, burst))
+    refuse(layer_problems(config, burst))
 
 
 def configuration_problems(
     config: Any, burst: BurstConfig, seq_length: int | None, *, this_machine: bool = True
 ) -> Iterator[Problem]:
     """Yield all problems of a `TransformerConfig`, or of parsed arguments with the same names.
+
+    Only `backend_problems`, which depend on how the layer spec was made, are left to callers.
 
     Args:
         config: a `TransformerConfig`, or any object with attributes of the same names.
@@ -70,14 +73,14 @@ def configuration_problems(
     Yields:
         The problems.
     """
-    yield from config_problems(config, burst, seq_length)
+    yield from layer_problems(config, burst, seq_length)
     yield from option_problems(config, burst, seq_length)
     yield from packing_problems(config, burst)
     if this_machine:
         yield from kernel_problems(config, burst)
 
 
-def config_problems(
+def layer_problems(
     config: Any, burst: BurstConfig, seq_length: int | None = None
 ) -> Iterator[Problem]:
     """Yield the settings of a `TransformerConfig` that BurstAttention does not support.
@@ -507,8 +510,7 @@ def backend_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
         The problem.
     """
     backend = getattr(config, "attention_backend", None)
-    split = config.context_parallel_size != 1 and burst.algorithm != OFF
-    if split and getattr(backend, "name", backend) == "local":
+    if uses_burst(config, burst) and getattr(backend, "name", backend) == "local":
         yield Problem(
             "--attention-backend local selects Megatron's own unfused attention, which "
             "BurstAttention replaces: remove it, or use --context-parallel-algo megatron"
@@ -528,8 +530,13 @@ def kernel_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     name = burst.kernel
     if burst.algorithm == OFF:
         return
-    split = config.context_parallel_size != 1
-    if split and name == "auto" and records_max_logits(config) and not torch.cuda.is_available():
+    splitting = splits(config)
+    if (
+        splitting
+        and name == "auto"
+        and records_max_logits(config)
+        and not torch.cuda.is_available()
+    ):
         yield Problem(
             f"{_max_logit_flag(config)} needs the largest attention logits, which --burst-kernel "
             "auto does not return without CUDA; pretrain_gpt.py also requires Transformer Engine "
@@ -573,7 +580,7 @@ def cluster_problems(burst: BurstConfig, config: Any = None) -> Iterator[Problem
     if burst.algorithm != "auto" and not states:
         yield Problem(
             f"{flag} has an effect only with --context-parallel-algo auto, not with "
-            f"{burst.algorithm}",
+            f"{burst.algorithm}, or with --burst-linear auto in models with linear attention",
             remove=("--burst-cluster",),
         )
     try:

@@ -27,6 +27,7 @@ from ..selection import (
     PARTITION_MODE,
     STREAMS,
     RunLayouts,
+    burst_of,
     changing_groups,
     layouts_of,
     megatrons_layouts,
@@ -106,7 +107,7 @@ def two_layout_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
         return
     yield from _partition_problems(config)
     # After `configure`, `run_options.one_layout` has replaced the two layouts of Megatron.
-    if getattr(config, "burst", None) != burst or burst.layout not in STREAMS:
+    if burst_of(config) != burst or burst.layout not in STREAMS:
         yield from _contradictions(config, burst)
     if burst.attention_layout not in (None, burst.layout):
         flag = f"--burst-attention-layout {burst.attention_layout}"

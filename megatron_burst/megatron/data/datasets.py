@@ -28,7 +28,7 @@ from ..checks.command_line import INTER_DOCUMENT, RESET
 from ..patching import bound_to, log
 
 
-def replace_masks(args: Any, patches: patching.PatchSet) -> None:
+def replace_masks(args: Any, previous: str | None) -> str | None:
     """Change arguments so that the data loader creates no mask, and log the mask of attention.
 
     With `--no-create-attention-mask-in-dataloader`, Megatron's data loader ignores
@@ -36,14 +36,17 @@ def replace_masks(args: Any, patches: patching.PatchSet) -> None:
 
     Args:
         args: arguments completed by `flags.add_defaults`; changed.
-        patches: the set of patches, whose state records the flag that defines documents.
+        previous: the result of the previous call in this run, or None. Megatron may validate the
+            same arguments twice.
+
+    Returns:
+        The flag of Megatron-LM that defines documents, or None.
     """
     masks = getattr(args, "create_attention_mask_in_dataloader", False)
     between_documents = getattr(args, "dataloader_inter_document_masking", False)
     reset = getattr(args, "reset_attention_mask", False)
-    if reset and between_documents and patches.run.documents == RESET:
-        return  # a second validation of the same arguments
-    patches.run.documents = RESET if reset else INTER_DOCUMENT if between_documents else None
+    if reset and between_documents and previous == RESET:
+        return previous
     if masks:
         args.create_attention_mask_in_dataloader = False
     if reset:
@@ -56,6 +59,7 @@ def replace_masks(args: Any, patches: patching.PatchSet) -> None:
         users = getattr(args, "burst_mask", None)
         kind = "is causal" if users is None else f"uses --burst-mask {users}"
         log(f"attention {kind}; the data loader makes no s x s mask")
+    return RESET if reset else INTER_DOCUMENT if between_documents else None
 
 
 def documents_expected() -> str | None:

@@ -23,7 +23,7 @@ from megatron.core.utils import get_model_config
 
 from .. import patching
 from ..checks.cuda_graphs import graphs_asked
-from ..selection import splits_with_burst
+from ..selection import burst_of, splits_with_burst
 from .entries import documents_of, entries_to_cut
 from .packed import packs
 
@@ -171,7 +171,7 @@ def _uneven(model: Any) -> bool:
     token. The result is False after the warning was logged.
     """
     config = _config_of(model)
-    burst = getattr(config, "burst", None)
+    burst = burst_of(config)
     if not splits_with_burst(config, burst) or config.calculate_per_token_loss:
         return False
     return _WARNED not in patching.run_state().logged

@@ -33,7 +33,7 @@ from megatron.core import parallel_state
 from ...layout import DocumentZigzag
 from .. import homes, patching
 from ..patching import Wrap, bound_to, given_to
-from ..selection import STREAMS, splits_with_burst
+from ..selection import STREAMS, burst_of, splits_with_burst
 from .cut import BatchCut
 from .packed import Pack, packs
 
@@ -240,7 +240,7 @@ def _conversion(layout: str, original: Callable, *args: Any, **kwargs: Any) -> A
         arguments["packed_seq_params"],
         arguments.get("cp_group"),
     )
-    burst = getattr(config, "burst", None)
+    burst = burst_of(config)
     shared = group is not None and group.size() > 1
     splits = shared and splits_with_burst(config, burst)
     source = getattr(params, "cp_partition_mode", None) or arguments.get("source_partition_mode")

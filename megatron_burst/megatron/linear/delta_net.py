@@ -36,7 +36,7 @@ from ...linear_attention.short_convolution import short_convolution
 from ...planning.stand_ins import rows_like
 from .. import homes
 from ..model_shape import DELTA_NETS
-from ..patching import PatchSet, burst_selected, lacking
+from ..patching import PatchSet, lacking, skips_megatrons_checks
 from .state_layers import MixerKind, StateCall, StateLayer, construct, forward, refuse_states
 
 home = homes.module("gated_delta_net")
@@ -228,7 +228,7 @@ def _with_any_heads(original: Callable, self: Any) -> None:
     ranks, tensor = self.context_parallel_size, self.tensor_model_parallel_size
     heads = {name: getattr(self, name, None) for name in _HEADS}
     delta_net = getattr(self, "experimental_attention_variant", None) in DELTA_NETS
-    if not delta_net or None in heads.values() or ranks <= 1 or not burst_selected():
+    if not delta_net or None in heads.values() or ranks <= 1 or not skips_megatrons_checks():
         return original(self)
     keys, values = counts = [int(n) for n in heads.values() if n is not None]
     if keys < 1 or values % keys or any(n % tensor for n in counts):

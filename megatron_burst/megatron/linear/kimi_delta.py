@@ -28,7 +28,7 @@ from ...linear_attention.short_convolution import short_convolution
 from ...planning.stand_ins import rows_like
 from .. import patching
 from ..attention.core_attention import BurstCoreAttention
-from ..selection import uses_burst
+from ..selection import burst_of, uses_burst
 from .state_layers import MixerKind, StateLayer, construct, forward, wide
 
 
@@ -58,7 +58,7 @@ def _patch(patches: patching.PatchSet, layer_class: Any, home: Any) -> None:
         config = arguments["config"]
         if arguments["layer_number"] in config.kimi_kda_layers:
             return construct(kind, original, self, *args, **named)
-        burst = getattr(config, "burst", None)
+        burst = burst_of(config)
         if not uses_burst(config, burst):
             return original(self, *args, **named)
         with patching.instead(home, "TEDotProductAttention", BurstCoreAttention):

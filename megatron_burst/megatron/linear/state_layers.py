@@ -26,11 +26,12 @@ from ...linear_attention.request import Options
 from ..attention.core_attention import check_call, check_pack
 from ..attention.groups import book_of
 from ..attention.plan_book import PlanBook, RowChunkSizes, Tensors
-from ..checks.config import check_config
+from ..checks.config import check_layer
 from ..data.cut import ONE_RANK, BatchCut, cut_of_run, group_of
 from ..data.other_cuts import check_cut, cuts_batches
 from ..data.packed import Pack
 from ..patching import bound_to, given_to
+from ..selection import burst_of
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class StateLayer:
         scale: float | None = None,
     ) -> None:
         burst: BurstConfig = config.burst
-        check_config(config, burst)
+        check_layer(config, burst)
         self.config, self.group = config, pg_collection.cp
         self._cuts = cuts_batches(config, pg_collection)
         self.label = max(1, layer_number or 1)
@@ -195,7 +196,7 @@ class MixerKind(NamedTuple):
 
 def states_passed(config: Any, groups: Any) -> bool:
     """Return whether layers with this configuration pass states between ranks of `groups`."""
-    burst = getattr(config, "burst", None)
+    burst = burst_of(config)
     split = groups is not None and groups.cp.size() > 1
     return split and burst is not None and OFF not in (burst.algorithm, burst.linear)
 

@@ -32,6 +32,7 @@ from ...linear_cross_entropy import describe, linear_cross_entropy
 from .. import patching
 from ..checks.features import LM_HEAD
 from ..patching import HYBRID_SINCE, core_version, given_to
+from ..selection import burst_of
 from .mtp import head_masks
 
 HeadMask = tuple[bool, torch.Tensor | None]  # (whether it is an MTP head, its loss mask)
@@ -61,7 +62,7 @@ def _models() -> tuple[type, ...]:
 
 def _with_lazy_head(original: Callable, self: Any) -> None:
     original(self)
-    burst = getattr(self.config, "burst", None)
+    burst = burst_of(self.config)
     if burst is not None and burst.lm_head_loss != "off" and self.post_process:
         _check_model(self, burst.lm_head_loss)
         self.output_layer.forward = LazyHead(self.output_layer, burst.lm_head_loss)

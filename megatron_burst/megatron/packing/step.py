@@ -23,6 +23,7 @@ from ...packing import Packing, Work, pack
 from ..data.cut import head_sizes
 from ..model_shape import causal_window
 from ..patching import PatchSet, log, wrap_steps
+from ..selection import burst_of
 from . import documents
 from .documents import documents_of, micro_batch, names_of
 
@@ -42,7 +43,7 @@ def patch(patches: PatchSet) -> None:
 def _packed(patches: PatchSet, run: Callable, named: dict[str, Any]) -> Any:
     chunks = named["model"] if isinstance(named["model"], list) else [named["model"]]
     config = get_model_config(chunks[0])
-    burst = getattr(config, "burst", None)
+    burst = burst_of(config)
     packs = patches.run.packs_documents and burst is not None and packs_steps(burst)
     iterators, several = named["data_iterator"], isinstance(named["data_iterator"], list)
     ready = isinstance(iterators[0] if several else iterators, PackedBatchIterator)

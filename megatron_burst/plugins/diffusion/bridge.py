@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from ...config import FIELDS, OFF, BurstConfig
 from ...megatron import patching
 from ...megatron.checks.problem import Problem
-from ...megatron.selection import uses_burst
+from ...megatron.selection import burst_of, uses_burst
 
 TESTED = "0.6.2"
 # Options that take effect in methods of Megatron's layer class, for models with other layers.
@@ -96,7 +96,7 @@ def uses_burst_attention(config: Any) -> bool:
     Args:
         config: The configuration of the model.
     """
-    return uses_burst(config, getattr(config, "burst", None))
+    return uses_burst(config, burst_of(config))
 
 
 def option_problems(

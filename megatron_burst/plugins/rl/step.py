@@ -30,6 +30,7 @@ from ...megatron.data.cut import gather_from_all
 from ...megatron.lm_head.fused_loss import check_output
 from ...megatron.model_shape import ModelShape
 from ...megatron.packing.step import PackedBatchIterator, work_of
+from ...megatron.selection import burst_of
 from . import trees
 from .batch import TrajectoryBatch, rows_multiple
 from .logprobs import temperature_reasons
@@ -300,7 +301,7 @@ def _reasons(chunks: list[Any], arguments: _LogProbsArguments) -> Iterator[str]:
     virtual = config.virtual_pipeline_model_parallel_size or 1
     if len(chunks) != virtual:
         yield f"model: pass all {virtual} model chunks of this rank, got {len(chunks)}"
-    burst = getattr(config, "burst", None)
+    burst = burst_of(config)
     if burst is None or burst.algorithm == OFF:
         yield (
             "model: BurstAttention is off in the model's configuration; call mb.megatron.install() "

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from ....megatron.checks.problem import Problem, report
 from ....megatron.patching import PatchSet, given_to, path_of, user_error
-from ....megatron.selection import uses_burst
+from ....megatron.selection import burst_of, uses_burst
 from ..options import LongSequenceOptions
 
 _HOME = "megatron.core.transformer.transformer_layer"
@@ -41,7 +41,7 @@ def patch(patches: PatchSet) -> None:
 
 def _refusing(original: Callable, self: Any, *args: Any, **named: Any) -> None:
     config = given_to(original, (self, *args), named)["config"]
-    burst: Any = getattr(config, "burst", None)
+    burst: Any = burst_of(config)
     if uses_burst(config, burst):
         problems = tuple(own_forward_problems(type(self), config, burst))
         if problems:

@@ -34,6 +34,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from ....megatron.patching import PatchSet, given_to, instead, log_once
+from ....megatron.selection import burst_of
 from ....recompute import tile_counts
 from ..offload.tier import tier_of
 from ..tiles import Fate, tiled
@@ -86,7 +87,7 @@ def tiles_of(layer: Any, hidden: torch.Tensor) -> int:
         ValueError: The experts are on several ranks and this rank has fewer rows than tiles. Ranks
             may have different numbers of rows, and Megatron's router does not accept empty tiles.
     """
-    burst, config = getattr(layer.config, "burst", None), layer.config
+    burst, config = burst_of(layer.config), layer.config
     if burst is None or burst.mlp_tiles == 1 or isinstance(layer.mlp, IdentityOp):
         return 1
     rows, batch = hidden.shape[:2]
@@ -224,7 +225,7 @@ def patch_final_norm(patches: PatchSet) -> None:
 def _with_tiled_norm(original: Callable, self: Any) -> None:
     original(self)
     norm = getattr(self, "final_layernorm", None)
-    burst = getattr(self.config, "burst", None)
+    burst = burst_of(self.config)
     # Megatron replaces an absent norm by an identity, which has no parameters.
     if burst is None or burst.mlp_tiles == 1 or norm is None or not [*norm.parameters()]:
         return

@@ -12,6 +12,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from ....megatron.selection import burst_of
 from ..logprobs import linear_logprobs
 
 
@@ -23,7 +24,7 @@ def processed(original: Callable[..., Any], **arguments: Any) -> Any:
     [t] and entropy [t].
     """
     config = arguments["config"]
-    burst = getattr(config, "burst", None)
+    burst = burst_of(config)
     if burst is None or burst.algorithm == "megatron":
         return original(**arguments)
     outputs = importlib.import_module("verl.utils.model").CausalLMOutputForPPO

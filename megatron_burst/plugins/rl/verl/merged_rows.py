@@ -28,6 +28,7 @@ from ....megatron import patching
 from ....megatron.data.cut import cut_of_run
 from ....megatron.data.slicing import context_group
 from ....megatron.patching import PatchSet, given_to
+from ....megatron.selection import burst_of
 from .. import trees
 from ..batch import rows_multiple
 from ..tree_pack import TreePack
@@ -181,7 +182,7 @@ def _merged_batch(patches: PatchSet, arguments: dict[str, Any]) -> Iterator[None
     The context changes nothing if `burst.pack` is not "trees".
     """
     config = arguments["model"].config
-    burst = getattr(config, "burst", None)
+    burst = burst_of(config)
     if burst is None or burst.pack != "trees" or burst.algorithm == "megatron":
         yield
         return

@@ -15,8 +15,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from ....megatron import homes
 from ....megatron.attention.hooks import DSAttention, is_sparse, module_of
 from ....megatron.model_shape import DSA, ModelShape
-from ....megatron.patching import PatchSet, bound_to, burst_selected, require_function
-from ....megatron.selection import splits_with_burst
+from ....megatron.patching import PatchSet, bound_to, require_function, skips_megatrons_checks
+from ....megatron.selection import burst_of, splits_with_burst
 from ....spine_options import OFF
 from .checks import FLAG, selects
 from .dsa import BurstDSAttention
@@ -57,7 +57,7 @@ def _hybrid_spec(original: Callable, config: Any, backend: Any) -> Any:
 
     Parameters and their names in checkpoints are the same as in Megatron's layers.
     """
-    spec, burst = original(config, backend), getattr(config, "burst", None)
+    spec, burst = original(config, backend), burst_of(config)
     if burst is None or burst.sparse == OFF or not splits_with_burst(config, burst):
         return spec
     return ModuleSpec(
@@ -75,7 +75,7 @@ def _refuse_megatrons_hybrid(original: Callable, /, *args: Any, **kwargs: Any) -
     splits them according to its layout.
     """
     config = bound_to(original, args, kwargs).arguments["config"]
-    if splits_with_burst(config, getattr(config, "burst", None)):
+    if splits_with_burst(config, burst_of(config)):
         raise ValueError(
             "Megatron's DSv4HybridAttention does not run with BurstAttention at "
             f"--context-parallel-size {config.context_parallel_size}: call `configure` before the "
@@ -93,7 +93,7 @@ def _allow_any_exchange(original: Callable, self: Any) -> None:
     """
     comm_type = getattr(self, "cp_comm_type", None)
     variant = getattr(self, "experimental_attention_variant", None)
-    split = self.context_parallel_size > 1 and burst_selected()
+    split = self.context_parallel_size > 1 and skips_megatrons_checks()
     if split and variant == VARIANT:
         return _check_as_one_rank(original, self)
     if not split or variant != DSA or comm_type not in _DEFAULTS:
@@ -123,7 +123,7 @@ def _replace_core(original: Callable, /, *args: Any, **kwargs: Any) -> None:
     bound = bound_to(original, args, kwargs)
     config, submodules = bound.arguments["config"], bound.arguments["submodules"]
     core = submodules.core_attention
-    if selects(config, getattr(config, "burst", None)) and module_of(core) is DSAttention:
+    if selects(config, burst_of(config)) and module_of(core) is DSAttention:
         core = dataclasses.replace(core, module=BurstDSAttention)
         bound.arguments["submodules"] = dataclasses.replace(submodules, core_attention=core)
     original(*bound.args, **bound.kwargs)
@@ -136,7 +136,7 @@ def _refuse_unsupported(original: Callable, /, *args: Any, **kwargs: Any) -> Non
     """
     arguments = bound_to(original, args, kwargs).arguments
     config, kind = arguments["config"], module_of(arguments["submodules"].core_attention)
-    burst = getattr(config, "burst", None)
+    burst = burst_of(config)
     unsupported = is_sparse(arguments["submodules"].core_attention) and kind != BurstDSAttention
     enabled = splits_with_burst(config, burst)
     # The check of `configure` does not include these layers.

@@ -38,6 +38,7 @@ from ....attention import joint_attention
 from ....kernels.online_softmax import accumulation_dtype
 from ....megatron.checks.problem import refuse
 from ....megatron.data.cut import cut_of_run
+from ....megatron.selection import burst_of
 from ....planning.plan import Plan
 from ....recompute.checkpoint import current_store
 from ..attention import selected_plan
@@ -397,7 +398,7 @@ class HybridSelfAttention(MegatronModule):
         **unused: Any,
     ) -> None:
         super().__init__(config=config)
-        if getattr(config, "burst", None) is None:
+        if burst_of(config) is None:
             raise ValueError(
                 "layers with hybrid attention need megatron_burst: call "
                 "megatron_burst.megatron.install() and configure(config, mb.BurstConfig()) before "

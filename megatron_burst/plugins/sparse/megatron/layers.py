@@ -35,6 +35,7 @@ from ....megatron.attention.plan_book import LayerKind
 from ....megatron.checks.problem import Problem, Rule, refuse
 from ....megatron.data.cut import group_of
 from ....megatron.model_shape import layer_window
+from ....megatron.selection import burst_of
 from ....planning.plan import Plan
 from ....recompute.checkpoint import current_store
 from ..attention import sparse_attention
@@ -345,7 +346,7 @@ class RuleSelfAttention(SelfAttention):
 
     def __init__(self, config: Any, *args: Any, choice: LayerRule, **kwargs: Any) -> None:
         layer = kwargs.get("layer_number", args[1] if len(args) > 1 else 1)
-        if getattr(config, "burst", None) is None:
+        if burst_of(config) is None:
             raise ValueError(
                 f"layers with rule {type(choice.rule).__name__} need megatron_burst: call "
                 "megatron_burst.megatron.install() and configure(config, mb.BurstConfig()) before "

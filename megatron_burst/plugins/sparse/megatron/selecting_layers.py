@@ -20,7 +20,7 @@ from ....masks import Causal
 from ....megatron.attention.core_attention import check_call, check_pack
 from ....megatron.attention.groups import book_of
 from ....megatron.attention.plan_book import Kind, PlanBook, RowChunkSizes, Tensors
-from ....megatron.checks.config import check_config
+from ....megatron.checks.config import check_layer
 from ....megatron.data.cut import BatchCut, cut_of_run, group_of
 from ....megatron.data.other_cuts import check_cut, cuts_batches
 from ....megatron.data.packed import Pack
@@ -154,7 +154,7 @@ class PlannedLayer:
         self, config: Any, pg_collection: Any, layer_number: int, name: str, kinds: Sequence[Kind]
     ) -> None:
         burst: SparseOptions = config.burst
-        check_config(config, burst)
+        check_layer(config, burst)
         self.config, self.name, self.kinds = config, name, kinds
         self.group = pg_collection.cp
         self.cut = cut_of_run(burst.layout)

@@ -6,7 +6,7 @@ from test_checks import config
 
 import megatron_burst as mb
 import megatron_burst.megatron as burst
-from megatron_burst.megatron.checks.config import config_problems
+from megatron_burst.megatron.checks.config import layer_problems
 from megatron_burst.megatron.patching import core_version
 from megatron_burst.plugins.sparse.megatron import checks
 
@@ -18,7 +18,7 @@ new = pytest.mark.skipif(not NEW, reason="DSA over ranks from 0.19 on")
 def told(chosen=None, cp=2, **changes):
     choices = mb.BurstConfig(**{"kernel": "reference"} | (chosen or {}))
     changes = {"calculate_per_token_loss": True} | DSA | changes
-    return [str(problem) for problem in config_problems(config(cp, **changes), choices)]
+    return [str(problem) for problem in layer_problems(config(cp, **changes), choices)]
 
 
 def test_dsa_is_served_from_0_19_on():
