@@ -39,8 +39,8 @@ class SpineOptions(OptionSet):
         Option(
             "positions that each rank holds; balanced is for packed documents of mixed lengths; "
             "auto uses zigzag, or contiguous with zigzag for attention, and picks the choice with "
-            "fewer bytes; default: zigzag; with --burst-pack documents: balanced; with an attention "
-            "store between 0 and 1: striped, because only striped balances the recomputation",
+            "fewer bytes; default: zigzag; with --burst-pack documents: balanced; with a store "
+            "between 0 and 1: striped, because only striped balances the recomputation",
             names=(*NAMED_LAYOUTS, "auto"),
         ),
     ] = "zigzag"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Selection of BurstAttention for a model.
 
-`configure_model` checks a `TransformerConfig` and stores the options in its attribute `burst`, which
-`selection.burst_of` reads. The flags, layer specs and the public function `configure` call it.
+`configure_model` checks a `TransformerConfig` and stores the options in its attribute `burst`
+(`selection.burst_of`). The flags, layer specs and the public function `configure` call it.
 
 The first configuration decides the layout of the run: Megatron slices batches and caches rotary
 embeddings independently of the model that reads them.

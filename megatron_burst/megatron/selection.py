@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a configuration selects: BurstAttention or Megatron's attention, and the layouts.
+"""The attention and the layouts that a configuration selects.
 
 The functions read a `TransformerConfig`, or parsed arguments with the same names.
 

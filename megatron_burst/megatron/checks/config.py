@@ -530,13 +530,8 @@ def kernel_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     name = burst.kernel
     if burst.algorithm == OFF:
         return
-    splitting = splits(config)
-    if (
-        splitting
-        and name == "auto"
-        and records_max_logits(config)
-        and not torch.cuda.is_available()
-    ):
+    records = splits(config) and records_max_logits(config)
+    if records and name == "auto" and not torch.cuda.is_available():
         yield Problem(
             f"{_max_logit_flag(config)} needs the largest attention logits, which --burst-kernel "
             "auto does not return without CUDA; pretrain_gpt.py also requires Transformer Engine "
