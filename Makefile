@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart grpo million docs test test-slow test-docs test-recipes test-verl test-te test-megatron-lm parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-advise bench-checkpoint bench-csrc bench-host bench-linear bench-lm-head bench-loss bench-memory bench-offload bench-packed bench-packed-published bench-prepare bench-sparse bench-trees bench-video bench-gpu bench-cluster gain clean
+.PHONY: help install quickstart grpo million docs test test-slow test-docs test-recipes test-verl test-te test-megatron-lm parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-advise bench-checkpoint bench-csrc bench-host bench-linear bench-lm-head bench-memory bench-offload bench-packed bench-packed-published bench-prepare bench-sparse bench-trees bench-video bench-gpu bench-cluster gain clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -129,9 +129,6 @@ bench-linear: $(VENV)/.ready-test ## states of linear attention on the emulated 
 
 bench-lm-head: $(VENV)/.ready-examples ## the fused LM head beside others, time and memory
 	@OMP_NUM_THREADS=1 $(PY) benchmarks/lm_head.py $(ARGS)
-
-bench-loss: $(VENV)/.ready-examples ## losses at CP 1, 2, 4 and 8 in fp32 and bf16
-	@$(PY) benchmarks/loss.py $(ARGS)
 
 bench-offload: $(VENV)/.ready-test ## what moving to host memory costs a step: overlap, the fraction of `auto`, bytes
 	@$(PY) benchmarks/offload.py $(ARGS)
