@@ -136,13 +136,13 @@ bench-offload: $(VENV)/.ready-test ## what moving to host memory costs a step: o
 bench-memory: $(VENV)/.ready-test ## the longest sequences by the memory account; ARGS=--measure: beside live tensors on 4 CPU ranks
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.memory $(ARGS)
 
-bench-packed: $(VENV)/.ready-test ## forecast of packed documents on 64 to 1,024 ranks, simulated, tables and a picture, into runs/packed
+bench-packed: $(VENV)/.ready-test ## forecast of packed documents on 64 to 1,024 ranks, simulated, into runs/packed
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.packed $(ARGS)
 
 bench-packed-published: $(VENV)/.ready-test ## packed documents beside published charts, simulated, into docs/packed-published.md (minutes); ARGS="--parts fit"
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.packed.charts $(ARGS)
 
-bench-trees: $(VENV)/.ready-test ## prefix trees beside separate trajectories: tokens and pairs, the emulated cluster, 64 GPUs simulated; ARGS="--parts counts"
+bench-trees: $(VENV)/.ready-test ## prefix trees beside separate trajectories: tokens and pairs, 64 GPUs simulated; ARGS="--parts counts"
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.trees $(ARGS)
 
 bench-sparse: $(VENV)/.ready-test ## sparse attention: bytes held, the emulated cluster beside gathers, 512 GPUs simulated; ARGS="--parts held"
