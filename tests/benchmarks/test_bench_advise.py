@@ -24,7 +24,6 @@ ROWS = {
     "loongtrain_table4_attention_ms": 96,
     "magi_document_lengths": 14,
     "magi_h100": 64,
-    "megatron_dynamic_cp": 5,
     "nemo_llama2_7b_h100": 9,
     "nemo_llama3_8b_b200": 8,
     "ring_flash_attention": 4,
