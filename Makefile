@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart grpo million docs test test-slow test-docs test-recipes test-verl test-te test-megatron-lm parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-advise bench-checkpoint bench-csrc bench-host bench-linear bench-lm-head bench-memory bench-offload bench-packed bench-packed-published bench-prepare bench-sparse bench-trees bench-video bench-gpu bench-cluster gain clean
+.PHONY: help install quickstart grpo million docs test test-slow test-docs test-recipes test-verl test-te test-megatron-lm parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-advise bench-csrc bench-host bench-linear bench-lm-head bench-memory bench-offload bench-packed bench-packed-published bench-prepare bench-sparse bench-trees bench-video bench-gpu bench-cluster gain clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -118,9 +118,6 @@ bench-accuracy: $(VENV)/.ready-test ## error of 16-bit rings against float64
 bench-advise: $(VENV)/.ready-test ## published and measured tables beside what advise predicts, into docs/advise-accuracy.md; ARGS=--fit fits anew
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.advise $(ARGS)
 
-bench-checkpoint: $(VENV)/.ready-test ## memory and time by what the attention store keeps
-	@$(PY) benchmarks/checkpoint.py $(ARGS)
-
 bench-csrc: csrc ## the compiled operators beside torch's, time on the CPU
 	@$(PY) benchmarks/csrc.py $(ARGS)
 
@@ -148,7 +145,7 @@ bench-trees: $(VENV)/.ready-test ## prefix trees beside separate trajectories: t
 bench-sparse: $(VENV)/.ready-test ## sparse attention: bytes held, the emulated cluster beside gathers, 512 GPUs simulated; ARGS="--parts held"
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.sparse $(ARGS)
 
-gain: $(VENV)/.ready-test ## what is gained over Megatron's own context parallelism, simulated, into docs/gain.md and .png (a minute)
+gain: $(VENV)/.ready-test ## what is gained over Megatron's own context parallelism, simulated, into docs/gain.md (a minute)
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.gain $(ARGS)
 
 bench-video: $(VENV)/.ready-test ## attention of a video model on H100, simulated, beside Ulysses, an all-gather and TE's ring
