@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 TORCH  ?= $(if $(filter 3.11,$(MINOR)),torch==2.13.0,torch)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart grpo million docs test test-slow test-docs test-recipes test-verl test-te test-megatron-lm parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-advise bench-checkpoint bench-csrc bench-host bench-linear bench-lm-head bench-loss bench-memory bench-offload bench-packed bench-packed-published bench-prepare bench-sparse bench-trees bench-video bench-gpu bench-cluster gain clean
+.PHONY: help install quickstart grpo million docs test test-slow test-docs test-recipes test-verl test-te test-megatron-lm parity lint format csrc csrc-cuda fuzz gallery mutants compatibility bench-accuracy bench-advise bench-csrc bench-host bench-linear bench-lm-head bench-memory bench-offload bench-packed bench-packed-published bench-prepare bench-sparse bench-trees bench-video bench-gpu bench-cluster gain clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -118,9 +118,6 @@ bench-accuracy: $(VENV)/.ready-test ## error of 16-bit rings against float64
 bench-advise: $(VENV)/.ready-test ## published and measured tables beside what advise predicts, into docs/advise-accuracy.md; ARGS=--fit fits anew
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.advise $(ARGS)
 
-bench-checkpoint: $(VENV)/.ready-test ## memory and time by what the attention store keeps
-	@$(PY) benchmarks/checkpoint.py $(ARGS)
-
 bench-csrc: csrc ## the compiled operators beside torch's, time on the CPU
 	@$(PY) benchmarks/csrc.py $(ARGS)
 
@@ -130,28 +127,25 @@ bench-linear: $(VENV)/.ready-test ## states of linear attention on the emulated 
 bench-lm-head: $(VENV)/.ready-examples ## the fused LM head beside others, time and memory
 	@OMP_NUM_THREADS=1 $(PY) benchmarks/lm_head.py $(ARGS)
 
-bench-loss: $(VENV)/.ready-examples ## losses at CP 1, 2, 4 and 8 in fp32 and bf16
-	@$(PY) benchmarks/loss.py $(ARGS)
-
 bench-offload: $(VENV)/.ready-test ## what moving to host memory costs a step: overlap, the fraction of `auto`, bytes
 	@$(PY) benchmarks/offload.py $(ARGS)
 
 bench-memory: $(VENV)/.ready-test ## the longest sequences by the memory account; ARGS=--measure: beside live tensors on 4 CPU ranks
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.memory $(ARGS)
 
-bench-packed: $(VENV)/.ready-test ## forecast of packed documents on 64 to 1,024 ranks, simulated, tables and a picture, into runs/packed
+bench-packed: $(VENV)/.ready-test ## forecast of packed documents on 64 to 1,024 ranks, simulated, into runs/packed
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.packed $(ARGS)
 
 bench-packed-published: $(VENV)/.ready-test ## packed documents beside published charts, simulated, into docs/packed-published.md (minutes); ARGS="--parts fit"
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.packed.charts $(ARGS)
 
-bench-trees: $(VENV)/.ready-test ## prefix trees beside separate trajectories: tokens and pairs, the emulated cluster, 64 GPUs simulated; ARGS="--parts counts"
+bench-trees: $(VENV)/.ready-test ## prefix trees beside separate trajectories: tokens and pairs, 64 GPUs simulated; ARGS="--parts counts"
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.trees $(ARGS)
 
 bench-sparse: $(VENV)/.ready-test ## sparse attention: bytes held, the emulated cluster beside gathers, 512 GPUs simulated; ARGS="--parts held"
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.sparse $(ARGS)
 
-gain: $(VENV)/.ready-test ## what is gained over Megatron's own context parallelism, simulated, into docs/gain.md and .png (a minute)
+gain: $(VENV)/.ready-test ## what is gained over Megatron's own context parallelism, simulated, into docs/gain.md (a minute)
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.gain $(ARGS)
 
 bench-video: $(VENV)/.ready-test ## attention of a video model on H100, simulated, beside Ulysses, an all-gather and TE's ring

@@ -11,17 +11,13 @@ v, one call, one merge, and in backward a second ring for dk and dv. The plain l
 so a ratio also includes the overhead of documents or windows.
 
 Processor time of this thread, rounds in turn (A B A B ...), medians with quartiles. Other jobs have
-little influence, but numbers of different machines are not comparable. `--profile` prints a profile
-of one case.
+little influence, but numbers of different machines are not comparable.
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
 import gc
-import pstats
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -418,9 +414,6 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--quick", action="store_true", help="seconds, small")
     parser.add_argument("--only", default="", help="cases whose name begins so")
-    parser.add_argument(
-        "--profile", choices=["ours", "ours backward", "plain", "plain backward", "plan"]
-    )
     args = parser.parse_args()
     if args.quick:
         args.ranks, args.repeats = [8], 3
@@ -430,9 +423,6 @@ def main() -> int:
     dist.init_process_group("meta:fake,cpu:fake", rank=me, world_size=world, store=FakeStore())
     chosen = [case for case in cases(args.ranks) if case.name.startswith(args.only)]
     with without_launches():
-        if args.profile:
-            profile(chosen[0], args.profile)
-            return 0
         rows, terms = [], []
         with progress("host", len(chosen)) as step:
             for case in chosen:
@@ -442,22 +432,6 @@ def main() -> int:
     if len(terms) > 3:
         print(f"\n{figures(terms)}")
     return 0
-
-
-def profile(case: Case, name: str) -> None:
-    timed = Timed(case)
-    runs = timed.runs | timed.plan
-    for run in timed.runs.values():
-        run()
-    profiler = cProfile.Profile(time.thread_time)
-    for _ in range(20):
-        for run in timed.runs.values():
-            run()
-        runs[name.removesuffix(" backward")]()
-        profiler.enable()
-        runs[name]()
-        profiler.disable()
-    pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
 
 
 if __name__ == "__main__":

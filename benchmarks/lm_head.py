@@ -4,9 +4,8 @@ It measures the loss and, with `--parts logprobs`, log-probabilities and entropi
 Every figure is measured in its own process (`lm_head_case`), in alternating order. Times are wall
 time and processor time, because other programs may share the machine. Ratios compare with ours in
 the same round: median, lowest and highest. Extra memory is what a call needs beyond its inputs,
-their gradients and a float32 gradient of the weight. It should grow with the tile, byte for byte,
-and should not grow with the tokens. Implementations that cannot run are listed with the reason.
-`--device cuda` measures on a GPU.
+their gradients and a float32 gradient of the weight. Implementations that cannot run are listed
+with the reason. `--device cuda` measures on a GPU.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from lm_head_case import IMPLEMENTATIONS
 from report import human, markdown, progress, provenance
 
 OURS = "single_pass"
-PARTS = ("time", "tile", "tokens", "logprobs")
 LOSSES = ("single_pass", "recompute", "eager", "megatron", "megatron_native", "torch_chunked",
           "torch_chunked_1024", "cut_cross_entropy", "liger", "three_products")  # fmt: skip
 LOGPROBS = ("linear_logprobs", "logprobs_eager", "logprobs_checkpointed", "verl_torch",
             "liger_scaled", "four_products")  # fmt: skip
+PARTS = {"time": LOSSES, "logprobs": LOGPROBS}
 MIB = 2**20
 
 
@@ -36,8 +35,7 @@ def main() -> int:
     args = arguments()
     for part in args.parts:
         for dtype in args.dtypes:
-            names = {"time": LOSSES, "logprobs": LOGPROBS}.get(part)
-            text = times(args, dtype, names) if names else memory(args, dtype, part)
+            text = times(args, dtype, PARTS[part])
             print(f"{text}\n\nMeasured with {provenance()}", end="\n\n")
     return 0
 
@@ -52,10 +50,6 @@ def arguments() -> argparse.Namespace:
     add("--tokens", type=int, default=8192)
     add("--width", type=int, default=1024)
     add("--vocabulary", type=int, default=32768)
-    add("--memory-width", type=int, default=256, help="of the two tables of memory")
-    add("--memory-vocabulary", type=int, default=8192)
-    add("--tiles", type=int, nargs="+", default=[16, 32, 64, 128], help="MiB of logits")
-    add("--lengths", type=int, nargs="+", default=[8192, 16384, 32768, 65536])
     add("--threads", type=int, default=1)
     add("--rounds", type=int, default=5)
     add("--limit", type=float, default=3600, help="seconds for one process")
@@ -64,18 +58,17 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.quick:
         args.tokens, args.width, args.vocabulary, args.rounds = 256, 64, 512, 1
-        args.tiles, args.lengths, args.dtypes = [8, 16], [1024, 2048], ["float32"]
-        args.memory_width, args.memory_vocabulary = 16, 4096
+        args.dtypes = ["float32"]
         args.only = ["eager", "torch_chunked", "logprobs_eager", "logprobs_checkpointed"]
     return args
 
 
-def ask(args: argparse.Namespace, name: str, dtype: str, **changes: object) -> dict:
+def ask(args: argparse.Namespace, name: str, dtype: str) -> dict:
     """Run one measurement in its own process: {"wall", "cpu", "extra", ...} or {"failed"}."""
     case = {
         "name": name, "device": args.device, "tokens": args.tokens, "width": args.width,
         "vocabulary": args.vocabulary, "dtype": dtype, "threads": args.threads,
-        "tile": None, **changes,
+        "tile": None,
     }  # fmt: skip
     script = Path(__file__).with_name("lm_head_case.py")
     command = [sys.executable, str(script), json.dumps(case)]
@@ -129,26 +122,6 @@ def row(name: str, results: dict[int, dict], ours: dict[int, dict]) -> list[str]
         cells.append(f"{statistics.median(ratios):.3f} {spread}")
     extra = statistics.median(result["extra"] for result in results.values())
     return [*cells, f"{extra / MIB:.0f}"]
-
-
-def memory(args: argparse.Namespace, dtype: str, part: str) -> str:
-    """Return extra memory by tile, with which it should grow, or by tokens."""
-    size = {"width": args.memory_width, "vocabulary": args.memory_vocabulary}
-    if part == "tile":
-        cells = [(tile * MIB, args.lengths[0]) for tile in args.tiles]
-        names, unit = [str(tile) for tile in args.tiles], "byte of tile"
-    else:
-        cells = [(args.tiles[0] * MIB, count) for count in args.lengths]
-        names, unit = [human(count) for count in args.lengths], "token"
-    extras = [ask(args, OURS, dtype, tile=t, tokens=n, **size)["extra"] for t, n in cells]
-    rows = [[name, f"{extra / MIB:.1f}"] for name, extra in zip(names, extras, strict=True)]
-    heads = ["tile MiB" if part == "tile" else "tokens", "extra MiB"]
-    varied = [cell[part == "tokens"] for cell in cells]
-    slope = statistics.linear_regression(varied, extras).slope  # least squares
-    return (
-        f"width {args.memory_width} x vocabulary {human(args.memory_vocabulary)}, {dtype}\n\n"
-        f"{markdown(heads, rows)}\n\n{slope:.3f} bytes per {unit}."
-    )
 
 
 if __name__ == "__main__":

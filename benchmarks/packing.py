@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from benchmarks.packed.megatron import fixed
 from benchmarks.report import markdown
 from megatron_burst.packing import Work, pack
 
@@ -46,37 +47,23 @@ def lengths_of(kind: str, seed: int) -> np.ndarray:
     return drawn[: int(np.searchsorted(drawn.cumsum(), wanted))]
 
 
-def in_order(lengths: Sequence[int] | np.ndarray) -> list[list[int]]:
-    """Return micro-batches by the rule of Megatron's ``DpBalancedScheduler``."""
-    bins: list[list[int]] = [[]]
-    used = 0
-    for index, length in enumerate(lengths):
-        if used + length > CAPACITY:
-            bins.append([])
-            used = 0
-        bins[-1].append(index)
-        used += length
-    last = len(bins) - 1
-    while len(bins) % RANKS:
-        if len(bins[last]) > 1:
-            bins.append([bins[last].pop()])
-        else:
-            last -= 1
-    return bins
-
-
 def shares(loads: np.ndarray, ideal: float) -> tuple[float, float]:
     """Return imbalance and step of loads [ranks, micro-batches]."""
     return float(loads.max() / loads.mean()), float(loads.sum(axis=1).max() * RANKS / ideal)
 
 
+def work(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return the work of each document."""
+    return LLAMA.attention(np.asarray(lengths)) + LLAMA.token * np.asarray(lengths)
+
+
 def compared(kind: str, seed: int) -> Iterator[tuple[float, float]]:
     """Yield imbalance and step of one batch: Megatron's, then ours."""
     lengths = lengths_of(kind, seed)
-    attention = LLAMA.attention(lengths)
-    own = attention + LLAMA.token * lengths
-    theirs = np.array([own[bin].sum() for bin in in_order(lengths)])
-    yield shares(theirs.reshape(-1, RANKS).T, own.sum())
+    own = work(lengths)
+    rounds = fixed(lengths.tolist(), RANKS, 1, CAPACITY)
+    theirs = np.array([[work(group.lengths).sum() for group in groups] for groups in rounds])
+    yield shares(theirs.T, own.sum())
     yield shares(pack(lengths, LLAMA, ranks=RANKS, capacity=CAPACITY).loads, own.sum())
 
 

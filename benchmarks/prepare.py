@@ -3,15 +3,12 @@
 It runs once per micro-batch, so it must be short compared with a layer. *Exchange*: real gloo
 processes on this machine, wall time of the slowest rank, and of `consensus` alone. *Local*: one
 process that acts as rank 0 of a large grid and answers the exchange itself. It measures the
-processor time of its thread, which other jobs disturb least. `--profile` also prints a profile of
-the local part.
+processor time of its thread, which other jobs disturb least.
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
-import pstats
 import sys
 import time
 from collections.abc import Callable
@@ -30,11 +27,7 @@ from megatron_burst.plugins.testing import in_process
 def main() -> int:
     args = arguments()
     torch.set_num_threads(1)
-    local_table, profiled = local(args)
-    text = "\n\n".join([provenance(), describe(args), exchange(args), local_table])
-    print(text)
-    if args.profile:
-        profile(args, profiled)
+    print("\n\n".join([provenance(), describe(args), exchange(args), local(args)]))
     return 0
 
 
@@ -47,7 +40,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--local-tokens", type=int, default=16384)
     parser.add_argument("--layouts", nargs="+", default=["zigzag", PADDED, "striped", "balanced"])
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--profile", action="store_true", help="print a profile of every case")
     args = parser.parse_args()
     if args.quick:
         args.processes, args.grids, args.per_node = [2], [8], 4
@@ -168,9 +160,9 @@ def alone(size: int, per_node: int) -> mb.Groups:
     return groups
 
 
-def local(args: argparse.Namespace) -> tuple[str, dict[str, Callable[[], object]]]:
-    """Return the table, and the cases to profile."""
-    rows, profiled = [], {}
+def local(args: argparse.Namespace) -> str:
+    """Return the table."""
+    rows = []
     sizes = [size for size in args.grids if size % args.per_node == 0]
     masks = sum(1 if layout in OF_DOCUMENTS else 3 for layout in args.layouts)
     with progress("local part", masks * len(sizes)) as step:
@@ -189,20 +181,8 @@ def local(args: argparse.Namespace) -> tuple[str, dict[str, Callable[[], object]
                     again_seconds = seconds(later, 1 if slow else args.repeats, time.thread_time)
                     rows.append([str(size), layout, name, str(len(times)), milliseconds(times),
                                  milliseconds(again_seconds)])  # fmt: skip
-                    profiled[f"{size} ranks, {layout}, {name}"] = run
     table = markdown(["ranks", "layout", "mask", "calls", "ms", "ms, again"], rows)
-    return (
-        f"**Local part**, rank 0 of a grid with {args.per_node} ranks per node:\n\n{table}",
-        profiled,
-    )
-
-
-def profile(args: argparse.Namespace, profiled: dict[str, Callable[[], object]]) -> None:
-    for name, run in profiled.items():
-        profiler = cProfile.Profile()
-        profiler.runcall(run)
-        print(f"\n== {name}")
-        pstats.Stats(profiler).sort_stats("tottime").print_stats(12)
+    return f"**Local part**, rank 0 of a grid with {args.per_node} ranks per node:\n\n{table}"
 
 
 # --- what is written -------------------------------------------------------------------------

@@ -1,13 +1,11 @@
-"""Prefix trees and separate trajectories: counts, the emulated cluster, 64 GPUs simulated.
+"""Prefix trees and separate trajectories: counts, and a step on 64 GPUs, simulated.
 
-    make bench-trees                              # all three tables, some minutes
-    make bench-trees ARGS="--parts emulated --repeats 5"
+    make bench-trees                              # all tables
     make bench-trees ARGS="--parts counts"        # seconds
 
-`counts` counts tokens and pairs. `emulated` measures attention of one layer on
-`benchmarks.cluster`, merged and separate at the same emulated speed. `simulated` predicts a
-training step with the forecast of `megatron-burst advise`: ours on trees, and Megatron's kinds on
-packs of separate trajectories. Each has the fastest parallel sizes that fit.
+`counts` counts tokens and pairs. `simulated` predicts a training step with the forecast of
+`megatron-burst advise`: ours on trees, and Megatron's kinds on packs of separate trajectories. Each
+has the fastest parallel sizes that fit.
 """
 
 from __future__ import annotations
@@ -15,22 +13,14 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import megatron_burst as mb
-from benchmarks.cluster import whole
-from benchmarks.cluster.cells import Cell, Rival
-from benchmarks.cluster.network import Rates
-from benchmarks.cluster.problems import TREES, Rollouts
-from benchmarks.report import machine, markdown, progress, spread
+from benchmarks.report import markdown, progress
 from megatron_burst.plugins.tools.advise import rivals
 from megatron_burst.plugins.tools.advise.account.memory import account
 from megatron_burst.plugins.tools.advise.search.packed import PackedForecast, packed_pins
@@ -40,7 +30,7 @@ from megatron_burst.plugins.tools.advise.settings import Settings
 from megatron_burst.plugins.tools.advise.shapes import models
 from megatron_burst.units import byte_size, duration
 
-PARTS = ("counts", "emulated", "simulated")
+PARTS = ("counts", "simulated")
 K = 1024
 # (fraction, length) quantiles of 155,144 agent trajectories, published in 2026. The shortest length
 # was not published and is assumed.
@@ -62,6 +52,38 @@ def lengths(count: int, seed: int) -> tuple[int, ...]:
 
 
 # --- tokens and pairs ----------------------------------------------------------------------------
+
+
+class Rollouts(NamedTuple):
+    """Trajectories of one prompt.
+
+    Attributes:
+        lengths: Length of each trajectory.
+        prompt: Tokens that all share.
+        turns: Turns of a trajectory; 0 for none. Every trajectory except the first shares a random
+            number of turns with an earlier trajectory.
+    """
+
+    lengths: tuple[int, ...]
+    prompt: int
+    turns: int = 0
+    seed: int = 0
+
+    def drawn(self) -> list[np.ndarray]:
+        """Return the tokens of the trajectories."""
+        random, trajectories = np.random.default_rng(self.seed), []
+        start = random.integers(0, 1 << 30, self.prompt)
+        for i, length in enumerate(self.lengths):
+            shared = start
+            if i and self.turns:
+                earlier = trajectories[random.integers(i)]
+                cut = (len(earlier) - self.prompt) * random.integers(self.turns) // self.turns
+                shared = earlier[: self.prompt + cut]
+            shared = shared[:length]
+            new_tokens = random.integers(0, 1 << 30, length - len(shared))
+            trajectories.append(np.concatenate([shared, new_tokens]))
+        return trajectories
+
 
 COUNTED = {
     "8 samples x 12.8K, 75 % shared": Rollouts((12800,) * 8, 9600),
@@ -104,79 +126,6 @@ def counts(ranks: Sequence[int] = (8, 64)) -> str:
              "pairs / merged pairs",
              f"imbalance, {' and '.join(map(str, ranks))} ranks"]  # fmt: skip
     return markdown(heads, rows)
-
-
-# --- the emulated cluster ------------------------------------------------------------------------
-
-RIVALS = (
-    Rival("multicast", "multicast", "auto", layout="balanced"),
-    Rival("all_gather", "all_gather", "auto", layout="balanced"),
-    Rival("auto", "auto", "auto", layout="balanced"),
-)
-
-
-def cells_of(name: str) -> tuple[Cell, Cell]:
-    """Return separate and merged cells on 2 nodes of 4 ranks."""
-    rows = sum(TREES[name].lengths), saved(TREES[name].drawn(), 8).tree.tokens.size
-    separate, merged = (
-        Cell(2, 4, Rates.parse("100M/400M"), "MHA 8", "compute", row_count // 8,
-             mask=f"{kind} {name}", width=16)
-        for row_count, kind in zip(rows, ("trajectories", "tree"), strict=True)
-    )  # fmt: skip
-    return separate, merged
-
-
-def emulated(repeats: int, seconds: float) -> str:
-    """Return the time of attention, forward and backward, merged and separate in turn.
-
-    Args:
-        seconds: Compute of the busiest rank for separate trajectories; trees are computed at the
-            same speed.
-    """
-    from benchmarks.cluster import measure, record
-    from benchmarks.cluster.__main__ import say
-    from benchmarks.cluster.bench import cluster
-    from benchmarks.cluster.ranks import Ranks
-
-    def run(ranks: Ranks, cell: Cell, speed: float | None) -> tuple[dict[str, list[float]], float]:
-        """Return seconds of each rival, and the speed at which the first rival takes `seconds`."""
-        with tempfile.TemporaryDirectory(prefix="trees-") as folder:
-            measure.write_problem(cell.problem(), ranks.network, Path(folder))
-            ranks.run(measure.load, cell.problem(), Path(folder))
-        rival_seconds: dict[str, list[float]] = {}
-        for rival in RIVALS:
-            if rival.algorithm == "auto":
-                rates = ranks.run(measure.rates, speed)
-                launch = median(rank_rates.launch for rank_rates in rates)
-                works = ranks.run(measure.prepare, rival, replace(rates[0], launch=launch))
-                say(f"{cell.mask}: {works[0].says}")
-            else:
-                works = ranks.run(measure.prepare, rival)
-                speed = speed or max(sum(work.flops.values()) for work in works) / seconds
-            done = [ranks.run(measure.timed, rival.name, speed) for _ in range(repeats)]
-            rival_seconds[rival.name] = [sum(passes.values()) for passes in record.seconds(done)]
-        assert speed is not None
-        return rival_seconds, speed
-
-    rows = []
-    for name in TREES:
-        separate, merged = cells_of(name)
-        with cluster(separate.network) as ranks:
-            say(f"{name}: separate")
-            apart, speed = run(ranks, separate, None)
-            say(f"{name}: merged")
-            together, _ = run(ranks, merged, speed)
-        ratio = saved(TREES[name].drawn())
-        for rival in RIVALS:
-            below, above = together[rival.name], apart[rival.name]
-            gain = median(above) / median(below)
-            rows.append([
-                name, rival.name, spread(above), spread(below), f"{gain:.2f}",
-                f"{ratio.pairs:.2f}", f"{ratio.pairs / gain:.3f}", f"{ratio.tokens:.2f}",
-            ])  # fmt: skip
-    heads = ["", "algorithm", "separate s", "merged s", "ratio", "ratio of pairs",
-             "pairs over time", "ratio of tokens"]  # fmt: skip
-    return f"{markdown(heads, rows)}\n\nMeasured with {machine()}."
 
 
 # --- a step on 64 GPUs, simulated ----------------------------------------------------------------
@@ -294,12 +243,8 @@ def table(shared: bool) -> str:
 
 
 def main() -> int:
-    from benchmarks.cluster.enclosure import Unavailable, enclosed
-
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--repeats", type=int, default=5, help="runs of each, emulated")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of compute of one run")
     args = parser.parse_args()
     if "counts" in args.parts:
         print(f"{counts()}\n", flush=True)
@@ -308,20 +253,6 @@ def main() -> int:
             for shared in (False, True):
                 step("turns" if shared else "system prompt")
                 print(f"{table(shared)}\n", flush=True)
-    if "emulated" in args.parts:
-        from benchmarks.cluster.__main__ import quiet
-
-        quiet()
-
-        def inside() -> int:
-            whole.register()
-            print(emulated(args.repeats, args.seconds), flush=True)
-            return 0
-
-        try:
-            return enclosed(inside)
-        except Unavailable as error:
-            print(f"no emulated cluster here: {error}", file=sys.stderr)
     return 0
 
 

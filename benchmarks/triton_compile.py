@@ -18,10 +18,10 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
 import torch
@@ -45,6 +45,7 @@ HEADS = 32, 8  # query heads, key heads
 # small), and the index of the table. One word per row and column would need 64 to 256.
 MASK_LOADS = 24
 WAITING = 100  # maximum lines of a loop that only waits
+T = TypeVar("T")
 
 
 class Launch(NamedTuple):
@@ -71,29 +72,62 @@ class Made(NamedTuple):
     loads: int
     held: int
 
+    @property
+    def words(self) -> list[str]:
+        """Return registers, spills and shared memory in KB."""
+        return [str(self.registers), str(self.spills), f"{self.shared / 1024:.0f}"]
+
 
 def main() -> int:
     args = _arguments()
-    launches = list(_launches(args))
-    failed, table = 0, Table("device", "kernel", "dtype", "width", "masks", "blocks", "registers",
-                             "spilled", "shared KB", "mask B")  # fmt: skip
-    for launch in track(launches, description="compiling", console=Console(stderr=True)):
-        size = launch.size
-        shape = f"{size.rows} x {size.columns}, {size.warps} warps, {size.stages} stages"
-        shown = f"sm_{launch.device}", launch.kernel, launch.dtype, str(launch.width)
-        try:
-            made = build(launch)
-        except Exception as error:  # the compiler has its own error classes
-            failed += 1
-            table.add_row(*shown, "", shape, f"{type(error).__name__}: {error}"[:60])
-            continue
+    heads = ("device", "kernel", "dtype", "width", "masks", "blocks", "registers", "spilled",
+             "shared KB", "mask B")  # fmt: skip
+
+    def compile_launch(launch: Launch) -> Iterator[tuple[list[str], bool]]:
+        size, made = launch.size, build(launch)
         for masked, report in made.items():
             mask = report.loads - made[False].loads
-            failed += report.shared > SHARED[launch.device] or mask > most(size) or report.held > 0
-            words = str(report.registers), str(report.spills), f"{report.shared / 1024:.0f}"
-            table.add_row(*shown, "yes" if masked else "no", shape, *words, str(mask))
+            bad = mask > most(size) or report.held > 0
+            words = ["yes" if masked else "no", shape(*size), *report.words, str(mask)]
+            yield words, bad or report.shared > SHARED[launch.device]
+
+    return report_all(
+        _launches(args),
+        heads,
+        lambda x: [f"sm_{x.device}", x.kernel, x.dtype, str(x.width)],
+        compile_launch,
+    )
+
+
+def report_all(
+    launches: Iterable[T],
+    heads: Sequence[str],
+    named: Callable[[T], list[str]],
+    compile_launch: Callable[[T], Iterable[tuple[list[str], bool]]],
+) -> int:
+    """Compile all launches, print a table, and return 1 if one is bad or does not compile.
+
+    Args:
+        named: Function of a launch that returns its first cells.
+        compile_launch: Function of a launch that returns the other cells of each of its rows, and
+            true if the row is bad.
+    """
+    failed, table = 0, Table(*heads)
+    for launch in track(list(launches), description="compiling", console=Console(stderr=True)):
+        try:
+            rows = list(compile_launch(launch))
+        except Exception as error:  # the compiler has its own error classes
+            rows = [([f"{type(error).__name__}: {error}"[:60]], True)]
+        for words, bad in rows:
+            failed += bad
+            table.add_row(*named(launch), *words)
     Console(width=120).print(table)
     return 1 if failed else 0
+
+
+def shape(rows: int, columns: int, warps: int, stages: int) -> str:
+    """Return the blocks of a launch as text."""
+    return f"{rows} x {columns}, {warps} warps, {stages} stages"
 
 
 def most(size: BlockSizes) -> int:
@@ -105,18 +139,26 @@ def most(size: BlockSizes) -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--devices", type=int, nargs="+", default=list(DEVICES),
-                        choices=list(SHARED), help="default: 80 90 100")  # fmt: skip
+    parser = parser_of(__doc__, DEVICES, ("ROWS", "COLUMNS", "WARPS", "STAGES"))
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256])
-    parser.add_argument("--dtypes", nargs="+", default=["bf16"], choices=list(DTYPES))
-    parser.add_argument(
-        "--blocks", type=int, nargs=4, metavar=("ROWS", "COLUMNS", "WARPS", "STAGES"),
-        help="instead of the table's, to look for better ones",
-    )  # fmt: skip
     return parser.parse_args()
+
+
+def parser_of(
+    description: str | None, devices: Sequence[int], blocks: tuple[str, ...] = ()
+) -> argparse.ArgumentParser:
+    """Return a parser of devices, dtypes and, if `blocks` names their sizes, blocks."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default = " ".join(map(str, devices))
+    parser.add_argument("--devices", type=int, nargs="+", default=list(devices),
+                        choices=list(SHARED), help=f"default: {default}")  # fmt: skip
+    parser.add_argument("--dtypes", nargs="+", default=["bf16"], choices=list(DTYPES))
+    if blocks:
+        parser.add_argument("--blocks", type=int, nargs=len(blocks), metavar=blocks,
+                            help="instead of the table's, to look for better ones")  # fmt: skip
+    return parser
 
 
 def _launches(args: argparse.Namespace) -> Iterator[Launch]:

@@ -14,11 +14,7 @@ import sys
 from itertools import product
 from typing import NamedTuple
 
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
-
-from .triton_compile import DEVICES, SHARED, Made, compiled
+from .triton_compile import DEVICES, Made, compiled, parser_of, report_all
 
 KERNELS = {
     "statistics": "_stats", "with entropy": "_stats", "gradient": "_gradient",
@@ -43,29 +39,21 @@ def main() -> int:
     launches = [Launch(*fields) for fields in product(args.devices, KERNELS, args.dtypes,
                                                       args.softcaps, args.columns,
                                                       args.warps)]  # fmt: skip
-    failed, table = 0, Table("device", "kernel", "dtype", "softcap", "columns", "warps",
-                             "registers", "spilled")  # fmt: skip
-    for launch in track(launches, description="compiling", console=Console(stderr=True)):
-        try:
-            made = build(launch)
-            words = [str(made.registers), str(made.spills)]
-            failed += made.spills > 0
-        except Exception as error:  # the compiler has its own error classes
-            words, failed = [f"{type(error).__name__}: {error}"[:60], ""], failed + 1
-        table.add_row(f"sm_{launch.device}", *map(str, launch[1:]), *words)
-    Console(width=120).print(table)
-    return 1 if failed else 0
+    heads = "device", "kernel", "dtype", "softcap", "columns", "warps", "registers", "spilled"
+
+    def compile_launch(launch: Launch) -> list[tuple[list[str], bool]]:
+        made = build(launch)
+        return [(made.words[:2], made.spills > 0)]
+
+    return report_all(
+        launches, heads, lambda x: [f"sm_{x.device}", *map(str, x[1:])], compile_launch
+    )
 
 
 def _arguments() -> argparse.Namespace:
     from megatron_burst.linear_cross_entropy import triton_rows
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--devices", type=int, nargs="+", default=list(DEVICES),
-                        choices=list(SHARED), help="default: 80 90 100")  # fmt: skip
-    parser.add_argument("--dtypes", nargs="+", default=["bf16"], choices=["bf16", "fp32"])
+    parser = parser_of(__doc__, DEVICES)
     parser.add_argument("--softcaps", type=float, nargs="+", default=[None])
     parser.add_argument("--columns", type=int, nargs="+", default=[triton_rows.BLOCK])
     parser.add_argument("--warps", type=int, nargs="+", default=[triton_rows.WARPS])

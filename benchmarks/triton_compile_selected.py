@@ -18,9 +18,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
 from megatron_burst.kernels.base import Rows, Scoring
 from megatron_burst.layout import Span
@@ -29,7 +26,16 @@ from megatron_burst.plugins.sparse.pairs import SelectedPairs
 from megatron_burst.plugins.sparse.selected_triton import HeadBlocks, SelectedTriton
 from megatron_burst.plugins.sparse.selection import Selection
 
-from .triton_compile import DTYPES, SHARED, Device, Made, assembled
+from .triton_compile import (
+    DTYPES,
+    SHARED,
+    Device,
+    Made,
+    assembled,
+    parser_of,
+    report_all,
+    shape,
+)
 
 DEVICES = (90, 100)
 ROWS = 16
@@ -79,36 +85,20 @@ def main() -> int:
     size = None if args.blocks is None else HeadBlocks(*args.blocks)
     launches = [Launch(*fields, size) for fields in product(args.devices, args.models, args.kernels,
                                                             args.dtypes)]  # fmt: skip
-    failed, table = 0, Table("device", "model", "kernel", "dtype", "blocks", "registers", "spilled",
-                             "shared KB")  # fmt: skip
-    for launch in track(launches, description="compiling", console=Console(stderr=True)):
-        words = f"sm_{launch.device}", launch.model, launch.kernel, launch.dtype
-        try:
-            blocks, made = build(launch)
-        except Exception as error:  # the compiler has its own error classes
-            failed += 1
-            table.add_row(*words, "", f"{type(error).__name__}: {error}"[:60])
-            continue
-        failed += made.spills > 0 or made.held > 0 or made.shared > SHARED[launch.device]
-        resources = str(made.registers), str(made.spills), f"{made.shared / 1024:.0f}"
-        table.add_row(*words, blocks, *resources)
-    Console(width=120).print(table)
-    return 1 if failed else 0
+    heads = "device", "model", "kernel", "dtype", "blocks", "registers", "spilled", "shared KB"
+
+    def compile_launch(launch: Launch) -> list[tuple[list[str], bool]]:
+        blocks, made = build(launch)
+        bad = made.spills > 0 or made.held > 0 or made.shared > SHARED[launch.device]
+        return [([blocks, *made.words], bad)]
+
+    return report_all(launches, heads, lambda x: [f"sm_{x.device}", *x[1:4]], compile_launch)
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--devices", type=int, nargs="+", default=list(DEVICES),
-                        choices=list(SHARED), help="default: 90 100")  # fmt: skip
+    parser = parser_of(__doc__, DEVICES, ("HEADS", "KEYS", "WARPS", "STAGES"))
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=list(KERNELS))
-    parser.add_argument("--dtypes", nargs="+", default=["bf16"], choices=list(DTYPES))
-    parser.add_argument(
-        "--blocks", type=int, nargs=4, metavar=("HEADS", "KEYS", "WARPS", "STAGES"),
-        help="instead of the table's, to look for better ones",
-    )  # fmt: skip
     return parser.parse_args()
 
 
@@ -119,9 +109,9 @@ def build(launch: Launch) -> tuple[str, Made]:
     driver.set_active(Device(launch.device))  # nothing is launched from this process
     code, arguments, named = _recorded(launch)
     made = assembled(code.warmup(*arguments, grid=(1,), **named), launch.device)
-    words = "" if "M" not in named else (
-        f"{named['M']} x {named['N']}, {named['num_warps']} warps, {named['num_stages']} stages"
-    )  # fmt: skip
+    words = ""
+    if "M" in named:
+        words = shape(named["M"], named["N"], named["num_warps"], named["num_stages"])
     return words, made
 
 

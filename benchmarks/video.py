@@ -4,8 +4,7 @@
 
 One call of attention without a mask, forward and backward, with bf16 tensors and fp32 gradients on
 the wire. Ulysses shares heads over as many ranks of a node as divide the heads; a ring connects
-these groups. `make bench-cluster SUITES="video noised"` measures such calls on the emulated
-cluster.
+these groups.
 """
 
 from __future__ import annotations

@@ -292,15 +292,6 @@ def _by_cell(rows: list[Measured]) -> Iterator[list[str]]:
         ]
 
 
-def by_regime(rows: list[Measured]) -> dict[tuple[str, str], list[float]]:
-    """Return errors of two-level rings, by rival and regime."""
-    by_key: dict[tuple[str, str], list[float]] = {}
-    for row in sorted(rows, key=lambda row: (row.rival, row.cell.regime)):
-        if row.rival.startswith(("double_ring", "burst")):
-            by_key.setdefault((row.rival, row.cell.regime), []).append(row.point.error)
-    return by_key
-
-
 assert [field.name for field in fields(Host)] == list(UNITS)
 INTRO = [
     "The cells of [](cluster.md): 35 settings of four and eight ranks behind shaped links, with "

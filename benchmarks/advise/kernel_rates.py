@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from benchmarks.advise.band_cells import RING, BandCell, nemo_h100
+from benchmarks.advise.band_cells import RING
 from benchmarks.advise.fitting import errors
 from benchmarks.advise.published_tables import table
 from benchmarks.advise.section import Figure, Section
@@ -60,15 +60,6 @@ def _per_second(gpu: Gpu, way: str, forward: bool) -> float:
     run = Settings(RANKS * ROWS, cp=RANKS, layout=LAYOUTS[way], **RING)
     time = attention_time(MODEL, Cluster(gpu, RANKS), run)
     return 1 / (time.forward if forward else time.seconds)
-
-
-def by_kernel() -> dict[str, list[BandCell]]:
-    """Return NVIDIA's counted runs on H100, forecast at the rate of each kernel."""
-    h100 = GPUS["h100"]
-    return {
-        kernel: [cell for cell in nemo_h100(gpu=with_kernel(h100, kernel)) if cell.counts]
-        for kernel in KERNELS["h100"]
-    }
 
 
 def run(fit: bool = False) -> Section:

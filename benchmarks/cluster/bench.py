@@ -203,14 +203,14 @@ def _one_cell(
 
 def _chosen(rival: Rival) -> bool:
     """Return True if the rival's settings are chosen in each cell."""
-    return rival.algorithm == "auto" or rival.layout in (CHOSEN, *groups.PLANNERS)
+    return rival.algorithm == "auto" or rival.layout in (CHOSEN, groups.DYNAMIC)
 
 
 def _late(ranks: Ranks, cell: Cell, rival: Rival, rates: Rates | None) -> list[Work]:
     """Warm up and check a rival whose settings depend on the rates of its cell."""
     assert rates is not None
-    if rival.layout in groups.PLANNERS:
-        plan = groups.planned(rival.layout, cell, rates)
+    if rival.layout == groups.DYNAMIC:
+        plan = groups.planned(cell)
         works, choice_words = ranks.run(measure.prepare, rival, None, plan), groups.words(plan)
     elif rival.layout == CHOSEN:
         layout = predict.best_layout(cell, rates)

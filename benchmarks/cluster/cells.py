@@ -8,10 +8,10 @@ from .network import Network, Rates
 
 # Emulated compute / time in which burst's links are busy. "hidden" also hides a flat ring's hops.
 REGIMES = {"communication": 0.0, "balanced": 1.0, "compute": 3.0, "hidden": 6.0}
-# Query and key/value heads; Wan 1.3B has 12. One head is for long sequences, because a CPU computes
-# their attention once.
+# Query and key/value heads. One head is for long sequences, because a CPU computes their attention
+# once.
 HEADS = {
-    "MHA": (16, 16), "GQA 4:1": (16, 4), "GQA 32:8": (32, 8), "MHA 12": (12, 12), "MHA 8": (8, 8),
+    "MHA": (16, 16), "GQA 4:1": (16, 4), "GQA 32:8": (32, 8), "MHA 8": (8, 8),
     "MHA 4": (4, 4), "MHA 1": (1, 1),
 }  # fmt: skip
 WIRES = {"fp32": 4, "bf16": 2}  # dtype of tensors, or of partial results that travel -> bytes
@@ -49,21 +49,21 @@ class Rival(NamedTuple):
 
     Attributes:
         algorithm: Name of the algorithm; "auto" is chosen in each cell from its rates.
-        layout: Key of `cuts.LAYOUTS` or `groups.PLANNERS`, or CHOSEN for a forecast in each cell.
+        layout: Key of `cuts.LAYOUTS`, `groups.DYNAMIC`, or CHOSEN for a forecast in each cell.
     """
 
     name: str
     algorithm: str
     side: str = "kv"
-    # how many ranks share heads: "none", "all", "node" (as many as a node has ranks), "nodes",
-    # "fours", or "chosen" by `mb.choose`
+    # how many ranks share heads: "none", "all", "node" (as many as a node has ranks), "nodes", or
+    # "chosen" by `mb.choose`
     ulysses: str = "none"
     placement: str = "head_first"
     head_chunks: int = 1
     layout: str = "zigzag"
 
     def ulysses_size(self, nodes: int, per_node: int) -> int:
-        sizes = {"none": 1, "fours": 4, "all": nodes * per_node, "node": per_node, "nodes": nodes}
+        sizes = {"none": 1, "all": nodes * per_node, "node": per_node, "nodes": nodes}
         return sizes[self.ulysses]
 
 

@@ -15,7 +15,7 @@ import torch
 
 import megatron_burst as mb
 from megatron_burst.layout import Layout, make
-from megatron_burst.masks import Causal, Documents, Mask, Tree
+from megatron_burst.masks import Causal, Documents, Mask
 
 from .problems import bounds_of, mask_of
 
@@ -23,7 +23,6 @@ LAYOUTS = {
     "zigzag": "zigzag of the whole sequence",
     "documents": "zigzag of each document, padded to multiples of 2 x ranks",
     "balanced": "tokens and visible pairs alike on all ranks",
-    "copies": "zigzag of the noised copy and of the clean copy of block diffusion",
 }
 UNKNOWN = float("nan")  # in a truth: this entry is not compared
 
@@ -63,19 +62,12 @@ def cut(name: str, mask: str, length: int, nodes: int, per_node: int) -> Cut:
         raise ValueError(f"layout: there is {', '.join(LAYOUTS)}, got {name!r}")
     if name == "zigzag":
         return Cut(make("zigzag", cp_size=size), mask_of(mask, length), np.arange(length))
-    if name == "copies":
-        layout = make("zigzag", cp_size=size, cu_seqlens=[0, length // 2, length])
-        return Cut(layout, mask_of(mask, length), np.arange(length))
-    whole = mask_of(mask, length)
-    if name == "balanced" and isinstance(whole, Tree):
-        layout = make("balanced", cp_size=size, tree=whole, per_node=per_node)
-        return Cut(layout, whole, np.arange(length))
     if bounds is None:
         raise ValueError(f"layout {name} needs packed documents, got the mask {mask!r}")
     if name == "balanced":
         cost = [*map(float, numbers)] or None
         layout = make("balanced", cp_size=size, cu_seqlens=bounds, per_node=per_node, row_cost=cost)
-        return Cut(layout, whole, np.arange(length))
+        return Cut(layout, mask_of(mask, length), np.arange(length))
     return each_document(bounds, range(len(bounds) - 1), size)
 
 

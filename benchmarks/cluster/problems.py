@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 
 from megatron_burst.masks import (
-    BlockDiffusion,
     BlockSparse,
     Causal,
     Documents,
@@ -24,7 +23,6 @@ from megatron_burst.masks import (
     Mask,
     Window,
 )
-from megatron_burst.plugins.rl.trees import PrefixTree, pack
 
 
 class Lengths(NamedTuple):
@@ -37,52 +35,9 @@ class Lengths(NamedTuple):
 
 DOCUMENTS = {"500": Lengths(500, 1.5, 8 * 1024), "1K": Lengths(1024, 1.8, 64 * 1024),
              "tail": Lengths(2048, 1.8, 512 * 1024)}  # fmt: skip
-MASKS = (
-    f"causal, full, window N, blocks N, noised N, documents {'|'.join(DOCUMENTS)} seed N, "
-    "tree NAME, trajectories NAME"
-)
+MASKS = f"causal, full, window N, blocks N, documents {'|'.join(DOCUMENTS)} seed N"
 ROWS = 512  # queries per call if the mask is a table
 SHOWN = 0.2  # fraction of the block pairs of a block-sparse mask, in addition to the diagonal
-
-
-class Rollouts(NamedTuple):
-    """Trajectories of one prompt.
-
-    Attributes:
-        lengths: Length of each trajectory.
-        prompt: Tokens that all share.
-        turns: Turns of a trajectory; 0 for none. Every trajectory except the first shares a random
-            number of turns with an earlier trajectory.
-    """
-
-    lengths: tuple[int, ...]
-    prompt: int
-    turns: int = 0
-    seed: int = 0
-
-    def drawn(self) -> list[np.ndarray]:
-        """Return the tokens of the trajectories."""
-        random, trajectories = np.random.default_rng(self.seed), []
-        start = random.integers(0, 1 << 30, self.prompt)
-        for i, length in enumerate(self.lengths):
-            shared = start
-            if i and self.turns:
-                earlier = trajectories[random.integers(i)]
-                cut = (len(earlier) - self.prompt) * random.integers(self.turns) // self.turns
-                shared = earlier[: self.prompt + cut]
-            shared = shared[:length]
-            new_tokens = random.integers(0, 1 << 30, length - len(shared))
-            trajectories.append(np.concatenate([shared, new_tokens]))
-        return trajectories
-
-
-# Small enough for one core: a tenth or an eighth of the size of real rollouts.
-TREES = {"samples": Rollouts((1600,) * 8, 1200), "agents": Rollouts((1600,) * 8, 200, 16)}
-
-
-def padded_tree(name: str, length: int | None = None) -> PrefixTree:
-    """Return the rollouts of `TREES` as a tree with padding up to `length` rows."""
-    return pack(TREES[name].drawn(), multiple=length or 1)
 
 
 def bounds(name: str, seed: int, length: int) -> list[int]:
@@ -98,8 +53,6 @@ def bounds(name: str, seed: int, length: int) -> list[int]:
 
 def bounds_of(text: str, length: int) -> list[int] | None:
     """Return cumulative lengths of the documents of a named mask; None if it has none."""
-    if text.startswith("trajectories "):
-        return np.cumsum([0, *TREES[text.split()[1]].lengths]).tolist()
     match = re.fullmatch(rf"documents ({'|'.join(DOCUMENTS)}) seed (\d+)", text)
     return match and bounds(match[1], int(match[2]), length)
 
@@ -114,10 +67,6 @@ def mask_of(text: str, length: int) -> Mask:
         count = length // int(blocks[1])
         table = np.random.default_rng(0).random((count, count)) < SHOWN
         return BlockSparse(table | np.eye(count, dtype=bool), int(blocks[1])) & Causal()
-    if text.startswith("noised "):
-        return BlockDiffusion(length // 2, int(text.split()[1]))
-    if text.startswith("tree "):
-        return padded_tree(text.split()[1], length).mask
     if documents := bounds_of(text, length):
         return Documents(documents) & Causal()
     raise ValueError(f"--masks: there is {MASKS}, got {text!r}")
@@ -140,14 +89,9 @@ def pieces(text: str, length: int) -> Iterator[_Piece]:
         for first in range(0, length, width):
             stop = min(first + width, length)
             yield _Piece((first, stop), (max(0, first - width + 1), stop), "table")
-    elif text.startswith(("blocks", "noised")):
+    elif text.startswith("blocks"):
         for first in range(0, length, ROWS):
             yield _Piece((first, min(first + ROWS, length)), whole, "table")
-    elif text.startswith("tree"):  # padding sees nothing and has no piece
-        rows = padded_tree(text.split()[1]).rows
-        for first in range(0, rows, ROWS):
-            stop = min(first + ROWS, rows)
-            yield _Piece((first, stop), (0, stop), "table")
     else:
         for first, stop in pairwise(bounds_of(text, length) or ()):
             yield _Piece((first, stop), (first, stop), "causal")
@@ -177,5 +121,4 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, text: str) -> torc
                 attn_mask=table, is_causal=piece.kind == "causal",
             )
         )  # fmt: skip
-    out = torch.cat(parts, dim=2)
-    return F.pad(out, (0, 0, 0, q.shape[0] - out.shape[2])).permute(2, 0, 1, 3)
+    return torch.cat(parts, dim=2).permute(2, 0, 1, 3)

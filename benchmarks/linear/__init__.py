@@ -2,7 +2,6 @@
 
 `python -m benchmarks.linear --help`, or `make bench-linear`. Reading order: `settings` (what is
 measured), `maps` (numbers and correct results), `exchange` and `gathered` (rivals), `ours`
-(mb.state_scan), `measure` (work of a rank), `bench` (all runs of a setting), `hybrid` (attention
-of a hybrid stack), `simulated` (256 ranks), `tables` (output). It uses the cluster of
-`benchmarks.cluster`.
+(mb.state_scan), `measure` (work of a rank), `bench` (all runs of a setting), `simulated` (256
+ranks), `tables` (output). It uses the cluster of `benchmarks.cluster`.
 """

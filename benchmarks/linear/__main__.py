@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cluster.__main__ import ROOT, quiet, say, where_there_is_a_cluster
-from benchmarks.cluster.cells import REGIMES
 from benchmarks.cluster.enclosure import enclosed
 from benchmarks.report import machine
 
-from .settings import GRID, RATES, Stack, settings
+from .settings import GRID, RATES, settings
 
-PARTS = ("simulated", "cluster", "hybrid")
+PARTS = ("simulated", "cluster")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -36,7 +35,6 @@ def main(words: Sequence[str] | None = None) -> int:
     parts: dict[str, Callable[[], int]] = {
         "simulated": _simulated,
         "cluster": lambda: enclosed(lambda: _cluster(arguments)),
-        "hybrid": lambda: enclosed(lambda: _hybrid(arguments)),
     }
     return where_there_is_a_cluster(lambda: max(parts[part]() for part in arguments.parts))
 
@@ -52,23 +50,11 @@ def _cluster(arguments: argparse.Namespace) -> int:
     from . import bench, tables
 
     chosen_settings = settings(arguments.quick)
-    new_records = bench.run_settings(chosen_settings, GRID, RATES, _repeats(arguments), say)
+    repeats = arguments.repeats or (2 if arguments.quick else 3)
+    new_records = bench.run_settings(chosen_settings, GRID, RATES, repeats, say)
     records = _kept(new_records, arguments.out / "cluster.json")
     print(tables.cluster(records))
     return 0
-
-
-def _hybrid(arguments: argparse.Namespace) -> int:
-    from . import stacks, tables
-
-    regimes = list(REGIMES)[: 2 if arguments.quick else 3]
-    new_records = stacks.run_stack(Stack(), regimes, GRID, RATES, _repeats(arguments), say)
-    print(tables.hybrid(_kept(new_records, arguments.out / "hybrid.json")))
-    return 0
-
-
-def _repeats(arguments: argparse.Namespace) -> int:
-    return arguments.repeats or (2 if arguments.quick else 3)
 
 
 def _kept(new_records: Iterator[dict[str, Any]], path: Path) -> list[dict[str, Any]]:

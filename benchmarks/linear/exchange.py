@@ -2,9 +2,9 @@
 
 It is Megatron-Core's own code if that can be imported: `tensor_a2a_cp2hp` and `tensor_a2a_hp2cp` of
 its gated delta net, in one piece as in that layer, or in sections as in its Mamba layer. Otherwise
-it is torch's `all_to_all_single` with the same messages. With zigzag it also reorders the rows
-before the layer and restores their order afterwards. The exchanged numbers encode position and
-channel, so every rank can check what it receives.
+it is torch's differentiable `all_to_all_single` with the same messages. With zigzag it also
+reorders the rows before the layer and restores their order afterwards. The exchanged numbers encode
+position and channel, so every rank can check what it receives.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.nn.functional import all_to_all_single
 
 from megatron_burst.megatron import homes
 
@@ -38,8 +39,8 @@ def exchanges(setting: Setting, module: Any | None) -> tuple[Exchange, Exchange]
     group = dist.group.WORLD
     if module is None:
         return (
-            lambda x: _undone(_sections(_ToHeads.apply, x, sections), zigzag),
-            lambda x: _FromHeads.apply(_redone(x, zigzag)),
+            lambda x: _undone(_sections(x, sections), zigzag),
+            lambda x: _from_heads(_redone(x, zigzag)),
         )
     # The output has one section of channels.
     return (
@@ -76,46 +77,19 @@ def sections_of(setting: Setting) -> tuple[int, ...]:
     return (sum(channels),) if layer.joined else channels
 
 
-def _sections(exchange: Any, x: torch.Tensor, sections: list[int] | None) -> torch.Tensor:
-    if sections is None:
-        return exchange(x)
-    return torch.cat([exchange(part) for part in x.split(sections, dim=-1)], dim=-1)
+def _sections(x: torch.Tensor, sections: list[int] | None) -> torch.Tensor:
+    parts = (x,) if sections is None else x.split(sections, dim=-1)
+    return torch.cat([_to_heads(part) for part in parts], dim=-1)
 
 
 def _to_heads(x: torch.Tensor) -> torch.Tensor:
-    size = dist.get_world_size()
-    parts = torch.stack(x.chunk(size, dim=-1))
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts)
-    return received.flatten(0, 1)
+    parts = torch.stack(x.chunk(dist.get_world_size(), dim=-1))
+    return all_to_all_single(torch.empty_like(parts), parts).flatten(0, 1)
 
 
 def _from_heads(x: torch.Tensor) -> torch.Tensor:
-    size = dist.get_world_size()
-    parts = x.contiguous().unflatten(0, (size, -1))
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts)
-    return torch.cat(list(received), dim=-1)
-
-
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
-        return _to_heads(x)
-
-    @staticmethod
-    def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore
-        return _from_heads(grad)
-
-
-class _FromHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
-        return _from_heads(x)
-
-    @staticmethod
-    def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore
-        return _to_heads(grad)
+    parts = x.contiguous().unflatten(0, (dist.get_world_size(), -1))
+    return torch.cat(list(all_to_all_single(torch.empty_like(parts), parts)), dim=-1)
 
 
 def _order(rows: int) -> torch.Tensor:

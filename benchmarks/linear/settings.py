@@ -17,7 +17,6 @@ ALGORITHMS = ("ring", "all_gather", "scan", "two_level", "auto")
 ALL_TO_ALL, GATHER = "all-to-all of heads", "all-gather of torch"
 CONVOLUTION = "rows of the convolution"
 GROUPS = 8  # groups of B and C in Mamba-2
-CHUNK = 64  # tokens that linear attention computes at once
 
 
 class Layer(NamedTuple):
@@ -122,45 +121,3 @@ def settings(quick: bool) -> list[Setting]:
     large = [Setting(form, layout) for form in FORMS for layout in LAYOUTS]
     small = [Setting(form, layout, 4, 64) for form in FORMS[::2] for layout in LAYOUTS]
     return large + small
-
-
-class Stack(NamedTuple):
-    """Shapes of the layers of `model`, and tokens per rank."""
-
-    tokens: int = 2048
-    heads: int = 16
-    kv_heads: int = 2
-    width: int = 256
-    state_heads: int = 32
-    state_width: int = 128
-    model: str = "Qwen3-Next 80B-A3B"
-
-    @property
-    def setting(self) -> Setting:
-        """Return the setting of a linear layer."""
-        return Setting("matrix", "zigzag", self.state_heads, self.state_width, self.tokens)
-
-    @property
-    def linear_flops(self) -> float:
-        """Return FLOPs of one rank's chunks in forward of one linear layer.
-
-        In a chunk of C tokens a head takes 2 C C (3 d + 2 w) within it and 6 C d w with the state.
-        """
-        d = self.state_width
-        return self.tokens * self.state_heads * (2 * CHUNK * 5 * d + 6 * d * d)
-
-
-class Attention(NamedTuple):
-    """One algorithm for the attention of the stack."""
-
-    name: str
-    algorithm: str
-    head_chunks: int | None = 1
-
-
-ATTENTIONS = (
-    Attention("all_gather (LASP-2H)", "all_gather"),
-    Attention("burst", "burst"),
-    Attention("burst, 2 head chunks", "burst", 2),
-    Attention("auto", "auto", None),
-)

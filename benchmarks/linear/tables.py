@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from benchmarks.cluster.mail import LINKS, PASSES
+from benchmarks.cluster.mail import LINKS
 from benchmarks.cluster.record import MIB, Record
 from benchmarks.cluster.table import extra_bytes, totals
-from benchmarks.report import Ratio, markdown, spread
+from benchmarks.report import Ratio, markdown
 
-from .settings import ALGORITHMS, ALL_TO_ALL, ATTENTIONS, CONVOLUTION, GATHER, Setting
+from .settings import ALGORITHMS, ALL_TO_ALL, CONVOLUTION, GATHER, Setting
 
 COLUMNS = (ALL_TO_ALL, GATHER, *ALGORITHMS)
 
@@ -79,22 +79,3 @@ def _bytes(records: Sequence[Record]) -> str:
         lines.append([setting_of(record).words, *(mean.get(n, "-") for n in COLUMNS),
                       f"{extra:.1f} %"])  # fmt: skip
     return markdown(["", "all-to-all", "torch gather", *ALGORITHMS, "headers, at most"], lines)
-
-
-def hybrid(records: Sequence[Record]) -> str:
-    """Return the attention of a hybrid stack: seconds, exposed seconds, bytes."""
-    lines = []
-    for record in records:
-        times = totals(record)
-        for rival in record["rivals"]:
-            rival_seconds, busiest = times[rival["name"]], rival["busiest"]
-            sent = [sum(busiest[p][link] for p in PASSES) / MIB for link in LINKS]
-            lines.append([
-                record["regime"], rival["name"], spread(rival_seconds), f"{rival['compute']:.2f}",
-                f"{median(rival_seconds) - rival['compute']:.2f}",
-                str(ratio(times, ATTENTIONS[0].name, rival["name"])),
-                f"{sent[0]:.0f} + {sent[1]:.0f}", rival["says"] or "-",
-            ])  # fmt: skip
-    heads = ["compute", "attention", "seconds", "of it compute", "exposed", "gain over LASP-2H",
-             "MiB within + between", "chosen"]  # fmt: skip
-    return markdown(heads, lines)

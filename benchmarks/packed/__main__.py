@@ -1,7 +1,6 @@
-"""Simulate packed documents, print tables and draw the chart into runs/packed.
+"""Simulate packed documents, print tables and store results in runs/packed.
 
-`python -m benchmarks.packed` keeps its results there, so an interrupted run continues; `--fresh`
-starts again.
+An interrupted run continues; `--fresh` starts again.
 """
 
 from __future__ import annotations
@@ -24,23 +23,20 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, nargs="*", default=[64, 256, 1024])
     parser.add_argument("--seeds", type=int, nargs="+", default=[3, 3, 1], help="of each size")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--moves", type=int, default=1000, help="of each annealing")
     parser.add_argument("--tokens", type=int, default=Setting.tokens, help="of a rank")
     parser.add_argument("--fresh", action="store_true", help="forget what was simulated before")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of picture and records")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of records")
     args = parser.parse_args(words)
     store, setting = args.out / "packed.json", Setting(tokens=args.tokens)
     args.out.mkdir(parents=True, exist_ok=True)
     results = json.loads(store.read_text()) if store.exists() and not args.fresh else {}
     results.setdefault("steps", [])
     for size, seeds in zip(args.ranks, args.seeds, strict=False):
-        steps(Forecast(setting, size, moves=args.moves), seeds, args.methods, results, store)
+        steps(Forecast(setting, size), seeds, args.methods, results, store)
     store.write_text(json.dumps(results, indent=0))
     from . import tables  # needs packages that the simulation does not need
 
     print(f"\nSimulated, not measured. Assumed: {setting}\n\n{tables.shown(results)}")
-    if results["steps"]:
-        tables.draw(results["steps"], args.out / "packed.png")
     return 0
 
 

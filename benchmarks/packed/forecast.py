@@ -9,9 +9,9 @@ import numpy as np
 
 from megatron_burst.layout import make
 
-from . import megatron, ours, search
+from . import megatron, ours
 from .plans import Rings, apart, together
-from .rings import BURST_WHOLE, FLAT, MULTICAST, ROWS, Ring
+from .rings import BURST_WHOLE, FLAT, ROWS, Ring
 from .setting import Lengths, Setting
 
 METHODS = {
@@ -21,10 +21,8 @@ METHODS = {
     "pack": "zigzag of the pack, all ranks: `auto`",
     "fixed": "groups of one size that holds the longest: flat rings",
     "dynamic": "Megatron's default_dynamic_cp: flat rings",
-    "flexsp": "best groups of FlexSP's kind: multicast, rows",
     "balanced": "layout balanced, all ranks: `auto`",
 }
-LARGEST = 256  # maximum ranks of a group of FlexSP
 
 
 @dataclass(frozen=True)
@@ -39,9 +37,8 @@ class Step:
 class Forecast:
     """All methods on one number of ranks; results that do not depend on the batch are cached."""
 
-    def __init__(self, setting: Setting, ranks: int, *, moves: int = 3000):
-        self.setting, self.ranks, self.moves = setting, ranks, moves
-        self.flat, self.multicast = Rings(setting, FLAT), Rings(setting, MULTICAST)
+    def __init__(self, setting: Setting, ranks: int):
+        self.setting, self.ranks, self.flat = setting, ranks, Rings(setting, FLAT)
 
     @cached_property
     def _all(self) -> dict[str, Ring]:
@@ -72,25 +69,7 @@ class Forecast:
         if method == "dynamic":
             plan = megatron.dynamic(documents, self.ranks, setting.tokens)
             return Step(method, together(plan, self.flat), f"{len(plan)} micro-batches")
-        if method == "flexsp":
-            largest = self._largest(lengths)
-            plan = search.best(
-                documents, self.ranks, self.multicast, moves=self.moves, largest=largest
-            )
-            return Step(method, together(plan, self.multicast), f"{len(plan)} micro-batches")
         return self._layout(method, lengths)
-
-    def _largest(self, lengths: np.ndarray) -> int:
-        """Return the size of the largest useful group of FlexSP.
-
-        In this group, attention to the longest document takes at most a quarter of the ideal time
-        of all documents.
-        """
-        longest = int(lengths.max())
-        size, pairs = megatron.needed(longest, self.setting.tokens), longest * longest / 2
-        while pairs / size * sum(self.setting.per_pair) > self.ideal(lengths) / 4:
-            size *= 2
-        return min(size, self.ranks, LARGEST)
 
     def _layout(self, method: str, lengths: np.ndarray) -> Step:
         name = {"pack": "zigzag", "balanced": "balanced"}[method]

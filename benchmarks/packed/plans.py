@@ -51,26 +51,13 @@ class Rings:
         """Return seconds of a layer, forward and backward, for the documents of a group."""
         return self.of(group.size).layer(group.tokens, group.squares)
 
-    def estimate(self, size: int, tokens: float, squares: float) -> float:
-        """Return `layer`, interpolated between simulated points."""
-        return self.of(size).estimate(tokens, squares)
-
 
 def together(plan: Sequence[MicroBatch], rings: Rings) -> float:
     """Return seconds of a layer if all ranks end every micro-batch together.
 
     This is required if groups change. The slowest group of each micro-batch counts.
     """
-    total = 0.0
-    for groups in plan:
-        estimates = [rings.estimate(group.size, group.tokens, group.squares) for group in groups]
-        threshold = 0.9 * max(estimates)
-        total += max(
-            rings.layer(g)
-            for g, estimate in zip(groups, estimates, strict=True)
-            if estimate >= threshold
-        )
-    return total
+    return sum(max(rings.layer(group) for group in groups) for groups in plan)
 
 
 def apart(plan: Sequence[MicroBatch], rings: Rings) -> float:

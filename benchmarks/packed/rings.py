@@ -7,7 +7,6 @@ counted.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -22,9 +21,6 @@ from megatron_burst.schedule.demand import all_visible, visibility_of
 from megatron_burst.schedule.rings import Schedule
 
 from .setting import Setting
-
-TOKENS = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)  # fractions of the maximum tokens of a rank
-SQUARES = (0.0, 4.0**-5, 4.0**-4, 1 / 64, 1 / 16, 1 / 4, 1.0)
 
 
 class Way(NamedTuple):
@@ -42,7 +38,6 @@ class Way(NamedTuple):
 FLAT = Way(("ring",), whole=True)
 BURST_WHOLE = Way(("burst",), whole=True)
 ROWS = Way(("burst", "multicast"))
-MULTICAST = Way(("multicast",))
 
 
 class Ring:
@@ -103,25 +98,3 @@ class Ring:
             [rings.backward(name, grid, "kv", visibility=visibility, row_bytes=rows.backward)
              for name in names],
         )  # fmt: skip
-
-    @cached_property
-    def _table(self) -> list[list[float]]:
-        max_tokens = float(self.setting.tokens)
-        return [
-            [sum(self.passes(max_tokens * t, (max_tokens * self.size) ** 2 * s)) for s in SQUARES]
-            for t in TOKENS
-        ]
-
-    def estimate(self, tokens: float, squares: float) -> float:
-        """Return `layer`, interpolated between simulated points, for searches."""
-        max_tokens = float(self.setting.tokens)
-        i, x = _place(tokens / max_tokens, TOKENS)
-        j, y = _place(squares / (max_tokens * self.size) ** 2, SQUARES)
-        low, high = (row[j] * (1 - y) + row[j + 1] * y for row in self._table[i : i + 2])
-        return low * (1 - x) + high * x + self.setting.per_token * tokens
-
-
-def _place(value: float, points: Sequence[float]) -> tuple[int, float]:
-    """Return the interval of points that contains a value, and its position in it."""
-    index = min(bisect_right(points, value) - 1, len(points) - 2)
-    return index, (value - points[index]) / (points[index + 1] - points[index])

@@ -24,7 +24,6 @@ ROWS = {
     "loongtrain_table4_attention_ms": 96,
     "magi_document_lengths": 14,
     "magi_h100": 64,
-    "megatron_dynamic_cp": 5,
     "nemo_llama2_7b_h100": 9,
     "nemo_llama3_8b_b200": 8,
     "ring_flash_attention": 4,
@@ -69,7 +68,10 @@ def test_emulated_cells_are_predicted_as_well_as_the_page_says(rows):
 def test_two_level_rings_are_not_off_to_one_side(rows):
     """Neither double rings too long nor Burst too short, whatever the cells are bound by; cells
     that compute for real, of which there are two, are apart."""
-    found = emulated.by_regime(rows)
+    found = {}
+    for row in rows:
+        if row.rival.startswith(("double_ring", "burst")):
+            found.setdefault((row.rival, row.cell.regime), []).append(row.point.error)
     assert sum(map(len, found.values())) == 164  # 2 x 33 + 2 x 35 + 28
     whole = {key: off for key, off in found.items() if key[1] != "real"}
     assert max(abs(sorted(off)[len(off) // 2]) for off in whole.values()) < 0.035

@@ -20,7 +20,6 @@ from benchmarks.linear.settings import (
     GATHER,
     LAYOUTS,
     Setting,
-    Stack,
     refusal,
     settings,
 )
@@ -74,12 +73,6 @@ def test_few_heads_are_not_shared():
     assert refusal(small, GATHER, 8) is None
     assert refusal(Setting("vector", "zigzag"), CONVOLUTION, 8) == "the layer has none"
     assert {s.layout for s in settings(quick=False)} == set(LAYOUTS)
-
-
-def test_linear_flops_by_hand():
-    """Two heads of width 4, chunks of 64: within a chunk 2 C (3 d + 2 w) a token, 6 d w outside."""
-    stack = Stack(tokens=10, state_heads=2, state_width=4)
-    assert stack.linear_flops == 10 * 2 * (2 * 64 * 20 + 6 * 16)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -196,13 +189,6 @@ def test_tables_of_what_was_measured():
     assert "`auto` over the fastest of our algorithms: 1.500 to 1.500." in text
     assert "| 1.00 + 0.00 | 12.5 %" in text
     assert "- matrix, contiguous, 16 heads of 128: scan: x, two_level: x, auto: x" in text
-    stack = {"regime": "balanced", "rivals": [
-        {"name": name, "says": "", "compute": 1.0, "seconds": [{"forward": s, "backward": s}],
-         "busiest": {p: {"intra": 1 << 20, "inter": 0} for p in ("forward", "backward")}}
-        for name, s in (("all_gather (LASP-2H)", 4.0), ("burst", 2.0))]}  # fmt: skip
-    text = tables.hybrid([stack])
-    assert "| burst                | 4.00 [4.00, 4.00] | 1.00          | 3.00    | 2.00 (" in text
-    assert "| 2 + 0 " in text
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from benchmarks import trees
-from benchmarks.cluster.problems import TREES
 from benchmarks.report import DOCS
 
 
@@ -45,10 +44,3 @@ def test_lengths_have_the_published_quantiles():
     assert median(found) == pytest.approx(38 * 1024, rel=0.01)
     for share, length in trees.QUANTILES[1:-1]:
         assert (found <= length).mean() == pytest.approx(share, abs=0.002)
-
-
-@pytest.mark.parametrize("name", TREES)
-def test_cells_hold_the_same_trajectories(name):
-    separate, merged = trees.cells_of(name)
-    assert separate.tokens * 8 == sum(TREES[name].lengths)
-    assert 0 <= merged.tokens * 8 - trees.saved(TREES[name].drawn()).tree.rows < 8

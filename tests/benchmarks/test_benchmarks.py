@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {
     "accuracy": ["| one device", "| fp32 wire, side query | 4 ", "| emulated 16-bit ring"],
     "host": ["| 8     | dense ", "| 100 documents, padded ", "| 2 head chunks ", "| ulysses "],
-    "lm_head": ["| single_pass ", "| torch_chunked ", "bytes per byte of tile", "bytes per token",
-                "| linear_logprobs ", "| logprobs_checkpointed "],
+    "lm_head": ["| single_pass ", "| torch_chunked ", "| linear_logprobs ",
+                "| logprobs_checkpointed "],
     "prepare": ["| one all-gather of headers", "| 100 documents, causal"],
 }  # fmt: skip
 LONG = ("lm_head", "prepare")

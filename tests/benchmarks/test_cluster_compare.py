@@ -135,9 +135,7 @@ def test_a_cut_tensor_has_its_tokens_and_its_padding(monkeypatch):
 def test_layouts_without_documents_are_refused():
     with pytest.raises(ValueError, match=r"layout balanced needs packed documents, got .*'causal'"):
         cuts.cut("balanced", "causal", 128, 2, 2)
-    with pytest.raises(
-        ValueError, match=r"layout: there is zigzag, documents, balanced, copies, got 'x'"
-    ):
+    with pytest.raises(ValueError, match=r"layout: there is zigzag, documents, balanced, got 'x'"):
         cuts.cut("x", "causal", 128, 2, 2)
 
 
@@ -332,17 +330,14 @@ def test_groups_by_megatrons_rule_by_hand(monkeypatch):
     of 1.05 * 60 * 32."""
     monkeypatch.setattr(groups, "bounds_of", lambda *_: [0, 60, 90, 120, 124])
     cell = cells.Cell(2, 2, RATES, "MHA 8", "compute", 32, mask="documents 500 seed 0")
-    rates = Measured(intra=1e9, inter=1e9, compute=1e12)
-    assert groups.planned("dynamic", cell, rates) == [
+    assert groups.planned(cell) == [
         [groups.Part(0, 2, (0, 3)), groups.Part(2, 1, (1,)), groups.Part(3, 1, (2,))]
     ]
 
 
-@pytest.mark.parametrize("name", groups.PLANNERS)
-def test_groups_hold_every_document_once_and_fit(name):
+def test_groups_hold_every_document_once_and_fit():
     cell = cells.Cell(2, 4, RATES, "MHA 8", "compute", 2048, mask="documents 1K seed 1", width=16)
-    rates = Measured(intra=50e6, inter=12e6, compute=4e9)
-    plan = groups.planned(name, cell, rates)
+    plan = groups.planned(cell)
     bounds = problems.bounds("1K", 1, 8 * 2048)
     held = [number for parts in plan for part in parts for number in part.documents]
     assert sorted(held) == list(range(len(bounds) - 1))
@@ -363,7 +358,7 @@ def test_groups_hold_every_document_once_and_fit(name):
 def test_groups_that_cannot_be_are_refused(changed, told):
     cell = cells.Cell(2, 2, RATES, "MHA 8", "compute", 64, mask="documents 500 seed 1")
     with pytest.raises(ValueError, match=told):
-        groups.planned("dynamic", cell._replace(**changed), Measured(1e9, 1e9, compute=1e12))
+        groups.planned(cell._replace(**changed))
 
 
 def test_a_rank_holds_the_documents_of_its_groups(monkeypatch, tmp_path):
@@ -519,13 +514,13 @@ def test_a_suite_runs_every_batch_on_every_grid():
     assert [r.name for r in suite.rivals] == [suites.WHOLE, "burst"]
     suite, found = settings("packed")
     assert len(found) == 3 * 3 * 12 * 3
-    assert {r.layout for r in suite.rivals} == {"documents", *groups.PLANNERS, cells.CHOSEN}
+    assert {r.layout for r in suite.rivals} == {"documents", groups.DYNAMIC, cells.CHOSEN}
     assert {(c.dtype, c.wire) for c in found} == {("bf16", "bf16")}
     assert {(c.mask.split()[1], c.regime) for c in found} == set(suite.targets)
     assert {suite.ours, *suite.base} < {r.name for r in suite.rivals}
     suite, found = settings("packed", "--regimes", "compute", "--rivals", "groups,ours")
     assert {c.regime for c in found} == {"compute"}
-    assert [r.layout for r in suite.rivals] == ["dynamic", "flexsp", "chosen"]
+    assert [r.layout for r in suite.rivals] == ["dynamic", "chosen"]
     _, found = settings("tiles")
     assert {(c.grid, c.mask, c.wire) for c in found} == {
         (g, m, w) for g in ("4x2", "4x4") for m in ("full", "causal") for w in ("fp32", "bf16")

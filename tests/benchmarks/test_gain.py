@@ -31,22 +31,3 @@ def test_the_data_file_has_every_row(rows):
     assert stored["columns"] == list(gain.COLUMNS)
     assert stored["rows"][: len(rows)] == gain.details(rows)
     assert stored["commands"] == [workload.command for workload in gain.WORKLOADS]
-
-
-def test_the_page_has_the_measured_ratios():
-    stored = json.loads((DOCS / "data" / "gain-emulated.json").read_text())
-    assert gain.measured_table(stored["rows"]) in (DOCS / "gain.md").read_text()
-
-
-def test_every_loss_is_on_the_page(rows):
-    page = " ".join((DOCS / "gain.md").read_text().split())  # its lines may be wrapped
-    lost = list(gain.losses(rows))
-    assert lost
-    assert [line for line in lost if line not in page] == []
-
-
-def test_a_loss_without_a_reason_is_an_error(rows):
-    slow = [row._replace(step=2 * row.step) if row.name == gain.OURS else row for row in rows]
-    slow = [row._replace(workload=row.workload._replace(name="another")) for row in slow]
-    with pytest.raises(ValueError, match="REASONS must say why"):
-        list(gain.losses(slow))

@@ -1,5 +1,5 @@
 """docs/packed-published.md: its tables are those of the record, parts of which are simulated again.
-By hand: documents of a pack, tiles, rows that are added, constants of a step."""
+By hand: documents of a pack, tiles, rows that are added."""
 
 import json
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.advise.fitting import errors
-from benchmarks.packed.charts import documents, dynamic, fit, kernel, ours, page, rivals
+from benchmarks.packed.charts import documents, fit, kernel, ours, page, rivals
 from benchmarks.packed.charts.__main__ import RECORD
 from benchmarks.report import DOCS
 
@@ -23,8 +23,6 @@ def test_the_page_says_what_was_recorded(known):
     text = (DOCS / "packed-published.md").read_text()
     for name, made in page.SECTIONS.items():
         assert f"<!-- begin {name}: generated -->\n{made(known).strip()}\n<!-- end" in text, name
-    assert page.CHART in text
-    assert (DOCS / page.CHART).stat().st_size < 200_000
 
 
 def test_dense_cells_are_predicted_as_the_record_says(known, monkeypatch):
@@ -114,22 +112,3 @@ def test_in_one_call_rows_are_added_once(simple):
     one_call[0, 1] = 2
     twice = ours.work(four, 7.0, one_call).seconds[0]
     assert (twice - bare)[0].sum() == pytest.approx(2 * 7 * 128 + copied)
-
-
-def test_constants_of_a_step_come_from_the_times(monkeypatch):
-    times = {("dp_balanced", 4): 10.0, ("dynamic_cp", 4): 6.0, ("dp_balanced", 64): 18.0,
-             ("dynamic_cp", 64): 8.0}  # fmt: skip
-    monkeypatch.setattr(dynamic, "published", lambda: times)
-    each = ((1, 4), (1, 2), (2, 8), (2, 3))
-    counts = {key: dynamic.Count(*one) for key, one in zip(times, each, strict=True)}
-    # 2 of a step, 0 of a micro-batch, 2 of a call.
-    assert dynamic.constants(counts) == pytest.approx([2.0, 0.0, 2.0])
-
-
-def test_calls_of_a_step_by_hand():
-    # One document of 8,192 on a ring of four; in groups of one its group has four, others one.
-    lengths = np.array([8192])
-    assert dynamic.counted("dp_balanced", 4, lengths) == (1, 4)
-    assert dynamic.counted("dynamic_cp", 4, np.array([1024] * 4)) == (1, 1)
-    assert dynamic.counted("fours", 4, lengths) == (1, 4)
-    assert dynamic.counted("all", 8, np.array([2048] * 8)) == (1, 1)

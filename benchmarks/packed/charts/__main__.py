@@ -1,6 +1,6 @@
 """Compare packed documents with published speeds, simulated, and write docs/packed-published.md.
 
-`python -m benchmarks.packed.charts` writes record.json, the tables and the chart of the page.
+`python -m benchmarks.packed.charts` writes record.json and the tables of the page.
 `--parts` names the parts to simulate again; `--parts` without a name only writes the page.
 """
 
@@ -13,12 +13,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from . import dynamic, fit
+from . import fit, page
 from .kernel import kernels
 from .rivals import RIVALS, Constants
 
 RECORD = Path(__file__).with_name("record.json")
-GPUS = (4, 8, 16, 32, 64)
 
 
 def fitted_rows(record: dict[str, Any]) -> None:
@@ -50,22 +49,9 @@ def ours_rows(record: dict[str, Any], packs: int) -> None:
             print(ranks, causal, *(f"{r['name']} {r['fwd']}/{r['bwd']};" for r in rows), flush=True)
 
 
-def dynamic_rows(record: dict[str, Any]) -> None:
-    """Store micro-batches and calls of Megatron's example."""
-    counts = dynamic.counts(GPUS)
-    constants = dynamic.constants(counts)
-    published = dynamic.published()
-    record["dynamic_constants"] = [round(milliseconds, 2) for milliseconds in constants.tolist()]
-    record["dynamic"] = [
-        {"way": way, "gpus": gpus, **count._asdict(), "published": published.get((way, gpus)),
-         "predicted": round(float(constants @ [1.0, *count]), 1)}
-        for (way, gpus), count in counts.items()
-    ]  # fmt: skip
-
-
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.packed.charts", description=__doc__)
-    names = ("fit", "ours", "dynamic")
+    names = ("fit", "ours")
     parser.add_argument("--parts", nargs="*", choices=names, default=list(names))
     parser.add_argument("--packs", type=int, default=20, help="of each size, of the published 20")
     args = parser.parse_args(words)
@@ -73,14 +59,11 @@ def main(words: Sequence[str] | None = None) -> int:
     steps: dict[str, Callable[[], None]] = {
         "fit": lambda: fitted_rows(record),
         "ours": lambda: ours_rows(record, args.packs),
-        "dynamic": lambda: dynamic_rows(record),
     }
     for name in names:
         if name in args.parts:
             steps[name]()
             RECORD.write_text(json.dumps(record, indent=0) + "\n")
-    from . import page  # needs matplotlib, which the simulation does not
-
     page.write(record)
     return 0
 

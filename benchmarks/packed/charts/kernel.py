@@ -18,11 +18,7 @@ TILE = 128  # approximate rows and columns of a tile of FlashAttention-3 at widt
 FLOPS = (4.0 * HEADS * WIDTH, 2.5 * 4.0 * HEADS * WIDTH)  # per visible pair, forward and backward
 # One H100, 32K tokens, TFLOP/s forward and backward, read off MagiAttention's charts, +- 2 %:
 # (causal, packed causal) of each kernel.
-ALONE = {
-    "FA3": ((680.0, 585.0), (585.0, 425.0)),
-    "FFA": ((622.0, 547.0), (560.0, 420.0)),
-    "cuDNN": ((567.0, 492.0), (485.0, 353.0)),
-}
+ALONE = {"FA3": ((680.0, 585.0), (585.0, 425.0))}
 PACK = 1 << 15
 
 

@@ -13,8 +13,13 @@ from megatron_burst.plugins.tools.advise.forecast import layer_time as linear_wo
 from megatron_burst.plugins.tools.advise.forecast import scan_time
 from megatron_burst.plugins.tools.advise.forecast.layer_time import LINEAR, STATES, layer_time
 from megatron_burst.plugins.tools.advise.forecast.step_time import model_operations
+from megatron_burst.plugins.tools.advise.search.model_flags import script_of
 from megatron_burst.plugins.tools.advise.search.pasted import burst_flags
-from megatron_burst.plugins.tools.advise.search.search_space import TrainingGoal, options_of
+from megatron_burst.plugins.tools.advise.search.search_space import (
+    TrainingGoal,
+    of_model,
+    options_of,
+)
 from megatron_burst.plugins.tools.advise.settings import Settings, check
 from megatron_burst.plugins.tools.advise.shapes import models
 from megatron_burst.plugins.tools.advise.shapes.layer_kinds import gated_delta_net, mamba2
@@ -202,6 +207,13 @@ def test_what_a_hybrid_model_refuses_is_not_tried():
         for want in [TrainingGoal(64 * K, 1, hybrid=hybrid)]
     }
     assert tried == {True: {0.0}, False: {0.0, 1.0}}
+
+
+def test_a_mamba_layer_with_an_mlp_makes_a_hybrid_model():
+    blocks = replace(SSD, pattern="L" * SSD.layers)
+    assert script_of(blocks) == "pretrain_hybrid.py"
+    assert of_model(blocks)["hybrid"]
+    assert not of_model(replace(blocks, mixer=DELTA.mixer))["hybrid"]
 
 
 @pytest.mark.parametrize(

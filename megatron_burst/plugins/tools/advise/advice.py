@@ -26,12 +26,11 @@ from .search.longest import longest
 from .search.packed import Cut, PackedForecast, cut_of, lengths_of, packed_pins
 from .search.remedies import does_not_fit
 from .search.search import Configuration, Progress, Search
-from .search.search_space import TrainingGoal, check_wanted, of_model
+from .search.search_space import STEP, TrainingGoal, check_wanted, of_model
 from .settings import flag_of
 from .shapes import models
 from .shapes.model import Model
 
-STEP = 4 * 2**20  # default tokens of a step, over all ranks
 LONGEST = "longest"  # value of `seq` that selects the longest sequence that fits
 
 

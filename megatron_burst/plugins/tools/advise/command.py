@@ -17,7 +17,7 @@ import json
 import sys
 from pathlib import Path
 
-from ....autotune import clusters
+from ....autotune import cluster_file, clusters
 from ....cli.console import progress
 from .. import model_arguments
 from ..call_flags import named
@@ -123,5 +123,4 @@ def _cluster(arguments: argparse.Namespace) -> clusters.Cluster:
         return flags.cluster_of(arguments, kernel=arguments.kernel)
     if arguments.gpu is not None:
         raise ValueError("--gpu and --cluster both set the GPUs; use only one of them")
-    cluster = advice.cluster_of(arguments.cluster, None, 0)
-    return flags.cluster_of(arguments, cluster, arguments.kernel)
+    return flags.cluster_of(arguments, cluster_file.read(arguments.cluster), arguments.kernel)

@@ -63,7 +63,6 @@ class LayerWalk:
         self.keys = rows * run.ulysses * on_ring(x, run).kv
         on_device = 2 / run.sequence_chunks if run.chunks_on_host else 1.0
         self.on_device = min(1.0, on_device)  # fraction of row chunks in GPU memory
-        self.key_row = on_ring(x, run).kv * B  # bytes of one row's keys and values on a ring
         self.on_host = rows * (x.query + x.kv + 2 * x.out) * B * (1 - self.on_device)
 
     def forward(
@@ -158,17 +157,6 @@ class LayerWalk:
                 tape.drop("y1")
         tape.drop("results", "dy1", "dy", "y", *left)
         tape.move("dx", "dy", BETWEEN)
-
-    def visiting(self, part: LayerPart) -> float:
-        """Return the bytes of other ranks' keys and values that one layer keeps in host memory.
-
-        The forward of the layer keeps them from one row chunk to the next.
-        """
-        own = replace(self.run, algorithm=part.algorithm) if part.algorithm else self.run
-        if not own.keys_on_host or not self._in_pieces(part, ATTENTION):
-            return 0.0
-        window = self.model.window_of(part.attention, self.run.seq)
-        return visiting_rows(own, window) * self.key_row
 
     def _in_pieces(self, part: LayerPart, kind: str) -> bool:
         """Return whether a half of a layer runs in several row chunks or MLP tiles.
@@ -266,6 +254,18 @@ class LayerWalk:
         return replace(self._core_of(self.dense, own, window=window), store=core.store)
 
 
+def visiting_bytes(model: Model, run: Settings, part: LayerPart) -> float:
+    """Return the bytes of other ranks' keys and values that one layer keeps in host memory.
+
+    The forward of the layer on one rank keeps them from one row chunk to the next.
+    """
+    own = replace(run, algorithm=part.algorithm) if part.algorithm else run
+    if part.attention not in SOFTMAX or not own.keys_on_host:
+        return 0.0
+    window = model.window_of(part.attention, run.seq)
+    return visiting_rows(own, window) * on_ring(LayerSizes.of(model, run), run).kv * B
+
+
 def halves_of(part: LayerPart) -> list[str]:
     """Return the halves of a layer in the order of forward: ATTENTION, MLP or both."""
     return [ATTENTION] * (part.attention is not None) + [MLP] * part.mlp
@@ -331,7 +331,9 @@ class TrainingStep:
                 tape.drop(f"input {layer}", f"store {layer}", f"saved {layer}")
         if run.chunks_on_host:
             self.host += round(self.walk.on_host)
-        self.keys_on_host = round(max(map(self.walk.visiting, self.parts)))
+        self.keys_on_host = round(
+            max(visiting_bytes(self.model, run, part) for part in set(self.parts))
+        )
         tape.begin("end")
         tape.drop("dy", "rope", "batch", "whole")
 

@@ -26,8 +26,7 @@ from typing import NamedTuple
 from .....autotune.clusters import Cluster
 from .....autotune.gpus import Gpu
 from ..account.operators import CHUNK, B, F, LayerSizes, chunk_states
-from ..account.rings import on_ring, visiting_rows
-from ..account.steps import parts_of
+from ..account.steps import parts_of, visiting_bytes
 from ..settings import Settings
 from ..shapes.layer_kinds import HYBRID, MIXER, SOFTMAX, LayerPart, Mixer
 from ..shapes.model import Model
@@ -390,7 +389,7 @@ def layer_time(
         if full:
             recompute[ATTENTION] = recomputed_attention(core, run)
     copied = host_bytes(model, run, part) / cluster.link
-    keys = key_bytes(model, run, part) / cluster.link
+    keys = visiting_bytes(model, run, part) / cluster.link
     forward[HOST] = max(0.0, copied + keys - forward.total)
     backward[HOST] = max(0.0, copied - backward.total - recompute.total)
     result = LayerTime(
@@ -454,18 +453,6 @@ def host_bytes(model: Model, run: Settings, part: LayerPart) -> float:
     x = LayerSizes.of(model, run, part.sparse)
     out = 0.0 if part.attention in (None, MIXER) else run.rows * (x.out * B + x.heads * F)
     return run.offload * (run.rows / run.tp * model.hidden * B + run.store * out)
-
-
-def key_bytes(model: Model, run: Settings, part: LayerPart) -> float:
-    """Return the bytes of other ranks' keys and values that forward copies to host memory.
-
-    They are counted for one layer on one rank.
-    """
-    own = replace(run, algorithm=part.algorithm) if part.algorithm else run
-    if part.attention not in SOFTMAX or not own.keys_on_host:
-        return 0.0
-    window = model.window_of(part.attention, run.seq)
-    return visiting_rows(own, window) * on_ring(LayerSizes.of(model, run, part.sparse), run).kv * B
 
 
 # --- parts of attention ------------------------------------------------------------------------

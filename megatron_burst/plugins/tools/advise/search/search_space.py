@@ -30,7 +30,9 @@ from ..settings import (
     uneven_ends,
 )
 from ..shapes.model import Model
+from .model_flags import is_hybrid
 
+STEP = 4 * 2**20  # default tokens of a step, over all ranks
 STAGES = 16  # maximum number of pipeline stages
 # Numbers of stages that are tried with different numbers of layers, and the minimum number of
 # micro-batches divided by stages. With fewer micro-batches the pipeline bubble would take a fifth
@@ -104,8 +106,8 @@ def padded(length: int, cp: int) -> int:
 
 def of_model(model: Model) -> dict[str, Any]:
     """Return the fields of a `TrainingGoal` that depend on the model."""
-    hybrid = bool(set(model.pattern) & set("M*-"))
-    return {"carries": bool(model.mixers), "hybrid": hybrid, "selects": model.selects}
+    hybrid, carries = is_hybrid(model), bool(model.mixers)
+    return {"carries": carries, "hybrid": hybrid, "selects": model.selects}
 
 
 def groups_of(model: Model, cluster: Cluster, goal: TrainingGoal) -> Iterator[Settings]:
@@ -298,9 +300,6 @@ def _pieces(run: Settings, goal: TrainingGoal, chunked: bool) -> list[tuple[int,
         for pair in dict.fromkeys(candidates)
         if not (pair[0] > 1 and run.cp == 1) and rows % pair[0] == 0 and pair[1] <= rows
     ]
-
-
-STEP = 4 * 2**20  # tokens of a step that error messages suggest
 
 
 def check_wanted(model: Model, cluster: Cluster, goal: TrainingGoal) -> None:
