@@ -34,7 +34,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "docs" / "compatibility.json"
-# Appended, not inserted: benchmarks and examples both have a checkpoint.py, and tests import this.
+# Appended, not inserted: other folders have modules with the same names, and tests import this.
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tests" / "te")]
 from report import markdown, progress, write_section  # noqa: E402
 from rows import ROWS  # noqa: E402

@@ -326,7 +326,7 @@ def _plan(state: State, rival: Rival, share: Share, rates: mb.Rates | None) -> m
         groups = _groups(state, choice.groups["ulysses"], choice.groups["placement"])
         plan = mb.prepare(
             q, k, v, groups=groups, kernel="aten", mask=mask, layout=share.cut.layout,
-            grad_wire_dtype=wire, **choice.call
+            grad_wire_dtype=wire, **choice.keywords
         )  # fmt: skip
         return dataclasses.replace(plan, choice=choice)
     ulysses = rival.ulysses_size(network.nodes, network.per_node)

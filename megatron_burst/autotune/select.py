@@ -66,7 +66,7 @@ class Choice:
     wire: WireDtype | None = None
 
     @property
-    def call(self) -> AttentionKeywords:
+    def keywords(self) -> AttentionKeywords:
         """Keyword arguments for `mb.prepare` or `mb.attention` that select these settings."""
         taken = self.taken
         call: AttentionKeywords = {
@@ -150,7 +150,7 @@ def choose(
     Example:
         >>> choice = mb.choose(ranks=8, intra=4, rates=rates, tokens=4096, heads=32, width=128)
         >>> groups = mb.Groups.from_topology(pg, **choice.groups)
-        >>> plan = mb.prepare(q, k, v, groups=groups, **choice.call)
+        >>> plan = mb.prepare(q, k, v, groups=groups, **choice.keywords)
     """
     _check_stated(rates)
     kv_heads = heads if kv_heads is None else kv_heads

@@ -41,7 +41,7 @@ def resolve(request: Request, groups: Groups, rates: Rates | None) -> Request | 
     choice = attempt(_choice, request, groups, stated)
     if isinstance(choice, ValueError):
         return choice
-    options, facts = replace(request.options, **choice.call), {"chosen": choice.call}
+    options, facts = replace(request.options, **choice.keywords), {"chosen": choice.keywords}
     wire = WIRE[choice.wire] if choice.wire else request.wire_dtype
     options = replace(options, grad_wire_dtype=wire)
     return replace(
@@ -72,7 +72,7 @@ def _choice(request: Request, groups: Groups, rates: Rates) -> Choice:
         narrow = _fastest(request, sizes, groups, rates)
         if narrow.seconds < choice.seconds * (1 - TIE):
             return replace(narrow, wire="bf16")
-    return replace(choice, wire="fp32")  # explicit, so that `Choice.call` selects it
+    return replace(choice, wire="fp32")  # explicit, so that `Choice.keywords` selects it
 
 
 def _fastest(request: Request, sizes: Sizes, groups: Groups, rates: Rates) -> Choice:

@@ -88,7 +88,7 @@ def test_without_gradients_only_forward_counts():
 def test_a_choice_is_a_choice_of_before_there_were_groups():
     choice = mb.choose(ranks=4, intra=2, rates=SLOW, tokens=16, heads=8, width=16, itemsize=4)
     groups = in_process.groups(inter=2, intra=2, ulysses=choice.taken.ulysses)
-    plan = in_process.prepare(*tensors(), groups=groups, **choice.call)
+    plan = in_process.prepare(*tensors(), groups=groups, **choice.keywords)
     assert plan.algorithm == choice.taken.algorithm
     assert choice.groups == {
         "intra": 2,
@@ -179,7 +179,7 @@ def one_call(ulysses, placement, kv_heads):
     there, back = plan.traffic()
     sent = groups.counters
     off = sent.intra - there.intra - back.intra, sent.inter - there.inter - back.inter
-    return plan.choice.call, plan.choice.rates, error, off
+    return plan.choice.keywords, plan.choice.rates, error, off
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ def test_gradients_travel_in_bf16_where_links_bind_alone():
     for rates, name, wire in ((SLOW, "bf16", torch.bfloat16), (fast, "fp32", torch.float32)):
         plan, grads = in_bf16(rates, grad_wire_dtype="auto")
         assert plan.options.grad_wire_dtype is wire
-        assert plan.choice.call["grad_wire_dtype"] == name
+        assert plan.choice.keywords["grad_wire_dtype"] == name
         assert f"gradients are sent in {name}" in plan.describe()
         named, expected = in_bf16(rates, grad_wire_dtype=wire)
         assert plan.traffic("kv") == named.traffic("kv")
@@ -358,7 +358,7 @@ def test_only_gradients_of_bf16_tensors_are_rounded_to_it(dtype):
     plan, _ = in_bf16(SLOW, dtype, grad_wire_dtype="auto")
     assert plan.options.grad_wire_dtype is online_softmax.accumulation_dtype(dtype)
     # What Megatron gives to the next plan in place of "auto".
-    named = plan.choice.call.get("grad_wire_dtype")
+    named = plan.choice.keywords.get("grad_wire_dtype")
     assert named == (None if dtype is torch.float64 else "fp32")
 
 

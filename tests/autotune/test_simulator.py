@@ -639,7 +639,7 @@ def test_bytes_of_ranks_that_share_heads_by_hand():
 
 def test_one_rank_needs_no_ring():
     choice = chosen(ranks=1, intra=1)
-    assert choice.call == {"algorithm": "ring", "side": "kv", "head_chunks": 1}
+    assert choice.keywords == {"algorithm": "ring", "side": "kv", "head_chunks": 1}
     # 512 * 513 / 2 pairs, 4 * 64 * 16 FLOPs each, and 2.5 times as many in backward
     assert choice.seconds == pytest.approx(512 * 513 / 2 * 4 * 64 * 16 * 3.5 / 9e9)
     assert choice.why == "209 ms; compute is the bottleneck"

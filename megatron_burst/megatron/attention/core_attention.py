@@ -248,11 +248,13 @@ class BurstCoreAttention(MegatronModule):
             "attention_bias": attention_bias,
             **unknown,
         }
-        call = self.call(query, key, value, attn_mask_type, other_arguments, packed_seq_params)
+        call = self.prepare_call(
+            query, key, value, attn_mask_type, other_arguments, packed_seq_params
+        )
         out = call.attention(query, key, value).flatten(2)
         return out if packed_seq_params is None else out.squeeze(1)
 
-    def call(
+    def prepare_call(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -383,8 +385,8 @@ class BurstCoreAttention(MegatronModule):
             head_sizes=self._head_sizes,
             max_logits=records_max_logits(self.config),
             number=0 if self._burst.mask is None else self._layer,
-            cut=self.cut if separate is None else separate,
-            stream=None if separate is None else self.cut,
+            attention_cut=self.cut if separate is None else separate,
+            run_cut=None if separate is None else self.cut,
         )
 
 

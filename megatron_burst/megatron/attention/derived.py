@@ -163,7 +163,7 @@ class DerivedCoreAttention(BurstCoreAttention):
         """Number of row chunks of the layer's attention; 1 if values are scaled."""
         return super().sequence_chunks if self._value_scale == 1.0 else 1
 
-    def call(
+    def prepare_call(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -173,9 +173,11 @@ class DerivedCoreAttention(BurstCoreAttention):
         packed_seq_params: Any,
         rows: RowChunkSizes = ALL_ROWS,
     ) -> AttentionCall:
-        """Return the result of `BurstCoreAttention.call`, with `value_scale` set."""
+        """Return the result of `BurstCoreAttention.prepare_call`, with `value_scale` set."""
         kind = AttnMaskType.causal if self._images else attn_mask_type
-        call = super().call(query, key, value, kind, other_arguments, packed_seq_params, rows)
+        call = super().prepare_call(
+            query, key, value, kind, other_arguments, packed_seq_params, rows
+        )
         return call._replace(value_scale=self._value_scale)
 
 

@@ -146,8 +146,8 @@ class LayerKind:
         selects: Whether the layer has sparse attention over selected keys. The plugin `sparse` then
             chooses the algorithm and logs the choice.
         number: The number of the layer, from 1; 0 if the mask does not depend on the number.
-        cut: How attention cuts packed batches; None if `burst.layout` alone determines the cut.
-        stream: How the run cuts batches if attention has another layout, otherwise None.
+        attention_cut: How attention cuts packed batches; None if `burst.layout` determines the cut.
+        run_cut: How the run cuts batches if attention has another layout, otherwise None.
     """
 
     burst: BurstConfig
@@ -158,13 +158,13 @@ class LayerKind:
     max_logits: bool = False
     selects: bool = False
     number: int = 0
-    cut: BatchCut | None = None
-    stream: BatchCut | None = None
+    attention_cut: BatchCut | None = None
+    run_cut: BatchCut | None = None
 
     @property
-    def attention(self) -> BatchCut:
+    def cut(self) -> BatchCut:
         """Rule by which attention cuts a sequence over ranks."""
-        return self.cut or BatchCut(self.burst.layout)
+        return self.attention_cut or BatchCut(self.burst.layout)
 
     def own_mask(self, pack: Pack | None, seq_len: int) -> Mask | None:
         """Return the mask that the function of `--burst-mask` makes; see `Kind.own_mask`."""
@@ -195,7 +195,7 @@ class LayerKind:
                 mask = mask & Window(*self.window)
         if pack is not None:
             mask = mask & pack.mask
-            keywords["layout"] = pack.layout(self.attention, book.groups.size)
+            keywords["layout"] = pack.layout(self.cut, book.groups.size)
         keywords["mask"], keywords["softmax_scale"] = mask, self.softmax_scale
         keywords["sequence_chunks"], keywords["row_blocks"] = rows
         return AttentionOperation(
@@ -222,9 +222,9 @@ class LayerKind:
             details = "" if rates is None else f"; rates of {self.burst.cluster}"
             if self.burst.mask is not None:
                 details += f"; masks of {self.burst.mask}, called for every layer"
-            if self.stream is not None:
+            if self.run_cut is not None:
                 qkv = tuple(tensors.values())
-                details += exchange_line(book.groups, self.stream, self.attention, pack, qkv)
+                details += exchange_line(book.groups, self.run_cut, self.cut, pack, qkv)
             if automatic:
                 details += f"; for {self.layers()}"
             details += priority_line(rings_of_normal_priority(book.groups))
@@ -457,7 +457,7 @@ class PlanBook:
             build = self.metrics.timed(build)
         plan = prepared(operation, build)
         if isinstance(plan, Plan) and plan.choice is not None:
-            self.chosen[call] = plan.choice.call  # for later batches
+            self.chosen[call] = plan.choice.keywords  # for later batches
         call.kind.log(self, plan, tensors, pack, own)
         return plan
 
@@ -487,11 +487,11 @@ class PlanBook:
         Returns:
             The exchange; None if attention has the layout of the tokens.
         """
-        if kind.stream is None or self.groups.size == 1:
+        if kind.run_cut is None or self.groups.size == 1:
             return None
         if self._row_exchanges is None:
             self._row_exchanges = RowExchanges(self.groups)
-        return self._row_exchanges.exchange(kind.stream, kind.attention, pack, (q, k, v))
+        return self._row_exchanges.exchange(kind.run_cut, kind.cut, pack, (q, k, v))
 
     def pack(self, total: int, params: Any) -> Pack:
         """Return the documents of a `PackedSeqParams`; its tensors are read from the device once.

@@ -95,7 +95,7 @@ def _forward(net: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) ->
     """
     projected, _ = net.in_proj(hidden)
     mixed, gate, *gates = torch.split(projected, net.feat_dim_split, dim=-1)
-    call = states.call(_shapes(net, mixed, gates), packed)
+    call = states.prepare_call(_shapes(net, mixed, gates), packed)
     silu = net.activation in _SILU
     mixed = short_convolution(
         mixed,

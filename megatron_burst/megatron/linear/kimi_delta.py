@@ -85,7 +85,7 @@ def _forward(layer: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) 
     gates = _only(layer.f_b_proj(_only(layer.f_a_proj(hidden))))
     beta = _only(layer.b_proj(hidden))
     beta = beta.to(wide(beta)).sigmoid()
-    call = states.call(_shapes(mixed[0], heads), packed)
+    call = states.prepare_call(_shapes(mixed[0], heads), packed)
     # One convolution over q, k and v, so that ranks exchange rows once.
     weights = [conv.weight for conv in (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d)]
     together = short_convolution(

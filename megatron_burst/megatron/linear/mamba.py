@@ -63,7 +63,7 @@ def _forward(mixer: Any, states: StateLayer, hidden: torch.Tensor, packed: Any) 
     inner, groups, heads = mixer.d_inner_local_tp, mixer.ngroups_local_tp, mixer.nheads_local_tp
     state = groups * mixer.d_state
     gate, mixed, steps = projected.split((inner, inner + 2 * state, heads), dim=-1)
-    call = states.call(_shapes(mixer, mixed), packed)
+    call = states.prepare_call(_shapes(mixer, mixed), packed)
     mixed = short_convolution(
         mixed, mixer.conv1d_weight.squeeze(1), mixer.conv1d_bias, activation="silu", **call
     )

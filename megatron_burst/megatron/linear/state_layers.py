@@ -131,7 +131,7 @@ class StateLayer:
         self.book = book_of(config, pg_collection)
         self.leads = self.book.join(self.kind, self.label)
 
-    def call(self, inputs: dict[str, Any], packed_seq_params: Any) -> StateCall:
+    def prepare_call(self, inputs: dict[str, Any], packed_seq_params: Any) -> StateCall:
         """Return the plan and label for one forward.
 
         A collective if the layer is a leader: the first layer of its kind on this rank.

@@ -45,7 +45,7 @@ class BidirectionalCoreAttention(BurstCoreAttention):
     ) -> None:
         super().__init__(config, layer_number, AttnMaskType.no_mask, attention_type, **named)
 
-    def call(
+    def prepare_call(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -55,9 +55,11 @@ class BidirectionalCoreAttention(BurstCoreAttention):
         packed_seq_params: Any,
         rows: RowChunkSizes = ALL_ROWS,
     ) -> AttentionCall:
-        """Return the result of `BurstCoreAttention.call` for attention without a mask."""
+        """Return the result of `BurstCoreAttention.prepare_call` for attention without a mask."""
         kind = AttnMaskType.no_mask
-        return super().call(query, key, value, kind, other_arguments, packed_seq_params, rows)
+        return super().prepare_call(
+            query, key, value, kind, other_arguments, packed_seq_params, rows
+        )
 
     def set_padding_mask(self, mask: torch.Tensor | None) -> None:
         """Refuse the padding masks that Bridge sets when it generates text.

@@ -99,7 +99,9 @@ def _call(
         patching.log_once(patches.run, f"{FLAG} auto: {line}")
         if count == 1:
             return None
-    return half.core.call(q, k, v, inputs.mask_type, masks, params, RowChunkSizes(count, blocks))
+    return half.core.prepare_call(
+        q, k, v, inputs.mask_type, masks, params, RowChunkSizes(count, blocks)
+    )
 
 
 def keys_line(plan: Plan, offload: float | Auto) -> str:

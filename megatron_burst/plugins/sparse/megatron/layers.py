@@ -514,7 +514,7 @@ class RuleCoreAttention(BurstCoreAttention):
         if packed_seq_params is not None:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         unsupported = {"attention_mask": attention_mask, **unknown}
-        call = self.call(query, key, value, attn_mask_type, unsupported, packed_seq_params)
+        call = self.prepare_call(query, key, value, attn_mask_type, unsupported, packed_seq_params)
         index = attention_bias or IndexTensors((), None, None)
         tensors = query, key, value, *index.tensors
         self._announce(call.plan, tensors)
