@@ -8,8 +8,8 @@ flags. `BurstConfig` checks the values, so a flag and a Python argument give the
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from .config import FIELDS, OFF, BurstConfig
 from .option_table import OptionField
@@ -17,50 +17,6 @@ from .option_table import OptionField
 GROUP = "megatron-burst"
 
 
-class Flag(NamedTuple):
-    """One command-line flag.
-
-    Attributes:
-        field: Field of `BurstConfig` that the flag sets.
-        name: Name of the flag with leading dashes.
-        type: Function that converts the word on the command line to the value.
-        values: Possible values, as the help text shows them.
-        help: Help text.
-    """
-
-    field: str
-    name: str
-    type: Callable[[str], Any]
-    values: str
-    help: str
-
-    @property
-    def dest(self) -> str:
-        """Return the name of the attribute in parsed arguments."""
-        return self.name.removeprefix("--").replace("-", "_")
-
-
-def _flag(field: OptionField) -> Flag:
-    texts = field.kind is str
-    letter = {str: field.option.text * (not field.names), int: "N", float: "F"}[field.kind]
-    values = "|".join([letter, *field.names])
-    if texts and field.names:
-        values = "{" + ",".join(field.names) + "}"
-    read = _reader(field.kind, field.names)
-    return Flag(field.name, field.flag, read, values, field.option.meaning)
-
-
-def _reader(kind: type, names: Sequence[str]) -> Callable[[str], Any]:
-    """Return a function that converts a word to `kind`; words in `names` are not converted."""
-
-    def read(word: str) -> Any:
-        return word if word in names else kind(word)
-
-    read.__name__ = " or ".join([kind.__name__, *names])  # shown in argparse's errors
-    return read
-
-
-FLAGS = tuple(map(_flag, FIELDS.values()))
 # Flags that have an effect without --context-parallel-algo.
 ALONE = tuple(field.flag for field in FIELDS.values() if field.option.alone)
 
@@ -76,18 +32,18 @@ def add_flags(parser: argparse.ArgumentParser, *, algorithm: str) -> None:
         ValueError: The parser already has one of the flags.
     """
     group = parser.add_argument_group(GROUP)
-    for flag in FLAGS:
+    for field in FIELDS.values():
         try:
             group.add_argument(
-                flag.name,
-                type=flag.type,
-                metavar=flag.values,
-                default=algorithm if flag.field == "algorithm" else default(flag.field),
-                help=flag.help.replace("%", "%%"),
+                field.flag,
+                type=field.reader,
+                metavar=field.metavar,
+                default=algorithm if field.name == "algorithm" else default(field.name),
+                help=field.option.meaning.replace("%", "%%"),
             )
         except argparse.ArgumentError as error:
             raise ValueError(
-                f"{flag.name} is a flag of this program already, so megatron_burst cannot add its "
+                f"{field.flag} is a flag of this program already, so megatron_burst cannot add its "
                 "flag; rename the flag of the program"
             ) from error
 
@@ -107,9 +63,9 @@ def add_defaults(args: Any) -> None:
     Args:
         args: Parsed arguments; changed in place.
     """
-    for flag in FLAGS:
-        if not hasattr(args, flag.dest):
-            setattr(args, flag.dest, OFF if flag.field == "algorithm" else default(flag.field))
+    for field in FIELDS.values():
+        if not hasattr(args, field.dest):
+            setattr(args, field.dest, OFF if field.name == "algorithm" else default(field.name))
     if args.burst_layout is None:
         split = getattr(args, "context_parallel_size", 1) != 1
         pack = args.burst_pack if split else "off"
@@ -142,7 +98,7 @@ def burst_config(args: Any) -> BurstConfig:
     Raises:
         ValueError: A flag has an unsupported value. The message names the flag.
     """
-    return BurstConfig(**{flag.field: getattr(args, flag.dest) for flag in FLAGS})
+    return BurstConfig(**{name: getattr(args, field.dest) for name, field in FIELDS.items()})
 
 
 def options_and_errors(args: Any) -> tuple[BurstConfig, list[str]]:
@@ -154,28 +110,28 @@ def options_and_errors(args: Any) -> tuple[BurstConfig, list[str]]:
     Returns:
         A pair: the options, in which default values replace invalid values, and the error messages.
     """
-    fields, messages = {flag.field: getattr(args, flag.dest) for flag in FLAGS}, []
-    for name, value in list(fields.items()):
+    values, messages = {name: getattr(args, field.dest) for name, field in FIELDS.items()}, []
+    for name, value in list(values.items()):
         try:
             FIELDS[name].check(value)
         except ValueError as error:
             messages.append(str(error))
-            del fields[name]
+            del values[name]
     while True:
         try:
-            return BurstConfig(**fields), messages
+            return BurstConfig(**values), messages
         except ValueError as error:
             # Options exclude each other: drop the first one in the message.
             messages.append(message := str(error))
-            mentioned = [flag for flag in FLAGS if flag.name in message and flag.field in fields]
+            mentioned = [name for name in values if FIELDS[name].flag in message]
             if not mentioned:
                 raise
-            del fields[min(mentioned, key=lambda flag: message.index(flag.name)).field]
+            del values[min(mentioned, key=lambda name: message.index(FIELDS[name].flag))]
 
 
 def stated(args: Any) -> dict[str, Any]:
     """Return the value of each flag in arguments that `add_defaults` completed, by flag name."""
-    return {flag.name: getattr(args, flag.dest) for flag in FLAGS}
+    return {field.flag: getattr(args, field.dest) for field in FIELDS.values()}
 
 
 def present(argv: Sequence[str], *names: str) -> Iterator[str]:
@@ -186,19 +142,19 @@ def present(argv: Sequence[str], *names: str) -> Iterator[str]:
         *names: Flags to look for. Default: all flags of this module.
     """
     words = {word.split("=", 1)[0] for word in argv}
-    return (name for name in names or [flag.name for flag in FLAGS] if name in words)
+    return (name for name in names or [field.flag for field in FIELDS.values()] if name in words)
 
 
 def table() -> str:
     """Return all flags as a Markdown table, for the documentation."""
     rows = [
-        f"| `{flag.name}` | {_shown(flag)} | {flag.help.replace('|', ' or ')} |" for flag in FLAGS
+        f"| `{field.flag}` | {_shown(field)} | {field.option.meaning.replace('|', ' or ')} |"
+        for field in FIELDS.values()
     ]
     return "\n".join(["| flag | values | meaning |", "|-|-|-|", *rows])
 
 
-def _shown(flag: Flag) -> str:
-    field = FIELDS[flag.field]
+def _shown(field: OptionField) -> str:
     names = [f"`{name}`" for name in field.names]
     text = [] if names else [f"a {field.option.text.lower()}"]
     number = {int: ["N"], float: ["0 to 1"], str: text}[field.kind]

@@ -9,7 +9,7 @@ the table in the documentation are generated from these fields.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import (
     Annotated,
@@ -75,6 +75,24 @@ class OptionField(NamedTuple):
     def dest(self) -> str:
         """Return the name of the attribute in parsed arguments."""
         return self.flag.removeprefix("--").replace("-", "_")
+
+    @property
+    def metavar(self) -> str:
+        """Return the possible values, as a help text shows them."""
+        if self.kind is str and self.names:
+            return "{" + ",".join(self.names) + "}"
+        letter = {str: self.option.text, int: "N", float: "F"}[self.kind]
+        return "|".join([letter, *self.names])
+
+    @property
+    def reader(self) -> Callable[[str], Any]:
+        """Return the function that converts a word of a command line to a value."""
+
+        def read(word: str) -> Any:
+            return word if word in self.names else self.kind(word)
+
+        read.__name__ = " or ".join([self.kind.__name__, *self.names])  # for argparse's errors
+        return read
 
     def check(self, value: Any) -> None:
         """Check `value` against `kind`, `names` and `optional`.

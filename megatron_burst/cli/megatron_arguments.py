@@ -17,8 +17,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from .. import flags
+from ..config import FIELDS
 
-FLAGS = {flag.name: flag for flag in flags.FLAGS}
+FLAGS = {field.flag: field for field in FIELDS.values()}
 SIZES = "--hierarchical-context-parallel-sizes"
 INTEGERS: dict[str, int | None] = {
     "--context-parallel-size": None, "--cpu-offloading-num-layers": 0, "--csa-window-size": None,
@@ -125,12 +126,12 @@ class MegatronCommand(argparse.Namespace):
         # The default layout depends on the number of ranks.
         values, wrong = SimpleNamespace(context_parallel_size=self.cp), []
         for name in self.given(*FLAGS):
-            flag = FLAGS[name]
-            text = getattr(self, flag.dest)
+            field = FLAGS[name]
+            text = getattr(self, field.dest)
             try:
-                setattr(values, flag.dest, flag.type(text))
+                setattr(values, field.dest, field.reader(text))
             except ValueError:
-                wrong.append(f"{name} must be of type {flag.type.__name__}, got {text!r}")
+                wrong.append(f"{name} must be of type {field.reader.__name__}, got {text!r}")
         return values, wrong
 
 

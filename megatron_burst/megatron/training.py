@@ -28,6 +28,7 @@ from megatron.core import parallel_state
 
 from .. import flags
 from ..comm.consensus import agree
+from ..config import FIELDS
 from . import patching, step_metrics
 from .attention.plan_book import splits_attention
 from .checks import command_line
@@ -202,12 +203,12 @@ def changes(saved: Any, now: dict[str, Any]) -> list[str]:
         saved: the arguments in the checkpoint.
         now: the flags and sizes of this run, by flag name.
     """
-    names = {flag.name: flag for flag in flags.FLAGS}
+    names = {field.flag: name for name, field in FIELDS.items()}
     lines = []
     for name, value in now.items():
         missing = None
         if name in names:
-            field = names[name].field
+            field = names[name]
             missing = {"algorithm": flags.OFF, "layout": "zigzag"}.get(field, flags.default(field))
         before = getattr(saved, name.removeprefix("--").replace("-", "_"), missing)
         if before != value:

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from .. import flags
+from ..config import FIELDS
 
-_FIELDS = {flag.name: flag.field for flag in flags.FLAGS} | {"--burst-intra-size": "intra"}
+_FIELDS = {field.flag: name for name, field in FIELDS.items()} | {"--burst-intra-size": "intra"}
 _ALIASES = {
     "--calculate-per-token-loss": "calculate_per_token_loss=True",
     "--no-rope-fusion": "apply_rope_fusion=False",

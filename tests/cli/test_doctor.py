@@ -32,6 +32,7 @@ from megatron_burst.cli.megatron_arguments import (
     TEXTS,
     parse,
 )
+from megatron_burst.config import FIELDS
 from megatron_burst.kernels import torch_features
 from megatron_burst.megatron.checks import command_line
 from megatron_burst.megatron.checks.config import backend_problems
@@ -316,7 +317,7 @@ def test_the_doctor_knows_all_that_the_launcher_reads_of_the_arguments():
         command = parse(words)
         settings = vars(examined._config(command))
         known = settings.keys()
-        ours = [flag.dest for flag in flags.FLAGS]
+        ours = [field.dest for field in FIELDS.values()]
         args = Read(**{READ: read}, **{k: settings[k] for k in known - ours})
         values, wrong = command.burst_arguments()
         vars(args).update(vars(values))

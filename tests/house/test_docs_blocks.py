@@ -21,6 +21,7 @@ from documented import NAMES, ROOT
 import megatron_burst as mb
 from megatron_burst import flags
 from megatron_burst.cli import main as cli
+from megatron_burst.config import FIELDS
 
 # --- Python blocks -------------------------------------------------------------------------
 
@@ -395,7 +396,7 @@ def test_what_would_not_run_is_found(line, says, targets, monkeypatch):
 def test_flags_and_public_names_that_a_page_mentions_exist(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     named = set(re.findall(r"--burst-[a-z][a-z-]*", text))
-    assert named <= {flag.name for flag in flags.FLAGS}
+    assert named <= {field.flag for field in FIELDS.values()}
     for path in set(re.findall(r"\bmb\.([A-Za-z_]+(?:\.[A-Za-z_]+)*)", text)):
         found = mb
         for part in path.split("."):

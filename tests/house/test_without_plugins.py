@@ -222,8 +222,7 @@ OPTIONS = {
 LISTING = """
 import dataclasses
 import megatron_burst as mb
-from megatron_burst import flags
-print(*(field.name for field in dataclasses.fields(mb.BurstConfig)), len(flags.FLAGS))
+print(*(field.name for field in dataclasses.fields(mb.BurstConfig)), len(mb.BurstConfig.FIELDS))
 """
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import megatron_burst.megatron as burst
-from megatron_burst.flags import FLAGS
+from megatron_burst.config import FIELDS
 from megatron_burst.megatron import patching, specs
 from megatron_burst.megatron.data import slicing
 from megatron_burst.megatron.data.cut import BatchCut
@@ -85,7 +85,7 @@ def test_recipes_have_an_argument_for_each_flag_and_no_other():
         apply_burst(None, nonsense=1)
     arguments = str(raised.value).split(" use ")[1].split(", ")
     assert sorted(arguments) == sorted(
-        translated(MODEL, flag.name) for flag in FLAGS if flag.name != "--burst-pack"
+        translated(MODEL, field.flag) for name, field in FIELDS.items() if name != "pack"
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .... import flags
-from ....config import BurstConfig
+from ....config import FIELDS, BurstConfig
 from ....megatron import patching
 from ....megatron.checks.problem import Problem, refuse
 from ....megatron.configuration import configure
@@ -92,9 +92,9 @@ def _configured(original: Callable[[Any], None], engine: Any) -> None:
 def choices(entry: Any) -> BurstConfig:
     """Return the `BurstConfig` with the fields of a `burst` entry, which is a dict or None."""
     fields = dict(entry or {})
-    unknown = sorted(set(fields) - {flag.field for flag in flags.FLAGS})
+    unknown = sorted(set(fields) - FIELDS.keys())
     if unknown:
-        valid = ", ".join(flag.field for flag in flags.FLAGS)
+        valid = ", ".join(FIELDS)
         raise ValueError(
             f"override_transformer_config.{_ENTRY}.{unknown[0]}: unknown field; use one of {valid}"
         )
@@ -151,7 +151,9 @@ def _tree_reasons(model: Any, burst: BurstConfig) -> Iterator[str]:
             yield reason.replace("tree=False", "--burst-pack off")
 
 
-_FIELDS = {flag.name: f"override_transformer_config.{_ENTRY}.{flag.field}" for flag in flags.FLAGS}
+_FIELDS = {
+    field.flag: f"override_transformer_config.{_ENTRY}.{name}" for name, field in FIELDS.items()
+}
 
 
 def translated(text: str) -> str:
