@@ -210,7 +210,10 @@ def missing(hook: str, user: str) -> str | None:
     if any(hook in entry.hooks for entry in plugins().values()):
         return None
     plugin = HOOKS[hook].plugin
-    return f"{user} needs the plugin {plugin} of megatron_burst, which is not installed"
+    return (
+        f"{user} needs the plugin {plugin} of megatron_burst, which is not installed; install the "
+        "complete package again"
+    )
 
 
 def require(hook: str, user: str) -> None:

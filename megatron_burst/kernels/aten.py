@@ -246,7 +246,7 @@ class TileWork(NamedTuple):
             return self.visibility
         # The bias is made in every call: biases of all tiles in a plan would need two to eight
         # times the memory of the tables.
-        bias = torch.zeros(self.hidden.shape, dtype=q.dtype)
+        bias = torch.zeros(self.hidden.shape, dtype=q.dtype, device=q.device)
         return TileVisibility(bias=bias.masked_fill_(self.hidden, float("-inf")))
 
 

@@ -34,8 +34,20 @@ def test_work_of_a_model():
     assert work.windows == ((None, 0, 2),)
     windowed = work_of(model(window_size=(3, 0), window_attn_skip_freq=2))
     assert windowed.windows == ((3, 0, 1), (None, 0, 1))
-    experts = work_of(model(num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=10))
-    assert experts.token > work.token
+
+
+@pytest.mark.parametrize(
+    ("frequency", "layers"), [(1, 5), (2, 3), (3, 2), ([0, 1, 1, 0, 0], 2), ([0] * 5, 0)]
+)
+def test_work_of_a_model_with_experts_in_some_layers(frequency, layers):
+    """A token uses 2 experts of width 6 and a shared one of width 7, or an MLP of width 10."""
+    work = work_of(model(
+        num_layers=5, num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=6,
+        moe_shared_expert_intermediate_size=7, moe_layer_freq=frequency,
+    ))  # fmt: skip
+    widths = layers * (2 * 6 + 7) + (5 - layers) * 10
+    flops = 2 * (5 * (2 * 64 + 2 * 32) + 3 * 8 * widths)
+    assert work.token == round(flops * 3 / (3.5 * work.pair_flops))
 
 
 def agreed(numbers):

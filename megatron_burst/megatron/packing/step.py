@@ -223,18 +223,27 @@ def work_of(config: Any) -> Work:
     key_width, value_width = head_sizes(config)
     groups = getattr(config, "num_query_groups", None) or heads
     projections = width * (heads + groups) * (key_width + value_width)
-    token = 2 * config.num_layers * (projections + width * _mlp_width(config))
+    token = 2 * (config.num_layers * projections + width * _mlp_widths(config))
     windows = [causal_window(config, number) for number in range(1, config.num_layers + 1)]
     return Work.of(
         token_flops=token, pair_flops=2 * heads * (key_width + value_width), windows=windows
     )
 
 
-def _mlp_width(config: Any) -> int:
-    """Return the number of matrices of an MLP times its hidden width, over a token's experts."""
+def _mlp_widths(config: Any) -> int:
+    """Return the sum over layers of the number of matrices of an MLP times its hidden width.
+
+    In a layer with experts, the hidden width is that of all experts that a token uses.
+    """
     matrices = 3 if getattr(config, "gated_linear_unit", False) else 2
-    hidden = config.ffn_hidden_size
+    layers, with_experts, of_experts = config.num_layers, 0, 0
     if getattr(config, "num_moe_experts", None):
-        hidden = config.moe_router_topk * config.moe_ffn_hidden_size
-        hidden += getattr(config, "moe_shared_expert_intermediate_size", None) or 0
-    return matrices * hidden
+        of_experts = config.moe_router_topk * config.moe_ffn_hidden_size
+        of_experts += getattr(config, "moe_shared_expert_intermediate_size", None) or 0
+        frequency = getattr(config, "moe_layer_freq", 1)
+        # As in Megatron: every frequency-th layer from the first, or a list with 1 for experts.
+        with_experts = (
+            -(-layers // frequency) if isinstance(frequency, int) else sum(frequency[:layers])
+        )
+    dense = (layers - with_experts) * config.ffn_hidden_size
+    return matrices * (with_experts * of_experts + dense)
