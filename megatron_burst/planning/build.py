@@ -230,7 +230,7 @@ class _PassRows:
             source = held, place
         else:
             place = self.maps.place(chunk, chunk.rows)
-        digest = crc32(f"{self.name} {chunk}".encode())
+        digest = crc32(f"{self.name} {chunk.family} {chunk.owner} {chunk.rows}".encode())
         packed = accumulated or hop.src != chunk.owner
         return Payload(hop, place.count, digest, packed, target, source)
 
