@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from session import _log, parallel
+from session import log_lines, parallel
 
 LENGTH, VOCABULARY, BATCH = 64, 61, 2
 # Documents of a pack without their padding, and with it.
@@ -135,7 +135,7 @@ def train(
     from megatron.core import parallel_state
 
     choices = {"layout": layout, "kernel": "reference", **(choices or {})}
-    with _log() as log, installed(layout, cp, sizes):
+    with log_lines() as log, installed(layout, cp, sizes):
         model = build(cp, sizes, choices, **changes)
         replicas = dist.get_world_size() // parallel_state.get_context_parallel_world_size()
         optimizer, history = torch.optim.SGD(model.parameters(), lr=0.1), []
