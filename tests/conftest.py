@@ -2,6 +2,7 @@
 
 import fcntl
 import functools
+import gc
 import inspect
 import os
 import re
@@ -33,6 +34,11 @@ def pytest_addoption(parser):
         "--megatron", default="", help="a checkout of Megatron-LM (tests/te, tests/plugins/lite)"
     )
     parser.addoption("--bridge", default="", help="a checkout of Megatron-Bridge (tests/te)")
+
+
+def pytest_collection_finish():
+    """Exclude modules and collected tests from later searches for garbage, which tests start."""
+    gc.freeze()
 
 
 def may_skip(item):
