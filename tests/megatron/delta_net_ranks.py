@@ -126,7 +126,7 @@ def losses(model, packed, alone):
 
 
 def train(
-    layout, cp, choices=None, sizes=None, packed=False, alone=False, steps=3, flight=1, **changes
+    layout, cp, choices=None, sizes=None, packed=False, alone=False, steps=2, flight=1, **changes
 ):
     """Return ([(loss, gradient norm)] of each step, the log of this rank).
 
@@ -164,7 +164,7 @@ RECOMPUTE = {
 
 def recomputed():
     """Run `train` with recomputed layers and two micro-batches in flight."""
-    return train("zigzag", 2, {"store": 1.0}, steps=2, flight=2, **RECOMPUTE)
+    return train("zigzag", 2, {"store": 1.0}, flight=2, **RECOMPUTE)
 
 
 def refused(layout, cp, options, odd=None):
