@@ -7,6 +7,7 @@ tests see how each rank ends.
 import argparse
 import contextlib
 import functools
+import inspect
 import multiprocessing
 import os
 import random
@@ -185,7 +186,8 @@ def remember_help():
         read = functools.partial(Factory._get_field_docstrings, object.__new__(Factory))
         cached = functools.cache(read)
         Factory._get_field_docstrings = lambda self, of: cached(of)
-        add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+        # Without the entrance of a patched Megatron, which would install.
+        inspect.unwrap(add_megatron_arguments)(argparse.ArgumentParser(allow_abbrev=False))
 
 
 def serve_ranks(imported, beside):
