@@ -2,8 +2,10 @@
 
 import fcntl
 import functools
+import gc
 import inspect
 import os
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -24,6 +26,7 @@ settings.register_profile("mutants", settings.get_profile("repo"), phases=some)
 settings.load_profile("repo")
 
 TESTS = Path(__file__).parent
+LEAVES_ONCE = re.compile(r"not \([a-z ]*\bonce\b")  # in a selection of tests, such as `.ci/run` has
 
 
 def pytest_addoption(parser):
@@ -31,6 +34,11 @@ def pytest_addoption(parser):
         "--megatron", default="", help="a checkout of Megatron-LM (tests/te, tests/plugins/lite)"
     )
     parser.addoption("--bridge", default="", help="a checkout of Megatron-Bridge (tests/te)")
+
+
+def pytest_collection_finish():
+    """Exclude modules and collected tests from later searches for garbage, which tests start."""
+    gc.freeze()
 
 
 def may_skip(item):
@@ -42,6 +50,14 @@ def may_skip(item):
 @functools.cache
 def calls_skip(function):
     return "pytest.skip(" in inspect.getsource(function)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Do not import files whose tests are all deselected: marked `once`, and none marked slow."""
+    if not collection_path.match("test_*.py") or not LEAVES_ONCE.search(config.option.markexpr):
+        return None
+    again = collection_path.relative_to(TESTS).as_posix().startswith(AGAIN)
+    return None if again or "slow" in collection_path.read_text() else True
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -4,7 +4,10 @@ A server forks the ranks (`fork_server`). Unlike torchrun it does not kill ranks
 tests see how each rank ends.
 """
 
+import argparse
 import contextlib
+import functools
+import inspect
 import multiprocessing
 import os
 import random
@@ -23,6 +26,7 @@ import torch
 from fork_server import ForkServer, serve
 from loaded import load
 from one_device import share_one_device
+from workers import MEGATRON
 
 from megatron_burst.cli.main import main
 from megatron_burst.plugins.testing import cpu
@@ -30,13 +34,9 @@ from megatron_burst.plugins.testing import cpu
 SCRIPT = Path(__file__).parents[1] / "megatron_lm" / "train_gpt.py"
 ROOT = Path(__file__).parents[2]
 LIMIT = 200  # seconds of a run; a busy machine took 90
-# What every run of `SCRIPT` imports, imported before ranks are forked. The tokenizers import
-# transformers, which takes longer than the steps of a run.
+# What every run of `SCRIPT` imports, imported before ranks are forked.
 IMPORTED = (
-    "megatron.training.training", "megatron.core.tokenizers.text",
-    "megatron.core.datasets.gpt_dataset",
-    "megatron_burst.megatron.install", "megatron_burst.megatron.training",
-    "megatron_burst.megatron.packing.step", "megatron_burst.plugins.sparse.megatron.hooks",
+    *MEGATRON, "megatron.training.yaml_arguments", "megatron_burst.cli.pretrain",
     "megatron_burst.megatron.linear.delta_net", "megatron_burst.megatron.linear.mamba",
 )  # fmt: skip
 ENVIRONMENT = {
@@ -174,6 +174,22 @@ def fork_managers():
     filesystem_async.mp = types.SimpleNamespace(**names)
 
 
+def remember_help():
+    """Read the help of Megatron's flags before ranks are forked.
+
+    Megatron parses the source of each class of flags. Every rank would do this twice.
+    """
+    with contextlib.suppress(ImportError, AttributeError):  # of an older Megatron
+        from megatron.training.argument_utils import ArgumentGroupFactory as Factory
+        from megatron.training.arguments import add_megatron_arguments
+
+        read = functools.partial(Factory._get_field_docstrings, object.__new__(Factory))
+        cached = functools.cache(read)
+        Factory._get_field_docstrings = lambda self, of: cached(of)
+        # Without the entrance of a patched Megatron, which would install.
+        inspect.unwrap(add_megatron_arguments)(argparse.ArgumentParser(allow_abbrev=False))
+
+
 def serve_ranks(imported, beside):
     """Import modules, then fork ranks."""
     os.environ |= ENVIRONMENT
@@ -181,4 +197,5 @@ def serve_ranks(imported, beside):
     sys.path.append(beside)
     load(imported)
     fork_managers()
+    remember_help()
     serve(run_rank)

@@ -466,7 +466,7 @@ def node_lines(hosts, sizes, intra_size):
         )
         collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         hostname = mock.patch("socket.gethostname", return_value=hosts[dist.get_rank()])
-        with hostname, _log() as told:
+        with hostname, log_lines() as told:
             burst = mb.BurstConfig(intra_size=intra_size)
             groups = context_groups(collection, sizes, burst)
         return told, groups.topology.per_node
@@ -476,7 +476,7 @@ def node_lines(hosts, sizes, intra_size):
 
 def logged(flags):
     """What a run with these flags says of attention on this rank, in order."""
-    with _log(logging.INFO) as told, contextlib.redirect_stdout(io.StringIO()):
+    with log_lines(logging.INFO) as told, contextlib.redirect_stdout(io.StringIO()):
         _run(flags)
     return told
 
@@ -501,12 +501,12 @@ def train_and_note(flags):
         assert algorithms[label] == plan.algorithm
         return attention(*tensors, plan=plan, label=label, **options)
 
-    with mock.patch.object(core_attention, "attention", noting), _log(logging.INFO) as lines:
+    with mock.patch.object(core_attention, "attention", noting), log_lines(logging.INFO) as lines:
         return NotedRun(train(flags), algorithms, lines)
 
 
 @contextlib.contextmanager
-def _log(level=None):
+def log_lines(level=None):
     """The lines that the package logs meanwhile, at this level or its own."""
     told = []
     handler = logging.Handler()

@@ -26,14 +26,25 @@ from one_device import one_gpu, share_one_device
 
 # The last one brings sympy, which torch imports only with its first operator of some kinds.
 IMPORTED = ["torch", "megatron_burst.attention", "torch.fx.experimental.symbolic_shapes"]
-# What ranks of `tests/megatron` import, which takes them longer than most tests. Only names of
-# installed packages, because the server does not have pytest's path.
+# What ranks of `tests/megatron` import, which takes them longer than most tests. The tokenizers
+# import transformers. Only names of installed packages, because the server does not have pytest's
+# path.
 MEGATRON = [
     "megatron_burst.megatron.attention.core_attention", "megatron_burst.megatron.install",
     "megatron_burst.plugins.testing.cpu", "megatron_burst.plugins.testing.delta_net",
     "megatron.core.models.gpt.gpt_layer_specs", "megatron.core.datasets.gpt_dataset",
     "megatron.core.datasets.blended_megatron_dataset_builder", "megatron.core.dist_checkpointing",
     "megatron.core.distributed", "megatron.core.optimizer", "megatron.training.training",
+    "megatron.core.models.mimo", "megatron.core.tokenizers.text.models",
+    "megatron_burst.megatron.data.loader", "megatron_burst.megatron.lm_head.fused_loss",
+    "megatron_burst.megatron.lm_head.mtp", "megatron_burst.megatron.packing.step",
+    "megatron_burst.megatron.training", "megatron_burst.plugins.longseq.layer.forward_attention",
+    "megatron_burst.plugins.longseq.checks", "megatron_burst.plugins.longseq.patches",
+    "megatron_burst.plugins.sparse.megatron.hooks",
+    "megatron_burst.plugins.sparse.megatron.index_loss",
+    "megatron_burst.plugins.sparse.megatron.patches", "megatron_burst.plugins.testing.local_specs",
+    "megatron_burst.kernels.rowwise_code", "megatron_burst.schedule.algorithms.burst",
+    "megatron_burst.linear_cross_entropy.tiled_loop", "triton.runtime.interpreter",
 ]  # fmt: skip
 GRACE = 5.0  # seconds that the other ranks get to answer after one has failed
 

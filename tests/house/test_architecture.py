@@ -1,6 +1,7 @@
 """Who may import whom, and what no module may do: the design's arrows, read from the source."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,6 @@ from megatron_burst import registry
 
 ROOT = Path(megatron_burst.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-IDS = [str(path.relative_to(ROOT)) for path in FILES]
 
 # The rooms of the spine, from the ground up: a file imports from its own room and from those
 # named before it. The operation and the package itself come after the rooms that they join.
@@ -76,12 +76,22 @@ def module(path):
 MODULES = {module(path): path for path in FILES}
 
 
+@functools.cache
+def parsed(path):
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imports(path):
     """Absolute dotted names of all that a file imports, wherever in the file it does, also by name
     with importlib: any string that is the name of a module of the package."""
+    return frozenset(_imports(path))
+
+
+def _imports(path):
     package = module(path).split(".")
     package = package if path.name == "__init__.py" else package[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -105,15 +115,15 @@ def outer(path):
     return tops - set(sys.stdlib_module_names) - {"megatron_burst"}
 
 
-@pytest.mark.parametrize("path", SPINE, ids=relative)
-def test_imports_run_downwards(path):
+def test_imports_run_downwards():
     """And none goes to a plugin."""
-    mine = ROOMS.index(room(path))
-    assert not [name for name in inner(path) if room(MODULES[name]).startswith("plugins")]
-    upwards = {name for name in inner(path) if ROOMS.index(room(MODULES[name])) > mine}
-    assert not upwards, f"{relative(path)} imports upwards: {sorted(upwards)}"
-    if room(path) in PURE:
-        assert not inner(path)
+    for path in SPINE:
+        own = ROOMS.index(room(path))
+        plugins = [name for name in inner(path) if room(MODULES[name]).startswith("plugins")]
+        assert not plugins, relative(path)
+        upwards = {name for name in inner(path) if ROOMS.index(room(MODULES[name])) > own}
+        assert not upwards, f"{relative(path)} imports upwards: {sorted(upwards)}"
+        assert room(path) not in PURE or not inner(path), relative(path)
 
 
 # The rooms within megatron/, and its files beside them, in the same order.
@@ -130,12 +140,12 @@ def inner_room(path):
     return parts[1] if parts[0] == "megatron" else None
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if inner_room(path)], ids=relative)
-def test_imports_within_megatron_run_downwards(path):
-    mine = IN_MEGATRON.index(inner_room(path))
-    known = {name: inner_room(MODULES[name]) for name in inner(path)}
-    upwards = {n for n, home in known.items() if home and IN_MEGATRON.index(home) > mine}
-    assert not upwards, f"{relative(path)} imports upwards: {sorted(upwards)}"
+def test_imports_within_megatron_run_downwards():
+    for path in filter(inner_room, FILES):
+        own = IN_MEGATRON.index(inner_room(path))
+        known = {name: inner_room(MODULES[name]) for name in inner(path)}
+        upwards = {n for n, home in known.items() if home and IN_MEGATRON.index(home) > own}
+        assert not upwards, f"{relative(path)} imports upwards: {sorted(upwards)}"
 
 
 def test_modules_form_no_circle():
@@ -176,17 +186,17 @@ def test_every_plugin_is_in_the_registry():
             assert registry.load(name, command.module).run
 
 
-@pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_what_comes_from_outside(path):
-    allowed = {"numpy"} | OUTSIDE.get(room(path), set())
-    if room(path) not in NO_TORCH or relative(path) in TORCH_AFTER_ALL:
-        allowed |= {"torch"}
-    assert outer(path) <= allowed
+def test_what_comes_from_outside():
+    for path in FILES:
+        allowed = {"numpy"} | OUTSIDE.get(room(path), set())
+        if room(path) not in NO_TORCH or relative(path) in TORCH_AFTER_ALL:
+            allowed |= {"torch"}
+        assert outer(path) <= allowed, relative(path)
 
 
 def test_every_file_names_its_licence():
     line = "# SPDX-License-Identifier: Apache-2.0"
-    without = [name for name, path in zip(IDS, FILES, strict=True) if line not in head(path)]
+    without = [relative(path) for path in FILES if line not in head(path)]
     assert without == [], f"these begin without {line!r}"
 
 
@@ -195,9 +205,8 @@ def head(path):
     return path.read_text().splitlines()[:3]
 
 
-@pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_no_file_is_too_long_to_read(path):
-    assert len(path.read_text().splitlines()) <= 700
+def test_no_file_is_too_long_to_read():
+    assert [p for p in FILES if len(p.read_text().splitlines()) > 700] == []
 
 
 # These report it, take a host's name out of a report, or read of it which rank a launcher made this
@@ -212,13 +221,11 @@ READ_THE_ENVIRONMENT = (
 )
 
 
-@pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_no_environment_switches(path):
-    if str(path.relative_to(ROOT)) in READ_THE_ENVIRONMENT:
-        return
-    names = {n.attr for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)}
-    names |= set(imports(path))
-    assert not names & {"environ", "getenv", "putenv", "os.environ"}
+def test_no_environment_switches():
+    for path in FILES:
+        names = {n.attr for n in ast.walk(parsed(path)) if isinstance(n, ast.Attribute)}
+        read = (names | imports(path)) & {"environ", "getenv", "putenv", "os.environ"}
+        assert not read or relative(path) in READ_THE_ENVIRONMENT, relative(path)
 
 
 # --- process-wide state --------------------------------------------------------------------
@@ -256,27 +263,24 @@ def changes(tree, name):
     return False
 
 
-@pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_no_module_level_state(path):
+def test_no_module_level_state():
     """Tables are in capitals and never changed; the registry and the frame are the exceptions."""
-    if str(path.relative_to(ROOT)) in STATE:
-        return
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        assert not isinstance(node, ast.Global), "global"
-        decorators = [ast.unparse(d) for d in getattr(node, "decorator_list", [])]
-        if getattr(node, "name", None) not in CACHED.get(str(path.relative_to(ROOT)), []):
-            caches = [d for d in decorators if d.split("(")[0].endswith("cache")]
-            assert not caches, "a hidden cache"
-    for name in module_tables(tree):
-        if name != "__all__":
-            assert name.isupper(), f"{name}: state at module level"
-            assert not changes(tree, name), f"{name} is changed"
+    for file in {relative(path) for path in FILES} - STATE.keys():
+        tree = parsed(ROOT / file)
+        for node in ast.walk(tree):
+            assert not isinstance(node, ast.Global), f"{file}: global"
+            decorators = [ast.unparse(d) for d in getattr(node, "decorator_list", [])]
+            if getattr(node, "name", None) not in CACHED.get(file, []):
+                caches = [d for d in decorators if d.split("(")[0].endswith("cache")]
+                assert not caches, f"{file}: a hidden cache"
+        for name in set(module_tables(tree)) - {"__all__"}:
+            assert name.isupper(), f"{file}, {name}: state at module level"
+            assert not changes(tree, name), f"{file}: {name} is changed"
 
 
 @pytest.mark.parametrize(("path", "state"), STATE.items())
 def test_the_registry_and_the_frame_are_the_only_state(path, state):
-    names = module_tables(ast.parse((ROOT / path).read_text()))
+    names = module_tables(parsed(ROOT / path))
     assert [name for name in names if not name.isupper()] == [state]
 
 

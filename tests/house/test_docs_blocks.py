@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from documented import NAMES, ROOT
+from fork_server import ForkServer
 
 import megatron_burst as mb
 from megatron_burst import flags
@@ -181,18 +182,36 @@ def test_pages_run_from_top_to_bottom_on_four_ranks(page, ranks):
 ON_RANKS = list(dict.fromkeys(block.page for block in HERE if block.needs == "megatron-ranks"))
 
 
+# Imports what Megatron imports of other packages, and runs each page in a process of its own.
+SERVER = """
+import runpy
+import torch._inductor.compile_fx, transformers
+from fork_server import serve
+serve(lambda page: runpy.run_path(page, run_name="__main__") and 0)
+"""
+
+
+@pytest.fixture(scope="module")
+def interpreter(tmp_path_factory):
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "helpers")))
+    command = [sys.executable, "-c", SERVER]
+    folder = tmp_path_factory.mktemp("pages")
+    server = ForkServer.launched(folder, command, {"PYTHONPATH": paths})
+    yield server
+    server.close()
+
+
 @pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron.core")
 @pytest.mark.parametrize("page", ON_RANKS)
-def test_pages_on_megatrons_ranks_run_in_a_fresh_interpreter(page, tmp_path):
-    if importlib.util.find_spec("megatron") is None:
-        pytest.skip("needs megatron.core")
+def test_pages_on_megatrons_ranks_run_in_an_interpreter_without_megatron(
+    page, interpreter, tmp_path
+):
     lines = [f"{block.text}assert {then}\n" for block, then in read(page, (None, "megatron-ranks"))]
     script = tmp_path / "page.py"
     script.write_text("\n".join(lines))
-    done = subprocess.run([sys.executable, script], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, timeout=300,
-                          env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
-    assert done.returncode == 0, done.stdout
+    (done,) = interpreter.run([{"page": str(script)}], 300)
+    assert done.code == 0, done.output + done.errors
 
 
 def test_blocks_that_import_megatron_say_so():

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from session import _log, parallel
+from session import log_lines, parallel
 
 LENGTH, VOCABULARY, BATCH = 64, 61, 2
 # Documents of a pack without their padding, and with it.
@@ -126,7 +126,7 @@ def losses(model, packed, alone):
 
 
 def train(
-    layout, cp, choices=None, sizes=None, packed=False, alone=False, steps=3, flight=1, **changes
+    layout, cp, choices=None, sizes=None, packed=False, alone=False, steps=2, flight=1, **changes
 ):
     """Return ([(loss, gradient norm)] of each step, the log of this rank).
 
@@ -135,7 +135,7 @@ def train(
     from megatron.core import parallel_state
 
     choices = {"layout": layout, "kernel": "reference", **(choices or {})}
-    with _log() as log, installed(layout, cp, sizes):
+    with log_lines() as log, installed(layout, cp, sizes):
         model = build(cp, sizes, choices, **changes)
         replicas = dist.get_world_size() // parallel_state.get_context_parallel_world_size()
         optimizer, history = torch.optim.SGD(model.parameters(), lr=0.1), []
@@ -164,7 +164,7 @@ RECOMPUTE = {
 
 def recomputed():
     """Run `train` with recomputed layers and two micro-batches in flight."""
-    return train("zigzag", 2, {"store": 1.0}, steps=2, flight=2, **RECOMPUTE)
+    return train("zigzag", 2, {"store": 1.0}, flight=2, **RECOMPUTE)
 
 
 def refused(layout, cp, options, odd=None):

@@ -7,7 +7,7 @@ import session
 import torch
 import torch.distributed as dist
 
-LENGTH, VOCABULARY, STEPS = 32, 64, 3
+LENGTH, VOCABULARY, STEPS = 32, 64, 2
 
 
 def trained(how, **options):

@@ -211,7 +211,7 @@ def losses(flags, context_parallel_size, settings):
         stages = example.build_model(args, config)
         optimizer, schedule = example.build_optimizer(args, config, stages)
         history = []
-        for step in range(3):
+        for step in range(2):
             batches, count = batches_of(args, step, config if settings else None)
             for stage in stages:
                 stage.zero_grad_buffer()

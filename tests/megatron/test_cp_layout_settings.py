@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Literal
 
 import pytest
+import session
 from megatron.core.transformer.transformer_config import TransformerConfig
 from parsed import problems_of
 
@@ -171,12 +172,12 @@ HYBRID = {
         ("--burst-layout striped", {"hybrid_layer_pattern": "M*M-"}, ("striped", None), None),
     ],
 )  # fmt: skip
-def test_a_layout_that_nobody_named_is_one_that_works(more, settings, layouts, excluding, caplog):
+def test_a_layout_that_nobody_named_is_one_that_works(more, settings, layouts, excluding):
     store = "--burst-attention-store 0.5"
-    with caplog.at_level(logging.INFO, "megatron_burst"):
+    with session.log_lines(logging.INFO) as lines:
         args = arguments(f"{store} {more}", **settings)
     assert (args.burst_layout, args.burst_attention_layout) == layouts
-    said = [line for line in caplog.messages if "would select striped" in line]
+    said = [line for line in lines if "would select striped" in line]
     assert len(said) == (excluding is not None)
     assert all(excluding in line and store in line for line in said)
     problems = [str(each) for each in problems_of(args)]
@@ -244,12 +245,13 @@ def test_auto_needs_to_know_what_it_counts():
         burst.install("auto")
 
 
-def test_a_command_line_says_what_auto_became(caplog):
-    with caplog.at_level("INFO", logger="megatron_burst"):
+def test_a_command_line_says_what_auto_became():
+    with session.log_lines(logging.INFO) as lines:
         args = arguments("--burst-layout auto", **HYBRID, seq_length=64)
     assert flags.burst_config(args) == TWO_LAYOUTS
-    assert "--burst-layout auto: --burst-layout contiguous --burst-att" in caplog.text
-    assert "because ranks send in one forward of a sequence" in caplog.text
+    text = "\n".join(lines)
+    assert "--burst-layout auto: --burst-layout contiguous --burst-att" in text
+    assert "because ranks send in one forward of a sequence" in text
 
 
 def test_frequencies_say_which_layers_of_a_gpt_are_linear():

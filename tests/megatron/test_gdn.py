@@ -70,7 +70,7 @@ def test_documents_of_a_pack_are_each_alone(four, alone, layout, cp):
 
 
 def test_recomputed_with_two_micro_batches_in_flight(four, single_rank):
-    same(four(ranks.recomputed), single_rank[:2])
+    same(four(ranks.recomputed), single_rank)
 
 
 @pytest.mark.parametrize(("changes", "calls"), [({}, 3), (ranks.RECOMPUTE, 6)])

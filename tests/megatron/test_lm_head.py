@@ -1,4 +1,4 @@
-"""The fused LM head changes nothing: loss and gradient norm of three steps.
+"""The fused LM head changes nothing: loss and gradient norm of two steps.
 
 The reference is the same run with Megatron's own output layer and loss. Documents are short, so
 loss masks are uneven. A warning (a second computation of the logits) in any of these runs is an

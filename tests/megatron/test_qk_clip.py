@@ -4,6 +4,7 @@ import clipping
 import pytest
 
 TOLERANCE = 1e-4
+SMALL = "--init-method-std 0.02"  # of weights, for logits that grow beyond the threshold again
 RUNS = {
     "rings": ("", "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2"),
     "shared-heads": (
@@ -39,15 +40,15 @@ def run(four, common):
 
 @pytest.mark.parametrize("case", RUNS)
 def test_a_split_run_clips_as_one_rank_does(run, case):
-    model, split = RUNS[case]
+    model, split = f"{SMALL} {RUNS[case][0]}", RUNS[case][1]
     whole = run(model, True)[0]
-    assert len(whole) == 3
+    assert len(whole) == 2
     assert all(worst(rank, whole) < TOLERANCE for rank in run(f"{model} {split}", True))
     assert all(step[2] > clipping.THRESHOLD for step in whole)
 
 
 def test_the_largest_logit_alone_changes_no_training(run, train):
-    heads = "--num-query-groups 2"
+    heads = f"{SMALL} --num-query-groups 2"
     whole = run(heads, False)[0]
     ranks = run(f"{heads} --context-parallel-size 2 --tensor-model-parallel-size 2", False)
     # A rank of a tensor-parallel group has heads of its own, and Megatron logs those of one rank.

@@ -40,7 +40,7 @@ def train(flags, limits):
     end).
     """
     logger = logging.getLogger("megatron_burst")
-    with strict(**limits) as made, session._log() as told:
+    with strict(**limits) as made, session.log_lines() as told:
         level = logger.level
         logger.setLevel(logging.INFO)
         try:
@@ -61,7 +61,7 @@ class Broken(Exception):
 
 
 def train_with_a_failure(flags):
-    """Return the results of `train` with an exception in the last layer of the third step.
+    """Return the results of `train` with an exception in the last layer of the second step.
 
     The step runs again. Also return the bytes that the interrupted step left on the host.
     """
@@ -75,7 +75,7 @@ def train_with_a_failure(flags):
             run, steps = schedule(), itertools.count(1)
 
             def step(**named):
-                if next(steps) == 3:
+                if next(steps) == 2:
                     twice = [itertools.tee(one) for one in named["data_iterator"]]
                     fails_once(run, named | {"data_iterator": [one for one, _ in twice]})
                     named["data_iterator"] = [one for _, one in twice]

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from session import _log, parallel
+from session import log_lines, parallel
 
 SEQUENCE, VOCABULARY, HIDDEN, HEADS = 64, 61, 32, 4
 
@@ -91,7 +91,7 @@ def run(sizes, chosen, changes, lengths, pattern, count):
     groups = {name: size for name, size in sizes.items() if name != "sequence_parallel"}
     with parallel(layout, **groups):
         settings = config(sizes, **(changes or {}))
-        with _log() as lines:
+        with log_lines() as lines:
             if chosen is not None:
                 burst.configure(settings, mb.BurstConfig(**chosen), seq_length=SEQUENCE)
             return _trained(settings, lengths, pattern, count) | {"lines": lines}
@@ -166,7 +166,7 @@ def overlapped(sizes, chosen, changes, steps=2):
     import megatron_burst as mb
     import megatron_burst.megatron as burst
 
-    with parallel("zigzag", **sizes), _log() as lines:
+    with parallel("zigzag", **sizes), log_lines() as lines:
         settings = config(sizes, **changes)
         burst.configure(settings, mb.BurstConfig(**chosen), seq_length=SEQUENCE)
         torch.manual_seed(5)
