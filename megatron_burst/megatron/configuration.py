@@ -69,6 +69,7 @@ def configure_model(
     """
     patches = _installed_patches()
     refuse([*problems, *configuration_problems(config, burst, seq_length)])
+    assert burst.layout != "auto", "callers resolve the layout"
     with _restored_on_error(patches, config):
         if burst.algorithm != OFF or patches.run.layout is not None:
             fix_layout(patches, burst.layout)

@@ -23,7 +23,7 @@ from .checks.config import backend_problems
 from .configuration import configure_model
 from .install import install
 from .patching import log, require_function
-from .run_options import default_layouts, resolve_auto_layout
+from .run_options import default_layouts, log_choice, resolve_auto_layout
 
 
 def burst_layer_spec(
@@ -58,6 +58,8 @@ def burst_layer_spec(
     if burst.algorithm == flags.OFF and not choices:  # only the flag's default
         burst = dataclasses.replace(burst, algorithm=BurstConfig.algorithm)
     length = getattr(config, "seq_length", None)
+    burst, why = resolve_auto_layout(transformer, burst, length)  # of a `burst` that a script set
+    log_choice(burst, why)
     configure_model(transformer, burst, length, backend_problems(transformer, burst))
     layers = _layers(base, config, vp_stage)
     if transformer.context_parallel_size > 1 and burst.algorithm != flags.OFF:

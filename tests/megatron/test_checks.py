@@ -285,6 +285,14 @@ def test_flags_that_choose_a_kernel_of_other_attention_are_told_to_do_nothing():
     assert command_line.idle(args, burst, ["--burst-kernel", "aten"]) is None
 
 
+def test_the_flag_is_idle_on_one_rank_unless_packs_are_trees():
+    args = SimpleNamespace(context_parallel_size=1)
+    line = command_line.idle(args, mb.BurstConfig(), [])
+    assert line is not None
+    assert "has no effect at --context-parallel-size 1" in line
+    assert command_line.idle(args, mb.BurstConfig(pack="trees"), []) is None
+
+
 def launch(**given):
     """Return the launcher's problems for these arguments, completed as in the launcher."""
     given = {"context_parallel_algo": "burst", "context_parallel_size": 2} | given

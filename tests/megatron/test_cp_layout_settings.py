@@ -12,13 +12,14 @@ from typing import Literal
 
 import pytest
 import session
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from parsed import problems_of
 
 import megatron_burst as mb
 import megatron_burst.megatron as burst
 from megatron_burst import flags
-from megatron_burst.megatron import layout_bytes, run_options
+from megatron_burst.megatron import layout_bytes, run_options, specs
 from megatron_burst.megatron.checks.config import check_layer
 
 CPLayout = Literal["contiguous", "zigzag"]
@@ -261,3 +262,18 @@ def test_frequencies_say_which_layers_of_a_gpt_are_linear():
             linear_attention_freq=frequency,
         )  # fmt: skip
         assert layout_bytes.layers_of(model) == (6, 0, 2)
+
+
+def test_a_spec_resolves_the_layout_that_a_script_stored():
+    """A script may store options in a configuration without `configure`."""
+    config = TransformerConfig(
+        num_layers=2, hidden_size=64, num_attention_heads=8, context_parallel_size=2,
+        attention_dropout=0.0,
+    )  # fmt: skip
+    config.burst = mb.BurstConfig(layout="auto")
+    burst.install()
+    try:
+        specs.burst_layer_spec(config, base=get_gpt_layer_local_spec())
+        assert config.burst.layout == burst.installed_layout() == "zigzag"
+    finally:
+        burst.uninstall()

@@ -179,5 +179,5 @@ def topology_key(config: Any, ranks: int) -> tuple:
     # With "ulysses" all ranks of a micro-batch share heads, however many they are.
     return (
         tuple(sizes or ()), burst.intra_size, burst.algorithm == "ulysses",
-        ulysses_size(burst, ranks), burst.placement, burst.nccl_max_ctas,
+        ulysses_size(burst, ranks) if ranks > 1 else 1, burst.placement, burst.nccl_max_ctas,
     )  # fmt: skip

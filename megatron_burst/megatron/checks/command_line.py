@@ -17,7 +17,7 @@ from ... import flags
 from ...config import BurstConfig
 from .. import patching
 from ..model_shape import ModelShape
-from ..selection import splits, splits_with_burst
+from ..selection import splits_with_burst, uses_burst
 from .config import HIDDEN_STATES, configuration_problems
 from .features import UNTESTED_FSDP
 from .layer_lists import mixed
@@ -246,7 +246,7 @@ def idle(settings: Any, burst: BurstConfig, argv: list[str]) -> str | None:
         unused = [name for name in flags.present(argv) if name not in flags.ALONE]
         if unused:
             return f"{', '.join(unused)} have no effect without --context-parallel-algo burst"
-    elif not splits(settings):
+    elif not uses_burst(settings, burst):
         return (
             f"{algorithm} has no effect at --context-parallel-size 1: Megatron's own attention runs"
         )

@@ -530,7 +530,7 @@ def kernel_problems(config: Any, burst: BurstConfig) -> Iterator[Problem]:
     name = burst.kernel
     if burst.algorithm == OFF:
         return
-    records = splits(config) and records_max_logits(config)
+    records = uses_burst(config, burst) and records_max_logits(config)
     if records and name == "auto" and not torch.cuda.is_available():
         yield Problem(
             f"{_max_logit_flag(config)} needs the largest attention logits, which --burst-kernel "
