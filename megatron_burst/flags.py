@@ -49,7 +49,7 @@ def add_flags(parser: argparse.ArgumentParser, *, algorithm: str) -> None:
 
 
 def default(field: str) -> Any:
-    """Return the default value of a field; None for the layout, which `add_defaults` chooses."""
+    """Return the default value of a field; None for the layout (see `layout_for`)."""
     if field == "layout":
         return None
     return FIELDS[field].default
@@ -58,6 +58,7 @@ def default(field: str) -> Any:
 def add_defaults(args: Any) -> None:
     """Set missing attributes of `args` to default values, and choose the layout if it is None.
 
+    With Megatron, the model may then exclude this layout (`megatron.run_options.default_layouts`).
     Arguments from an old checkpoint may lack the algorithm; it is then set to "megatron".
 
     Args:
@@ -75,8 +76,8 @@ def add_defaults(args: Any) -> None:
 def layout_for(algorithm: Any, store: Any, pack: Any = "off") -> str:
     """Return the default value of --burst-layout, which depends on other options.
 
-    Packed documents require "balanced", because zigzag cannot split documents of arbitrary length.
-    A store between 0 and 1 requires "striped", the only layout that balances the recomputation.
+    "balanced" balances the work of packed documents of arbitrary length. With a store between 0 and
+    1, only "striped" balances the recomputation.
 
     Args:
         algorithm: Value of --context-parallel-algo.

@@ -126,7 +126,8 @@ class OptionSet:
     """Base class of all option classes.
 
     Each field has a type `Annotated[TYPE, Option(...)]` and a default. Values are checked but never
-    changed: "auto" is resolved when a plan is made.
+    changed. "auto" is resolved later: for the layout when a model is configured, for other options
+    when a plan is made.
 
     Raises:
         ValueError: A field has an unsupported value. The message names the field and its flag.

@@ -150,7 +150,7 @@ class SpineOptions(OptionSet):
             )
 
     def keywords(self) -> AttentionKeywords:
-        """Return the options of attention as keyword arguments of `mb.prepare`."""
+        """Return the options of attention as keyword arguments of `AttentionOptions`."""
         layout: Any = self.attention_layout or self.layout
         return {
             "layout": layout,

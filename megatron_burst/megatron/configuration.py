@@ -72,7 +72,7 @@ def configure_model(
     assert burst.layout != "auto", "callers resolve the layout"
     with _restored_on_error(patches, config):
         if burst.algorithm != OFF or patches.run.layout is not None:
-            fix_layout(patches, burst.layout)
+            install_layout(patches, burst.layout)
         if burst.algorithm != OFF:
             set_cut(patches, cut_for(config, burst))
         if burst.pack == "documents":
@@ -107,7 +107,7 @@ def _restored_on_error(patches: patching.PatchSet, config: Any) -> Iterator[None
         raise
 
 
-def fix_layout(patches: patching.PatchSet, layout: str) -> None:
+def install_layout(patches: patching.PatchSet, layout: str) -> None:
     """Patch the functions that cut batches and rotary tables, and set the layout of the run."""
     state = patches.run
     if state.layout not in (None, layout):

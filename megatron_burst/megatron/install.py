@@ -9,7 +9,7 @@ from .. import registry
 from ..config import BurstConfig
 from ..layout import LayoutName
 from . import patching
-from .configuration import fix_layout
+from .configuration import install_layout
 from .patching import HYBRID_SINCE, check_version, core_version
 
 _NAME = "burst"
@@ -49,7 +49,7 @@ def install(layout: LayoutName | None = None) -> None:
     if present is None:
         _patch(layout, layout is None and patching.training_available())
     elif layout is not None:
-        fix_layout(present, layout)
+        install_layout(present, layout)
     elif patching.training_available() and not present.run.for_scripts:
         raise ValueError(
             "install(layout=...) was called before, without flags for Megatron-LM's command line; "
@@ -95,7 +95,7 @@ def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
         if for_scripts:
             TrainingHooks(patches).patch()
         if layout is not None:
-            fix_layout(patches, layout)
+            install_layout(patches, layout)
 
 
 def uninstall() -> bool:

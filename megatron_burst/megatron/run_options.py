@@ -111,8 +111,8 @@ def one_layout(config: Any, burst: BurstConfig) -> None:
     """Set Megatron's own layout settings to the layout of the tokens between layers.
 
     With other values both Megatron and BurstAttention would exchange rows around attention. Call
-    this function after `configure` has read the settings. Configurations without these settings are
-    unchanged.
+    this function after the layouts of the run were chosen, because `default_layouts` reads the
+    settings. Configurations without these settings are unchanged.
     """
     if not splits_with_burst(config, burst) or burst.layout not in STREAMS:
         return
@@ -168,7 +168,8 @@ class ParsedOptions(NamedTuple):
     """Parsed arguments of a run.
 
     Attributes:
-        settings: The arguments under the names of a `TransformerConfig`.
+        settings: Megatron's arguments under the names of a `TransformerConfig`. It was copied
+            before completion, so read our flags from `burst`.
         burst: The options, with concrete layouts. A wrong value is replaced by its default.
         errors: A message for each wrong value.
     """
@@ -181,7 +182,8 @@ class ParsedOptions(NamedTuple):
 def complete_arguments(args: Any) -> ParsedOptions:
     """Add default values of missing flags, and concrete layouts, to parsed arguments.
 
-    Rank 0 logs the layout if "auto" selects it, or if zigzag replaces the default layout striped.
+    Rank 0 logs the layout if "auto" selects it, or if zigzag replaces the default layout striped. A
+    second call for the same arguments changes nothing, because the first one set the layout.
 
     Args:
         args: parsed arguments; changed.

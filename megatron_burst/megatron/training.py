@@ -95,7 +95,7 @@ class TrainingHooks:
         )
         datasets.patch_masks(self.patches)
         datasets.patch_stages(self.patches)
-        patch_validation(self.patches)
+        patch_evaluation(self.patches)
         step_metrics.patch(self.patches)
         wrap(
             parallel_state,
@@ -142,8 +142,8 @@ class TrainingHooks:
         algorithm = getattr(args, "context_parallel_algo", None)
         with patching.selecting_burst(algorithm not in (None, flags.OFF)):
             config = original(args, *extra, **named)
-        # `validate_args` has completed the arguments of the command line, but not those of a
-        # checkpoint.
+        # Arguments that `validate_args` has completed do not change here. The arguments of a
+        # checkpoint may be incomplete.
         settings, burst, errors = complete_arguments(args)
         seq_length = getattr(settings, "seq_length", None)
         return configure_model(config, burst, seq_length, map(Problem, errors))
@@ -170,9 +170,7 @@ def _escape_percent_signs(parser: argparse.ArgumentParser) -> None:
 
 
 def check_flags(args: Any, argv: list[str]) -> ParsedOptions:
-    """Complete parsed arguments, and raise an error with all problems of the arguments.
-
-    Log flags without effect.
+    """Complete parsed arguments, raise an error with all their problems, and log idle flags.
 
     Args:
         args: parsed arguments; changed by `complete_arguments`.
@@ -216,7 +214,7 @@ def changes(saved: Any, now: dict[str, Any]) -> list[str]:
     return lines
 
 
-def patch_validation(patches: patching.PatchSet) -> None:
+def patch_evaluation(patches: patching.PatchSet) -> None:
     """Wrap Megatron-LM's `evaluate` to weight all tokens equally in validation with `--sft`."""
     home = importlib.import_module("megatron.training.training")
     patches.wrap(home, "evaluate", ["forward_step_func"], _evaluating)

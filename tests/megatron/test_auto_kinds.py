@@ -12,6 +12,7 @@ import megatron_burst as mb
 from megatron_burst.autotune import cluster_file
 from megatron_burst.autotune.clusters import Cluster
 from megatron_burst.megatron.attention.plan_book import LayerKind
+from megatron_burst.megatron.data.cut import BatchCut
 
 # Layers 1 and 3 of four have a window.
 MODEL = "--num-layers 4 --window-size 9,0 --window-attn-skip-freq 2"
@@ -86,5 +87,7 @@ def test_layers_with_masks_of_a_function_are_chosen_for_alone(four, common, auto
     ],
 )
 def test_kinds_of_layers_in_words(window, number, words):
-    kind = LayerKind(mb.BurstConfig("auto"), True, window, None, (4, 4, 8, 8), number=number)
+    kind = LayerKind(
+        mb.BurstConfig("auto"), True, window, None, (4, 4, 8, 8), BatchCut("zigzag"), number=number
+    )
     assert kind.layers() == words

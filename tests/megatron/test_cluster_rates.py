@@ -22,6 +22,7 @@ from megatron_burst.autotune.places import Nodes
 from megatron_burst.megatron import training, uninstall
 from megatron_burst.megatron.attention import plan_book
 from megatron_burst.megatron.checks.config import cluster_problems
+from megatron_burst.megatron.data.cut import BatchCut
 from megatron_burst.megatron.data.packed import Pack
 from megatron_burst.megatron.linear import state_layers
 from megatron_burst.megatron.patching import PatchSet
@@ -55,7 +56,12 @@ def planned(path):
     """
     book = plan_book.PlanBook(groups=mb.Groups.from_topology(dist.group.WORLD, intra=2))
     kind = plan_book.LayerKind(
-        mb.BurstConfig("auto", cluster=path), True, None, None, (8, 4, 16, 16)
+        mb.BurstConfig("auto", cluster=path),
+        True,
+        None,
+        None,
+        (8, 4, 16, 16),
+        BatchCut("zigzag"),
     )
     shapes = {"q": (64, 1, 8, 16), "k": (64, 1, 4, 16), "v": (64, 1, 4, 16)}
     tensors = {name: torch.zeros(shape).bfloat16() for name, shape in shapes.items()}

@@ -14,6 +14,7 @@ from test_parity import TOLERANCE, worst
 import megatron_burst as mb
 from megatron_burst.megatron.attention.plan_book import LayerKind
 from megatron_burst.megatron.checks.config import layer_problems
+from megatron_burst.megatron.data.cut import BatchCut
 from megatron_burst.megatron.data.packed import pack_of
 from megatron_burst.megatron.users_mask import MaskBatch, MaskLayer, users_mask
 
@@ -138,7 +139,7 @@ def test_what_the_function_is_told():
     own_masks.noting = lambda layer, batch: seen.append((layer, batch)) or mb.masks.Causal()
     try:
         burst = mb.BurstConfig(mask="own_masks:noting")
-        kind = LayerKind(burst, True, (8, 0), None, (4, 4, 8, 8), number=3)
+        kind = LayerKind(burst, True, (8, 0), None, (4, 4, 8, 8), BatchCut("zigzag"), number=3)
         pack = pack_of(32, torch.tensor([0, 12, 30]))
         kind.own_mask(pack, 32)
         kind.own_mask(None, 64)

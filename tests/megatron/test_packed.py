@@ -212,7 +212,7 @@ def test_batches_are_freed_with_what_is_known_of_them():
 def test_old_plans_are_dropped():
     groups = mb.Groups.single()
     book = plan_book.PlanBook(groups=groups, startup="said")
-    kind = plan_book.LayerKind(mb.BurstConfig(), True, None, None, (1, 1, 4, 4))
+    kind = plan_book.LayerKind(mb.BurstConfig(), True, None, None, (1, 1, 4, 4), BatchCut("zigzag"))
     tensors = dict.fromkeys("qkv", torch.zeros(300, 1, 1, 4))
     packs = [pack_of(300, ends(0, end, 300)) for end in range(1, plan_book.PLANS_KEPT + 2)]
     for pack in packs:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups of BurstAttention, made from Megatron's groups, and the plan book of each layer.
+"""The grid of ranks (`Groups`), made from Megatron's groups, and the plan book of each layer.
 
 Activations use Megatron's own groups: the context-parallel group and the hierarchical groups. Rings
 over other ranks, and gradients, get their own communicators. This module decides which ranks form a

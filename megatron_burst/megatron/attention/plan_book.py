@@ -142,11 +142,11 @@ class LayerKind:
         window: (left, right) tokens that a token sees; None if the layer has no window.
         softmax_scale: The factor of the logits, or None.
         head_sizes: Number of query heads, number of key/value heads, key width, value width.
+        attention_cut: Rule by which attention cuts a sequence over ranks.
         max_logits: Whether to record the largest logit of each head.
         selects: Whether the layer has sparse attention over selected keys. The plugin `sparse` then
             chooses the algorithm and logs the choice.
         number: The number of the layer, from 1; 0 if the mask does not depend on the number.
-        attention_cut: How attention cuts packed batches; None if `burst.layout` determines the cut.
         run_cut: How the run cuts batches if attention has another layout, otherwise None.
     """
 
@@ -155,16 +155,11 @@ class LayerKind:
     window: tuple[int | None, int | None] | None
     softmax_scale: float | None
     head_sizes: tuple[int | None, ...]
+    attention_cut: BatchCut
     max_logits: bool = False
     selects: bool = False
     number: int = 0
-    attention_cut: BatchCut | None = None
     run_cut: BatchCut | None = None
-
-    @property
-    def cut(self) -> BatchCut:
-        """Rule by which attention cuts a sequence over ranks."""
-        return self.attention_cut or BatchCut(self.burst.layout)
 
     def own_mask(self, pack: Pack | None, seq_len: int) -> Mask | None:
         """Return the mask that the function of `--burst-mask` makes; see `Kind.own_mask`."""
@@ -195,7 +190,7 @@ class LayerKind:
                 mask = mask & Window(*self.window)
         if pack is not None:
             mask = mask & pack.mask
-            keywords["layout"] = pack.layout(self.cut, book.groups.size)
+            keywords["layout"] = pack.layout(self.attention_cut, book.groups.size)
         keywords["mask"], keywords["softmax_scale"] = mask, self.softmax_scale
         keywords["sequence_chunks"], keywords["row_blocks"] = rows
         return AttentionOperation(
@@ -224,7 +219,7 @@ class LayerKind:
                 details += f"; masks of {self.burst.mask}, called for every layer"
             if self.run_cut is not None:
                 qkv = tuple(tensors.values())
-                details += exchange_line(book.groups, self.run_cut, self.cut, pack, qkv)
+                details += exchange_line(book.groups, self.run_cut, self.attention_cut, pack, qkv)
             if automatic:
                 details += f"; for {self.layers()}"
             details += priority_line(rings_of_normal_priority(book.groups))
@@ -491,7 +486,7 @@ class PlanBook:
             return None
         if self._row_exchanges is None:
             self._row_exchanges = RowExchanges(self.groups)
-        return self._row_exchanges.exchange(kind.run_cut, kind.cut, pack, (q, k, v))
+        return self._row_exchanges.exchange(kind.run_cut, kind.attention_cut, pack, (q, k, v))
 
     def pack(self, total: int, params: Any) -> Pack:
         """Return the documents of a `PackedSeqParams`; its tensors are read from the device once.

@@ -45,7 +45,8 @@ def check_layer(config: Any, burst: BurstConfig) -> None:
 
     Layers call this function when they are built, because Megatron and scripts copy and change
     configurations after `configure_model`. It repeats the checks of `configuration_problems`
-    without those of the sequence length, of plugins' options, of packing and of the kernel.
+    without those of the sequence length, the LM head, plugins' options, packing, and of whether
+    this machine has the kernel.
 
     Args:
         config: a `TransformerConfig`.

@@ -18,7 +18,7 @@ from .problem import Problem, Rule, broken, excluded, plugin_problems
 def option_problems(
     config: Any, burst: BurstConfig, seq_length: int | None = None
 ) -> Iterator[Problem]:
-    """Yield the settings that do not work with the fused LM head, packing or options of plugins.
+    """Yield the settings that do not work with the fused LM head or options of plugins.
 
     Args:
         config: a `TransformerConfig`, or parsed arguments with the same names.

@@ -350,7 +350,7 @@ def test_a_checkpoint_keeps_what_it_promises(keep, monkeypatch):
     plan = in_process.prepare(q, k, k, groups=groups, layout=layout, store=keep)
     walks = []
     monkeypatch.setattr(ring, "run", lambda rings, run=ring.run: (
-        walks.append(rings[0].run.name), run(rings)))  # fmt: skip
+        walks.append(rings[0].rank_pass.name), run(rings)))  # fmt: skip
 
     def layer(plan, *arguments):
         *index, q, k = arguments
