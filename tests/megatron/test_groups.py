@@ -18,7 +18,7 @@ from test_parity import TOLERANCE, TWO_BY_TWO, worst
 import megatron_burst as mb
 import megatron_burst.megatron as burst
 from megatron_burst.megatron.attention import plan_book
-from megatron_burst.megatron.attention.groups import node_warning, topology_key
+from megatron_burst.megatron.attention.groups import node_warning
 
 
 @pytest.mark.parametrize(
@@ -232,10 +232,3 @@ def sharing_of_two_models():
 
 def test_models_with_different_algorithms_have_different_grids(four):
     assert four(sharing_of_two_models) == [[4, 1]] * 4
-
-
-@pytest.mark.parametrize("algorithm", ["ulysses", "hybrid"])
-def test_the_key_of_a_group_of_one_rank_needs_no_size(algorithm):
-    options = mb.BurstConfig(algorithm=algorithm, ulysses_size=4)
-    config = SimpleNamespace(burst=options, hierarchical_context_parallel_sizes=None)
-    assert topology_key(config, 1) != topology_key(config, 4)

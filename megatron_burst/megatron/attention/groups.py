@@ -161,23 +161,18 @@ def book_of(config: Any, pg_collection: Any) -> PlanBook:
     """
     return plan_book(
         pg_collection.cp,
-        topology_key(config, pg_collection.cp.size()),
+        topology_key(config),
         lambda: context_groups(
             pg_collection, config.hierarchical_context_parallel_sizes, config.burst
         ),
     )
 
 
-def topology_key(config: Any, ranks: int) -> tuple:
-    """Return the settings that determine the grid of a context-parallel group.
-
-    Args:
-        config: a `TransformerConfig`, after `configure`.
-        ranks: number of ranks of the group.
-    """
+def topology_key(config: Any) -> tuple:
+    """Return the settings that determine the grid of a context-parallel group."""
     burst, sizes = config.burst, config.hierarchical_context_parallel_sizes
-    # With "ulysses" all ranks of a micro-batch share heads, however many they are.
+    # With algorithm "ulysses" all ranks share heads, also without `ulysses_size`.
     return (
-        tuple(sizes or ()), burst.intra_size, burst.algorithm == "ulysses",
-        ulysses_size(burst, ranks) if ranks > 1 else 1, burst.placement, burst.nccl_max_ctas,
+        tuple(sizes or ()), burst.intra_size, burst.algorithm == "ulysses", burst.ulysses_size,
+        burst.placement, burst.nccl_max_ctas,
     )  # fmt: skip
