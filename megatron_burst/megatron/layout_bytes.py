@@ -82,21 +82,40 @@ def layers_of(config: Any) -> LayerCounts:
 def _delta_net_state(config: Any) -> int:
     """Return the bytes that a delta net sends from rank to rank: fp32 states, convolution rows."""
     if ModelShape.of(config).count("kda"):
-        heads, width = config.kimi_linear_num_heads, config.kimi_linear_head_dim
-        rows = (config.kimi_linear_conv_kernel_size - 1) * 3 * heads * width
-        return 4 * heads * width * width + _element(config) * rows
-    heads, width = config.linear_num_value_heads, config.linear_value_head_dim
-    keys = config.linear_num_key_heads * config.linear_key_head_dim
-    rows = (config.linear_conv_kernel_dim - 1) * (2 * keys + heads * width)
-    return 4 * heads * width * config.linear_key_head_dim + _element(config) * rows
+        heads, width, kernel = _sizes(
+            config, "kimi_linear_num_heads", "kimi_linear_head_dim", "kimi_linear_conv_kernel_size"
+        )
+        return 4 * heads * width * width + _element(config) * (kernel - 1) * 3 * heads * width
+    heads, width, kernel, key_heads, key_width = _sizes(
+        config, "linear_num_value_heads", "linear_value_head_dim", "linear_conv_kernel_dim",
+        "linear_num_key_heads", "linear_key_head_dim",
+    )  # fmt: skip
+    channels = 2 * key_heads * key_width + heads * width
+    return 4 * heads * width * key_width + _element(config) * (kernel - 1) * channels
 
 
 def _mamba_state(config: Any) -> int:
     """Return the bytes that a Mamba mixer (convolution of width 4) sends from rank to rank."""
-    width, state = config.mamba_head_dim, config.mamba_state_dim
+    width, state, groups = _sizes(config, "mamba_head_dim", "mamba_state_dim", "mamba_num_groups")
     heads = getattr(config, "mamba_num_heads", None) or 2 * config.hidden_size // width
-    channels = heads * width + 2 * config.mamba_num_groups * state
+    channels = heads * width + 2 * groups * state
     return 4 * heads * width * state + _element(config) * 3 * channels
+
+
+def _sizes(config: Any, *names: str) -> list[int]:
+    """Return the values of these settings.
+
+    Raises:
+        SettingsError: The configuration lacks some of them.
+    """
+    missing = [name for name in names if getattr(config, name, None) is None]
+    if missing:
+        refuse([Problem(
+            "--burst-layout auto counts bytes of states, and this configuration does not state "
+            f"{', '.join(missing)}: set it, or name a layout",
+            add=("--burst-layout zigzag",),
+        )])  # fmt: skip
+    return [getattr(config, name) for name in names]
 
 
 def _attention_row(config: Any) -> int:

@@ -242,6 +242,11 @@ def test_auto_needs_to_know_what_it_counts():
     unknown = SimpleNamespace(context_parallel_size=2, is_hybrid_model=True)
     with pytest.raises(ValueError, match="does not state its pattern"):
         run_options.resolve_auto_layout(unknown, auto, 64)
+    sizes = {name: value for name, value in HYBRID.items() if name != "mamba_state_dim"}
+    for name in ("linear_num_key_heads", "mamba_state_dim"):
+        model = SimpleNamespace(**sizes if name not in sizes else HYBRID | {name: None})
+        with pytest.raises(ValueError, match=f"does not state {name}: set it, or name a layout"):
+            run_options.resolve_auto_layout(model, auto, 64)
     with pytest.raises(ValueError, match=r"install\(layout='auto'\).*names the layout"):
         burst.install("auto")
 
