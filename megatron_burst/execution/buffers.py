@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of one rank during a pass: message buffers and partial results.
 
-The buffers of one kind of message (such as "kv") have few sizes: the length of the longest message,
-and 1/4, 1/16, ... of that length. So messages of similar length share buffers, and short messages
-use little memory. Partial results are gradients, which are added, and outputs, which are merged by
-online softmax. Results for a rank's own rows stay on the rank. Results for rows of other ranks are
-sent, in messages that may contain only some of the rows.
+The buffers of one kind of message (such as "kv") have few sizes: the largest number of rows, and
+1/4, 1/16, ... of it. So messages of similar length share buffers, and short messages use little
+memory. Partial results are gradients, which are added, and outputs, which are merged by online
+softmax. Results for a rank's own rows stay on the rank. Results for rows of other ranks are sent,
+in messages that may contain only some of the rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class MessageKind:
 
     Args:
         rows: (shape of one row, dtype) of each tensor.
-        longest: Number of rows of the longest message.
+        longest: Number of rows of the longest message, or of the longest sum for rows of another
+            rank.
     """
 
     def __init__(self, rows: Sequence[tuple[torch.Size, torch.dtype]], longest: int):

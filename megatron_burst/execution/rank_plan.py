@@ -147,8 +147,9 @@ class RankPass:
             own queries to its own keys last; empty if the plan has no such head chunks.
         totals: (family, owner) -> all rows of the owner for which this rank holds partial results.
             A family is "out", "dquery" or "dkv".
-        longest: Family (kind of tensors, such as "kv") -> largest number of rows of a sent or
-            received chunk.
+        longest: Kind of buffer -> largest number of rows. "kv" or "dkv" has the sent and received
+            chunks, and the sums for rows of other ranks, so that both share buffers. "dkv wire" has
+            only the chunks.
         sends: Chunk -> number of times that this rank sends the chunk.
         kinds: Cache for the results of `ring.kinds`, by dtypes and number of heads.
     """

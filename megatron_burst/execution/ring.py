@@ -310,7 +310,9 @@ def kinds(
         wire_rows = [(shape, wire) for shape in shapes[:rounded]] + sum_rows[rounded:]
         sent_as[family] = family if sum_rows == wire_rows else family + " wire"
         kind_of[family] = MessageKind(sum_rows, rank_pass.longest.get(family, 0))
-        kind_of[sent_as[family]] = MessageKind(wire_rows, rank_pass.longest.get(family, 0))
+        if sent_as[family] != family:
+            longest = rank_pass.longest.get(sent_as[family], 0)
+            kind_of[sent_as[family]] = MessageKind(wire_rows, longest)
     return kind_of, sent_as
 
 

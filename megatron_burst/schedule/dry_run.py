@@ -35,7 +35,7 @@ class HeldBuffers:
         moments: Number of rows of every existing buffer by kind, at several moments of the pass.
             For any bytes per row, the moment with the largest memory is one of them. The rank's own
             sums of gradients are always counted.
-        longest: Family of tensors, such as "kv" -> number of rows of the longest message or sum.
+        longest: Kind of buffer -> largest number of rows, as in `execution.rank_plan.RankPass`.
         in_use: Number of rows in use by kind, at several moments of the pass: rows of received
             chunks, of messages and of partial results for other ranks. A buffer may have room for
             more rows.
@@ -144,7 +144,7 @@ class _ReplayBuffers:
     """The buffers of one kind: the same as `execution.buffers.Buffers`, but without tensors.
 
     Attributes:
-        longest: Number of rows of the longest message or sum.
+        longest: Largest number of rows of a message, or of a sum for rows of another rank.
         short: True if short messages get short buffers; False if all buffers have `longest` rows.
         used: Sum of the rows of all messages that are in buffers.
         rows: Capacity of a buffer in rows -> number of existing buffers.
@@ -196,8 +196,12 @@ class _Replay:
         calls = [call for b in self.program for pair in b.pairs for call in self._calls(pair)]
         self.totals = totals_of(schedule, rank, hops, calls)
         self.longest: dict[str, int] = defaultdict(int)
-        for chunk in (*(hop.chunk for hop in hops), *self.totals.values()):
-            self.longest[chunk.family] = max(self.longest[chunk.family], self._count(chunk))
+        for chunk in (hop.chunk for hop in hops):
+            for kind in (chunk.family, f"{chunk.family} wire"):
+                self.longest[kind] = max(self.longest[kind], self._count(chunk))
+        for chunk in self.totals.values():
+            if chunk.owner != rank:
+                self.longest[chunk.family] = max(self.longest[chunk.family], self._count(chunk))
         # Pools of the computing stream; in `_relay`, those of the relay stream.
         self.buffers: dict[str, _ReplayBuffers] = {}
         self.beside: dict[str, _ReplayBuffers] = {}
@@ -328,6 +332,7 @@ class _Replay:
         if len(together) > 1:
             self._join(together, boundary.index)
         for pair, queries, keys in calls:
+            temporary = []
             for family in self.families:
                 part, rows = (
                     (keys, pair.key_rows) if family == "dkv" else (queries, pair.query_rows)
@@ -338,6 +343,22 @@ class _Replay:
                     self.waiting.add(total)
                 else:
                     self.sums[self._total(family, part.owner)] |= rows & part.rows
+                    if self._scattered(total, part.rows):
+                        temporary.append((family, self._take(family, part._replace(family=family))))
+            for family, buffer in temporary:
+                self._give(family, buffer)
+
+    def _scattered(self, total: Chunk, rows: int) -> bool:
+        """Return True if some rows of a sum are not consecutive in its buffer.
+
+        A kernel call then writes to a temporary buffer, which is added to the sum.
+
+        Args:
+            total: Chunk with all rows of the sum.
+            rows: Bit set of the rows of the kernel call.
+        """
+        bundles = self.schedule.tables.bundles(total.family)
+        return rows != total.rows and len(bundles.places(total.owner, total.rows, rows)) > 1
 
     def _waits(self, total: Chunk, part: Chunk, joined: bool) -> bool:
         """Return True if a sum of key gradients is still in the buffer of a joined call.
@@ -443,8 +464,7 @@ class _Replay:
 
     def _pool(self, kind: str) -> _ReplayBuffers:
         if kind not in self.buffers:
-            family = kind.partition(" ")[0]
-            self.buffers[kind] = _ReplayBuffers(self.longest[family], not self.packed)
+            self.buffers[kind] = _ReplayBuffers(self.longest[kind], not self.packed)
         return self.buffers[kind]
 
     def _kind(self, chunk: Chunk) -> str:

@@ -49,9 +49,8 @@ def test_buffers_are_those_of_the_plan_of_a_run(algorithm, lengths):
     forecast = PackedForecast(MODEL, CLUSTER, None, lengths, "balanced")
     bounds = forecast.bounds(run)
     groups = in_process.groups(inter=2, intra=2)
-    q, k, v = ([torch.zeros(SHORT, 1, heads, 16) for _ in range(4)] for heads in (4, 1, 1))
-    for each in (*q, *k, *v):
-        each.requires_grad_()
+    bf16 = {"dtype": torch.bfloat16, "requires_grad": True}  # sizes decide the ring's direction
+    q, k, v = ([torch.zeros(SHORT, 1, heads, 16, **bf16) for _ in range(4)] for heads in (4, 1, 1))
     plan = in_process.prepare(
         q, k, v, groups=groups, algorithm=algorithm, side="kv",
         layout=mb.layout.make("balanced", cp_size=4, cu_seqlens=bounds, per_node=2),

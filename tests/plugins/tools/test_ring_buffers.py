@@ -1,5 +1,6 @@
 """The dry run of a pass counts the buffers that the executor takes."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -40,11 +41,8 @@ JOINED = "kv joined", "dkv joined"  # beside the buffers
 )  # fmt: skip
 @pytest.mark.parametrize("wire", [None, torch.float32], ids=["as summed", "narrow"])
 def test_buffers_are_those_that_the_executor_makes(
-    request, monkeypatch, layout, kv_heads, algorithm, size, intra, wire
+    monkeypatch, layout, kv_heads, algorithm, size, intra, wire
 ):
-    if wire is not None and algorithm == "two_way":
-        reason = "two_way sends narrow gradients with half a chunk more than is counted"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     made, known = [], {}
     take = Buffers.take
 
@@ -76,23 +74,16 @@ def test_buffers_are_those_that_the_executor_makes(
     for rank in range(size):
         for number, schedule in enumerate(plan.ranks[rank].schedules):
             found = dry_run(schedule, rank, wire=wire is not None, packed=True)
-            took = [(kind, rows) for me, kind, rows in passes[number] if me == rank]
-            rows = {kind: found.longest[kind.split()[0]] for kind in found.most}
-            expected = [
-                (kind, rows[kind])
-                for kind, n in found.most.items()
-                if kind not in JOINED
-                for _ in range(n)
-            ]
-            if algorithm == "two_way":  # halves of chunks travel, in buffers counted as whole ones
-                for kind in rows.keys() - set(JOINED):
-                    assert _rows(took, kind) <= _rows(expected, kind), (rank, number, kind)
-                continue
-            assert sorted(took) == sorted(expected), (rank, number)
-
-
-def _rows(buffers, kind):
-    return sum(rows for each, rows in buffers if each == kind)
+            took = Counter((kind, rows) for me, kind, rows in passes[number] if me == rank)
+            expected = Counter()
+            for moment in found.moments:
+                expected |= Counter(
+                    (kind, rows)
+                    for kind, buffers in moment.items()
+                    for rows in buffers
+                    if kind not in JOINED
+                )
+            assert took == expected, (rank, number)
 
 
 def test_keys_that_one_call_joins_are_counted(monkeypatch):
