@@ -10,8 +10,8 @@ from typing import NamedTuple
 class Combination(NamedTuple):
     """Ours on `world` ranks with `model` and `split` flags, stock with those of the model alone.
 
-    rounding: bf16 and fp16; then the bound is twice what stock itself loses to that format,
-    against the same run without those flags; norms of parameters are left out.
+    rounding: flags of bf16 or fp16. Both runs are then compared with the run without these flags,
+    and our error may be twice that of stock; norms of parameters are left out.
     """
 
     name: str
