@@ -84,3 +84,13 @@ def test_all_tensor_parallel_ranks_get_plans_from_their_threads(counted, train):
     assert plain_counts == [(passes * MICRO_BATCHES, 0, 0, 0)] * 4
     assert (run.steps, run.evaluations) == (plain.steps, plain.evaluations)
     same(run, train(1, f"--packed --global-batch-size {MICRO_BATCHES}"))
+
+
+@pytest.mark.slow
+def test_interleaved_pipeline_with_tensor_parallel_ranks(counted, train):
+    """Every chunk of a stage reads and broadcasts the same batches."""
+    run, counts = counted(8, f"{FLAGS} {INTERLEAVED}")
+    passes = STEPS + EVALUATIONS
+    ahead = passes * (MICRO_BATCHES - 1) - 1
+    assert counts == [(passes + 1, ahead, ahead, ahead)] * 8
+    same(run, train(2, f"--packed {INTERLEAVED}"))
