@@ -160,18 +160,23 @@ def test_the_configuration_decides_for_all_ranks(state, case, iterator):
     assert seen == [shares] * 2
 
 
-def test_the_pack_of_the_last_batch_that_was_read(state):
-    def batch(*ends):
-        lengths = torch.tensor([ends], dtype=torch.int32)
-        return {"tokens": torch.zeros(1, TOTAL), "cu_seqlens": lengths}
+def batch(*ends):
+    """Return a packed batch, or an unpacked batch without `ends`."""
+    lengths = {"cu_seqlens": torch.tensor([ends], dtype=torch.int32)} if ends else {}
+    return {"tokens": torch.zeros(1, TOTAL)} | lengths
 
-    unpacked = {"tokens": torch.zeros(1, TOTAL)}
-    batches = [batch(0, 9, 24), batch(0, 7, 24), unpacked, batch(0, 5, 24), batch(0, 3, 24)]
-    iterator, found = loader.BatchIterator(iter(batches), count=4), []
+
+@pytest.mark.parametrize(("count", "batches", "expected"), [
+    (2, [batch(0, 9, 24), batch(0, 7, 24), batch(0, 5, 24)], [(0, 7, 24), None, None]),
+    (3, [batch(0, 9, 24), batch(), batch(0, 5, 24)], [None, None, None]),
+    (3, [batch(0, 9, 24), batch(0, 7, 24)], [(0, 7, 24), None]),
+])  # fmt: skip
+def test_the_next_pack_is_known_only_within_a_step(state, count, batches, expected):
+    iterator, found = loader.BatchIterator(iter(batches), count=count), []
     for _ in batches:
         next(iterator)
         found.append(state.next_pack and state.next_pack.bounds)
-    assert found == [(0, 7, 24), None, None, None, None]
+    assert found == expected
 
 
 class Call:

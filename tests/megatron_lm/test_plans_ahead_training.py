@@ -94,3 +94,13 @@ def test_interleaved_pipeline_with_tensor_parallel_ranks(counted, train):
     ahead = passes * (MICRO_BATCHES - 1) - 1
     assert counts == [(passes + 1, ahead, ahead, ahead)] * 8
     same(run, train(2, f"--packed {INTERLEAVED}"))
+
+
+@pytest.mark.slow
+def test_packed_documents_with_tensor_parallel_ranks(counted, train):
+    """Rank 0 packs the documents of each step anew, in three or four micro-batches."""
+    run, counts = counted(4, f"{FLAGS} --burst-pack documents")
+    assert len(set(counts)) == 1
+    _, made, started, used = counts[0]
+    assert made == started == used > STEPS + EVALUATIONS * (MICRO_BATCHES - 1)
+    same(run, train(1, f"--packed --alone --global-batch-size {MICRO_BATCHES}"))
