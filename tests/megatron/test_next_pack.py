@@ -91,7 +91,7 @@ def of_rank(rank, next_of_rank, device="cpu", **changes):
 
     with (
         mock.patch.object(next_pack.dist, "broadcast", broadcast),
-        mock.patch.object(next_pack, "device_of", return_value=torch.device(device)),
+        mock.patch.object(next_pack, "_device", return_value=torch.device(device)),
     ):
         call = arguments | changes
         assert next_pack._with_next_pack(original, **call) is call["batch"]

@@ -30,9 +30,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import utils
 
+from ...comm.process_groups import backends
 from ...layout.sharding import to_device
 from .. import patching
-from ..packing.documents import device_of
 from .packed import Pack, packs
 
 CAPACITY = 8192  # int32 numbers in a message; enough for 2,000 documents with padding
@@ -56,7 +56,7 @@ def _with_next_pack(original: Callable, *args: Any, **named: Any) -> Any:
     group = arguments["broadcast_group"]
     packed = any(arguments.get(name) for name in _PACKED) and not arguments["is_hybrid_cp"]
     if state.shares_packs and packed and group.size() > 1:
-        device, source = device_of(group), arguments["broadcast_src_rank"]
+        device, source = _device(group), arguments["broadcast_src_rank"]
         if arguments["tp_rank"] == 0:
             dist.broadcast(to_device(encoded(pack), device), source, group=group)
         else:
@@ -66,6 +66,12 @@ def _with_next_pack(original: Callable, *args: Any, **named: Any) -> Any:
             for book in state.plan_books.values():
                 book.plan_received(receive)
     return batch
+
+
+def _device(group: Any) -> torch.device:
+    """Return the device of the group's broadcasts."""
+    on_gpu = "cuda" in backends(group)
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def _to_host(message: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
