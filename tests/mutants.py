@@ -33,7 +33,7 @@ QUICK = (
     "short_convolution", "linear_attention_ranks", "linear_trees", "linear_reverse",
     "own_masks", "sight", "sparse", "indexer_loss", "indexer_gradients", "sparse_joined",
     "one_call", "held", "uneven_steps", "relays", "relay_stream", "other_keys",
-    "compressed_attention", "scan_tables", "plans_ahead",
+    "compressed_attention", "scan_tables", "plans_ahead", "next_pack",
 )  # fmt: skip
 
 # The tests to run first for the files of a folder, or for one file: most mutants do not live long.
@@ -48,7 +48,8 @@ NEAR = {
     "schedule/head_shares": "every", "schedule/topology": "every", "execution/ulysses": "every",
     "comm/consensus": "consensus own_masks", "comm/operation": "operation",
     "comm/recent": "operation", "megatron/attention/plan_book": "plans_ahead",
-    "megatron/attention/plans_ahead": "plans_ahead", "megatron/data/loader": "plans_ahead",
+    "megatron/attention/plans_ahead": "next_pack plans_ahead",
+    "megatron/data/loader": "plans_ahead", "megatron/data/next_pack": "next_pack",
     "kernels/online_softmax": "merge",
     "kernels/flash": "flash_blocks", "kernels/block_lists": "flash_blocks",
     "kernels/flex": "flex", "kernels/flex_tables": "flex", "kernels/flex_programs": "flex",
@@ -614,6 +615,10 @@ MUTANTS = [
            "an error of the thread is raised on one rank only"),
     Mutant("megatron/data/loader.py", "if self._left > 0 and", "if",
            "a step reads a batch of the next step"),
+    Mutant("megatron/data/next_pack.py", "if state.shares_packs and packed", "if pack and packed",
+           "a rank waits for a broadcast that no other rank sends"),
+    Mutant("megatron/attention/plans_ahead.py", "        self._keep(_result(received) or {})\n", "",
+           "plans for received packs are never used"),
     Mutant("comm/operation.py", "    operation.agree(plan if", "    (plan if",
            "plans that differ are not compared"),
     Mutant("comm/operation.py", "key = identity(request.facts)", "key = 0",

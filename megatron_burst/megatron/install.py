@@ -62,7 +62,7 @@ def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
     # These modules import Megatron before any function is replaced: a module that imported a
     # replacement by name would keep it after `uninstall`.
     from .attention import hooks as attention_hooks
-    from .data import loader
+    from .data import loader, next_pack
     from .data.rope import rope_patches
     from .data.slicing import slicing_patches
     from .lm_head import fused_loss, mtp
@@ -90,6 +90,7 @@ def _patch(layout: LayoutName | None, for_scripts: bool) -> None:
         for patch in (*linear_patches, *plugin_patches):
             patch(patches)
         loader.patch(patches)
+        next_pack.patch(patches)
         packing_step.patch(patches)
         patches.run.for_scripts = for_scripts
         if for_scripts:

@@ -38,6 +38,9 @@ class RunState:
         plan_books: `attention.plan_book.PlanBook` by context-parallel group and topology.
         planner: Thread pool of `attention.plans_ahead`, whose thread makes plans.
         read_ahead: (data loader, batch) of each batch that a step read and did not use.
+        next_pack: `data.packed.Pack` of the batch that was read ahead last; None if the batch after
+            the current one is unknown.
+        shares_packs: Whether tensor-parallel rank 0 broadcasts the next pack (`data.next_pack`).
         lm_head_startup: Line that the fused loss logged in its first forward.
         mtp_counts: (group, whether `process_mtp_loss` sums counts over this group).
         metrics: `step_metrics.StepMetrics`, if the run writes metrics.
@@ -62,6 +65,8 @@ class RunState:
     plan_books: dict[tuple, Any] = field(default_factory=dict)
     planner: Any = None
     read_ahead: list[tuple[Any, Any]] = field(default_factory=list)
+    next_pack: Any = None
+    shares_packs: bool = False
     lm_head_startup: str | None = None
     mtp_counts: list[tuple[Any, bool]] = field(default_factory=list)
     metrics: Any = None

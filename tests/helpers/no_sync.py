@@ -44,11 +44,14 @@ class NoSync(TorchDispatchMode):
     """Raises `HostSync` where the host waits for the device of `kind`.
 
     uploads: how many asynchronous copies from pinned memory were made; see `pinning`.
+    downloads: how many asynchronous copies to the host were made. The caller reads them after an
+    event, which this mode cannot check, so they are errors without `downloads=True`.
     """
 
-    def __init__(self, kind="cuda"):
+    def __init__(self, kind="cuda", downloads=False):
         super().__init__()
         self.kind, self.uploads = kind, 0
+        self.downloads = 0 if downloads else None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -84,6 +87,9 @@ class NoSync(TorchDispatchMode):
             target, source, what = args[0].device.type, args[1].device.type, args[1]
             wait = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
         if (source == self.kind) == (target == self.kind):
+            return None
+        if source == self.kind and name == "_to_copy" and not wait and self.downloads is not None:
+            self.downloads += 1  # torch allocates pinned memory
             return None
         if source == self.kind:
             return "copies from the device to the host"

@@ -287,7 +287,7 @@ def test_a_pack_of_another_length_or_with_a_plan_is_not_planned(ahead):
     call, bounds = Call(), (0, TOTAL // 2)
     ahead.expect(call, [])
     ahead.start(None, Pack(TOTAL // 2, bounds, TOTAL // 2, bounds), [])
-    ahead.start(None, pack_of(100, 140), [call])
+    ahead.start(None, pack_of(100, 140), [(call, pack_of(100, 140))])
     assert not ahead.started
 
 

@@ -3,7 +3,8 @@
 It trains a GPT from Megatron-LM's flags, or a hybrid model with `--hybrid-layer-pattern`, with
 Megatron-LM's `pretrain`, on `--data-path` or on counting sequences of documents with uneven
 lengths. `--packed` prevents documents from seeing each other; with `--alone` too, one rank runs the
-model on each document separately.
+model on each document separately. With `--broadcast`, only tensor-parallel rank 0 reads data, and
+the other ranks receive its batches, as in pretrain_gpt.py.
 """
 
 from functools import partial
@@ -18,7 +19,7 @@ from megatron.core.enums import ModelType
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer import multi_token_prediction
-from megatron.core.utils import get_batch_on_this_cp_rank
+from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import (
     gpt_config_from_args,
@@ -68,6 +69,8 @@ class Counting(torch.utils.data.Dataset):
 
 def datasets(sizes, vp_stage=None):
     args = get_args()
+    if args.broadcast and mpu.get_tensor_model_parallel_rank():
+        return [None for _ in sizes]
     if args.data_path:
         # A dense mask is for every stage; else as pretrain_gpt.py does it.
         masks = args.create_attention_mask_in_dataloader
@@ -104,7 +107,7 @@ def loss_function(loss_mask, losses, model=None):
 
 def forward_step(data_iterator, model):
     args = get_args()
-    batch = dict(next(data_iterator))
+    batch = received(data_iterator, args) if args.broadcast else dict(next(data_iterator))
     lengths = batch.get("cu_seqlens")
     group = mpu.get_context_parallel_group()
     batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
@@ -129,6 +132,38 @@ def forward_step(data_iterator, model):
         packed_seq_params=params,
     )
     return losses, partial(loss_function, batch["loss_mask"])
+
+
+KEYS = (
+    "tokens", "labels", "loss_mask", "position_ids", "attention_mask", "cu_seqlens",
+    "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group",
+)  # fmt: skip
+
+
+def received(data_iterator, args):
+    """Return the batch that tensor-parallel rank 0 reads."""
+    batch, rank = {}, mpu.get_tensor_model_parallel_rank()
+    if rank == 0:
+        batch = dict.fromkeys(KEYS) | next(data_iterator)
+        if args.packed:
+            batch["max_seqlen"] = batch["cu_seqlens"].diff().max().view(1)
+        batch = {key: value if value is None else value.cuda() for key, value in batch.items()}
+    return get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=args.packed,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=False,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=False,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
 
 
 def packed(ends):
@@ -159,6 +194,7 @@ def separate_documents(model, batch):
 def add_own_flags(parser):
     parser.add_argument("--packed", action="store_true")
     parser.add_argument("--alone", action="store_true")
+    parser.add_argument("--broadcast", action="store_true")
     return parser
 
 

@@ -465,7 +465,16 @@ class PlanBook:
         Args:
             pack: the documents of the next micro-batch.
         """
-        self.ahead.start(self, pack, [key[0] for key in self._plans if key[1] == pack])
+        self.ahead.start(self, pack, [key[:2] for key in self._plans])
+
+    def plan_received(self, receive: Callable[[], Pack | None]) -> None:
+        """Start to make the plans of a micro-batch whose documents are still on their way.
+
+        Args:
+            receive: function that a thread calls. It waits for the documents and returns them, or
+                returns None if the next micro-batch is unknown.
+        """
+        self.ahead.start_received(self, receive, [key[:2] for key in self._plans])
 
     def row_exchange(
         self, kind: LayerKind, q, k, v, pack: Pack | None = None

@@ -2,12 +2,14 @@
 """Plans of the next micro-batch, made by a thread while the device computes the current one.
 
 With packed documents every micro-batch has other lengths, so it needs a new plan. The data path
-reads one batch ahead (`data.loader`) and passes its documents to `PlanBook.plan_ahead`. One thread
-per process then checks the calls and builds the plans. The thread does not communicate. The forward
-compares a thread's plan between ranks, exactly as a plan that it makes itself.
+reads one batch ahead (`data.loader`) and passes its documents to `PlanBook.plan_ahead`. If only
+tensor-parallel rank 0 reads batches, the thread of the other ranks waits for the documents that
+rank 0 broadcasts (`data.next_pack`, `PlanBook.plan_received`). One thread per process then checks
+the calls and builds the plans. The thread does not communicate. The forward compares a thread's
+plan between ranks, exactly as a plan that it makes itself.
 
 The facts of a call are the names and values that ranks compare. The forward uses a thread's plan
-only if the facts of both calls are equal. If a rank has no document lengths on the host, its thread
+only if the facts of both calls are equal. If a rank has no document lengths in advance, its thread
 makes no plan, and its forward makes the same plan. If the thread raised an error, the forward makes
 the plan too and raises the error on all ranks.
 """
@@ -15,7 +17,7 @@ the plan too and raises the error on all ranks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any, Protocol
@@ -53,6 +55,11 @@ class ExpectedCall(Protocol):
         ...
 
 
+PlanKey = tuple[ExpectedCall, Pack]
+# A call, the names of its tensors that require a gradient, and the stream of its device.
+CallContext = tuple[ExpectedCall, Collection[str], torch.cuda.Stream | None]
+
+
 class PlansAhead:
     """Plans that a thread makes before the layers of a plan book need them.
 
@@ -64,7 +71,8 @@ class PlansAhead:
     def __init__(self) -> None:
         self.started, self.used = 0, 0
         self._expected = RecentCache(CALLS_EXPECTED)
-        self._futures = RecentCache(PLANS_AHEAD)
+        self._futures = RecentCache(PLANS_AHEAD)  # by call and pack
+        self._receiving: Future | None = None  # of `_plan_received`, for the newest pack
 
     def expect(self, call: ExpectedCall, needs_grad: Collection[str]) -> None:
         """Register a call, so that later packs get its plan from the thread.
@@ -75,23 +83,47 @@ class PlansAhead:
         """
         self._expected.keep(call, needs_grad)
 
-    def start(self, book: Any, pack: Pack, planned: Collection[ExpectedCall]) -> None:
+    def start(self, book: Any, pack: Pack, planned: Iterable[PlanKey]) -> None:
         """Let the thread make the plans of all registered calls for the next micro-batch.
 
         Args:
             book: The plan book of the calls.
             pack: The documents of the next micro-batch.
-            planned: Calls that have a plan for this pack already.
+            planned: Calls and packs that have a plan already.
         """
-        if self.started >= UNUSED and not self.used:  # forwards get other packs than `start`
-            return
-        for call, needs_grad in self._expected.items():
-            key = call, pack
-            if call in planned or key in self._futures or call.length(book) != pack.total:
-                continue
-            plan = _planner().submit(_plan, book, call, pack, needs_grad, _stream(call))
-            self._futures.keep(key, plan)
-            self.started += 1
+        if not self._unused():
+            calls, known = self._calls(), [*planned, *self._futures]
+            self._keep(_submit_plans(_planner(), book, pack, calls, known))
+
+    def start_received(
+        self, book: Any, receive: Callable[[], Pack | None], planned: Iterable[PlanKey]
+    ) -> None:
+        """Let the thread receive the documents of the next micro-batch, then make its plans.
+
+        Args:
+            book: The plan book of the calls.
+            receive: Function that waits for the documents. It returns None if the next micro-batch
+                is unknown.
+            planned: Calls and packs that have a plan already.
+        """
+        # The documents that this waits for are those of the micro-batch that has now arrived.
+        received, self._receiving = self._receiving, None
+        self._keep(_result(received) or {})
+        if not self._unused():
+            arguments = book, receive, self._calls(), [*planned, *self._futures]
+            self._receiving = _planner().submit(_plan_received, _planner(), *arguments)
+
+    def _calls(self) -> list[CallContext]:
+        return [(call, needs, _stream(call)) for call, needs in self._expected.items()]
+
+    def _keep(self, futures: Mapping[PlanKey, Future]) -> None:
+        for key, future in futures.items():
+            self._futures.keep(key, future)
+        self.started += len(futures)
+
+    def _unused(self) -> bool:
+        """Return whether forwards get other packs than the thread."""
+        return self.started >= UNUSED and not self.used
 
     def builder(
         self, call: ExpectedCall, pack: Pack, operation: Operation[Any, Any]
@@ -108,7 +140,7 @@ class PlansAhead:
         future = self._futures.pop((call, pack), None)
 
         def build(request: Any) -> Any:
-            facts, plan = (None, None) if future is None else _result(future)
+            facts, plan = _result(future) or (None, None)
             if facts != identity(request.facts):
                 return operation.build(request)
             self.used += 1
@@ -123,6 +155,34 @@ def _planner() -> ThreadPoolExecutor:
     if state.planner is None:
         state.planner = ThreadPoolExecutor(1, thread_name_prefix="megatron_burst planner")
     return state.planner
+
+
+def _plan_received(
+    planner: ThreadPoolExecutor,
+    book: Any,
+    receive: Callable[[], Pack | None],
+    calls: Iterable[CallContext],
+    known: Iterable[PlanKey],
+) -> dict[PlanKey, Future]:
+    """Wait for a pack in the planning thread; return the futures of its plans."""
+    pack = receive()
+    return {} if pack is None else _submit_plans(planner, book, pack, calls, known)
+
+
+def _submit_plans(
+    planner: ThreadPoolExecutor,
+    book: Any,
+    pack: Pack,
+    calls: Iterable[CallContext],
+    known: Iterable[PlanKey],
+) -> dict[PlanKey, Future]:
+    """Let the thread make the plans for a pack, except the `known` ones; return their futures."""
+    planned = [call for call, other in known if other == pack]
+    return {
+        (call, pack): planner.submit(_plan, book, call, pack, needs_grad, stream)
+        for call, needs_grad, stream in calls
+        if call not in planned and call.length(book) == pack.total
+    }
 
 
 def _plan(
@@ -148,13 +208,13 @@ def _plan(
         return identity(request.facts), operation.build(request)
 
 
-def _result(future: Future) -> tuple[int | None, Any]:
-    """Wait for the result of `_plan`; return (None, None) if it raised an error."""
+def _result(future: Future | None) -> Any:
+    """Wait for a result of the thread; return None if the thread raised an error."""
     try:
-        return future.result()
+        return None if future is None else future.result()
     except Exception:
         logging.getLogger(__name__).debug("a plan was not made ahead", exc_info=True)
-        return None, None
+        return None
 
 
 def _stream(call: ExpectedCall) -> torch.cuda.Stream | None:

@@ -6,7 +6,8 @@ would wait for all queued work. It would then make its plan while the GPU is idl
 `cu_seqlens` tensors of batches record their values when the script sends them to a device.
 `Packs.values` returns the recorded values for the device tensors and for views of them. Other
 tensors are read from the device: tensors that a script computes, and tensors that other
-tensor-parallel ranks receive by broadcast.
+tensor-parallel ranks receive by broadcast. Module `next_pack` sends these ranks the documents of
+the next batch, from which their plans are made in advance.
 
 The host also reads loss masks, and warns once if gradients depend on the number of context-parallel
 ranks.
@@ -25,7 +26,7 @@ from .. import patching
 from ..checks.cuda_graphs import graphs_asked
 from ..selection import burst_of, splits_with_burst
 from .entries import documents_of, entries_to_cut
-from .packed import packs
+from .packed import Pack, packs
 
 _LENGTHS = ("cu_seqlens", "cu_seqlens_padded")
 _OWN_GROUP = "local_cp_size", "hybrid_cp_group"
@@ -85,6 +86,7 @@ class BatchIterator:
         return self
 
     def __next__(self) -> Any:
+        patching.run_state().next_pack = None
         batch = self._ahead.pop() if self._ahead else self._read()
         if isinstance(batch, Exception):
             raise batch
@@ -113,7 +115,7 @@ class BatchIterator:
             batch = error
         self._ahead.append(batch)
         if isinstance(batch, dict):
-            plan_ahead(batch)
+            patching.run_state().next_pack = plan_ahead(batch)
 
     def unused(self) -> list[tuple[Any, Any]]:
         """Return [(data loader, batch)] of a batch that was read ahead but not used; else []."""
@@ -123,23 +125,28 @@ class BatchIterator:
         return getattr(self._batches, name)
 
 
-def plan_ahead(batch: dict[str, Any]) -> None:
+def plan_ahead(batch: dict[str, Any]) -> Pack | None:
     """Start to make the plans of attention for a packed batch on the host, for a later forward.
 
     A batch with its own context-parallel group is skipped.
 
     Args:
         batch: the entries of the whole sequence, by name.
+
+    Returns:
+        The documents of the batch; None if they are not used.
     """
     lengths = documents_of(batch)
     if lengths is None or any(batch.get(name) is not None for name in _OWN_GROUP):
-        return
+        return None
     if any(x is not None and x.device.type != "cpu" for x in lengths):
-        return
+        return None
     with contextlib.suppress(ValueError):  # the step raises the error when it uses the batch
         pack = packs().of(entries_to_cut(batch, packed=True).length, *lengths)
         for book in patching.run_state().plan_books.values():
             book.plan_ahead(pack)
+        return pack
+    return None
 
 
 def patch(patches: patching.PatchSet) -> None:
@@ -189,7 +196,8 @@ def _noting(run: Callable, named: dict[str, Any]) -> Any:
     state = patching.run_state()
     unused, state.read_ahead = state.read_ahead, []
     # The thread that makes plans allocates memory, which may end the capture of a CUDA graph.
-    _, graphs = graphs_asked(_config_of(named["model"]))
+    config = _config_of(named["model"])
+    _, graphs = graphs_asked(config)
     count = named["num_microbatches"] if graphs == "none" else 0
 
     def wrapped(batches: Any) -> BatchIterator:
@@ -200,6 +208,11 @@ def _noting(run: Callable, named: dict[str, Any]) -> Any:
         None if iterator is None else wrapped(iterator)
         for iterator in (iterators if several else [iterators])
     ]
-    result = run(**named | {"data_iterator": wrappers if several else wrappers[0]})
+    # These values are equal on all ranks, so either all ranks share packs or none does.
+    state.shares_packs = graphs == "none" and splits_with_burst(config, burst_of(config))
+    try:
+        result = run(**named | {"data_iterator": wrappers if several else wrappers[0]})
+    finally:
+        state.next_pack, state.shares_packs = None, False
     state.read_ahead = [entry for x in wrappers if x is not None for entry in x.unused()]
     return result
