@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -127,6 +127,24 @@ class Buffers:
             free.setdefault(rows, []).append(message)
 
 
+class OpenSum(NamedTuple):
+    """Tensors to which a kernel call adds results.
+
+    Attributes:
+        message: The message of the tensors.
+        new: True if the content of the tensors is undefined. The call then writes all rows, which
+            needs less memory traffic than clearing them and adding to them.
+    """
+
+    message: Message
+    new: bool = False
+
+    @property
+    def tensors(self) -> Tensors:
+        """The tensors of the message."""
+        return self.message.tensors
+
+
 @dataclass
 class _RowTotals:
     """Sums of partial results (gradients or outputs) for rows of one rank.
@@ -173,26 +191,34 @@ class ResultAccumulator:
             self._totals[target.total] = _RowTotals(Message(None, sums), target.total.rows, write)
         return first
 
-    def open(self, target: Target) -> Message:
-        """Return tensors into which the caller adds results for the rows of `target`.
+    def open(self, target: Target, *, clear: bool = True) -> OpenSum:
+        """Return tensors to which the caller adds results for the rows of `target`.
 
-        If the rows are not consecutive, the tensors are a temporary buffer that is initialized to
-        the empty result. The caller must pass this buffer to `merge`.
+        If the rows are not consecutive, the tensors are a temporary buffer, which the caller must
+        pass to `merge`.
+
+        Args:
+            target: The rows.
+            clear: True if new tensors must contain the empty result. False if the caller writes all
+                rows of new tensors (`OpenSum.new`).
         """
-        total, place = self._total(target), target.place
+        place = target.place
+        new = not clear and place.whole and target.total not in self._totals
+        total = self._total(target, clear=not new)
         total.filled |= target.rows
         if place.whole:
-            return total.message
+            return OpenSum(total.message, new)
         if isinstance(place.at, slice):
-            return Message(None, rows_at(total.message.tensors, place))
+            return OpenSum(Message(None, rows_at(total.message.tensors, place)))
         message = self._buffers.take(target.total.family, place.count)
-        _clear(target.total.family, message)
-        return message
+        if clear:
+            _clear(target.total.family, message)
+        return OpenSum(message, not clear)
 
-    def merge(self, target: Target, part: Message) -> None:
+    def merge(self, target: Target, part: OpenSum) -> None:
         """Add the temporary buffer from `open` to the sums of `target`, and free the buffer."""
-        _add_or_merge(self._total(target).message, target, part)
-        self._buffers.give(target.total.family, part)
+        _add_or_merge(self._total(target).message, target, part.message)
+        self._buffers.give(target.total.family, part.message)
 
     def total_rows(self, target: Target) -> Tensors:
         """Return the sums of all rows of a chunk. Rows without a result are 0 (lse: -inf)."""
@@ -234,14 +260,23 @@ class ResultAccumulator:
             self._buffers.give(family, self._totals.pop(target.total).message)
         return message
 
-    def _total(self, target: Target) -> _RowTotals:
+    def _total(self, target: Target, *, clear: bool = True) -> _RowTotals:
+        """Return the sums of a chunk; make them if there are none.
+
+        Args:
+            target: The chunk, as `target.total`.
+            clear: True to set new sums to the empty result; False to leave their content undefined.
+        """
         total = self._totals.get(target.total)
         if total is None or total.write:
             # The output must not be a view: autograd forbids in-place changes of returned views.
             output = target.total[::2] == ("out", ALL)
             make = self._buffers.separate if output else self._buffers.take
             message = make(target.total.family, target.size)
-            ((total and total.write) or partial(_clear, target.total.family))(message)
+            if total is not None and total.write:
+                total.write(message)
+            elif clear:
+                _clear(target.total.family, message)
             total = self._totals[target.total] = _RowTotals(message, total.filled if total else 0)
         return total
 

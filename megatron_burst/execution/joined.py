@@ -30,6 +30,7 @@ from ..layout.sharding import to_device
 from ..schedule.head_shares import shared_order, shared_spans
 from ..schedule.rings import Schedule
 from ..schedule.tables import Chunk
+from .buffers import OpenSum
 from .rank_plan import KernelCall, RankPass, Step, Target, Tensors
 
 if TYPE_CHECKING:
@@ -186,13 +187,14 @@ def compute(call: KernelCall, ring: Ring) -> None:
         ring: Ring that holds the chunks and the partial results.
     """
     partials, (own,), parts = ring.partials, call.targets, call.parts
-    keys, sums = _gather_keys(parts, ring), [partials.open(own)]
+    keys, sums = _gather_keys(parts, ring), [partials.open(own, clear=not ring.writes_new)]
     grads: Tensors = ()
     if parts[0].target is not None:
         grads = ring.buffers.separate("dkv", len(keys[0])).tensors
-        for tensor in grads:
-            tensor.zero_()
-        sums.append(Message(None, grads))
+        if not ring.writes_new:
+            for tensor in grads:
+                tensor.zero_()
+        sums.append(OpenSum(Message(None, grads), ring.writes_new))
     ring.compute.pair(call, ring.chunks[call.queries].tensors, keys, sums)
     if not isinstance(own.place.at, slice):
         partials.merge(own, sums[0])

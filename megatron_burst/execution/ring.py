@@ -25,11 +25,11 @@ from ..comm import packing
 from ..comm.packing import CallTag, Envelope, Message
 from ..comm.relays import Relays
 from ..comm.transport import Pending, Receive, Send
-from ..kernels.base import Kernel, Rows, Scoring
+from ..kernels.base import Kernel, Rows, Scoring, writes_new
 from ..kernels.online_softmax import accumulation_dtype, add_sink_
 from ..schedule.head_shares import deferred_chunks
 from ..schedule.tables import Chunk
-from .buffers import Buffers, MessageKind, ResultAccumulator, rows_at
+from .buffers import Buffers, MessageKind, OpenSum, ResultAccumulator, rows_at
 from .rank_plan import Exchange, KernelCall, Payload, RankPass, RankPlan, Target, Tensors
 
 UNNAMED = nullcontext()
@@ -98,6 +98,8 @@ class Ring:
         sums: Family of partial results -> shape of one row of each tensor.
         exact: Number of tensors, at the end of each family of `sums`, that are sent in the dtype of
             the sums. The other tensors are sent in the wire dtype.
+        writes_new: True if `compute` writes all rows of new sums (`OpenSum.new`). False if new sums
+            must be cleared first.
     """
 
     def __init__(
@@ -111,10 +113,12 @@ class Ring:
         sums: Mapping[str, Sequence[torch.Size]],
         *,
         exact: int = 0,
+        writes_new: bool = False,
     ):
         self.rank_pass, self.heads, self.compute, self._tag = rank_pass, heads, compute, tag
         self.steps = rank_pass.deferred if heads.deferred else rank_pass.steps
         assert self.steps, "the pass was planned without deferred steps"
+        self.writes_new = writes_new
         self.endpoint, self.me = rank_plan.ring, rank_plan.ring.rank
         own_chunks = {
             Chunk(family, self.me): Message(None, tensors) for family, tensors in own.items()
@@ -165,7 +169,8 @@ class Ring:
                         call.parts.compute(call, self)
                         continue
                     queries, keys = self.chunks[call.queries], self.chunks[call.keys]
-                    sums = [self.partials.open(target) for target in call.targets]
+                    clear = not self.writes_new
+                    sums = [self.partials.open(target, clear=clear) for target in call.targets]
                     self.compute.pair(call, queries.tensors, keys.tensors, sums)
                     for target, part in zip(call.targets, sums, strict=True):
                         if not isinstance(target.place.at, slice):
@@ -405,11 +410,15 @@ class Forward:
     max_logits: torch.Tensor | None
 
     def pair(
-        self, call: KernelCall, queries: Tensors, keys: Tensors, sums: Sequence[Message]
+        self, call: KernelCall, queries: Tensors, keys: Tensors, sums: Sequence[OpenSum]
     ) -> None:
         (q,), (k, *values), (out, lse) = queries, keys, sums[0].tensors
-        v = values[0] if values else k
-        self.kernel.forward(q, k, v, call.work, self.scoring, out, lse, self.max_logits)
+        v, work = values[0] if values else k, call.work
+        if sums[0].new:
+            assert writes_new(self.kernel)
+            self.kernel.forward(q, k, v, work, self.scoring, out, lse, self.max_logits, new=True)
+        else:
+            self.kernel.forward(q, k, v, work, self.scoring, out, lse, self.max_logits)
 
 
 def forward_rings(
@@ -441,7 +450,12 @@ def forward_rings(
         compute = Forward(
             rank_plan.kernel, rank_plan.scoring, None if max_logits is None else max_logits[h]
         )
-        rings.append(Ring(rank_plan, rank_pass, tag, part, compute, own, rows, exact=1))
+        rings.append(
+            Ring(
+                rank_plan, rank_pass, tag, part, compute, own, rows,
+                exact=1, writes_new=writes_new(rank_plan.kernel),
+            )
+        )  # fmt: skip
     return rings
 
 
@@ -488,17 +502,25 @@ class Backward:
     needs_grad: tuple[bool, ...]
 
     def pair(
-        self, call: KernelCall, queries: Tensors, keys: Tensors, sums: Sequence[Message]
+        self, call: KernelCall, queries: Tensors, keys: Tensors, sums: Sequence[OpenSum]
     ) -> None:
         (q, dout, lse, delta), (k, *values) = queries, keys
         out = self.out if call.queries.owner == self.me else None
         dq, dk, *dvalues = by_tensor(sums[0].tensors + sums[1].tensors, self.needs_grad)
+        new_query, new_keys = sums[0].new, sums[1].new
+        new_values = new_keys
         if values:
             (v,), (dv,) = values, dvalues
         else:  # values are the keys; kernels need separate sums
             v, dv = k, None if dk is None else torch.zeros_like(dk)
+            new_values = False
         rows = Rows(q, dout, lse, delta, out)
-        self.kernel.backward(rows, k, v, call.work, self.scoring, dq, dk, dv)
+        if new_query or new_keys:
+            assert writes_new(self.kernel)
+            new = new_query, new_keys, new_values
+            self.kernel.backward(rows, k, v, call.work, self.scoring, dq, dk, dv, new=new)
+        else:
+            self.kernel.backward(rows, k, v, call.work, self.scoring, dq, dk, dv)
         if not values and dk is not None and dv is not None:
             dk += dv
 
@@ -535,7 +557,12 @@ def backward_rings(
             "dkv": [t.shape[1:] for t, needs_grad in needed if needs_grad],
         }
         compute = Backward(rank_plan.kernel, rank_plan.scoring, out, rank_plan.ring.rank, needs)
-        rings.append(Ring(rank_plan, rank_pass, tag, part, compute, own, sums))
+        rings.append(
+            Ring(
+                rank_plan, rank_pass, tag, part, compute, own, sums,
+                writes_new=writes_new(rank_plan.kernel),
+            )
+        )  # fmt: skip
     return rings
 
 

@@ -28,7 +28,7 @@ from ..masks.tiling import Cutter
 from . import native, rowwise
 from .base import Rows, Scoring
 from .joined import JoinedTiles, joined
-from .online_softmax import merge_
+from .online_softmax import clear_, merge_
 from .operators import Lengths, Operator, TileVisibility, Widths
 from .rounded import rounded
 
@@ -48,6 +48,7 @@ class AtenKernel:
 
     softcaps = False
     maximum = False  # the operators return lse only
+    writes_new = True  # see `base.WritingKernel`
     passed_over: tuple[str, ...] = ()
 
     def __init__(self, name: str, operator: Operator):
@@ -121,6 +122,8 @@ class AtenKernel:
         out: torch.Tensor,
         lse: torch.Tensor,
         max_logits: torch.Tensor | None = None,
+        *,
+        new: bool = False,
     ) -> None:
         assert max_logits is None, f"kernel {self.name} does not return the largest scores"
         value_width = v.shape[-1]
@@ -147,7 +150,18 @@ class AtenKernel:
             part = part.permute(2, 0, 1, 3)  # back to [s, b, h, w]
             if part.shape[-1] != value_width:  # columns beyond the width of the values are padding
                 part = part[..., :value_width]
-            merge_(out[rows], lse[rows], part, stats.permute(2, 0, 1))
+            stats = stats.permute(2, 0, 1)
+            # Operators may return any output for rows that see no key.
+            if new and blind is None and item.visibility.blocks is None and _all(rows, out):
+                out.copy_(part)
+                lse.copy_(stats)
+            else:
+                if new:
+                    clear_(out, lse)
+                merge_(out[rows], lse[rows], part, stats)
+            new = False
+        if new:  # there was no call
+            clear_(out, lse)
 
     def backward(
         self,
@@ -159,6 +173,8 @@ class AtenKernel:
         dq: torch.Tensor | None,
         dk: torch.Tensor | None,
         dv: torch.Tensor | None,
+        *,
+        new: tuple[bool, bool, bool] = (False, False, False),
     ) -> None:
         q, dout, takes_delta = rows.q, rows.dout, self.operator.takes_delta
         out = rows.delta if takes_delta else rows.out
@@ -189,16 +205,30 @@ class AtenKernel:
             inputs = dout[:, :, r], q[:, :, r], k[:, :, c], v[:, :, c], out[:, :, r], stats
             grads = self.operator.backward(*inputs, item.visible(q), scoring.scale)
             # Add in the accumulation dtype; the gradients of the operator have the dtype of q.
-            for total, grad, part in zip(totals, grads, parts, strict=True):
+            for total, grad, part, first in zip(totals, grads, parts, new, strict=True):
                 if total is not None:
                     grad = (grad[:, :, part] if whole else grad).permute(2, 0, 1, 3)
                     if grad.shape[-1] != total.shape[-1]:  # padding
                         grad = grad[..., : total.shape[-1]]
+                    if first and _all(part, total):
+                        total.copy_(grad)
+                        continue
+                    if first:
+                        total.zero_()
                     # `total[part] +=` would also copy the sum onto itself.
                     total[part].add_(grad)
+            new = (False, False, False)
+        for total, first in zip(totals, new, strict=True):
+            if total is not None and first:  # there was no call
+                total.zero_()
 
 
 _ALL = slice(None)
+
+
+def _all(rows: slice, x: torch.Tensor) -> bool:
+    """Return True if a slice with positive step selects all rows of x, in their order."""
+    return (rows.start, rows.stop, rows.step) == (0, len(x), 1)
 
 
 class TileWork(NamedTuple):

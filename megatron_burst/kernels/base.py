@@ -11,7 +11,7 @@ width of queries and keys, w width of values.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 
@@ -136,3 +136,47 @@ class Kernel(Protocol):
             dv: [t, b, k, w], or None if not needed.
         """
         ...
+
+
+class WritingKernel(Kernel, Protocol):
+    """A kernel that can write the first results into tensors whose content is undefined.
+
+    Clearing tensors and then adding to them would write them twice and read them once more.
+    """
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        work: Any,
+        scoring: Scoring,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        max_logits: torch.Tensor | None = None,
+        *,
+        new: bool = False,
+    ) -> None:
+        """Same as `Kernel.forward`; if `new`, write all rows of out and lse instead of merging."""
+        ...
+
+    def backward(
+        self,
+        rows: Rows,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        work: Any,
+        scoring: Scoring,
+        dq: torch.Tensor | None,
+        dk: torch.Tensor | None,
+        dv: torch.Tensor | None,
+        *,
+        new: tuple[bool, bool, bool] = (False, False, False),
+    ) -> None:
+        """Same as `Kernel.backward`; write all rows of each of dq, dk and dv that is `new`."""
+        ...
+
+
+def writes_new(kernel: Kernel) -> TypeGuard[WritingKernel]:
+    """Return True if a kernel has the argument `new` of `WritingKernel`."""
+    return getattr(kernel, "writes_new", False)

@@ -39,6 +39,12 @@ def empty_result(q: torch.Tensor, width: int) -> Partial:
     return out, lse
 
 
+def clear_(out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Set accumulators out [s, b, h, d] and lse [s, b, h] to the result without keys, in place."""
+    out.zero_()
+    lse.fill_(float("-inf"))
+
+
 def merge_(
     out: torch.Tensor, lse: torch.Tensor, out_new: torch.Tensor, lse_new: torch.Tensor
 ) -> None:

@@ -24,7 +24,16 @@ def test_random_calls_in_one_process():
     assert tally.tried == 40
 
 
+@pytest.fixture
+def undefined_is_nan():
+    """Fill new memory with NaN, so that reading undefined content is an error."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.usefixtures("undefined_is_nan")
 def test_every_algorithm_equals_dense_attention(algorithm):
     """Every entry of the table of algorithms, a new one too, on grids of 1 to 8 ranks."""
     layouts = ("zigzag", "striped", "contiguous")

@@ -22,22 +22,34 @@ def tensors(length, batch, heads, widths, dtype=torch.float64, size=1.0):
     return [x.to(dtype) for x in (*qkv, dout * size)]
 
 
-def run(name, mask, q, k, v, dout, spans=None, scale=None, travelling=False, k_spans=None):
+def run(
+    name, mask, q, k, v, dout, spans=None, scale=None, travelling=False, k_spans=None, new=False
+):
     """out, dq, dk, dv of one kernel (or its name) over one pair, as the ring would use it.
 
     `travelling`: backward gets no out, only lse and delta, as where the queries travelled.
+    `new`: the kernel gets sums with undefined content.
     """
     kernel = registry.make(name, q, k, v) if isinstance(name, str) else name
     spans = spans or [Span(0, 1, q.shape[0])]
     work = kernel.works_for(mask, [(spans, k_spans or spans)])[0]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, lse = empty_result(q, v.shape[-1])
-    kernel.forward(q, k, v, work, Scoring(scale), out, lse)
+    news = {"new": True} if new else {}
+    if new:
+        out.fill_(float("nan"))
+        lse.fill_(float("nan"))
+    kernel.forward(q, k, v, work, Scoring(scale), out, lse, **news)
     final = out.to(q.dtype)
     delta = (dout.to(lse.dtype) * final.to(lse.dtype)).sum(dim=-1)
     sums = [torch.zeros(x.shape, dtype=accumulation_dtype(q.dtype)) for x in (q, k, v)]
     known = None if travelling else final
-    kernel.backward(Rows(q, dout, lse, delta, known), k, v, work, Scoring(scale), *sums)
+    if new:
+        news = {"new": (True, True, True)}
+        for total in sums:
+            total.fill_(float("nan"))
+    rows = Rows(q, dout, lse, delta, known)
+    kernel.backward(rows, k, v, work, Scoring(scale), *sums, **news)
     return final, *sums
 
 

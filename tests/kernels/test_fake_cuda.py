@@ -162,16 +162,16 @@ class Keeper:
 # Launches of a pair of shards, (forward, backward): what a pass does once is shared out among the
 # four pairs of a rank. One tile a pair; the own pair of side query has its output.
 LAUNCHES = {
-    ("aten", "kv"): (2.75, 8.75),
-    ("aten", "query"): (2.75, 8.75),
-    ("aten_cudnn", "kv"): (2.75, 8.75),
-    ("aten_cudnn", "query"): (2.75, 8.75),
+    ("aten", "kv"): (2.5, 7.5),
+    ("aten", "query"): (2.5, 7.5),
+    ("aten_cudnn", "kv"): (2.5, 7.5),
+    ("aten_cudnn", "query"): (2.5, 7.5),
     ("triton", "kv"): (1.75, 6.75),  # two of them copies of lse and delta
     ("triton", "query"): (1.75, 6.0),
 }
 WITHOUT_TRITON = {
-    ("aten", "kv"): (7.75, 9.5),
-    ("aten", "query"): (7.75, 19.25),
+    ("aten", "kv"): (6.25, 8.25),
+    ("aten", "query"): (6.25, 18.0),
 }
 
 

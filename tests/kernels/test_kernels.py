@@ -139,6 +139,54 @@ def test_backward_adds_to_what_is_there(name):
         assert oracle.worst(got - 7.0, right) < 1e-11
 
 
+WHOLE, TRIANGLE = torch.ones(12, 12, dtype=torch.bool), torch.ones(12, 12).tril().bool()
+SEVERAL = TRIANGLE.clone()
+SEVERAL[5:, :5] = False
+UNSEEING = TRIANGLE & (torch.arange(12) % 3 > 0)[:, None]
+SUMS = {  # tiles of several shapes, rows that see nothing
+    "full": (Full(), WHOLE),
+    "causal": (Causal(), TRIANGLE),
+    "documents": (mb.masks.Documents([0, 5, 12]) & Causal(), SEVERAL),
+    "rows that see nothing": (mb.masks.Dense(UNSEEING.numpy()), UNSEEING),
+}
+
+
+@pytest.mark.parametrize("travelling", [False, True], ids=["own", "travelling"])
+@pytest.mark.parametrize("widths", [(4, 4), (5, 3), (3, 5)], ids=str)
+@pytest.mark.parametrize("case", SUMS)
+def test_new_sums_are_written_whatever_they_contain(case, widths, travelling):
+    mask, seen = SUMS[case]
+    inputs = tensors(12, 2, (4, 2), widths)
+    truth = oracle.attention(*inputs, seen)
+    got = run("aten", mask, *inputs, travelling=travelling, new=True)
+    assert_exact(got, (truth[0], *truth[2:]))
+
+
+@pytest.mark.parametrize("new", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)])
+@pytest.mark.parametrize("case", SUMS)
+def test_only_the_sums_that_are_new_are_written(case, new):
+    q, k, v, dout = tensors(12, 1, (2, 1), (4, 3))
+    (mask, seen), kernel = SUMS[case], registry.make("aten", q, k, v)
+    work = kernel.works_for(mask, [([Span(0, 1, 12)], [Span(0, 1, 12)])])[0]
+    out, lse, *truth = oracle.attention(q, k, v, dout, seen)
+    rows = Rows(q, dout, lse, (dout * out).sum(dim=-1), out)
+    sums = [torch.full_like(x, math.nan if n else 7.0) for x, n in zip((q, k, v), new, strict=True)]
+    kernel.backward(rows, k, v, work, Scoring(0.5), *sums, new=tuple(map(bool, new)))
+    for got, right, n in zip(sums, truth, new, strict=True):
+        assert oracle.worst(got - 7.0 * (not n), right) < 1e-11
+
+
+def test_new_sums_are_empty_if_there_is_no_call():
+    q, k, v, dout = tensors(8, 1, (2, 1), (4, 3))
+    kernel, sums = registry.make("aten", q, k, v), [torch.full_like(x, math.nan) for x in (q, k, v)]
+    out, lse = (torch.full(shape, math.nan).double() for shape in ((8, 1, 2, 3), (8, 1, 2)))
+    kernel.forward(q, k, v, (), Scoring(0.5), out, lse, new=True)
+    assert not out.any()
+    assert (lse == -math.inf).all()
+    kernel.backward(Rows(q, dout, lse, lse), k, v, (), Scoring(0.5), *sums, new=(True, True, True))
+    assert not any(x.any() for x in sums)
+
+
 # --- keys that are no numbers ---------------------------------------------------------------
 
 

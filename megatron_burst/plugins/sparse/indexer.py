@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ...comm.groups import Groups
-from ...comm.packing import CallTag, Message
+from ...comm.packing import CallTag
 from ...execution import ring
+from ...execution.buffers import OpenSum
 from ...execution.rank_plan import KernelCall, RankPass, RankPlan, Tensors
 from ...kernels.autograd import outside_graphs, refuse_transforms
 from ...kernels.online_softmax import accumulation_dtype
@@ -384,7 +385,7 @@ class UnitSelector:
     units: torch.Tensor
 
     def pair(
-        self, call: KernelCall, queries: Tensors, keys: Tensors, sums: Sequence[Message]
+        self, call: KernelCall, queries: Tensors, keys: Tensors, sums: Sequence[OpenSum]
     ) -> None:
         q, k, work = self.q, keys_of_chunk(keys[0], call.work, self.rule), call.work
         for rows in tiles(len(q), max(EVEN, len(k)) * q.shape[1] * q.shape[2]):
@@ -427,7 +428,7 @@ class _MeanLogSumExp:
     lse: torch.Tensor
 
     def pair(
-        self, call: KernelCall, queries: Tensors, keys: Tensors, sums: Sequence[Message]
+        self, call: KernelCall, queries: Tensors, keys: Tensors, sums: Sequence[OpenSum]
     ) -> None:
         q, k, work = self.q, keys_of_chunk(keys[0], call.work, self.rule), call.work
         for rows in tiles(len(q), max(EVEN, len(k)) * q.shape[1] * q.shape[2]):

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from ...comm.groups import Groups
-from ...comm.packing import CallTag, Message
+from ...comm.packing import CallTag
 from ...execution import ring
+from ...execution.buffers import OpenSum
 from ...execution.function import StoredResults
 from ...execution.rank_plan import KernelCall, Tensors
 from ...kernels.autograd import first_order_only, outside_graphs, refuse_transforms
@@ -248,7 +249,7 @@ class _AttentionLogSumExp:
     lse: torch.Tensor
 
     def pair(
-        self, call: KernelCall, queries: Tensors, keys: Tensors, sums: Sequence[Message]
+        self, call: KernelCall, queries: Tensors, keys: Tensors, sums: Sequence[OpenSum]
     ) -> None:
         (q,), (k,) = queries, keys
         self.kernel.add_lse_(q, k, call.work, self.scale, self.lse)
@@ -261,7 +262,7 @@ class _AttentionProbabilities(_AttentionLogSumExp):
     total: torch.Tensor
 
     def pair(
-        self, call: KernelCall, queries: Tensors, keys: Tensors, sums: Sequence[Message]
+        self, call: KernelCall, queries: Tensors, keys: Tensors, sums: Sequence[OpenSum]
     ) -> None:
         (q,), (k,) = queries, keys
         self.kernel.add_probabilities_(q, k, call.work, self.scale, self.lse, self.total)
@@ -280,7 +281,7 @@ class _IndexScores:
     scores: torch.Tensor
 
     def pair(
-        self, call: KernelCall, queries: Tensors, keys: Tensors, sums: Sequence[Message]
+        self, call: KernelCall, queries: Tensors, keys: Tensors, sums: Sequence[OpenSum]
     ) -> None:
         q, rule, ids, work = self.q, self.part.rule, self.part.selection.ids, call.work
         _, units, _ = work.on(q.device)
@@ -312,7 +313,7 @@ class _IndexGradients:
     dweights: torch.Tensor | None
 
     def pair(
-        self, call: KernelCall, queries: Tensors, keys: Tensors, sums: Sequence[Message]
+        self, call: KernelCall, queries: Tensors, keys: Tensors, sums: Sequence[OpenSum]
     ) -> None:
         q, rule, ids, (dk, *_) = self.q, self.part.rule, self.part.selection.ids, sums[1].tensors
         _, units, order = call.work.on(q.device)
