@@ -54,14 +54,15 @@ class MergedRows:
 
     def __init__(self, input_ids: Any, config: Any, bucket: int | None) -> None:
         group: Any = context_group()
-        device, tokens = input_ids.device, input_ids.values().cpu().numpy()
+        device = input_ids.device
+        tokens = input_ids.values().to("cpu", torch.int64).numpy()
         bounds = input_ids.offsets().cpu().numpy()
         count = np.arange(len(tokens))
         following = count + 1
         following[bounds[1:] - 1] = bounds[:-1]  # verl labels the last token with the first one
         successor = tokens[following] + 1
         successor[bounds[1:] - 1] = 0
-        # One number per pair of a token and its successor, because sorting pairs is much slower.
+        # One 64-bit number per pair of a token and its successor: sorting pairs is much slower.
         _, ids = np.unique(tokens * (successor.max(initial=0) + 1) + successor, return_inverse=True)
         tree = trees.pack(
             np.split(ids, bounds[1:-1]),
