@@ -384,20 +384,19 @@ def _mask_bands(mask: Mask, q: Spans, k: Spans) -> tuple[np.ndarray, np.ndarray]
     return left, right
 
 
-def nearby(mask: Mask, q: Pieces, k: Pieces) -> tuple[np.ndarray, np.ndarray]:
+def nearby(viewers: Viewers, q: Pieces, k: Pieces) -> tuple[np.ndarray, np.ndarray]:
     """Return the query pieces that may see each key piece; both pieces have the same owner.
 
     Positions are shifted by owner, so that one binary search handles all owners.
 
     Args:
-        mask: The mask.
+        viewers: Query positions that see each key piece.
         q: Query pieces, sorted by owner, then by first position.
         k: Key pieces.
 
     Returns:
         Index of the first query piece, and number of consecutive query pieces, for each key piece.
     """
-    viewers = mask.viewers(k.span)
     width = 1 + max(side.span.last.max(initial=0) for side in (q, k))
     lowest = np.maximum(viewers.first, k.span.start - viewers.right)
     highest = np.minimum(viewers.last, k.span.last + viewers.left)

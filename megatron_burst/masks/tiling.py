@@ -105,7 +105,8 @@ def seen_pairs(mask: Mask, q: Slices, k: Slices) -> SeenPairs | None:
     if (same & (start[1:] < start[:-1])).any():
         order = np.lexsort((start, q.owner))
         by_position = by_position.at(order)
-    begin, count = nearby(mask, by_position, Pieces(k.owner, k.start, k.span))
+    viewers = mask.viewers(k.span)
+    begin, count = nearby(viewers, by_position, Pieces(k.owner, k.start, k.span))
     if count.sum() > AT_ONCE and q.owner[0] != q.owner[-1]:
         return None
     i, j = counted(begin, count), np.repeat(np.arange(len(count)), count)
@@ -114,7 +115,12 @@ def seen_pairs(mask: Mask, q: Slices, k: Slices) -> SeenPairs | None:
     if (i[1:] < i[:-1]).any():
         order = np.argsort(i, kind="stable")  # equal ones stay in the order of keys
         i, j = i[order], j[order]
-    covers = mask.covers(q.span.at(i), k.span.at(j))
+    # All keys are visible to queries from `low` to `high`, which are most pairs of documents.
+    low, high = viewers.reached(k.span)[1]
+    low = np.where(viewers.exact, low, FAR)
+    other = np.flatnonzero((q.span.start[i] < low[j]) | (q.span.last[i] > high[j]))
+    covers = np.full(len(i), FULL)
+    covers[other] = mask.covers(q.span.at(i[other]), k.span.at(j[other]))
     if covers.all():  # none is EMPTY
         return SeenPairs(i, j, covers)
     seen = np.flatnonzero(covers)
@@ -207,8 +213,9 @@ class _CutTiles(NamedTuple):
         return cls(owner, bounds, pattern).at(np.argsort(owner, kind="stable"))
 
     def at(self, index: np.ndarray) -> _CutTiles:
-        """Return the tiles at `index`."""
-        return _CutTiles(self.owner[index], self.bounds[:, index], self.pattern[index])
+        """Return the tiles at `index`, an integer array."""
+        bounds = self.bounds.take(index, axis=1)  # three times as fast as `bounds[:, index]`
+        return _CutTiles(self.owner[index], bounds, self.pattern[index])
 
     def joined(self) -> _CutTiles:
         """Join adjacent fully visible tiles of a rectangle, because one large call is faster."""
@@ -221,7 +228,7 @@ class _CutTiles(NamedTuple):
             for same in (tiles.owner, *tiles.bounds[other : other + 3]):
                 touch &= same[1:] == same[:-1]
             if touch.any():
-                tiles = tiles.at(np.append(True, ~touch))
+                tiles = tiles.at(np.flatnonzero(np.append(True, ~touch)))
                 tiles.bounds[along + 1] = stop[np.append(~touch, True)]
         return tiles
 
@@ -246,7 +253,7 @@ class _CutTiles(NamedTuple):
                 kept[lower - 2 : lower] = False
         bounds = self.bounds.copy()
         bounds[[0, 3]] = bounds[[0, 3]][:, upper]
-        return _CutTiles(owner, bounds, pattern).at(kept)
+        return _CutTiles(owner, bounds, pattern).at(np.flatnonzero(kept))
 
 
 _ROWS, _COLUMNS = 0, 3  # indices into the columns of `Tiles.bounds`
@@ -281,12 +288,7 @@ class _MaskTiles:
             return _CutTiles.sorted([first, self.cut(q.at(late[0]), k.at(late[1]), limit)])
         owner = q.owner[seen.query]
         full, partly = (np.flatnonzero(seen.cover == cover) for cover in (FULL, PARTIAL))
-        # Most pairs are fully visible, and they need only the rows of their slices.
-        rows, columns = (
-            np.take(x.rows(0, x.span.length), i[full], axis=1)
-            for x, i in ((q, seen.query), (k, seen.key))
-        )
-        parts = [_CutTiles.of(full, rows, columns, ALL_VISIBLE)]
+        parts = [self._full(q, k, seen, full)]
         if len(partly):
             q, k = (x.at(i[partly])._replace(owner=partly)
                     for x, i in ((q, seen.query), (k, seen.key)))  # fmt: skip
@@ -298,6 +300,15 @@ class _MaskTiles:
                 parts += self._divided(q.at(other), k.at(other), parent, limit)
         tiles = _CutTiles.sorted(parts)
         return tiles._replace(owner=owner[tiles.owner]).joined()
+
+    @staticmethod
+    def _full(q: Slices, k: Slices, seen: SeenPairs, full: np.ndarray) -> _CutTiles:
+        """Return one tile for each fully visible pair of slices, which most pairs are."""
+        bounds = np.empty((6, len(full)), dtype=np.int64)
+        sides = (q, seen.query, bounds[:3]), (k, seen.key, bounds[3:])
+        for x, index, part in sides:  # mode "clip" writes to `out` without a buffer
+            np.take(x.rows(0, x.span.length), index[full], axis=1, out=part, mode="clip")
+        return _CutTiles(full, bounds, np.full(len(full), ALL_VISIBLE))
 
     def _divided(
         self, q: Slices, k: Slices, parent: np.ndarray, limit: np.ndarray
@@ -344,7 +355,7 @@ class _MaskTiles:
             height, width = (-((a - b) // c) for a, b, c in (tiles.bounds[:3], tiles.bounds[3:]))
             cost = np.bincount(tiles.owner, height * width + self.cutter.tile_cost, len(number))
             tables |= cost > most
-            tiles = tiles.at(~tables[tiles.owner])
+            tiles = tiles.at(np.flatnonzero(~tables[tiles.owner]))
         (at,) = np.nonzero(tables)
         made = self._tables(q.at(at), k.at(at), parent[at], limit)
         return [tiles._replace(owner=q.owner[tiles.owner]), *made]
