@@ -75,8 +75,7 @@ class KernelCall:
     parts: Any = ()
 
 
-@dataclass(frozen=True)
-class Payload:
+class Payload(NamedTuple):
     """The rows that one transfer (hop) sends from or to this rank.
 
     Attributes:
@@ -99,8 +98,7 @@ class Payload:
     source: tuple[Chunk, RowPlace] | None = None
 
 
-@dataclass(frozen=True)
-class Exchange:
+class Exchange(NamedTuple):
     """Transfers that use one process group, start together and end together.
 
     Attributes:

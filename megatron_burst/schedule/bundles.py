@@ -88,10 +88,10 @@ class Bundles:
             owner: The owner.
             bits: Bit set: bit i selects the owner's bundle number i.
         """
-        return sum(
-            int(sets[owner, bits >> 8 * first & (sets.shape[1] - 1)])
-            for first, sets in enumerate(self._rows_by_octet)
-        )
+        total = 0
+        for first, sets in enumerate(self._rows_by_octet):
+            total += int(sets[owner, bits >> 8 * first & (sets.shape[1] - 1)])
+        return total
 
     def bits(self, selected: np.ndarray) -> np.ndarray:
         """Return the bit set of the selected bundles of each owner, int64 [G, ...].
