@@ -464,19 +464,21 @@ class DocumentZigzag(Layout):
             )
 
     def _spans(self, rank: int, seq_len: int) -> SpanArray:
-        first, lengths = self._documents
-        length = np.repeat(lengths, 2)
-        pieces = np.array([rank, 2 * self.cp_size - 1 - rank])
-        start = (first[:, None] + lengths[:, None] * pieces).reshape(-1)
-        return SpanArray(Spans(start, np.ones_like(start), length))
+        first, stride, length = self._documents
+        start = length * rank
+        start[1::2] = length[1::2] * (2 * self.cp_size - 1 - rank)
+        return SpanArray(Spans(start + first, stride, length))
 
     @cached_property
-    def _documents(self) -> tuple[np.ndarray, np.ndarray]:
-        """First position of each document that is not empty, and length of its pieces."""
+    def _documents(self) -> Spans:
+        """Two pieces of each document that is not empty, both with the document's first position.
+
+        All ranks have the same strides and lengths.
+        """
         bounds = np.array(self.bounds, dtype=np.int64)
         lengths = np.diff(bounds) // (2 * self.cp_size)
-        filled = np.flatnonzero(lengths)
-        return bounds[filled], lengths[filled]
+        first, length = (np.repeat(x[lengths > 0], 2) for x in (bounds[:-1], lengths))
+        return Spans(first, np.ones_like(first), length)
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,8 @@ def seen_pairs(mask: Mask, q: Slices, k: Slices) -> SeenPairs | None:
         order = np.lexsort((start, q.owner))
         by_position = by_position.at(order)
     viewers = mask.viewers(k.span)
-    begin, count = nearby(viewers, by_position, Pieces(k.owner, k.start, k.span))
+    some, (low, high) = viewers.reached(k.span)
+    begin, count = nearby(some, by_position, Pieces(k.owner, k.start, k.span))
     if count.sum() > AT_ONCE and q.owner[0] != q.owner[-1]:
         return None
     i, j = counted(begin, count), np.repeat(np.arange(len(count)), count)
@@ -115,8 +116,7 @@ def seen_pairs(mask: Mask, q: Slices, k: Slices) -> SeenPairs | None:
     if (i[1:] < i[:-1]).any():
         order = np.argsort(i, kind="stable")  # equal ones stay in the order of keys
         i, j = i[order], j[order]
-    # All keys are visible to queries from `low` to `high`, which are most pairs of documents.
-    low, high = viewers.reached(k.span)[1]
+    # Queries from `low` to `high` see all keys, if viewers are exact: most pairs of documents.
     low = np.where(viewers.exact, low, FAR)
     other = np.flatnonzero((q.span.start[i] < low[j]) | (q.span.last[i] > high[j]))
     covers = np.full(len(i), FULL)

@@ -10,9 +10,11 @@ of the message.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
+from zlib import crc32
 
 import numpy as np
 
@@ -65,6 +67,11 @@ class Bundles:
     def rows(self) -> np.ndarray:
         """Number of rows of each bundle, int64 [n]."""
         return np.bincount(self.runs.bundle, self.runs.rows, len(self.owner)).astype(np.int64)
+
+    @cached_property
+    def digest(self) -> int:
+        """Checksum of the owners' bundle numbers and runs, computed once for all passes."""
+        return checksum((self.number, *self.runs))
 
     def rows_of(self, owner: np.ndarray, bits: np.ndarray) -> np.ndarray:
         """Return the number of rows in each bit set, int64.
@@ -272,6 +279,14 @@ class Bundles:
         table = np.zeros((int(self.number.max(initial=-1)) + 1, self.size), dtype=np.int64)
         table[self.number, self.owner] = self.rows
         return table
+
+
+def checksum(columns: Iterable[np.ndarray]) -> int:
+    """Return the CRC-32 of integer arrays."""
+    value = 0
+    for column in columns:
+        value = crc32(np.ascontiguousarray(column, dtype=np.int64).data, value)
+    return value
 
 
 def bundled(

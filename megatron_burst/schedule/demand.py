@@ -299,7 +299,8 @@ def _bundles(seen: VisibleRows, size: int) -> Bundles:
     edge[np.concatenate([low, stop, begin, end])] = True
     edge[np.arange(len(rows)) * cells + ends] = False
     before = np.cumsum(edge, dtype=np.int32) - edge  # number of runs that begin before each cell
-    owner, first = np.divmod(np.flatnonzero(edge), cells)
+    owner = np.repeat(np.arange(size), np.count_nonzero(edge.reshape(size, cells), axis=1))
+    first = np.flatnonzero(edge) - owner * cells
     # Numbers of pieces that end before each run, and that begin before its end.
     piece, begun = (
         np.cumsum(np.bincount(before[column], minlength=len(owner) + 1))[: len(owner)]

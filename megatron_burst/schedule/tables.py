@@ -16,11 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
-from zlib import crc32
 
 import numpy as np
 
-from .bundles import Bundles
+from .bundles import Bundles, checksum
 
 Side = Literal["kv", "query"]
 Route = Literal["ring", "direct"]
@@ -234,13 +233,8 @@ class Tables(NamedTuple):
     @property
     def digest(self) -> int:
         """Checksum of transfers and bundles, which ranks compare before they exchange rows."""
-        checksum = 0
-        columns = (
-            column for side in (self.queries, self.keys) for column in (side.number, *side.runs)
-        )
-        for values in (*self.transfers, *columns):
-            checksum = crc32(np.ascontiguousarray(values, dtype=np.int64).data, checksum)
-        return checksum
+        bundles = np.array([self.queries.digest, self.keys.digest])
+        return checksum((*self.transfers, bundles))
 
 
 def relay_chains(transfers: Transfers) -> dict[int, slice]:
