@@ -204,33 +204,35 @@ class _PassRows:
             chunk: Chunk of the results.
             rows: Bit set of the rows that have results.
         """
-        total, size, *_ = self.totals[chunk[:2]]
+        total, size, _, _ = self.totals[chunk[:2]]
         return Target(total, size, rows, self.maps.place(total, chunk.rows))
 
     def with_targets(self, call: KernelCall) -> KernelCall:
+        pair, queries, keys = call.pair, call.queries, call.keys
         results = (
-            ("out", call.queries, call.pair.query_rows),
-            ("dquery", call.queries, call.pair.query_rows),
-            ("dkv", call.keys, call.pair.key_rows),
+            ("out", queries, pair.query_rows),
+            ("dquery", queries, pair.query_rows),
+            ("dkv", keys, pair.key_rows),
         )
-        targets = tuple(
-            self.target(Chunk(family, part.owner, part.rows), rows & part.rows)
-            for family, part, rows in results
-            if (family, part.owner) in self.totals
-        )
-        return KernelCall(call.pair, call.queries, call.keys, call.work, targets)
+        targets = [
+            self.target(Chunk(family, owner, held), rows & held)
+            for family, (_, owner, held), rows in results
+            if (family, owner) in self.totals
+        ]
+        return KernelCall(pair, queries, keys, call.work, tuple(targets))
 
     def payload(self, hop: Hop) -> Payload:
         """Return which rows a transfer (hop) sends, and where they are in the buffers of this rank.
 
         The rows belong to a sum of partial results, or to a chunk of queries or keys.
         """
-        chunk = hop.chunk
+        chunk, src, *_ = hop
+        family, owner, bits = chunk
         accumulated, target, source = chunk.accumulated, None, None
         if accumulated:
-            target = self.target(chunk, chunk.rows)
+            target = self.target(chunk, bits)
             place = target.place
-        elif hop.src == self.rank and chunk not in self.received:
+        elif src == self.rank and chunk not in self.received:
             parts = parts_of(self.copies, chunk)
             complete = [part for part in parts if not chunk.rows & ~part.rows]
             assert len(parts) == len(complete) == 1, (
@@ -238,12 +240,12 @@ class _PassRows:
                 f"one chunk of this rank, and they are in {parts}"
             )
             held = parts[0]
-            place = self.maps.place(held, chunk.rows)
+            place = self.maps.place(held, bits)
             source = held, place
         else:
-            place = self.maps.place(chunk, chunk.rows)
-        digest = crc32(f"{self.name} {chunk.family} {chunk.owner} {chunk.rows}".encode())
-        packed = accumulated or hop.src != chunk.owner
+            place = self.maps.place(chunk, bits)
+        digest = crc32(f"{self.name} {family} {owner} {bits}".encode())
+        packed = accumulated or src != owner
         return Payload(hop, place.count, digest, packed, target, source)
 
 
@@ -352,19 +354,21 @@ class RowMaps:
             rows: Bit set of the rows (one bit per bundle: rows that the same ranks use).
         """
         # Families "kv" and "dkv" share positions, and so do "query", "out" and "dquery".
-        key = chunk.family in ("kv", "dkv"), chunk.owner, chunk.rows, rows
-        if key not in self._places:
-            bundles = self._tables.bundles(chunk.family)
-            count = bundles.count(chunk.owner, rows)
+        family, owner, held = chunk
+        key = family in ("kv", "dkv"), owner, held, rows
+        place = self._places.get(key)
+        if place is None:
+            bundles = self._tables.bundles(family)
+            count = bundles.count(owner, rows)
             at = slice(0, count)
-            if rows != chunk.rows:
-                first, stop = bundles.places(chunk.owner, chunk.rows, rows).T
+            if rows != held:
+                first, stop = bundles.places(owner, held, rows).T
                 start = int(first[0]) if len(first) else 0
                 at = slice(start, start + count)
                 if len(first) > 1:
                     at = counted(first, stop - first)
-            self._places[key] = RowPlace(count, at, rows == chunk.rows)
-        return self._places[key]
+            place = self._places[key] = RowPlace(count, at, rows == held)
+        return place
 
     def finish(self, device: torch.device) -> None:
         """Copy the index arrays of all locations to the device."""

@@ -225,15 +225,21 @@ class _Path:
         """
         nodes, width = self.rings
         at, bits = self.bundles.sets(selected)
-        owner, step = np.divmod(at.astype(np.int32), max(1, selected.size) // max(1, len(selected)))
+        owner, step = _divmod(at.astype(np.int32), max(1, selected.size) // max(1, len(selected)))
         within = selected.ndim == 3
-        outer, inner = np.divmod(step, width) if within else (step, np.zeros_like(step))
+        outer, inner = _divmod(step, width) if within else (step, np.zeros_like(step))
         ranks = (
-            (owner // width + self.ways[1] * node) % nodes * width
-            + (owner + self.ways[2] * member) % width
+            _divmod(owner // width + self.ways[1] * node, nodes)[1] * width
+            + _divmod(owner + self.ways[2] * member, width)[1]
             for node, member in ((outer, inner), (outer + 1 - within, inner + within))
         )
         return owner, step, bits, *ranks
+
+
+def _divmod(x: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the same as `np.divmod`; NumPy uses vector instructions for `//` only."""
+    quotient = x // n
+    return quotient, x - quotient * n
 
 
 def _turned(array: np.ndarray, axis: int) -> np.ndarray:
