@@ -110,8 +110,9 @@ class Window(VectorMask):
         return SpanBands(*(np.where(known, *pair) for pair in zip(bands, default, strict=True)))
 
     def viewers(self, k_spans: Spans) -> Viewers:
-        shape = np.shape(k_spans.start)  # equal values, which need no memory
-        return Viewers(*(np.broadcast_to(x, shape) for x in (-FAR, FAR, *self.reach, True)))
+        far, exact = np.full(np.shape(k_spans.start), FAR), np.ones(np.shape(k_spans.start), bool)
+        left, right = (np.full_like(far, size) for size in self.reach)
+        return Viewers(-far, far, left, right, exact)
 
 
 class Causal(Window):

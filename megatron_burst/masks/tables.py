@@ -64,6 +64,8 @@ class Documents(VectorMask):
         self._hidden[1:-1] = (np.diff(self.bounds) == 0) | (np.diff(self._key_bounds) == 0)
         self._hidden[[index + 1 for index in self.padding]] = True
         self._hidden_before = np.concatenate([[0], np.cumsum(self._hidden)])
+        # first positions of: what is before the documents, each document, what is after them
+        self._edges = np.concatenate([[-FAR], self.bounds, [FAR]])
 
     @property
     def bounds(self) -> np.ndarray:
@@ -131,11 +133,10 @@ class Documents(VectorMask):
 
     def viewers(self, k_spans: Spans) -> Viewers:
         after, end = _documents_of(self.key_bounds, k_spans)
-        edges = np.concatenate([[-FAR], self.bounds, [FAR]])  # before, in and after the documents
         hidden = self._all_hidden(after, end)
         first, last = (
-            np.where(hidden, FAR, edges[after]),
-            np.where(hidden, -FAR, edges[end + 1] - 1),
+            np.where(hidden, FAR, self._edges[after]),
+            np.where(hidden, -FAR, self._edges[end + 1] - 1),
         )
         far = np.where(hidden, -FAR, FAR)  # no query if hidden, so `Viewers.holds` is true
         return Viewers(first, last, far, far, (after == end) | hidden)
@@ -409,7 +410,7 @@ def _documents_of(bounds: np.ndarray, spans: Spans) -> tuple[np.ndarray, np.ndar
         spans: The spans.
     """
     first = np.searchsorted(bounds, spans.start, side="right")
-    if (spans.last < np.append(bounds, FAR)[first]).all():  # no span leaves its document
+    if (spans.last < bounds.take(first, mode="clip")).all():  # no span leaves its document
         return first, first
     return first, np.searchsorted(bounds, spans.last, side="right")
 
