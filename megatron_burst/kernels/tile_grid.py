@@ -150,7 +150,7 @@ def candidates(mask: Mask, pairs: ShardPairs, numbers: TileNumbers) -> TileCandi
     while True:
         q, k = (cut_at(*pair) for pair in zip(shards, breaks, strict=True))
         q = q.at(np.lexsort((q.span.start, q.owner)))
-        begin, count = nearby(mask.viewers(k.span).reached(k.span)[0], q, k)
+        begin, count = nearby(mask.viewers(k.span), q, k)
         too_many = count.sum() > min(AT_ONCE, LEAST + PER_TILE * numbers.base[-1])
         if not too_many or not any(map(len, breaks)) or len(pairs) > 1:
             return TileCandidates(q, k, begin, count, bool(too_many))

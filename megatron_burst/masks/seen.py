@@ -384,15 +384,13 @@ def _mask_bands(mask: Mask, q: Spans, k: Spans) -> tuple[np.ndarray, np.ndarray]
     return left, right
 
 
-def nearby(
-    reach: tuple[np.ndarray, np.ndarray], q: Pieces, k: Pieces
-) -> tuple[np.ndarray, np.ndarray]:
+def nearby(viewers: Viewers, q: Pieces, k: Pieces) -> tuple[np.ndarray, np.ndarray]:
     """Return the query pieces that may see each key piece; both pieces have the same owner.
 
     Positions are shifted by owner, so that one binary search handles all owners.
 
     Args:
-        reach: First and last query position that may see each key piece (`Viewers.reached`).
+        viewers: Query positions that see each key piece.
         q: Query pieces, sorted by owner, then by first position.
         k: Key pieces.
 
@@ -400,7 +398,8 @@ def nearby(
         Index of the first query piece, and number of consecutive query pieces, for each key piece.
     """
     width = 1 + max(side.span.last.max(initial=0) for side in (q, k))
-    lowest, highest = reach
+    lowest = np.maximum(viewers.first, k.span.start - viewers.right)
+    highest = np.minimum(viewers.last, k.span.last + viewers.left)
     top = np.maximum.accumulate(q.span.last + q.owner * width)
     begin = np.searchsorted(top, np.clip(lowest, 0, width) + k.owner * width)
     end = np.searchsorted(

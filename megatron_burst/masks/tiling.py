@@ -106,8 +106,7 @@ def seen_pairs(mask: Mask, q: Slices, k: Slices) -> SeenPairs | None:
         order = np.lexsort((start, q.owner))
         by_position = by_position.at(order)
     viewers = mask.viewers(k.span)
-    some, (low, high) = viewers.reached(k.span)
-    begin, count = nearby(some, by_position, Pieces(k.owner, k.start, k.span))
+    begin, count = nearby(viewers, by_position, Pieces(k.owner, k.start, k.span))
     if count.sum() > AT_ONCE and q.owner[0] != q.owner[-1]:
         return None
     i, j = counted(begin, count), np.repeat(np.arange(len(count)), count)
@@ -117,7 +116,8 @@ def seen_pairs(mask: Mask, q: Slices, k: Slices) -> SeenPairs | None:
         order = np.argsort(i, kind="stable")  # equal ones stay in the order of keys
         i, j = i[order], j[order]
     # Queries from `low` to `high` see all keys, if viewers are exact: most pairs of documents.
-    low = np.where(viewers.exact, low, FAR)
+    low = np.where(viewers.exact, np.maximum(viewers.first, k.span.last - viewers.right), FAR)
+    high = np.minimum(viewers.last, k.span.start + viewers.left)
     other = np.flatnonzero((q.span.start[i] < low[j]) | (q.span.last[i] > high[j]))
     covers = np.full(len(i), FULL)
     covers[other] = mask.covers(q.span.at(i[other]), k.span.at(j[other]))
@@ -288,7 +288,12 @@ class _MaskTiles:
             return _CutTiles.sorted([first, self.cut(q.at(late[0]), k.at(late[1]), limit)])
         owner = q.owner[seen.query]
         full, partly = (np.flatnonzero(seen.cover == cover) for cover in (FULL, PARTIAL))
-        parts = [self._full(q, k, seen, full)]
+        # Most pairs are fully visible, and they need only the rows of their slices.
+        bounds = np.empty((6, len(full)), dtype=np.int64)
+        for x, i, part in ((q, seen.query, bounds[:3]), (k, seen.key, bounds[3:])):
+            # mode "clip" writes to `out` without a buffer
+            np.take(x.rows(0, x.span.length), i[full], axis=1, out=part, mode="clip")
+        parts = [_CutTiles(full, bounds, np.full(len(full), ALL_VISIBLE))]
         if len(partly):
             q, k = (x.at(i[partly])._replace(owner=partly)
                     for x, i in ((q, seen.query), (k, seen.key)))  # fmt: skip
@@ -300,15 +305,6 @@ class _MaskTiles:
                 parts += self._divided(q.at(other), k.at(other), parent, limit)
         tiles = _CutTiles.sorted(parts)
         return tiles._replace(owner=owner[tiles.owner]).joined()
-
-    @staticmethod
-    def _full(q: Slices, k: Slices, seen: SeenPairs, full: np.ndarray) -> _CutTiles:
-        """Return one tile for each fully visible pair of slices, which most pairs are."""
-        bounds = np.empty((6, len(full)), dtype=np.int64)
-        sides = (q, seen.query, bounds[:3]), (k, seen.key, bounds[3:])
-        for x, index, part in sides:  # mode "clip" writes to `out` without a buffer
-            np.take(x.rows(0, x.span.length), index[full], axis=1, out=part, mode="clip")
-        return _CutTiles(full, bounds, np.full(len(full), ALL_VISIBLE))
 
     def _divided(
         self, q: Slices, k: Slices, parent: np.ndarray, limit: np.ndarray

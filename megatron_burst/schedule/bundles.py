@@ -10,7 +10,6 @@ of the message.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -71,7 +70,10 @@ class Bundles:
     @cached_property
     def digest(self) -> int:
         """Checksum of the owners' bundle numbers and runs, computed once for all passes."""
-        return checksum((self.number, *self.runs))
+        checksum = 0
+        for column in (self.number, *self.runs):
+            checksum = crc32(np.ascontiguousarray(column, dtype=np.int64).data, checksum)
+        return checksum
 
     def rows_of(self, owner: np.ndarray, bits: np.ndarray) -> np.ndarray:
         """Return the number of rows in each bit set, int64.
@@ -184,7 +186,12 @@ class Bundles:
             held: Bit set of the bundles in the buffer; `ALL` for the owner's shard.
             bits: Bit set of the bundles, a subset of `held`.
         """
-        number, first, rows = self._runs_of(owner)
+        if owner not in self._runs:  # bundle numbers, first rows and numbers of rows of its runs
+            low, high = np.searchsorted(self.owner, (owner, owner + 1))
+            own = slice(*np.searchsorted(self.runs.bundle, (low, high)))
+            bundle, first, rows = (column[own] for column in self.runs)
+            self._runs[owner] = self.number[bundle], first, rows
+        number, first, rows = self._runs[owner]
         if held >= 0:
             held_rows = rows * (np.right_shift(held, number) & 1)
             first = np.cumsum(held_rows) - held_rows
@@ -249,15 +256,6 @@ class Bundles:
         bundle, first, rows = (column[order] for column in self.runs)
         return bundled(self.owner[bundle], first, rows, self.users[bundle], most)
 
-    def _runs_of(self, owner: int) -> tuple[np.ndarray, ...]:
-        """Return bundle number, first row and number of rows of each run of an owner."""
-        if owner not in self._runs:
-            low, high = np.searchsorted(self.owner, (owner, owner + 1))
-            own = slice(*np.searchsorted(self.runs.bundle, (low, high)))
-            bundle, first, rows = (column[own] for column in self.runs)
-            self._runs[owner] = self.number[bundle], first, rows
-        return self._runs[owner]
-
     @cached_property
     def _rows_by_octet(self) -> list[np.ndarray]:
         """Number of rows of each bit set of bundles 0 to 7, 8 to 15 and so on, int64 [owner, set].
@@ -279,14 +277,6 @@ class Bundles:
         table = np.zeros((int(self.number.max(initial=-1)) + 1, self.size), dtype=np.int64)
         table[self.number, self.owner] = self.rows
         return table
-
-
-def checksum(columns: Iterable[np.ndarray]) -> int:
-    """Return the CRC-32 of integer arrays."""
-    value = 0
-    for column in columns:
-        value = crc32(np.ascontiguousarray(column, dtype=np.int64).data, value)
-    return value
 
 
 def bundled(

@@ -16,10 +16,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
+from zlib import crc32
 
 import numpy as np
 
-from .bundles import Bundles, checksum
+from .bundles import Bundles
 
 Side = Literal["kv", "query"]
 Route = Literal["ring", "direct"]
@@ -233,8 +234,10 @@ class Tables(NamedTuple):
     @property
     def digest(self) -> int:
         """Checksum of transfers and bundles, which ranks compare before they exchange rows."""
-        bundles = np.array([self.queries.digest, self.keys.digest])
-        return checksum((*self.transfers, bundles))
+        checksum = 0
+        for column in (*self.transfers, [self.queries.digest, self.keys.digest]):
+            checksum = crc32(np.ascontiguousarray(column, dtype=np.int64).data, checksum)
+        return checksum
 
 
 def relay_chains(transfers: Transfers) -> dict[int, slice]:

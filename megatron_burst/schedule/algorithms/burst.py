@@ -225,21 +225,18 @@ class _Path:
         """
         nodes, width = self.rings
         at, bits = self.bundles.sets(selected)
-        owner, step = _divmod(at.astype(np.int32), max(1, selected.size) // max(1, len(selected)))
+        steps, at = max(1, selected.size) // max(1, len(selected)), at.astype(np.int32)
         within = selected.ndim == 3
-        outer, inner = _divmod(step, width) if within else (step, np.zeros_like(step))
-        ranks = (
-            _divmod(owner // width + self.ways[1] * node, nodes)[1] * width
-            + _divmod(owner + self.ways[2] * member, width)[1]
-            for node, member in ((outer, inner), (outer + 1 - within, inner + within))
-        )
+        # NumPy uses vector instructions for `//`, but not for `%` and `divmod`.
+        owner = at // steps
+        step = at - owner * steps
+        outer = step // width if within else step
+        inner, ranks = step - outer * width if within else np.zeros_like(step), []
+        for node, member in ((outer, inner), (outer + 1 - within, inner + within)):
+            node, member = owner // width + self.ways[1] * node, owner + self.ways[2] * member
+            node, member = node - node // nodes * nodes, member - member // width * width
+            ranks.append(node * width + member)
         return owner, step, bits, *ranks
-
-
-def _divmod(x: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the same as `np.divmod`; NumPy uses vector instructions for `//` only."""
-    quotient = x // n
-    return quotient, x - quotient * n
 
 
 def _turned(array: np.ndarray, axis: int) -> np.ndarray:
