@@ -128,14 +128,20 @@ def make_pass(
         pair: [rows.with_targets(call) for call in pair_calls] for pair, pair_calls in pairs.items()
     }
     payloads = {hop: rows.payload(hop) for hop in hops}
+    longest: dict[str, int] = defaultdict(int)
+    for hop, payload in payloads.items():
+        for kind in (hop.chunk.family, f"{hop.chunk.family} wire"):
+            longest[kind] = max(longest[kind], payload.count)
+    for (family, owner), total in all_rows.items():
+        if owner != rank:
+            longest[family] = max(longest[family], total.size)
     maps.finish(device)
 
     steps = tuple(_step(boundary, rank, payloads, calls) for boundary in program)
     own_last = schedule.program(rank, own_last=True) if deferred else ()
     rank_pass = RankPass(
         name, steps, tuple(_step(boundary, rank, payloads, calls) for boundary in own_last),
-        all_rows, _longest(rank, payloads, all_rows),
-        Counter(hop.chunk for hop in hops if hop.src == rank),
+        all_rows, dict(longest), Counter(hop.chunk for hop in hops if hop.src == rank),
     )  # fmt: skip
     if schedule.joined:
         rank_pass = joined.joined(rank_pass, schedule, works, device)
@@ -146,20 +152,6 @@ def make_pass(
             deferred=_relayed(rank_pass.deferred, chains),
         )
     return rank_pass
-
-
-def _longest(
-    rank: int, payloads: dict[Hop, Payload], totals: dict[tuple[str, int], Target]
-) -> dict[str, int]:
-    """Return `RankPass.longest`: the largest number of rows in a buffer, by kind of buffer."""
-    longest: dict[str, int] = defaultdict(int)
-    for hop, payload in payloads.items():
-        for kind in (hop.chunk.family, f"{hop.chunk.family} wire"):
-            longest[kind] = max(longest[kind], payload.count)
-    for (family, owner), total in totals.items():
-        if owner != rank:
-            longest[family] = max(longest[family], total.size)
-    return dict(longest)
 
 
 def _relayed(steps: Sequence[Step], chains: dict[int, slice]) -> tuple[Step, ...]:

@@ -423,9 +423,9 @@ class CountingKernel:
     def __getattr__(self, name):
         return getattr(self.kernel, name)
 
-    def forward(self, *arguments):
+    def forward(self, *arguments, **named):
         self.calls.append(arguments)
-        self.kernel.forward(*arguments)
+        self.kernel.forward(*arguments, **named)
 
 
 def test_joint_calls_in_checkpoints_that_keep_some_rows_are_refused():

@@ -231,10 +231,13 @@ class _Path:
         owner = at // steps
         step = at - owner * steps
         outer = step // width if within else step
-        inner, ranks = step - outer * width if within else np.zeros_like(step), []
-        for node, member in ((outer, inner), (outer + 1 - within, inner + within)):
-            node, member = owner // width + self.ways[1] * node, owner + self.ways[2] * member
-            node, member = node - node // nodes * nodes, member - member // width * width
+        inner = step - outer * width if within else np.zeros_like(step)
+        ranks = []
+        for outer_step, inner_step in ((outer, inner), (outer + 1 - within, inner + within)):
+            node = owner // width + self.ways[1] * outer_step
+            member = owner + self.ways[2] * inner_step
+            node -= node // nodes * nodes
+            member -= member // width * width
             ranks.append(node * width + member)
         return owner, step, bits, *ranks
 
