@@ -80,7 +80,7 @@ class Payload(NamedTuple):
 
     Attributes:
         hop: Transfer of the schedule.
-        count: Number of rows.
+        row_count: Number of rows.
         digest: Digest of pass and chunk, for the envelope.
         packed: True if the tensors are sent as one message on every device. False if the owner
             sends the chunk: on devices other than the CPU, each tensor is then sent separately,
@@ -91,7 +91,7 @@ class Payload(NamedTuple):
     """
 
     hop: Hop
-    count: int
+    row_count: int
     digest: int
     packed: bool
     target: Target | None = None

@@ -192,7 +192,7 @@ class Ring:
             sends.append(Send(hop.dst, hop.link, message.tensors, flat))
             leaving.append((payload, message))
         for payload in exchange.arriving:
-            message = self.buffers.take(self._wire[payload.hop.chunk.family], payload.count)
+            message = self.buffers.take(self._wire[payload.hop.chunk.family], payload.row_count)
             if self._on_cpu:
                 envelope = self._envelope(payload)
                 receive = Receive(payload.hop.src, message.tensors, message, envelope)
@@ -252,7 +252,7 @@ class Ring:
             rows = rows_at(self.chunks[source].tensors, place)
             if not (self._on_cpu or payload.packed) and all(t.is_contiguous() for t in rows):
                 return Message(None, rows)  # sent without a copy
-            message = self._packed[chunk] = self.buffers.take(chunk.family, payload.count)
+            message = self._packed[chunk] = self.buffers.take(chunk.family, payload.row_count)
             for target, row in zip(message.tensors, rows, strict=True):
                 target.copy_(row)
         if self._on_cpu:

@@ -131,7 +131,7 @@ def make_pass(
     longest: dict[str, int] = defaultdict(int)
     for hop, payload in payloads.items():
         for kind in (hop.chunk.family, f"{hop.chunk.family} wire"):
-            longest[kind] = max(longest[kind], payload.count)
+            longest[kind] = max(longest[kind], payload.row_count)
     for (family, owner), total in all_rows.items():
         if owner != rank:
             longest[family] = max(longest[family], total.size)
