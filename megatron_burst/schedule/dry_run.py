@@ -214,7 +214,8 @@ class _Replay:
         self.place: dict[Chunk, _ReplayBuffer] = {}  # buffers of the totals
         self.sent: dict[Chunk, _ReplayBuffer] = {}  # copies of rows that are being sent
         self.sends = Counter(hop.chunk for hop in hops if hop.src == rank)
-        self.flights: dict[int, list[tuple[Hop, _ReplayBuffer]]] = defaultdict(list)  # by landing
+        # By landing; the transfers of an exchange end together.
+        self.flights: dict[int, list[list[tuple[Hop, _ReplayBuffer]]]] = defaultdict(list)
         # State of joined calls: rows of keys and of gradients by kind, totals that are still a part
         # of these gradients, and chunks that a call has freed.
         self.joined: dict[str, int] = {}
@@ -280,7 +281,11 @@ class _Replay:
         # In the executor's order: by exchange, and sends before receives.
         order = {hop: (hop.ring, hop.chunk.accumulated, hop.land, hop.dst == self.me)
                  for hop in boundary.posts}  # fmt: skip
+        exchange = None
         for hop in sorted(order, key=order.__getitem__):
+            if order[hop][:3] != exchange:
+                exchange = order[hop][:3]
+                self.flights[hop.land].append([])
             chunk, buffer = hop.chunk, _ReplayBuffer()
             if hop.dst == self.me:
                 buffer = self._take(self._kind(chunk), chunk)
@@ -288,7 +293,7 @@ class _Replay:
                 buffer = self._send(chunk)
             elif self.packed and chunk not in self.sent and chunk not in self.received:
                 self.sent[chunk] = self._take(chunk.family, chunk)
-            self.flights[hop.land].append((hop, buffer))
+            self.flights[hop.land][-1].append((hop, buffer))
 
     def _relay(self, begin: int) -> None:
         """Replay the chain of transfers that the relay stream starts at boundary `begin`."""
@@ -302,25 +307,25 @@ class _Replay:
         if not relayed:
             for part in self.own_parts.pop(index, []):
                 self._receive(*part)
-        landing = self.flights.pop(index, [])
-        for hop, buffer in landing:
-            chunk = hop.chunk
-            if hop.src != self.me:
-                continue
-            self.sends[chunk] -= 1
-            if chunk.accumulated:
-                self._give(self._kind(chunk), buffer)
-            elif chunk in self.sent and not self.sends[chunk]:
-                self._give(chunk.family, self.sent.pop(chunk))
-        for hop, buffer in landing:
-            if hop.dst != self.me:
-                continue
-            if relayed and hop.chunk.accumulated and hop.chunk.owner == self.me:
-                self.own_parts[index].append((hop.chunk, buffer))
-            elif hop.chunk.accumulated:
-                self._receive(hop.chunk, buffer)
-            else:
-                self.received[hop.chunk] = buffer
+        for exchange in self.flights.pop(index, []):
+            for hop, buffer in exchange:  # sends are before receives
+                chunk = hop.chunk
+                if hop.src == self.me:
+                    self._sent(chunk, buffer)
+                elif relayed and chunk.accumulated and chunk.owner == self.me:
+                    self.own_parts[index].append((chunk, buffer))
+                elif chunk.accumulated:
+                    self._receive(chunk, buffer)
+                else:
+                    self.received[chunk] = buffer
+
+    def _sent(self, chunk: Chunk, buffer: _ReplayBuffer) -> None:
+        """Free the buffer of a chunk that was sent, unless it is sent again."""
+        self.sends[chunk] -= 1
+        if chunk.accumulated:
+            self._give(self._kind(chunk), buffer)
+        elif chunk in self.sent and not self.sends[chunk]:
+            self._give(chunk.family, self.sent.pop(chunk))
 
     def _compute(self, boundary: Boundary) -> None:
         calls = [(pair, *call) for pair in boundary.pairs for call in self._calls(pair)]

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megatron_burst as mb
 from megatron_burst.kernels import flash, registry
-from megatron_burst.kernels.aten import AtenKernel, stand_in
+from megatron_burst.kernels.aten import AtenKernel, TileWork, stand_in
 from megatron_burst.kernels.base import Rows, Scoring
 from megatron_burst.kernels.online_softmax import empty_result
 from megatron_burst.kernels.operators import CpuFlash, TileVisibility
@@ -40,6 +40,7 @@ from megatron_burst.masks import (
     Tree,
     Window,
 )  # fmt: skip
+from megatron_burst.masks.tiles import Tile
 
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -174,6 +175,24 @@ def test_only_the_sums_that_are_new_are_written(case, new):
     kernel.backward(rows, k, v, work, Scoring(0.5), *sums, new=tuple(map(bool, new)))
     for got, right, n in zip(sums, truth, new, strict=True):
         assert oracle.worst(got - 7.0 * (not n), right) < 1e-11
+
+
+def test_a_tile_of_every_second_row_leaves_the_other_rows_of_new_sums_empty():
+    q, k, v, dout = tensors(5, 1, (2, 1), (4, 4))
+    kernel, work = (
+        registry.make("aten", q, k, v),
+        [TileWork.of(Tile(slice(0, 5, 2), slice(0, 5, 1)))],
+    )
+    out, lse = torch.full_like(q, math.nan), torch.full((5, 1, 2), math.nan).double()
+    kernel.forward(q, k, v, work, Scoring(0.5), out, lse, new=True)
+    assert not out[1::2].any()
+    assert (lse[1::2] == -math.inf).all()
+    assert out[::2].isfinite().all()
+    sums = [torch.full_like(x, math.nan) for x in (q, k, v)]
+    rows = Rows(q, dout, lse, lse.clamp_min(0.0), out)
+    kernel.backward(rows, k, v, work, Scoring(0.5), *sums, new=(True, True, True))
+    assert not sums[0][1::2].any()
+    assert all(x.isfinite().all() for x in sums)
 
 
 def test_new_sums_are_empty_if_there_is_no_call():

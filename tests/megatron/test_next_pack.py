@@ -210,6 +210,12 @@ def planned_by(ahead, call, pack):
     return ahead.builder(call, pack, call)(call).partition("_0")[0]
 
 
+def message(ahead, receive, planned=()):
+    """A message arrives while the next one starts, as in `next_pack`."""
+    ahead.collect()
+    ahead.start_received(None, receive, planned)
+
+
 PLANNER, FORWARD = "megatron_burst planner", "MainThread"
 
 
@@ -222,11 +228,11 @@ def test_the_forward_does_not_wait_for_the_pack_of_the_next_micro_batch(ahead):
         assert arrives.wait(60)
         return packs[1]
 
-    ahead.start_received(None, lambda: packs[0], [])
-    ahead.start_received(None, late, [])
+    message(ahead, lambda: packs[0])
+    message(ahead, late)
     assert planned_by(ahead, call, packs[0]) == PLANNER
     arrives.set()
-    ahead.start_received(None, lambda: None, [])  # the last micro-batch of a step
+    message(ahead, lambda: None)  # the last micro-batch of a step
     assert planned_by(ahead, call, packs[1]) == PLANNER
     assert (ahead.started, ahead.used) == (2, 2)
 
@@ -239,9 +245,9 @@ def test_a_pack_that_does_not_arrive_is_planned_by_the_forward(ahead):
         raise RuntimeError("planted")
 
     for receive in (fails, lambda: None, lambda: PACK):
-        ahead.start_received(None, receive, [])
+        message(ahead, receive)
         assert planned_by(ahead, call, PACK) == FORWARD
-    ahead.start_received(None, fails, [])
+    message(ahead, fails)
     assert planned_by(ahead, call, PACK) == PLANNER
 
 
@@ -249,9 +255,9 @@ def test_a_pack_that_has_a_plan_is_not_planned_again(ahead):
     call = Call()
     ahead.expect(call, [])
     for planned in ([], [], [(call, many(TOTAL))]):  # the chunks of a stage receive the same pack
-        ahead.start_received(None, lambda: PACK, planned)
-    ahead.start_received(None, lambda: many(TOTAL), [(call, many(TOTAL))])
-    ahead.start_received(None, lambda: None, [])
+        message(ahead, lambda: PACK, planned)
+    message(ahead, lambda: many(TOTAL), [(call, many(TOTAL))])
+    message(ahead, lambda: None)
     assert ahead.started == 1
 
 
@@ -260,7 +266,7 @@ def test_nothing_is_planned_for_a_script_that_makes_other_packs(ahead):
     for length in range(1, 2 * plans_ahead.UNUSED):
         bounds = (0, length, 10 * TOTAL)
         pack = Pack(TOTAL, bounds, TOTAL, bounds)
-        ahead.start_received(None, lambda pack=pack: pack, [])
+        message(ahead, lambda pack=pack: pack)
     assert ahead.started == plans_ahead.UNUSED
 
 
@@ -273,7 +279,7 @@ def test_a_thread_that_plans_after_the_end_of_the_run(state):
         assert release.wait(60)
         return next_pack._receive(torch.from_numpy(next_pack.encoded(PACK)), None)
 
-    ahead.start_received(None, late, [])
+    message(ahead, late)
     job = ahead._receiving
     burst.uninstall()
     release.set()
@@ -293,13 +299,29 @@ def test_received_packs_share_their_layout_with_the_packs_of_batches(state):
 
 
 class Book:
-    """A plan book that keeps the function that a thread would call."""
+    """A plan book that keeps the function that a thread would call, and the order of the calls."""
 
-    def __init__(self):
-        self.receive = []
+    def __init__(self, calls=None):
+        self.receive, self.calls = [], [] if calls is None else calls
+
+    @property
+    def ahead(self):
+        return self
+
+    def collect(self):
+        self.calls.append("collect")
 
     def plan_received(self, receive):
+        self.calls.append("receive")
         self.receive.append(receive)
+
+
+def test_plans_of_all_books_are_collected_before_the_next_message(state):
+    """Otherwise the thread may wait for the next message before it makes plans of this one."""
+    calls = []
+    state.plan_books |= {"one group": Book(calls), "another group": Book(calls)}
+    of_rank(1, PACK)
+    assert calls == ["collect"] * 2 + ["receive"] * 2
 
 
 class Recorded:

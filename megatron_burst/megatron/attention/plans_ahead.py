@@ -106,12 +106,18 @@ class PlansAhead:
                 is unknown.
             planned: Calls and packs that have a plan already.
         """
-        # The documents that this waits for are those of the micro-batch that has now arrived.
-        received, self._receiving = self._receiving, None
-        self._keep(_result(received) or {})
         if not self._unused():
             arguments = book, receive, self._calls(), [*planned, *self._futures]
             self._receiving = _planner().submit(_plan_received, _planner(), *arguments)
+
+    def collect(self) -> None:
+        """Wait for the documents that `start_received` requested last, and keep their plans.
+
+        Call it for all plan books when this micro-batch arrives, before any `start_received`.
+        Otherwise the one thread could wait for a later message before it makes the plans.
+        """
+        received, self._receiving = self._receiving, None
+        self._keep(_result(received) or {})
 
     def _calls(self) -> list[CallContext]:
         return [(call, needs, _stream(call)) for call, needs in self._expected.items()]

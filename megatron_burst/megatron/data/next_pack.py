@@ -64,6 +64,8 @@ def _with_next_pack(original: Callable, *args: Any, **named: Any) -> Any:
             dist.broadcast(message, source, group=group)
             receive = partial(_receive, *_to_host(message))
             for book in state.plan_books.values():
+                book.ahead.collect()
+            for book in state.plan_books.values():
                 book.plan_received(receive)
     return batch
 
