@@ -38,9 +38,9 @@ class Meter:
         return self._marked(attribute) if name in PASSES else attribute
 
     def _marked(self, call: Any) -> Any:
-        def marked(*args: Any) -> Any:
+        def marked(*args: Any, **named: Any) -> Any:
             begin = self.clock.mark()
-            result = call(*args)
+            result = call(*args, **named)
             self.marks.append((begin, self.clock.mark()))
             return result
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch.autograd import profiler
@@ -25,7 +25,7 @@ from ..comm import packing
 from ..comm.packing import CallTag, Envelope, Message
 from ..comm.relays import Relays
 from ..comm.transport import Pending, Receive, Send
-from ..kernels.base import Kernel, Rows, Scoring, writes_new
+from ..kernels.base import Kernel, Rows, Scoring, WritingKernel
 from ..kernels.online_softmax import accumulation_dtype, add_sink_
 from ..schedule.head_shares import deferred_chunks
 from ..schedule.tables import Chunk
@@ -415,7 +415,7 @@ class Forward:
         (q,), (k, *values), (out, lse) = queries, keys, sums[0].tensors
         v, work = values[0] if values else k, call.work
         if sums[0].new:
-            assert writes_new(self.kernel)
+            assert _writes_new(self.kernel)
             self.kernel.forward(q, k, v, work, self.scoring, out, lse, self.max_logits, new=True)
         else:
             self.kernel.forward(q, k, v, work, self.scoring, out, lse, self.max_logits)
@@ -453,7 +453,7 @@ def forward_rings(
         rings.append(
             Ring(
                 rank_plan, rank_pass, tag, part, compute, own, rows,
-                exact=1, writes_new=writes_new(rank_plan.kernel),
+                exact=1, writes_new=_writes_new(rank_plan.kernel),
             )
         )  # fmt: skip
     return rings
@@ -516,7 +516,7 @@ class Backward:
             new_values = False
         rows = Rows(q, dout, lse, delta, out)
         if new_query or new_keys:
-            assert writes_new(self.kernel)
+            assert _writes_new(self.kernel)
             new = new_query, new_keys, new_values
             self.kernel.backward(rows, k, v, call.work, self.scoring, dq, dk, dv, new=new)
         else:
@@ -560,7 +560,7 @@ def backward_rings(
         rings.append(
             Ring(
                 rank_plan, rank_pass, tag, part, compute, own, sums,
-                writes_new=writes_new(rank_plan.kernel),
+                writes_new=_writes_new(rank_plan.kernel),
             )
         )  # fmt: skip
     return rings
@@ -609,6 +609,11 @@ def by_tensor(sums: Tensors, needs_grad: tuple[bool, ...]) -> tuple[torch.Tensor
         return sums
     remaining = iter(sums)
     return tuple(next(remaining) if needed else None for needed in needs_grad)
+
+
+def _writes_new(kernel: Kernel) -> TypeGuard[WritingKernel]:
+    """Return True if a kernel has the argument `new` of `WritingKernel`."""
+    return getattr(kernel, "writes_new", False)
 
 
 def of_heads(x: torch.Tensor, heads: slice) -> torch.Tensor:

@@ -11,7 +11,7 @@ width of queries and keys, w width of values.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -141,7 +141,8 @@ class Kernel(Protocol):
 class WritingKernel(Kernel, Protocol):
     """A kernel that can write the first results into tensors whose content is undefined.
 
-    Clearing tensors and then adding to them would write them twice and read them once more.
+    Clearing tensors and then adding to them would write them twice and read them once more. A
+    kernel with these methods has the attribute `writes_new` = True.
     """
 
     def forward(
@@ -175,8 +176,3 @@ class WritingKernel(Kernel, Protocol):
     ) -> None:
         """Same as `Kernel.backward`; write all rows of each of dq, dk and dv that is `new`."""
         ...
-
-
-def writes_new(kernel: Kernel) -> TypeGuard[WritingKernel]:
-    """Return True if a kernel has the argument `new` of `WritingKernel`."""
-    return getattr(kernel, "writes_new", False)
