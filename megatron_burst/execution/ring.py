@@ -413,12 +413,12 @@ class Forward:
         self, call: KernelCall, queries: Tensors, keys: Tensors, sums: Sequence[OpenSum]
     ) -> None:
         (q,), (k, *values), (out, lse) = queries, keys, sums[0].tensors
-        v, work = values[0] if values else k, call.work
-        if sums[0].new:
-            assert _writes_new(self.kernel)
-            self.kernel.forward(q, k, v, work, self.scoring, out, lse, self.max_logits, new=True)
+        v, kernel = values[0] if values else k, self.kernel
+        if _writes_new(kernel):
+            new = sums[0].new
+            kernel.forward(q, k, v, call.work, self.scoring, out, lse, self.max_logits, new=new)
         else:
-            self.kernel.forward(q, k, v, work, self.scoring, out, lse, self.max_logits)
+            kernel.forward(q, k, v, call.work, self.scoring, out, lse, self.max_logits)
 
 
 def forward_rings(
@@ -507,20 +507,16 @@ class Backward:
         (q, dout, lse, delta), (k, *values) = queries, keys
         out = self.out if call.queries.owner == self.me else None
         dq, dk, *dvalues = by_tensor(sums[0].tensors + sums[1].tensors, self.needs_grad)
-        new_query, new_keys = sums[0].new, sums[1].new
-        new_values = new_keys
         if values:
             (v,), (dv,) = values, dvalues
         else:  # values are the keys; kernels need separate sums
             v, dv = k, None if dk is None else torch.zeros_like(dk)
-            new_values = False
-        rows = Rows(q, dout, lse, delta, out)
-        if new_query or new_keys:
-            assert _writes_new(self.kernel)
-            new = new_query, new_keys, new_values
-            self.kernel.backward(rows, k, v, call.work, self.scoring, dq, dk, dv, new=new)
+        rows, kernel = Rows(q, dout, lse, delta, out), self.kernel
+        if _writes_new(kernel):
+            new = sums[0].new, sums[1].new, sums[1].new and bool(values)
+            kernel.backward(rows, k, v, call.work, self.scoring, dq, dk, dv, new=new)
         else:
-            self.kernel.backward(rows, k, v, call.work, self.scoring, dq, dk, dv)
+            kernel.backward(rows, k, v, call.work, self.scoring, dq, dk, dv)
         if not values and dk is not None and dv is not None:
             dk += dv
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 from .demand import RowBytes
@@ -281,19 +282,19 @@ class _Replay:
         # In the executor's order: by exchange, and sends before receives.
         order = {hop: (hop.ring, hop.chunk.accumulated, hop.land, hop.dst == self.me)
                  for hop in boundary.posts}  # fmt: skip
-        exchange = None
-        for hop in sorted(order, key=order.__getitem__):
-            if order[hop][:3] != exchange:
-                exchange = order[hop][:3]
-                self.flights[hop.land].append([])
-            chunk, buffer = hop.chunk, _ReplayBuffer()
-            if hop.dst == self.me:
-                buffer = self._take(self._kind(chunk), chunk)
-            elif chunk.accumulated:
-                buffer = self._send(chunk)
-            elif self.packed and chunk not in self.sent and chunk not in self.received:
-                self.sent[chunk] = self._take(chunk.family, chunk)
-            self.flights[hop.land][-1].append((hop, buffer))
+        in_order = sorted(order, key=order.__getitem__)
+        for (_, _, land), hops in groupby(in_order, lambda hop: order[hop][:3]):
+            exchange: list[tuple[Hop, _ReplayBuffer]] = []
+            self.flights[land].append(exchange)
+            for hop in hops:
+                chunk, buffer = hop.chunk, _ReplayBuffer()
+                if hop.dst == self.me:
+                    buffer = self._take(self._kind(chunk), chunk)
+                elif chunk.accumulated:
+                    buffer = self._send(chunk)
+                elif self.packed and chunk not in self.sent and chunk not in self.received:
+                    self.sent[chunk] = self._take(chunk.family, chunk)
+                exchange.append((hop, buffer))
 
     def _relay(self, begin: int) -> None:
         """Replay the chain of transfers that the relay stream starts at boundary `begin`."""

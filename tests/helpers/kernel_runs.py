@@ -35,21 +35,21 @@ def run(
     work = kernel.works_for(mask, [(spans, k_spans or spans)])[0]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, lse = empty_result(q, v.shape[-1])
-    news = {"new": True} if new else {}
+    more = {"new": True} if new else {}  # not every kernel has this argument
     if new:
         out.fill_(float("nan"))
         lse.fill_(float("nan"))
-    kernel.forward(q, k, v, work, Scoring(scale), out, lse, **news)
+    kernel.forward(q, k, v, work, Scoring(scale), out, lse, **more)
     final = out.to(q.dtype)
     delta = (dout.to(lse.dtype) * final.to(lse.dtype)).sum(dim=-1)
     sums = [torch.zeros(x.shape, dtype=accumulation_dtype(q.dtype)) for x in (q, k, v)]
     known = None if travelling else final
     if new:
-        news = {"new": (True, True, True)}
+        more = {"new": (True, True, True)}
         for total in sums:
             total.fill_(float("nan"))
     rows = Rows(q, dout, lse, delta, known)
-    kernel.backward(rows, k, v, work, Scoring(scale), *sums, **news)
+    kernel.backward(rows, k, v, work, Scoring(scale), *sums, **more)
     return final, *sums
 
 
